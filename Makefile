@@ -130,7 +130,7 @@ soak: $(STAMP) ## Jobs with random faults for MINUTES=5 or until KILLS=20: what 
 
 .PHONY: simulate
 simulate: $(STAMP) ## Simulated jobs in virtual time, SEEDS=10000: what happened, which faults fired, what was lost (SEED=… shows one)
-	$(VENV)/bin/python -m replicast.testing.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
+	$(VENV)/bin/python -m tests.simulator $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
 
 .PHONY: host-faults
 host-faults: $(STAMP) machines ## Links that fail, lose packets, and stopped workers on two and three hosts: the table of docs/faults.md, in 25 minutes

@@ -10,7 +10,7 @@ from benchmarks.audit import EVERY
 from benchmarks.runner import Implementation, Times, lasted
 from benchmarks.training import Training
 from benchmarks.update_replicast import weights_of
-from replicast.strategy import KerasState
+from replicast.training import KerasState
 from replicast.update.digest import digest_array
 
 REPEATS = 5

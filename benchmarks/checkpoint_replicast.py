@@ -15,7 +15,7 @@ from benchmarks.runner import Array, Times, lasted
 from benchmarks.update_replicast import weights_of
 from replicast.bench.weights import Weights
 from replicast.replicas.saving import SavePlan
-from replicast.storage.checkpoint import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore
 from replicast.update.digest import digest_array
 
 RESULT_SECS = 40.0

@@ -22,7 +22,7 @@ from typing import IO, Any, Protocol
 
 from benchmarks.results import TORCH_PYTHON
 from benchmarks.runner import Entry, Times
-from replicast.supervisor import HeldPorts, bootstrap, hold_free_ports
+from replicast.launcher import HeldPorts, bootstrap, hold_free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 START_SECS = 120.0

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.runner import Array, Implementation, Times
 from replicast.config import read_cluster
-from replicast.runtime.codec import decode, encode
+from replicast.replicas.channel import decode, encode
 from replicast.transport import BroadcastTransport, ChainTransport, Parcel, open_transport
 
 PORT = 5001

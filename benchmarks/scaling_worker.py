@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.runner import Array
 from replicast import Update
-from replicast.runtime.codec import decode, encode
+from replicast.replicas.channel import decode, encode
 from replicast.transport import ChainTransport, Parcel, open_transport
 from tests.hosts.transfer import FileCoordination
 

@@ -16,9 +16,8 @@ import replicast
 from benchmarks.runner import Array, Times
 from benchmarks.update_task import Adding
 from replicast.bench.weights import Weights, adding
-from replicast.mapping import Bytes
-from replicast.update.blocks import blocks_of, bytes_of, digest_block
-from replicast.update.finite import is_finite
+from replicast.tensorfiles import Bytes
+from replicast.update.digest import blocks_of, bytes_of, digest_block, is_finite
 
 
 def weights_of(task: Any, net: Any = None) -> Weights:

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from replicast.core.entries import Receipt
     from replicast.core.operation import Timeouts
     from replicast.replicas import Replicas
-    from replicast.strategy import Strategy, per_worker
+    from replicast.training import Strategy, per_worker
     from replicast.update.guard import Guard
+    from replicast.update.schema import Limits
     from replicast.update.trial import Trial
     from replicast.update.update import Update
-    from replicast.update.validate import Limits
 
 __version__ = "0.1.0"
 
@@ -67,13 +67,13 @@ __all__ = [
 
 _NEEDS_TENSORFLOW = {
     "Replicas": "replicast.replicas",
-    "Strategy": "replicast.strategy",
-    "per_worker": "replicast.strategy",
+    "Strategy": "replicast.training",
+    "per_worker": "replicast.training",
 }
 _LATE = {
     **_NEEDS_TENSORFLOW,
     "Guard": "replicast.update.guard",
-    "Limits": "replicast.update.validate",
+    "Limits": "replicast.update.schema",
     "Receipt": "replicast.core.entries",
     "Timeouts": "replicast.core.operation",
     "Trial": "replicast.update.trial",

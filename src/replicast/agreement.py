@@ -24,14 +24,7 @@ LIST_SECS = 5.0
 
 
 class Wait:
-    """Waits for keys until a time that is the same for all of them.
-
-    Args:
-        coordination: The keys that all workers share.
-        secs: When to give up, from now.
-        late: The error about a worker that has not written its key by then.
-        look: Called about once a second with the key and the worker; raises to end the wait.
-    """
+    """Waits for keys until a time that is the same for all of them."""
 
     def __init__(
         self,
@@ -46,11 +39,7 @@ class Wait:
         self._look = look
 
     def value(self, key: str, worker: int) -> str:
-        """The value of a key, once a worker has written it.
-
-        Raises:
-            JobFailed: It is late, or what `look` raises.
-        """
+        """The value of a key, once a worker has written it."""
         value = self.value_or_none(key, worker)
         if value is None:
             raise self.late(worker)
@@ -71,18 +60,7 @@ def _look_secs(until: float) -> float:
 
 
 def collect(wait: Wait, key: str, rank: int, size: int) -> dict[int, str]:
-    """The values of all workers, by rank. All of them call it, each when it has written its own.
-
-    Args:
-        wait: How long to wait; a worker other than 0 waits up to 10 s longer.
-        key: The prefix of the keys.
-        rank: This worker.
-        size: The number of workers.
-
-    Raises:
-        JobFailed: A value is missing, and the error names the worker that did not write it, on every worker.
-            Or what `look` raises.
-    """
+    """The values of all workers, by rank. All of them call it, each when it has written its own."""
     if rank == 0:
         return _publish(wait, key, size)
     told = wait.value_or_none(f"{key}/all", 0, LIST_SECS)

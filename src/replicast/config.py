@@ -6,14 +6,16 @@ set it, and so does `replicast run`. TensorFlow itself hardly checks it, so this
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from replicast.errors import ClusterError
 
@@ -55,15 +57,7 @@ _FAULTS_EXAMPLE = 'For example [{"worker": 1, "point": "apply", "action": "kill"
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The workers of the job, and which of them this process is.
-
-    Attributes:
-        addresses: One `host:port` per worker, in rank order.
-        rank: The rank of this process.
-        task_type: The name of this process's job in `TF_CONFIG`: "worker" or "chief".
-        task_index: Its index in that job.
-        chiefs: The number of workers in the job "chief".
-    """
+    """The workers of the job, and which of them this process is."""
 
     addresses: tuple[str, ...]
     rank: int
@@ -88,14 +82,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What `replicast run` passes to a worker.
-
-    Attributes:
-        run_dir: The run directory, if there is one.
-        attempt: The number of the attempt, from 0: how often the group was started before.
-        launched: Whether a launcher watches this process.
-        take_over: Which running job of another host may be taken over.
-    """
+    """What `replicast run` passes to a worker."""
 
     run_dir: Path | None
     attempt: int
@@ -123,11 +110,7 @@ def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
 
 
 def read_faults(environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Reads the fault plan in `REPLICAST_FAULTS`; `faults.Fault` checks the fields of each fault.
-
-    Raises:
-        ClusterError: The value is not a list of JSON objects.
-    """
+    """Reads the fault plan in `REPLICAST_FAULTS`; `faults.Fault` checks the fields of each fault."""
     text = environ.get(FAULTS, "").strip()
     if not text:
         return []
@@ -148,9 +131,6 @@ def start_timeout_secs(environ: Mapping[str, str]) -> float:
     """How long workers wait for each other at the start: `REPLICAST_START_TIMEOUT`, else an hour.
 
     An hour is TensorFlow's own limit: a scheduler may start the workers at different times.
-
-    Raises:
-        ClusterError: The value is not a positive number.
     """
     return _seconds(environ, START_TIMEOUT, 3600.0, at_least=0.0)
 
@@ -159,9 +139,6 @@ def heartbeat_timeout_secs(environ: Mapping[str, str]) -> float:
     """After how long without a heartbeat a worker is lost: `REPLICAST_HEARTBEAT_TIMEOUT`, else 10 s.
 
     10 s is TensorFlow's own limit. Heartbeats are sent twice in this time.
-
-    Raises:
-        ClusterError: The value is not a number of seconds from 2.
     """
     return _seconds(environ, HEARTBEAT_TIMEOUT, HEARTBEAT_SECS, at_least=MIN_HEARTBEAT_SECS)
 
@@ -181,11 +158,7 @@ def _seconds(environ: Mapping[str, str], name: str, default: float, *, at_least:
 
 
 def shared_memory_directory(environ: Mapping[str, str]) -> Path:
-    """Where workers of one host share memory: `REPLICAST_SHM_DIR`, else /dev/shm, else a temporary directory.
-
-    Raises:
-        ClusterError: `REPLICAST_SHM_DIR` is not a writable directory.
-    """
+    """Where workers of one host share memory: `REPLICAST_SHM_DIR`, else /dev/shm, else a temporary directory."""
     chosen = environ.get(SHM_DIR)
     if chosen:
         if not (Path(chosen).is_dir() and os.access(chosen, os.W_OK | os.X_OK)):
@@ -218,14 +191,7 @@ def host_id(environ: Mapping[str, str]) -> str:
 
 
 def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
-    """Reads and checks `TF_CONFIG`.
-
-    Returns:
-        The cluster, or None if `TF_CONFIG` is not set: a job with one worker.
-
-    Raises:
-        ClusterError: `TF_CONFIG` is invalid; the message says which part, and what was expected.
-    """
+    """Reads and checks `TF_CONFIG`."""
     text = environ.get("TF_CONFIG", "").strip()
     if not text:
         return None
@@ -314,3 +280,91 @@ def _place(described: dict[str, Any], jobs: dict[str, list[str]]) -> Cluster:
 def shortened(text: str, limit: int = 200) -> str:
     """The beginning of a value, for an error message."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
+
+
+# Optional environment variables: who may connect to the workers, and where progress is reported.
+
+TRUSTED_NETWORKS = "REPLICAST_TRUSTED_NETWORKS"
+"""Who may connect to TensorFlow's ports: networks such as 10.1.0.0/16,fd00::/8, or "any"."""
+PROGRESS_FILE = "REPLICAST_PROGRESS_FILE"
+PROGRESS_URL = "REPLICAST_PROGRESS_URL"
+KUBEFLOW_SERVER = "KUBEFLOW_TRAINER_SERVER"
+"""With _URL, _TOKEN and _CA_CERT: what Kubeflow's Trainer sets in the pods of a TrainJob."""
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+LOOPBACK: tuple[Network, ...] = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressTarget:
+    """Where a worker reports its progress."""
+
+    file: Path | None = None
+    url: str | None = None
+    token_file: Path | None = None
+    ca_file: str | None = None
+
+
+def progress_target(environ: Mapping[str, str], rank: int) -> ProgressTarget:
+    """Where to report progress: `REPLICAST_PROGRESS_FILE` and `REPLICAST_PROGRESS_URL`; nowhere by default.
+
+    The file's name may contain {rank}. The address may be "kubeflow" for the one
+    that Kubeflow's Trainer sets.
+    """
+    file = environ.get(PROGRESS_FILE, "").strip()
+    url = environ.get(PROGRESS_URL, "").strip()
+    token_file = ca_file = None
+    if url == "kubeflow":
+        url = environ.get(f"{KUBEFLOW_SERVER}_URL", "")
+        if not url:
+            raise ClusterError(
+                f"{PROGRESS_URL} is kubeflow, but {KUBEFLOW_SERVER}_URL is not set",
+                remedy="Enable the feature gate TrainJobStatus of Kubeflow's Trainer, or unset the variable",
+            )
+        token_file = environ.get(f"{KUBEFLOW_SERVER}_TOKEN")
+        ca_file = environ.get(f"{KUBEFLOW_SERVER}_CA_CERT")
+    if "@" in url:  # Not shown: what comes before it may be a password.
+        raise ClusterError(f"{PROGRESS_URL} must be an address without a user, a password and @")
+    if url and not _is_address(url):
+        raise ClusterError(
+            f'{PROGRESS_URL} must be an http or https address, or "kubeflow"', received=shortened(url)
+        )
+    return ProgressTarget(
+        file=Path(file.replace("{rank}", str(rank))).absolute() if file else None,
+        url=url or None,
+        token_file=Path(token_file) if token_file else None,
+        ca_file=ca_file or None,
+    )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # A port that is none, or a bracket that is not closed.
+        return False
+
+
+def trusted_networks(environ: Mapping[str, str], addresses: Sequence[str]) -> tuple[Network, ...] | None:
+    """Which networks may connect to TensorFlow's ports: `REPLICAST_TRUSTED_NETWORKS`."""
+    text = environ.get(TRUSTED_NETWORKS, "").strip()
+    if text == "any":
+        return None
+    if not text:
+        return LOOPBACK if addresses and all(map(_is_loopback, addresses)) else None
+    try:
+        return LOOPBACK + tuple(ipaddress.ip_network(part.strip()) for part in text.split(","))
+    except ValueError as error:
+        raise ClusterError(
+            f"{TRUSTED_NETWORKS} must be networks separated by commas ({error})",
+            received=shortened(text),
+            remedy='For example 10.1.0.0/16,fd00::/8, or "any"',
+        ) from None
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -49,10 +49,6 @@ def lost_worker(message: str, chiefs: int = 0) -> Loss | None:
 
     TensorFlow reports it only in the text of the message. `tests/faults/test_frozen.py` notices when that
     changes. An error that was passed on from worker to worker names all of them: the last one is its origin.
-
-    Args:
-        message: The text.
-        chiefs: The number of tasks of type "chief", which come before the workers.
     """
     found = _NO_HEARTBEATS.search(message)
     if found is not None:
@@ -64,12 +60,7 @@ def lost_worker(message: str, chiefs: int = 0) -> Loss | None:
 
 
 def unregistered_workers(message: str, chiefs: int = 0) -> list[int]:
-    """Returns the workers that did not register with the service, if an error message of TensorFlow says so.
-
-    Args:
-        message: The text: worker 0's names them, that of another worker is about worker 0.
-        chiefs: The number of tasks of type "chief", which come before the workers.
-    """
+    """Returns the workers that did not register with the service, if an error message of TensorFlow says so."""
     _, _, late = message.partition("timed out task names:")
     tasks = re.finditer(_TASK, late.partition("Additional GRPC error")[0])
     return sorted({_rank(task, chiefs) for task in tasks}) or [0]
@@ -91,9 +82,6 @@ class Coordination(abc.ABC):
     """A put-if-absent key-value store. All methods may be called from any thread.
 
     A call may block without limit while worker 0, which hosts the service, is stopped (SIGSTOP).
-
-    Attributes:
-        chiefs: The number of tasks of type "chief" in the cluster.
     """
 
     chiefs = 0
@@ -134,12 +122,6 @@ class ServiceCoordination(Coordination):
     exists, about 15 kB each, so threads that poll a key once a second would fill its memory within days.
     After `MAX_TIMED_OUT_WAITS` of them, the key is written with a placeholder value and deleted at once,
     which releases all waits. A worker that reads the placeholder, or finds it when it writes, ignores it.
-
-    Args:
-        context: TensorFlow's eager context; for tests.
-        chiefs: The number of tasks of type "chief" in the cluster.
-        cleanup_secs: A placeholder that is this old was left behind by a worker that died.
-        forget_secs: The count of timed-out waits for a key starts again after this long without one.
     """
 
     def __init__(
@@ -163,7 +145,7 @@ class ServiceCoordination(Coordination):
         self._timed_out: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def put(self, key: str, value: str) -> bool:  # noqa: D102
+    def put(self, key: str, value: str) -> bool:
         deadline = time.monotonic() + self._cleanup_secs
         while not self._insert(key, value):
             existing = self._wait_for(key, PEEK_SECS)
@@ -173,7 +155,7 @@ class ServiceCoordination(Coordination):
                 self.delete(key)  # the worker that wrote it has died
         return True
 
-    def get(self, key: str, timeout_secs: float) -> str | None:  # noqa: D102
+    def get(self, key: str, timeout_secs: float) -> str | None:
         deadline = time.monotonic() + timeout_secs
         value = self._wait_for(key, timeout_secs)
         while value == _NO_VALUE:  # another worker is releasing all waits, and deletes it at once
@@ -185,7 +167,7 @@ class ServiceCoordination(Coordination):
             self.delete(key)
         return value
 
-    def delete(self, key: str) -> None:  # noqa: D102
+    def delete(self, key: str) -> None:
         try:
             self._context.delete_config_key_value(key)
         except self._errors.NotFoundError:
@@ -222,7 +204,7 @@ class ServiceCoordination(Coordination):
         except self._errors.OpError as error:
             raise self._service_gone(error) from error
 
-    def find_lost(self, size: int) -> Loss | None:  # noqa: D102
+    def find_lost(self, size: int) -> Loss | None:
         # Elsewhere it could block for ever, and it may hold Python's lock meanwhile.
         jobs = [
             (job, tasks) for job, tasks in (("chief", self.chiefs), ("worker", size - self.chiefs)) if tasks
@@ -234,7 +216,7 @@ class ServiceCoordination(Coordination):
         lost = (rank for rank, state in enumerate(states) if state is not None)
         return next((Loss(rank, "it sent no heartbeats") for rank in lost), None)
 
-    def abort(self, message: str) -> None:  # noqa: D102
+    def abort(self, message: str) -> None:
         self._context.abort_collective_ops(self._errors.ABORTED, message)
 
     def _service_gone(self, error: Exception) -> JobFailed:
@@ -252,11 +234,7 @@ class MemoryCoordination(Coordination):
     """The same within one process: share one `Store` among the threads that act as workers."""
 
     class Store:
-        """The keys that all workers of one job share.
-
-        Attributes:
-            lost: The worker that the service has lost; set it to play this.
-        """
+        """The keys that all workers of one job share."""
 
         def __init__(self) -> None:
             self.values: dict[str, str] = {}
@@ -267,7 +245,7 @@ class MemoryCoordination(Coordination):
         self._store = store
         self.aborted: list[str] = []
 
-    def put(self, key: str, value: str) -> bool:  # noqa: D102
+    def put(self, key: str, value: str) -> bool:
         with self._store.changed:
             if key in self._store.values:
                 return False
@@ -275,17 +253,17 @@ class MemoryCoordination(Coordination):
             self._store.changed.notify_all()
             return True
 
-    def get(self, key: str, timeout_secs: float) -> str | None:  # noqa: D102
+    def get(self, key: str, timeout_secs: float) -> str | None:
         with self._store.changed:
             self._store.changed.wait_for(lambda: key in self._store.values, timeout_secs)
             return self._store.values.get(key)
 
-    def delete(self, key: str) -> None:  # noqa: D102
+    def delete(self, key: str) -> None:
         with self._store.changed:
             self._store.values.pop(key, None)
 
-    def find_lost(self, size: int) -> Loss | None:  # noqa: D102
+    def find_lost(self, size: int) -> Loss | None:
         return self._store.lost
 
-    def abort(self, message: str) -> None:  # noqa: D102
+    def abort(self, message: str) -> None:
         self.aborted.append(message)

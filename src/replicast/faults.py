@@ -65,15 +65,7 @@ class FaultInjected(RuntimeError):  # noqa: N818 - reads as a sentence: raise Fa
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One planned failure.
-
-    Attributes:
-        worker: The rank of the worker that fails.
-        point: Where it fails.
-        occurrence: On which occurrence the fault fires, counted from 1.
-        action: How it fails.
-        attempt: In which attempt: a restarted job does not fail again.
-    """
+    """One planned failure."""
 
     worker: int
     point: Point
@@ -83,11 +75,7 @@ class Fault:
 
     @classmethod
     def from_json(cls, described: Mapping[str, Any]) -> Fault:
-        """Reads one entry of a plan.
-
-        Raises:
-            ClusterError: A field is missing, unknown or invalid; the message names it.
-        """
+        """Reads one entry of a plan."""
         unknown = sorted(set(described) - set(cls.__slots__))
         if unknown:
             problem = f"{FAULTS}: a fault has no field {unknown[0]!r}"
@@ -110,14 +98,7 @@ class Fault:
 
 
 class Plan:
-    """The faults planned for this process, and how often it has reached each point. Thread-safe.
-
-    Args:
-        faults: The faults of all workers and attempts.
-        worker: The rank of this process.
-        attempt: The current attempt.
-        run_dir: Where fired faults are recorded; None to record nothing.
-    """
+    """The faults planned for this process, and how often it has reached each point. Thread-safe."""
 
     def __init__(
         self, faults: Sequence[Fault], *, worker: int, attempt: int = 0, run_dir: Path | None = None
@@ -159,11 +140,7 @@ class Plan:
 
 
 def point(name: str) -> None:
-    """Marks a point at which this process fails if the plan says so. Almost free without a plan.
-
-    Args:
-        name: One of `Point`.
-    """
+    """Marks a point at which this process fails if the plan says so. Almost free without a plan."""
     if _plan is not None:
         _plan.reach(name)
 
@@ -171,14 +148,7 @@ def point(name: str) -> None:
 def set_plan(
     faults: Sequence[Fault], *, worker: int = 0, attempt: int = 0, run_dir: Path | None = None
 ) -> Plan | None:
-    """Replaces this process's plan; for tests.
-
-    Args:
-        faults: The faults of all workers and attempts; empty to remove the plan.
-        worker: The rank of this process.
-        attempt: The current attempt.
-        run_dir: Where fired faults are recorded.
-    """
+    """Replaces this process's plan; for tests."""
     global _plan
     _plan = Plan(faults, worker=worker, attempt=attempt, run_dir=run_dir) if faults else None
     return _plan
@@ -188,9 +158,6 @@ def read_plan(environ: Mapping[str, str]) -> Plan | None:
     """Reads the plan from the environment of a worker of `replicast run`.
 
     The launcher and the other commands share that environment, and ignore the plan.
-
-    Raises:
-        ClusterError: The plan is invalid; the message says which part, and what was expected.
     """
     launch = read_launch(environ)
     faults = [Fault.from_json(described) for described in read_faults(environ)] if launch.launched else []

@@ -80,12 +80,7 @@ _MOST_HOLES_BYTES = 64 * 2**20
 
 
 def write_durably(path: RunPath | Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Writes a file that is complete even after a power failure.
-
-    Raises:
-        OSError: It could not be written. The temporary file is removed, and the file with the final name is
-            unchanged; only if syncing the directory failed, the new file is already there and complete.
-    """
+    """Writes a file that is complete even after a power failure."""
     path = _as_entry(path)
     with path.parent.entered() as directory:
         with _temporary(path, directory) as (descriptor, temporary):
@@ -120,12 +115,7 @@ def start_writing(descriptor: int, place: int, nbytes: int) -> None:
 
 
 def remove_leftovers(directory: RunDir, *, older_than_secs: float = 3600.0) -> None:
-    """Removes temporary files of writers that died.
-
-    Args:
-        directory: The directory, which may not exist.
-        older_than_secs: Younger files are kept, because they may still be being written.
-    """
+    """Removes temporary files of writers that died."""
     now = time.time()
     for path in below(directory).glob(f"{TEMPORARY}*"):
         with contextlib.suppress(FileNotFoundError):
@@ -134,20 +124,12 @@ def remove_leftovers(directory: RunDir, *, older_than_secs: float = 3600.0) -> N
 
 
 def read_json(path: RunPath, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file of a run directory.
-
-    Raises:
-        FileDamaged: It is missing, not a regular file, too large, or not a JSON object.
-    """
+    """The JSON object in a file of a run directory."""
     return _read_with(parse_object, path, max_bytes)
 
 
 def read_sealed(path: RunPath, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file with a checksum (`strictjson.sealed`).
-
-    Raises:
-        FileDamaged: As in `read_json`, or it was changed after it was written.
-    """
+    """The JSON object in a file with a checksum (`strictjson.sealed`)."""
     return _read_with(unsealed, path, max_bytes)
 
 
@@ -170,19 +152,7 @@ def read_tensor_bytes(
     holes: bool = True,
     check: Callable[[TensorFile], object] = lambda _outline: None,
 ) -> memoryview:
-    """Reads a safetensors file after checking its header against its size.
-
-    Args:
-        path: The file.
-        max_tensors: The maximum number of tensors.
-        max_bytes: The maximum size. Default: `MAX_BYTES`.
-        follow: Whether it may be a link.
-        holes: Whether it may have large holes, as a checkpoint full of zeros has on some file systems.
-        check: Called with the metadata and the tensors in outline, before memory is allocated for the values.
-
-    Raises:
-        FileDamaged: As in `read_bytes`, or it is not a safetensors file.
-    """
+    """Reads a safetensors file after checking its header against its size."""
 
     def check_first(descriptor: int, nbytes: int) -> None:
         if not holes:
@@ -193,11 +163,7 @@ def read_tensor_bytes(
 
 
 def outline_of(path: RunPath, *, max_tensors: int) -> TensorFile:
-    """The metadata and the tensors of a safetensors file in outline, from its header. Links are refused.
-
-    Raises:
-        FileDamaged: It cannot be read, is not a safetensors file, or has large holes.
-    """
+    """The metadata and the tensors of a safetensors file in outline, from its header. Links are refused."""
     with _opened(path, follow=False) as (descriptor, nbytes):
         _check_holes(path, descriptor, nbytes)
         return _outline(path.name, max_tensors, descriptor, nbytes)
@@ -210,17 +176,7 @@ def read_bytes(
     follow: bool = True,
     check: Callable[[int, int], None] = lambda _descriptor, _nbytes: None,
 ) -> memoryview:
-    """Reads a file into memory that numpy can use in place.
-
-    Args:
-        path: The file.
-        max_bytes: The maximum size. Default: `MAX_BYTES`.
-        follow: Whether it may be a link.
-        check: Called with the descriptor and the size before memory is allocated for the content.
-
-    Raises:
-        FileDamaged: It is not a regular file, cannot be read, is too large, or changed while it was read.
-    """
+    """Reads a file into memory that numpy can use in place."""
     limit = MAX_BYTES if max_bytes is None else max_bytes
     with _opened(path, follow=follow) as (descriptor, nbytes):
         if nbytes > limit:

@@ -27,15 +27,259 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
-from replicast.causes import Causes, first, follows, place_in
 from replicast.config import HEARTBEAT_SECS, PEER_FAILED
-from replicast.coordination import Coordination, Loss, lost_text
+from replicast.coordination import Coordination, Loss, lost_text, lost_worker
 from replicast.errors import JobFailed
-from replicast.silence import ClockJumps, Pauses, on_silence, within
 from replicast.turns import POLL_SECS, REMIND_SECS, JobKeys, Turns
+
+# For calls that may never return: a watchdog, a time limit, and whether this process itself stood still.
+
+Result = TypeVar("Result")
+
+_POLL_SECS = 0.2
+_MAX_DELAY_SECS = 5.0
+"""A longer delay than this between two looks means that this process itself was stopped."""
+_LEAST_JUMP_SECS = 0.5
+"""A clock that a time server adjusts is moved by less than a thousandth of the time that passes."""
+_TURNS_PER_SEC = 5
+"""A thread that waits for Python's lock looks for it 200 times a second, and less on a busy machine."""
+
+
+def turns_of(thread: int) -> int | None:
+    """How often a thread of this process has waited and run again; None if the system does not tell."""
+    try:
+        text = Path(f"/proc/self/task/{thread}/status").read_text()
+        return int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+class Pauses:
+    """Notices when this process stood still: stopped by SIGSTOP, or suspended with its machine.
+
+    One thread must call `look` often. A long time between two calls is a pause if that thread hardly ran in
+    it: while a call holds Python's lock, it runs often, to look for the lock. Any thread may ask.
+    """
+
+    def __init__(
+        self,
+        shortest_secs: float,
+        clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+        turns: Callable[[int], int | None] = turns_of,
+    ) -> None:
+        self._shortest_secs = shortest_secs
+        self._clock = clock
+        self._turns = turns
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        self._looked: tuple[float, int | None] = (clock(), None)
+        self._last: tuple[float, float] | None = None
+
+    def look(self) -> None:
+        """Notes a pause that has just ended. Always called by the same thread."""
+        self._thread = threading.get_native_id()
+        self._compare()
+
+    def last_secs(self, within_secs: float) -> float | None:
+        """How long the last pause was; None if it did not end in the last `within_secs`."""
+        self._compare()
+        with self._lock:
+            if self._last is None or self._clock() - self._last[0] > within_secs:
+                return None
+            return self._last[1]
+
+    def _compare(self) -> None:
+        if self._thread is None:
+            return
+        with self._lock:
+            now, turns = self._clock(), self._turns(self._thread)
+            secs, before = now - self._looked[0], self._looked[1]
+            self._looked = (now, turns)
+            if turns is None or before is None or secs < self._shortest_secs:
+                return
+            if turns - before < _TURNS_PER_SEC * secs:
+                self._last = (now, secs)
+
+
+class ClockJumps:
+    """Notices when the wall clock of this host was set: it then goes apart from the clock since boot.
+
+    TensorFlow's coordination service subtracts wall-clock times, as unsigned numbers, to tell how old a
+    heartbeat is. So a clock that is set forward by more than the rest of the timeout, or back by any time,
+    makes it take all workers for lost. Any thread may call any method; one should call `look` often.
+    """
+
+    def __init__(
+        self,
+        shortest_secs: float,
+        wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+    ) -> None:
+        self._shortest_secs = shortest_secs
+        self._wall, self._clock = wall, clock
+        self._lock = threading.Lock()
+        self._apart: float | None = None
+        self._last: tuple[float, float] | None = None
+
+    def look(self) -> None:
+        """Notes a jump since the last call."""
+        with self._lock:
+            before, wall, now = self._clock(), self._wall(), self._clock()
+            if now - before > _LEAST_JUMP_SECS / 2:  # This thread was held up between two clocks.
+                return
+            secs = 0.0 if self._apart is None else wall - now - self._apart
+            self._apart = wall - now
+            if secs >= self._shortest_secs or secs <= -_LEAST_JUMP_SECS:
+                self._last = (now, secs)
+
+    def last_secs(self, within_secs: float) -> float | None:
+        """By how much the clock was last set, back if negative; None if not in the last `within_secs`."""
+        self.look()
+        with self._lock:
+            recent = self._last is not None and self._clock() - self._last[0] <= within_secs
+            return self._last[1] if self._last is not None and recent else None
+
+
+def on_silence(
+    count: Callable[[], int],
+    limit_secs: float,
+    act: Callable[[], None],
+    *,
+    until: threading.Event,
+    look: Callable[[], None],
+) -> None:
+    """Starts a daemon thread that calls `act` once, when `count` has not changed for `limit_secs`.
+
+    On a busy machine a wait takes longer than asked for, so the thread reads a clock. Time during which this
+    process itself was stopped does not count.
+    """
+
+    def watch() -> None:
+        last, silent_secs, looked = count(), 0.0, time.monotonic()
+        while silent_secs < limit_secs:
+            if until.wait(_POLL_SECS):
+                return
+            look()
+            now, before = time.monotonic(), looked
+            looked = now
+            current = count()
+            silent_secs = silent_secs + min(now - before, _MAX_DELAY_SECS) if current == last else 0.0
+            last = current
+        act()
+
+    threading.Thread(target=watch, name="replicast-silence", daemon=True).start()
+
+
+def within(limit_secs: float, act: Callable[[], Result]) -> Result | None:
+    """Calls `act` in a daemon thread and waits at most `limit_secs`."""
+    results: list[Result] = []
+    thread = threading.Thread(target=lambda: results.append(act()), name="replicast-within", daemon=True)
+    thread.start()
+    thread.join(limit_secs)
+    return results[0] if results else None
+
+
+# Why a job failed, as one worker sees it: its own error, a worker that it has lost, or its own pause.
+
+_HERE = str(Path(__file__).parent)
+
+
+class Causes:
+    """Finds the cause of what this worker sees. Any thread may call any method."""
+
+    def __init__(self, rank: int, chiefs: int, pauses: Pauses, jumps: ClockJumps, recent_secs: float) -> None:
+        self._rank = rank
+        self._chiefs = chiefs
+        self._pauses = pauses
+        self._jumps = jumps
+        self._recent_secs = recent_secs
+        self._own_error: str | None = None
+
+    def look(self) -> None:
+        """Looks whether this process stood still, or its clock was set; call it several times a second."""
+        self._pauses.look()
+        self._jumps.look()
+
+    def of(self, error: BaseException) -> JobFailed:
+        """Why this worker's script raised, and because of which worker."""
+        pause = self.pause() if follows(error) else None
+        if pause is not None:
+            return pause
+        if isinstance(error, JobFailed) and error.worker is not None:  # it waited for that one in vain
+            return first(error.worker, str(error))
+        lost = lost_worker(str(error), self._chiefs)
+        jump = None if lost is None else self.jump(lost.how, lost.worker)
+        if jump is not None:
+            return jump
+        if lost is not None and lost.worker != self._rank:
+            return first(lost.worker, self.witnessed(lost_text(lost)))
+        lines = traceback.format_exception_only(error)
+        own = first(self._rank, lines[-1].strip() if lines else type(error).__name__)
+        self._own_error = str(own)
+        return own
+
+    def is_own_error(self, failure: JobFailed) -> bool:
+        """Whether the job failed because of the error that this worker's script raised."""
+        return str(failure) == self._own_error
+
+    def noticed(self, message: str, worker: int | None) -> JobFailed:
+        """A loss that this worker has noticed: of another one, unless it stood still itself."""
+        found = self.pause() or self.jump(message, worker)
+        return found or JobFailed(self.witnessed(message), worker=worker)
+
+    def witnessed(self, message: str) -> str:
+        """What this worker has seen itself, for the others, with who says so."""
+        return f"{message} (says worker {self._rank})"
+
+    def pause(self) -> JobFailed | None:
+        """An error if this process itself stood still a short time ago: that explains what it sees since."""
+        secs = self._pauses.last_secs(within_secs=self._recent_secs)
+        if secs is None:
+            return None
+        message = (
+            f"worker {self._rank} did not run for {secs:.0f} s: it was stopped (SIGSTOP), its machine was "
+            "suspended, or it got no CPU time. The other workers took it for lost"
+        )
+        return JobFailed(message, worker=self._rank)
+
+    def jump(self, message: str, worker: int | None) -> JobFailed | None:
+        """An error if heartbeats are missed since the wall clock was set: nobody need have been lost."""
+        secs = self._jumps.last_secs(within_secs=self._recent_secs) if "heartbeats" in message else None
+        if secs is None or worker is None:
+            return None
+        way = "forward" if secs > 0 else "back"
+        cause = (
+            f"worker {worker} was taken for lost because the clock of worker {self._rank}'s host was set "
+            f"{way} by {abs(secs):.0f} s: TensorFlow measures by it how old a heartbeat is. Restart the job, "
+            "and set clocks only while none runs"
+        )
+        return JobFailed(self.witnessed(cause), worker=worker)
+
+
+def follows(error: BaseException) -> bool:
+    """Whether an error may follow from what happened to another worker, or to the connection."""
+    return isinstance(error, JobFailed) or type(error).__module__.startswith("tensorflow.")
+
+
+def first(worker: int, message: str) -> JobFailed:
+    """The first failure of the job: whose it is, and the message that says so."""
+    named = message if message.startswith(f"worker {worker} ") else f"worker {worker} failed first: {message}"
+    return JobFailed(named, worker=worker)
+
+
+def place_in(trace: TracebackType | None) -> str:
+    """Where the user's script was: the innermost line that is not in an installed package."""
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if "site-packages" not in frame.filename and _HERE not in frame.filename]
+    frame = next(iter(reversed(own or frames)), None)
+    return "" if frame is None else f"at {frame.filename}:{frame.lineno}, in {frame.name}"
+
 
 logger = logging.getLogger("replicast")
 
@@ -52,16 +296,6 @@ class Lifetime:
 
     `begin` starts its threads, which are daemons, and `leave` stops them. If the watching thread dies, the
     job fails.
-
-    Args:
-        coordination: The keys that all workers share.
-        rank: This worker.
-        size: The number of workers.
-        transfers_started: Returns how many transfers this worker has started.
-        end_process: Ends this process with an exit code.
-        trained_alone: Whether this process trained a model outside the strategy.
-        heartbeat_secs: After how long without a heartbeat TensorFlow considers a worker dead.
-        pauses: Whether this process itself was stopped.
     """
 
     def __init__(
@@ -161,11 +395,7 @@ class Lifetime:
             raise first(self._rank, self._blamed_for)
 
     def has_left(self, worker: int) -> bool:
-        """Whether a worker has reached the end of its script, where it waits for the others.
-
-        Raises:
-            JobFailed: The job has failed.
-        """
+        """Whether a worker has reached the end of its script, where it waits for the others."""
         self.check()
         return self._keys.get(f"end/{worker}") is not None
 

@@ -42,11 +42,7 @@ class Lookups:
                 break
 
     def addresses(self, host: str) -> list[str] | None:
-        """The addresses of one of the names; None if they are not known yet.
-
-        Raises:
-            OSError: It has no address.
-        """
+        """The addresses of one of the names; None if they are not known yet."""
         with self._ends:
             found = self._found.get(host)
         if isinstance(found, OSError):
@@ -85,16 +81,7 @@ class Lookups:
 
 
 def addresses_of(host: str, port: int, look: Callable[[], object]) -> list[tuple[str, int]]:
-    """Looks up a name; an IP address is returned as it is.
-
-    Args:
-        host: A name or an address.
-        port: Returned with each address.
-        look: Called five times a second while the lookup lasts; raises to give it up.
-
-    Raises:
-        OSError: The name has no address.
-    """
+    """Looks up a name; an IP address is returned as it is."""
     lookup = Lookups([host])
     while not lookup.wait(LOOK_SECS):
         look()
@@ -113,11 +100,7 @@ class Dialer:
         self._lookup: Lookups | None = None
 
     def connect(self, timeout_secs: float) -> socket.socket:
-        """A connection; the name and each of its addresses have this time.
-
-        Raises:
-            OSError: The name has no address, or none yet, or none of them answers.
-        """
+        """A connection; the name and each of its addresses have this time."""
         if self._lookup is None:
             self._lookup = Lookups([self._host])
         if not self._lookup.wait(timeout_secs):

@@ -33,10 +33,6 @@ class RunPath:
 
     It has no `__fspath__`: `open(path)` and `os.stat(path)` raise TypeError. A name that no file can have,
     such as "..", names nothing: FileNotFoundError. Every OSError has the whole path as its `filename`.
-
-    Attributes:
-        root: The run directory, or whatever else a user named. Links up to it, and it, are followed.
-        parts: The names below it.
     """
 
     root: Path
@@ -60,11 +56,7 @@ class RunPath:
 
     @property
     def parent(self) -> RunPath:
-        """The directory that it is in; never one above the root.
-
-        Raises:
-            ValueError: It is the root.
-        """
+        """The directory that it is in; never one above the root."""
         if not self.parts:
             raise ValueError(f"The parent of a run directory does not belong to it. Received: {self}")
         return RunPath(self.root, self.parts[:-1])
@@ -79,11 +71,7 @@ class RunPath:
             return os.stat(name, dir_fd=directory, follow_symlinks=False)
 
     def exists(self) -> bool:
-        """Whether there is anything with this name, a link included.
-
-        Raises:
-            OSError: A directory that it is in is a link, or cannot be searched. That is not an empty run.
-        """
+        """Whether there is anything with this name, a link included."""
         return self._mode() != 0
 
     def is_dir(self) -> bool:
@@ -107,11 +95,7 @@ class RunPath:
             return []
 
     def open(self, flags: int, mode: int = 0o666) -> int:
-        """Opens a regular file; returns its descriptor. A pipe or a device could block, or have side effects.
-
-        Raises:
-            OSError: It cannot be opened, or is not a regular file.
-        """
+        """Opens a regular file; returns its descriptor. A pipe or a device could block, or have side effects."""
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
         with self._place() as (directory, name):
             return _regular(os.open(name, flags, mode, dir_fd=directory))
@@ -233,11 +217,7 @@ def sync_directory(path: RunDir) -> None:
 
 
 def make_durably(directory: RunDir) -> None:
-    """Creates a directory and its parents, so that their names survive a power failure.
-
-    Raises:
-        OSError: It cannot be created, or its name cannot be made durable.
-    """
+    """Creates a directory and its parents, so that their names survive a power failure."""
     path = below(directory)
     if path.is_dir():
         return
@@ -254,17 +234,7 @@ def make_durably(directory: RunDir) -> None:
 
 
 def read_small(path: RunPath | Path | str, *, max_bytes: int, directory: int | None = None) -> bytes:
-    """Reads a regular file. Links, pipes and devices are not read, and do not block.
-
-    Args:
-        path: The file.
-        max_bytes: The maximum size.
-        directory: The descriptor of the directory that a relative path starts from.
-
-    Raises:
-        OSError: It cannot be read, or is not a regular file.
-        ValueError: It is larger than `max_bytes`.
-    """
+    """Reads a regular file. Links, pipes and devices are not read, and do not block."""
     descriptor = open_plain(path, directory=directory)
     with os.fdopen(descriptor, "rb") as file:
         content = file.read(min(max_bytes, os.fstat(descriptor).st_size) + 1)
@@ -274,12 +244,7 @@ def read_small(path: RunPath | Path | str, *, max_bytes: int, directory: int | N
 
 
 def open_plain(path: RunPath | Path | str, *, directory: int | None = None, follow: bool = False) -> int:
-    """Opens a regular file for reading. Opening a pipe or a device could block or have side effects.
-
-    Raises:
-        OSError: It cannot be opened, or is not a regular file; also for a link, unless `follow` is true and
-            it is not below a run directory.
-    """
+    """Opens a regular file for reading. Opening a pipe or a device could block or have side effects."""
     if isinstance(path, RunPath):
         return path.open(os.O_RDONLY)
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)

@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from replicast.config import Cluster
+from replicast.config import TRUSTED_NETWORKS, Cluster, Network, trusted_networks
 from replicast.names import Lookups
-from replicast.options import TRUSTED_NETWORKS, Network, trusted_networks
 
 logger = logging.getLogger("replicast")
 
@@ -41,11 +40,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[[], None]:
-    """Reads who may connect to this worker; call the result once TensorFlow has opened its port.
-
-    Raises:
-        ClusterError: `REPLICAST_TRUSTED_NETWORKS` is invalid.
-    """
+    """Reads who may connect to this worker; call the result once TensorFlow has opened its port."""
     if cluster is None:  # TensorFlow opens no port
         return lambda: None
     networks = trusted_networks(environ, cluster.addresses)
@@ -84,12 +79,7 @@ def _may_connect(host: str, networks: Sequence[Network], lookups: Lookups) -> bo
 
 
 def limit_port(port: int, networks: Sequence[Network]) -> None:
-    """Lets only these networks reach a port of this process. Logs a warning if that cannot be done.
-
-    Args:
-        port: The port that TensorFlow listens on.
-        networks: Where connections may come from.
-    """
+    """Lets only these networks reach a port of this process. Logs a warning if that cannot be done."""
     try:
         limited = _attach(port, program(networks))
     except OSError as error:

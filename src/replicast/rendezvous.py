@@ -55,21 +55,7 @@ def meet(
     heartbeat_secs: float,
     script: Path | None = None,
 ) -> float:
-    """Blocks until every worker of the cluster has called this, at most `timeout_secs`.
-
-    Args:
-        cluster: The workers.
-        timeout_secs: How long to wait.
-        report: Called with a line of text while workers are missing, and if their scripts differ.
-        heartbeat_secs: The heartbeat timeout of this worker's settings.
-        script: The script that this worker runs; None if there is none.
-
-    Returns:
-        The heartbeat timeout of the job, which is worker 0's.
-
-    Raises:
-        ClusterError: Workers are missing after the timeout, or this worker's cluster is not worker 0's.
-    """
+    """Blocks until every worker of the cluster has called this, at most `timeout_secs`."""
     wait = _Wait(cluster, timeout_secs, report)
     digest = digest_of(script)
     if cluster.rank == 0:
@@ -87,11 +73,7 @@ def meet(
 
 
 class _Wait:
-    """How long this worker has waited, and for whom.
-
-    Attributes:
-        hint: What may be the reason why others do not come; empty if nothing is known.
-    """
+    """How long this worker has waited, and for whom."""
 
     def __init__(self, cluster: Cluster, timeout_secs: float, report: Callable[[str], object]) -> None:
         self._cluster = cluster
@@ -150,12 +132,7 @@ class _Line:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
-        """What has arrived. Blocks if nothing has.
-
-        Raises:
-            OSError: The connection is closed.
-            ValueError: The other side does not speak this protocol.
-        """
+        """What has arrived. Blocks if nothing has."""
         data = self.connection.recv(65536)
         if not data:
             raise ConnectionError("closed by the other side")
@@ -172,11 +149,7 @@ class _Line:
 
 
 def _host(cluster: Cluster, wait: _Wait, start: dict[str, Any]) -> dict[int, str]:
-    """Worker 0: waits for all others, then tells them to start.
-
-    Returns:
-        The digest of each other worker's script, of those that have sent one.
-    """
+    """Worker 0: waits for all others, then tells them to start."""
     strangers: list[_Line] = []
     workers: dict[int, _Line] = {}
     with _listening(cluster.addresses[0], wait) as listener, contextlib.ExitStack() as connections:
@@ -269,12 +242,7 @@ def _tell(workers: dict[int, _Line], message: dict[str, Any]) -> None:
 
 
 def _join(cluster: Cluster, wait: _Wait, hello: dict[str, Any]) -> tuple[float, tuple[str, int]] | None:
-    """Another worker: goes to worker 0 once and waits there.
-
-    Returns:
-        The heartbeat timeout of the job and the address at which worker 0 was reached, once this worker is
-        told to start; None if it should go again.
-    """
+    """Another worker: goes to worker 0 once and waits there."""
     missing, why = [0], _SILENT
     try:
         with _connected(cluster.addresses[0], wait) as connection:

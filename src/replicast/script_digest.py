@@ -34,13 +34,7 @@ def is_digest(value: object) -> bool:
 
 
 def difference(script: Path | None, own: str | None, others: Mapping[int, str]) -> str:
-    """A line that names the workers whose script is not that of worker 0; empty if there are none.
-
-    Args:
-        script: The script of worker 0.
-        own: Its digest.
-        others: The digest of each other worker that has sent one.
-    """
+    """A line that names the workers whose script is not that of worker 0; empty if there are none."""
     if script is None or own is None:
         return ""
     differing = sorted((worker, digest) for worker, digest in others.items() if digest != own)

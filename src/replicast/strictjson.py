@@ -27,11 +27,7 @@ def json_bytes(value: object) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON strictly: no duplicate names, no NaN, no absurdly large numbers, no deep nesting.
-
-    Raises:
-        ValueError: The text is not such JSON.
-    """
+    """Parses JSON strictly: no duplicate names, no NaN, no absurdly large numbers, no deep nesting."""
     try:
         value = json.loads(
             text,
@@ -47,11 +43,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Parses a JSON object with `parse_json`.
-
-    Raises:
-        ValueError: The text is not a JSON object.
-    """
+    """Parses a JSON object with `parse_json`."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"it must hold a JSON object. Received: {type(value).__name__}")
@@ -63,9 +55,6 @@ def parse_integer(text: str) -> int:
 
     Stricter than `int`, which takes spaces, underscores and digits of other scripts, needs quadratic time,
     and raises or not at 4,300 digits, as the process is set up.
-
-    Raises:
-        ValueError: It is not one, or larger than `MAX_INTEGER`.
     """
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdigit()):
@@ -86,11 +75,7 @@ def sealed(fields: Mapping[str, Any]) -> bytes:
 
 
 def unsealed(content: bytes) -> dict[str, Any]:
-    """Reads what `sealed` wrote.
-
-    Raises:
-        ValueError: The content differs from what was written, in at least one bit.
-    """
+    """Reads what `sealed` wrote."""
     body = content[:-_SEAL_BYTES] + _END
     if content[-_SEAL_BYTES:] != _seal_of(body):
         raise ValueError("its seal does not match its content: it was changed after it was written")
@@ -101,9 +86,6 @@ def described(kind: type[_Described], what: str, fields: Mapping[str, Any]) -> _
     """Creates a dataclass from the fields of a JSON object; types are checked, never converted.
 
     A field whose type is not a dataclass is read by the `from_json` method of its type.
-
-    Raises:
-        ValueError: The fields do not describe this dataclass.
     """
     with reading(what, fields):
         return msgspec.convert(

@@ -56,11 +56,7 @@ class JobKeys:
             return False
 
     def get(self, key: str, timeout_secs: float | None = None) -> dict[str, Any] | None:
-        """Returns a key's value, or None after the timeout.
-
-        Raises:
-            JobFailed: The coordination service is gone.
-        """
+        """Returns a key's value, or None after the timeout."""
         timeout = POLL_SECS if timeout_secs is None else timeout_secs
         text = self._coordination.get(f"{PREFIX}/{key}", timeout)
         return None if text is None else dict(json.loads(text))
@@ -72,29 +68,14 @@ class JobKeys:
     def collect(
         self, key: str, rank: int, size: int, look: Callable[[str, int], None]
     ) -> dict[int, dict[str, Any]]:
-        """The values of all workers below a key, as `agreement.collect`, without a time limit.
-
-        Args:
-            key: The key below which each worker has written its own.
-            rank: This worker.
-            size: The number of workers.
-            look: Called about once a second with the key and the worker; raises to end the wait.
-        """
+        """The values of all workers below a key, as `agreement.collect`, without a time limit."""
         wait = Wait(self._coordination, math.inf, lambda worker: JobFailed("", worker=worker), look)
         texts = collect(wait, f"{PREFIX}/{key}", rank, size)
         return {worker: dict(json.loads(text)) for worker, text in texts.items()}
 
 
 class Turns:
-    """Counts this worker's turns and compares its position in the script with the other workers'.
-
-    Args:
-        keys: The keys of the job.
-        rank: This worker.
-        size: The number of workers.
-        transfers_started: Returns how many transfers this worker has started.
-        check: Raises if the job has failed.
-    """
+    """Counts this worker's turns and compares its position in the script with the other workers'."""
 
     def __init__(
         self,
@@ -138,12 +119,6 @@ class Turns:
         Blocks while the others run, and logs every 30 s what it waits for; worker 0 names the late worker. If
         another worker never arrives because it waits for a transfer of this worker, that worker's `mismatch`
         detects it.
-
-        Args:
-            message: Passed to the other workers.
-
-        Returns:
-            Each worker's message, by rank.
         """
         turn = self.take(message)
         self._meetings.add(turn)
@@ -208,11 +183,7 @@ class Turns:
             self._stands = False
 
     def leave(self, *, interrupted: bool = False) -> int | None:
-        """Publishes that this worker has reached the end of its script, or was interrupted by Ctrl-C.
-
-        Returns:
-            How many transfers it has started; None if TensorFlow is already shut down.
-        """
+        """Publishes that this worker has reached the end of its script, or was interrupted by Ctrl-C."""
         transfers = self.transfers_or_none()
         if transfers is not None:
             left = {"worker": self._rank, "transfers": transfers, "turn": self.count}

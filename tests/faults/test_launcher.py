@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from replicast.config import SHM_DIR
+from replicast.launcher.group import EndTimeouts
+from replicast.launcher.launcher import Settings, supervise
+from replicast.launcher.plan import Job
 from replicast.paths import below
-from replicast.supervisor.group import EndTimeouts
-from replicast.supervisor.plan import Job
-from replicast.supervisor.supervisor import Settings, supervise
 
 DEADLINE_SECS = 120.0
 
@@ -351,7 +351,7 @@ sys.exit(5 if rank == 1 and attempt < 2 else 0)
 
 def test_the_last_step_of_a_job_is_in_its_closing_line(launch: Launcher) -> None:
     script = """
-from replicast.storage.runfiles import WorkerNote, write_worker_note
+from replicast.storage.run_files import WorkerNote, write_worker_note
 for step, of_attempt in ((900, attempt - 1), (1200, attempt)):
     note = WorkerNote(rank + attempt - of_attempt, os.getpid(), "host", step, of_attempt, 0.0, False, "")
     write_worker_note(Path(os.environ["REPLICAST_RUN_DIR"]), note)

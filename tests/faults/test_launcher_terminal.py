@@ -12,8 +12,8 @@ import termios
 import time
 from pathlib import Path
 
-from replicast.supervisor.checks import Verdict, check_two_workers
-from replicast.supervisor.lines import without_colours
+from replicast.launcher.checks import Verdict, check_two_workers
+from replicast.launcher.lines import without_colours
 
 DEADLINE_SECS = 240.0
 

@@ -5,7 +5,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from replicast.storage.checkpoint import CheckpointStore, Draft, PendingUpdate, open_checkpoint
+from replicast.storage.checkpoint_files import open_checkpoint
+from replicast.storage.checkpoint_format import Draft, PendingUpdate
+from replicast.storage.checkpoints import CheckpointStore
 from replicast.update.schema import Schema, Variable
 from replicast.update.trial import Trial
 

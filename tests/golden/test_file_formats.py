@@ -22,13 +22,10 @@ from replicast.core.entries import (
     Started,
     Withdrawn,
 )
-from replicast.core.stage import Stage
-from replicast.storage.counted import counted_entries
-from replicast.storage.fence import Fence
-from replicast.storage.groups import Claim, last_claim
-from replicast.storage.index import write_index
-from replicast.storage.journal import FileJournal
-from replicast.storage.runfiles import RunInfo, read_run_info, write_run_info
+from replicast.core.records import Stage
+from replicast.storage.claims import Claim, Fence, last_claim
+from replicast.storage.journal import FileJournal, counted_entries, write_index
+from replicast.storage.run_files import RunInfo, read_run_info, write_run_info
 from replicast.storage.updates import committed_updates, load_update
 from replicast.update.inverse import update_before
 from replicast.update.schema import Schema, Variable
@@ -113,7 +110,7 @@ def test_the_digest_of_an_updates_content_stays_what_it_is() -> None:
 def test_what_a_group_writes_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: TIME)
     monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(claim().run))
-    monkeypatch.setattr("replicast.storage.fence.this_process", lambda: claim().process)
+    monkeypatch.setattr("replicast.storage.claims.this_process", lambda: claim().process)
     (tmp_path / "checkpoints" / claim().checkpoints[0]).mkdir(parents=True)
     fence = Fence(tmp_path, attempt=1)
     journal = FileJournal(tmp_path, fence)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from replicast.storage.states import State, changes
+from replicast.storage.run_files import State, changes
 from tests.hosts.launchers import SECRET, Machines, eventually, lines_with, machines, noted_pid
 from tests.hosts.network import missing
 

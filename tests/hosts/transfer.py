@@ -17,7 +17,7 @@ import numpy as np
 
 from replicast.coordination import Coordination, Loss
 from replicast.errors import UpdateRefused
-from replicast.runtime.codec import decode, encode
+from replicast.replicas.channel import decode, encode
 from replicast.transport import fetch, open_transport, wire
 from replicast.transport.holdings import Holdings
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from replicast.faults import Fault, Point, read_fired
-from replicast.storage.checkpoint import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.updates import committed_updates
 from tests.faults.test_updates import finish, start
 from tests.long.test_killed_updates import states

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from replicast.storage import inbox
-from replicast.storage.checkpoint import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.updates import committed_updates
 from tests.pool.checks import assert_equal_on_all
 

@@ -14,7 +14,7 @@ import pytest
 from replicast.page.app import App
 from replicast.page.runs import Find
 from replicast.page.settings import Settings
-from replicast.testing.runs import MemoryRun
+from tests.memory_run import MemoryRun
 from tests.unit.played_job import SCHEMA
 
 TOKEN = "0123456789abcdef-the-token"

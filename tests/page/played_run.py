@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-from replicast.audits.report import AuditReport
 from replicast.storage import inbox, requests
-from replicast.storage.auditfiles import append_audit
 from replicast.storage.requests import Answer
-from replicast.storage.runfiles import (
+from replicast.storage.run_files import (
     ENDED,
     FORMAT,
     RunInfo,
     WorkerNote,
+    append_audit,
     append_metrics,
     write_run_info,
     write_worker_note,
 )
+from replicast.update.audit_report import AuditReport
 from replicast.update.trial import TrialOutcome
 from tests.unit.played_job import SCHEMA, PlayedJob
 

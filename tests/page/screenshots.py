@@ -12,7 +12,7 @@ import safetensors.numpy
 from playwright.sync_api import Browser, Page
 
 from replicast.client import connect
-from replicast.storage.checkpoint import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 from tests.page.browser import chromium

@@ -21,10 +21,9 @@ from replicast.page.endpoints import ENDPOINTS
 from replicast.page.openapi import description
 from replicast.page.runs import runs_in
 from replicast.page.settings import MAX_FILES
-from replicast.storage.runfiles import append_metrics
-from replicast.storage.states import State
-from replicast.testing.runs import MemoryRun
+from replicast.storage.run_files import State, append_metrics
 from replicast.update.update import Update
+from tests.memory_run import MemoryRun
 from tests.page.conftest import BEARER, Client, Serve
 from tests.page.played_run import PlayedRun
 from tests.unit.played_job import made_run

@@ -12,7 +12,7 @@ import safetensors.numpy
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, expect
 
 from replicast.client import connect
-from replicast.storage.states import Change, State, write_change
+from replicast.storage.run_files import Change, State, write_change
 from replicast.update.update import Update
 from tests.page.browser import Watched, chromium
 from tests.page.live import Serving

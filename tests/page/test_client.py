@@ -15,8 +15,8 @@ from replicast.errors import NotFound, RequestFailed, RequestRefused, UpdateRefu
 from replicast.page import reading
 from replicast.page.runs import runs_in
 from replicast.page.settings import Settings
-from replicast.testing.runs import MemoryRun
 from replicast.update.update import Update
+from tests.memory_run import MemoryRun
 from tests.page.conftest import TOKEN
 from tests.page.live import served
 from tests.page.played_run import PlayedRun

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 
 from replicast.page import security
 from replicast.page.settings import Settings
-from replicast.testing.runs import MemoryRun
+from tests.memory_run import MemoryRun
 from tests.page.conftest import BEARER, TOKEN
 from tests.page.live import served
 

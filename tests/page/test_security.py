@@ -12,7 +12,7 @@ from replicast.errors import ServeRefused
 from replicast.page import security
 from replicast.page.endpoints import ENDPOINTS
 from replicast.page.settings import Settings, read_token
-from replicast.testing.runs import MemoryRun
+from tests.memory_run import MemoryRun
 from tests.page.conftest import BEARER, TOKEN, Client, Serve
 
 FIRST = "/api/runs/first"

@@ -13,7 +13,7 @@ from replicast.cli import serve as command
 from replicast.page.app import App
 from replicast.page.runs import runs_in
 from replicast.page.settings import Settings
-from replicast.storage.runfiles import append_metrics
+from replicast.storage.run_files import append_metrics
 from tests.page.conftest import BEARER, TOKEN, Client
 from tests.page.live import Serving
 from tests.unit.played_job import heard_of, invoke, made_run

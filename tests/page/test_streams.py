@@ -18,7 +18,7 @@ from replicast.page.problems import HttpError
 from replicast.page.settings import Settings
 from replicast.page.threads import Threads
 from replicast.page.watch import Watch
-from replicast.testing.runs import MemoryRun
+from tests.memory_run import MemoryRun
 from tests.page.live import served
 
 EVENTS = "/api/runs/first/events"

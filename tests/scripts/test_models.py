@@ -12,7 +12,7 @@ import tensorflow as tf
 
 # Private: Keras' own tests make trainers of it that are no models.
 import replicast
-from replicast.strategy.caller import Trainer
+from replicast.training.keras_call import Trainer
 from tests.pool import Pool
 from tests.scripts.compare import assert_same_as_plain_keras, weights
 from tests.scripts.models import (

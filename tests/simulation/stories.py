@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from replicast.core.proposal import Proposal
-from replicast.testing.simulation import Plan, World
+from replicast.core.records import Proposal
 from replicast.update.trial import Trial
+from tests.simulator import Plan, World
 
 TRANSCRIPTS = Path(__file__).parent.parent / "golden" / "transcripts"
 ADD = (("add", "d", 5),)

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from replicast.core.entries import Committed
-from replicast.core.proposal import Proposal
-from replicast.core.stage import Stage
-from replicast.testing.simulation import Plan, World
+from replicast.core.records import Proposal, Stage
 from replicast.update.trial import Trial
+from tests.simulator import Plan, World
 
 ADD = Proposal("add", "digest-of-add", (("add", "d", 5),))
 SCALE = Proposal("scale", "digest-of-scale", (("scale", "d", 2),))

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from replicast.testing.simulation import World, random_plan
-from replicast.testing.simulation.many import worlds
 from tests.simulation.mutations import CAUGHT_BY, MUTATIONS, is_caught
 from tests.simulation.stories import STORIES, TRANSCRIPTS, transcript
+from tests.simulator import World, random_plan
+from tests.simulator.many import worlds
 
 SEEDS = int(os.environ.get("REPLICAST_TEST_SEEDS", "10000"))
 
@@ -20,7 +20,7 @@ def test_whatever_happens_all_workers_end_where_the_sequential_model_does() -> N
         try:
             world.run()
         except Exception as error:
-            pytest.fail(f"python -m replicast.testing.simulation --seed {seed} shows how: {error!r}")
+            pytest.fail(f"python -m tests.simulator --seed {seed} shows how: {error!r}")
 
 
 @pytest.mark.parametrize("seed", [77052])

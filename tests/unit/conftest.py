@@ -44,8 +44,8 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 def loop_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of the event loops: a time limit of the job is over when a test says so, and at once."""
     made = Clock()
-    monkeypatch.setattr("replicast.runtime.loop.time", made)
-    monkeypatch.setattr("replicast.runtime.loop.IDLE_SECS", 0.01)
+    monkeypatch.setattr("replicast.replicas.session.time", made)
+    monkeypatch.setattr("replicast.replicas.session.IDLE_SECS", 0.01)
     return made
 
 

@@ -8,10 +8,10 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from replicast.supervisor.hosts.leader import Leader
-from replicast.supervisor.hosts.member import Command, End, Member, Over, Restart, Start, Waiting
-from replicast.supervisor.hosts.messages import Failure, Order, Phase, Report, from_json, to_json
-from replicast.supervisor.hosts.timeouts import HostTimeouts
+from replicast.launcher.hosts.leader import Leader
+from replicast.launcher.hosts.member import Command, End, Member, Over, Restart, Start, Waiting
+from replicast.launcher.hosts.messages import Failure, Order, Phase, Report, from_json, to_json
+from replicast.launcher.hosts.timeouts import HostTimeouts
 
 TICK_SECS = 0.25
 

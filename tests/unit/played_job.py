@@ -15,19 +15,17 @@ from click.testing import CliRunner, Result
 
 from replicast.cli import main
 from replicast.core.entries import Committed, Decided, Payload, Receipt, Scheduled, Withdrawn
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import UpdateRefused
 from replicast.processes import this_process
 from replicast.storage import inbox
-from replicast.storage.entry_files import fields_of
-from replicast.storage.fence import Fence
-from replicast.storage.journal import FileJournal
-from replicast.storage.reverting import undo
-from replicast.storage.runfiles import FORMAT, RunInfo, WorkerNote, write_run_info, write_worker_note
-from replicast.update.schema import Schema, Variable
+from replicast.storage.claims import Fence
+from replicast.storage.journal import FileJournal, fields_of
+from replicast.storage.run_files import FORMAT, RunInfo, WorkerNote, write_run_info, write_worker_note
+from replicast.storage.updates import undo
+from replicast.update.schema import Schema, Variable, planned
 from replicast.update.trial import TrialOutcome
 from replicast.update.update import Update
-from replicast.update.validate import planned
 
 LONG_AGO = 2 * 86_400.0
 """A job that was heard of so many seconds ago is dead, and no clock is so wrong that one would listen."""

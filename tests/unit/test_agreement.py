@@ -10,7 +10,7 @@ import pytest
 
 from replicast.coordination import MemoryCoordination
 from replicast.errors import JobFailed
-from replicast.runtime import Exchange
+from replicast.replicas.exchange import Exchange
 from replicast.testing.job import DEADLINE_SECS, eventually
 from replicast.transport import opening
 from replicast.transport.opening import MOST_NAMED, hosts_of_job

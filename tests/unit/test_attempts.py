@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from replicast.coordination import MemoryCoordination
-from replicast.replicas.attempts import attempt_of
-from replicast.runtime.exchange import Exchange
-from replicast.storage.fence import Fence
+from replicast.replicas.exchange import Exchange
+from replicast.replicas.joining import attempt_of
+from replicast.storage.claims import Fence
 
 SECS = 120.0
 

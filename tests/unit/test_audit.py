@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from replicast.audits.report import (
+from replicast.update.audit_report import (
     AuditReport,
     Declared,
     Deviation,

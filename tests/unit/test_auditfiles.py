@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from replicast.storage import runfiles
-from replicast.storage.auditfiles import append_audit, last_audits
-from replicast.storage.fence import Fence
-from replicast.storage.runfiles import FORMAT, RunInfo, lines_from_the_end, write_run_info
+from replicast.storage import run_files as runfiles
+from replicast.storage.claims import Fence
+from replicast.storage.run_files import (
+    FORMAT,
+    RunInfo,
+    append_audit,
+    last_audits,
+    lines_from_the_end,
+    write_run_info,
+)
 from tests.unit.played_job import SCHEMA
 from tests.unit.test_audit import report
 

@@ -16,7 +16,7 @@ from replicast.bench.plan import MEASURES, Plan, check_room, parse_size, size_te
 from replicast.cli import main
 from replicast.demo import job
 from replicast.errors import LaunchRefused
-from replicast.supervisor import EndTimeouts
+from replicast.launcher import EndTimeouts
 
 Progress = Callable[[int, int, str], None]
 TWO_ROUNDS = [Figure(name, (0.01 * place, 0.02 * place)) for place, name in enumerate(MEASURES, 1)]

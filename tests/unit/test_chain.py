@@ -13,12 +13,10 @@ from replicast.client.directory import DirectoryRun
 from replicast.client.report import report
 from replicast.client.updates import UpdateView
 from replicast.core.entries import Refused, Started
-from replicast.core.stage import Stage
-from replicast.storage.chain import read_chain
-from replicast.storage.fence import Fence
+from replicast.core.records import Stage
+from replicast.storage.claims import Fence, read_chain
 from replicast.storage.journal import FileJournal
-from replicast.storage.runfiles import RunInfo, write_run_info
-from replicast.storage.states import Change, State, write_change
+from replicast.storage.run_files import Change, RunInfo, State, write_change, write_run_info
 from replicast.strictjson import sealed, unsealed
 from replicast.update.schema import Schema
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from replicast import __version__
 from replicast.cli import COMMANDS, main
-from replicast.supervisor.program import find_module
+from replicast.launcher.program import find_module
 
 HEAVY = ("tensorflow", "keras", "numpy", "rich")
 CHECKPOINT = [["checkpoint", name] for name in ("diff", "list", "patch", "show", "verify")]

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from replicast.audits.report import Deviation, Difference
 from replicast.storage import requests
-from replicast.storage.auditfiles import append_audit
 from replicast.storage.requests import Answer
-from replicast.storage.runfiles import WorkerNote, write_worker_note
+from replicast.storage.run_files import WorkerNote, append_audit, write_worker_note
+from replicast.update.audit_report import Deviation, Difference
 from tests.unit.played_job import LONG_AGO, heard_of, invoke, made_run, meanwhile
 from tests.unit.test_audit import report
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replicast.storage.checkpoint import CheckpointStore, open_checkpoint
-from replicast.storage.runfiles import ENDED
+from replicast.storage.checkpoint_files import open_checkpoint
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.run_files import ENDED
 from replicast.update.digest import digest_state
+from replicast.update.schema import planned
 from replicast.update.state import MemoryState
 from replicast.update.update import Update
-from replicast.update.validate import planned
 from tests.unit.checkpoint.samples import Arrays, draft_of, flip
 from tests.unit.played_job import BIAS, SCHEMA, heard_of, invoke, made_run, tensors
 
@@ -405,7 +406,7 @@ def test_a_patch_in_place_that_cannot_be_written_says_that_nothing_has_changed(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("replicast.storage.checkpoint.store.write_contents", full)
+    monkeypatch.setattr("replicast.storage.checkpoints.write_contents", full)
     result = invoke("checkpoint", "patch", ended, "--in-place", *SCALE)
     assert result.exit_code == 1
     assert "No space left on device. Nothing has changed." in " ".join(result.stderr.split())
@@ -417,7 +418,7 @@ def test_a_patch_in_place_that_is_only_in_the_journal_says_so(
     def full(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("replicast.storage.checkpoint.store.put_in_place", full)
+    monkeypatch.setattr("replicast.storage.checkpoints.put_in_place", full)
     result = invoke("checkpoint", "patch", ended, "--in-place", *SCALE)
     assert result.exit_code == 1
     assert "The journal has the update: the next start applies it" in " ".join(result.stderr.split())

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from replicast.cli import main
-from replicast.supervisor.checks import (
+from replicast.launcher.checks import (
     Check,
     Verdict,
     check_address,
@@ -22,7 +22,7 @@ from replicast.supervisor.checks import (
     reachable,
     release,
 )
-from replicast.supervisor.machine import Machine
+from replicast.launcher.machine import Machine
 
 GOOD, NOTE, BROKEN = Verdict.GOOD, Verdict.NOTE, Verdict.BROKEN
 

@@ -19,20 +19,28 @@ import safetensors.numpy
 import replicast
 from replicast.core.entries import Before, Committed, Payload
 from replicast.errors import NoAnswer, NotFound, RequestRefused, UpdateRefused
+from replicast.launcher.states import what_is_taken_over
 from replicast.storage import inbox, requests
-from replicast.storage.checkpoint import CheckpointStore
-from replicast.storage.checkpoint.manifest import Draft
-from replicast.storage.fence import Fence
+from replicast.storage.checkpoint_format import Draft
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal
 from replicast.storage.requests import Answer
-from replicast.storage.runfiles import ENDED, FORMAT, RunInfo, WorkerNote, write_run_info, write_worker_note
-from replicast.storage.states import Change, State, write_change
-from replicast.supervisor.states import what_is_taken_over
+from replicast.storage.run_files import (
+    ENDED,
+    FORMAT,
+    Change,
+    RunInfo,
+    State,
+    WorkerNote,
+    write_change,
+    write_run_info,
+    write_worker_note,
+)
 from replicast.update.digest import digest_array
 from replicast.update.inverse import update_before
-from replicast.update.schema import Schema
+from replicast.update.schema import Schema, planned
 from replicast.update.update import Update
-from replicast.update.validate import planned
 from tests.unit.played_job import BIAS, SCHEMA, heard_of, invoke, made_run, meanwhile
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")

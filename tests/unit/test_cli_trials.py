@@ -14,7 +14,7 @@ from rich.text import Text
 
 from replicast.cli.push import live_line
 from replicast.client import connect
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.storage import inbox
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update

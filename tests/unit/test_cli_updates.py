@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.storage import inbox
-from replicast.storage.fence import Fence
-from replicast.storage.runfiles import ENDED, WITHOUT_CALLBACK
-from replicast.storage.states import Change, State, write_change
+from replicast.storage.claims import Fence
+from replicast.storage.run_files import ENDED, WITHOUT_CALLBACK, Change, State, write_change
 from replicast.strictjson import sealed, unsealed
+from replicast.update.schema import planned
 from replicast.update.update import Update
-from replicast.update.validate import planned
 from tests.unit.played_job import (
     BIAS,
     LONG_AGO,

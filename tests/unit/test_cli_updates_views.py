@@ -13,23 +13,23 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from replicast.audits.report import AuditReport
 from replicast.cli import status, texts
 from replicast.client.examination import values_of, views_of
 from replicast.client.notes import age
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.storage import inbox
-from replicast.storage.auditfiles import append_audit
-from replicast.storage.entry_files import fields_of
-from replicast.storage.fence import Fence
-from replicast.storage.runfiles import (
+from replicast.storage.claims import Fence
+from replicast.storage.journal import fields_of
+from replicast.storage.run_files import (
     ENDED,
     WorkerNote,
+    append_audit,
     append_metrics,
     read_run_info,
     write_run_info,
     write_worker_note,
 )
+from replicast.update.audit_report import AuditReport
 from replicast.update.edits import BFLOAT16
 from replicast.update.schema import Schema, Variable
 from replicast.update.update import Update

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.files import write_durably
 from replicast.processes import this_process
 from replicast.storage import inbox
-from replicast.storage.runfiles import ENDED, WorkerNote, write_worker_note
+from replicast.storage.run_files import ENDED, WorkerNote, write_worker_note
 from replicast.update.update import Update
 from tests.unit.played_job import LONG_AGO, PlayedJob, heard_of, invoke, made_run, meanwhile
 

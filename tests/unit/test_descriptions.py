@@ -9,9 +9,9 @@ import numpy as np
 from replicast.cli.update_tables import what_cell
 from replicast.client.updates import waiting_views
 from replicast.files import below
+from replicast.launcher.states import what_is_taken_over
 from replicast.storage import inbox
-from replicast.storage.descriptions import describe
-from replicast.supervisor.states import what_is_taken_over
+from replicast.storage.updates import describe
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 

@@ -22,15 +22,14 @@ from replicast.core.entries import (
     Started,
     Withdrawn,
 )
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import ClusterError, FileDamaged, JobFailed
-from replicast.storage import counted
-from replicast.storage.checkpoint import CheckpointStore
-from replicast.storage.fence import Fence
-from replicast.storage.groups import sees_group
+from replicast.storage import journal as counted
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.claims import Fence, sees_group
 from replicast.storage.journal import FileJournal
 from replicast.storage.liveness import check_free
-from replicast.storage.runfiles import FORMAT, RunInfo, read_run_info, write_run_info
+from replicast.storage.run_files import FORMAT, RunInfo, read_run_info, write_run_info
 from replicast.storage.updates import committed_updates, load_update
 from replicast.update.digest import digest_state
 from replicast.update.schema import Schema
@@ -362,8 +361,8 @@ def test_a_damaged_claim_is_reported_and_never_guessed(tmp_path: Path, damage: s
 HOLDER = """
 import sys
 from pathlib import Path
-from replicast.storage.fence import Fence
-from replicast.storage.groups import sees_group
+from replicast.storage.claims import Fence
+from replicast.storage.claims import sees_group
 fence = Fence(Path(sys.argv[1]), attempt=0)
 print("claimed", flush=True)
 if sys.stdin.readline() == "release\\n":

@@ -13,9 +13,8 @@ import pytest
 
 from replicast.errors import UpdateRefused
 from replicast.update.guard import Guard, checked_guard
-from replicast.update.schema import Schema, Variable
+from replicast.update.schema import Schema, Variable, planned
 from replicast.update.update import Update
-from replicast.update.validate import planned
 
 KERNEL = np.array([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]], np.float32)
 LIVE: dict[str, np.ndarray[Any, Any]] = {

@@ -10,7 +10,7 @@ import pytest
 
 from replicast.core.entries import Committed, Payload
 from replicast.errors import FileDamaged
-from replicast.storage.fence import Fence
+from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal
 from replicast.storage.updates import committed_updates, has_promised, load_update
 from replicast.strictjson import _seal_of, sealed, unsealed

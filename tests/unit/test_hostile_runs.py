@@ -15,12 +15,11 @@ import pytest
 
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.storage import inbox
-from replicast.storage.auditfiles import last_audits
-from replicast.storage.checkpoint import CheckpointStore
-from replicast.storage.checkpoint.choosing import choose
-from replicast.storage.runfiles import (
+from replicast.storage.checkpoints import CheckpointStore, choose
+from replicast.storage.run_files import (
     WorkerNote,
     append_metrics,
+    last_audits,
     last_metrics,
     lines_from_the_end,
     read_worker_notes,

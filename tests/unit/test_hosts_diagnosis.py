@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from replicast.supervisor.checks import Check, Verdict
-from replicast.supervisor.hosts.diagnosis import Evidence, diagnose
-from replicast.supervisor.hosts.facts import Facts, Found
+from replicast.launcher.checks import Check, Verdict
+from replicast.launcher.hosts.diagnosis import Evidence, diagnose
+from replicast.launcher.hosts.facts import Facts, Found
 
 GOOD, NOTE, BROKEN = Verdict.GOOD, Verdict.NOTE, Verdict.BROKEN
 VERSIONS = {"Python": "3.11.2", "TensorFlow": "2.21.0", "Keras": "3.15.1", "replicast": "0.1.0"}

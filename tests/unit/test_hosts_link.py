@@ -20,16 +20,15 @@ from typing import Any, TypeVar
 import pytest
 
 from replicast.errors import ClusterError
-from replicast.names import Dialer
-from replicast.supervisor.attempts import Begin
-from replicast.supervisor.hosts.attempts import HostsAttempts
-from replicast.supervisor.hosts.connection import Connection, Malformed
-from replicast.supervisor.hosts.events import Event, NotWelcome, Tell
-from replicast.supervisor.hosts.first import First
-from replicast.supervisor.hosts.leader import Leader
-from replicast.supervisor.hosts.link import Link, asking_link, first_link, other_link
-from replicast.supervisor.hosts.member import End, Member, Over, Start, Waiting
-from replicast.supervisor.hosts.messages import (
+from replicast.launcher.attempts import Begin
+from replicast.launcher.hosts.attempts import HostsAttempts
+from replicast.launcher.hosts.connection import Connection, Malformed
+from replicast.launcher.hosts.events import Event, NotWelcome, Tell
+from replicast.launcher.hosts.first import First
+from replicast.launcher.hosts.leader import Leader
+from replicast.launcher.hosts.link import Link, asking_link, first_link, other_link
+from replicast.launcher.hosts.member import End, Member, Over, Start, Waiting
+from replicast.launcher.hosts.messages import (
     Ask,
     Failure,
     FirstOf,
@@ -42,15 +41,16 @@ from replicast.supervisor.hosts.messages import (
     Report,
     Told,
 )
-from replicast.supervisor.hosts.notices import Notices
-from replicast.supervisor.hosts.rivals import Rivals
-from replicast.supervisor.hosts.setup import identity_of, listen, own_node
-from replicast.supervisor.hosts.timeouts import HostTimeouts
-from replicast.supervisor.hosts.wire import NotAuthentic
-from replicast.supervisor.interruptions import Interruptions
-from replicast.supervisor.plan import Job
-from replicast.supervisor.run_name import ask_run_name
-from replicast.supervisor.screen import make_screen
+from replicast.launcher.hosts.notices import Notices
+from replicast.launcher.hosts.rivals import Rivals
+from replicast.launcher.hosts.setup import identity_of, listen, own_node
+from replicast.launcher.hosts.timeouts import HostTimeouts
+from replicast.launcher.hosts.wire import NotAuthentic
+from replicast.launcher.interruptions import Interruptions
+from replicast.launcher.plan import Job
+from replicast.launcher.run_name import ask_run_name
+from replicast.launcher.screen import make_screen
+from replicast.names import Dialer
 from replicast.testing.job import eventually
 from tests.unit.clock import Clock
 
@@ -236,7 +236,7 @@ def test_a_first_launcher_accepts_the_others_while_no_dns_server_answers(resolve
 def test_another_launcher_finds_the_first_one_when_a_slow_dns_server_has_answered(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], resolver: threading.Event
 ) -> None:
-    monkeypatch.setattr("replicast.supervisor.hosts.other.CONNECT_SECS", 0.1)
+    monkeypatch.setattr("replicast.launcher.hosts.other.CONNECT_SECS", 0.1)
     asking = replace(JOB, endpoint=("gpu1", 1))
     assert ask_run_name(asking, b"secret", HostTimeouts(join_secs=0.5), {}) == 75
     assert "within 0.5 s (gpu1:1: no DNS server has resolved the name yet)" in capsys.readouterr().err
@@ -258,7 +258,7 @@ def test_another_launcher_finds_the_first_one_when_a_slow_dns_server_has_answere
 def test_a_launcher_says_when_no_dns_server_answers(
     monkeypatch: pytest.MonkeyPatch, resolver: threading.Event
 ) -> None:
-    monkeypatch.setattr("replicast.supervisor.hosts.setup.NAMES_SECS", 0.1)
+    monkeypatch.setattr("replicast.launcher.hosts.setup.NAMES_SECS", 0.1)
     assert own_node(("gpu1", "127.0.0.1")) == 1
     with pytest.raises(ClusterError, match=r"not all names were resolved within 0\.1 s"):
         own_node(("gpu1", "198.51.100.1"))
@@ -296,8 +296,8 @@ def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
         return connect(dialer, timeout_secs)
 
     monkeypatch.setattr(Dialer, "connect", counted)
-    monkeypatch.setattr("replicast.supervisor.hosts.other.time", clock)
-    monkeypatch.setattr("replicast.supervisor.hosts.other._PAUSE_SECS", 0.0)
+    monkeypatch.setattr("replicast.launcher.hosts.other.time", clock)
+    monkeypatch.setattr("replicast.launcher.hosts.other._PAUSE_SECS", 0.0)
     listener = listen(("127.0.0.1", 0))
     endpoint = listener.getsockname()[:2]
     timeouts = HostTimeouts(join_secs=100.0, redial_secs=1000.0)

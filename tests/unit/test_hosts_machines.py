@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from replicast.supervisor import hosts
-from replicast.supervisor.hosts.leader import Leader
-from replicast.supervisor.hosts.member import End, Member, Over, Restart, Start, Waiting
-from replicast.supervisor.hosts.messages import Failure as Failed
-from replicast.supervisor.hosts.messages import Identity, Order, Phase, Report, difference, first_cause
-from replicast.supervisor.hosts.timeouts import HostTimeouts, host_timeouts
+from replicast.launcher import hosts
+from replicast.launcher.hosts.leader import Leader
+from replicast.launcher.hosts.member import End, Member, Over, Restart, Start, Waiting
+from replicast.launcher.hosts.messages import Failure as Failed
+from replicast.launcher.hosts.messages import Identity, Order, Phase, Report, difference, first_cause
+from replicast.launcher.hosts.timeouts import HostTimeouts, host_timeouts
 from tests.unit.launchers import World
 
 KILLED, PEER, TOLD = -9, 75, 143

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from replicast.errors import ClusterError, LaunchRefused
-from replicast.supervisor.hosts.messages import Failure, Order, Phase, Report, from_json, to_json
-from replicast.supervisor.hosts.placing import place_on_hosts
-from replicast.supervisor.hosts.setup import own_node, parse_endpoint, parse_nnodes, read_secret
-from replicast.supervisor.hosts.wire import MAX_LINE, NotAuthentic, Wire
-from replicast.supervisor.plan import Job
+from replicast.launcher.hosts.messages import Failure, Order, Phase, Report, from_json, to_json
+from replicast.launcher.hosts.placing import place_on_hosts
+from replicast.launcher.hosts.setup import own_node, parse_endpoint, parse_nnodes, read_secret
+from replicast.launcher.hosts.wire import MAX_LINE, NotAuthentic, Wire
+from replicast.launcher.plan import Job
 
 ONE, OTHER = "1" * 64, "2" * 64
 

@@ -12,14 +12,13 @@ import pytest
 import safetensors.numpy
 
 from replicast.core.entries import Committed, Payload, Refused, Saved, Scheduled
-from replicast.core.proposal import Pending, Proposal
-from replicast.core.stage import Stage
+from replicast.core.records import Pending, Proposal, Stage
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import below, make_durably, write_durably
 from replicast.replicas.inbox import Inbox
 from replicast.storage import inbox
-from replicast.storage.checkpoint import CheckpointStore
-from replicast.storage.fence import Fence
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal
 from replicast.testing.job import Job
 from replicast.update.trial import Trial

@@ -11,10 +11,9 @@ import pytest
 from replicast.errors import UpdateRefused
 from replicast.update.edits import Edit, EditKind, apply_edit
 from replicast.update.inverse import bytes_to_keep, disturbs, inverse, meaning, parts_to_keep, update_before
-from replicast.update.schema import Schema, Variable
+from replicast.update.schema import Schema, Variable, planned
 from replicast.update.state import MemoryState
 from replicast.update.update import Update
-from replicast.update.validate import planned
 
 FLOATS = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 

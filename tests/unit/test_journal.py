@@ -23,13 +23,19 @@ from replicast.core.entries import (
     Started,
     Withdrawn,
 )
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import FileDamaged, PayloadRemoved
 from replicast.storage import journal as journal_module
-from replicast.storage.counted import counted_entries
-from replicast.storage.entry_files import summary
-from replicast.storage.fence import Fence
-from replicast.storage.journal import FileJournal, Journal, MemoryJournal, NotWritten, PerhapsWritten
+from replicast.storage.claims import Fence
+from replicast.storage.journal import (
+    FileJournal,
+    Journal,
+    MemoryJournal,
+    NotWritten,
+    PerhapsWritten,
+    counted_entries,
+    summary,
+)
 from replicast.storage.updates import (
     committed_updates,
     load_update,

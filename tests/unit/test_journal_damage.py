@@ -23,13 +23,12 @@ from replicast.core.entries import (
     Started,
     Withdrawn,
 )
-from replicast.core.proposal import Pending, Proposal
-from replicast.core.stage import Stage
+from replicast.core.records import Pending, Proposal, Stage
 from replicast.errors import FileDamaged, PayloadRemoved
 from replicast.storage import inbox
 from replicast.storage import journal as journal_module
-from replicast.storage.checkpoint import CheckpointStore
-from replicast.storage.fence import Fence
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal
 from replicast.storage.updates import Updates, has_promised
 from replicast.testing.job import DEADLINE_SECS, Job
@@ -343,7 +342,7 @@ def test_an_index_that_has_what_a_damaged_file_said_is_kept_and_used(
 def test_a_start_from_scratch_that_needs_removed_values_is_told_to_restore(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicast.storage.retention.REVERTIBLE_BYTES", 0)
+    monkeypatch.setattr("replicast.storage.journal.REVERTIBLE_BYTES", 0)
     fence = Fence(tmp_path, attempt=0)
     journal = FileJournal(tmp_path, fence)
     for sequence in (1, 2):

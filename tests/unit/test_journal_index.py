@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 
 from replicast.core.entries import Committed, Payload, Receipt, Withdrawn
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import FileDamaged, JobFailed
 from replicast.storage import journal as journal_module
-from replicast.storage.counted import counted_entries
-from replicast.storage.entry_files import EntryFile, read_entry
-from replicast.storage.fence import Fence
-from replicast.storage.index import counts, read_index, write_index
-from replicast.storage.journal import FileJournal
+from replicast.storage.claims import Fence
+from replicast.storage.journal import (
+    EntryFile,
+    FileJournal,
+    counted_entries,
+    counts,
+    read_entry,
+    read_index,
+    write_index,
+)
 from replicast.storage.updates import committed_updates, load_update
 from replicast.update.update import Update
 

@@ -15,22 +15,29 @@ import numpy as np
 import pytest
 
 import replicast
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import ReplicastError
 from replicast.files import make_durably, read_small, remove_leftovers, write_durably, write_quickly
+from replicast.launcher.failure import traceback_in
+from replicast.launcher.output import Output
+from replicast.launcher.page import PageAddress, page_beside
+from replicast.launcher.rundir import locked, make_attempt_dir, next_attempt
 from replicast.paths import RunPath, below
 from replicast.storage import inbox, requests
-from replicast.storage.auditfiles import append_audit
-from replicast.storage.checkpoint import CheckpointStore
-from replicast.storage.fence import Fence
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal
-from replicast.storage.runfiles import append_metrics, read_run_info, read_worker_notes, write_worker_note
-from replicast.storage.states import Change, State, write_change
+from replicast.storage.run_files import (
+    Change,
+    State,
+    append_audit,
+    append_metrics,
+    read_run_info,
+    read_worker_notes,
+    write_change,
+    write_worker_note,
+)
 from replicast.storage.updates import Updates
-from replicast.supervisor.failure import traceback_in
-from replicast.supervisor.output import Output
-from replicast.supervisor.page import PageAddress, page_beside
-from replicast.supervisor.rundir import locked, make_attempt_dir, next_attempt
 from replicast.update.update import Update
 from tests.unit.checkpoint.samples import draft_of, state_of
 from tests.unit.played_job import PlayedJob, invoke, made_run
@@ -342,27 +349,27 @@ _ALLOWED = {
     "paths.py": "RunPath itself, and `open_plain` for " + _USERS,
     "port_filter.py": _OWN,
     "processes.py": _OWN,
-    "replicas/pace.py": _OWN,
+    "replicas/worker_notes.py": _OWN,
     "script_digest.py": "the user's script",
-    "silence.py": _OWN,
-    "supervisor/checks.py": "shared memory and Keras' settings",
-    "supervisor/hosts/facts.py": "only whether a run directory is writable",
-    "supervisor/hosts/setup.py": "the file of a secret",
-    "supervisor/isolation.py": _OWN,
-    "supervisor/network.py": _OWN,
-    "supervisor/prepared.py": "the user's script",
-    "supervisor/rundir.py": "relative to a descriptor that RunPath gives",
-    "supervisor/standby.py": _OWN,
+    "lifetime.py": _OWN,
+    "launcher/checks.py": "shared memory and Keras' settings",
+    "launcher/hosts/facts.py": "only whether a run directory is writable",
+    "launcher/hosts/setup.py": "the file of a secret",
+    "launcher/isolation.py": _OWN,
+    "launcher/network.py": _OWN,
+    "launcher/prepared.py": "the user's script",
+    "launcher/rundir.py": "relative to a descriptor that RunPath gives",
+    "launcher/standby.py": _OWN,
     "transport/files.py": "shared memory, with O_NOFOLLOW and the owner checked (SECURITY.md)",
 }
 _LEAVES = {
     "replicas/joining.py": "compared with the launcher's, not opened",
-    "replicas/view.py": "for users: replicas.run_dir",
-    "storage/checkpoint/patching.py": "written down as where a patched checkpoint comes from",
-    "storage/fence.py": "the parent of the run directory is synced",
+    "replicas/replicas.py": "for users: replicas.run_dir",
+    "storage/checkpoint_tools.py": "written down as where a patched checkpoint comes from",
+    "storage/claims.py": "the parent of the run directory is synced",
     "client/connecting.py": "a user who names a directory in a run means the run",
     "cli/checkpoint.py": "printed as JSON",
-    "supervisor/hosts/facts.py": "only whether a run directory is writable",
+    "launcher/hosts/facts.py": "only whether a run directory is writable",
     "paths.py": "it is defined there",
 }
 """Where a `RunPath` becomes a `Path`."""

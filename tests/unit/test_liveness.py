@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 
 from replicast.errors import ClusterError
-from replicast.storage.fence import Fence
+from replicast.storage.claims import Fence
 from replicast.storage.liveness import SILENT_SECS, Watch, check_free, watch
-from replicast.storage.runfiles import ENDED, WorkerNote, write_worker_note
+from replicast.storage.run_files import ENDED, WorkerNote, write_worker_note
 
 
 def note(rank: int = 0, at: float = 0.0, waiting_for: str = "", attempt: int = 0) -> WorkerNote:
@@ -106,7 +106,7 @@ def test_a_job_that_stops_while_it_is_watched_is_dead_after_the_same_time() -> N
 def claim_elsewhere(run_dir: Path, attempt: int = 0, pid: int = 7) -> Fence:
     """Worker 0 of a job on another host claims the directory."""
     process = {"pid": pid, "host": "there", "started": 1}
-    with mock.patch("replicast.storage.fence.this_process", return_value=process):
+    with mock.patch("replicast.storage.claims.this_process", return_value=process):
         return Fence(run_dir, attempt)
 
 
@@ -175,7 +175,7 @@ def test_a_start_does_not_wait_where_it_is_known_that_nobody_runs(tmp_path: Path
         fence.release()
     elif end == "this host":
         gone = {"pid": 2**22 + 1, "host": "here", "started": 1}
-        with mock.patch("replicast.storage.fence.this_process", return_value=gone):
+        with mock.patch("replicast.storage.claims.this_process", return_value=gone):
             Fence(tmp_path, attempt=1)
     seen = Elsewhere()
     with mock.patch("socket.gethostname", return_value="here"):

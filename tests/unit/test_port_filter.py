@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from replicast.config import Cluster
+from replicast.config import LOOPBACK, TRUSTED_NETWORKS, Cluster, Network, trusted_networks
 from replicast.errors import ClusterError
 from replicast.names import addresses_of
-from replicast.options import LOOPBACK, TRUSTED_NETWORKS, Network, trusted_networks
 from replicast.port_filter import limit_port, port_limit
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from replicast.config import ProgressTarget, progress_target
 from replicast.errors import ClusterError
-from replicast.options import ProgressTarget, progress_target
 from replicast.replicas import progress
 from replicast.replicas.position import Fit, Position
 from replicast.replicas.progress import MAX_METRICS, Progress, ProgressReports

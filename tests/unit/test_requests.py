@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast.core.commands import Ended
+from replicast.core.events import Ended
 from replicast.core.operation import Outcome
-from replicast.core.refusal import Refusal
-from replicast.core.stage import Stage
+from replicast.core.records import Refusal, Stage
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.replicas.requests import RETRY_SECS, Requests
 from replicast.storage import inbox, requests

@@ -11,7 +11,7 @@ import pytest
 from replicast.core.entries import Committed, Payload, Refused, Scheduled, Withdrawn
 from replicast.errors import PayloadRemoved
 from replicast.files import RunPath
-from replicast.storage.fence import Fence
+from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, MemoryJournal
 from replicast.storage.updates import committed_updates, load_update
 from replicast.update.update import Update
@@ -19,7 +19,7 @@ from replicast.update.update import Update
 
 @pytest.fixture(autouse=True)
 def nothing_for_reverts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicast.storage.retention.REVERTIBLE_BYTES", 0)
+    monkeypatch.setattr("replicast.storage.journal.REVERTIBLE_BYTES", 0)
 
 
 def start(run: Path) -> FileJournal:
@@ -173,7 +173,7 @@ def test_the_newest_updates_are_kept_for_reverts_as_far_as_there_is_room(
     journal = start(tmp_path)
     commit(journal, 1, 2, 3)
     size = (tmp_path / "groups" / "000001" / "000001.safetensors").stat().st_size
-    monkeypatch.setattr("replicast.storage.retention.REVERTIBLE_BYTES", 2 * size)
+    monkeypatch.setattr("replicast.storage.journal.REVERTIBLE_BYTES", 2 * size)
     assert journal.remove_payloads({1, 2, 3}, None) == 1
     with pytest.raises(PayloadRemoved):
         load_update(tmp_path, 1)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from replicast.errors import FileDamaged
-from replicast.storage.fence import Fence
-from replicast.storage.runfiles import (
+from replicast.storage.claims import Fence
+from replicast.storage.run_files import (
     FORMAT,
     RunInfo,
     WorkerNote,

@@ -11,8 +11,7 @@ import time
 
 import pytest
 
-from replicast.causes import Causes
-from replicast.silence import ClockJumps, Pauses, on_silence
+from replicast.lifetime import Causes, ClockJumps, Pauses, on_silence
 
 
 class Clocks:
@@ -75,7 +74,7 @@ def test_a_call_that_holds_python_s_lock_and_waits_is_no_pause() -> None:
 
 STOPPED = """
 import threading, time
-from replicast.silence import Pauses, on_silence
+from replicast.lifetime import Pauses, on_silence
 pauses, looked = Pauses(0.5), threading.Event()
 def look():
     pauses.look()

@@ -10,12 +10,22 @@ from typing import Any
 
 import pytest
 
-from replicast.causes import first
 from replicast.client.directory import DirectoryRun
+from replicast.lifetime import first
 from replicast.processes import this_process
-from replicast.replicas.run_state import RunStates
-from replicast.storage.runfiles import ENDED, WorkerNote, sent_every_secs
-from replicast.storage.states import Change, State, absent_secs, changes, damage, read_state, write_change
+from replicast.replicas.joining import RunStates
+from replicast.storage.run_files import (
+    ENDED,
+    Change,
+    State,
+    WorkerNote,
+    absent_secs,
+    changes,
+    damage,
+    read_state,
+    sent_every_secs,
+    write_change,
+)
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
 

@@ -6,9 +6,9 @@ import io
 
 import pytest
 
-from replicast.supervisor.bars import split_bar, with_its_loss, with_shorter_bar
-from replicast.supervisor.lines import LineAssembler, as_shown, without_colours
-from replicast.supervisor.screen import Screen
+from replicast.launcher.bars import split_bar, with_its_loss, with_shorter_bar
+from replicast.launcher.lines import LineAssembler, as_shown, without_colours
+from replicast.launcher.screen import Screen
 
 ROOM = 80 - len("[worker 0] ") - 1
 

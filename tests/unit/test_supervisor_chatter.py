@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from replicast.launcher.chatter import is_chatter, wants_chatter
+from replicast.launcher.output import Output
+from replicast.launcher.screen import Screen
 from replicast.paths import below
-from replicast.supervisor.chatter import is_chatter, wants_chatter
-from replicast.supervisor.output import Output
-from replicast.supervisor.screen import Screen
 
 CHATTER = [
     "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",

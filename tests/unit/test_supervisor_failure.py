@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from replicast.config import PEER_FAILED
+from replicast.launcher.failure import exception_in, traceback_in
+from replicast.launcher.group import GroupEnd
+from replicast.launcher.report import failure_line, interruption_line, restart_line
+from replicast.launcher.worker import WorkerExit
 from replicast.paths import below
-from replicast.supervisor.failure import exception_in, traceback_in
-from replicast.supervisor.group import GroupEnd
-from replicast.supervisor.report import failure_line, interruption_line, restart_line
-from replicast.supervisor.worker import WorkerExit
 
 RAISED = """Epoch 1/3
 Traceback (most recent call last):

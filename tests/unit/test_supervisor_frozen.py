@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 from replicast.config import PEER_FAILED
+from replicast.launcher.frozen import FrozenWorkers
+from replicast.launcher.group import EndTimeouts, Group, GroupEnd
+from replicast.launcher.interruptions import Interruptions
+from replicast.launcher.plan import WorkerPlan
+from replicast.launcher.screen import Screen
 from replicast.paths import below
-from replicast.supervisor.frozen import FrozenWorkers
-from replicast.supervisor.group import EndTimeouts, Group, GroupEnd
-from replicast.supervisor.interruptions import Interruptions
-from replicast.supervisor.plan import WorkerPlan
-from replicast.supervisor.screen import Screen
 
 FREEZES = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 WAITS_FOR_EVER = "import time; time.sleep(3600)"

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from replicast.launcher.group import EndTimeouts, Group, GroupEnd
+from replicast.launcher.interruptions import Interruptions
+from replicast.launcher.plan import WorkerPlan
+from replicast.launcher.report import tail_box
+from replicast.launcher.screen import Screen
+from replicast.launcher.worker import Worker, WorkerExit
 from replicast.paths import below
-from replicast.supervisor.group import EndTimeouts, Group, GroupEnd
-from replicast.supervisor.interruptions import Interruptions
-from replicast.supervisor.plan import WorkerPlan
-from replicast.supervisor.report import tail_box
-from replicast.supervisor.screen import Screen
-from replicast.supervisor.worker import Worker, WorkerExit
 
 
 def run_group(directory: Path, program: str, workers: int) -> GroupEnd:

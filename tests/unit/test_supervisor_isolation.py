@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from replicast.supervisor.isolation import check_isolation
-from replicast.supervisor.network import exposure_line, outside_addresses
-from replicast.supervisor.plan import Job
+from replicast.launcher.isolation import check_isolation
+from replicast.launcher.network import exposure_line, outside_addresses
+from replicast.launcher.plan import Job
 
 SECS = 120.0
 WORKER = """

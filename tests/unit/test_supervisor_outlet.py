@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from replicast.supervisor.outlet import Outlet
-from replicast.supervisor.screen import Screen
+from replicast.launcher.outlet import Outlet
+from replicast.launcher.screen import Screen
 
 FILLER = b"."
 

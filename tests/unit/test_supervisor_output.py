@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from replicast.launcher.lines import LineAssembler, as_shown, cropped, without_colours
+from replicast.launcher.output import Output
+from replicast.launcher.screen import Screen, make_screen
 from replicast.paths import RunPath, below
-from replicast.supervisor.lines import LineAssembler, as_shown, cropped, without_colours
-from replicast.supervisor.output import Output
-from replicast.supervisor.screen import Screen, make_screen
 
 BAR = "\x1b[1m 1/10\x1b[0m \x1b[32m━━\x1b[0m"
 

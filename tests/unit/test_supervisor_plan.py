@@ -6,9 +6,9 @@ import pytest
 
 from replicast.config import Cluster
 from replicast.errors import ClusterError, LaunchRefused
-from replicast.supervisor.machine import Machine, assign_gpus, thread_settings, visible_gpus
-from replicast.supervisor.plan import Job, WorkerPlan, check_job, parse_tee, plan_workers
-from replicast.supervisor.program import check_script
+from replicast.launcher.machine import Machine, assign_gpus, thread_settings, visible_gpus
+from replicast.launcher.plan import Job, WorkerPlan, check_job, parse_tee, plan_workers
+from replicast.launcher.program import check_script
 
 JOB = Job(argv=("python", "train.py", "--lr", "1"), workers=2)
 GIVEN = Cluster(addresses=("a:1", "b:2", "c:3"), rank=2, task_index=2)

@@ -4,7 +4,7 @@ import threading
 import pytest
 
 from replicast.errors import ClusterError
-from replicast.supervisor.ports import hold_free_ports, hold_ports
+from replicast.launcher.ports import hold_free_ports, hold_ports
 
 
 def listening(port: int = 0) -> socket.socket:

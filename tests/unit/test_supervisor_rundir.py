@@ -15,11 +15,10 @@ from click.testing import CliRunner
 from replicast.cli import main
 from replicast.config import FAULTS, PEER_FAILED
 from replicast.errors import LaunchRefused
-from replicast.paths import below
-from replicast.supervisor.attempts import exit_code
-from replicast.supervisor.group import GroupEnd, first_failure
-from replicast.supervisor.plan import Job, absent_workers, planned_faults
-from replicast.supervisor.report import (
+from replicast.launcher.attempts import exit_code
+from replicast.launcher.group import GroupEnd, first_failure
+from replicast.launcher.plan import Job, absent_workers, planned_faults
+from replicast.launcher.report import (
     absent_line,
     duration,
     failure_line,
@@ -27,9 +26,10 @@ from replicast.supervisor.report import (
     others_line,
     sigterm_line,
 )
-from replicast.supervisor.rundir import locked, make_attempt_dir, make_run_dir, next_attempt
-from replicast.supervisor.states import what_is_taken_over
-from replicast.supervisor.worker import WorkerExit
+from replicast.launcher.rundir import locked, make_attempt_dir, make_run_dir, next_attempt
+from replicast.launcher.states import what_is_taken_over
+from replicast.launcher.worker import WorkerExit
+from replicast.paths import below
 
 NOON = datetime(2030, 1, 2, 12, 0, 5)
 

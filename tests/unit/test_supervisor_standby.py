@@ -16,12 +16,12 @@ import pytest
 
 from replicast import import_environment
 from replicast.import_environment import PASSED_ON, changes, make_memory, read_changes, relevant, with_changes
+from replicast.launcher.group import EndTimeouts, Group, GroupEnd
+from replicast.launcher.interruptions import Interruptions
+from replicast.launcher.plan import WorkerPlan
+from replicast.launcher.screen import Screen
+from replicast.launcher.standby import StandbySet
 from replicast.paths import below
-from replicast.supervisor.group import EndTimeouts, Group, GroupEnd
-from replicast.supervisor.interruptions import Interruptions
-from replicast.supervisor.plan import WorkerPlan
-from replicast.supervisor.screen import Screen
-from replicast.supervisor.standby import StandbySet
 
 DEADLINE_SECS = 120.0
 MIRROR = '''"""A script that writes down all that it can see of its process."""
@@ -267,8 +267,8 @@ def test_a_standby_ends_with_its_launcher_also_after_kill_9(tmp_path: Path) -> N
     program = """
 import io, os, sys, time
 from pathlib import Path
-from replicast.supervisor.screen import Screen
-from replicast.supervisor.standby import Standby
+from replicast.launcher.screen import Screen
+from replicast.launcher.standby import Standby
 standby = Standby(["train.py"], dict(os.environ), ["json"], os.memfd_create("changes"))
 while standby.look() and not standby.is_ready:
     time.sleep(0.01)

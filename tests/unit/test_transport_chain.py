@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from replicast.coordination import MemoryCoordination
 from replicast.errors import UpdateRefused
-from replicast.mapping import aligned
+from replicast.tensorfiles import aligned
 from replicast.transport import (
     BroadcastTransport,
     ChainTransport,
@@ -45,7 +45,7 @@ from replicast.transport.layout import lay_out
 from replicast.transport.link import Link
 from replicast.transport.segments import MAX_DAMAGED, SEGMENT_BYTES, Missing, segments_of
 from replicast.transport.server import Server
-from replicast.update.blocks import BLOCK_BYTES, digest_block
+from replicast.update.digest import BLOCK_BYTES, digest_block
 from tests.unit.chains import chain_of, environment
 
 SECRET = b"s" * 32

@@ -16,7 +16,7 @@ import pytest
 
 from replicast.coordination import Coordination, MemoryCoordination
 from replicast.errors import UpdateRefused
-from replicast.runtime.codec import decode, encode
+from replicast.replicas.channel import decode, encode
 from replicast.transport import MemoryTransport, Parcel, SharedMemoryTransport, Transport
 from tests.unit.chains import chain_of
 

@@ -14,7 +14,7 @@ import replicast
 from replicast.config import host_id, shared_memory_directory
 from replicast.coordination import MemoryCoordination
 from replicast.errors import ClusterError, JobFailed, UpdateRefused
-from replicast.runtime.codec import decode, encode
+from replicast.replicas.channel import decode, encode
 from replicast.transport import (
     BroadcastTransport,
     MemoryTransport,
@@ -28,7 +28,7 @@ from replicast.transport import (
 )
 from replicast.transport.chain_opening import ChainOpening
 from replicast.transport.layout import aligned_buffer, arrays_in, check_share, lay_out, write_out
-from replicast.update.blocks import BLOCK_BYTES, blocks_of, digest_block, digest_of_blocks
+from replicast.update.digest import BLOCK_BYTES, blocks_of, digest_block, digest_of_blocks
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 dtypes = st.sampled_from(["float32", "float16", "int8", "int64", "bool", "uint16", "complex128"])
@@ -139,7 +139,7 @@ def test_keys_of_two_parcels_never_meet_and_stay_in_their_range() -> None:
 
 def test_keys_are_far_from_those_of_training() -> None:
     # Read, not imported: it would load TensorFlow.
-    source = (Path(replicast.__file__).parent / "strategy" / "collectives.py").read_text()
+    source = (Path(replicast.__file__).parent / "training" / "collectives.py").read_text()
     assert "FIRST_KEY = 500_000_000" in source
     assert "FIRST_KEY_BETWEEN_STEPS = 100_000_000" in source
 

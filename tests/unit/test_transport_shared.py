@@ -20,7 +20,7 @@ from replicast.errors import ClusterError, UpdateRefused
 from replicast.transport import SharedMemoryTransport, files
 from replicast.transport.files import SharedFile, remove_leftovers
 from replicast.transport.shared import KEPT_BYTES
-from replicast.update.blocks import BLOCK_BYTES
+from replicast.update.digest import BLOCK_BYTES
 from tests.unit.test_transport_conformance import some
 
 PREFIX = f"replicast-memory-{os.getuid()}-"

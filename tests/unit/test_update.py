@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import tensor_chunks
-from replicast.mapping import LARGE_BYTES
+from replicast.tensorfiles import LARGE_BYTES
 from replicast.update.edits import DTYPES, RESETS, EditKind
 from replicast.update.update import Update
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from replicast.errors import UpdateRefused
 from replicast.update.edits import Edit, EditKind, apply_edit
-from replicast.update.schema import Schema, Variable
+from replicast.update.schema import Limits, Schema, Variable, planned
 from replicast.update.update import Update
-from replicast.update.validate import Limits, planned
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = ["float16", "bfloat16", "float32", "float64"]

@@ -11,7 +11,7 @@ import pytest
 from replicast.coordination import MemoryCoordination
 from replicast.errors import JobFailed, ReplicastError
 from replicast.lifetime import Lifetime
-from replicast.strategy.writing import Writing
+from replicast.training.writing import Writing
 
 DEADLINE_SECS = 120.0
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from replicast.strategy import KerasState, optimizers_by_name
+from replicast.training import KerasState, optimizers_by_name
 from replicast.update.edits import Edit, EditKind
 from tests.workers.test_update_edits import values_of
 

@@ -17,10 +17,10 @@ import keras
 import tensorflow as tf
 
 import replicast
-from replicast.supervisor.checks import release
+from replicast.launcher.checks import release
 
 SOURCE = Path(replicast.__file__).parent
-OURS = ("strategy", "coordination.py")
+OURS = ("training", "coordination.py")
 """Where private APIs may be used."""
 NOT_PRIVATE = frozenset({"_exit", "_getframe", "_replace"})
 """Names with an underscore that Python documents."""
@@ -105,224 +105,226 @@ NAMES = [
         ("self", "code", "message"),
     ),
     PrivateApi(f"{_CONTEXT}.context", "coordination.py", "the context of this process", ()),
-    PrivateApi(f"{_CONTEXT}.global_seed", "strategy/seeds.py", "the seed that the user has set", ()),
+    PrivateApi(f"{_CONTEXT}.global_seed", "training/variables.py", "the seed that the user has set", ()),
     PrivateApi(
         f"{_LAUNCHER}.__init__",
-        "strategy/collectives.py",
+        "training/collectives.py",
         "makes a launcher like another one",
         ("self", "group_key", "group_size", "collective_keys", "device", "options"),
     ),
     PrivateApi(
         f"{_EXTENDED}._update_config_proto",
-        "strategy/collectives.py",
+        "training/collectives.py",
         "its result configures the server and the coordination service",
         ("self", "config_proto"),
     ),
     PrivateApi(
         f"{_LAUNCHER}.all_reduce",
-        "strategy/collectives.py",
+        "training/collectives.py",
         "starts every dense transfer, and is given its tensor first",
         _SEND,
     ),
     PrivateApi(
         f"{_LAUNCHER}._all_gather",
-        "strategy/collectives.py",
+        "training/collectives.py",
         "starts every sparse transfer, and is given its tensor first",
         ("self", "input_tensor", "options"),
     ),
     PrivateApi(
         f"{_LAUNCHER}._next_instance_key",
-        "strategy/collectives.py",
+        "training/collectives.py",
         "is where a transfer draws its key",
         ("self",),
     ),
     PrivateApi(
         f"{_EXTENDED}.__init__",
-        "strategy/collectives.py",
+        "training/collectives.py",
         "makes what is behind MultiWorkerMirroredStrategy",
         ("self", "container_strategy", "cluster_resolver", "communication_options", "devices"),
     ),
     PrivateApi(
         f"{_EXTENDED}._call_for_each_replica",
-        "strategy/collectives.py",
+        "training/collectives.py",
         "runs a function in the thread of each replica",
         ("self", "fn", "args", "kwargs"),
     ),
     PrivateApi(
         f"{_EXTENDED}._use_merge_call",
-        "strategy/collectives.py",
+        "training/collectives.py",
         "says whether optimizers merge replicas, which they cannot inside tf.cond",
         ("self",),
     ),
     PrivateApi(
         f"{_EXTENDED}._create_variable",
-        "strategy/collectives.py",
+        "training/collectives.py",
         "makes every variable of the scope",
         ("self", "next_creator", "kwargs"),
     ),
     PrivateApi(
         f"{_EXTENDED}._get_variable_creator_initial_value",
-        "strategy/collectives.py",
+        "training/collectives.py",
         "broadcasts worker 0's initial value",
         ("self", "replica_id", "device", "primary_var", "kwargs"),
     ),
     PrivateApi(
         f"{_EXTENDED}._replica_ctx_all_reduce",
-        "strategy/collectives.py",
+        "training/collectives.py",
         "is how an optimizer sums its gradients",
         ("self", "reduce_op", "value", "options"),
     ),
     PrivateApi(
         "tensorflow.python.framework.auto_control_deps_utils.get_read_write_resource_inputs",
-        "strategy/writes.py",
+        "training/variables.py",
         "tells which variables an operation writes",
         ("op",),
     ),
     PrivateApi(
         f"{_ITERATOR}.catch_stop_iteration",
-        "strategy/inputs.py",
+        "training/feeding.py",
         "surrounds all steps of fit, evaluate and predict",
         ("self",),
     ),
     PrivateApi(
         "keras.src.callbacks.callback_list",
-        "strategy/inputs.py",
+        "training/feeding.py",
         "to recognise its frames, which call callbacks",
     ),
-    PrivateApi(_ITERATOR, "strategy/caller.py", "its constructor asks a strategy for the data of a call"),
-    PrivateApi(f"{_ADAPTERS}.array_data_adapter.ArrayDataAdapter", "strategy/strategy.py", "holds arrays"),
+    PrivateApi(_ITERATOR, "training/keras_call.py", "its constructor asks a strategy for the data of a call"),
+    PrivateApi(f"{_ADAPTERS}.array_data_adapter.ArrayDataAdapter", "training/strategy.py", "holds arrays"),
     PrivateApi(
-        f"{_ADAPTERS}.generator_data_adapter.GeneratorDataAdapter", "strategy/resuming.py", "a generator"
+        f"{_ADAPTERS}.generator_data_adapter.GeneratorDataAdapter", "training/resuming.py", "a generator"
     ),
-    PrivateApi(f"{_ADAPTERS}.py_dataset_adapter.PyDatasetAdapter", "strategy/resuming.py", "a PyDataset"),
-    PrivateApi(f"{_ADAPTERS}.tf_dataset_adapter.TFDatasetAdapter", "strategy/strategy.py", "a tf.data"),
+    PrivateApi(f"{_ADAPTERS}.py_dataset_adapter.PyDatasetAdapter", "training/resuming.py", "a PyDataset"),
+    PrivateApi(f"{_ADAPTERS}.tf_dataset_adapter.TFDatasetAdapter", "training/strategy.py", "a tf.data"),
     PrivateApi(
         "tensorflow.python.distribute.values.MirroredVariable",
-        "strategy/replicated.py",
+        "training/variables.py",
         "the class of variables that are equal on all workers",
     ),
     PrivateApi(
         "tensorflow.python.distribute.values.SyncOnReadVariable",
-        "strategy/replicated.py",
+        "training/variables.py",
         "the class of variables that each worker writes",
     ),
     PrivateApi(
         "tensorflow.python.distribute.values.SyncOnReadVariable._update_replica",
-        "strategy/replicated.py",
+        "training/variables.py",
         "how a replica writes such a variable",
     ),
     PrivateApi(
         "tensorflow.python.distribute.values.SyncOnReadVariable._get_cross_replica",
-        "strategy/replicated.py",
+        "training/variables.py",
         "how such a variable is read outside a step",
     ),
     PrivateApi(
         "tensorflow.python.ops.resource_variable_ops.ResourceVariable",
-        "strategy/replicated.py",
+        "training/variables.py",
         "a variable that is none of the strategy's, also when it is created in the scope",
     ),
     PrivateApi(
         "tensorflow.python.distribute.values_util.is_saving_non_distributed",
-        "strategy/replicated.py",
+        "training/variables.py",
         "whether a model is being exported without its strategy",
     ),
     PrivateApi(
         "tensorflow.python.distribute.values.SyncOnReadVariable._get",
-        "strategy/replicated.py",
+        "training/variables.py",
         "how a replica reads such a variable",
     ),
     PrivateApi(
         "tensorflow.python.distribute.values.SyncOnReadVariable._gather_saveables_for_checkpoint",
-        "strategy/replicated.py",
+        "training/variables.py",
         "what a tf.train.Checkpoint saves of such a variable",
     ),
     PrivateApi(
         "tensorflow.python.distribute.values._SyncOnReadSaveable.restore",
-        "strategy/replicated.py",
+        "training/variables.py",
         "how a tf.train.Checkpoint restores such a variable",
     ),
     PrivateApi(
         "tensorflow.python.distribute.values.DistributedVariable._primary",
-        "strategy/replicated.py",
+        "training/variables.py",
         "the variable on this worker",
     ),
     PrivateApi(
         "tensorflow.python.data.ops.iterator_ops.OwnedIterator",
-        "strategy/feeding.py",
+        "training/feeding.py",
         "what iter(dataset) makes",
     ),
     PrivateApi(
         "keras.src.backend.tensorflow.trainer",
-        "strategy/caller.py",
+        "training/keras_call.py",
         "the module of the class that has fit",
     ),
-    PrivateApi("keras.src.saving.saving_lib", "strategy/caller.py", "to recognise its frames"),
+    PrivateApi("keras.src.saving.saving_lib", "training/keras_call.py", "to recognise its frames"),
     PrivateApi(
         "tensorflow.python.eager.record.could_possibly_record",
-        "strategy/step.py",
+        "training/step.py",
         "whether a tape is recording",
         (),
     ),
     PrivateApi(
         "keras.src.trainers.compile_utils.CompileMetrics.metrics",
-        "strategy/metrics.py",
+        "training/step_metrics.py",
         "the metrics of compile, one by one",
     ),
-    PrivateApi("keras.Model._flatten_layers", "strategy/building.py", "all layers at any depth"),
-    PrivateApi("keras.callbacks.ModelCheckpoint._get_file_path", "strategy/callbacks.py", "where it writes"),
-    PrivateApi("keras.callbacks.ModelCheckpoint._save_model", "strategy/callbacks.py", "when it writes"),
+    PrivateApi("keras.Model._flatten_layers", "training/variables.py", "all layers at any depth"),
+    PrivateApi("keras.callbacks.ModelCheckpoint._get_file_path", "training/writing.py", "where it writes"),
+    PrivateApi("keras.callbacks.ModelCheckpoint._save_model", "training/writing.py", "when it writes"),
     PrivateApi(
-        "keras.Variable._initialize", "strategy/outside.py", "makes TensorFlow's variable behind one of Keras"
+        "keras.Variable._initialize",
+        "training/variables.py",
+        "makes TensorFlow's variable behind one of Keras",
     ),
     PrivateApi(
         f"{_EXTENDED}._container_strategy",
-        "strategy/collectives.py",
+        "training/collectives.py",
         "the strategy that it is of",
     ),
     PrivateApi(
         "keras.optimizers.LossScaleOptimizer._tf_apply",
-        "strategy/collectives.py",
+        "training/collectives.py",
         "refuses to work in a scope outside of strategy.run",
         ("self", "grads", "trainable_variables"),
     ),
     PrivateApi(
         "keras.optimizers.LossScaleOptimizer._common_apply",
-        "strategy/collectives.py",
+        "training/collectives.py",
         "applies the gradients if they are finite",
         ("self", "grads", "trainable_variables"),
     ),
     PrivateApi(
         "keras.src.backend.common.global_state",
-        "strategy/seeds.py",
+        "training/variables.py",
         "holds the generator of unseeded draws, for each thread",
     ),
     PrivateApi(
         "keras.src.random.seed_generator.GLOBAL_SEED_GENERATOR",
-        "strategy/seeds.py",
+        "training/variables.py",
         "the name of that generator",
     ),
     PrivateApi(
-        "keras.src.saving.saving_lib.save_model", "strategy/writing.py", "writes every .keras file or folder"
+        "keras.src.saving.saving_lib.save_model", "training/writing.py", "writes every .keras file or folder"
     ),
     PrivateApi(
-        "keras.src.saving.saving_lib.save_weights_only", "strategy/writing.py", "writes every .weights.h5"
+        "keras.src.saving.saving_lib.save_weights_only", "training/writing.py", "writes every .weights.h5"
     ),
-    PrivateApi("keras.src.legacy.saving.legacy_h5_format", "strategy/writing.py", "to replace its function"),
+    PrivateApi("keras.src.legacy.saving.legacy_h5_format", "training/writing.py", "to replace its function"),
     PrivateApi(
         "keras.src.legacy.saving.legacy_h5_format.save_model_to_hdf5",
-        "strategy/writing.py",
+        "training/writing.py",
         "writes every .h5 file",
     ),
-    PrivateApi("keras.src.utils.io_utils", "strategy/writing.py", "to replace its function"),
+    PrivateApi("keras.src.utils.io_utils", "training/writing.py", "to replace its function"),
     PrivateApi(
         "keras.src.utils.io_utils.ask_to_proceed_with_overwrite",
-        "strategy/writing.py",
+        "training/writing.py",
         "asks whether to replace a file",
         ("filepath",),
     ),
     PrivateApi(
         "keras.utils.Progbar._estimate_step_duration",
-        "strategy/progress.py",
+        "training/resuming.py",
         "the time per batch that a progress bar shows",
         ("self", "current", "now"),
     ),
@@ -337,87 +339,89 @@ BOARD = "TensorBoard"
 REDUCTION, OPTIMIZER, DATASET, SEEDED = "CollectiveAllReduce", "Optimizer", "Dataset", "Context"
 
 FIELDS = [
-    PrivateApi(f"{WRAPPER}._fn", "strategy/metrics.py", "the function whose values it averages"),
+    PrivateApi(f"{WRAPPER}._fn", "training/step_metrics.py", "the function whose values it averages"),
     PrivateApi(
-        f"{MODEL}._loss_tracker", "strategy/step.py", "the metric that Keras weights by its first input"
+        f"{MODEL}._loss_tracker", "training/step.py", "the metric that Keras weights by its first input"
     ),
-    PrivateApi("Tensor._keras_mask", "strategy/metrics.py", "the mask of what a model returns"),
-    PrivateApi(f"{ARRAYS}._inputs", "strategy/strategy.py", "the arrays, which each worker slices"),
-    PrivateApi(f"{ARRAYS}._shuffle", "strategy/strategy.py", "what fit was told about the order"),
-    PrivateApi(f"{ARRAYS}.batch_size", "strategy/strategy.py", "the rows of a batch"),
-    PrivateApi(f"{GENERATOR}._first_batches", "strategy/strategy.py", "what was taken to see the shapes"),
-    PrivateApi(f"{PY_DATASET}.py_dataset", "strategy/resuming.py", "the PyDataset of the user"),
-    PrivateApi(f"{PY_DATASET}.enqueuer", "strategy/resuming.py", "whether batches are read ahead"),
-    PrivateApi(f"{PY_DATASET}.shuffle", "strategy/resuming.py", "whether the order of batches is drawn"),
-    PrivateApi(f"{PY_DATASET}.num_batches", "strategy/resuming.py", "how many there are"),
+    PrivateApi("Tensor._keras_mask", "training/step_metrics.py", "the mask of what a model returns"),
+    PrivateApi(f"{ARRAYS}._inputs", "training/strategy.py", "the arrays, which each worker slices"),
+    PrivateApi(f"{ARRAYS}._shuffle", "training/strategy.py", "what fit was told about the order"),
+    PrivateApi(f"{ARRAYS}.batch_size", "training/strategy.py", "the rows of a batch"),
+    PrivateApi(f"{GENERATOR}._first_batches", "training/strategy.py", "what was taken to see the shapes"),
+    PrivateApi(f"{PY_DATASET}.py_dataset", "training/resuming.py", "the PyDataset of the user"),
+    PrivateApi(f"{PY_DATASET}.enqueuer", "training/resuming.py", "whether batches are read ahead"),
+    PrivateApi(f"{PY_DATASET}.shuffle", "training/resuming.py", "whether the order of batches is drawn"),
+    PrivateApi(f"{PY_DATASET}.num_batches", "training/resuming.py", "how many there are"),
     PrivateApi(
         f"{PY_DATASET}._epoch",
-        "strategy/resuming.py",
+        "training/resuming.py",
         "from Keras 3.16 on, the number from which it draws the order of batches",
         since_keras=(3, 16),
     ),
-    PrivateApi(f"{ITERATOR}.data_adapter", "strategy/resuming.py", "what the user passed as data"),
-    PrivateApi(f"{ITERATOR}.steps_per_epoch", "strategy/resuming.py", "how many batches an epoch has"),
-    PrivateApi(f"{ITERATOR}.steps_per_execution", "strategy/resuming.py", "how many batches a call takes"),
-    PrivateApi(f"{ITERATOR}._num_batches", "strategy/resuming.py", "the length of the data"),
-    PrivateApi(f"{ITERATOR}._current_iterator", "strategy/resuming.py", "the iterator that fit goes on with"),
-    PrivateApi(f"{ITERATOR}._steps_seen", "strategy/resuming.py", "how much of it was used"),
-    PrivateApi(f"{ITERATOR}._distributed_dataset", "strategy/resuming.py", "what the strategy made of it"),
-    PrivateApi(f"{STRATEGY}._cross_device_ops", "strategy/collectives.py", "transfers between devices"),
-    PrivateApi(f"{STRATEGY}._host_cross_device_ops", "strategy/collectives.py", "transfers between hosts"),
-    PrivateApi(f"{STRATEGY}._local_device_type", "strategy/strategy.py", "CPU or GPU"),
-    PrivateApi(f"{STRATEGY}._num_workers", "strategy/collectives.py", "whether there are other workers"),
-    PrivateApi(f"{STRATEGY}._num_replicas_in_sync", "strategy/strategy.py", "the number of workers"),
-    PrivateApi(f"{REDUCTION}._launchers", "strategy/collectives.py", "the list of launchers to replace"),
-    PrivateApi(f"{LAUNCHER}._group_key", "strategy/collectives.py", "to make a launcher like it"),
-    PrivateApi(f"{LAUNCHER}._group_size", "strategy/collectives.py", "to make a launcher like it"),
-    PrivateApi(f"{LAUNCHER}._collective_keys", "strategy/collectives.py", "to make a launcher like it"),
-    PrivateApi(f"{LAUNCHER}._device", "strategy/collectives.py", "to make a launcher like it"),
-    PrivateApi(f"{LAUNCHER}._options", "strategy/collectives.py", "to make a launcher like it"),
-    PrivateApi(f"{OPTIMIZER}._distribution_strategy", "strategy/strategy.py", "in which scope it was made"),
-    PrivateApi(f"{STRATEGY}._task_id", "strategy/collectives.py", "which worker this is"),
-    PrivateApi(f"{OPTIMIZER}._trainable_variables", "strategy/collectives.py", "what it was built with"),
-    PrivateApi(f"{MODEL}._distribute_strategy", "strategy/strategy.py", "in which scope it was made"),
-    PrivateApi(f"{MODEL}._compile_loss", "strategy/building.py", "whether Keras has built the loss"),
-    PrivateApi(f"{MODEL}._compile_metrics", "strategy/building.py", "whether Keras has built the metrics"),
-    PrivateApi(f"{BACKUP}._training_metadata_path", "strategy/callbacks.py", "where it notes the epoch"),
-    PrivateApi(f"{BOARD}._should_trace", "strategy/callbacks.py", "whether it profiles"),
-    PrivateApi(f"{MIRRORED}._distribute_strategy", "strategy/replicated.py", "the strategy that made it"),
-    PrivateApi(f"{DATASET}._variant_tensor", "strategy/feeding.py", "to make a dataset of our own class"),
-    PrivateApi(f"{SEEDED}._rng", "strategy/seeds.py", "is another one when a seed is set again"),
+    PrivateApi(f"{ITERATOR}.data_adapter", "training/resuming.py", "what the user passed as data"),
+    PrivateApi(f"{ITERATOR}.steps_per_epoch", "training/resuming.py", "how many batches an epoch has"),
+    PrivateApi(f"{ITERATOR}.steps_per_execution", "training/resuming.py", "how many batches a call takes"),
+    PrivateApi(f"{ITERATOR}._num_batches", "training/resuming.py", "the length of the data"),
+    PrivateApi(f"{ITERATOR}._current_iterator", "training/resuming.py", "the iterator that fit goes on with"),
+    PrivateApi(f"{ITERATOR}._steps_seen", "training/resuming.py", "how much of it was used"),
+    PrivateApi(f"{ITERATOR}._distributed_dataset", "training/resuming.py", "what the strategy made of it"),
+    PrivateApi(f"{STRATEGY}._cross_device_ops", "training/collectives.py", "transfers between devices"),
+    PrivateApi(f"{STRATEGY}._host_cross_device_ops", "training/collectives.py", "transfers between hosts"),
+    PrivateApi(f"{STRATEGY}._local_device_type", "training/strategy.py", "CPU or GPU"),
+    PrivateApi(f"{STRATEGY}._num_workers", "training/collectives.py", "whether there are other workers"),
+    PrivateApi(f"{STRATEGY}._num_replicas_in_sync", "training/strategy.py", "the number of workers"),
+    PrivateApi(f"{REDUCTION}._launchers", "training/collectives.py", "the list of launchers to replace"),
+    PrivateApi(f"{LAUNCHER}._group_key", "training/collectives.py", "to make a launcher like it"),
+    PrivateApi(f"{LAUNCHER}._group_size", "training/collectives.py", "to make a launcher like it"),
+    PrivateApi(f"{LAUNCHER}._collective_keys", "training/collectives.py", "to make a launcher like it"),
+    PrivateApi(f"{LAUNCHER}._device", "training/collectives.py", "to make a launcher like it"),
+    PrivateApi(f"{LAUNCHER}._options", "training/collectives.py", "to make a launcher like it"),
+    PrivateApi(f"{OPTIMIZER}._distribution_strategy", "training/strategy.py", "in which scope it was made"),
+    PrivateApi(f"{STRATEGY}._task_id", "training/collectives.py", "which worker this is"),
+    PrivateApi(f"{OPTIMIZER}._trainable_variables", "training/collectives.py", "what it was built with"),
+    PrivateApi(f"{MODEL}._distribute_strategy", "training/strategy.py", "in which scope it was made"),
+    PrivateApi(f"{MODEL}._compile_loss", "training/variables.py", "whether Keras has built the loss"),
+    PrivateApi(f"{MODEL}._compile_metrics", "training/variables.py", "whether Keras has built the metrics"),
+    PrivateApi(f"{BACKUP}._training_metadata_path", "training/writing.py", "where it notes the epoch"),
+    PrivateApi(f"{BOARD}._should_trace", "training/writing.py", "whether it profiles"),
+    PrivateApi(f"{MIRRORED}._distribute_strategy", "training/variables.py", "the strategy that made it"),
+    PrivateApi(f"{DATASET}._variant_tensor", "training/feeding.py", "to make a dataset of our own class"),
+    PrivateApi(f"{SEEDED}._rng", "training/variables.py", "is another one when a seed is set again"),
 ]
 """Fields of objects. `test_private_apis.py` makes the objects."""
 
 INITIAL_EPOCH = PrivateApi(
-    "keras.Model._initial_epoch", "strategy/resuming.py", "fit begins with it, read after on_train_begin"
+    "keras.Model._initial_epoch", "training/resuming.py", "fit begins with it, read after on_train_begin"
 )
 LOCALS = {
     "fit": PrivateApi(
         "keras.Model.fit",
-        "strategy/resuming.py",
+        "training/resuming.py",
         "its local names callbacks, epoch_iterator, initial_epoch",
     ),
     "data": PrivateApi(
         "keras.Model.fit, evaluate, predict",
-        "strategy/caller.py",
+        "training/keras_call.py",
         "each makes its EpochIterator itself, whose __init__ calls experimental_distribute_dataset",
     ),
     "step": PrivateApi(
         "keras.Model._make_function",
-        "strategy/strategy.py",
+        "training/strategy.py",
         "gives the strategy a step of a model as the model's own method",
     ),
     "predict": PrivateApi(
         "keras.Model.make_predict_function",
-        "strategy/caller.py",
+        "training/keras_call.py",
         "runs predict_step in a function that is called one_step_on_data_distributed",
     ),
     "build": PrivateApi(
-        "keras.Model._maybe_symbolic_build", "strategy/caller.py", "takes one batch to see its shapes, in fit"
+        "keras.Model._maybe_symbolic_build",
+        "training/keras_call.py",
+        "takes one batch to see its shapes, in fit",
     ),
     "iterators": PrivateApi(
         f"{_ITERATOR}._enumerate_iterator",
-        "strategy/resuming.py",
+        "training/resuming.py",
         "makes two iterators an epoch where it knows the length, and uses the first; else one",
     ),
     "order": PrivateApi(
@@ -427,7 +431,7 @@ LOCALS = {
     ),
     "names": PrivateApi(
         "keras.Optimizer.variables",
-        "strategy/variables.py",
+        "training/keras_state.py",
         "what remembers something of a weight is named after it, in the order of the weights",
     ),
 }

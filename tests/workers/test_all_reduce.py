@@ -32,7 +32,7 @@ def levels(strategy: Any) -> list[tuple[str, str]]:
     from types import SimpleNamespace
 
     from replicast.coordination import MemoryCoordination
-    from replicast.strategy.sharing import sum_through_shared_memory
+    from replicast.training.collectives import sum_through_shared_memory
 
     found: list[tuple[str, str]] = []
     handler = logging.Handler(logging.DEBUG)

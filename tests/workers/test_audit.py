@@ -18,7 +18,7 @@ import replicast
 from replicast.replicas import auditing
 from replicast.replicas.auditing import Auditing, AuditPlan
 from replicast.storage import requests
-from replicast.storage.auditfiles import append_audit, last_audits
+from replicast.storage.run_files import append_audit, last_audits
 from replicast.storage.updates import committed_updates
 from replicast.testing.job import Job, Worker, eventually
 from replicast.update.schema import Schema

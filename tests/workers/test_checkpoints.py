@@ -22,11 +22,13 @@ from replicast.client.patching import patch_in_place
 from replicast.core.entries import Payload, Scheduled
 from replicast.errors import CheckpointError, PayloadRemoved
 from replicast.storage import inbox
-from replicast.storage.checkpoint import CheckpointStore, open_checkpoint, patch
-from replicast.storage.fence import Fence
+from replicast.storage.checkpoint_files import open_checkpoint
+from replicast.storage.checkpoint_tools import patch
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal
 from replicast.storage.updates import committed_updates
-from replicast.strategy.writes import component
+from replicast.training.variables import component
 from replicast.update.digest import digest_state
 from replicast.update.edits import DTYPES
 from replicast.update.update import Update
@@ -430,7 +432,7 @@ def test_of_the_updates_around_a_checkpoint_those_in_it_are_not_applied_again_an
     assert found["again"] == found["lived"]
 
 
-NOTHING_FOR_REVERTS = mock.patch("replicast.storage.retention.REVERTIBLE_BYTES", 0)
+NOTHING_FOR_REVERTS = mock.patch("replicast.storage.journal.REVERTIBLE_BYTES", 0)
 
 
 def payloads(run_dir: Path) -> int:
@@ -713,7 +715,7 @@ def patched_in_place(strategy: Any, directory: Path, how: str) -> dict[str, Any]
     if strategy.rank == 0 and how == "patched":
         patch_in_place(directory, 3, correction())
     elif strategy.rank == 0:
-        failing = mock.patch("replicast.storage.checkpoint.store.put_in_place", side_effect=OSError("torn"))
+        failing = mock.patch("replicast.storage.checkpoints.put_in_place", side_effect=OSError("torn"))
         with failing, pytest.raises(OSError, match="torn"):
             patch_in_place(directory, 3, correction())
     Meeting(strategy).all_say()

@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 import xxhash
 
-from replicast.strategy import device_digest
-from replicast.strategy.device_digest import device_digests
+from replicast.training import device_digest
+from replicast.training.device_digest import device_digests
 from replicast.update.edits import DTYPES
 from tests.pool import Pool
 from tests.workers.changing import state_of

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from replicast.replicas import distant_notes, run_files
-from replicast.replicas.distant_notes import DistantNotes
-from replicast.replicas.run_files import RunFiles
-from replicast.storage.fence import Fence
-from replicast.storage.runfiles import ENDED, WorkerNote, read_worker_notes, write_worker_note
+from replicast.replicas import worker_notes as distant_notes
+from replicast.replicas import worker_notes as run_files
+from replicast.replicas.worker_notes import DistantNotes, RunFiles
+from replicast.storage.claims import Fence
+from replicast.storage.run_files import ENDED, WorkerNote, read_worker_notes, write_worker_note
 from replicast.testing.job import Job, eventually
 
 NOTE = WorkerNote(1, 100, "far", 7, 0, 2.5, training=True, waiting_for="")

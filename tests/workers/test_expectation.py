@@ -12,10 +12,11 @@ import pytest
 
 from replicast.core.entries import Saved
 from replicast.errors import FileDamaged
-from replicast.replicas import expectation
-from replicast.replicas.expectation import Expectation
-from replicast.storage.checkpoint import CheckpointStore, Draft
-from replicast.storage.fence import Fence
+from replicast.replicas import auditing as expectation
+from replicast.replicas.auditing import Expectation
+from replicast.storage.checkpoint_format import Draft
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal
 from replicast.testing.job import DEADLINE_SECS, Job
 from replicast.update.update import Update

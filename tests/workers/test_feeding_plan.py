@@ -11,9 +11,15 @@ import pytest
 import tensorflow as tf
 
 from replicast import NotSupported
-from replicast.strategy.feeding import epoch_order, rows_of_share, shares_of_order
-from replicast.strategy.rows import Division, losses_that_mix_rows, predicting_all_rows
-from replicast.strategy.samples import (
+from replicast.training.feeding import (
+    Division,
+    epoch_order,
+    losses_that_mix_rows,
+    predicting_all_rows,
+    rows_of_share,
+    shares_of_order,
+)
+from replicast.training.samples import (
     Sample,
     differing_parts,
     digest_of_batch,

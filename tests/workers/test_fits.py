@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from replicast.errors import CheckpointError
-from replicast.replicas.fits import Fits
-from replicast.replicas.frozen import FrozenVariables
-from replicast.replicas.position import Fit, Position
+from replicast.replicas.position import Fit, Fits, FrozenVariables, Position
 from replicast.testing.job import DEADLINE_SECS, Job, Worker
 from replicast.update.edits import Edit, EditKind
 from replicast.update.update import Update

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import replicast
 from replicast.coordination import MemoryCoordination
-from replicast.strategy.functions import Functions, Step
+from replicast.training.functions import Functions, Step
 from tests.pool import Pool
 
 FEATURES = 12

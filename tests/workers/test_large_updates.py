@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from replicast import Update
-from replicast.mapping import LARGE_BYTES
-from replicast.strategy.writes import component
+from replicast.tensorfiles import LARGE_BYTES
+from replicast.training.variables import component
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
 from tests.workers.test_update_hosts import on_host

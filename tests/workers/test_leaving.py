@@ -15,7 +15,7 @@ import pytest
 
 import replicast
 from replicast.config import TOLD_TO_END
-from replicast.storage.checkpoint import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore
 from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron
 from tests.workers.test_audit import logged

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from replicast.replicas.pace import Pace, memory_bytes, progress
 from replicast.replicas.position import Fit, Position
+from replicast.replicas.worker_notes import Pace, memory_bytes, progress
 
 
 def test_the_step_time_is_the_mean_of_the_last_steps() -> None:

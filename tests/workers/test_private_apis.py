@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from replicast.strategy import feeding, start_at_epoch
-from replicast.strategy.caller import Trainer, keras_call, only_looks_at_shapes
-from replicast.strategy.resuming import _running_fit as running_fit
-from replicast.strategy.resuming import callbacks_of
+from replicast.training import feeding, start_at_epoch
+from replicast.training.keras_call import Trainer, keras_call, only_looks_at_shapes
+from replicast.training.resuming import _running_fit as running_fit
+from replicast.training.resuming import callbacks_of
 from tests.pool import Pool
 from tests.workers import private_apis
 from tests.workers.private_apis import LOCALS, PrivateApi
@@ -223,7 +223,7 @@ class Spy(keras.callbacks.Callback):
 
 
 def calls_seen(strategy: Any) -> list[Any]:
-    from replicast.strategy import strategy as module
+    from replicast.training import strategy as module
 
     seen: list[Any] = []
     original = module.keras_call
@@ -474,7 +474,7 @@ def test_keras_saves_through_the_methods_and_functions_that_we_replace() -> None
 
 
 def test_keras_draws_without_a_seed_from_the_generator_of_the_thread() -> None:
-    from replicast.strategy.seeds import global_seed_generator
+    from replicast.training.variables import global_seed_generator
 
     keras.utils.set_random_seed(1)
     assert global_seed_generator() is None

@@ -12,10 +12,10 @@ import keras
 import pytest
 import tensorflow as tf
 
-from replicast.strategy import progress
-from replicast.strategy.resuming import callbacks_of
-from replicast.supervisor.bars import with_its_loss
-from replicast.supervisor.lines import LineAssembler
+from replicast.launcher.bars import with_its_loss
+from replicast.launcher.lines import LineAssembler
+from replicast.training import resuming as progress
+from replicast.training.resuming import callbacks_of
 from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron
 from tests.workers.test_updates import replicas_of

@@ -7,10 +7,10 @@ import threading
 import numpy as np
 import pytest
 
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import UpdateRefused
-from replicast.replicas.proposing import Proposing, checked_step, checked_worker
-from replicast.runtime import Ticket
+from replicast.replicas.joining import Proposing, checked_step, checked_worker
+from replicast.replicas.ticket import Ticket
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.update import Update
 

@@ -20,10 +20,10 @@ from click.testing import CliRunner
 from replicast.cli import main
 from replicast.client.author import this_user
 from replicast.config import TOLD_TO_END
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.storage import inbox
-from replicast.storage.checkpoint import CheckpointStore
-from replicast.storage.runfiles import last_metrics
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.run_files import last_metrics
 from replicast.update.update import Update
 
 DEADLINE_SECS = 180.0

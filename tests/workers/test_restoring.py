@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from replicast.errors import CheckpointError, UpdateRefused
-from replicast.replicas import receiving, restoring
-from replicast.replicas.checkpoints import Checkpoints
-from replicast.storage.checkpoint import CheckpointStore
+from replicast.replicas import restoring
+from replicast.replicas import restoring as receiving
+from replicast.replicas.saving import Checkpoints
+from replicast.storage.checkpoints import CheckpointStore
 from replicast.testing.job import Job, Worker, start_values
 from tests.pool import Pool
 from tests.workers.changing import scramble

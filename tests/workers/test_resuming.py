@@ -14,13 +14,13 @@ import pytest
 import tensorflow as tf
 
 from replicast.replicas.callback import BoundaryCallback
-from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.position import Position
 from replicast.replicas.restoring import Restored
-from replicast.replicas.training import Training
-from replicast.strategy import resuming
-from replicast.strategy.feeding import DataPosition
-from replicast.strategy.resuming import Lengths, data_position, read_to
+from replicast.replicas.saving import Checkpoints
+from replicast.replicas.training_progress import Training
+from replicast.training import resuming
+from replicast.training.feeding import DataPosition
+from replicast.training.resuming import Lengths, data_position, read_to
 from replicast.update.state import MemoryState
 from tests.pool import Pool
 

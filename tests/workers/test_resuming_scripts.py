@@ -14,10 +14,9 @@ import tensorflow as tf
 
 import replicast
 from replicast.replicas.callback import BoundaryCallback
-from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.position import Position
-from replicast.replicas.saving import SavePlan
-from replicast.replicas.training import Training
+from replicast.replicas.saving import Checkpoints, SavePlan
+from replicast.replicas.training_progress import Training
 from replicast.testing.job import Job, eventually
 from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron

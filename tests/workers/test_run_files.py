@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import JobFailed, UpdateRefused
 from replicast.replicas import inbox as inbox_of_worker_0
-from replicast.replicas import run_files
-from replicast.replicas.run_files import RunFiles
+from replicast.replicas import worker_notes as run_files
+from replicast.replicas.worker_notes import RunFiles
 from replicast.storage import inbox
-from replicast.storage.fence import Fence
-from replicast.storage.runfiles import WorkerNote, read_worker_notes, write_worker_note
+from replicast.storage.claims import Fence
+from replicast.storage.run_files import WorkerNote, read_worker_notes, write_worker_note
 from replicast.testing.job import Job, eventually
 from replicast.update.update import Update
 from tests.pool import Pool
@@ -211,7 +211,7 @@ def test_an_entry_with_an_absurd_number_is_refused_and_the_job_continues(job: Jo
 
 
 @pytest.mark.parametrize(
-    "where", ["replicast.storage.inbox.take", "replicast.runtime.parcels.Parcels.publish"]
+    "where", ["replicast.storage.inbox.take", "replicast.replicas.parcels.Parcels.publish"]
 )
 def test_an_entry_that_causes_an_unexpected_error_is_refused_with_it_and_the_job_continues(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str

@@ -17,15 +17,14 @@ import pytest
 
 from replicast import faults
 from replicast.config import TOLD_TO_END
-from replicast.core.commands import Ended
 from replicast.core.entries import Payload, Saved
-from replicast.core.events import WriteOutcome
+from replicast.core.events import Ended, WriteOutcome
 from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged
-from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.position import Position
-from replicast.replicas.saving import Keeping, SavePlan, Saving
-from replicast.replicas.training import Training
-from replicast.storage.checkpoint import CheckpointStore, Draft, Manifest, saved_of
+from replicast.replicas.saving import Checkpoints, Keeping, SavePlan, Saving
+from replicast.replicas.training_progress import Training
+from replicast.storage.checkpoint_format import Draft, Manifest, saved_of
+from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.journal import MemoryJournal
 from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
 from replicast.update.update import Update

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from replicast.strategy.slices import Exchange, sum_over_workers
+from replicast.training.sparse_gradients import SliceExchange, sum_over_workers
 from tests.pool import Pool
 
 BATCH = np.array([[1, 5, 2, 2], [7, 1, 0, 3], [2, 9, 4, 1]], "int32")
@@ -76,7 +76,7 @@ def as_two_equal_workers(values: list[Any], averaged: list[bool]) -> list[Any]:
     return [doubled(value) for value in values]
 
 
-TWO_EQUAL_WORKERS = Exchange(2, as_two_equal_workers, lambda tensor: tf.concat([tensor, tensor], 0))
+TWO_EQUAL_WORKERS = SliceExchange(2, as_two_equal_workers, lambda tensor: tf.concat([tensor, tensor], 0))
 
 
 def slices_found(_: None, shape: list[int | None]) -> dict[str, int]:

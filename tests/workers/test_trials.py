@@ -13,8 +13,8 @@ import tensorflow as tf
 import replicast
 from replicast.errors import CheckpointError, UpdateRefused
 from replicast.replicas.callback import BoundaryCallback
-from replicast.storage.checkpoint import CheckpointStore
-from replicast.strategy import KerasState, optimizers_by_name
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.training import KerasState, optimizers_by_name
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest
 from tests.workers.recipes import arrays, perceptron

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 import replicast
-from replicast.storage.runfiles import read_worker_notes
+from replicast.storage.run_files import read_worker_notes
 from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron
 from tests.workers.test_updates import adam, forget_hosts

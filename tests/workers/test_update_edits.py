@@ -12,13 +12,12 @@ import pytest
 import tensorflow as tf
 
 import replicast
-from replicast.strategy import KerasState, optimizers_by_name
-from replicast.strategy.variables import as_tensor
-from replicast.strategy.writes import component
+from replicast.training import KerasState, optimizers_by_name
+from replicast.training.keras_state import as_tensor
+from replicast.training.variables import component
 from replicast.update.edits import DTYPES, FLOAT_DTYPES, apply_edit
-from replicast.update.schema import Schema
+from replicast.update.schema import Schema, planned
 from replicast.update.update import Update
-from replicast.update.validate import planned
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest
 from tests.workers.recipes import FEATURES, arrays, perceptron

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import replicast
-from replicast.core.stage import Stage
-from replicast.storage.runfiles import last_metrics
+from replicast.core.records import Stage
+from replicast.storage.run_files import last_metrics
 from replicast.transport import ChainTransport
 from replicast.update.update import Update
 from tests.pool import Pool

@@ -23,11 +23,11 @@ import tensorflow as tf
 import replicast
 from replicast.storage import inbox
 from replicast.storage.updates import committed_updates
-from replicast.strategy.writes import component
+from replicast.training.variables import component
 from replicast.transport import SharedMemoryTransport, open_transport
 from replicast.update.edits import apply_edit
+from replicast.update.schema import Limits, planned
 from replicast.update.update import Update
-from replicast.update.validate import Limits, planned
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest, state
 from tests.workers.recipes import CLASSES, FEATURES, arrays, perceptron

@@ -34,19 +34,13 @@ from replicast.allreduce.layout import CHUNK_BYTES, Layout, Plan, chunks_in
 from replicast.allreduce.part import SLOTS, Part
 from replicast.allreduce.semaphores import spins_on_this_host
 from replicast.errors import JobFailed
-from replicast.mapping import Bytes, aligned, memory_to_fill
+from replicast.tensorfiles import Bytes, aligned, memory_to_fill
 
 Array = npt.NDArray[Any]
 
 
 class Exchange:
-    """One worker's end. All workers must make the same calls in the same order.
-
-    Args:
-        rank: This worker.
-        parts: The parts of all workers, by rank.
-        check: Called every 0.2 s while this worker waits for another one; raises if the job has failed.
-    """
+    """One worker's end. All workers must make the same calls in the same order."""
 
     def __init__(self, rank: int, parts: Sequence[Part], check: Callable[[], None]) -> None:
         self._rank = rank
@@ -62,17 +56,6 @@ class Exchange:
         """Sums, averages or concatenates the values of all workers, as their forms say.
 
         Blocks until all workers have called it, as long as the job has not failed.
-
-        Args:
-            plan: What the values are: the same on all workers.
-            weight: This worker's weight in weighted values. If it is 0, they count as 0, NaN included.
-            values: This worker's values: row-major, in the byte order of this machine.
-
-        Returns:
-            The results, in memory that only this process sees.
-
-        Raises:
-            JobFailed: Another worker made a call with other values, or `check` raised, now or earlier.
         """
         with self._one_call, np.errstate(all="ignore"):
             if self._unfinished:  # what the others have written since then belongs to other calls
@@ -215,14 +198,7 @@ class _Call:
 
 
 class _Gathered:
-    """A value of as many rows as all workers have together.
-
-    Args:
-        dtype: Its dtype.
-        row: The shape of a row.
-        rows: The number of rows of each worker.
-        starts: Where it begins in each worker's message.
-    """
+    """A value of as many rows as all workers have together."""
 
     def __init__(
         self, dtype: np.dtype[Any], row: tuple[int, ...], rows: Sequence[int], starts: Sequence[int]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from replicast.mapping import aligned
+from replicast.tensorfiles import aligned
 
 CHUNK_BYTES = 1 << 18
 """Small enough that what one worker writes is still in the cache when another one reads it."""
@@ -26,14 +26,7 @@ CHUNK_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What is known about a value before it exists: the same on all workers.
-
-    Attributes:
-        dtype: Its dtype.
-        gathered: Whether the workers' values are concatenated along the first axis instead of summed.
-        weighted: Whether the result is the mean, weighted by each worker's weight. A gathered value is
-            multiplied by its worker's part of all weights.
-    """
+    """What is known about a value before it exists: the same on all workers."""
 
     dtype: np.dtype[Any]
     gathered: bool = False
@@ -60,18 +53,7 @@ class Run(NamedTuple):
 
 
 class Layout:
-    """The message of a worker whose values have these shapes.
-
-    Attributes:
-        header_bytes: The size of the header.
-        summed_bytes: The size of the summed values, which follow it.
-        offsets: Where each value begins in the message.
-        sizes: How many bytes each value has.
-        pieces: For each chunk, what is written into it.
-        runs: For each chunk, what is summed in it.
-        gathered: The indices of the gathered values.
-        signature: A number that differs if dtypes, kinds or shapes differ, but for the rows of gathered ones.
-    """
+    """The message of a worker whose values have these shapes."""
 
     def __init__(
         self, forms: Sequence[Form], shapes: Sequence[tuple[int, ...]], chunk_bytes: int = CHUNK_BYTES
@@ -134,11 +116,7 @@ def _cut(start: int, nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int, 
 
 
 class Plan:
-    """What all workers exchange in one call of a step, and its layout for each set of shapes.
-
-    Args:
-        forms: What the values are.
-    """
+    """What all workers exchange in one call of a step, and its layout for each set of shapes."""
 
     def __init__(self, forms: Sequence[Form]) -> None:
         self.forms = tuple(forms)

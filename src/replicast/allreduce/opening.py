@@ -29,22 +29,7 @@ def open_exchange(
     unwilling: str | None,
     check: Callable[[], None],
 ) -> Exchange | str:
-    """The exchange of this job. On every worker; blocks until all have said whether they can take part.
-
-    Args:
-        coordination: The keys that all workers share.
-        rank: This worker.
-        size: The number of workers.
-        environ: The environment variables.
-        unwilling: Why this worker does not take part; None if it does.
-        check: Raises if the job has failed; for waits here and in the exchange.
-
-    Returns:
-        The exchange, or the reason why there is none: the same on all workers.
-
-    Raises:
-        JobFailed: A worker has not answered within two minutes.
-    """
+    """The exchange of this job. On every worker; blocks until all have said whether they can take part."""
     first_problem = partial(_first_problem, coordination, rank, size, check)
     hosts, job = hosts_of_job(_PREFIX, coordination, rank, size, environ, check)
     if len(set(hosts)) > 1:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from replicast.allreduce.layout import CHUNK_BYTES
 from replicast.allreduce.semaphores import SEMAPHORE_BYTES, Semaphore
-from replicast.mapping import Bytes, aligned, map_shared
+from replicast.tensorfiles import Bytes, aligned, map_shared
 from replicast.transport.files import SharedFile, opened
 
 SLOTS = 4
@@ -21,12 +21,7 @@ SLOTS = 4
 
 
 class Part:
-    """What one worker sends to all others, mapped by this process.
-
-    Attributes:
-        slots: `SLOTS` chunks.
-        written: For each worker, how many chunks it has not taken yet.
-    """
+    """What one worker sends to all others, mapped by this process."""
 
     def __init__(self, memory: Bytes, workers: int, descriptor: int) -> None:
         first = _slots_offset(workers)
@@ -46,11 +41,7 @@ class Part:
 
     @classmethod
     def open(cls, path: Path, workers: int) -> Part:
-        """Maps another worker's part.
-
-        Raises:
-            OSError: It is not there, belongs to another user, or has another size.
-        """
+        """Maps another worker's part."""
         with opened(path, os.O_RDWR) as descriptor:
             size = os.fstat(descriptor).st_size
             if size != part_bytes(workers):

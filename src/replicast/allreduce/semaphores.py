@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 
-from replicast.mapping import Bytes
+from replicast.tensorfiles import Bytes
 
 SEMAPHORE_BYTES = 64
 """One cache line for each. A `sem_t` has 32 bytes."""
@@ -37,11 +37,7 @@ if _IS_MONOTONIC:
 
 
 class Semaphore:
-    """One semaphore, in memory that several processes map.
-
-    Args:
-        memory: Its bytes, `SEMAPHORE_BYTES` of them.
-    """
+    """One semaphore, in memory that several processes map."""
 
     def __init__(self, memory: Bytes) -> None:
         self._memory = memory  # keeps the mapping

@@ -15,12 +15,7 @@ FLOOR = "copy"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measure.
-
-    Attributes:
-        name: Its key in `MEASURES`.
-        secs: The time on the slowest worker, one per round.
-    """
+    """One measure."""
 
     name: str
     secs: tuple[float, ...]
@@ -43,11 +38,7 @@ def parse(text: str) -> dict[tuple[str, int], float]:
 
 
 def combine(workers: Iterable[dict[tuple[str, int], float]], rounds: int) -> list[Figure]:
-    """The slowest worker's times.
-
-    Raises:
-        ValueError: A worker has not written all of its figures.
-    """
+    """The slowest worker's times."""
     each = list(workers)
     try:
         return [

@@ -26,12 +26,7 @@ RESULT_SECS = 120.0
 
 
 class Measures:
-    """The measures of one worker, on one state.
-
-    Args:
-        strategy: The strategy of the job.
-        nbytes: The size of the state.
-    """
+    """The measures of one worker, on one state."""
 
     def __init__(self, strategy: Any, nbytes: int) -> None:
         self._strategy = strategy
@@ -47,11 +42,7 @@ class Measures:
         self._meet: Any = tf.function(lambda: strategy.run(_sum, args=([tf.ones([])],)))
 
     def measure(self, tell: Callable[[str, float], None]) -> None:
-        """Measures everything once. All workers begin each measure together.
-
-        Args:
-            tell: Called with the name and the seconds of each measure.
-        """
+        """Measures everything once. All workers begin each measure together."""
         tell("copy", self._timed(lambda: np.copyto(self._copy, self._array)))
         tell("all-reduce", self._timed(lambda: self._reduce(self._tensors)))
         tell("update", self._update())

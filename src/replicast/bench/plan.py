@@ -29,13 +29,7 @@ MEASURES = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run of the benchmark.
-
-    Attributes:
-        workers: The number of workers.
-        nbytes: The size of the state.
-        rounds: How often everything is measured, after one round to warm up.
-    """
+    """One run of the benchmark."""
 
     workers: int
     nbytes: int
@@ -43,11 +37,7 @@ class Plan:
 
 
 def parse_size(text: str) -> int:
-    """The number of bytes in a text such as 100MB.
-
-    Raises:
-        ValueError: It is no size, or too small to be measured.
-    """
+    """The number of bytes in a text such as 100MB."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)", text.strip().upper())
     if found is None:
         raise ValueError(f"expected a size such as 500KB, 100MB or 1GB. Received: {text!r}")
@@ -64,15 +54,7 @@ def size_text(nbytes: int) -> str:
 
 
 def check_room(plan: Plan, directory: Path) -> None:
-    """Refuses what this machine has no memory or no disk space for.
-
-    Args:
-        plan: What is to be measured.
-        directory: Where the run directory will be.
-
-    Raises:
-        LaunchRefused: Says how much is needed, and how much there is.
-    """
+    """Refuses what this machine has no memory or no disk space for."""
     wanted, free = plan.nbytes * plan.workers * COPIES_PER_WORKER, available_memory()
     if wanted > free:
         raise LaunchRefused(

@@ -14,7 +14,7 @@ from pathlib import Path
 from replicast.bench.figures import Figure, combine, parse
 from replicast.bench.plan import MEASURES, Plan, check_room
 from replicast.config import SECRETS, shared_memory_directory, without
-from replicast.supervisor import bootstrap
+from replicast.launcher import bootstrap
 from replicast.transport.files import remove_leftovers
 
 WARM_UP = -1
@@ -41,16 +41,7 @@ def figures_file(run_dir: Path, rank: int) -> Path:
 
 
 def measure(plan: Plan, progress: Callable[[int, int, str], None]) -> list[Figure]:
-    """Starts the workers, and returns what they have measured. All files are removed, whatever happens.
-
-    Args:
-        plan: What is measured.
-        progress: Called with the number of finished measures, the number of all, and what is done now.
-
-    Raises:
-        LaunchRefused: This machine has no room for it; nothing was started.
-        BenchFailed: The job has failed, or a worker has been silent for too long.
-    """
+    """Starts the workers, and returns what they have measured. All files are removed, whatever happens."""
     check_room(plan, Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
         try:

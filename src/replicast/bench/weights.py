@@ -11,13 +11,7 @@ from replicast.update.update import Update
 
 
 class Weights(keras.Model):  # type: ignore[misc]
-    """Variables `part_0`, `part_1` and so on, initially zero.
-
-    Args:
-        count: The number of variables.
-        shape: The shape of each, in float32.
-        net: A model that is trained, if there is one: its variables are also part of the state.
-    """
+    """Variables `part_0`, `part_1` and so on, initially zero."""
 
     def __init__(self, count: int, shape: tuple[int, ...], net: keras.Model | None = None) -> None:
         super().__init__(name="weights")

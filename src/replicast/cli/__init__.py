@@ -113,4 +113,4 @@ def main() -> None:
       replicast push runs/first --set optimizer/learning_rate=0.0005 --wait
       replicast status runs/first
       replicast doctor
-    """  # noqa: D301 - click wants a real backspace
+    """

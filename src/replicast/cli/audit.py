@@ -8,11 +8,11 @@ import sys
 
 import click
 
-from replicast.audits.report import AuditReport
 from replicast.cli import Failed, texts
 from replicast.cli.arguments import run_argument, timeout_option
 from replicast.client import Run
 from replicast.errors import NoAnswer
+from replicast.update.audit_report import AuditReport
 
 NO_ANSWER = 3
 _MOST_LINES = 10  # Of each audit in the list: two for a variable that differs on one worker.
@@ -47,7 +47,7 @@ def audit(run: Run, last: int, as_json: bool, now: bool, timeout: float) -> None
     Exit code: 0 when the last audit found all replicas equal, or has made them so, or there is none yet; 1
     when they differ; 2 when the command is wrong; 3 when --now finds no running job, or --timeout has passed;
     130 after Ctrl-C.
-    """  # noqa: D301 - click wants a real backspace
+    """
     try:
         reports = [run.audit(timeout)] if now else run.audits(last)
     except NoAnswer as error:

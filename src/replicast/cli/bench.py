@@ -63,7 +63,7 @@ def bench(workers: int, size: int, rounds: int, as_json: bool) -> None:
 
     Exit code: 0 when everything was measured; 1 when the job failed; 130 after Ctrl-C; 2 when nothing was
     started.
-    """  # noqa: D301 - click wants a real backspace
+    """
     _check_installed()
     from replicast.bench.machine import machine_facts
     from replicast.bench.session import BenchFailed, measure

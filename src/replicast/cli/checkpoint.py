@@ -24,8 +24,11 @@ from replicast.cli.tables import facts_table, make_console, make_table, progress
 from replicast.client import Run
 from replicast.errors import FileDamaged, NoAnswer
 from replicast.paths import RunPath
-from replicast.storage.checkpoint import CheckpointStore, Comparison, Manifest, Verdict, open_checkpoint
-from replicast.storage.checkpoint import diff as compare
+from replicast.storage.checkpoint_files import open_checkpoint
+from replicast.storage.checkpoint_format import Manifest
+from replicast.storage.checkpoint_tools import Comparison, Verdict
+from replicast.storage.checkpoint_tools import diff as compare
+from replicast.storage.checkpoints import CheckpointStore
 
 _NO_ANSWER = 3
 _NONE_YET = "The run has no checkpoints yet."
@@ -43,7 +46,7 @@ def checkpoint() -> None:
       replicast checkpoint now runs/first
       replicast checkpoint verify runs/first
       replicast checkpoint patch runs/first --in-place --add delta.safetensors
-    """  # noqa: D301 - click wants a real backspace
+    """
 
 
 @checkpoint.command("list")
@@ -58,7 +61,7 @@ def list_(run: Path, as_json: bool) -> None:
       replicast checkpoint list runs/first --json | jq .step
 
     Exit code: 0; 1 when one is damaged, which is named; 2 when RUN is not a run directory.
-    """  # noqa: D301 - click wants a real backspace
+    """
     store = CheckpointStore(directory_of(run))
     manifests, problems = store.list(), store.problems()
     if as_json:
@@ -93,7 +96,7 @@ def now(run: Run, timeout: float) -> None:
 
     Exit code: 0 when it is durable; 1 when the job cannot make one; 2 when the command is wrong; 3 when the
     job is not running or does not answer.
-    """  # noqa: D301 - click wants a real backspace
+    """
     try:
         step = run.checkpoint(timeout)
     except NoAnswer as error:
@@ -117,7 +120,7 @@ def show(path: Path, step: int | None, as_json: bool) -> None:
       replicast checkpoint show runs/first/checkpoints/00001200-1 --json | jq .metrics
 
     Exit code: 0; 1 when there is no such checkpoint or it is damaged; 2 when the command is wrong.
-    """  # noqa: D301 - click wants a real backspace
+    """
     found = the_checkpoint(path, step)
     with open_checkpoint(found) as reader:
         manifest = reader.manifest
@@ -148,7 +151,7 @@ def verify(path: Path, step: int | None) -> None:
 
     Exit code: 0 when all is what was written; 1 when something is damaged, which is named; 2 when the command
     is wrong.
-    """  # noqa: D301 - click wants a real backspace
+    """
     if step is not None or is_checkpoint(path):
         sys.exit(0 if _verified(the_checkpoint(path, step)) else 1)
     store = CheckpointStore(directory_of(path))
@@ -177,7 +180,7 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
       replicast checkpoint diff runs/first runs/second --digests-only
 
     Exit code: 0 when every bit is equal; 1 when not, or when one is damaged; 2 when the command is wrong.
-    """  # noqa: D301 - click wants a real backspace
+    """
     paths = the_checkpoint(first, None), the_checkpoint(second, None)
     with progress_bar("comparing") as progress:
         comparisons = compare(*paths, values=not digests_only, progress=progress)
@@ -197,11 +200,7 @@ checkpoint.add_command(patch)
 
 
 def _verified(path: RunPath) -> bool:
-    """Verifies one checkpoint and says how it is.
-
-    Raises:
-        CheckpointError: It is not committed.
-    """
+    """Verifies one checkpoint and says how it is."""
     try:
         with open_checkpoint(path) as reader, progress_bar(path.name) as progress:
             reader.verify(progress)

@@ -10,8 +10,8 @@ from replicast.cli import texts
 from replicast.cli.arguments import directory_of
 from replicast.errors import CheckpointError
 from replicast.paths import RunDir, RunPath, below
-from replicast.storage.checkpoint import CheckpointStore
-from replicast.storage.checkpoint.writing import COMMITTED, MANIFEST, STATE
+from replicast.storage.checkpoint_files import COMMITTED, MANIFEST, STATE
+from replicast.storage.checkpoints import CheckpointStore
 
 PATH = click.Path(path_type=Path)
 path_argument = click.argument("path", type=PATH, metavar="PATH|RUN")
@@ -24,12 +24,7 @@ def is_checkpoint(path: RunDir) -> bool:
 
 
 def the_checkpoint(path: Path, step: int | None) -> RunPath:
-    """The directory of the checkpoint that is meant: of a run, that of the step, or the last.
-
-    Raises:
-        click.UsageError: Neither a checkpoint nor a run, or a step of a single checkpoint.
-        CheckpointError: The run has none.
-    """
+    """The directory of the checkpoint that is meant: of a run, that of the step, or the last."""
     if is_checkpoint(path):
         if step is not None:
             raise click.UsageError(f"{texts.printable(path)} is a checkpoint itself: leave the step out.")

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from replicast.errors import LaunchRefused
-from replicast.supervisor import make_run_dir
+from replicast.launcher import make_run_dir
 
 _NEEDED = {"tensorflow": "TensorFlow", "keras": "Keras", "sklearn": "scikit-learn"}
 _INSTALL = "pip install 'replicast[cpu,demo]' (no GPU) or 'replicast[tensorflow,demo]'"
@@ -40,7 +40,7 @@ def demo(run_dir: Path | None) -> None:
 
     Exit code: 0 when everything that was shown really happened; 1 when not; 130 after Ctrl-C; 2 when nothing
     was started.
-    """  # noqa: D301 - click wants a real backspace
+    """
     check_installed()
     from replicast.demo.job import DemoFailed
     from replicast.demo.story import make_console, play
@@ -57,11 +57,7 @@ def demo(run_dir: Path | None) -> None:
 
 
 def check_installed() -> None:
-    """Refuses to begin where something is missing that the demo needs.
-
-    Raises:
-        LaunchRefused: Says what is missing, and how to install it.
-    """
+    """Refuses to begin where something is missing that the demo needs."""
     missing = [name for module, name in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise LaunchRefused(

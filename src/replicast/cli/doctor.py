@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from replicast.supervisor.checks import Check, Verdict, all_checks, check_two_workers
-from replicast.supervisor.plan import DEFAULT_PORT, Job
+from replicast.launcher.checks import Check, Verdict, all_checks, check_two_workers
+from replicast.launcher.plan import DEFAULT_PORT, Job
 
 _STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
 
@@ -68,7 +68,7 @@ def doctor(
 
     Exit code: 0 when nothing is broken, 1 when something must be fixed first, 2 when the command is wrong or
     the first machine does not answer.
-    """  # noqa: D301 - click wants a real backspace
+    """
     if hosts is not None:
         checks = _check_hosts(hosts, node_rank, port, run_dir, timeout, secret_file)
     else:
@@ -96,9 +96,9 @@ def _check_hosts(
     timeout: float,
     secret_file: Path | None,
 ) -> list[Check]:
-    from replicast.supervisor.hosts.placing import place_on_hosts
-    from replicast.supervisor.hosts.setup import read_secret
-    from replicast.supervisor.hosts.visit import check_hosts
+    from replicast.launcher.hosts.placing import place_on_hosts
+    from replicast.launcher.hosts.setup import read_secret
+    from replicast.launcher.hosts.visit import check_hosts
 
     job = place_on_hosts(Job(argv=(), port=port), hosts=hosts, node_rank=node_rank)
     secret = read_secret(os.environ, secret_file)

@@ -12,8 +12,7 @@ from replicast.client.author import this_user
 from replicast.errors import UpdateRefused
 from replicast.files import parse_tensors, read_tensor_bytes
 from replicast.update.edits import Array, EditKind
-from replicast.update.parts import MAX_TENSORS, edits_of_tensors
-from replicast.update.update import Update
+from replicast.update.update import MAX_TENSORS, Update, edits_of_tensors
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _ORDER = "replicast.order"
@@ -71,11 +70,6 @@ def update_of(context: click.Context, options: dict[str, Any]) -> Update:
     """One update of all operations, in the order of the command line.
 
     A saved update that is given alone keeps its id; author and note are kept where the command line has none.
-
-    Raises:
-        FileDamaged: A file cannot be read, or is damaged.
-        UpdateRefused: A file does not fit, or a name or text cannot be used.
-        click.BadParameter: What should be NAME=NUMBER is something else.
     """
     values = {name: iter(options[name]) for name in _NAMES}
     parts = [_part(name, next(values[name]), options["weight"]) for name in context.meta[_ORDER]]
@@ -100,11 +94,7 @@ def files_of(options: dict[str, Any]) -> list[Path]:
 
 
 def read_file(path: Path) -> Update | dict[str, Array]:
-    """A saved update, or the tensors of a plain file by name.
-
-    Raises:
-        FileDamaged: It cannot be read, or is damaged.
-    """
+    """A saved update, or the tensors of a plain file by name."""
     content = read_tensor_bytes(path, max_tensors=MAX_TENSORS)
     file = parse_tensors(content, str(path), max_tensors=MAX_TENSORS)
     return Update.parse(content, str(path))[0] if "replicast" in file.metadata else dict(file.tensors)

@@ -44,7 +44,7 @@ def inspect(file: Path, run: Run | None, operation: str | None, weight: float | 
       replicast inspect runs/first/groups/000001/000042.safetensors
 
     Exit code: 0; 1 when it would be refused; 2 when the command is wrong, or --run is given without --as.
-    """  # noqa: D301 - click wants a real backspace
+    """
     if (operation == "blend") != (weight is not None):
         raise click.UsageError("--as blend and --weight belong together: one needs the other.")
     if file.is_dir():

@@ -30,7 +30,7 @@ def log(run: Run, as_json: bool, last: int | None) -> None:
 
     Exit code: 0; 1 when a file of the journal is damaged, which is named after all others are listed; 2 when
     RUN is not a run directory.
-    """  # noqa: D301 - click wants a real backspace
+    """
     views, seen = run.log(last), run.status()
     if as_json:
         for view in views:

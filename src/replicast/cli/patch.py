@@ -26,8 +26,9 @@ from replicast.client.examination import examine
 from replicast.client.patching import check_patch, checkpoint_to_patch, patch_in_place
 from replicast.errors import JobFailed
 from replicast.paths import RunPath
-from replicast.storage.checkpoint import Manifest, open_checkpoint
-from replicast.storage.checkpoint import patch as patch_checkpoint
+from replicast.storage.checkpoint_files import open_checkpoint
+from replicast.storage.checkpoint_format import Manifest
+from replicast.storage.checkpoint_tools import patch as patch_checkpoint
 from replicast.storage.journal import NotWritten, PerhapsWritten
 from replicast.update.update import Update
 
@@ -68,7 +69,7 @@ def patch(
 
     Exit code: 0; 1 when the update is refused, the checkpoint is damaged, OUT exists, or a job is running in
     RUN; 2 when the command is wrong.
-    """  # noqa: D301 - click wants a real backspace
+    """
     check_usage(options)
     if in_place and output is not None:
         raise click.UsageError("--in-place replaces the checkpoint of the run: leave -o out.")

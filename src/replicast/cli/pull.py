@@ -69,7 +69,7 @@ def pull(run: Run, name: str, rows: tuple[int, ...] | None, output: Path, timeou
     Exit code: 0 when the file is written; 1 when there is no such variable or row, or the job refuses it; 2
     when the command is wrong; 3 when the job does not answer; 4 when the file is written and the workers have
     different values: it has those of worker 0.
-    """  # noqa: D301 - click wants a real backspace
+    """
     if output.suffix not in (".npy", ".safetensors"):
         raise click.BadParameter("It must end in .npy or .safetensors.", param_hint="--output")
     try:

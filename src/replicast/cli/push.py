@@ -21,7 +21,7 @@ from replicast.cli.update_tables import print_examination, print_problems
 from replicast.client import Pushed, Run
 from replicast.client.updates import UpdateView
 from replicast.client.views import Brief
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
@@ -73,7 +73,7 @@ def push(context: click.Context, /, run: Run, **options: Any) -> None:
     Exit code: 0 when it is in the inbox, with --wait when it is verified on all workers; 1 when it is refused
     or has failed; 2 when the command is wrong; 3 when --timeout has passed; 4 when its trial failed and it
     was reverted; 130 after Ctrl-C.
-    """  # noqa: D301 - click wants a real backspace
+    """
     check_usage(options)
     trial = _trial(context, options)
     try:

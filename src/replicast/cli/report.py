@@ -12,7 +12,7 @@ from replicast.cli.arguments import run_argument
 from replicast.client import Run
 from replicast.client.directory import DirectoryRun
 from replicast.client.report import report as make_report
-from replicast.storage.chain import read_chain
+from replicast.storage.claims import read_chain
 
 
 @click.command()
@@ -32,7 +32,7 @@ def report(run: Run, output: Path) -> None:
       replicast report runs/first -o report.html
 
     Exit code: 0; 1 when a record of the journal is not what was written; 2 when the command is wrong.
-    """  # noqa: D301 - click wants a real backspace
+    """
     if not isinstance(run, DirectoryRun):
         raise Failed("A report reads the files of a run: give its directory, on the machine that has it.", 2)
     output.write_text(make_report(run), encoding="utf-8")

@@ -53,7 +53,7 @@ def revert(
 
     Exit code: 0 when it is in the inbox, with --wait when it is verified on all workers; 1 when it is refused
     or there is no such update; 2 when the command is wrong; 3 when --timeout has passed; 130 after Ctrl-C.
-    """  # noqa: D301 - click wants a real backspace
+    """
     found = run.revert(which, note, dry_run, force, next_start)
     if not isinstance(found, Pushed):
         print_examination(found)

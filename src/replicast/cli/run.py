@@ -21,25 +21,17 @@ from replicast.config import (
     read_cluster,
 )
 from replicast.errors import LaunchRefused
+from replicast.launcher import EndTimeouts, Job, Settings, hold_ports, make_run_dir, parse_tee, supervise
+from replicast.launcher.hosts.placing import place_on_hosts
+from replicast.launcher.hosts.setup import read_secret
+from replicast.launcher.hosts.timeouts import HostTimeouts, host_timeouts
+from replicast.launcher.isolation import check_isolation, isolate
+from replicast.launcher.page import PageAddress, page_beside
+from replicast.launcher.plan import DEFAULT_PORT
+from replicast.launcher.program import check_module, check_script
+from replicast.launcher.run_name import ask_run_name
+from replicast.launcher.rundir import RUNS
 from replicast.paths import below
-from replicast.supervisor import (
-    EndTimeouts,
-    Job,
-    Settings,
-    hold_ports,
-    make_run_dir,
-    parse_tee,
-    supervise,
-)
-from replicast.supervisor.hosts.placing import place_on_hosts
-from replicast.supervisor.hosts.setup import read_secret
-from replicast.supervisor.hosts.timeouts import HostTimeouts, host_timeouts
-from replicast.supervisor.isolation import check_isolation, isolate
-from replicast.supervisor.page import PageAddress, page_beside
-from replicast.supervisor.plan import DEFAULT_PORT
-from replicast.supervisor.program import check_module, check_script
-from replicast.supervisor.run_name import ask_run_name
-from replicast.supervisor.rundir import RUNS
 
 _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.FloatRange(min=0)
 _PORTS_SECS = 5.0
@@ -154,7 +146,7 @@ def run(**typed: Any) -> None:
     Exit code: 0 when all workers succeeded; else that of the first worker to fail, or 128 plus the number of
     the signal that ended it; 130 after Ctrl-C, 143 after SIGTERM or a stop; 75 when a machine was lost or did
     not come; 2 when nothing was started.
-    """  # noqa: D301 - click wants a real backspace
+    """
     options = _Options(**typed)
     _check_program(options)
     job = _job(options)

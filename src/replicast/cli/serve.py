@@ -73,7 +73,7 @@ def serve(
       replicast serve runs --host 0.0.0.0 --token-file token --certfile cert.pem --keyfile key.pem
 
     Exit code: 0 after Ctrl-C or SIGTERM; 2 when it cannot be served.
-    """  # noqa: D301 - click wants a real backspace
+    """
     check_installed()
     from replicast.page.app import App
     from replicast.page.runs import runs_in
@@ -102,11 +102,7 @@ def serve(
 
 
 def check_installed() -> None:
-    """Says what to install when a package of the page is missing.
-
-    Raises:
-        ServeRefused: One is.
-    """
+    """Says what to install when a package of the page is missing."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise ServeRefused(

@@ -33,7 +33,7 @@ def show(run: Run, which: str, as_json: bool) -> None:
     Damaged files of the journal are named; they hide nothing else.
 
     Exit code: 0; 1 when there is no such update or its file is damaged; 2 when RUN is not a run directory.
-    """  # noqa: D301 - click wants a real backspace
+    """
     view, problem = run.show(which), run.status().problem
     if problem:
         click.echo(texts.printable_lines(problem), err=True)

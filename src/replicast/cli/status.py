@@ -22,9 +22,8 @@ from replicast.cli.update_tables import stage_cell, updates_table, what_cell
 from replicast.client import Run
 from replicast.client.updates import UpdateView
 from replicast.client.views import Overview
-from replicast.core.stage import Stage
-from replicast.storage.runfiles import ENDED, WorkerNote
-from replicast.storage.states import State, absent_secs, age
+from replicast.core.records import Stage
+from replicast.storage.run_files import ENDED, State, WorkerNote, absent_secs, age
 
 WATCH_SECS = 1.0
 _STATE_STYLES = {
@@ -55,7 +54,7 @@ def status(run: Run, as_json: bool, watch: bool) -> None:
     Exit code: 0 while the job starts, trains, restarts or ends, and when it has finished or was stopped; 1
     when it has failed, was lost without a word, or a file of the run is damaged, which is named after
     everything else is shown; 2 when RUN is not a run directory.
-    """  # noqa: D301 - click wants a real backspace
+    """
     with contextlib.suppress(KeyboardInterrupt):  # The way to end --watch.
         if watch and not as_json and is_live(make_console()):
             _watch(run)

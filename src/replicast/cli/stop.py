@@ -29,7 +29,7 @@ def stop(run: Run, timeout: float) -> None:
     Exit code: 0 when the state is saved and the job stops; 1 when it stops and the state could not be saved,
     or the request cannot be written; 2 when the command is wrong; 3 when the job is not running or does not
     answer.
-    """  # noqa: D301 - click wants a real backspace
+    """
     try:
         step = run.stop(timeout)
     except NoAnswer as error:

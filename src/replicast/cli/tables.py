@@ -35,13 +35,7 @@ def is_live(console: Console) -> bool:
 
 
 def make_table(*headings: str, right: Sequence[str] = (), whole: Sequence[str] = ()) -> Table:
-    """A table without lines.
-
-    Args:
-        *headings: The columns.
-        right: Those that hold numbers.
-        whole: Those that must not be broken into two lines.
-    """
+    """A table without lines."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in headings:
         table.add_column(name, overflow="fold", no_wrap=name in whole)

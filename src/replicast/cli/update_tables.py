@@ -13,7 +13,7 @@ from replicast.cli import texts
 from replicast.cli.tables import make_console, make_table
 from replicast.client.examination import EditView, Examination
 from replicast.client.updates import UpdateView
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.update.edits import FLOAT_DTYPES, RESETS, EditKind
 
 _BEFORE_FACTOR = {EditKind.SCALE: "by ", EditKind.BLEND: "with weight "} | dict.fromkeys(RESETS, "to ")
@@ -83,12 +83,7 @@ def edits_text(edits: Iterable[Mapping[str, Any]], most: int = 2) -> str:
 
 
 def edits_table(edits: Iterable[EditView], *, extremes: bool) -> Table:
-    """What an update does, edit by edit.
-
-    Args:
-        edits: The edits.
-        extremes: Whether to show the smallest and the largest value, or the size and whether all are finite.
-    """
+    """What an update does, edit by edit."""
     numbers = ("min", "max", "norm") if extremes else ("size", "finite", "norm")
     right = ("size", "min", "max", "norm")
     table = make_table(

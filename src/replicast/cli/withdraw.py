@@ -25,5 +25,5 @@ def withdraw(run: Run, update_id: str) -> None:
 
     Exit code: 0 when it is gone and will not be applied; 1 when it is too late, there is no such update, or
     the job does not answer.
-    """  # noqa: D301 - click wants a real backspace
+    """
     click.echo(f"withdrawn {texts.printable(run.withdraw(update_id).id)}: it will not be applied.")

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
-from replicast.audits.report import AuditReport
 from replicast.client.examination import Examination, examine, views_of
 from replicast.client.metrics import Metrics, MetricsFile
 from replicast.client.notes import POLL_SECS, Seen, described_run, running_beside, schema_of, see
@@ -30,16 +29,21 @@ from replicast.client.views import Brief, CheckpointView, Overview, Pulled
 from replicast.client.withdrawal import withdraw
 from replicast.errors import FileDamaged, NotFound, PayloadRemoved, RequestRefused, UpdateRefused
 from replicast.files import RunDir, RunPath, below, read_json
-from replicast.storage.auditfiles import last_audits
-from replicast.storage.checkpoint import CheckpointStore
-from replicast.storage.runfiles import (
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.run_files import (
     WITHOUT_CALLBACK,
     RunInfo,
+    RunState,
+    State,
+    changes,
+    damage,
+    last_audits,
     last_metrics,
     lines_from_the_end,
+    read_state,
 )
-from replicast.storage.states import RunState, State, changes, damage, read_state
 from replicast.storage.updates import Updates, load_update
+from replicast.update.audit_report import AuditReport
 from replicast.update.schema import Schema
 from replicast.update.trial import Trial
 from replicast.update.update import Update
@@ -52,11 +56,7 @@ _OPERATION = ("id", "kind", "stage", "step", "waits_for", "author", "note")
 
 
 class DirectoryRun(Run):
-    """A run in a directory.
-
-    Args:
-        path: The run directory.
-    """
+    """A run in a directory."""
 
     path: RunPath
     poll_secs = POLL_SECS
@@ -68,7 +68,6 @@ class DirectoryRun(Run):
         self._metrics = MetricsFile(self.path / "metrics.jsonl")
 
     def brief(self) -> Brief:
-        """As `Run.brief`."""
         seen = see(self.path)
         now = read_state(self.path, seen.notes, seen.now)
         return self._brief(described_run(self.path), seen, now)
@@ -89,7 +88,6 @@ class DirectoryRun(Run):
         )
 
     def status(self) -> Overview:
-        """As `Run.status`."""
         seen = see(self.path)
         now = read_state(self.path, seen.notes, seen.now)
         info = described_run(self.path)
@@ -137,11 +135,9 @@ class DirectoryRun(Run):
             return {"waiting": tuple(waiting_views(self.path, ())), "problem": str(error)}
 
     def schema(self) -> Schema:
-        """As `Run.schema`."""
         return schema_of(self.path)
 
     def log(self, last: int | None = None) -> list[UpdateView]:
-        """As `Run.log`."""
         journal = Updates(self.path)
         order = _order(journal)
         return committed_views(
@@ -149,7 +145,6 @@ class DirectoryRun(Run):
         )
 
     def show(self, which: str | int, max_bytes: int | None = None) -> UpdateView:
-        """As `Run.show`."""
         view = find(self.path, str(which), Updates(self.path))
         if max_bytes is not None and (view.nbytes or 0) > max_bytes:
             return view
@@ -170,19 +165,15 @@ class DirectoryRun(Run):
         return replace(view, details=details)
 
     def look(self, update_id: str, thoroughly: bool = False) -> UpdateView:
-        """As `Run.look`."""
         return look(self.path, update_id, thoroughly=thoroughly)
 
     def audits(self, last: int = 10) -> list[AuditReport]:
-        """As `Run.audits`."""
         return last_audits(self.path, last)
 
     def audit(self, timeout: float = 300.0, author: str = "") -> AuditReport:
-        """As `Run.audit`."""
         return audit(self.path, timeout, author)
 
     def examine(self, update: Update) -> Examination:
-        """As `Run.examine`."""
         info = described_run(self.path)
         if info is None:
             seen = see(self.path)
@@ -198,12 +189,10 @@ class DirectoryRun(Run):
         trial: Trial | None = None,
         next_start: bool = False,
     ) -> Pushed:
-        """As `Run.push`."""
         number, warning = submit(self.path, update, at_step, trial, next_start=next_start)
         return Pushed(self, update.id, number, warning)
 
     def withdraw(self, update_id: str) -> UpdateView:
-        """As `Run.withdraw`."""
         return withdraw(self.path, update_id)
 
     def revert(
@@ -215,7 +204,6 @@ class DirectoryRun(Run):
         next_start: bool = False,
         author: str = "",
     ) -> Pushed | Examination:
-        """As `Run.revert`."""
         if dry_run:
             return examine_revert(self.path, which, force=force)
         id_, warning = submit_revert(self.path, which, note, author, force=force, next_start=next_start)
@@ -228,15 +216,12 @@ class DirectoryRun(Run):
         timeout: float = 300.0,
         max_bytes: int | None = None,
     ) -> Pulled:
-        """As `Run.pull`."""
         return pull(self.path, name, rows, timeout, max_bytes)
 
     def checkpoint(self, timeout: float = 300.0, author: str = "") -> int:
-        """As `Run.checkpoint`."""
         return ask(self.path, "save", timeout, author)[0].step
 
     def stop(self, timeout: float = 300.0, author: str = "") -> int:
-        """As `Run.stop`."""
         answer, _ = ask(self.path, "leave", timeout, author)
         if answer.problem:
             raise RequestRefused(
@@ -245,11 +230,9 @@ class DirectoryRun(Run):
         return answer.step
 
     def metrics(self, since: int | None = None, points: int = 2000) -> Metrics:
-        """As `Run.metrics`."""
         return self._metrics.read(since, points)
 
     def checkpoints(self) -> list[CheckpointView]:
-        """As `Run.checkpoints`."""
         return [
             CheckpointView(
                 step=one.step,
@@ -267,7 +250,6 @@ class DirectoryRun(Run):
         ]
 
     def log_lines(self, worker: int, lines: int = 200, attempt: int | None = None) -> list[str]:
-        """As `Run.log_lines`."""
         logs = self.path / "logs"
         if attempt is None:
             name = f"worker-{worker:d}.log"

@@ -12,10 +12,8 @@ import numpy as np
 from replicast.errors import UpdateRefused
 from replicast.strictjson import reading
 from replicast.update.edits import RESETS, Array, Edit, EditKind
-from replicast.update.parts import factor_to_json
-from replicast.update.schema import Schema, Variable
-from replicast.update.update import Update
-from replicast.update.validate import planned
+from replicast.update.schema import Schema, Variable, planned
+from replicast.update.update import Update, factor_to_json
 
 _POSITIVE = "A learning rate that trains is positive"
 _CHUNK = 2**20  # Elements that are widened to float64 at a time.
@@ -40,16 +38,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class EditView:
-    """One edit, for people.
-
-    Attributes:
-        variable: Its name; the full one when the schema is known.
-        shape: Of what is written; None when it is the whole of a variable whose shape is not known.
-        dtype: Of what is written; empty when not known.
-        rows: How many rows are written, when not all.
-        rank: Of an addition of low rank.
-        values: What is added or assigned; None when there are no values.
-    """
+    """One edit, for people."""
 
     variable: str
     operation: EditKind
@@ -70,11 +59,7 @@ class EditView:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> EditView:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ValueError: The fields do not describe an edit.
-        """
+        """Reads what `to_json` wrote."""
         with reading("edit", fields):
             factor, values, shape = fields["factor"], fields["values"], fields["shape"]
             return cls(
@@ -92,14 +77,7 @@ class EditView:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What an update would do to a run, without doing it.
-
-    Attributes:
-        edits: Each edit with its values in short.
-        problems: Why it would be refused: all problems, not only the first. A guard of the job is not known.
-        warnings: What may be meant and rarely is, such as a negative learning rate.
-        notes: Of a revert: what it means for the training since then, variable by variable.
-    """
+    """What an update would do to a run, without doing it."""
 
     edits: tuple[EditView, ...]
     problems: tuple[UpdateRefused, ...] = ()
@@ -122,11 +100,7 @@ class Examination:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Examination:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ValueError: The fields do not describe an examination.
-        """
+        """Reads what `to_json` wrote."""
         with reading("examination", fields):
             return cls(
                 tuple(EditView.from_json(edit) for edit in fields["edits"]),
@@ -137,12 +111,7 @@ class Examination:
 
 
 def examine(update: Update, schema: Schema | None) -> Examination:
-    """What an update would do, and why it would be refused: all problems, not only the first.
-
-    Args:
-        update: What an author would propose.
-        schema: The state it is to change, if known.
-    """
+    """What an update would do, and why it would be refused: all problems, not only the first."""
     if schema is None:
         views = views_of(update.edits, None)
         return Examination(tuple(views), tuple(_problems_by_themselves(update, views)))

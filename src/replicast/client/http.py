@@ -34,14 +34,7 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a run is served.
-
-    Attributes:
-        scheme: "http" or "https".
-        netloc: Host and port.
-        prefix: What a proxy puts before everything, without a "/" at its end.
-        name: The name of the run; empty for the only one of the server.
-    """
+    """Where a run is served."""
 
     scheme: str
     netloc: str
@@ -53,11 +46,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """The address that a person gives.
-
-        Raises:
-            RequestFailed: It cannot be used.
-        """
+        """The address that a person gives."""
         try:
             parts = urlsplit(text)
             is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -85,12 +74,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Answers requests about runs.
-
-    Attributes:
-        address: Where it is.
-        token: What it asks for, if anything.
-    """
+    """Answers requests about runs."""
 
     address: Address
     token: str | None = field(default=None, repr=False)
@@ -164,11 +148,7 @@ class Server:
 
 
 def read_token(token: str | None, token_file: Path | str | None, environ: Mapping[str, str]) -> str | None:
-    """The token: as given, from the file that is given, or from the environment.
-
-    Raises:
-        RequestFailed: The file cannot be read, or a header cannot carry the token.
-    """
+    """The token: as given, from the file that is given, or from the environment."""
     if token is None and token_file is None:
         token, token_file = environ.get(TOKEN) or None, environ.get(TOKEN_FILE) or None
     if token is None and token_file is not None:

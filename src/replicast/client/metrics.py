@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from replicast.files import RunPath, open_plain
 from replicast.strictjson import reading
-from replicast.update.parts import factor_to_json
+from replicast.update.update import factor_to_json
 
 MAX_POINTS = 10_000
 """The largest number of points of a series that can be asked for."""
@@ -35,13 +35,7 @@ _MAX_ANSWER_POINTS = 100_000  # Of all series together: about 5 MB of JSON.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Series:
-    """One metric: its values by step, in the order of the steps.
-
-    Attributes:
-        steps: The steps; each at most once.
-        times: When each was written, in seconds since 1970.
-        values: The values; some may not be finite.
-    """
+    """One metric: its values by step, in the order of the steps."""
 
     steps: npt.NDArray[np.int64]
     times: npt.NDArray[np.float64]
@@ -90,16 +84,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metrics:
-    """The metrics of a run, or what came since an earlier look.
-
-    Attributes:
-        series: By name.
-        position: To be given as `since` for what comes later.
-        since: What was asked for; None for everything, also when the file was replaced since then. Where
-            the first step here is not after the last one known, the job was restarted: drop what is known
-            from that step on.
-        damaged: How many lines were skipped, since they are damaged.
-    """
+    """The metrics of a run, or what came since an earlier look."""
 
     series: Mapping[str, Series]
     position: int
@@ -117,11 +102,7 @@ class Metrics:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Metrics:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ValueError: The fields do not describe metrics.
-        """
+        """Reads what `to_json` wrote."""
         with reading("metrics", fields):
             series = {str(name): _series(one) for name, one in fields["series"].items()}
             return cls(series, int(fields["position"]), fields["since"], int(fields["damaged"]))
@@ -143,9 +124,6 @@ class MetricsFile:
     A run may be removed and another one begun under its name. Its file is told from the former one by how it
     begins, since the system may give it the same inode; the first line has the time of the first step. The
     positions in it follow those that were told of the former one, so that each belongs to one file.
-
-    Args:
-        path: The file; it need not exist yet.
     """
 
     path: RunPath

@@ -25,11 +25,21 @@ from time import monotonic, sleep
 from replicast.errors import FileDamaged, NotFound
 from replicast.files import RunDir, RunPath, below
 from replicast.processes import is_alive, is_on_this_host
-from replicast.storage.groups import GROUPS
+from replicast.storage.claims import GROUPS
 from replicast.storage.liveness import Watch, watch
-from replicast.storage.runfiles import ENDED, RUN_FILE, RunInfo, WorkerNote, read_run_info, read_worker_notes
-from replicast.storage.states import ABSENT_SECS, age, has_ended, read_state
-from replicast.storage.states import FILE as STATES
+from replicast.storage.run_files import (
+    ABSENT_SECS,
+    ENDED,
+    RUN_FILE,
+    RunInfo,
+    WorkerNote,
+    age,
+    has_ended,
+    read_run_info,
+    read_state,
+    read_worker_notes,
+)
+from replicast.storage.run_files import FILE as STATES
 from replicast.update.schema import Schema
 
 POLL_SECS = 0.1
@@ -113,11 +123,7 @@ def _is_gone(note: WorkerNote) -> bool:
 
 
 def polls(run: RunDir, timeout_secs: float) -> Iterator[tuple[Seen, bool, bool]]:
-    """Looks at a job ten times a second until the time is up; blocks at most `timeout_secs` in all.
-
-    Yields:
-        What was last seen of it, whether that was just now, and whether the time is up.
-    """
+    """Looks at a job ten times a second until the time is up; blocks at most `timeout_secs` in all."""
     seen, read_at = see(run), monotonic()
     is_fresh = True
     for is_last in ticks(timeout_secs, POLL_SECS):
@@ -157,11 +163,7 @@ def running_beside(run: RunDir, now: float) -> str:
 
 
 def described_run(run: RunDir) -> RunInfo | None:
-    """The description of a run; None while its first workers start, or if they have failed to.
-
-    Raises:
-        FileDamaged: It is damaged, or this is not a run directory.
-    """
+    """The description of a run; None while its first workers start, or if they have failed to."""
     try:
         return read_run_info(run)
     except FileDamaged:
@@ -171,12 +173,7 @@ def described_run(run: RunDir) -> RunInfo | None:
 
 
 def schema_of(run: RunDir) -> Schema:
-    """The variables of a run.
-
-    Raises:
-        NotFound: Its first workers have not met yet.
-        FileDamaged: As `described_run`.
-    """
+    """The variables of a run."""
     info = described_run(run)
     if info is None:
         seen = see(run)

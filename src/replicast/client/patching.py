@@ -18,41 +18,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from replicast.client.notes import see
-from replicast.core.entries import Before, Committed, Payload, Receipt
-from replicast.core.history import History
-from replicast.core.stage import Stage
+from replicast.core.entries import Before, Committed, History, Payload, Receipt
+from replicast.core.records import Stage
 from replicast.errors import CheckpointError, ClusterError, UpdateRefused
 from replicast.files import RunDir, RunPath
-from replicast.storage.checkpoint import CheckpointReader, CheckpointStore, Manifest, Progress, saved_of
-from replicast.storage.checkpoint.digests import digest_of_digests
-from replicast.storage.checkpoint.patching import patched_draft, patched_variables
-from replicast.storage.fence import Fence
-from replicast.storage.groups import last_claim
+from replicast.storage.checkpoint_files import CheckpointReader, Progress
+from replicast.storage.checkpoint_format import Manifest, digest_of_digests, saved_of
+from replicast.storage.checkpoint_tools import patched_draft, patched_variables
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.claims import Fence, last_claim
 from replicast.storage.journal import FileJournal
 from replicast.storage.liveness import check_free
-from replicast.storage.runfiles import read_run_info
-from replicast.storage.states import read_state
+from replicast.storage.run_files import read_run_info, read_state
 from replicast.storage.updates import Updates
 from replicast.update.digest import digest_array
 from replicast.update.edits import Array
 from replicast.update.inverse import bytes_to_keep, parts_to_keep, update_before
+from replicast.update.schema import Limits, planned
 from replicast.update.state import touched_parts
 from replicast.update.update import Update
-from replicast.update.validate import Limits, planned
 
 _ELSEWHERE = "-o OUT writes a patched checkpoint elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
 class Patched:
-    """A checkpoint that was patched in place.
-
-    Attributes:
-        sequence: The number of the update in the journal.
-        path: The new checkpoint.
-        before: The manifest of the checkpoint that it replaces.
-        after: Its own.
-    """
+    """A checkpoint that was patched in place."""
 
     sequence: int
     path: RunPath
@@ -61,12 +52,7 @@ class Patched:
 
 
 def checkpoint_to_patch(run: RunDir, step: int | None) -> Manifest:
-    """The checkpoint of a step, or the one that the next start goes on from.
-
-    Raises:
-        CheckpointError: There is none.
-        FileDamaged: It is damaged; without a step, no earlier one is taken instead.
-    """
+    """The checkpoint of a step, or the one that the next start goes on from."""
     store = CheckpointStore(run)
     if step is not None:
         return store.manifest(step)
@@ -79,13 +65,7 @@ def checkpoint_to_patch(run: RunDir, step: int | None) -> Manifest:
 
 
 def check_patch(run: RunDir, step: int, update: Update) -> None:
-    """Checks whether a checkpoint of a run can be patched in place now. Changes nothing.
-
-    Raises:
-        UpdateRefused: A job is running, or the update or the checkpoint cannot be used; the error says why.
-        CheckpointError: There is no checkpoint of that step.
-        FileDamaged: Something is damaged.
-    """
+    """Checks whether a checkpoint of a run can be patched in place now. Changes nothing."""
     seen = see(run)
     state = read_state(run, seen.notes, seen.now)
     if state.state.is_running:
@@ -101,20 +81,6 @@ def patch_in_place(run: RunDir, step: int, update: Update, *, progress: Progress
 
     The patched checkpoint replaces the one of its step, and is the one that the next start goes on from, even
     if there are checkpoints of later steps. Updates that were committed at later steps are applied again.
-
-    Args:
-        run: The run directory. No job may be running there.
-        step: The step of the checkpoint.
-        update: What to change.
-        progress: Called with the number of bytes done, and the total.
-
-    Raises:
-        UpdateRefused, CheckpointError, FileDamaged: As `check_patch`; nothing has changed.
-        NotWritten: The journal cannot be written; nothing has changed.
-        PerhapsWritten: It is not known whether the update is in the journal.
-        JobFailed: Another group has taken over the run.
-        OSError: The new checkpoint cannot be written. If the journal has the update by now, the next start
-            applies it.
     """
     check_patch(run, step, update)
     with _claimed(run) as fence:

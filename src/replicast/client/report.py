@@ -16,8 +16,8 @@ from replicast.client.metrics import Metrics, Series
 from replicast.client.updates import UpdateView
 from replicast.client.views import CheckpointView
 from replicast.core.entries import Receipt
-from replicast.storage.chain import Chain, read_chain
-from replicast.storage.states import Change, changes
+from replicast.storage.claims import Chain, read_chain
+from replicast.storage.run_files import Change, changes
 
 _STYLE = """
 :root { color-scheme: light dark; }

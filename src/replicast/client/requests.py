@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replicast.audits.report import AuditReport, workers_text
 from replicast.client.author import this_user
 from replicast.client.notes import Seen, not_running_text, polls, schema_of, see
 from replicast.client.views import Pulled
 from replicast.errors import CheckpointError, NoAnswer, NotFound, RequestFailed, RequestRefused, UpdateRefused
 from replicast.files import RunDir, below
 from replicast.storage import requests
-from replicast.storage.checkpoint import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.requests import Answer, Kind, Rows
-from replicast.storage.runfiles import read_run_info
-from replicast.storage.states import absent_secs, age
+from replicast.storage.run_files import absent_secs, age, read_run_info
+from replicast.update.audit_report import AuditReport, workers_text
 from replicast.update.digest import digest_array
 from replicast.update.edits import Array
 from replicast.update.schema import Variable
@@ -32,16 +31,7 @@ def ask(
     variable: Variable | None = None,
     rows: Rows = (),
 ) -> tuple[Answer, Array | None]:
-    """Asks the job for something and waits for its answer, at most `timeout_secs`.
-
-    Returns:
-        The answer, and the values that were asked for.
-
-    Raises:
-        NoAnswer: The job is not running or has ended, or the time has passed.
-        RequestRefused: The job refuses it.
-        RequestFailed: The request cannot be written.
-    """
+    """Asks the job for something and waits for its answer, at most `timeout_secs`."""
     seen = see(run)
     if not seen.running:
         raise NoAnswer(f"{not_running_text(seen)}: only a running job can be asked for {_WHAT[kind]}.")

@@ -7,18 +7,14 @@ import contextlib
 from replicast.client.views import Restart
 from replicast.errors import FileDamaged
 from replicast.files import RunDir, read_sealed
-from replicast.storage.groups import CLAIM, Claim, group_directory, group_numbers
+from replicast.storage.claims import CLAIM, Claim, group_directory, group_numbers
 
 MOST = 50
 """So many of the last restarts are told."""
 
 
 class Restarts:
-    """The restarts of a run. Reads each claim once.
-
-    Args:
-        path: The run directory.
-    """
+    """The restarts of a run. Reads each claim once."""
 
     def __init__(self, path: RunDir) -> None:
         self._path = path

@@ -12,8 +12,7 @@ from replicast.client.updates import find
 from replicast.errors import UpdateRefused
 from replicast.files import RunDir, below
 from replicast.storage import inbox
-from replicast.storage.reverting import Undo, undo
-from replicast.storage.updates import Updates
+from replicast.storage.updates import Undo, Updates, undo
 from replicast.update.inverse import meaning
 from replicast.update.update import Update
 
@@ -30,11 +29,7 @@ def examine_revert(run: RunDir, which: str | int, *, force: bool) -> Examination
 def submit_revert(
     run: RunDir, which: str | int, note: str, author: str, *, force: bool, next_start: bool
 ) -> tuple[str, str]:
-    """Asks the job to undo an update, as `Run.revert` says.
-
-    Returns:
-        The id of the update that will undo it; and what its author should know, in a sentence.
-    """
+    """Asks the job to undo an update, as `Run.revert` says."""
     plan = _undo(run, which, force=force)
     if not force:
         plan.check()

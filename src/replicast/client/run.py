@@ -6,16 +6,16 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from replicast.audits.report import AuditReport
 from replicast.client.examination import Examination
 from replicast.client.metrics import Metrics
 from replicast.client.notes import ticks
 from replicast.client.updates import UpdateView
 from replicast.client.views import Brief, CheckpointView, Overview, Pulled
 from replicast.core.entries import Receipt
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import ReplicasDiverged, UpdateFailed, UpdatePending, UpdateRefused
 from replicast.files import RunPath
+from replicast.update.audit_report import AuditReport
 from replicast.update.schema import Schema
 from replicast.update.trial import Trial
 from replicast.update.update import Update
@@ -298,13 +298,7 @@ class Pushed:
 
 
 def receipt_of(view: UpdateView) -> Receipt:
-    """The receipt of an update that has ended.
-
-    Raises:
-        UpdateRefused: It was refused or withdrawn.
-        ReplicasDiverged: It was applied, and the replicas are not equal.
-        UpdateFailed: It ended otherwise without a receipt.
-    """
+    """The receipt of an update that has ended."""
     receipt = view.receipt
     if view.stage is Stage.WITHDRAWN:
         raise UpdateRefused("It was withdrawn")

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from replicast.audits.report import AuditReport
 from replicast.client.author import this_user
 from replicast.client.examination import Examination, examine
 from replicast.client.http import Address, Server
@@ -18,6 +17,7 @@ from replicast.client.views import PULLED, Brief, CheckpointView, Overview, Pull
 from replicast.errors import FileDamaged, NotFound, RequestFailed, RequestRefused, UpdateRefused
 from replicast.strictjson import parse_object
 from replicast.tensorfiles import parse_tensors
+from replicast.update.audit_report import AuditReport
 from replicast.update.schema import Schema
 from replicast.update.trial import Trial
 from replicast.update.update import Update
@@ -30,16 +30,7 @@ _Made = TypeVar("_Made")
 
 
 class ServedRun(Run):
-    """A run at an address.
-
-    Args:
-        address: Such as "https://host:8080/first"; without a name, the only run of the server.
-        token: What the server asks for, if anything.
-
-    Raises:
-        NotFound: The server has no such run, or several and none is named.
-        RequestFailed: The server cannot be reached, or does not accept the token.
-    """
+    """A run at an address."""
 
     poll_secs = 0.5
 
@@ -68,15 +59,12 @@ class ServedRun(Run):
         return _made(read, answer)
 
     def brief(self) -> Brief:
-        """As `Run.brief`."""
         return replace(self._got(Brief.from_json), run=self.where)
 
     def status(self) -> Overview:
-        """As `Run.status`."""
         return replace(self._got(Overview.from_json, "/status"), run=self.where)
 
     def schema(self) -> Schema:
-        """As `Run.schema`."""
         return self._got(lambda answer: Schema.from_json(answer["variables"]), "/schema")
 
     def log(self, last: int | None = None) -> list[UpdateView]:
@@ -89,16 +77,13 @@ class ServedRun(Run):
         return self._got(UpdateView.from_json, f"/updates/{_part(which)}")
 
     def look(self, update_id: str, thoroughly: bool = False) -> UpdateView:
-        """As `Run.look`."""
         path = f"/updates/{_part(update_id)}"
         return self._got(UpdateView.from_json, path, exact=True, thoroughly=thoroughly)
 
     def audits(self, last: int = 10) -> list[AuditReport]:
-        """As `Run.audits`."""
         return self._got(_list_of(AuditReport.from_json, "audits"), "/audits", last=last)
 
     def audit(self, timeout: float = 300.0, author: str = "") -> AuditReport:
-        """As `Run.audit`."""
         secs = min(timeout, _MAX_WAIT_SECS)
         return self._posted(
             AuditReport.from_json, "/audit", secs, timeout_secs=secs, author=author or this_user()
@@ -129,7 +114,6 @@ class ServedRun(Run):
         return _made(self._pushed, answer)
 
     def withdraw(self, update_id: str) -> UpdateView:
-        """As `Run.withdraw`."""
         return self._posted(UpdateView.from_json, f"/updates/{_part(update_id)}/withdraw", 60.0)
 
     def revert(
@@ -141,7 +125,6 @@ class ServedRun(Run):
         next_start: bool = False,
         author: str = "",
     ) -> Pushed | Examination:
-        """As `Run.revert`."""
         path = f"/updates/{_part(which)}/revert"
         if dry_run:
             return self._posted(Examination.from_json, path, note=note, dry_run=True, force=force)
@@ -169,25 +152,20 @@ class ServedRun(Run):
         return pulled
 
     def checkpoint(self, timeout: float = 300.0, author: str = "") -> int:
-        """As `Run.checkpoint`."""
         secs = min(timeout, _MAX_WAIT_SECS)
         return self._posted(_step, "/checkpoint", secs, timeout_secs=secs, author=author or this_user())
 
     def stop(self, timeout: float = 300.0, author: str = "") -> int:
-        """As `Run.stop`."""
         secs = min(timeout, _MAX_WAIT_SECS)
         return self._posted(_step, "/stop", secs, timeout_secs=secs, author=author or this_user())
 
     def metrics(self, since: int | None = None, points: int = 2000) -> Metrics:
-        """As `Run.metrics`."""
         return self._got(Metrics.from_json, "/metrics", since=since, points=points)
 
     def checkpoints(self) -> list[CheckpointView]:
-        """As `Run.checkpoints`."""
         return self._got(_list_of(CheckpointView.from_json, "checkpoints"), "/checkpoints")
 
     def log_lines(self, worker: int, lines: int = 200, attempt: int | None = None) -> list[str]:
-        """As `Run.log_lines`."""
         return self._got(_list_of(str, "lines"), f"/logs/{worker:d}", lines=lines, attempt=attempt)
 
     def _pushed(self, told: Mapping[str, Any]) -> Pushed:

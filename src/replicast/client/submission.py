@@ -8,25 +8,17 @@ from replicast.client.updates import damage_text
 from replicast.errors import UpdateRefused
 from replicast.files import RunDir, below
 from replicast.storage import inbox
-from replicast.storage.states import read_state
+from replicast.storage.run_files import read_state
 from replicast.storage.updates import Updates
+from replicast.update.schema import planned
 from replicast.update.trial import Trial
 from replicast.update.update import Update
-from replicast.update.validate import planned
 
 
 def submit(
     run: RunDir, update: Update, at_step: int | None, trial: Trial | None, *, next_start: bool
 ) -> tuple[int | None, str]:
-    """Puts an update into the inbox, as `Run.push` says.
-
-    Returns:
-        Its number, if the journal has it already; and what its author should know, in a sentence.
-
-    Raises:
-        UpdateRefused: As `Run.push` says, or it cannot be written.
-        FileDamaged: The journal is damaged.
-    """
+    """Puts an update into the inbox, as `Run.push` says."""
     info = described_run(run)  # While the first workers start, the job checks the update when it takes it.
     plan = update if info is None else planned(update, info.schema)
     journal = Updates(run)
@@ -75,11 +67,7 @@ def _check_step(at_step: int | None, seen: Seen) -> None:
 
 
 def check_running(run: RunDir, update: Update, seen: Seen, *, next_start: bool) -> str:
-    """Refuses what nobody would take, unless that is wanted or it waits there already.
-
-    Returns:
-        What the author of an accepted update should know.
-    """
+    """Refuses what nobody would take, unless that is wanted or it waits there already."""
     now = read_state(run, seen.notes, seen.now)
     if now.state.is_running:
         return ""

@@ -13,12 +13,11 @@ from typing import Any
 from replicast.client.examination import EditView
 from replicast.client.notes import see
 from replicast.core.entries import Receipt
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import NotFound, UpdateRefused
 from replicast.files import RunDir, RunPath, below
 from replicast.storage import inbox
-from replicast.storage.descriptions import describe
-from replicast.storage.updates import CommittedUpdate, Updates
+from replicast.storage.updates import CommittedUpdate, Updates, describe
 from replicast.strictjson import described, parse_integer, reading
 from replicast.update.trial import Trial, TrialOutcome
 
@@ -30,37 +29,7 @@ _FROM_RECEIPT = ("digests", "propose_to_applied_secs", "stall_secs", "verified_a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateView:
-    """All that is known of one update of a run, wherever it is.
-
-    Attributes:
-        at: When it came to its stage, or to the inbox, in seconds since 1970; 0 when that is not known.
-        step: Where it was applied, or will be, once that is known.
-        nbytes: The size of its file.
-        sequence: Its number in the journal, once it is committed.
-        author: Who proposed it, as far as the journal or its file tells; so are the following.
-        note: Why.
-        edits: A summary of each edit: operation, variable, shape of what is written.
-        scheduled: Whether its author chose the step.
-        heals: Whether an audit made it.
-        reverts: The number of the update that it undoes, if any.
-        reverted_by: The number of the update that has undone it, if any.
-        attempt: The attempt of the job that committed it.
-        committed_at: Seconds since 1970.
-        workers: The number of workers of the job.
-        content_digest: Equal for updates that do the same.
-        sha256: The hash of its file.
-        trial: The condition of its trial, if any.
-        before: For a trial: the metric before the update.
-        receipts: How it ended, once for each attempt that applied it; the last one counts.
-        outcome: How its trial ended.
-        refusal: Why it was refused.
-        path: Its file, where it waits or lies refused. Only for a run in a directory.
-        reason: Why it failed.
-        waits_for: What it waits for, as the job says.
-        trial_until: The step at which its trial is decided, while it is on trial.
-        details: Each edit with its values in short. Only `Run.show` reads them, if the file is still there.
-        damage: Why `details` cannot be told: the file in the journal is damaged.
-    """
+    """All that is known of one update of a run, wherever it is."""
 
     id: str
     stage: Stage
@@ -117,11 +86,7 @@ class UpdateView:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> UpdateView:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ValueError: The fields do not describe an update.
-        """
+        """Reads what `to_json` wrote."""
         with reading("update", fields):
             known = {name: value for name, value in fields.items() if name not in ("path", "details")}
             view = described(cls, "update", known)
@@ -223,11 +188,7 @@ def noted_view(run: RunDir, update_id: str) -> UpdateView | None:
 
 
 def look(run: RunDir, update_id: str, *, thoroughly: bool) -> UpdateView:
-    """Where one update is: by its note; by the journal when the note is missing or says too little.
-
-    Raises:
-        NotFound: Nothing is known of it: it was withdrawn before a job took it, or has another id.
-    """
+    """Where one update is: by its note; by the journal when the note is missing or says too little."""
     noted = noted_view(run, update_id)
     if noted is not None and noted.receipt is not None:
         return noted
@@ -241,11 +202,7 @@ def look(run: RunDir, update_id: str, *, thoroughly: bool) -> UpdateView:
 
 
 def find(run: RunDir, given: str, journal: Updates) -> UpdateView:
-    """The update that a person means: by its number, by its id, or by the beginning of its id.
-
-    Raises:
-        NotFound: There is none, or several may be meant.
-    """
+    """The update that a person means: by its number, by its id, or by the beginning of its id."""
     with contextlib.suppress(ValueError):
         if (number := parse_integer(given)) in journal.committed:
             return committed_views(run, journal, [number])[0]

@@ -10,8 +10,7 @@ import numpy as np
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import TEMPORARY, RunDir, RunPath, below, outline_of, parse_tensors
 from replicast.update.edits import EditKind
-from replicast.update.parts import MAX_TENSORS, edits_of_tensors
-from replicast.update.update import Update
+from replicast.update.update import MAX_TENSORS, Update, edits_of_tensors
 
 _METADATA = "replicast"
 _SOURCE = "The uploaded file"
@@ -33,21 +32,7 @@ def update_in(
     reset_slots: bool = False,
     allow_nonfinite: bool = False,
 ) -> Update:
-    """The update in a file that nobody else changes. Its arrays are views of the mapped file.
-
-    Args:
-        path: The file.
-        operation: What to do with the tensors of a plain file; None for a saved update.
-        weight: The weight of a blend.
-        id: Instead of its own.
-        note: Instead of its own.
-        author: If it has none.
-        reset_slots: Also reset the optimizer's slots of what is touched.
-        allow_nonfinite: Accept NaN and infinity.
-
-    Raises:
-        UpdateRefused: The file is damaged, or does not fit the operation.
-    """
+    """The update in a file that nobody else changes. Its arrays are views of the mapped file."""
     try:
         update = _read(path, operation, weight)
     except FileDamaged as error:

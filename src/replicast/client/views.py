@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from replicast.audits.report import AuditReport
 from replicast.client.updates import UpdateView
-from replicast.storage.runfiles import WorkerNote
-from replicast.storage.states import absent_secs
+from replicast.storage.run_files import WorkerNote, absent_secs
 from replicast.strictjson import described, reading
 from replicast.tensorfiles import tensor_chunks
+from replicast.update.audit_report import AuditReport
 from replicast.update.edits import Array
-from replicast.update.parts import factor_to_json
+from replicast.update.update import factor_to_json
 
 _PLAIN = (
     "run",

@@ -6,7 +6,7 @@ import contextlib
 
 from replicast.client.notes import not_running_text, polls, see
 from replicast.client.updates import UpdateView, find, look
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import NoAnswer, UpdateRefused
 from replicast.files import RunDir, below
 from replicast.storage import inbox
@@ -17,17 +17,7 @@ _WITHDRAWABLE = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
 
 
 def withdraw(run: RunDir, update_id: str) -> UpdateView:
-    """Takes back an update, as `Run.withdraw` says.
-
-    Returns:
-        The update, withdrawn.
-
-    Raises:
-        NotFound: There is no such update, or several may be meant.
-        UpdateRefused: It is too late, or there is nothing to withdraw.
-        NoAnswer: The job has taken it and does not answer.
-        FileDamaged: The journal is damaged.
-    """
+    """Takes back an update, as `Run.withdraw` says."""
     with contextlib.suppress(OSError):  # Then the update is not found, or cannot be removed: that is told.
         inbox.put_back(run)  # Of a withdrawal that was killed.
     view = find(run, update_id, Updates(run))

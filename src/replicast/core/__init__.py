@@ -2,7 +2,7 @@
 
 `Coordinator` and `Worker` are state machines. They have no threads, locks, clocks, files or sockets, so a
 simulation can run a whole job of them in one thread, in virtual time, from a seed
-(`replicast.testing.simulation`), and a runtime can drive them with real ones:
+(`tests.simulator`), and a runtime can drive them with real ones:
 
     on every worker     worker = Worker(rank, step)
     on worker 0         coordinator = Coordinator(size, history, attempt=…, start=checkpoint)
@@ -38,11 +38,9 @@ a restart                           | `operations/begin.py`
 """
 
 from replicast.core.coordinator import Coordinator
-from replicast.core.history import Group, History, valid
+from replicast.core.entries import Group, History, valid
 from replicast.core.operation import Timeouts
-from replicast.core.proposal import Proposal
-from replicast.core.refusal import Refusal, Refuse
-from replicast.core.stage import Stage
+from replicast.core.records import Proposal, Refusal, Refuse, Stage
 from replicast.core.worker import Worker
 
 __all__ = [

@@ -6,23 +6,17 @@ is a single entry: `Committed` is the commit of an update, `Saved` that of a che
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from replicast.core.proposal import Content, Pending
-from replicast.core.stage import Stage
+from replicast.core.records import Content, Pending, Stage
 from replicast.update.trial import Trial, TrialOutcome
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A group starts to train from a checkpoint: later checkpoints of earlier groups become invalid.
-
-    Attributes:
-        attempt: The number of the attempt.
-        from_step: The step of the checkpoint; None if it starts from scratch.
-    """
+    """A group starts to train from a checkpoint: later checkpoints of earlier groups become invalid."""
 
     attempt: int
     from_step: int | None
@@ -30,12 +24,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The bytes of an update, before it has a sequence number.
-
-    Attributes:
-        author: Who proposed it.
-        note: Why.
-    """
+    """The bytes of an update, before it has a sequence number."""
 
     id: str
     digest: str
@@ -56,16 +45,7 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """An update has its sequence number: the commit.
-
-    Attributes:
-        sequence: Its number, from 1. Updates are applied in the order of (step, sequence).
-        step: The boundary at which every worker applies it.
-        before: For a trial: the value of its metric before.
-        heals: Whether an audit created it, to make replicas equal again.
-        workers: How many workers the job had.
-        reverts: The number of the update that it undoes, if any.
-    """
+    """An update has its sequence number: the commit."""
 
     sequence: int
     id: str
@@ -81,13 +61,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The values that an update has overwritten, for a revert. Each attempt that applies it writes one.
-
-    Attributes:
-        sequence: The update's number.
-        content: Where the bytes are; None if they are not kept.
-        problem: Why they are not kept; empty if they are.
-    """
+    """The values that an update has overwritten, for a revert. Each attempt that applies it writes one."""
 
     sequence: int
     id: str
@@ -97,14 +71,7 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """How a trial ended. Written before any worker acts on it.
-
-    Attributes:
-        sequence: The sequence number of the update.
-        step: The boundary at which it was decided.
-        last: The last committed update at that time: later ones come after the decision.
-        during: The value of the metric during the trial.
-    """
+    """How a trial ended. Written before any worker acts on it."""
 
     sequence: int
     kept: bool
@@ -160,10 +127,6 @@ class Refused:
     """A proposal was refused that the journal, a checkpoint or the inbox would otherwise bring back.
 
     Written before its author is told.
-
-    Attributes:
-        tickets: The refused proposals: the same update may be proposed again later.
-        whole: Whether the update itself has ended, not only these proposals of it.
     """
 
     id: str
@@ -174,14 +137,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint is complete: the commit of a checkpoint.
-
-    Attributes:
-        holds: The sequence numbers of the updates that its state contains.
-        pending: Uncommitted proposals that were made before its boundary: a restarted script does not run
-            those lines again.
-        state: Where its bytes are; opaque to the core.
-    """
+    """A checkpoint is complete: the commit of a checkpoint."""
 
     step: int
     attempt: int
@@ -193,3 +149,107 @@ class Saved:
 Entry: TypeAlias = (
     Started | Payload | Scheduled | Committed | Before | Decided | Receipt | Withdrawn | Refused | Saved
 )
+
+
+# The valid entries of the journal: read in one way by the coordinator, `status` and the next attempt.
+#
+# Readers do the fencing. Each group of workers claims the run directory by creating the next claim file,
+# and only then counts the entries of the group before it; that count is part of its claim. All later
+# entries of the earlier group are void. A group checks for a later claim *after* each write and before it
+# acts on it. So every entry that it acknowledges existed when the next group counted:
+#
+#     group 1   write entry 7 ── durable ── is there a claim 2? no ──► acknowledge
+#     group 2                                                           claim 2 ── count group 1: 7 entries
+#
+#     group 1   write entry 7 ── durable ── is there a claim 2? yes ─► end: another group has taken over
+#     group 2                     claim 2 ── count group 1: 6 or 7 entries; the seventh was not acknowledged
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The entries of one group of workers."""
+
+    entries: Sequence[Entry]
+    taken: int | None = None
+
+
+def valid(groups: Iterable[Group]) -> list[Entry]:
+    """The valid entries, in order: of each group those that the next one took over."""
+    return [entry for group in groups for entry in group.entries[: group.taken]]
+
+
+class History:
+    """The valid entries, indexed. Grows by `add` as entries become durable."""
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self.committed: dict[int, Committed] = {}
+        self.by_id: dict[str, Committed] = {}
+        self.decided: dict[int, Decided] = {}
+        self.receipts: dict[int, Receipt] = {}
+        self.before: dict[int, Before] = {}
+        self._reverts: dict[int, list[int]] = {}
+        self.scheduled: dict[str, Scheduled] = {}
+        self.withdrawn: set[str] = set()
+        self.refused: set[str] = set()
+        self.checkpoints: dict[int, Saved] = {}
+        self._contents: dict[tuple[str, str], Content] = {}
+        for entry in entries:
+            self.add(entry)
+
+    def add(self, entry: Entry) -> None:
+        match entry:
+            case Payload():
+                self._contents[entry.id, entry.digest] = entry.content
+            case Committed():
+                self.committed[entry.sequence] = self.by_id[entry.id] = entry
+                self.scheduled.pop(entry.id, None)
+                if entry.reverts is not None:
+                    self._reverts.setdefault(entry.reverts, []).append(entry.sequence)
+            case Before():
+                self.before[entry.sequence] = entry
+            case Receipt():
+                self.receipts[entry.sequence] = entry
+            case Scheduled():
+                self.scheduled[entry.id] = entry
+            case Withdrawn():
+                self.withdrawn.add(entry.id)
+                self.scheduled.pop(entry.id, None)
+            case Refused():
+                self.refused.update(entry.tickets)
+                if entry.whole:
+                    self.scheduled.pop(entry.id, None)
+            case Decided():
+                self.decided[entry.sequence] = entry
+            case Saved():
+                self.checkpoints[entry.step] = entry
+            case Started(_, from_step):
+                kept = -1 if from_step is None else from_step
+                self.checkpoints = {step: one for step, one in self.checkpoints.items() if step <= kept}
+
+    @property
+    def next_sequence(self) -> int:
+        """The sequence number of the next update."""
+        return len(self.committed) + 1
+
+    def reverted_by(self, sequence: int) -> int | None:
+        """The update that has reverted this one; None if none has, or if that was reverted in turn."""
+        later = (one for one in self._reverts.get(sequence, ()) if self.reverted_by(one) is None)
+        return next(later, None)
+
+    def content(self, id_: str, digest: str) -> Content:
+        """The bytes of an update that is committed or scheduled."""
+        return self._contents[id_, digest]
+
+    def has_ended(self, pending: Pending) -> bool:
+        """Whether a proposal that a checkpoint holds has got its outcome since."""
+        id_ = pending.proposal.id
+        return id_ in self.by_id or id_ in self.withdrawn or not self.refused.isdisjoint(pending.tickets)
+
+    def last_checkpoint(self) -> Saved | None:
+        """The checkpoint that a restart uses by default."""
+        return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
+
+    def after(self, holds: frozenset[int]) -> list[Committed]:
+        """The updates that a state which holds these ones still has to apply, in order."""
+        left = [record for sequence, record in self.committed.items() if sequence not in holds]
+        return sorted(left, key=lambda record: (record.step, record.sequence))

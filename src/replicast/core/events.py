@@ -5,10 +5,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, TypeAlias
 
-from replicast.core.messages import ToCoordinator, ToWorkers
-from replicast.core.proposal import Proposal
-from replicast.core.record import record
-from replicast.core.reports import ReportId
+from replicast.core.entries import Entry
+from replicast.core.messages import Order, Tell, ToCoordinator, ToWorkers
+from replicast.core.records import Proposal, ReportId, record
 
 
 class WriteOutcome(Enum):
@@ -30,11 +29,7 @@ class FromWorker:
 
 @record
 class Written:
-    """To the coordinator: a write has finished.
-
-    Attributes:
-        problem: Why it failed, and what to do.
-    """
+    """To the coordinator: a write has finished."""
 
     number: int
     outcome: WriteOutcome
@@ -71,12 +66,7 @@ class Rested:
 
 @record
 class Awaited:
-    """To a worker: the training thread waits for one of its tickets.
-
-    Attributes:
-        secs: The timeout. None: wait until it is certain that this thread has to train first, at most
-            `decide_secs`.
-    """
+    """To a worker: the training thread waits for one of its tickets."""
 
     ticket: str
     secs: float | None
@@ -84,11 +74,7 @@ class Awaited:
 
 @record
 class Performed:
-    """To a worker: an order was carried out; `value` is its result, or a `Refusal`.
-
-    Attributes:
-        answers: False if the result comes later, as `Reported`; the training thread need not wait for it.
-    """
+    """To a worker: an order was carried out; `value` is its result, or a `Refusal`."""
 
     number: int
     value: Any
@@ -97,13 +83,7 @@ class Performed:
 
 @record
 class Reported:
-    """To a worker: the training thread carried out a planned save or audit, as all do at this boundary.
-
-    Attributes:
-        id: The save or audit that it belongs to. The reports of one kind are made in order. Or the number of
-            an order whose result comes after its `Performed`.
-        value: The result.
-    """
+    """To a worker: the training thread carried out a planned save or audit, as all do at this boundary."""
 
     id: ReportId | int
     value: Any
@@ -121,3 +101,103 @@ CoordinatorEvent: TypeAlias = FromWorker | Written | TimerFired
 WorkerEvent: TypeAlias = (
     FromCoordinator | Arrived | Rested | Awaited | Performed | Reported | Proposed | TimerFired
 )
+
+
+# Commands of the state machines. The runtime carries them out in order.
+
+
+@record
+class Broadcast:
+    """Coordinator: append to the log that every worker reads."""
+
+    message: ToWorkers
+
+
+@record
+class Write:
+    """Coordinator: write an entry durably, then check for a later claim; `Written` has the result."""
+
+    number: int
+    entry: Entry
+
+
+@record
+class CloseInbox:
+    """Coordinator: a proposal from the inbox has its outcome: record it, and remove the file."""
+
+    ticket: str
+    tell: Tell
+
+
+@record
+class Ended:
+    """Coordinator: an operation without a ticket has ended."""
+
+    kind: str
+    id: str
+    outcome: Any
+    step: int | None = None
+    asked_by: tuple[str, ...] = ()
+
+
+@record
+class SetTimer:
+    """Either: send `TimerFired` after this time. Timers are never cancelled: obsolete ones are ignored."""
+
+    number: int
+    secs: float
+
+
+@record
+class EndJob:
+    """Either: the job cannot continue; the process exits, and with it the group."""
+
+    reason: str
+
+
+@record
+class Send:
+    """Worker: send to the coordinator."""
+
+    message: ToCoordinator
+
+
+@record
+class Perform:
+    """Worker: carry out an order, in the background or in the training thread; `Performed` is the result."""
+
+    number: int
+    order: Order
+
+
+@record
+class Pass:
+    """Worker: the training thread may start the next step."""
+
+    step: int
+
+
+@record
+class Continue:
+    """Worker: the training thread returns from its wait, with a result or a `Refusal`."""
+
+    outcome: Any
+
+
+@record
+class Settle:
+    """Worker: one of its tickets has reached a new stage."""
+
+    ticket: str
+    tell: Tell
+
+
+@record
+class Discard:
+    """Worker: the update prepared under this id is not needed any more."""
+
+    id: str
+
+
+CoordinatorCommand: TypeAlias = Broadcast | Write | CloseInbox | Ended | SetTimer | EndJob
+WorkerCommand: TypeAlias = Send | Perform | Pass | Continue | Settle | Discard | SetTimer | EndJob

@@ -17,14 +17,119 @@ To all workers, from the coordinator; one log, which every worker reads in order
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
-from replicast.core.order import Order
-from replicast.core.proposal import Proposal
-from replicast.core.record import record
-from replicast.core.reports import ReportId
-from replicast.core.stage import Stage
+from replicast.core.records import (
+    Applied,
+    Content,
+    Proposal,
+    Published,
+    ReportId,
+    Seen,
+    Snapshot,
+    Stage,
+    record,
+)
+from replicast.update.trial import Trial
+
+# An order: a worker's part of an operation, as data that is sent to it and a method that runs there.
+
+
+class Replica(Protocol):
+    """One worker's copy of the state, as operations use it. Implemented by the runtime and the simulation.
+
+    Methods marked "background" run while training continues; all others run in the training thread, at a
+    boundary.
+    """
+
+    rank: int
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether there is a copy to revert to."""
+
+    def load(self, id_: str, digest: str) -> Content:
+        """Background, on worker 0. Makes the bytes of a payload in the journal available to all workers."""
+
+    def prepare(self, id_: str, digest: str, content: Content) -> None:
+        """Background. Fetches and checks the bytes; raises `Refuse` if they cannot be applied.
+
+        Prepared updates are kept by id and digest, because a slow worker may still hold one with the same id
+        and other content that was refused.
+        """
+
+    def apply(self, id_: str, digest: str, sequence: int, *, keep: bool) -> Applied | Callable[[], Applied]:
+        """Applies a prepared update. Must not fail."""
+
+    def write_before(self, sequence: int) -> tuple[Content, str]:
+        """Background, on worker 0. Makes the values that `apply` has kept durable, beside the journal."""
+
+    def drop_before(self, sequence: int) -> None:
+        """Forgets what `apply` has kept. No-op if it has kept nothing."""
+
+    def invert(self, id_: str, sequence: int, *, forced: bool) -> Published:
+        """Background, on worker 0. An update that undoes an update of the journal."""
+
+    def pull(self, id_: str, name: str, rows: tuple[tuple[int, int], ...]) -> str:
+        """The digest of a variable, or of these ranges of its rows; worker 0 also keeps a copy of them."""
+
+    def discard(self, id_: str) -> None:
+        """Background. Discards all that is prepared, or being prepared, under an id; no-op if nothing is."""
+
+    def compute(self, id_: str) -> Published:
+        """Runs a function that this worker has proposed."""
+
+    def digest(self) -> str:
+        """The digest of all variables that must be equal on all workers."""
+
+    def digests(self, names: tuple[str, ...] = ()) -> dict[str, str]:
+        """The digest of each of these variables; without names, of all variables."""
+
+    def examine(self) -> Seen:
+        """The digests that an audit compares."""
+
+    def expected(self, names: tuple[str, ...]) -> dict[str, str]:
+        """The digests according to checkpoint and journal, of the variables that training does not change."""
+
+    def publish(self, id_: str, names: tuple[str, ...]) -> Published:
+        """An update that assigns this replica's values of these variables."""
+
+    def deviations(self, id_: str, digest: str, names: tuple[str, ...]) -> Mapping[str, Any]:
+        """How far this replica's values of these variables are from those of a prepared update."""
+
+    def snapshot(self, id_: str, *, due: bool, again: bool) -> Snapshot | Callable[[], Snapshot]:
+        """Copies the state on worker 0, and digests it on all."""
+
+    def keep_copy(self) -> None:
+        """Copies the state, so that it can be reverted."""
+
+    def go_back(self) -> None:
+        """Reverts the state to that of `keep_copy`."""
+
+    def drop_copy(self) -> None:
+        """Deletes the copy."""
+
+    def report(self, report: Any, *, raises: bool) -> None:
+        """Passes an audit's report to the training thread, which raises it if `raises` is true."""
+
+    def leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
+        """Ends the process, together with all others."""
+
+    def measure(self, trial: Trial) -> tuple[float | None, int]:
+        """The mean of the trial's metric since `keep_copy`; without a copy, over the steps before now."""
+
+
+class Order(Protocol):
+    """An order to a worker. A frozen dataclass."""
+
+    in_background: ClassVar[bool]
+    """Whether it runs while training continues; otherwise it runs in the stopped training thread."""
+
+    def perform(self, replica: Replica) -> Any:
+        """Carries it out; the result is sent to the coordinator. `Refuse` becomes a `Refusal`."""
+
 
 OUTSIDE = -1
 """The rank of messages from outside the job: from the inbox, and from `replicast withdraw`."""
@@ -32,11 +137,7 @@ OUTSIDE = -1
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Proposes an update or a function.
-
-    Attributes:
-        ticket: Identifies the proposal: the same update may be proposed more than once.
-    """
+    """Proposes an update or a function."""
 
     ticket: str
     proposal: Proposal
@@ -52,12 +153,7 @@ class Withdraw:
 
 @record
 class Request:
-    """Requests an operation of all workers at one of the next boundaries: "leave", "save", "audit", "pull".
-
-    Attributes:
-        asked_by: The ids of requests from outside the job, which are answered when the operation ends.
-        arguments: What else the operation has to know.
-    """
+    """Requests an operation of all workers at one of the next boundaries: "leave", "save", "audit", "pull"."""
 
     kind: str
     asked_by: tuple[str, ...] = ()
@@ -66,12 +162,7 @@ class Request:
 
 @record
 class At:
-    """The position of a training thread.
-
-    Attributes:
-        step: The first boundary that it has not passed.
-        standing: Whether it is stopped there, until `Release`, or `Meet` with a later step.
-    """
+    """The position of a training thread."""
 
     meeting: int
     step: int
@@ -80,12 +171,7 @@ class At:
 
 @record
 class Answer:
-    """The result of an order.
-
-    Attributes:
-        number: The number of the `Do`; for a planned save or audit, the id of the report.
-        value: What the order returned, or a `Refusal`.
-    """
+    """The result of an order."""
 
     number: int | ReportId
     value: Any
@@ -93,12 +179,7 @@ class Answer:
 
 @record
 class Rest:
-    """A training thread waits at its boundary until all others wait there for the same reason.
-
-    Attributes:
-        token: How many times it has rested.
-        intent: The kind of operation and its arguments; must be the same on all workers.
-    """
+    """A training thread waits at its boundary until all others wait there for the same reason."""
 
     token: int
     step: int
@@ -107,11 +188,7 @@ class Rest:
 
 @record
 class Stop:
-    """Answer with the first boundary that you have not passed, and do not pass it.
-
-    Attributes:
-        at_step: Instead, answer with the first boundary at or after this step, and do not pass that.
-    """
+    """Answer with the first boundary that you have not passed, and do not pass it."""
 
     meeting: int
     at_step: int | None = None
@@ -127,11 +204,7 @@ class Meet:
 
 @record
 class Do:
-    """Carry out an order, and answer.
-
-    Attributes:
-        of: The ranks that it is for; None for all.
-    """
+    """Carry out an order, and answer."""
 
     number: int
     order: Order
@@ -147,12 +220,7 @@ class Release:
 
 @record
 class Resume:
-    """A rest is over.
-
-    Attributes:
-        tokens: The token of each worker's rest, by rank; 0 for a worker that does not rest.
-        outcome: Its result, or a `Refusal`.
-    """
+    """A rest is over."""
 
     tokens: tuple[int, ...]
     outcome: Any
@@ -160,16 +228,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """The stage of an operation.
-
-    Attributes:
-        tickets: The proposals of this operation.
-        step: The step at which it is, or will be, applied.
-        outcome: The receipt or the refusal.
-        waits_for: Why it is not decided yet, as text.
-        waits_until: The first step at which it can have an outcome; 0 if that is unknown.
-        ended: Whether the operation is over, not only one proposal of it: it can be discarded.
-    """
+    """The stage of an operation."""
 
     id: str
     tickets: tuple[str, ...]

@@ -7,30 +7,78 @@ is refused, and no replica has changed.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
 
-from replicast.core.entries import Committed, Entry, Saved
-from replicast.core.history import History
-from replicast.core.meeting import Meeting
-from replicast.core.order import Order
-from replicast.core.proposal import Pending, Proposal
-from replicast.core.record import record
-from replicast.core.refusal import Refusal
-from replicast.core.reports import ReportId
-from replicast.core.stage import Stage
+from replicast.core.entries import Committed, Entry, History, Saved
+from replicast.core.messages import Order
+from replicast.core.records import Pending, Proposal, Refusal, ReportId, Stage, record
+
+# A meeting: how the coordinator stops all training threads at one boundary.
+#
+#     Stop ──► every worker answers immediately with the first boundary that it has not passed, and stops
+#     there
+#     Meet ──► the latest answer is the step: workers before it continue to it
+#     At   ◄── every worker is stopped there
+#
+# No worker can be past that step, because none passes the boundary it answered with; so this needs no
+# assumption about the training. A worker that rests before the step (its script waits for the others) will
+# never reach it: then the coordinator asks again.
+
+
+class Meeting:
+    """Where the workers are, according to the messages that the coordinator has received."""
+
+    __slots__ = ("at_step", "number", "round", "size", "standing", "steps", "target", "timed_round")
+
+    def __init__(self, number: int, size: int, at_step: int | None) -> None:
+        self.number = number
+        self.size = size
+        self.at_step = at_step
+        self.steps: dict[int, int] = {}
+        self.standing: set[int] = set()
+        self.target = 0 if at_step is None else at_step
+        self.round = 0
+        self.timed_round = -1
+
+    def note(self, rank: int, step: int, standing: bool) -> None:
+        """Records the position of a worker."""
+        self.steps[rank] = step
+        if standing:
+            self.standing.add(rank)
+
+    @property
+    def answered(self) -> bool:
+        """Whether every worker has answered."""
+        return len(self.steps) == self.size
+
+    @property
+    def latest(self) -> int:
+        """The latest boundary that a worker has not passed."""
+        return max(self.steps.values())
+
+    def aim(self, step: int) -> None:
+        """Sets the target: workers that are stopped before it continue."""
+        self.target = step
+        self.round += 1
+        self.standing = {rank for rank in self.standing if self.steps[rank] >= step}
+
+    def missing(self) -> tuple[int, ...]:
+        """The workers that have not arrived."""
+        return tuple(rank for rank in range(self.size) if rank not in self.standing)
+
+    def step(self) -> int | None:
+        """The boundary at which all workers are stopped; None while they are not."""
+        if len(self.standing) < self.size:
+            return None
+        step = min(self.steps.values())
+        return step if step == self.latest and step >= (self.at_step or 0) else None
 
 
 @record
 class Ask:
-    """Have workers carry out an order; resumed with their answers by rank.
-
-    Attributes:
-        of: Which workers; None for all.
-        secs: The timeout; None for no timeout.
-        what: What the workers are asked to do, for the timeout error.
-    """
+    """Have workers carry out an order; resumed with their answers by rank."""
 
     order: Order
     of: tuple[int, ...] | None = None
@@ -40,11 +88,7 @@ class Ask:
 
 @record
 class Go:
-    """The last order at a boundary: the workers carry it out and continue; resumed with their answers.
-
-    Attributes:
-        resume: For an operation in which all workers rest: whether they continue without its outcome.
-    """
+    """The last order at a boundary: the workers carry it out and continue; resumed with their answers."""
 
     order: Order
     resume: bool = False
@@ -59,11 +103,7 @@ class Reserve:
 
 @record
 class Boundary:
-    """Have all workers stop at one boundary; resumed with its step when they have.
-
-    Attributes:
-        at_step: The first one at or after this step; None for the next possible one.
-    """
+    """Have all workers stop at one boundary; resumed with its step when they have."""
 
     at_step: int | None = None
 
@@ -90,11 +130,7 @@ class EarlierStored:
 
 @record
 class BeforeWritten:
-    """Resumed when a committed update is applied, and the values that it has overwritten are durable or lost.
-
-    Attributes:
-        id: The update's.
-    """
+    """Resumed when a committed update is applied, and the values that it has overwritten are durable or lost."""
 
     id: str
 
@@ -113,11 +149,7 @@ AnyRequest: TypeAlias = (
 
 @record
 class Outcome:
-    """How an operation ended.
-
-    Attributes:
-        result: The receipt, report or refusal.
-    """
+    """How an operation ended."""
 
     stage: Stage
     result: Any = None
@@ -154,12 +186,7 @@ class Timeouts:
 
 
 class AuditTrail:
-    """The results of the audits of one attempt.
-
-    Attributes:
-        last_equal: The step of the last audit that found all replicas equal.
-        found_at: The step at which a difference was first found; None while they are equal.
-    """
+    """The results of the audits of one attempt."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -237,27 +264,7 @@ class Job(Protocol):
 
 
 class Operation:
-    """One entry of the coordinator's list.
-
-    Attributes:
-        number: Its position in the list.
-        id: The id of the update, or a generated one.
-        stage: Its stage.
-        step: The step at which it is, or will be, applied.
-        waits_for: Why it is not decided yet, as text.
-        waits_until: The first step at which it can have an outcome; 0 if that is unknown.
-        tickets: The proposals whose authors are notified.
-        tokens: For an operation in which all training threads rest: the token of each rest.
-        outcome: How it ended.
-        replays: For a replay of the journal: its position in the order of replays, (step, sequence).
-        in_trial: Whether it may run while a trial is in progress.
-        promised: Whether the stop for its next boundary is already set.
-        must_run: Whether it is committed or has begun: if it cannot be carried out, the job ends.
-        stored: Whether its payload is in the journal.
-        report: For a planned operation, the id of its reports; otherwise None.
-        arguments: Of a request: what else it said. One operation answers all equal requests.
-        asked_by: The ids of the requests from outside the job that it answers.
-    """
+    """One entry of the coordinator's list."""
 
     kind: ClassVar[str]
     only_writes: ClassVar[bool] = False
@@ -300,3 +307,43 @@ class Operation:
 
     def __repr__(self) -> str:
         return f"<{self.kind} {self.id} {self.stage}>"
+
+
+# One answer from each of some workers: the only place where the coordinator collects.
+
+
+class Gather:
+    """The answers to one order."""
+
+    __slots__ = ("answers", "missing", "what")
+
+    def __init__(self, what: str, ranks: Iterable[int]) -> None:
+        self.what = what
+        self.missing = set(ranks)
+        self.answers: dict[int, Any] = {}
+
+    def add(self, rank: int, answer: Any) -> bool:
+        """Adds an answer; returns whether it was the last one."""
+        if rank not in self.missing:
+            return False
+        self.missing.discard(rank)
+        self.answers[rank] = answer
+        return not self.missing
+
+    def refusal(self) -> Refusal | None:
+        """The first refusal among the answers, if there is one."""
+        refusals = {rank: one for rank, one in self.answers.items() if isinstance(one, Refusal)}
+        if not refusals:
+            return None
+        first = min(refusals)
+        refusal = refusals[first]
+        return Refusal(refusal.problem, refusal.workers or (first,), refusal.details)
+
+    def timed_out(self, secs: float) -> Refusal:
+        """A refusal that names the workers that did not answer."""
+        return self.refused_by(self.missing, f" within {secs:g} s")
+
+    def refused_by(self, ranks: Iterable[int], why: str = "") -> Refusal:
+        """A refusal that names workers that did not answer and will not."""
+        missing = tuple(sorted(ranks))
+        return Refusal(f"Worker {', '.join(map(str, missing))} did not {self.what}{why}", missing)

@@ -19,26 +19,24 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from replicast.core.commands import (
-    Continue,
-    Discard,
-    EndJob,
-    Pass,
-    Perform,
-    Send,
-    SetTimer,
-    Settle,
-    WorkerCommand,
-)
 from replicast.core.events import (
     Arrived,
     Awaited,
+    Continue,
+    Discard,
+    EndJob,
     FromCoordinator,
+    Pass,
+    Perform,
     Performed,
     Proposed,
     Reported,
     Rested,
+    Send,
+    SetTimer,
+    Settle,
     TimerFired,
+    WorkerCommand,
     WorkerEvent,
 )
 from replicast.core.messages import (
@@ -46,6 +44,7 @@ from replicast.core.messages import (
     At,
     Do,
     Meet,
+    Order,
     Propose,
     Release,
     Rest,
@@ -56,24 +55,13 @@ from replicast.core.messages import (
     ToWorkers,
 )
 from replicast.core.operation import Timeouts
-from replicast.core.order import Order
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 
 _RESTING, _WAITING = "resting", "waiting"
 
 
 class Worker:
-    """The state machine of one worker.
-
-    Args:
-        rank: The rank of this worker.
-        step: The boundary at which its training thread starts.
-        timeouts: The timeouts of the job.
-
-    Attributes:
-        step: The last boundary that the training thread has reached.
-        standing: Whether it is still there.
-    """
+    """The state machine of one worker."""
 
     def __init__(
         self,

@@ -52,12 +52,7 @@ def parse_reports(output: str) -> list[Report]:
 
 
 class Job:
-    """A running `replicast run … --tee all …`. On exit it is stopped, if it still runs.
-
-    Args:
-        directory: Where it runs; its output goes into `run.log` there.
-        command: As people type it.
-    """
+    """A running `replicast run … --tee all …`. On exit it is stopped, if it still runs."""
 
     def __init__(self, directory: Path, command: str) -> None:
         self._command = command
@@ -89,11 +84,7 @@ class Job:
             self._process.kill()  # Its workers end with it.
 
     def wait_for_step(self, step: int) -> dict[int, Report]:
-        """Waits until all workers have reported a step, and returns these reports by worker.
-
-        Raises:
-            DemoFailed: The job has ended before, or takes too long.
-        """
+        """Waits until all workers have reported a step, and returns these reports by worker."""
         while self._process.poll() is None and time.monotonic() < self._deadline:
             reached = {report.worker: report for report in self._reports() if report.step == step}
             if len(reached) == WORKERS:
@@ -102,11 +93,7 @@ class Job:
         raise self._failed(f"All workers should report step {step}")
 
     def finish(self) -> list[Report]:
-        """Waits for the end of the job, and returns all reports.
-
-        Raises:
-            DemoFailed: It ended with another exit code than 0, or takes too long.
-        """
+        """Waits for the end of the job, and returns all reports."""
         try:
             code: int | None = self._process.wait(max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -126,11 +113,7 @@ class Job:
 
 
 def run_command(directory: Path, command: str, expected: int = 0) -> list[str]:
-    """Runs a `replicast …` command, as people type it, and returns the lines that it printed.
-
-    Raises:
-        DemoFailed: It had another exit code than the expected one, or took too long.
-    """
+    """Runs a `replicast …` command, as people type it, and returns the lines that it printed."""
     try:
         done = subprocess.run(
             _argv(command), cwd=directory, capture_output=True, text=True, timeout=COMMAND_SECS, check=False
@@ -146,11 +129,7 @@ def run_command(directory: Path, command: str, expected: int = 0) -> list[str]:
 
 
 def push_in_pause(directory: Path, command: str, run: str) -> list[str]:
-    """Runs `replicast push` while train.py waits for it to be scheduled; returns what it printed.
-
-    Raises:
-        DemoFailed: The update is not scheduled, or the push fails.
-    """
+    """Runs `replicast push` while train.py waits for it to be scheduled; returns what it printed."""
     deadline = time.monotonic() + COMMAND_SECS
     with ThreadPoolExecutor(1) as pushing:
         pushed = pushing.submit(run_command, directory, command)

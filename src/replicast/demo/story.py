@@ -40,16 +40,7 @@ def make_console() -> Console:
 
 
 def play(directory: Path, console: Console, train: Path = TRAIN) -> None:
-    """Runs all parts. Leaves no processes behind.
-
-    Args:
-        directory: An empty one, for a copy of the training script and the run directories.
-        console: The screen.
-        train: The training script.
-
-    Raises:
-        DemoFailed: A claim of the demo did not come true.
-    """
+    """Runs all parts. Leaves no processes behind."""
     began = time.monotonic()
     shutil.copyfile(train, directory / "train.py")
     story = Story(directory, console)
@@ -235,11 +226,7 @@ def all_equal(digests: Iterable[str]) -> bool:
 
 
 def weights_by_step(reports: Iterable[Report], last: int) -> Weights:
-    """The digests by step and worker; of a step that was repeated after a restart, the later ones.
-
-    Raises:
-        DemoFailed: A worker has not reported a step that another one has, or no worker the last step.
-    """
+    """The digests by step and worker; of a step that was repeated after a restart, the later ones."""
     found: dict[int, dict[int, str]] = {}
     for report in reports:
         found.setdefault(report.step, {})[report.worker] = report.weights

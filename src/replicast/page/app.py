@@ -32,12 +32,7 @@ logger = logging.getLogger("replicast")
 
 
 class App(Starlette):
-    """The page and the API of some runs.
-
-    Args:
-        find: Finds the runs, by name.
-        settings: How they are served.
-    """
+    """The page and the API of some runs."""
 
     def __init__(self, find: Find, settings: Settings) -> None:
         self._settings = settings

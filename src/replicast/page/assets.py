@@ -38,11 +38,7 @@ def names() -> frozenset[str]:
 
 
 def plotly_file() -> Path:
-    """Plotly's JavaScript, as its Python package brings it.
-
-    Raises:
-        HttpError: The package is not installed.
-    """
+    """Plotly's JavaScript, as its Python package brings it."""
     spec = find_spec("plotly")
     if spec is None or spec.origin is None:
         raise HttpError(503, "plotly is not installed", remedy="pip install 'replicast[page]'")
@@ -50,11 +46,7 @@ def plotly_file() -> Path:
 
 
 def asset(name: str, headers: Headers) -> Response:
-    """The answer to a request for one of the files. Blocks.
-
-    Raises:
-        HttpError: There is no such file.
-    """
+    """The answer to a request for one of the files. Blocks."""
     if name not in names():
         raise HttpError(404, "There is no such file", received=name)
     plain, compressed, digest = _content(name)

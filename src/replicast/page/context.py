@@ -19,17 +19,7 @@ _S = TypeVar("_S", bound=Struct)
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """One request to the API.
-
-    Attributes:
-        request: The request.
-        settings: How the page is served.
-        runs: All runs.
-        run: The run that the address names; None for an address without one.
-        path: The parts of the address.
-        query: The checked parameters of the address.
-        body: The checked body.
-    """
+    """One request to the API."""
 
     request: Request
     settings: Settings
@@ -59,7 +49,6 @@ class Context:
         return self.query
 
     def body_as(self, kind: type[_S]) -> _S:
-        """The body."""
         if not isinstance(self.body, kind):
             raise TypeError(f"{kind.__name__} expected")
         return self.body

@@ -28,19 +28,7 @@ RUN = "/api/runs/{run}"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One address.
-
-    Attributes:
-        method: GET reads; POST acts, and needs the token.
-        path: With the names of its parts in braces.
-        answer: Makes the answer; its docstring is the summary.
-        returns: The fields that every answer has; None where the answer is a list.
-        query: The parameters of the address.
-        body: The JSON body; "file" where the body is a safetensors file.
-        status: Of the answer. An action with `dry_run` answers 200.
-        sends_files: Whether it answers with a safetensors file if that is asked for.
-        asks_the_job: Whether it needs the token although it only reads, since all workers stop for it.
-    """
+    """One address."""
 
     method: Literal["GET", "POST"]
     path: str

@@ -64,11 +64,7 @@ class Streams:
         self._slots = Slots(most, "Too many browsers follow this server", "Close some")
 
     def follow(self, watch: Watch) -> StreamingResponse:
-        """A stream of the events of a run. The caller must send it: that gives its slot back.
-
-        Raises:
-            HttpError: There are too many streams.
-        """
+        """A stream of the events of a run. The caller must send it: that gives its slot back."""
         self._slots.take()
         return SlotResponse(self._slots, _events(watch), "text/event-stream", X_Accel_Buffering="no")
 

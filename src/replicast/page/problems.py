@@ -21,16 +21,7 @@ _MAX_TEXT = 2000
 
 
 class HttpError(Exception):
-    """Answers a request with an error.
-
-    Args:
-        status: The HTTP status.
-        problem: What is wrong, in one sentence.
-        expected: What would have been accepted.
-        received: What was found instead.
-        remedy: What to do about it.
-        headers: Further headers of the answer.
-    """
+    """Answers a request with an error."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from replicast.page.watch import Watch
-from replicast.storage.states import State
+from replicast.storage.run_files import State
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _COUNT_SECS = 10.0

@@ -10,8 +10,8 @@ from msgspec import Meta, Struct
 from replicast.client.metrics import MAX_POINTS
 from replicast.page.problems import HttpError
 from replicast.strictjson import parse_integer
-from replicast.update.parts import MAX_STEP, MAX_TEXT
 from replicast.update.trial import MAX_INCREASE, MAX_METRIC_NAME, MAX_STEPS, Trial
+from replicast.update.update import MAX_STEP, MAX_TEXT
 
 _T = TypeVar("_T", bound=Struct)
 
@@ -125,11 +125,7 @@ class WaitBody(Struct, forbid_unknown_fields=True):
 
 
 def converted(given: Any, kind: type[_T]) -> _T:
-    """Checks parameters of an address.
-
-    Raises:
-        HttpError: They are not what is expected.
-    """
+    """Checks parameters of an address."""
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -137,11 +133,7 @@ def converted(given: Any, kind: type[_T]) -> _T:
 
 
 def parsed(content: bytes, kind: type[_T]) -> _T:
-    """Checks the JSON body of a request; an empty one is an empty object.
-
-    Raises:
-        HttpError: It is not what is expected.
-    """
+    """Checks the JSON body of a request; an empty one is an empty object."""
     try:
         return msgspec.json.decode(content if content.strip() else b"{}", type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -149,11 +141,7 @@ def parsed(content: bytes, kind: type[_T]) -> _T:
 
 
 def rank_of(text: str) -> int:
-    """The rank of a worker in an address.
-
-    Raises:
-        HttpError: It is not a number, or one that no worker has.
-    """
+    """The rank of a worker in an address."""
     try:
         rank = parse_integer(text)
     except ValueError:
@@ -164,11 +152,7 @@ def rank_of(text: str) -> int:
 
 
 def row_numbers(text: str | None) -> list[int] | None:
-    """The rows that `0,5,7` or `10-19` names; None for all.
-
-    Raises:
-        HttpError: They are too many.
-    """
+    """The rows that `0,5,7` or `10-19` names; None for all."""
     if text is None:
         return None
     found: list[int] = []

@@ -25,16 +25,7 @@ Find = Callable[[], Mapping[str, Run]]
 
 
 class Runs:
-    """The runs that are served, each with its one reader.
-
-    Args:
-        find: Finds the runs, by name. Called often, and must return the same object for the same run.
-
-    Attributes:
-        readers: Threads for what reads files.
-        actors: Threads for what waits for a job.
-        files: Of values that are being sent: each is in memory until its end.
-    """
+    """The runs that are served, each with its one reader."""
 
     def __init__(self, find: Find) -> None:
         self._find = find
@@ -54,11 +45,6 @@ class Runs:
         return [self._watches[name] for name in sorted(found)]
 
     async def named(self, name: str) -> Watch:
-        """One run.
-
-        Raises:
-            HttpError: There is none with this name.
-        """
         # At every request: somebody may have put a link where the run was, or removed it.
         known = self._watches.get(name)
         if known is None or not await self.readers.call(partial(_is_there, known.run)):

@@ -21,12 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from replicast.config import TOKEN
 from replicast.names import is_address
 from replicast.page.problems import HttpError
-from replicast.page.settings import (
-    ACTIONS_PER_MINUTE,
-    FAILED_TOKENS_PER_MINUTE,
-    Settings,
-    is_loopback,
-)
+from replicast.page.settings import ACTIONS_PER_MINUTE, FAILED_TOKENS_PER_MINUTE, Settings, is_loopback
 
 EMPTY_STYLE = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
 """The hash of nothing: plotly adds an empty style element and fills it by script, which is allowed."""
@@ -84,11 +79,7 @@ class Bucket:
 
 
 class Access:
-    """Decides whether a request is allowed.
-
-    Args:
-        settings: How the page is served.
-    """
+    """Decides whether a request is allowed."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -128,12 +128,7 @@ def _order(one: Connection) -> tuple[bool, float]:
 
 
 class Server(uvicorn.Server):
-    """Ends the streams of an application before it waits for its connections.
-
-    Args:
-        config: Of uvicorn.
-        app: The application.
-    """
+    """Ends the streams of an application before it waits for its connections."""
 
     def __init__(self, config: uvicorn.Config, app: App) -> None:
         super().__init__(config)
@@ -146,11 +141,7 @@ class Server(uvicorn.Server):
 
 
 def listen(settings: Settings) -> socket.socket:
-    """A socket at the address of the settings.
-
-    Raises:
-        ServeRefused: The address cannot be used.
-    """
+    """A socket at the address of the settings."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

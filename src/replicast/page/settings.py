@@ -34,20 +34,7 @@ _MAX_TOKEN_FILE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a page is served.
-
-    Attributes:
-        host: The address to listen on.
-        port: The port; 0 for any free one.
-        token: Needed to act, and to read from another machine; None: neither is possible.
-        private: Whether reading from this machine needs the token as well.
-        allowed_hosts: Further names by which browsers may call this server, such as that of a proxy.
-        trusted_proxies: Addresses or networks of proxies whose X-Forwarded-For is believed. A request from
-            one of them never counts as one from this machine.
-        certfile: The certificate for TLS.
-        keyfile: The key of the certificate.
-        max_upload_bytes: The largest file that may be uploaded.
-    """
+    """How a page is served."""
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -111,11 +98,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_token(token_file: Path | None, environ: Mapping[str, str]) -> str | None:
-    """The token: from a file, which is made when it does not exist, or from the environment.
-
-    Raises:
-        ServeRefused: The file cannot be read or made, or others can read it.
-    """
+    """The token: from a file, which is made when it does not exist, or from the environment."""
     if token_file is None:
         return environ.get(TOKEN, "").strip() or None
     try:

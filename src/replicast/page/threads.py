@@ -11,11 +11,7 @@ _T = TypeVar("_T")
 
 
 class Threads:
-    """Runs blocking calls, at most so many at a time; further ones wait.
-
-    Args:
-        most: How many.
-    """
+    """Runs blocking calls, at most so many at a time; further ones wait."""
 
     def __init__(self, most: int) -> None:
         self._slots = asyncio.Semaphore(most)

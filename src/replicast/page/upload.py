@@ -24,17 +24,7 @@ STALL_SECS = 30.0
 async def uploaded(
     request: Request, temporary: RunPath, threads: Threads, max_bytes: int
 ) -> AsyncIterator[RunPath]:
-    """The body of a request in a file, which is gone afterwards.
-
-    Args:
-        request: The request.
-        temporary: The file to write.
-        threads: Where it is written.
-        max_bytes: The largest body to accept.
-
-    Raises:
-        HttpError: It is too large, or did not arrive.
-    """
+    """The body of a request in a file, which is gone afterwards."""
     _check_length(request, max_bytes)
     descriptor = await threads.call(lambda: _created(temporary))
     try:

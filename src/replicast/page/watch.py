@@ -45,13 +45,7 @@ class _Kept:
 
 
 class Watch:
-    """What is known of one run.
-
-    Args:
-        name: The name under which it is served.
-        run: The run.
-        threads: Where it is read.
-    """
+    """What is known of one run."""
 
     def __init__(self, name: str, run: Run, threads: Threads) -> None:
         self.name = name

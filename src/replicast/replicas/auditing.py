@@ -14,17 +14,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
-from replicast.audits.report import AuditReport, Declared, Difference, Policy, checked_policy
-from replicast.core.commands import Ended
+from replicast.core.events import Ended
 from replicast.core.operations.audit import AuditResult
-from replicast.core.refusal import Refusal
-from replicast.errors import ClusterError, ReplicasDiverged
+from replicast.core.records import Refusal
+from replicast.errors import ClusterError, ReplicasDiverged, ReplicastError
 from replicast.files import RunDir
-from replicast.runtime import Session
-from replicast.storage.auditfiles import append_audit
-from replicast.update.edits import FLOAT_DTYPES
+from replicast.replicas.session import Session
+from replicast.storage.checkpoint_format import Manifest, saved_of
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.run_files import append_audit
+from replicast.storage.updates import CommittedUpdate, committed_updates, load_update
+from replicast.update.audit_report import AuditReport, Declared, Difference, Policy, checked_policy
+from replicast.update.edits import FLOAT_DTYPES, Array, apply_edit
 from replicast.update.schema import Schema
+from replicast.update.state import State
 
 logger = logging.getLogger("replicast")
 
@@ -34,13 +39,7 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class AuditPlan:
-    """When replicas are compared, and what happens when they differ.
-
-    Attributes:
-        every: The number of steps between audits; None for never.
-        policy: What happens when they differ.
-        ends: Whether to audit also at the end of every epoch and of the training.
-    """
+    """When replicas are compared, and what happens when they differ."""
 
     every: int | None = None
     policy: Policy = "raise"
@@ -54,17 +53,7 @@ class AuditPlan:
 
 
 class Auditing:
-    """One worker's audits. For its training thread, unless a method says otherwise.
-
-    Args:
-        session: This worker's part in the job.
-        schema: The variables.
-        run_dir: Where worker 0 writes reports, if there is a run directory.
-        plan: When to audit, unless a training has its own plan. The same on all workers.
-
-    Raises:
-        ClusterError: The workers have different plans or different `may_differ`.
-    """
+    """One worker's audits. For its training thread, unless a method says otherwise."""
 
     def __init__(self, session: Session, schema: Schema, run_dir: RunDir | None, plan: AuditPlan) -> None:
         self._session = session
@@ -133,11 +122,7 @@ class Auditing:
         self._follow(self._usual)
 
     def audit(self, policy: Policy | None) -> AuditReport:
-        """Compares all replicas at this boundary. All workers call it.
-
-        Raises:
-            ReplicasDiverged: They differ, and the policy is to raise, or they could not be healed.
-        """
+        """Compares all replicas at this boundary. All workers call it."""
         policy = self._usual.policy if policy is None else checked_policy(policy)
         report = self._session.rest("audit", policy)
         if isinstance(report, Refusal):
@@ -217,12 +202,7 @@ class Auditing:
 
 
 def diverged(report: AuditReport, *, on_trial: bool = False) -> ReplicasDiverged:
-    """The error for an audit that found a difference.
-
-    Args:
-        report: The report.
-        on_trial: Whether an update is on trial.
-    """
+    """The error for an audit that found a difference."""
     named = "; ".join(str(difference) for difference in report.differences[:_MOST_NAMED])
     more = len(report.differences) - _MOST_NAMED
     rest = f"; and {more} more" if more > 0 else ""
@@ -239,16 +219,7 @@ def diverged(report: AuditReport, *, on_trial: bool = False) -> ReplicasDiverged
 
 
 def declared(schema: Schema, patterns: Sequence[str], *, local_statistics: bool) -> frozenset[str]:
-    """The variables that may differ between workers.
-
-    Args:
-        schema: All variables.
-        patterns: Full names; "*" matches anything.
-        local_statistics: Whether each worker keeps its own moving statistics.
-
-    Raises:
-        ValueError: A pattern matches no variable.
-    """
+    """The variables that may differ between workers."""
     names = [variable.name for variable in schema]
     found = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -264,3 +235,96 @@ def declared(schema: Schema, patterns: Sequence[str], *, local_statistics: bool)
         floats = (variable for variable in schema if variable.dtype in FLOAT_DTYPES)
         found.update(variable.name for variable in floats if variable.kind == "non_trainable")
     return frozenset(found)
+
+
+# The value of a variable according to checkpoint and journal: decides an audit without a majority.
+
+MOST_BYTES = 2**30
+"""The most bytes to read from the journal for one variable, since all workers wait meanwhile."""
+
+
+class _Place(NamedTuple):
+    """The circumstances of an audit. While they are the same, what was read before stays valid."""
+
+    step: int
+    holds: frozenset[int]
+    checkpoints_changed_at: int | None
+
+
+class _Basis(NamedTuple):
+    """The last checkpoint, and the updates applied since then, in the journal's order."""
+
+    last: Manifest
+    since: tuple[CommittedUpdate, ...]
+
+
+class Expectation:
+    """Computes values from the last checkpoint and the journal. On worker 0, while all workers are stopped.
+
+    The result is right for a variable that training has not changed since the checkpoint: a frozen one, a
+    learning rate, or any variable at the step of the checkpoint. For all others it matches no worker's
+    value, and decides nothing.
+    """
+
+    def __init__(self, session: Session, state: State, run_dir: RunDir, *, durable: bool) -> None:
+        self._session = session
+        self._state = state
+        self._run_dir = run_dir
+        self._durable = durable
+        self._store = CheckpointStore(run_dir)
+        self._found_at: _Place | None = None
+        self._found: _Basis | None = None
+
+    def fingerprint(self, name: str) -> str | None:
+        """The expected fingerprint of a variable; None if it is not known."""
+        basis = self._basis()
+        try:
+            value = None if basis is None else self._value(name, basis)
+        except (ReplicastError, OSError) as error:
+            logger.warning("%s: no expected value can be read from checkpoint and journal: %s", name, error)
+            return None
+        return None if value is None else self._state.fingerprint_of(value)
+
+    def _basis(self) -> _Basis | None:
+        """Reads checkpoint and journal, once for all variables of an audit."""
+        holds = frozenset(self._session.replica.holds)
+        place = _Place(self._session.step, holds, self._checkpoints_changed_at())
+        if place != self._found_at:
+            self._found_at, self._found = place, None
+            try:
+                self._found = self._read(holds)
+            except (ReplicastError, OSError) as error:
+                logger.warning("expected values cannot be read from checkpoint and journal: %s", error)
+        return self._found
+
+    def _checkpoints_changed_at(self) -> int | None:
+        try:
+            # Adding or removing a checkpoint is a rename in this directory.
+            return self._store.directory.stat().st_mtime_ns
+        except OSError:
+            return None
+
+    def _read(self, holds: frozenset[int]) -> _Basis | None:
+        last = self._store.last()
+        if last is None:
+            return None
+        sequences = holds - saved_of(last).holds
+        if sequences and not self._durable:
+            return None
+        recorded = committed_updates(self._run_dir) if sequences else []
+        return _Basis(last, tuple(one for one in recorded if one.sequence in sequences))
+
+    def _value(self, name: str, basis: _Basis) -> Array | None:
+        if name not in basis.last.schema:
+            return None
+        since = [one for one in basis.since if any(edit["variable"] == name for edit in one.edits)]
+        on_trial = any(one.trial is not None for one in since)  # it may have been reverted
+        if on_trial or sum(one.nbytes for one in since) > MOST_BYTES:
+            return None
+        with self._store.open(basis.last.step) as reader:
+            value = reader.read(name)
+            for one in since:
+                for edit in load_update(self._run_dir, one.sequence).edits:
+                    if edit.variable == name:
+                        value = apply_edit(edit, value)
+            return value

@@ -10,13 +10,12 @@ import keras
 
 from replicast.errors import NotSupported
 from replicast.replicas.auditing import Auditing, AuditPlan
+from replicast.replicas.joining import Proposing
 from replicast.replicas.position import Fit, Position
-from replicast.replicas.proposing import Proposing
 from replicast.replicas.saving import SavePlan
-from replicast.replicas.training import Training
-from replicast.strategy import start_at_epoch
-from replicast.strategy.progress import count_done_batches
-from replicast.strategy.resuming import ResumedEpoch, callbacks_of, resume_fit, skip_fit
+from replicast.replicas.training_progress import Training
+from replicast.training import start_at_epoch
+from replicast.training.resuming import ResumedEpoch, callbacks_of, count_done_batches, resume_fit, skip_fit
 from replicast.update.schema import Schema
 
 logger = logging.getLogger("replicast")
@@ -164,7 +163,6 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._replicas.training.goes_on()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """A boundary."""
         steps = batch - self._first_step + 1
         position = self._position(batch)
         ends = self._last_of_all is not None and position.epoch > self._epoch

@@ -14,16 +14,16 @@ from typing import Any
 
 from replicast.core.entries import Receipt
 from replicast.core.messages import Tell
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import FileDamaged, ReplicastError, UpdateRefused
 from replicast.files import RunDir, RunPath
 from replicast.processes import this_process
-from replicast.runtime import Session
-from replicast.runtime.ticket import diverged, refused
+from replicast.replicas.session import Session
+from replicast.replicas.ticket import diverged, refused
 from replicast.storage import inbox
-from replicast.storage.entry_files import fields_of
+from replicast.storage.journal import fields_of
+from replicast.update.schema import check_outline
 from replicast.update.update import Update
-from replicast.update.validate import check_outline
 
 logger = logging.getLogger("replicast")
 
@@ -37,10 +37,6 @@ class Inbox:
     """The updates that others have put into the inbox, from the first look to their outcome.
 
     Each method may raise OSError: the disk has a problem.
-
-    Args:
-        session: This worker's part in the job.
-        warn: Warns about a path, once: the path, what does not work, and the error.
     """
 
     def __init__(self, session: Session, warn: Callable[[RunDir, str, Exception], None]) -> None:

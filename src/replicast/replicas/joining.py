@@ -4,58 +4,332 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
+import sys
 import time
-from collections.abc import Sequence
+import traceback
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
 
-from replicast.config import read_launch
-from replicast.core.commands import Ended
+from replicast.config import ATTEMPT, read_launch
+from replicast.core.events import Ended
 from replicast.core.operation import Timeouts
-from replicast.errors import ClusterError, NotSupported, ReplicastError
+from replicast.errors import ClusterError, FileDamaged, JobFailed, NotSupported, ReplicastError, UpdateRefused
 from replicast.files import RunDir, below
-from replicast.replicas.attempts import attempt_of
-from replicast.replicas.auditing import Auditing, AuditPlan, declared
-from replicast.replicas.checkpoints import Checkpoints
-from replicast.replicas.expectation import Expectation
-from replicast.replicas.proposing import Proposing
+from replicast.replicas.auditing import Auditing, AuditPlan, Expectation, declared
+from replicast.replicas.channel import Channel
+from replicast.replicas.exchange import Exchange
+from replicast.replicas.parcels import Function
+from replicast.replicas.replica import Writer
 from replicast.replicas.requests import Requests
-from replicast.replicas.run_files import RunFiles
-from replicast.replicas.training import Training
-from replicast.replicas.uncounted import Uncounted
-from replicast.runtime import Channel, Exchange, Session, Writer
-from replicast.storage.checkpoint import CheckpointStore, saved_of
-from replicast.storage.fence import Fence
+from replicast.replicas.saving import Checkpoints
+from replicast.replicas.session import Session
+from replicast.replicas.ticket import Ticket
+from replicast.replicas.training_progress import Training
+from replicast.replicas.worker_notes import RunFiles
+from replicast.storage.checkpoint_format import saved_of
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.claims import Fence, last_claim
 from replicast.storage.journal import FileJournal, MemoryJournal
 from replicast.storage.liveness import check_free
-from replicast.storage.runfiles import FORMAT, RunInfo, clean_run, read_run_info, write_run_info
-from replicast.strategy import KerasState, Strategy, optimizers_by_name
+from replicast.storage.run_files import (
+    FORMAT,
+    WITHOUT_CALLBACK,
+    Change,
+    RunInfo,
+    State,
+    clean_run,
+    read_run_info,
+    write_change,
+    write_run_info,
+)
+from replicast.training import KerasState, Strategy, optimizers_by_name
 from replicast.transport import Transport, open_transport
 from replicast.update.guard import Guard, checked_guard
-from replicast.update.validate import Limits
+from replicast.update.schema import Limits
+from replicast.update.trial import Trial
+from replicast.update.update import MAX_STEP, Update, checked_text
+
+# Which attempt of the job this is, where no launcher counts: under Kubernetes, Ray or a plain TF_CONFIG.
+
+
+def attempt_of(
+    run_dir: RunDir | None, exchange: Exchange, timeout_secs: float, environ: Mapping[str, str] = os.environ
+) -> int:
+    """The number of this attempt, from 0: the launcher's, else one more than the last in the run directory.
+
+    All workers call it. Worker 0 looks into the run directory and tells the others, who may not see it.
+    """
+    if ATTEMPT in environ:
+        return read_launch(environ).attempt
+    counted = str(_next(run_dir)) if exchange.rank == 0 else ""  # the others may have no run directory
+    return int(exchange.agree("attempt", counted, timeout_secs)[0])
+
+
+def _next(run_dir: RunDir | None) -> int:
+    if run_dir is None:
+        return 0
+    try:
+        last = last_claim(run_dir)
+    except (FileDamaged, OSError):  # Reported when the run directory is claimed.
+        return 0
+    return 0 if last is None else last.attempt + 1
+
+
+# Worker 0 writes down what becomes of a job that no launcher watches (`storage/states.py`).
 
 logger = logging.getLogger("replicast")
+
+
+class RunStates:
+    """The states of a job without a launcher. Does nothing on other workers, or under a launcher."""
+
+    def __init__(self, run_dir: RunDir | None, rank: int, workers: int, attempt: int) -> None:
+        writes = rank == 0 and not read_launch(os.environ).launched
+        self._run_dir = run_dir if writes else None
+        self._workers = workers
+        self._attempt = attempt
+
+    def starting(self) -> None:
+        """The workers have met."""
+        self._write(State.STARTING)
+
+    def ended(self, step: int, *, told_to: bool, at_exit: bool) -> None:
+        """The script has come to its end, or all workers were told to save and exit.
+
+        At the exit of the process it may have raised: a job of one worker is closed all the same. An exit by
+        `sys.exit` cannot be told from the end of the script.
+        """
+        if at_exit and not told_to and getattr(sys, "last_value", None) is not None:
+            self.abandoned(step, None)
+        else:
+            self._write(State.STOPPED if told_to else State.FINISHED, step, "SIGTERM" if told_to else "")
+
+    def abandoned(self, step: int, failure: JobFailed | None) -> None:
+        """The process exits without having come to the end."""
+        error = getattr(sys, "last_value", None)  # what ended the script, set before exit handlers run
+        if failure is not None and failure.worker not in (None, 0):
+            self._write(State.FAILED, step, str(failure), failure.worker)
+        elif isinstance(error, KeyboardInterrupt):
+            self._write(State.STOPPED, step, "Ctrl-C")
+        else:
+            self._write(State.FAILED, step, _said(error), 0)
+
+    def _write(
+        self, state: State, step: int | None = None, reason: str = "", worker: int | None = None
+    ) -> None:
+        if self._run_dir is None:
+            return
+        change = Change(
+            state,
+            self._attempt,
+            by="worker 0",
+            workers=self._workers,
+            step=step,
+            worker=worker,
+            reason=reason,
+        )
+        try:
+            write_change(self._run_dir, change)
+        except OSError as error:
+            logger.warning("the state of the job cannot be written: %s", error)
+
+
+def _said(error: BaseException | None) -> str:
+    """What ended the script, in one line: TensorFlow's errors have hundreds."""
+    if error is None:
+        return "it exited before its end"
+    lines = "".join(traceback.format_exception_only(error)).split("\n")
+    return next((line.strip() for line in lines if line.strip()), type(error).__name__)
+
+
+# Checks a worker's proposals and gives them ids.
+
+
+class Proposing:
+    """Checks what can be checked immediately, and passes proposals on. Any thread may call it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._rank = session.rank
+        self._size = session.size
+        self._has_trained = False
+        self._last: dict[str, tuple[str, int]] = {}
+        self._moment = (-1, "")
+
+    def comes_to(self, moment: str, step: int) -> None:
+        """Assigns the training thread's proposals, from here to the next boundary, to this moment.
+
+        Other proposals belong to the previous boundary, or to step 0 if there is none in this attempt.
+        """
+        self._moment = self._session.step, f"step-{step}-{moment}"
+
+    def go_on(self) -> None:
+        """Called when training continues: proposals belong to the current step from now on."""
+        self._has_trained = True
+
+    def propose(
+        self,
+        update: Update | Function,
+        *,
+        source: int | None,
+        at_step: int | None,
+        trial: Trial | None = None,
+    ) -> Ticket:
+        """See `Replicas.propose`."""
+        if trial is not None and not isinstance(trial, Trial):
+            raise UpdateRefused(
+                "trial is not a Trial", expected="replicast.Trial(steps=...)", received=repr(trial)[:200]
+            )
+        at_step = checked_step(at_step)
+        if isinstance(update, Update):
+            return self._propose_update(update, source, at_step, trial)
+        if not callable(update):
+            raise UpdateRefused(
+                "Only an Update or a function can be proposed",
+                expected="Update().assign(name, value), or a function of the live values",
+                received=type(update).__name__,
+            )
+        runs_on = self._rank if source is None else checked_worker(source, self._size)
+        if runs_on != self._rank and not self._session.in_training_thread():
+            raise UpdateRefused(
+                f"Worker {self._rank} cannot send a function to worker {runs_on}",
+                remedy=f"Propose it on worker {runs_on}, or in the training thread of every worker",
+            )
+        # Outside the training thread it has no definite step, and a restarted job does not propose it again.
+        in_step = self._session.in_training_thread()
+        id_ = self._next_id(f"function-{runs_on}") if in_step else f"function-{runs_on}-{uuid.uuid4().hex}"
+        return self._session.propose_function(id_, update, runs_on, at_step, trial)
+
+    def revert(self, number: Any, note: str, *, force: bool) -> Ticket:
+        """See `Replicas.revert`."""
+        sequence = checked_step(number)
+        if sequence is None:
+            raise UpdateRefused("A revert needs the number of an update", received="None")
+        checked_text("note", note)
+        in_step = self._session.in_training_thread()
+        prefix = f"revert-{sequence}-worker-{self._rank}"
+        id_ = self._next_id(prefix) if in_step else f"{prefix}-{uuid.uuid4().hex}"
+        return self._session.propose_revert(id_, sequence, note, forced=force)
+
+    def _propose_update(
+        self, update: Update, source: int | None, at_step: int | None, trial: Trial | None = None
+    ) -> Ticket:
+        if source is not None:
+            raise UpdateRefused("source is only for functions, not for updates", received=f"source={source}")
+        if not update.id_was_given and self._session.in_training_thread():
+            update = update.with_id(self._next_id(f"worker-{self._rank}"))
+        return self._session.propose(update.signed(f"worker {self._rank}"), at_step, trial)
+
+    def _next_id(self, prefix: str) -> str:
+        """An id that a restarted job gives to the same proposal again, so that it is applied only once.
+
+        For the training thread. Proposals before training have step 0, even after a restore.
+        """
+        step = self._session.step
+        since, moment = self._moment
+        now = moment if since == step else f"step-{step if self._has_trained else 0}"
+        last, count = self._last.get(prefix, (now, 0))
+        count = count + 1 if last == now else 1
+        self._last[prefix] = (now, count)
+        return f"{prefix}-{now}-{count}"
+
+
+def checked_step(at_step: Any) -> int | None:
+    """The step that an author chose, if it can be one. Whether it is past, only the coordinator knows."""
+    if at_step is None:
+        return None
+    try:
+        step = -1 if isinstance(at_step, bool) else operator.index(at_step)
+    except TypeError:
+        step = -1
+    if not 0 <= step < MAX_STEP:
+        raise UpdateRefused(
+            "at_step must be a number of steps", expected="an integer from 0 on", received=repr(at_step)[:200]
+        )
+    return step
+
+
+def checked_worker(source: Any, size: int) -> int:
+    """Checks the rank of a worker."""
+    try:
+        number = operator.index(source)
+    except TypeError:
+        number = -1
+    if not 0 <= number < size:
+        raise UpdateRefused(
+            "There is no such worker", expected=f"source from 0 to {size - 1}", received=repr(source)
+        )
+    return number
+
+
+# Steps trained by a `fit` without our callback, which no boundary has counted.
+
+
+class Uncounted:
+    """Detects such a `fit` and counts its steps afterwards. For the training thread.
+
+    The count comes from the optimizer, so that later updates are recorded at their true step.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        run_files: RunFiles,
+        optimizers: Iterable[keras.optimizers.Optimizer],
+    ) -> None:
+        self._session = session
+        self._run_files = run_files
+        self._optimizers = tuple(optimizers)
+        self._since: int | None = None
+
+    def fit_begins(self) -> None:
+        """Called when a `fit` of this model begins without our callback."""
+        if self._since is None:
+            self._since = self._iterations()
+        self._run_files.waiting_for = WITHOUT_CALLBACK
+
+    def count(self, known: int = 0) -> None:
+        """Called between steps: counts the steps trained meanwhile as one boundary."""
+        since, self._since = self._since, None
+        if since is None:
+            return
+        self._run_files.waiting_for = ""
+        steps = self._iterations() - since - known
+        if steps > 0:
+            self._session.arrive(self._session.step + steps)
+
+    def _iterations(self) -> int:
+        return max((int(each.iterations.numpy()) for each in self._optimizers), default=0)
+
+
+def holds_callback(callbacks: Any, kind: type[keras.callbacks.Callback]) -> bool:
+    """Whether the `callbacks` argument of `fit` (a list, a `CallbackList`, one, or None) has this kind."""
+    each = getattr(callbacks, "callbacks", callbacks)
+    return any(isinstance(one, kind) for one in (each if isinstance(each, list | tuple) else [each]))
+
+
+def warn_of_missing_callback(rank: int) -> None:
+    """Warns about what does not work in a `fit` without our callback."""
+    logger.warning(
+        "worker %d: fit was not given replicas.callback(). Updates wait for its end, nothing is saved or "
+        "audited, and SIGTERM loses the state. Call fit(..., callbacks=[replicas.callback()])",
+        rank,
+    )
+
 
 Durability = Literal["disk", "memory"]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings given by the user and the launcher.
-
-    Attributes:
-        name: Prefix that separates this model's keys from those of other models; the same on all workers.
-        run_dir: The run directory, if there is one.
-        attempt: The number of this attempt of the job; if no launcher counts, known once all have joined.
-        durable: Whether the journal is on disk.
-        audits: When replicas are compared outside of `fit`.
-        may_differ: Patterns for the names of the variables that may differ.
-        take_over: Which running job of another host may be taken over (`liveness.check_free`).
-    """
+    """The settings given by the user and the launcher."""
 
     name: str
     run_dir: RunDir | None

@@ -20,10 +20,10 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
+from replicast.config import ProgressTarget
 from replicast.files import read_small, write_quickly
-from replicast.options import ProgressTarget
-from replicast.replicas.pace import Pace
 from replicast.replicas.position import Position
+from replicast.replicas.worker_notes import Pace
 
 logger = logging.getLogger("replicast")
 
@@ -38,19 +38,7 @@ MAX_METRICS, MAX_NAME, MAX_TOKEN_BYTES = 64, 128, 65536
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the training is, as far as that is known.
-
-    Attributes:
-        time: When this was written, in seconds since 1970.
-        rank: The worker.
-        attempt: The attempt of the job.
-        step: The last step that was finished.
-        training: Whether it is inside a training.
-        stepped_at: When the last step was finished, roughly.
-        percent: How much of the current `fit` is done.
-        remaining_secs: How long the rest of it takes at the current pace.
-        metrics: The latest loss and metrics.
-    """
+    """How far the training is, as far as that is known."""
 
     time: float
     rank: int
@@ -94,17 +82,7 @@ def done_and_left(position: Position | None) -> tuple[int, int] | None:
 
 
 class ProgressReports:
-    """Writes and sends the progress of this worker until it is stopped.
-
-    Args:
-        target: Where to.
-        rank: This worker. Only worker 0 sends; every worker writes its file.
-        attempt: The attempt of the job.
-        step: The last step that was finished.
-        training: Whether this worker is inside a training.
-        position: The position of the training in its data.
-        metrics: The latest loss and metrics.
-    """
+    """Writes and sends the progress of this worker until it is stopped."""
 
     def __init__(
         self,
@@ -138,11 +116,7 @@ class ProgressReports:
             self._sender.start()
 
     def stop(self, *, finished: bool) -> None:
-        """Makes the last report and ends the threads; waits at most `END_SECS`. A second call does nothing.
-
-        Args:
-            finished: Whether the script has reached its end, rather than being told to stop or failing.
-        """
+        """Makes the last report and ends the threads; waits at most `END_SECS`. A second call does nothing."""
         if self._stopping.is_set() or not self._thread.is_alive():
             return
         self._finished = finished
@@ -221,11 +195,7 @@ class ProgressReports:
 
 
 def post(target: ProgressTarget, body: bytes) -> int:
-    """Sends a report; follows no redirect, which would carry the token elsewhere. Returns the status.
-
-    Raises:
-        OSError: It could not be sent.
-    """
+    """Sends a report; follows no redirect, which would carry the token elsewhere. Returns the status."""
     parts = urlsplit(target.url or "")
     connection: http.client.HTTPConnection
     if parts.scheme == "https":

@@ -2,38 +2,378 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import keras
+import numpy.typing as npt
+import tensorflow as tf
 
-from replicast.audits.report import AuditReport, Policy
+from replicast.config import progress_target
 from replicast.core.entries import Receipt
 from replicast.core.operation import Timeouts
-from replicast.core.refusal import Refusal
-from replicast.replicas.auditing import AuditPlan
+from replicast.core.records import Refusal
+from replicast.errors import CheckpointError, NotSupported, ReplicastError
+from replicast.files import below
+from replicast.replicas.auditing import Auditing, AuditPlan
 from replicast.replicas.callback import BoundaryCallback
-from replicast.replicas.checkpoint_errors import no_run_dir
-from replicast.replicas.joining import Durability, settle, strategy_of
-from replicast.replicas.lifecycle import ReplicasLifecycle
-from replicast.replicas.model_files import on_worker_0, read_model, write_model
-from replicast.replicas.proposing import checked_worker
+from replicast.replicas.exchange import Exchange
+from replicast.replicas.joining import (
+    Durability,
+    Parts,
+    Proposing,
+    RunStates,
+    Settings,
+    check_not_compiled_again,
+    checked_worker,
+    holds_callback,
+    join,
+    settle,
+    strategy_of,
+    warn_of_missing_callback,
+)
+from replicast.replicas.leaving import leave_on_sigterm
+from replicast.replicas.parcels import Function
+from replicast.replicas.position import Position
+from replicast.replicas.progress import ProgressReports
 from replicast.replicas.restoring import Restored, restore
-from replicast.replicas.saving import Keeping, SaveEvery, SavePlan, Saving, WhenBusy
-from replicast.runtime import Ticket
-from replicast.runtime.functions import Function
-from replicast.runtime.ticket import refused
-from replicast.storage.checkpoint import CheckpointStore
-from replicast.strategy.passes import Batches
+from replicast.replicas.saving import Keeping, SaveEvery, SavePlan, Saving, WhenBusy, no_run_dir, numbers
+from replicast.replicas.ticket import Ticket, refused
+from replicast.replicas.training_progress import Training
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.training import Strategy
+from replicast.training.resuming import Batches
+from replicast.training.writing import writing_alone
+from replicast.update.audit_report import AuditReport, Policy
 from replicast.update.guard import Guard
+from replicast.update.schema import Limits, Schema
 from replicast.update.trial import Trial
 from replicast.update.update import Update
-from replicast.update.validate import Limits
+
+# The read-only part of `Replicas`. Nothing here waits or changes anything.
+
+
+class ReplicasView:
+    """The part of `Replicas` that can be read, by any thread."""
+
+    _strategy: Strategy
+    _settings: Settings
+    _parts: Parts | None
+    _closed: bool
+
+    @property
+    def rank(self) -> int:
+        """Which worker this is."""
+        return self._strategy.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self._strategy.size
+
+    @property
+    def step(self) -> int:
+        """The number of steps trained up to the last boundary."""
+        return self._opened().session.step
+
+    @property
+    def schema(self) -> Schema:
+        """The names, shapes and dtypes of all variables that an update can change."""
+        return self._opened().state.schema
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run directory, if there is one."""
+        run_dir = self._settings.run_dir
+        return None if run_dir is None else below(run_dir).as_path()
+
+    @property
+    def history(self) -> Sequence[Receipt]:
+        """The receipts of all verified updates, the same on every worker."""
+        return tuple(self._opened().session.receipts)
+
+    @property
+    def audits(self) -> Sequence[AuditReport]:
+        """The reports of all audits so far, the latest last.
+
+        Audits that stopped all workers, because one was requested or replicas differed, are known on every
+        worker. Audits that found all replicas equal without stopping them are known on worker 0 only.
+        """
+        return self.auditing.reports
+
+    @property
+    def position(self) -> Position:
+        """The position of the training in its data: the epoch, and how many batches of it are done."""
+        return self.training.position
+
+    def read(self, names: Iterable[str] | None = None) -> dict[str, npt.NDArray[Any]]:
+        """Copies of this replica's values, by full name. For the training thread, between steps."""
+        return self._opened().state.read(self._full_names(names))
+
+    def digests(self, names: Iterable[str] | None = None) -> dict[str, str]:
+        """The digest of each of this replica's variables, equal on workers with equal bits. As `read`."""
+        return self._opened().state.digests(self._full_names(names))
+
+    def _full_names(self, names: Iterable[str] | None) -> list[str]:
+        if names is None:
+            return [variable.name for variable in self.schema]
+        return [self.schema.resolve(name).name for name in names]
+
+    @property
+    def proposing(self) -> Proposing:
+        """Gives this worker's proposals their ids. For the callback."""
+        return self._opened().proposing
+
+    @property
+    def training(self) -> Training:
+        """The progress of the training. For the callback."""
+        return self._opened().training
+
+    @property
+    def auditing(self) -> Auditing:
+        """This worker's part in audits. For the callback."""
+        return self._opened().auditing
+
+    def _active(self) -> Parts:
+        if self._closed:
+            raise NotSupported(
+                "A closed Replicas",
+                reason="its threads have ended, on all workers",
+                remedy="Create a new replicast.Replicas(model)",
+            )
+        return self._opened()
+
+    def _counted(self) -> Parts:
+        """For the training thread, between steps: first counts the steps of a `fit` without our callback."""
+        parts = self._active()
+        parts.uncounted.count()
+        return parts
+
+    def _opened(self) -> Parts:
+        if self._parts is None:
+            raise NotSupported(
+                "A model that is not built",
+                reason="its variables do not exist yet, so they have no names",
+                remedy="Give it a keras.Input, or call model.build(shape) inside strategy.scope(), or wait "
+                "until training has begun",
+            )
+        return self._parts
+
+
+# The life of a `Replicas`: it joins the other workers, takes part in trainings, and closes or leaves.
 
 logger = logging.getLogger("replicast")
+
+
+class ReplicasLifecycle(ReplicasView):
+    """The part of `Replicas` that joins, begins, ends and closes. For the training thread."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer | None,
+        strategy: Strategy,
+        settings: Settings,
+    ) -> None:
+        self.model = model
+        self.called_by: BoundaryCallback | None = None
+        self._optimizer = optimizer
+        self._strategy = strategy
+        self._settings = settings
+        self._trained = False
+        self._closed = False
+        self._at_exit = False
+        self._warned = False
+        self._parts: Parts | None = None
+        strategy.on_fit.append(self._fit_begins)
+        if model.built:
+            self._open()
+
+    def leave(self) -> None:
+        """Makes all workers save at one of the next boundaries and exit with code 143, as SIGTERM does.
+
+        For your own signal handlers, and for training outside the main thread. Any thread of any worker;
+        returns at once. One call is enough for all workers.
+        """
+        self._active().training.leaving.ask()
+
+    def close(self) -> None:
+        """Settles open proposals together with all workers, and stops this worker's threads.
+
+        Called automatically at the end of the script. A second call does nothing. If all workers were told to
+        exit, open proposals are left for the next start.
+        """
+        if self._closed or self._parts is None:
+            return
+        parts = self._parts
+        parts.run_files.training = False
+        try:
+            self._counted()
+            parts.run_files.send_last()
+            parts.checkpoints.report()
+            parts.training.leaving.settle()
+            parts.checkpoints.settle()
+        except ReplicastError as error:
+            logger.debug("the updates could not be settled at the end: %s", error)
+        parts.training.warn_of_what_was_left()
+        parts.session.stop()
+        parts.run_files.finish()
+        told_to = parts.training.leaving.left
+        self._progress.stop(finished=not told_to)
+        self._states.ended(parts.session.step, told_to=told_to, at_exit=self._at_exit)
+        self._closed = True
+        self._strategy.on_fit.remove(self._fit_begins)
+        if not parts.training.leaving.ends:  # at the end of the script it stays: SIGTERM need not exit then
+            self._strategy.leavings.remove(parts.training.leaving)
+
+    # For the callback.
+
+    def begin_epoch(self, epoch: int | None) -> None:
+        """Called by the callback on all workers. The order of the data follows from the epoch's number."""
+        self._strategy.begin_epoch(epoch)
+
+    def training_begins(self) -> None:
+        """Called by the callback, or the first boundary, on all workers. Resumes the journal's updates."""
+        if self._parts is None:
+            self._open()
+        parts = self._opened()
+        check_not_compiled_again(self.model, self._optimizer, parts)
+        if self._trained:
+            self._counted()
+        else:
+            self._together()
+            self._trained = True
+        parts.session.arrive(parts.session.step)
+        parts.run_files.training = True
+        self._strategy.take_start(self.model)  # the restored position is for this `fit`, not a later one
+
+    def training_ends(self) -> None:
+        """Called by the callback on all workers. All proposals are settled when it returns."""
+        parts = self._together()  # of a script that has proposed and not trained, too
+        parts.checkpoints.report()
+        parts.auditing.after_training()
+        try:
+            parts.session.rest("close")  # also finishes a checkpoint that needs another boundary
+        finally:
+            parts.auditing.training_ended()
+        parts.session.wait_for_outcomes()
+        parts.checkpoints.settle()
+        parts.checkpoints.check()
+        parts.run_files.training = False
+
+    def _together(self) -> Parts:
+        """For operations of all workers, between steps: first resumes unfinished work of earlier attempts."""
+        parts = self._counted()
+        parts.session.begin()
+        return parts
+
+    def _open(self) -> None:
+        """Joins the other workers. All of them call it, each with a built model."""
+        self._parts = parts = join(self.model, self._optimizer, self._strategy, self._settings)
+        session = parts.session
+        self._progress = _report_progress(parts)
+        self._states = RunStates(self._settings.run_dir, session.rank, session.size, parts.attempt)
+        self._states.starting()
+        self._strategy.before_leaving(self._close_at_the_end, always=self._abandon)
+        # Even before training: a worker that is told to exit then tells the others, and exits with its code.
+        leaving = parts.training.leaving
+        leaving.is_training = lambda: parts.run_files.training
+        leaving.has_trained = lambda: self._trained
+        leave_on_sigterm(leaving, self._strategy.leavings)
+
+    def _close_at_the_end(self) -> None:
+        leavings = self._strategy.leavings
+        if self.training.leaving not in leavings:  # closed before, and the script went on
+            leavings.append(self.training.leaving)
+        for leaving in leavings:
+            leaving.ends = True
+        self._at_exit = True
+        self.close()
+
+    def _abandon(self) -> None:
+        if self._parts is not None and not self._closed:
+            self._parts.session.abandon()
+            self._parts.run_files.note_end()
+            self._progress.stop(finished=False)
+            self._states.abandoned(self._parts.session.step, self._strategy.failure)
+            self._parts.training.leaving.ends = True  # it exits anyway: SIGTERM need not
+
+    def _fit_begins(self, model: Any, callbacks: Any) -> None:
+        if model is not self.model or holds_callback(callbacks, BoundaryCallback):
+            return
+        if not self._warned:
+            self._warned = True
+            warn_of_missing_callback(self.rank)
+        if self._parts is not None:
+            self._parts.uncounted.fit_begins()
+
+
+def _report_progress(parts: Parts) -> ProgressReports:
+    """Starts reports for a scheduler, if the environment asks for them."""
+    session, run_files = parts.session, parts.run_files
+    reports = ProgressReports(
+        progress_target(os.environ, session.rank),
+        rank=session.rank,
+        attempt=parts.attempt,
+        step=lambda: session.step,
+        training=lambda: run_files.training,
+        position=lambda: run_files.position(),
+        metrics=lambda: numbers(run_files.logs or {}),
+    )
+    reports.start()
+    return reports
+
+
+# Export and import of the model in the file formats of other tools. Only worker 0 reads and writes.
+
+WRITE_SECS = 3600.0
+
+
+def on_worker_0(exchange: Exchange, number: int, act: Callable[[], None]) -> None:
+    """Runs `act` on worker 0 while the others wait for it, at most an hour. If it fails, all raise."""
+    if exchange.rank == 0:
+        said = ""
+        try:
+            act()
+        except Exception as error:  # any error of Keras or TensorFlow must reach the others
+            said = f"{type(error).__name__}: {error}"
+        exchange.tell(f"move/{number}", json.dumps(said))
+    problem = json.loads(exchange.hear(f"move/{number}", WRITE_SECS))
+    if problem:
+        raise CheckpointError(f"Worker 0 could not read or write the model file: {problem}")
+
+
+def write_model(model: keras.Model, path: Path) -> None:
+    """Writes a model in the format given by the path's suffix. Called by one worker."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing_alone():  # the others do not save here
+        if path.name.endswith(".keras"):
+            model.save(path)
+        elif path.name.endswith(".weights.h5"):
+            model.save_weights(path)
+        else:
+            _tracked(model).write(str(path))
+
+
+def read_model(model: keras.Model, path: Path) -> None:
+    """Loads the values in a file into one worker's replica."""
+    if path.name.endswith(".keras"):
+        loaded = keras.saving.load_model(path, compile=False, safe_mode=True)
+        model.set_weights(loaded.get_weights())
+    elif path.name.endswith(".weights.h5"):
+        model.load_weights(path)
+    else:
+        _tracked(model).read(str(path)).assert_existing_objects_matched()
+
+
+def _tracked(model: keras.Model) -> tf.train.Checkpoint:
+    optimizer = getattr(model, "optimizer", None)
+    parts = {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
+    return tf.train.Checkpoint(**parts)
 
 
 class Replicas(ReplicasLifecycle):

@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy.typing as npt
 
-from replicast.core.commands import Ended
+from replicast.core.events import Ended
 from replicast.core.operations.pull import Pulled
-from replicast.core.refusal import Refusal
-from replicast.core.stage import Stage
+from replicast.core.records import Refusal, Stage
 from replicast.errors import UpdateRefused
 from replicast.files import RunDir, RunPath
-from replicast.runtime import Session
+from replicast.replicas.session import Session
 from replicast.storage import requests
 from replicast.storage.requests import Answer, NoRequest, Request
 
@@ -38,16 +37,7 @@ MAX_PULL_BYTES = 1 << 30
 
 
 class Requests:
-    """The open requests of one job. `look` and `finish` are for the thread of the run's files.
-
-    Args:
-        session: Worker 0's part in the job.
-        attempt: The number of this attempt.
-
-    Attributes:
-        may_save: Whether a checkpoint could be made now; one that is asked for while another one is being
-            written waits for it here, and not at a boundary.
-    """
+    """The open requests of one job. `look` and `finish` are for the thread of the run's files."""
 
     def __init__(self, session: Session, attempt: int) -> None:
         self._session = session
@@ -158,11 +148,7 @@ class Requests:
         self._session.request(request.kind, (id_,), arguments)
 
     def _resolved(self, request: Request) -> tuple[Any, ...]:
-        """The variable's full name, and rows that it has.
-
-        Raises:
-            UpdateRefused: There is no such variable or row, or it is too much.
-        """
+        """The variable's full name, and rows that it has."""
         variable = self._session.replica.state.schema.resolve(request.name)
         requests.check_rows(request.rows, variable.name, variable.shape)
         count = sum(stop - start for start, stop in request.rows)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import FileDamaged, UpdateRefused, refusal_of
 from replicast.files import (
     RunDir,
@@ -46,11 +46,10 @@ from replicast.files import (
     write_quickly,
 )
 from replicast.processes import is_alive, is_on_this_host, this_process
-from replicast.storage.checkpoint import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.updates import has_promised, refused
-from replicast.update.parts import MAX_STEP, MAX_TENSORS, checked_id
 from replicast.update.trial import Trial
-from replicast.update.update import Update
+from replicast.update.update import MAX_STEP, MAX_TENSORS, Update, checked_id
 
 _UPDATE, _STAGE, _WITHDRAW, _ASIDE = ".safetensors", ".stage.json", ".withdraw.json", ".aside"
 _KEEP_SECS = 3600.0
@@ -59,14 +58,7 @@ _MAX_NOTE_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """An update that waits in the inbox.
-
-    Attributes:
-        id: Its id, according to its file's name.
-        path: Its file.
-        nbytes: The size of the file.
-        submitted_at: Seconds since 1970.
-    """
+    """An update that waits in the inbox."""
 
     id: str
     path: RunPath
@@ -76,15 +68,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """An update submitted from outside the job.
-
-    Attributes:
-        update: The update.
-        at_step: The step that its author chose.
-        trial: The condition of its trial, if any.
-        reverts: The number of the update to undo, if any: the job makes the edits, and `update` has none.
-        forced: Whether that update may be reverted already.
-    """
+    """An update submitted from outside the job."""
 
     update: Update
     at_step: int | None = None
@@ -102,24 +86,7 @@ def submit(
     reverts: int | None = None,
     forced: bool = False,
 ) -> RunPath:
-    """Puts an update into the inbox, atomically and durably. Submitting the same update again is a no-op.
-
-    Args:
-        run_dir: The run directory.
-        update: The update.
-        at_step: The step at which to apply it. Default: as soon as possible.
-        trial: The condition of its trial, if any.
-        reverts: The number of an update to undo: the job makes the edits, and the update has none.
-        forced: Whether that update may be reverted already.
-
-    Returns:
-        Its file in the inbox, which the job removes when the update is settled.
-
-    Raises:
-        UpdateRefused: Another update with this id waits in the inbox, or the step is not valid.
-        FileDamaged: What waits in the inbox under this id cannot be read.
-        OSError: It cannot be written.
-    """
+    """Puts an update into the inbox, atomically and durably. Submitting the same update again is a no-op."""
     path = _inbox(run_dir) / f"{update.id}{_UPDATE}"
     step = _checked_step(at_step)
     if path.exists():
@@ -169,15 +136,6 @@ def read(
 
     Anybody may have put it there: before memory is allocated for its values, all that its header and its size
     say is checked, and that it is on disk.
-
-    Args:
-        path: Its file.
-        max_bytes: The largest file to read. Default: 4 GiB.
-        check: Called with the update in outline, without values; what it raises ends the reading.
-
-    Raises:
-        FileDamaged: The file cannot be read, is damaged, too large or not an update, or has large holes.
-        UpdateRefused: Its name, step or trial is not valid.
     """
     content = read_tensor_bytes(
         path,
@@ -219,13 +177,6 @@ def take(
     """Reads an update that the job will propose: `withdraw` cannot remove it any more. Only worker 0.
 
     The header is checked first: of what is not an update, or not one for this job, nothing is noted.
-
-    Returns:
-        What `read` returns; None if the update was withdrawn in the meantime.
-
-    Raises:
-        FileDamaged, UpdateRefused: As in `read`.
-        OSError: The note cannot be written.
     """
     try:
         check(_submitted(path, outline_of(path, max_tensors=MAX_TENSORS)).update)
@@ -238,22 +189,7 @@ def take(
 
 
 def withdraw(run_dir: RunDir, update_id: str, *, job_is_running: Callable[[], bool]) -> bool:
-    """Removes a waiting update, unless a job has taken it already.
-
-    Args:
-        run_dir: The run directory.
-        update_id: The update's id.
-        job_is_running: Called if a job has taken the update, but its process is not visible from here, or its
-            pid may have been reused.
-
-    Returns:
-        True if the update was removed and will not be applied. False if there was none, or if it was too
-        late; the update is then still in place, or is put back by the job.
-
-    Raises:
-        FileDamaged: The journal cannot tell whether it is committed; the update is still in place.
-        OSError: It cannot be removed.
-    """
+    """Removes a waiting update, unless a job has taken it already."""
     if Path(update_id).name != update_id:
         return False
     path = _inbox(run_dir) / f"{update_id}{_UPDATE}"
@@ -301,14 +237,7 @@ def _put_back(aside: RunPath) -> None:
 
 
 def request_withdrawal(run_dir: RunDir, update_id: str) -> RunPath:
-    """Asks a running job to withdraw an update that it has taken and not yet applied.
-
-    Returns:
-        The request's file, which the job removes when it has read it.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Asks a running job to withdraw an update that it has taken and not yet applied."""
     path = _inbox(run_dir) / f"{checked_id(update_id)}{_WITHDRAW}"
     make_durably(path.parent)
     write_quickly(path, json.dumps({"requested_at": time.time()}))
@@ -327,11 +256,7 @@ def take_withdrawals(run_dir: RunDir) -> list[str]:
 
 
 def clean(run_dir: RunDir) -> None:
-    """Removes the notes of updates that left the inbox long ago, and half-written files.
-
-    Raises:
-        OSError: Something cannot be removed.
-    """
+    """Removes the notes of updates that left the inbox long ago, and half-written files."""
     inbox = _inbox(run_dir)
     remove_leftovers(inbox)
     for path in list(inbox.glob(f"*{_STAGE}")):
@@ -342,18 +267,7 @@ def clean(run_dir: RunDir) -> None:
 
 
 def refuse(run_dir: RunDir, path: RunPath, error: Exception, *, durably: bool = True) -> None:
-    """Writes why an update is refused, then moves its file out of the inbox.
-
-    Args:
-        run_dir: The run directory.
-        path: Its file in the inbox.
-        error: The reason: a refusal, or whatever went wrong with its file.
-        durably: Whether to sync. Thousands of invalid files must not delay other updates, and after a power
-            failure they are simply refused again.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Writes why an update is refused, then moves its file out of the inbox."""
     refused = _refused(run_dir)
     make_durably(refused)
     reason = json_bytes({"reason": refusal_of(error).to_json(), "refused_at": time.time()})
@@ -385,17 +299,7 @@ def refusals(run_dir: RunDir) -> dict[str, UpdateRefused]:
 
 
 def note_stage(run_dir: RunDir, update_id: str, stage: Stage, **fields: Any) -> None:
-    """Writes the stage of an update, for its author outside the job.
-
-    Args:
-        run_dir: The run directory.
-        update_id: The update's id.
-        stage: Its stage.
-        **fields: Additional fields, as JSON values.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Writes the stage of an update, for its author outside the job."""
     path = _inbox(run_dir) / f"{update_id}{_STAGE}"
     make_durably(path.parent)
     write_quickly(path, json.dumps({**fields, "stage": str(stage), "time": time.time()}))

@@ -22,8 +22,8 @@ from replicast.config import ANY, shortened
 from replicast.errors import ClusterError
 from replicast.paths import RunDir
 from replicast.processes import is_alive, is_on_this_host
-from replicast.storage.groups import RELEASED, Claim, group_directory, last_claim
-from replicast.storage.runfiles import ENDED, WorkerNote, read_worker_notes
+from replicast.storage.claims import RELEASED, Claim, group_directory, last_claim
+from replicast.storage.run_files import ENDED, WorkerNote, read_worker_notes
 from replicast.strictjson import json_bytes
 
 SILENT_SECS = 10.0
@@ -32,15 +32,7 @@ _LOOK_SECS = 0.1
 
 
 class Watch:
-    """What one reader has seen of the notes of a job. Give every reading to `look`, several in `silent_secs`.
-
-    Args:
-        silent_secs: After this long without a change a job counts as dead.
-        clock: A monotonic clock.
-
-    Attributes:
-        moving: The notes of the workers that are alive, as last read.
-    """
+    """What one reader has seen of the notes of a job. Give every reading to `look`, several in `silent_secs`."""
 
     def __init__(self, silent_secs: float = SILENT_SECS, clock: Callable[[], float] = time.monotonic) -> None:
         self._silent_secs = silent_secs
@@ -78,11 +70,7 @@ def watch(
     watched: Watch | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Watch:
-    """Reads the notes until it is known whether the job is alive: blocks at most `silent_secs` of the watch.
-
-    Returns:
-        The watch; the job is alive if `moving` is not empty.
-    """
+    """Reads the notes until it is known whether the job is alive: blocks at most `silent_secs` of the watch."""
     watched = Watch() if watched is None else watched
     while watched.look(read()) is None:
         sleep(_LOOK_SECS)
@@ -100,20 +88,6 @@ def check_free(
     On this host the process of its worker 0 counts, at once. On another host its note counts: blocks until it
     changes, at most `SILENT_SECS`. Not the notes of the other workers: they outlive worker 0 by some seconds,
     in which the job cannot be saved, and a scheduler may start it again already.
-
-    Args:
-        run_dir: The run directory.
-        take_over: A job of another host that is taken over even if it runs: what this function has returned
-            before, or `ANY`.
-        tell: Called with a line before it blocks.
-        watched: For tests: a watch with another clock.
-
-    Returns:
-        The job of another host that may be taken over, and no later one; empty if there is none.
-
-    Raises:
-        ClusterError: A job is running.
-        FileDamaged: The last claim is damaged.
     """
     claim = last_claim(run_dir)
     if claim is None or (group_directory(run_dir, claim.group) / RELEASED).exists():

@@ -39,7 +39,7 @@ from replicast.files import (
     write_quickly,
 )
 from replicast.strictjson import described, parse_object
-from replicast.update.parts import checked_text
+from replicast.update.update import checked_text
 
 Kind: TypeAlias = Literal["audit", "save", "leave", "pull"]
 Rows: TypeAlias = tuple[tuple[int, int], ...]
@@ -56,17 +56,7 @@ _TENSOR = "values"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What somebody outside asks a running job for.
-
-    Attributes:
-        id: Its id, which is part of its file's name.
-        kind: An audit, a checkpoint ("save"), to stop with a checkpoint ("leave"), or values ("pull").
-        author: Who asks.
-        requested_at: Seconds since 1970.
-        deadline: When the author stops waiting, in seconds since 1970: the job refuses the request then.
-        name: For a pull: the variable. Any unique suffix of its name works.
-        rows: For a pull: which rows; empty for the whole variable.
-    """
+    """What somebody outside asks a running job for."""
 
     kind: Kind
     author: str
@@ -79,12 +69,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class NoRequest:
-    """A file in the place of a request that is none.
-
-    Attributes:
-        id: According to the file's name.
-        problem: What is wrong with it.
-    """
+    """A file in the place of a request that is none."""
 
     id: str
     problem: str
@@ -92,19 +77,7 @@ class NoRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a request.
-
-    Attributes:
-        kind: What was asked for.
-        author: Who asked.
-        done: Whether it was done; otherwise it was refused.
-        step: The boundary at which it was done; if it was refused, the step at which the job was.
-        attempt: The attempt of the job that answers.
-        answered_at: Seconds since 1970.
-        problem: Why it was refused; or what is to be said about it although it was done.
-        details: What was found: the report of an audit; name, rows, digests and whether they are equal for a
-            pull; whether a checkpoint was made before the job stopped.
-    """
+    """What came of a request."""
 
     kind: str
     author: str
@@ -126,21 +99,7 @@ def submit(
     name: str = "",
     rows: Rows = (),
 ) -> Request:
-    """Asks the running job for something.
-
-    Args:
-        run_dir: The run directory.
-        kind: What for.
-        author: Who asks.
-        timeout_secs: After this time the job refuses it.
-        now: The time by the clock of the job. Default: by the clock of this host.
-        name: For a pull: the variable.
-        rows: For a pull: which rows; empty for all.
-
-    Raises:
-        UpdateRefused: It is not valid.
-        OSError: It cannot be written.
-    """
+    """Asks the running job for something."""
     now = time.time() if now is None else now
     request = Request(kind, author[:_MAX_AUTHOR], now, now + timeout_secs, name, rows, uuid.uuid4().hex)
     try:
@@ -165,11 +124,7 @@ def id_of(path: RunPath) -> str:
 
 
 def read(path: RunPath) -> Request | NoRequest | None:
-    """Reads the file of a request. Only worker 0.
-
-    Returns:
-        The request, or what is wrong with it; None if it is gone.
-    """
+    """Reads the file of a request. Only worker 0."""
     try:
         fields = parse_object(read_small(path, max_bytes=_MAX_REQUEST_BYTES))
         request = replace(described(Request, "request", fields), id=id_of(path))
@@ -182,14 +137,7 @@ def read(path: RunPath) -> Request | NoRequest | None:
 
 
 def answer(run_dir: RunDir, id_: str, given: Answer, values: npt.NDArray[Any] | None = None) -> bool:
-    """Answers a request, then removes it. Only worker 0. No-op if its author has withdrawn it.
-
-    Returns:
-        Whether the request is gone: what lies in its place may be something that cannot be removed.
-
-    Raises:
-        OSError: It cannot be written; the request is still there.
-    """
+    """Answers a request, then removes it. Only worker 0. No-op if its author has withdrawn it."""
     inbox = _inbox(run_dir)
     path = inbox / f"{id_}{_REQUEST}"
     if not path.exists():
@@ -205,11 +153,7 @@ def answer(run_dir: RunDir, id_: str, given: Answer, values: npt.NDArray[Any] | 
 
 
 def read_answer(run_dir: RunDir, id_: str) -> Answer | None:
-    """The answer to a request; None if there is none yet.
-
-    Raises:
-        FileDamaged: It is damaged.
-    """
+    """The answer to a request; None if there is none yet."""
     path = _inbox(run_dir) / f"{id_}{_ANSWER}"
     if not path.exists():
         return None
@@ -220,11 +164,7 @@ def read_answer(run_dir: RunDir, id_: str) -> Answer | None:
 
 
 def read_values(run_dir: RunDir, id_: str, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
-    """The values that were pulled.
-
-    Raises:
-        FileDamaged: They are missing or damaged, or not of this shape and dtype: those are not read.
-    """
+    """The values that were pulled."""
     path = _inbox(run_dir) / f"{id_}{_VALUES}"
 
     def check(outline: TensorFile) -> None:
@@ -270,11 +210,7 @@ def indices_of(rows: Rows) -> npt.NDArray[np.int64]:
 
 
 def check_rows(rows: Rows, name: str, shape: tuple[int, ...]) -> None:
-    """Checks that a variable has these rows.
-
-    Raises:
-        UpdateRefused: It has not.
-    """
+    """Checks that a variable has these rows."""
     if rows and not shape:
         raise UpdateRefused("A scalar variable has no rows", variable=name)
     beyond = [stop - 1 for _, stop in rows if stop > shape[0]]

@@ -2,49 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from replicast.core.entries import Committed, Decided, Receipt, Refused, Scheduled, Withdrawn
-from replicast.core.history import History
-from replicast.core.stage import Stage
-from replicast.errors import FileDamaged
-from replicast.files import RunDir, below
-from replicast.storage.counted import counted_entries
-from replicast.storage.damage import DamagedEntry
-from replicast.storage.entry_files import EntryFile, StoredBefore, StoredPayload, read_entry, read_payload
+from replicast.core.entries import Committed, Decided, History, Receipt, Refused, Scheduled, Withdrawn
+from replicast.core.operations.revert import why_not
+from replicast.core.records import Stage
+from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
+from replicast.files import RunDir, RunPath, below, open_plain
+from replicast.storage.journal import (
+    HELD_BY_ALL,
+    DamagedEntry,
+    EntryFile,
+    StoredBefore,
+    StoredPayload,
+    counted_entries,
+    read_before,
+    read_entry,
+    read_payload,
+    summary,
+)
+from replicast.strictjson import parse_integer
+from replicast.tensorfiles import check_header, header_bytes
+from replicast.update.edits import EditKind
+from replicast.update.inverse import NOT_KEPT, disturbs, inverse
 from replicast.update.trial import Trial
-from replicast.update.update import Update
+from replicast.update.update import MAX_TENSORS, Update
 
 
 @dataclass(frozen=True, slots=True)
 class CommittedUpdate:
-    """A committed update.
-
-    Attributes:
-        sequence: Its place in the order, from 1.
-        id: Its id.
-        digest: The digest of its content: equal for updates that do the same.
-        step: The boundary at which every worker applies it.
-        attempt: The attempt of the job that committed it.
-        committed_at: Seconds since 1970.
-        workers: The number of workers of the job.
-        author: Who proposed it.
-        note: Why.
-        edits: A summary of each edit: operation, variable, shape of what is written. Empty, as author and
-            note, if the entry that has them is damaged.
-        nbytes: The size of its file; 0 if that is not known.
-        sha256: The hash of its file; empty if that is not known.
-        scheduled: Whether the author chose the step.
-        heals: Whether an audit made it.
-        reverts: The number of the update that it undoes, if any.
-        reverted_by: The number of the update that has undone it, if any.
-        trial: The condition of its trial, if any.
-        before: For a trial: the metric before the update.
-        decided: How its trial ended.
-        receipts: One for each attempt that applied it, in order; the last one counts.
-    """
+    """A committed update."""
 
     sequence: int
     id: str
@@ -75,17 +66,7 @@ class CommittedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledUpdate:
-    """An update that waits for the step that its author chose.
-
-    Attributes:
-        id: Its id.
-        at_step: The step.
-        trial: The condition of its trial, if any.
-        author: Who proposed it.
-        note: Why.
-        edits: A summary of each edit, as in `CommittedUpdate`.
-        nbytes: The size of its file; 0 if that is not known.
-    """
+    """An update that waits for the step that its author chose."""
 
     id: str
     at_step: int
@@ -97,15 +78,7 @@ class ScheduledUpdate:
 
 
 def committed_updates(run_dir: RunDir, last: int | None = None) -> list[CommittedUpdate]:
-    """The committed updates in their order.
-
-    Args:
-        run_dir: The run directory.
-        last: The number of latest updates to return; less is read then. Default: all.
-
-    Raises:
-        FileDamaged: An entry is missing or damaged: `Updates` has the others.
-    """
+    """The committed updates in their order."""
     run = Updates(run_dir)
     run.check_whole()
     records = list(run.committed.values())
@@ -114,40 +87,24 @@ def committed_updates(run_dir: RunDir, last: int | None = None) -> list[Committe
 
 
 def scheduled_updates(run_dir: RunDir) -> list[ScheduledUpdate]:
-    """The updates that wait for their step, in the order of the steps.
-
-    Raises:
-        FileDamaged: As in `committed_updates`.
-    """
+    """The updates that wait for their step, in the order of the steps."""
     run = Updates(run_dir)
     run.check_whole()
     return [run.scheduled_update(one) for one in sorted(run.scheduled.values(), key=lambda one: one.at_step)]
 
 
 def withdrawn_ids(run_dir: RunDir) -> frozenset[str]:
-    """The ids of the updates that are known to be withdrawn.
-
-    Raises:
-        FileDamaged: The claim of the last group is damaged.
-    """
+    """The ids of the updates that are known to be withdrawn."""
     return frozenset(Updates(run_dir).withdrawn)
 
 
 def refused(run_dir: RunDir) -> dict[str, str]:
-    """The reasons of the known refusals in the journal, by update id, without updates accepted later.
-
-    Raises:
-        FileDamaged: As in `withdrawn_ids`.
-    """
+    """The reasons of the known refusals in the journal, by update id, without updates accepted later."""
     return Updates(run_dir).refused
 
 
 def has_promised(run_dir: RunDir, id_: str) -> bool:
-    """Whether an update is committed or scheduled, so that every attempt of the job will apply it.
-
-    Raises:
-        FileDamaged: A damaged entry may say so.
-    """
+    """Whether an update is committed or scheduled, so that every attempt of the job will apply it."""
     run = Updates(run_dir)
     if id_ in run.scheduled or any(record.id == id_ for record, _ in run.committed.values()):
         return True
@@ -158,11 +115,7 @@ def has_promised(run_dir: RunDir, id_: str) -> bool:
 
 
 def load_update(run_dir: RunDir, sequence: int) -> Update:
-    """A committed update with its values.
-
-    Raises:
-        FileDamaged: It is missing, was removed, or is damaged.
-    """
+    """A committed update with its values."""
     run = Updates(run_dir)
     if sequence not in run.committed:
         raise FileDamaged(below(run_dir) / "groups", f"the journal has no update {sequence}")
@@ -172,23 +125,7 @@ def load_update(run_dir: RunDir, sequence: int) -> Update:
 
 
 class Updates:
-    """The updates of a run according to the journal, at the moment when it is read.
-
-    Args:
-        run_dir: The run directory.
-
-    Attributes:
-        committed: The record of each committed update and when it was written, by sequence number.
-        scheduled: The updates that wait for their step, by id.
-        withdrawn: The ids of withdrawn updates.
-        history: The same as the core reads it.
-        refused: Why updates were refused, by id; without those that were accepted later.
-        before: Where the values before each update are, by sequence number.
-        damaged: The entries that are missing or damaged. Whatever they said is not among the above.
-
-    Raises:
-        FileDamaged: The claim of the last group, which says what counts, is damaged.
-    """
+    """The updates of a run according to the journal, at the moment when it is read."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
@@ -237,11 +174,7 @@ class Updates:
                 self.scheduled.pop(id_, None)
 
     def payload(self, id_: str, digest: str) -> tuple[EntryFile, StoredPayload]:
-        """The payload of an update, and its place.
-
-        Raises:
-            FileDamaged: There is none.
-        """
+        """The payload of an update, and its place."""
         found = self._payloads.get((id_, digest))
         if found is None:
             raise FileDamaged(below(self._run_dir) / "groups", f"the journal has no payload of update {id_}")
@@ -303,3 +236,185 @@ class Updates:
                 if all(one.place != file.place for one in self.damaged):
                     self.damaged.append(DamagedEntry(file.group, file.number, file.kind, error))
         return payload
+
+
+# What an update in the inbox says of itself: from the header of its file alone, which is cheap to read.
+
+_MAX_HEADER_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What an update would do, as its author wrote it; a job has not examined it."""
+
+    author: str
+    note: str
+    edits: tuple[Mapping[str, Any], ...]
+    at_step: int | None
+    trial: Trial | None
+    reverts: int | None
+
+    @property
+    def words(self) -> str:
+        """What it does in a few words: "add dense/bias (+3)"."""
+        if self.reverts is not None:
+            return f"reverts update {self.reverts}"
+        if not self.edits:
+            return "no edits"
+        first = f"{self.edits[0]['operation']}".replace("_", " ") + f" {self.edits[0]['variable']}"
+        return first + (f" (+{len(self.edits) - 1})" if len(self.edits) > 1 else "")
+
+
+def describe(path: RunPath) -> Description | None:
+    """The description in a file of the inbox; None if it is gone, very long, or not that of an update."""
+    with contextlib.suppress(OSError, FileDamaged, UpdateRefused, ValueError, TypeError, AttributeError):
+        return _read(path)
+    return None
+
+
+def _read(path: RunPath) -> Description | None:
+    descriptor = open_plain(path)
+    try:
+        length = header_bytes(os.pread(descriptor, 8, 0))
+        if length > _MAX_HEADER_BYTES:
+            return None
+        begin, nbytes = os.pread(descriptor, length, 0), os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+    outline = check_header(begin, nbytes, path.name, max_tensors=MAX_TENSORS)
+    update, extra = Update.of_file(outline, path.name)
+    trial, step, reverts = extra.get("trial"), extra.get("at_step"), extra.get("reverts")
+    return Description(
+        author=update.author,
+        note=update.note,
+        edits=tuple(summary(edit) for edit in update.edits),
+        at_step=step if type(step) is int else None,
+        trial=None if trial is None else Trial.from_json(trial),
+        reverts=reverts if type(reverts) is int else None,
+    )
+
+
+# The update that undoes an update of the journal, for a job and for processes outside it.
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """How an update of the journal is undone."""
+
+    record: Committed
+    update: Update
+    since: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raises `UpdateRefused` if later updates have changed what it would change."""
+        if self.since:
+            raise UpdateRefused(
+                f"Update {self.record.sequence} is not the last one: {'; '.join(self.since)}",
+                remedy="Revert those first, or revert it all the same: force=True",
+            )
+
+
+def undo(
+    run_dir: RunDir, which: int | str, *, note: str = "", author: str = "", forced: bool = False
+) -> Undo:
+    """The update that undoes a committed update of a run. Changes nothing."""
+    run = Updates(run_dir)
+    by_id = run.history.by_id.get(str(which))
+    sequence = by_id.sequence if by_id is not None else number_of(which)
+    problem = why_not(run.history, sequence, forced=forced)
+    if problem:
+        raise UpdateRefused(problem)
+    record = run.history.committed[sequence]
+
+    def load() -> Update:
+        file, payload = run.payload(record.id, record.digest)
+        return read_payload(file.payload_path(run_dir), payload)
+
+    def load_before() -> Update | None:
+        kept = run.before.get(sequence)
+        return None if kept is None else read_before(kept[0].payload_path(run_dir), kept[1])
+
+    def edits_of(one: Committed) -> tuple[Mapping[str, Any], ...]:
+        return run.committed_update(*run.committed[one.sequence]).edits
+
+    update = inverse_of(record, load, load_before, note=note, author=author)
+    return Undo(record, update, changes_since(run.history, record, update, edits_of))
+
+
+def changes_since(
+    history: History,
+    first: Committed,
+    back: Update,
+    edits_of: Callable[[Committed], Iterable[Mapping[str, Any]]],
+) -> tuple[str, ...]:
+    """What later updates have done that the undoing of one would discard or be wrong for, in words."""
+    undoes = {edit.variable: edit.operation for edit in back.edits}
+    found = []
+    for record in history.after(frozenset()):
+        if not _counts_after(history, record, first):
+            continue
+        done: dict[str, None] = {}
+        for edit in edits_of(record):
+            name, operation = edit["variable"], EditKind(edit["operation"])
+            if name in undoes and disturbs(operation, undoes[name], heals=record.heals):
+                done[f"{_DONE[operation]} {name}"] = None
+        if done:
+            found.append(f"update {record.sequence} has {', '.join(done)} since then")
+    return tuple(found)
+
+
+def _counts_after(history: History, record: Committed, first: Committed) -> bool:
+    """Whether an update was applied after another one and still has an effect."""
+    if (record.step, record.sequence) <= (first.step, first.sequence):
+        return False
+    decided = history.decided.get(record.sequence)
+    if history.reverted_by(record.sequence) is not None or (decided is not None and not decided.kept):
+        return False
+    undone = None if record.reverts is None else history.committed.get(record.reverts)
+    # What undoes a later update leaves nothing of it.
+    return undone is None or (undone.step, undone.sequence) <= (first.step, first.sequence)
+
+
+_DONE = {
+    EditKind.ADD: "added to",
+    EditKind.ADD_ROWS: "added to rows of",
+    EditKind.ADD_LOW_RANK: "added to",
+    EditKind.SCALE: "scaled",
+    EditKind.BLEND: "blended",
+    EditKind.ASSIGN: "assigned",
+    EditKind.ASSIGN_ROWS: "assigned rows of",
+    EditKind.RESET: "reset",
+    EditKind.RESET_ROWS: "reset rows of",
+}
+
+
+def inverse_of(
+    record: Committed,
+    load: Callable[[], Update],
+    load_before: Callable[[], Update | None],
+    *,
+    id_: str | None = None,
+    note: str = "",
+    author: str = "",
+) -> Update:
+    """The update that undoes another one, from what the journal keeps of it."""
+    try:
+        update = load()
+    except PayloadRemoved as error:
+        problem = f"The values of update {record.sequence} are not kept any more: {HELD_BY_ALL}"
+        raise UpdateRefused(problem, remedy=NOT_KEPT) from error
+    note = note or f"revert update {record.sequence} ({record.id})"
+    return inverse(update, load_before(), id_=id_, note=note, author=author)
+
+
+def number_of(which: int | str) -> int:
+    """The number of an update, as somebody gave it."""
+    try:
+        return parse_integer(str(which))
+    except ValueError as error:
+        raise UpdateRefused(
+            "There is no such update",
+            expected="the number or the id of a committed update",
+            received=str(which)[:200],
+            remedy="replicast log lists them",
+        ) from error

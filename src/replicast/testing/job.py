@@ -24,23 +24,24 @@ import numpy as np
 import numpy.typing as npt
 
 from replicast.coordination import MemoryCoordination
-from replicast.core.commands import Ended
 from replicast.core.entries import Saved
-from replicast.core.events import WriteOutcome
+from replicast.core.events import Ended, WriteOutcome
 from replicast.core.messages import Tell
 from replicast.core.operation import Timeouts
 from replicast.core.operations.audit import AuditResult
-from replicast.core.reports import Snapshot
+from replicast.core.records import Snapshot
 from replicast.errors import FileDamaged, JobFailed, ReplicasDiverged
-from replicast.runtime import Channel, Exchange, Session, Writer
+from replicast.replicas.channel import Channel
+from replicast.replicas.exchange import Exchange
+from replicast.replicas.replica import Writer
+from replicast.replicas.session import Session
 from replicast.storage.journal import Journal, MemoryJournal
 from replicast.transport import MemoryTransport
 from replicast.update.guard import Guard
-from replicast.update.schema import Schema
+from replicast.update.schema import Limits, Schema
 from replicast.update.state import MemoryState
 from replicast.update.trial import Trial
 from replicast.update.update import Update
-from replicast.update.validate import Limits
 
 DEADLINE_SECS = 120.0
 QUICK = Timeouts(

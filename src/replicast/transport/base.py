@@ -10,18 +10,12 @@ from typing import Any
 import numpy.typing as npt
 
 from replicast.errors import UpdateRefused
-from replicast.update.blocks import DIGITS, digest_of_blocks
+from replicast.update.digest import DIGITS, digest_of_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The position of one array in a parcel.
-
-    Attributes:
-        dtype: The dtype's name, such as "float32" or "bfloat16".
-        shape: Its shape.
-        offset: The offset of its first byte, a multiple of 64.
-    """
+    """The position of one array in a parcel."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,17 +24,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """The description of a parcel, which the source sends to the others so that they can fetch the bytes.
-
-    Attributes:
-        id: Unique in the job: letters, digits, and any of "._-".
-        source: The rank of the worker whose arrays these are.
-        nbytes: The size of the whole buffer, padding included.
-        arrays: The arrays, in the order in which they were passed to `publish`.
-        blocks: The digests of the arrays' blocks, concatenated.
-        memory: The first parcel in the same memory, if that is used again; otherwise empty.
-        to_read: Whether it was published `to_read`.
-    """
+    """The description of a parcel, which the source sends to the others so that they can fetch the bytes."""
 
     id: str
     source: int
@@ -84,15 +68,6 @@ class Transport(abc.ABC):
         """Makes the arrays available to all workers. Only on the source.
 
         The arrays are copied before this returns and may be changed afterwards.
-
-        Args:
-            parcel_id: The id of the parcel.
-            arrays: Its content.
-            to_read: Whether no worker writes to the arrays or keeps them beyond `release`. They may then be
-                views of shared memory that is used again, so that no worker has to map new memory.
-
-        Raises:
-            UpdateRefused: There is not enough space. Nothing is left behind.
         """
 
     @abc.abstractmethod
@@ -108,15 +83,6 @@ class Transport(abc.ABC):
 
         Workers that share memory also share the verification: each verifies some of the blocks, and damage
         found by one counts for all. So a parcel is intact once all workers have received it.
-
-        Args:
-            parcel: The description from the source.
-            timeout_secs: How long to wait for it.
-            inspect: Called for every chunk that this worker verifies.
-
-        Raises:
-            UpdateRefused: The arrays did not arrive in time or arrived damaged, or there is not enough space.
-                Nothing is left behind on this worker; the source still has to release the parcel.
         """
 
     @abc.abstractmethod
@@ -125,10 +91,6 @@ class Transport(abc.ABC):
 
         Call it when every worker has received the parcel or given up. The memory is freed when the source
         releases the parcel; on other hosts, when the worker that received the bytes for that host does.
-
-        Args:
-            parcel_id: Which parcel.
-            reuse: On the source: no worker uses the arrays any more, so the memory may be written again.
         """
 
     @abc.abstractmethod

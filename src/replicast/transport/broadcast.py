@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed, UpdateRefused
-from replicast.mapping import Bytes
+from replicast.tensorfiles import Bytes
 from replicast.transport.base import Inspect, Parcel, Transport, not_arrived
 from replicast.transport.files import SharedFile
 from replicast.transport.keys import chunk_ranges, group_key, instance_keys, leaders_of, next_block
@@ -47,16 +47,7 @@ TRANSFER_SECS = 600.0
 
 
 class BroadcastTransport(Transport):
-    """One worker's end. The lowest rank on each host is its leader.
-
-    Args:
-        shared: The transport among the workers of this host only.
-        coordination: The keys that all workers share.
-        rank: The rank of this worker.
-        hosts: The host of every worker, by rank.
-        job: The name of the job.
-        chunk_bytes: The size of a chunk, a multiple of 64.
-    """
+    """One worker's end. The lowest rank on each host is its leader."""
 
     def __init__(
         self,
@@ -77,14 +68,12 @@ class BroadcastTransport(Transport):
         self._leader = self._leaders[hosts[rank]]
         self._own_keys: dict[str, tuple[str, ...]] = {}
 
-    def publish(  # noqa: D102
-        self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False
-    ) -> Parcel:
+    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False) -> Parcel:
         if self._rank == self._leader:
             self._own_keys[parcel_id] = ("decision",)
         return self._shared.publish(parcel_id, arrays, to_read=to_read)
 
-    def receive(  # noqa: D102
+    def receive(
         self, parcel: Parcel, timeout_secs: float, inspect: Inspect = lambda *_: None
     ) -> list[npt.NDArray[Any]]:
         until = time.monotonic() + timeout_secs
@@ -105,13 +94,13 @@ class BroadcastTransport(Transport):
                 )
         return self._shared.receive(parcel, max(0.0, until - time.monotonic()), inspect)
 
-    def release(self, parcel_id: str, *, reuse: bool = False) -> None:  # noqa: D102
+    def release(self, parcel_id: str, *, reuse: bool = False) -> None:
         self._shared.release(parcel_id, reuse=reuse)
         for what in self._own_keys.pop(parcel_id, ()):
             with contextlib.suppress(JobFailed):
                 self._coordination.delete(self._key(parcel_id, what))
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
         self._shared.close()
 
     def _receive_and_send(

@@ -60,16 +60,7 @@ class Ends:
 
 
 class ChainTransport(Transport):
-    """One worker's end.
-
-    Args:
-        shared: The transport among the workers of this host only.
-        coordination: The keys that all workers share.
-        rank: The rank of this worker.
-        hosts: The host of every worker, by rank.
-        name: A name for the keys, unique to this transport.
-        ends: The leader's; None on other workers.
-    """
+    """One worker's end."""
 
     def __init__(
         self,
@@ -92,12 +83,10 @@ class ChainTransport(Transport):
         self._is_alone = hosts.count(hosts[rank]) == 1
         self._told: set[str] = set()
 
-    def publish(  # noqa: D102
-        self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False
-    ) -> Parcel:
+    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False) -> Parcel:
         return self._shared.publish(parcel_id, arrays, to_read=to_read)
 
-    def receive(  # noqa: D102
+    def receive(
         self, parcel: Parcel, timeout_secs: float, inspect: Inspect = lambda *_: None
     ) -> list[npt.NDArray[Any]]:
         until = time.monotonic() + timeout_secs
@@ -111,7 +100,7 @@ class ChainTransport(Transport):
             parcel = self._receive_for_host(self._ends, parcel, timeout_secs)
         return self._shared.receive(parcel, max(0.0, until - time.monotonic()), inspect)
 
-    def release(self, parcel_id: str, *, reuse: bool = False) -> None:  # noqa: D102
+    def release(self, parcel_id: str, *, reuse: bool = False) -> None:
         if self._ends is not None:
             self._ends.holdings.remove(parcel_id)
         self._mirrors.release(parcel_id)
@@ -121,7 +110,7 @@ class ChainTransport(Transport):
             with contextlib.suppress(JobFailed):
                 self._coordination.delete(self._key(parcel_id))
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
         if self._ends is not None:
             self._ends.close()
         self._mirrors.close()

@@ -31,17 +31,7 @@ _CHAIN = "chain"
 
 
 class ChainOpening:
-    """One worker's part.
-
-    Args:
-        coordination: The keys that all workers share.
-        rank: The rank of this worker.
-        leaders: The leaders of all hosts, in the order of their ranks.
-        prefix: Of the keys, unique to this transport.
-        environ: Has `TF_CONFIG`.
-        timeout_secs: How long to wait for the other workers.
-        check: Raises if the job has failed; called about once a second.
-    """
+    """One worker's part."""
 
     def __init__(
         self,
@@ -62,11 +52,7 @@ class ChainOpening:
         self._wait = Wait(coordination, timeout_secs, self._late, lambda key, worker: check())
 
     def open(self) -> tuple[bool, Ends | None]:
-        """Whether the hosts are a chain: the same on all workers. And this leader's ends of it.
-
-        Raises:
-            JobFailed: A worker did not do its part in time.
-        """
+        """Whether the hosts are a chain: the same on all workers. And this leader's ends of it."""
         if self._rank == 0:
             self._put("secret", secrets.token_hex(32))
         ends = None

@@ -10,19 +10,12 @@ from collections import deque
 from collections.abc import Callable
 
 from replicast.errors import UpdateRefused
-from replicast.mapping import Bytes
+from replicast.tensorfiles import Bytes
 from replicast.transport.base import Parcel, damaged, not_arrived
 from replicast.transport.link import Link
 from replicast.transport.segments import Missing, Segment, segments_of
-from replicast.transport.wire import (
-    SILENT_SECS,
-    Kind,
-    limit,
-    receive_answer,
-    receive_into,
-    send_request,
-)
-from replicast.update.blocks import digest_block
+from replicast.transport.wire import SILENT_SECS, Kind, limit, receive_answer, receive_into, send_request
+from replicast.update.digest import digest_block
 
 STREAMS = 4
 """The most connections for one parcel."""
@@ -36,17 +29,7 @@ _PAUSES_SECS = (0.05, 0.2, 1.0)
 
 
 class Fetch:
-    """One parcel on its way into this host's memory. Its threads end with `run`.
-
-    Args:
-        parcel: The parcel.
-        buffer: Where its bytes go.
-        link: The connections to the host before this one.
-        rank: The rank of this worker.
-        predecessor: The rank of the worker at the other end of the link.
-        arrived: Called for each segment that has arrived and is verified.
-        waits: Called with the worker because of which nothing arrives.
-    """
+    """One parcel on its way into this host's memory. Its threads end with `run`."""
 
     def __init__(
         self,
@@ -74,11 +57,7 @@ class Fetch:
         self._lock = threading.Lock()
 
     def run(self, timeout_secs: float) -> None:
-        """Blocks until all bytes are here, at most `timeout_secs`.
-
-        Raises:
-            UpdateRefused: They are not, and who or what is to blame.
-        """
+        """Blocks until all bytes are here, at most `timeout_secs`."""
         self._until = time.monotonic() + timeout_secs
         streams = min(streams_for(self._parcel.nbytes), len(self._segments))
         others = [

@@ -16,26 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from replicast.errors import ClusterError
-from replicast.mapping import Bytes, map_shared
+from replicast.tensorfiles import Bytes, map_shared
 
 logger = logging.getLogger("replicast")
 
 
 class SharedFile:
-    """A file of this process that others can map once it is complete.
-
-    Args:
-        directory: The directory for shared memory.
-        nbytes: Its size. All of it is allocated here, so that a full file system raises an error here instead
-            of killing the process with a signal later.
-
-    Attributes:
-        buffer: The file's bytes, for writing. Once the file has its name they change only if no worker uses
-            its mapping of them any more: a variable may.
-
-    Raises:
-        OSError: There is not enough space.
-    """
+    """A file of this process that others can map once it is complete."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._path: Path | None = None
@@ -58,11 +45,7 @@ class SharedFile:
         return os.dup(self._descriptor)
 
     def complete(self, path: Path) -> None:
-        """Links the written file to its name, so that others can map it.
-
-        Raises:
-            FileExistsError: The name is taken.
-        """
+        """Links the written file to its name, so that others can map it."""
         # Python follows the link in /proc only if it is given a directory descriptor, which is not used.
         os.link(f"/proc/self/fd/{self._descriptor}", path, src_dir_fd=self._descriptor)
         self._path = path
@@ -82,11 +65,7 @@ class SharedFile:
 
 @contextlib.contextmanager
 def opened(path: Path, access: int = os.O_RDONLY) -> Iterator[int]:
-    """A complete file of this user, open for reading or with another access.
-
-    Raises:
-        FileNotFoundError: It does not exist, or belongs to another user.
-    """
+    """A complete file of this user, open for reading or with another access."""
     descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_uid != os.getuid():
@@ -97,11 +76,7 @@ def opened(path: Path, access: int = os.O_RDONLY) -> Iterator[int]:
 
 
 def check_directory(directory: Path) -> None:
-    """Checks that a directory can hold such files.
-
-    Raises:
-        ClusterError: Its file system does not support unnamed files.
-    """
+    """Checks that a directory can hold such files."""
     try:
         os.close(_unnamed_file(directory))
     except OSError as error:

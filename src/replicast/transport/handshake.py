@@ -29,11 +29,7 @@ _RANK = struct.Struct("!I")
 def introduce(
     connection: socket.socket, secret: bytes, rank: int, timeout_secs: float = HANDSHAKE_SECS
 ) -> None:
-    """On the side that connects.
-
-    Raises:
-        OSError: The other side does not know the secret, is not replicast, or takes too long.
-    """
+    """On the side that connects."""
     ends = time.monotonic() + timeout_secs
     greeting = _receive(connection, len(_VERSION) + _NONCE, ends)
     if not greeting.startswith(_VERSION):
@@ -47,11 +43,7 @@ def introduce(
 
 
 def admit(connection: socket.socket, secret: bytes) -> int:
-    """On the side that listens; returns the rank of the other one.
-
-    Raises:
-        OSError: The other side does not know the secret, or takes too long.
-    """
+    """On the side that listens; returns the rank of the other one."""
     ends = time.monotonic() + HANDSHAKE_SECS
     mine = secrets.token_bytes(_NONCE)
     connection.settimeout(HANDSHAKE_SECS)

@@ -46,11 +46,7 @@ class _Holding:
 
 
 class Holdings:
-    """One host's. All methods may be called from any thread.
-
-    Args:
-        rank: The rank of this worker.
-    """
+    """One host's. All methods may be called from any thread."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -62,14 +58,7 @@ class Holdings:
     def add(
         self, parcel_id: str, descriptor: int, segments: tuple[Segment, ...], *, arrives_from: int | None
     ) -> None:
-        """Offers a parcel.
-
-        Args:
-            parcel_id: Its id.
-            descriptor: Of its file; closed when the parcel is removed.
-            segments: All segments.
-            arrives_from: The worker from which they arrive, one by one; None if all are here.
-        """
+        """Offers a parcel."""
         here = set(range(len(segments))) if arrives_from is None else set()
         waits_for = self._rank if arrives_from is None else arrives_from
         with self._changed:

@@ -9,20 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replicast.mapping import ALIGNMENT, Bytes, aligned
+from replicast.tensorfiles import ALIGNMENT, Bytes, aligned
 from replicast.transport.base import Inspect, Parcel, Piece, damaged
-from replicast.update.blocks import blocks_of, digest_block
-from replicast.update.digest import name_of
+from replicast.update.digest import blocks_of, digest_block, name_of
 
 _PARCEL_ID = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def checked_id(parcel_id: str) -> str:
-    """Returns the id if it can be part of a file name.
-
-    Raises:
-        ValueError: It cannot.
-    """
+    """Returns the id if it can be part of a file name."""
     if not _PARCEL_ID.fullmatch(parcel_id) or len(parcel_id) > 100:
         raise ValueError(
             "The id of a parcel or a job consists of at most 100 letters, digits, dots, hyphens and "
@@ -32,11 +27,7 @@ def checked_id(parcel_id: str) -> str:
 
 
 def lay_out(arrays: Sequence[npt.NDArray[Any]]) -> tuple[tuple[Piece, ...], int]:
-    """The position of each array, and the size of the buffer: a multiple of 64 bytes, and at least 64.
-
-    Raises:
-        TypeError: An array holds Python objects, strings or records.
-    """
+    """The position of each array, and the size of the buffer: a multiple of 64 bytes, and at least 64."""
     pieces = []
     end = 0
     for array in arrays:
@@ -74,18 +65,7 @@ def check_share(
     local_ranks: Sequence[int],
     inspect: Inspect,
 ) -> None:
-    """Verifies this worker's share of the blocks of a parcel, and inspects their values in the same pass.
-
-    Args:
-        parcel: The parcel.
-        arrays: Its arrays.
-        rank: The rank of this worker.
-        local_ranks: The ranks of all workers that map the same memory.
-        inspect: Called for every chunk of the share.
-
-    Raises:
-        UpdateRefused: A block differs from what the source published.
-    """
+    """Verifies this worker's share of the blocks of a parcel, and inspects their values in the same pass."""
     for number, (place, _, content) in enumerate(blocks_of(arrays)):
         if local_ranks[number % len(local_ranks)] != rank:
             continue

@@ -16,14 +16,7 @@ KEPT_SECS = 20.0
 
 
 class Link:
-    """One host's. All methods may be called from any thread; it has no thread of its own.
-
-    Args:
-        host: The host before this one, as `TF_CONFIG` names it.
-        port: Where its `Server` listens.
-        secret: The secret of the job.
-        rank: The rank of this worker.
-    """
+    """One host's. All methods may be called from any thread; it has no thread of its own."""
 
     def __init__(self, host: str, port: int, secret: bytes, rank: int) -> None:
         self._address = host, port
@@ -35,12 +28,7 @@ class Link:
         self._lock = threading.Lock()
 
     def take(self, timeout_secs: float = HANDSHAKE_SECS) -> socket.socket:
-        """A connection on which nothing is under way. Blocks at most that long, and at most 5 s.
-
-        Raises:
-            OSError: The other host cannot be reached, or does not know the secret.
-            UpdateRefused: This end is closed.
-        """
+        """A connection on which nothing is under way. Blocks at most that long, and at most 5 s."""
         with self._lock:
             while self._idle:
                 since, connection = self._idle.pop()

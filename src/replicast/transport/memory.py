@@ -8,27 +8,16 @@ from typing import Any
 
 import numpy.typing as npt
 
-from replicast.mapping import Bytes
+from replicast.tensorfiles import Bytes
 from replicast.transport.base import Inspect, Parcel, Transport, no_room, not_arrived
 from replicast.transport.layout import aligned_buffer, arrays_in, check_share, checked_id, lay_out, write_out
 
 
 class MemoryTransport(Transport):
-    """One worker's end.
-
-    Args:
-        board: Shared by all workers of the job.
-        rank: The rank of this worker.
-    """
+    """One worker's end."""
 
     class Board:
-        """Holds parcels until their source releases them; tests inject faults here.
-
-        Attributes:
-            buffers: The bytes of each parcel, by id.
-            room: The maximum total size of all parcels; None for no limit.
-            changed: Guards all of this, and is notified when a parcel is published.
-        """
+        """Holds parcels until their source releases them; tests inject faults here."""
 
         def __init__(self) -> None:
             self.buffers: dict[str, Bytes] = {}
@@ -65,9 +54,7 @@ class MemoryTransport(Transport):
         self._rank = rank
         self._published: set[str] = set()
 
-    def publish(  # noqa: D102
-        self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False
-    ) -> Parcel:
+    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False) -> Parcel:
         pieces, nbytes = lay_out(arrays)
         free = self._board.free()
         if free is not None and nbytes > free:
@@ -78,7 +65,7 @@ class MemoryTransport(Transport):
         self._published.add(parcel_id)
         return Parcel(parcel_id, self._rank, nbytes, pieces, blocks, to_read=to_read)
 
-    def receive(  # noqa: D102
+    def receive(
         self, parcel: Parcel, timeout_secs: float, inspect: Inspect = lambda *_: None
     ) -> list[npt.NDArray[Any]]:
         board = self._board
@@ -94,7 +81,7 @@ class MemoryTransport(Transport):
         check_share(parcel, arrays, self._rank, [self._rank], inspect)
         return arrays
 
-    def release(self, parcel_id: str, *, reuse: bool = False) -> None:  # noqa: D102
+    def release(self, parcel_id: str, *, reuse: bool = False) -> None:
         if parcel_id in self._published:
             self._published.discard(parcel_id)
             with self._board.changed:
@@ -102,6 +89,6 @@ class MemoryTransport(Transport):
             if reuse and buffer is not None:
                 buffer[:] = 0xFF  # stands for reuse: a worker that still reads it gets NaN
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
         for parcel_id in list(self._published):
             self.release(parcel_id)

@@ -17,14 +17,7 @@ from replicast.transport.shared import SharedMemoryTransport
 
 @dataclass(slots=True)
 class Mirror:
-    """A file of this host.
-
-    Attributes:
-        file: The file.
-        source: The worker whose memory it mirrors.
-        name: Its name on this host: the first parcel that was in it.
-        parcel: The parcel that is in it; empty once that is released.
-    """
+    """A file of this host."""
 
     file: SharedFile
     source: int
@@ -42,11 +35,7 @@ class Mirrors:
         self._lock = threading.Lock()
 
     def reserve(self, parcel: Parcel) -> Mirror:
-        """The file for a parcel in memory that its source uses again, now or later.
-
-        Raises:
-            UpdateRefused: There is not enough space.
-        """
+        """The file for a parcel in memory that its source uses again, now or later."""
         with self._lock:
             mirror = self._mirrors.pop(parcel.memory, None)
             if mirror is not None and mirror.file.nbytes >= parcel.nbytes:

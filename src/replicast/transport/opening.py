@@ -32,20 +32,7 @@ def open_transport(
     name: str,
     check: Callable[[], None] = lambda: None,
 ) -> Transport:
-    """The transport for this job. On every worker; blocks until all have published their host.
-
-    Args:
-        coordination: The keys that all workers share.
-        rank: The rank of this worker.
-        size: The number of workers.
-        environ: The environment variables.
-        name: The same on all workers, and different for each transport of a job.
-        check: Raises if the job has failed; called about once a second.
-
-    Raises:
-        JobFailed: A worker did not do its part within two minutes.
-        ClusterError: `REPLICAST_SHM_DIR` cannot be used.
-    """
+    """The transport for this job. On every worker; blocks until all have published their host."""
     hosts, job = hosts_of_job(_PREFIX, coordination, rank, size, environ, check)
     directory = shared_memory_directory(environ)
     if len(set(hosts)) == 1:
@@ -74,9 +61,6 @@ def hosts_of_job(
     """The host of every worker, by rank, and a name of the job, unique for each prefix of the keys.
 
     Blocks until all workers have published their host under this prefix.
-
-    Raises:
-        JobFailed: A worker did not do so within two minutes.
     """
     key = f"{prefix}/host"
     if rank == 0:  # Written first, so that it exists once all hosts are published.

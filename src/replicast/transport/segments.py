@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from replicast.transport.base import Parcel
 from replicast.transport.layout import piece_bytes
-from replicast.update.blocks import BLOCK_BYTES
+from replicast.update.digest import BLOCK_BYTES
 
 SEGMENT_BYTES = 1 << 20
 """Blocks that lie next to each other go together up to this size. A larger block goes alone."""

@@ -42,14 +42,6 @@ class Server:
     Threads: `replicast-chain-accept`, and one `replicast-chain-send` for each connection. `close` ends them.
     If one that sends fails, its connection is closed and the other side connects again. If the one that
     accepts fails, the port is closed: updates that the next host needs are refused, and training goes on.
-
-    Args:
-        host: A name or address of this host; the port is any free one.
-        secret: The secret of the job.
-        holdings: What there is to send.
-
-    Raises:
-        OSError: This host cannot listen there.
     """
 
     def __init__(self, host: str, secret: bytes, holdings: Holdings) -> None:

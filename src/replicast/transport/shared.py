@@ -19,15 +19,9 @@ from typing import Any
 import numpy.typing as npt
 
 from replicast.errors import UpdateRefused
-from replicast.mapping import Bytes, map_private, map_to_read
+from replicast.tensorfiles import Bytes, map_private, map_to_read
 from replicast.transport.base import Inspect, Parcel, Transport, damaged, no_room, not_arrived
-from replicast.transport.files import (
-    SharedFile,
-    check_directory,
-    name_prefix,
-    opened,
-    remove_leftovers,
-)
+from replicast.transport.files import SharedFile, check_directory, name_prefix, opened, remove_leftovers
 from replicast.transport.layout import arrays_in, check_share, checked_id, lay_out, write_out
 
 KEPT_BYTES = (1 << 20, 1 << 31)
@@ -39,18 +33,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SharedMemoryTransport(Transport):
-    """One worker's end. Opening it removes the files that dead processes of this user left behind.
-
-    Args:
-        job: The name of the job: the same on all its workers, and unique among jobs.
-        rank: The rank of this worker.
-        directory: The directory for shared memory, such as /dev/shm.
-        local_ranks: The ranks of all workers that share it, including this one. By default this worker
-            verifies everything that it receives.
-
-    Raises:
-        ClusterError: The directory cannot be used.
-    """
+    """One worker's end. Opening it removes the files that dead processes of this user left behind."""
 
     def __init__(
         self, job: str, rank: int, *, directory: Path, local_ranks: Sequence[int] | None = None
@@ -69,9 +52,7 @@ class SharedMemoryTransport(Transport):
         check_directory(directory)
         remove_leftovers(directory)
 
-    def publish(  # noqa: D102
-        self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False
-    ) -> Parcel:
+    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False) -> Parcel:
         checked_id(parcel_id)
         pieces, nbytes = lay_out(arrays)
         file = self.reserve(nbytes, to_read=to_read)
@@ -88,7 +69,7 @@ class SharedMemoryTransport(Transport):
             self._to_read[parcel_id] = arrays_in(file.buffer, pieces)
         return Parcel(parcel_id, self._rank, nbytes, pieces, blocks, name, to_read)
 
-    def receive(  # noqa: D102
+    def receive(
         self, parcel: Parcel, timeout_secs: float, inspect: Inspect = lambda *_: None
     ) -> list[npt.NDArray[Any]]:
         arrays = self._to_read.get(parcel.id)
@@ -97,7 +78,7 @@ class SharedMemoryTransport(Transport):
         check_share(parcel, arrays, self._rank, self._local_ranks, inspect)
         return arrays
 
-    def release(self, parcel_id: str, *, reuse: bool = False) -> None:  # noqa: D102
+    def release(self, parcel_id: str, *, reuse: bool = False) -> None:
         self._to_read.pop(parcel_id, None)
         file = self._published.pop(parcel_id, None)
         if file is None:
@@ -109,7 +90,7 @@ class SharedMemoryTransport(Transport):
         if file is not None:
             self._remove(file)
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
         with self._lock:
             self._closed = True
             kept, self._kept = self._kept, None
@@ -120,11 +101,7 @@ class SharedMemoryTransport(Transport):
             self.release(parcel_id)
 
     def mapped(self, parcel: Parcel, timeout_secs: float) -> Bytes:
-        """Waits for the bytes of a parcel and maps them; does not verify them.
-
-        Raises:
-            UpdateRefused: They did not arrive in time, or the file is too short.
-        """
+        """Waits for the bytes of a parcel and maps them; does not verify them."""
         with self._lock:
             name, known = self._mapped.get(parcel.source, ("", None))
         if known is not None and name == parcel.memory:
@@ -139,11 +116,7 @@ class SharedMemoryTransport(Transport):
         return found
 
     def descriptor(self, parcel: Parcel, timeout_secs: float) -> int:
-        """Waits for the bytes of a parcel; a descriptor of their file, which the caller closes.
-
-        Raises:
-            UpdateRefused: They did not arrive in time, or the file is too short.
-        """
+        """Waits for the bytes of a parcel; a descriptor of their file, which the caller closes."""
         with self._opened(parcel, timeout_secs) as descriptor:
             return os.dup(descriptor)
 
@@ -166,15 +139,7 @@ class SharedMemoryTransport(Transport):
             yield descriptor
 
     def reserve(self, nbytes: int, *, to_read: bool = False) -> SharedFile:
-        """A file for a parcel, which the caller completes or removes.
-
-        Args:
-            nbytes: How much it must hold.
-            to_read: Whether the file that is kept may be used, which may be larger, and is complete already.
-
-        Raises:
-            UpdateRefused: There is not enough space.
-        """
+        """A file for a parcel, which the caller completes or removes."""
         with self._lock:
             kept, self._kept = self._kept, None
         if kept is not None:

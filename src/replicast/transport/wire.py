@@ -51,16 +51,7 @@ def limit(connection: socket.socket, secs: float) -> None:
 
 
 def receive_into(connection: socket.socket, view: memoryview, until: float | None = None) -> None:
-    """Fills a view.
-
-    Args:
-        connection: From where.
-        view: What to fill.
-        until: When to give up, as `time.monotonic` counts, although bytes may still arrive.
-
-    Raises:
-        OSError: The connection is closed, or silent for too long, or the time is over.
-    """
+    """Fills a view."""
     while view:
         if until is not None:
             left_secs = until - time.monotonic()
@@ -87,11 +78,7 @@ def send_request(connection: socket.socket, parcel_id: str, segment: int) -> Non
 
 
 def receive_request(connection: socket.socket) -> tuple[str, int]:
-    """The id of a parcel, and the number of a segment.
-
-    Raises:
-        OSError: The connection is closed, silent for too long, or says something else.
-    """
+    """The id of a parcel, and the number of a segment."""
     segment, length = _REQUEST.unpack(receive_bytes(connection, _REQUEST.size))
     if not 0 < length <= _MAX_ID:
         raise ConnectionError("not a request")
@@ -112,12 +99,7 @@ def send_refusal(connection: socket.socket, refusal: dict[str, Any]) -> None:
 
 
 def receive_answer(connection: socket.socket) -> tuple[Kind, int]:
-    """The head of an answer.
-
-    Raises:
-        OSError: The connection is closed, silent for too long, or says something else.
-        UpdateRefused: That is the answer.
-    """
+    """The head of an answer."""
     kind, number = _ANSWER.unpack(receive_bytes(connection, _ANSWER.size))
     if kind == Kind.REFUSED and number <= MAX_REFUSAL_BYTES:
         raise _refusal(receive_bytes(connection, number))

@@ -8,12 +8,16 @@ elements in row-major order. It is fast, but not cryptographic: it does not prot
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from replicast.tensorfiles import Bytes
+from replicast.update.edits import FLOAT_DTYPES, Array
 
 
 @functools.cache
@@ -23,11 +27,7 @@ def name_of(dtype: np.dtype[Any]) -> str:
 
 
 def digest_array(array: npt.NDArray[Any]) -> str:
-    """Digests one array. Reads a row-major array in place; copies any other layout first.
-
-    Raises:
-        TypeError: The elements are Python objects or records.
-    """
+    """Digests one array. Reads a row-major array in place; copies any other layout first."""
     array = np.asarray(array)
     hasher = begun_digest(array.dtype, array.shape)
     hasher.update(_bytes_of(array))
@@ -35,11 +35,7 @@ def digest_array(array: npt.NDArray[Any]) -> str:
 
 
 def begun_digest(dtype: np.dtype[Any], shape: Sequence[int]) -> xxhash.xxh3_128:
-    """A hasher for an array of this dtype and shape, ready for its elements.
-
-    Raises:
-        TypeError: The elements are Python objects or records.
-    """
+    """A hasher for an array of this dtype and shape, ready for its elements."""
     name = name_of(dtype)
     if dtype.hasobject or name.startswith("void"):  # Addresses, or bytes of unknown meaning.
         raise TypeError(f"Only arrays of plain numbers have a digest. Received: dtype {dtype}")
@@ -61,3 +57,102 @@ def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
     if not array.dtype.isnative:
         array = array.byteswap().view(array.dtype.newbyteorder())
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+# Arrays divided into blocks with one digest each, so that several workers can verify one buffer together.
+
+BLOCK_BYTES = 1 << 22
+"""Small enough to share a large array evenly, large enough that all digests fit in a message."""
+DIGITS = 16
+"""The length of a block's digest: xxh3_64 in hexadecimal digits."""
+_CHUNK_BYTES = 1 << 18  # fits in the processor's cache, and makes Python's part negligible
+
+Each = Callable[[int, Bytes], Bytes]
+"""Called with the offset of a chunk in its block, and the chunk; returns the chunk or a copy to digest."""
+
+
+class Block(NamedTuple):
+    """A part of one array: the index of the array, the offset of the part, and the part."""
+
+    place: int
+    start: int
+    content: Bytes
+
+
+def blocks_of(arrays: Sequence[npt.NDArray[Any]]) -> Iterator[Block]:
+    """All blocks of all arrays; an empty array has no blocks."""
+    for place, array in enumerate(arrays):
+        content = bytes_of(array)
+        for start in range(0, len(content), BLOCK_BYTES):
+            yield Block(place, start, content[start : start + BLOCK_BYTES])
+
+
+def bytes_of(array: npt.NDArray[Any]) -> Bytes:
+    """The elements in row-major order and this machine's byte order; a view if they are stored that way."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def digest_block(content: Bytes, each: Each = lambda _, chunk: chunk) -> str:
+    """The digest of one block; calls `each` for its chunks while they are in the processor's cache."""
+    hasher = xxhash.xxh3_64()
+    for start in range(0, len(content), _CHUNK_BYTES):
+        hasher.update(each(start, content[start : start + _CHUNK_BYTES]).data)
+    return hasher.hexdigest()
+
+
+def digest_of_blocks(digests: str) -> str:
+    """One digest from the digests of all blocks: xxh3_128, as hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(digests.encode())
+
+
+# Checks whether numbers are finite: the only slow check of an update's values.
+
+_CHUNK = 2**16  # Elements. Small enough that temporary results stay in the processor's cache.
+
+
+def is_finite(array: Array) -> bool:
+    """Whether no element is NaN or infinite."""
+    return name_of(array.dtype) not in FLOAT_DTYPES or nonfinite(array)[0] == 0
+
+
+def _surely_finite(array: Array) -> bool:
+    """A quick check: the sum of all squares is finite only if every element is.
+
+    The reverse does not hold: squares of large numbers overflow, and dtypes that numpy multiplies slowly are
+    not checked.
+    """
+    if array.dtype not in (np.float32, np.float64):
+        return False
+    flat = np.ascontiguousarray(array).reshape(-1)
+    with np.errstate(all="ignore"):
+        return all(
+            math.isfinite(np.dot(chunk, chunk))
+            for chunk in (flat[start : start + _CHUNK] for start in range(0, flat.size, _CHUNK))
+        )
+
+
+def nonfinite(array: Array) -> tuple[int, int]:
+    """How many elements are NaN or infinite, and the index of the first in row-major order.
+
+    Compares bits, chunk by chunk: without its sign, a number is finite if its bits, as an integer, are below
+    those of infinity. This works for all dtypes, including those that numpy computes slowly.
+    """
+    if _surely_finite(array):
+        return 0, -1
+    bits = np.dtype(f"u{array.dtype.itemsize}")
+    infinity = np.array(np.inf, array.dtype).view(bits)
+    flat = np.ascontiguousarray(array).reshape(-1).view(bits)
+    buffer = np.empty(min(_CHUNK, flat.size), bits)
+    found, first = 0, -1
+    for start in range(0, flat.size, _CHUNK):
+        chunk = flat[start : start + _CHUNK]
+        # Shifted by one bit, the sign is gone.
+        shifted = np.left_shift(chunk, 1, out=buffer[: chunk.size])
+        if shifted.max() < infinity << 1:
+            continue
+        wrong = shifted >= infinity << 1
+        first = start + int(np.argmax(wrong)) if first < 0 else first
+        found += int(np.count_nonzero(wrong))
+    return found, first

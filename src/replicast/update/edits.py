@@ -66,15 +66,7 @@ COPY_BITS = frozenset({EditKind.ASSIGN, EditKind.ASSIGN_ROWS}) | RESETS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edit:
-    """One operation on one variable.
-
-    Attributes:
-        operation: What to do.
-        variable: The variable's name: as the author wrote it, or the full name once validated.
-        arrays: The values, by the names in `ARRAY_NAMES`.
-        factor: The factor of a scale, the weight of a blend, or the fill value of a reset.
-        loose: The values were Python numbers or lists, and take the variable's dtype.
-    """
+    """One operation on one variable."""
 
     operation: EditKind
     variable: str
@@ -105,15 +97,7 @@ def factor_as(factor: float, dtype: npt.DTypeLike) -> Array:
 
 
 def apply_edit(edit: Edit, current: Array) -> Array:
-    """Returns the variable's value after the edit.
-
-    Args:
-        edit: A validated edit: shapes and dtypes match the variable, indices are unique and in range.
-        current: The value before; not changed.
-
-    Returns:
-        A new array of the same shape and dtype.
-    """
+    """Returns the variable's value after the edit."""
     arrays = edit.arrays
     match edit.operation:
         case EditKind.ADD:

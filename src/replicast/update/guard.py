@@ -142,11 +142,7 @@ class Guard:
 
 
 def checked_guard(guard: Guard | None) -> Guard | None:
-    """Returns the guard after checking its type.
-
-    Raises:
-        ValueError: It is neither a `Guard` nor None.
-    """
+    """Returns the guard after checking its type."""
     if guard is not None and not isinstance(guard, Guard):
         raise ValueError(
             "guard must be a replicast.Guard, such as replicast.Guard(max_relative_change=0.1), or None. "

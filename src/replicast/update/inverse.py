@@ -41,13 +41,7 @@ def bytes_to_keep(whole: Iterable[str], rows: Mapping[str, Array], schema: Schem
 
 
 def update_before(id_: str, whole: Arrays, rows: Mapping[str, tuple[Array, Array]]) -> Update:
-    """The values before an update, as the update that assigns them.
-
-    Args:
-        id_: The id of the update that overwrites them.
-        whole: Whole variables, by name. Read-only arrays are not copied.
-        rows: Indices and rows of others, by name.
-    """
+    """The values before an update, as the update that assigns them."""
     before = Update(id=id_, note="the values before this update", allow_nonfinite=True)
     for name, value in whole.items():
         before = before.assign(name, value)
@@ -59,18 +53,7 @@ def update_before(id_: str, whole: Arrays, rows: Mapping[str, tuple[Array, Array
 def inverse(
     update: Update, before: Update | None, *, id_: str | None = None, note: str = "", author: str = ""
 ) -> Update:
-    """The update that undoes another one.
-
-    Args:
-        update: The update, as the journal has it.
-        before: The values before it, as `update_before` gives them; None if none are kept.
-        id_: The id of the result; a new one unless given.
-        note: Why.
-        author: Who.
-
-    Raises:
-        UpdateRefused: It needs values before the update, and they are not kept.
-    """
+    """The update that undoes another one."""
     kept = {} if before is None else {edit.variable: edit for edit in before.edits}
     edits: list[Edit] = []
     for edit in reversed(update.edits):
@@ -112,13 +95,7 @@ def meaning(edit: Edit) -> str:
 
 
 def disturbs(later: EditKind, undoes: EditKind, *, heals: bool = False) -> bool:
-    """Whether a later edit of the same variable makes the undoing of an edit wrong, or is discarded by it.
-
-    Args:
-        later: What the later edit does.
-        undoes: What the edit of an inverse does.
-        heals: Whether the later edit has made replicas equal: it has kept what was added before.
-    """
+    """Whether a later edit of the same variable makes the undoing of an edit wrong, or is discarded by it."""
     if undoes not in SUBTRACTED and undoes is not EditKind.SCALE:
         return True
     if heals or later in SUBTRACTED:

@@ -1,6 +1,6 @@
 """The state as the protocol uses it: named variables that can be changed by edits and digested.
 
-`replicast.strategy.KerasState` has the variables of a Keras model; `MemoryState` has numpy arrays, for tests
+`replicast.training.KerasState` has the variables of a Keras model; `MemoryState` has numpy arrays, for tests
 in which threads act as workers.
 """
 
@@ -49,12 +49,7 @@ class State(abc.ABC):
         return rows
 
     def hold(self, whole: Iterable[str], rows: Mapping[str, npt.NDArray[np.int64]]) -> Held:
-        """The values of these variables, and of these rows of others, as they are now.
-
-        Returns:
-            A function that any thread may call later, whatever has changed since. It gives arrays that nobody
-            else writes to.
-        """
+        """The values of these variables, and of these rows of others, as they are now."""
         values = self.read(whole)
         parts = {name: self.read_rows(name, indices) for name, indices in rows.items()}
         return lambda: (values, parts)
@@ -101,21 +96,21 @@ class MemoryState(State):
             Variable(name, value.shape, value.dtype.name, "trainable") for name, value in self.values.items()
         )
 
-    def apply(self, edits: Sequence[Edit]) -> None:  # noqa: D102
+    def apply(self, edits: Sequence[Edit]) -> None:
         for edit in edits:
             self.values[edit.variable] = apply_edit(edit, self.values[edit.variable])
 
-    def digest(self, edits: Sequence[Edit]) -> str:  # noqa: D102
+    def digest(self, edits: Sequence[Edit]) -> str:
         whole, rows = touched_parts(edits)
         parts = {name: self.values[name] for name in whole}
         parts.update({f"{name}[rows]": self.values[name][indices] for name, indices in rows.items()})
         return digest_state(parts)
 
-    def read(self, names: Iterable[str]) -> Arrays:  # noqa: D102
+    def read(self, names: Iterable[str]) -> Arrays:
         return {name: self.values[name].copy() for name in names}
 
-    def digests(self, names: Iterable[str]) -> dict[str, str]:  # noqa: D102
+    def digests(self, names: Iterable[str]) -> dict[str, str]:
         return {name: digest_array(self.values[name]) for name in names}
 
-    def snapshot(self, buffers: Arrays) -> None:  # noqa: D102
+    def snapshot(self, buffers: Arrays) -> None:
         buffers.update(self.read(self.values))

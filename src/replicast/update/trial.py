@@ -90,17 +90,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class TrialOutcome:
-    """How a trial ended, on every replica.
-
-    Attributes:
-        sequence: The update's sequence number.
-        outcome: "kept", or "reverted": every replica has its bits from before the update.
-        step: The boundary at which it was decided.
-        metric: The metric that decided it.
-        before: The mean of the metric before the update, over all workers; None if not measured.
-        during: Its mean in the trial; None if not measured or not finite.
-        reason: Why, in words.
-    """
+    """How a trial ended, on every replica."""
 
     sequence: int
     outcome: Outcome
@@ -118,16 +108,7 @@ class TrialOutcome:
 def judged(
     trial: Trial, sequence: int, step: int, before: float | None, during: float | None, measured: int
 ) -> TrialOutcome:
-    """Decides whether an update is kept.
-
-    Args:
-        trial: The criterion.
-        sequence: The update's sequence number.
-        step: The boundary at which it is decided.
-        before: The metric before the update, over all workers; None if not measured.
-        during: The metric in the trial; None if not measured.
-        measured: The number of steps of the trial in which it was measured.
-    """
+    """Decides whether an update is kept."""
     outcome: Outcome = "reverted"
     if during is None:
         reason = f"{trial.metric} was not measured in the trial"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import replicast
-from replicast.storage.runfiles import ENDED
+from replicast.storage.run_files import ENDED
 from tests.hosts.job import HostJob, need_machines
 from tests.hosts.network import Network
 from tests.hosts.story import WAITS_SECS, hosts_in_status, seen_by, train_push_and_heal

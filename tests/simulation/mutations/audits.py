@@ -8,7 +8,7 @@ from replicast.core.coordinator import Coordinator
 from replicast.core.operation import Ask, Go
 from replicast.core.operations import audit as audit_module
 from replicast.core.operations.audit import Audit, Report
-from replicast.core.reports import ReportId
+from replicast.core.records import ReportId
 from tests.simulation.mutations.registry import ORIGINAL, broken, mutation
 
 

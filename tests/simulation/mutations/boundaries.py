@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from replicast.core.boundaries import Boundaries
-from replicast.core.coordinator import Coordinator
-from replicast.core.meeting import Meeting
+from replicast.core.coordinator import Boundaries, Coordinator
 from replicast.core.messages import Do, Tell
+from replicast.core.operation import Meeting
 from replicast.core.worker import Worker
 from tests.simulation.mutations.registry import ORIGINAL, broken, mutation
 

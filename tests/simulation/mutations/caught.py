@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from replicast.testing.simulation import StoryFailed, World, random_plan
 from tests.simulation.mutations.registry import MUTATIONS
+from tests.simulator import StoryFailed, World, random_plan
 
 CAUGHT_BY: dict[str, int] = {
     "heal nothing": 35,

@@ -7,15 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from replicast.core import coordinator as coordinator_module
-from replicast.core.commands import CloseInbox, Write
 from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Scheduled
-from replicast.core.gather import Gather
+from replicast.core.events import CloseInbox, Write
 from replicast.core.messages import Tell
-from replicast.core.operation import Outcome, Record
+from replicast.core.operation import Gather, Outcome, Record
 from replicast.core.operations.trial import BeginTrial
 from replicast.core.operations.update import Apply, Discard, Prepare
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from tests.simulation.mutations.registry import ORIGINAL, broken, mutation
 
 

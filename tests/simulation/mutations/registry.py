@@ -8,10 +8,9 @@ from typing import Any
 from unittest import mock
 
 from replicast.core import coordinator as coordinator_module
-from replicast.core.boundaries import Boundaries
-from replicast.core.coordinator import Coordinator
-from replicast.core.history import History
-from replicast.core.meeting import Meeting
+from replicast.core.coordinator import Boundaries, Coordinator
+from replicast.core.entries import History
+from replicast.core.operation import Meeting
 from replicast.core.worker import Worker
 
 Mutation = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -7,11 +7,10 @@ from typing import Any
 from replicast.core.coordinator import Coordinator
 from replicast.core.operation import Ask, Boundary, Operation, Outcome
 from replicast.core.operations import revert
-from replicast.core.operations.keep import Keep
 from replicast.core.operations.pull import Pull, Pulled, TakeRows
+from replicast.core.operations.revert import Keep
 from replicast.core.operations.trial import End
-from replicast.core.reports import Applied
-from replicast.core.stage import Stage
+from replicast.core.records import Applied, Stage
 from tests.simulation.mutations.registry import ORIGINAL, broken, mutation
 
 

@@ -7,23 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from replicast.core import coordinator as coordinator_module
-from replicast.core.boundaries import Boundaries
-from replicast.core.coordinator import Coordinator
-from replicast.core.engine import UNDECIDED
-from replicast.core.entries import Committed
+from replicast.core.coordinator import UNDECIDED, Boundaries, Coordinator
+from replicast.core.entries import Committed, History
 from replicast.core.events import WriteOutcome, Written
-from replicast.core.history import History
 from replicast.core.operation import Ask, Boundary, EarlierSettled, Outcome
 from replicast.core.operations import leave as leave_module
 from replicast.core.operations import save as save_module
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.trial import End
 from replicast.core.operations.update import Load
-from replicast.core.proposal import Pending
-from replicast.core.reports import Applied
-from replicast.core.stage import Stage
-from replicast.testing.simulation import disk as disk_module
+from replicast.core.records import Applied, Pending, Stage
 from tests.simulation.mutations.registry import ORIGINAL, broken, mutation
+from tests.simulator import disk as disk_module
 
 
 @mutation

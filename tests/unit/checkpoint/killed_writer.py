@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from replicast.client.patching import patch_in_place
-from replicast.storage.checkpoint import CheckpointStore, patch
+from replicast.storage.checkpoint_tools import patch
+from replicast.storage.checkpoints import CheckpointStore
 from replicast.update.update import Update
 from tests.unit.checkpoint.operations import Operations
 from tests.unit.checkpoint.samples import draft_of, state_of

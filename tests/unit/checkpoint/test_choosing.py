@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from replicast.errors import CheckpointError
-from replicast.storage.checkpoint import CheckpointStore, choose
+from replicast.storage.checkpoints import CheckpointStore, choose
 from tests.unit.checkpoint.samples import flip, written
 
 

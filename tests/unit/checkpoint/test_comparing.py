@@ -11,15 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from replicast.errors import CheckpointError, FileDamaged
-from replicast.storage.checkpoint import (
-    CheckpointStore,
-    Comparison,
-    Difference,
-    Verdict,
-    diff,
-    differences,
-    open_checkpoint,
-)
+from replicast.storage.checkpoint_files import open_checkpoint
+from replicast.storage.checkpoint_tools import Comparison, Difference, Verdict, diff, differences
+from replicast.storage.checkpoints import CheckpointStore
 from tests.unit.checkpoint.samples import BFLOAT16, Arrays, draft_of, flip, schema_of, state_of
 
 

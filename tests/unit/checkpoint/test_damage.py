@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from replicast.errors import CheckpointError, FileDamaged
-from replicast.storage.checkpoint import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore
 from tests.unit.checkpoint.samples import assert_holds, flip, state_of, written
 
 

@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 from replicast.core.entries import Saved
-from replicast.core.proposal import Pending, Proposal
-from replicast.storage.checkpoint import CheckpointStore, saved_of
-from replicast.storage.fence import Fence
+from replicast.core.records import Pending, Proposal
+from replicast.storage.checkpoint_format import saved_of
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.claims import Fence
 from replicast.update.trial import Trial
 from tests.unit.checkpoint.samples import draft_of, state_of
 

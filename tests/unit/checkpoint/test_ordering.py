@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from replicast.storage.checkpoint import CheckpointStore, choose
-from replicast.storage.checkpoint.ordering import with_unreadable
+from replicast.storage.checkpoints import CheckpointStore, choose, with_unreadable
 from tests.unit.checkpoint.samples import flip, written
 
 BEST = ("loss", "min")

@@ -16,18 +16,16 @@ import numpy as np
 import pytest
 
 from replicast.client.patching import patch_in_place
-from replicast.core.entries import Saved
-from replicast.core.history import History
-from replicast.core.stage import Stage
+from replicast.core.entries import History, Saved
+from replicast.core.records import Stage
 from replicast.errors import UpdateRefused
-from replicast.storage.chain import read_chain
-from replicast.storage.checkpoint import CheckpointStore, Draft, saved_of
-from replicast.storage.fence import Fence
+from replicast.storage.checkpoint_format import Draft, saved_of
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.claims import Fence, read_chain
 from replicast.storage.journal import FileJournal
 from replicast.storage.liveness import check_free
-from replicast.storage.reverting import undo
-from replicast.storage.runfiles import FORMAT, RunInfo, write_run_info
-from replicast.storage.updates import Updates, committed_updates
+from replicast.storage.run_files import FORMAT, RunInfo, write_run_info
+from replicast.storage.updates import Updates, committed_updates, undo
 from replicast.testing.job import Job, Worker, eventually
 from replicast.update.schema import Schema
 from replicast.update.update import Update
@@ -157,7 +155,7 @@ def write_only_the_record(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.EIO, "it failed")
 
     with monkeypatch.context() as failing:
-        failing.setattr("replicast.storage.checkpoint.store.put_in_place", fails)
+        failing.setattr("replicast.storage.checkpoints.put_in_place", fails)
         with pytest.raises(OSError, match="it failed"):
             patch_in_place(run, SAVED, fix())
 

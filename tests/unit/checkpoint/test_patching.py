@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from replicast.errors import CheckpointError, FileDamaged, UpdateRefused
-from replicast.storage.checkpoint import CheckpointStore, open_checkpoint, patch
-from replicast.update.schema import Schema, Variable
+from replicast.storage.checkpoint_files import open_checkpoint
+from replicast.storage.checkpoint_tools import patch
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.update.schema import Schema, Variable, planned
 from replicast.update.state import MemoryState
 from replicast.update.update import Update
-from replicast.update.validate import planned
 from tests.unit.checkpoint.samples import BFLOAT16, Arrays, draft_of, state_of
 
 
@@ -158,7 +159,7 @@ MEMORY = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from replicast.storage.checkpoint import patch
+from replicast.storage.checkpoint_tools import patch
 from replicast.update.update import Update
 
 generator = np.random.default_rng(0)

@@ -14,8 +14,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from replicast.storage.checkpoint import CheckpointStore, open_checkpoint, patch, patching
-from replicast.storage.checkpoint.slices import apply_edits, blocks_of
+from replicast.storage import checkpoint_tools as patching
+from replicast.storage.checkpoint_files import open_checkpoint
+from replicast.storage.checkpoint_tools import apply_edits, blocks_of, patch
+from replicast.storage.checkpoints import CheckpointStore
 from replicast.update.edits import HAVE_FACTOR, RESETS, ROWS, Edit, EditKind, apply_edit
 from replicast.update.schema import Variable
 from replicast.update.update import Update

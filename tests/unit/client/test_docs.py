@@ -9,7 +9,7 @@ import pytest
 
 from replicast.client import Run, connect
 from replicast.storage import inbox
-from replicast.storage.runfiles import append_metrics
+from replicast.storage.run_files import append_metrics
 from tests.unit.client.serving import TOKEN, served
 from tests.unit.played_job import PlayedJob, made_run, meanwhile
 

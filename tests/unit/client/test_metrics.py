@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from replicast.client.metrics import MAX_POINTS, MAX_SERIES, Metrics, MetricsFile, Series
-from replicast.storage.runfiles import append_metrics
+from replicast.storage.run_files import append_metrics
 
 
 @pytest.fixture

@@ -10,20 +10,13 @@ import numpy as np
 import pytest
 
 import replicast
-from replicast.audits.report import AuditReport
 from replicast.client import Run, connect
-from replicast.core.stage import Stage
-from replicast.errors import (
-    NoAnswer,
-    NotFound,
-    ReplicasDiverged,
-    UpdatePending,
-    UpdateRefused,
-)
+from replicast.core.records import Stage
+from replicast.errors import NoAnswer, NotFound, ReplicasDiverged, UpdatePending, UpdateRefused
 from replicast.storage import inbox, requests
-from replicast.storage.auditfiles import append_audit
 from replicast.storage.requests import Answer
-from replicast.storage.runfiles import append_metrics
+from replicast.storage.run_files import append_audit, append_metrics
+from replicast.update.audit_report import AuditReport
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 from tests.unit.client.serving import TOKEN, served

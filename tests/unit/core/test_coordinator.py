@@ -6,11 +6,31 @@ from typing import Any
 
 import pytest
 
-from replicast.core.commands import Broadcast, CloseInbox, Ended, EndJob, SetTimer, Write
 from replicast.core.coordinator import Coordinator
-from replicast.core.entries import Committed, Payload, Refused, Saved, Scheduled, Started, Withdrawn
-from replicast.core.events import FromWorker, TimerFired, WriteOutcome, Written
-from replicast.core.history import Group, History, valid
+from replicast.core.entries import (
+    Committed,
+    Group,
+    History,
+    Payload,
+    Refused,
+    Saved,
+    Scheduled,
+    Started,
+    Withdrawn,
+    valid,
+)
+from replicast.core.events import (
+    Broadcast,
+    CloseInbox,
+    Ended,
+    EndJob,
+    FromWorker,
+    SetTimer,
+    TimerFired,
+    Write,
+    WriteOutcome,
+    Written,
+)
 from replicast.core.messages import (
     OUTSIDE,
     Answer,
@@ -25,13 +45,9 @@ from replicast.core.messages import (
     Tell,
     Withdraw,
 )
-from replicast.core.operations.keep import WriteBefore
-from replicast.core.operations.revert import Invert
+from replicast.core.operations.revert import Invert, WriteBefore
 from replicast.core.operations.update import Apply, Load, Update
-from replicast.core.proposal import Pending, Proposal
-from replicast.core.refusal import Refusal
-from replicast.core.reports import Applied, ReportId, Seen, Snapshot
-from replicast.core.stage import Stage
+from replicast.core.records import Applied, Pending, Proposal, Refusal, ReportId, Seen, Snapshot, Stage
 
 ADD = Proposal("add", "digest", (("add", "d", 5),))
 

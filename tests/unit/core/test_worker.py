@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from replicast.core.commands import Continue, EndJob, Pass, Perform, Send, SetTimer, Settle
 from replicast.core.events import (
     Arrived,
     Awaited,
+    Continue,
+    EndJob,
     FromCoordinator,
+    Pass,
+    Perform,
     Performed,
     Proposed,
     Reported,
     Rested,
+    Send,
+    SetTimer,
+    Settle,
     TimerFired,
 )
 from replicast.core.messages import Answer, At, Do, Meet, Release, Rest, Resume, Stop, Tell
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.update import Apply, Prepare
-from replicast.core.proposal import Proposal
-from replicast.core.reports import ReportId
-from replicast.core.stage import Stage
+from replicast.core.records import Proposal, ReportId, Stage
 from replicast.core.worker import Worker
 
 

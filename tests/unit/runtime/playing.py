@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import UpdatePending, UpdateRefused
-from replicast.runtime import Ticket
+from replicast.replicas.ticket import Ticket
 from replicast.testing.job import DEADLINE_SECS, Worker, eventually
 from replicast.update.update import Update
 

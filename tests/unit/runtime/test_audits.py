@@ -11,8 +11,7 @@ import pytest
 
 from replicast.core.entries import Payload
 from replicast.core.operations.audit import AuditResult
-from replicast.core.refusal import Refusal
-from replicast.core.stage import Stage
+from replicast.core.records import Refusal, Stage
 from replicast.errors import ReplicasDiverged, UpdateRefused
 from replicast.storage.journal import MemoryJournal, NotWritten
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually

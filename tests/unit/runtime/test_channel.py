@@ -9,7 +9,9 @@ import pytest
 from replicast.coordination import MemoryCoordination
 from replicast.core.messages import Release, Request
 from replicast.errors import JobFailed
-from replicast.runtime import Channel, Exchange, Ticket
+from replicast.replicas.channel import Channel
+from replicast.replicas.exchange import Exchange
+from replicast.replicas.ticket import Ticket
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from tests.unit.runtime.playing import bias
 

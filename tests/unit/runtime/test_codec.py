@@ -11,7 +11,6 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from replicast.audits.distances import deviation
 from replicast.core import operations
 from replicast.core.entries import Receipt
 from replicast.core.messages import (
@@ -31,14 +30,24 @@ from replicast.core.messages import (
     Withdraw,
 )
 from replicast.core.operation import Outcome
-from replicast.core.operations import audit, function, keep, leave, pull, revert, save, sync, trial, update
-from replicast.core.proposal import Proposal, Published
-from replicast.core.refusal import Refusal
-from replicast.core.reports import Applied, ReportId, Seen, Snapshot
-from replicast.core.stage import Stage
-from replicast.runtime.codec import decode, encode
-from replicast.runtime.note import Note
+from replicast.core.operations import (
+    audit,
+    function,
+    leave,
+    pull,
+    revert,
+    save,
+    sync,
+    trial,
+    update,
+)
+from replicast.core.operations import (
+    revert as keep,
+)
+from replicast.core.records import Applied, Proposal, Published, Refusal, ReportId, Seen, Snapshot, Stage
+from replicast.replicas.channel import Note, decode, encode
 from replicast.transport import Parcel, Piece
+from replicast.update.audit_report import deviation
 from replicast.update.trial import Trial, TrialOutcome
 
 PARCEL = Parcel("test-1-1", 1, 128, (Piece("float32", (4, 3), 0), Piece("bfloat16", (), 64)), "ab" * 16)

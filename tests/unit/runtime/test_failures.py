@@ -12,10 +12,10 @@ import pytest
 
 from replicast import faults
 from replicast.core.entries import Committed, Entry, Payload, Receipt
-from replicast.core.gather import Gather
-from replicast.core.stage import Stage
+from replicast.core.operation import Gather
+from replicast.core.records import Stage
 from replicast.errors import JobFailed
-from replicast.runtime import Ticket
+from replicast.replicas.ticket import Ticket
 from replicast.storage.journal import MemoryJournal, NotWritten, PerhapsWritten
 from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
 from replicast.update.update import Update
@@ -28,7 +28,7 @@ FULL = "No space left on device"
 @pytest.fixture(autouse=True)
 def readers_look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of a job that has failed, nobody writes the message for which a reader waits."""
-    monkeypatch.setattr("replicast.runtime.channel.LOOK_SECS", 0.05)
+    monkeypatch.setattr("replicast.replicas.channel.LOOK_SECS", 0.05)
 
 
 @pytest.fixture

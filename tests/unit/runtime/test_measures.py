@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from replicast.errors import UpdateRefused
-from replicast.runtime.measures import MOST, Measures, MetricHistory, mean_history
+from replicast.replicas.measures import MOST, Measures, MetricHistory, mean_history
 from replicast.update.state import MemoryState
 from replicast.update.trial import Trial, judged
 

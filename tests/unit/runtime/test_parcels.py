@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import UpdateRefused
-from replicast.runtime import parcels
-from replicast.runtime.parcels import Parcels
+from replicast.replicas import parcels
+from replicast.replicas.parcels import Parcels
 from replicast.transport import Parcel, SharedMemoryTransport
-from replicast.update import finite
-from replicast.update.blocks import BLOCK_BYTES
+from replicast.update import digest as finite
+from replicast.update.digest import BLOCK_BYTES
 from replicast.update.schema import Schema, Variable
 from replicast.update.update import Update
 from tests.unit.chains import chain_of

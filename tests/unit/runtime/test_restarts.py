@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from replicast.errors import JobFailed
-from replicast.runtime import Ticket
-from replicast.storage.fence import Fence
+from replicast.replicas.ticket import Ticket
+from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, Journal, MemoryJournal
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from tests.unit.runtime.playing import bias, bias_of, own_threads, pending, scheduled

@@ -10,17 +10,15 @@ import numpy as np
 import pytest
 
 from replicast.errors import UpdateRefused
-from replicast.runtime.ticket import Ticket
-from replicast.storage.fence import Fence
+from replicast.replicas.ticket import Ticket
+from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal
-from replicast.storage.reverting import undo
-from replicast.storage.updates import committed_updates
+from replicast.storage.updates import committed_updates, undo
 from replicast.testing.job import Job, eventually, start_values
-from replicast.update.schema import Schema, Variable
+from replicast.update.schema import Limits, Schema, Variable
 from replicast.update.state import MemoryState
 from replicast.update.trial import Trial
 from replicast.update.update import Update
-from replicast.update.validate import Limits
 
 KERNEL, BIAS, TABLE = "dense/kernel", "dense/bias", "table/embeddings"
 DELTA = np.array([0.5, -1.25, 3.0], np.float32)
@@ -212,7 +210,7 @@ def test_values_that_an_attempt_cannot_write_are_not_taken_from_an_earlier_one(
 def test_values_that_are_not_kept_any_more_are_named_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicast.storage.retention.REVERTIBLE_BYTES", 0)
+    monkeypatch.setattr("replicast.storage.journal.REVERTIBLE_BYTES", 0)
     with file_job(tmp_path) as job:
         number = propose(job, overwriting())
         eventually(lambda: list(tmp_path.glob("groups/*/*.before.json")))

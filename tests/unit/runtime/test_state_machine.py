@@ -18,14 +18,14 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import UpdatePending, UpdateRefused
-from replicast.runtime import Ticket
+from replicast.replicas.ticket import Ticket
 from replicast.testing.job import QUICK, Job, Worker, eventually, start_values
 from replicast.update.edits import apply_edit
+from replicast.update.schema import planned
 from replicast.update.state import MemoryState
 from replicast.update.update import Update
-from replicast.update.validate import planned
 from tests.unit.runtime.playing import own_threads
 
 STEPS = 12

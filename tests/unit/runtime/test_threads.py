@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 
-from replicast.runtime.threads import Threads
+from replicast.replicas.threads import Threads
 
 
 class Value:

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast.core.refusal import Refusal
-from replicast.core.stage import Stage
+from replicast.core.records import Refusal, Stage
 from replicast.errors import ReplicasDiverged
-from replicast.runtime import Ticket
+from replicast.replicas.ticket import Ticket
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import ReplicasDiverged, UpdateRefused
-from replicast.runtime import Ticket
-from replicast.runtime.parcels import Parcels
+from replicast.replicas.parcels import Parcels
+from replicast.replicas.ticket import Ticket
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.transport import SharedMemoryTransport
 from replicast.transport.shared import KEPT_BYTES

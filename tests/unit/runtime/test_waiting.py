@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 from replicast.errors import ClusterError, JobFailed, UpdatePending
-from replicast.runtime import Ticket, gate
+from replicast.replicas import gate
+from replicast.replicas.ticket import Ticket
 from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
 from replicast.update.trial import Trial
 from tests.unit.runtime.playing import bias, loss_of_bias, pending, scheduled

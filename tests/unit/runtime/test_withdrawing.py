@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from replicast.core.stage import Stage
-from replicast.storage.fence import Fence
+from replicast.core.records import Stage
+from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, MemoryJournal
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.transport import Parcel

@@ -20,7 +20,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from replicast.audits.agreement import groups_of, reference_first, reference_of
+from replicast.core.messages import Replica
 from replicast.core.operation import (
     AnyRequest,
     Ask,
@@ -35,25 +35,15 @@ from replicast.core.operation import (
 )
 from replicast.core.operations.sync import Publish
 from replicast.core.operations.update import Apply, Prepare, committed, discarded, payload_of, verified
-from replicast.core.order import Replica
-from replicast.core.proposal import Proposal
-from replicast.core.refusal import Refusal, Refuse
-from replicast.core.reports import ReportId, Seen
-from replicast.core.stage import Stage
+from replicast.core.records import Proposal, Refusal, Refuse, ReportId, Seen, Stage
+from replicast.update.reference_value import groups_of, reference_first, reference_of
 
 Reports = dict[int, Seen]
 
 
 @dataclass(frozen=True, slots=True)
 class DifferentVariable:
-    """A variable that is not the same on all workers.
-
-    Attributes:
-        groups: The workers with equal bits, the reference's group first.
-        reference: The worker that has the reference value.
-        rule: Why that worker is the reference.
-        deviations: How far the others deviate, by rank; opaque to the core.
-    """
+    """A variable that is not the same on all workers."""
 
     variable: str
     groups: tuple[tuple[int, ...], ...]
@@ -64,21 +54,7 @@ class DifferentVariable:
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:
-    """The result of an audit, the same on all workers.
-
-    Attributes:
-        number: The number of the audit in this attempt, from 1.
-        step: The step at which the replicas were compared.
-        time: When, in seconds since 1970.
-        found_at: The step at which the difference was first found; `step` if they are equal.
-        last_equal: The step of the last audit before that which found them equal.
-        outcome: "equal", "warned", "raised" or "healed".
-        differences: The variables that differ and must not.
-        free: The variables that may differ, and whether they do.
-        healed: The sequence numbers of the updates that made the replicas equal again.
-        digest_secs: How long the slowest worker took to digest its state.
-        asked_by: The ids of the requests for it from outside the job.
-    """
+    """The result of an audit, the same on all workers."""
 
     number: int
     step: int
@@ -94,12 +70,7 @@ class AuditResult:
 
 
 class Audit(Operation):
-    """A comparison that all workers have reported to, or that was requested.
-
-    Args:
-        policy: What happens to replicas that differ: "heal", "raise" or "warn"; empty for the job's policy.
-        report: Which reports of the workers it is made of; None if it was requested.
-    """
+    """A comparison that all workers have reported to, or that was requested."""
 
     kind: ClassVar[str] = "audit"
 

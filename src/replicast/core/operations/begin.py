@@ -16,8 +16,7 @@ from typing import ClassVar
 
 from replicast.core.entries import Started
 from replicast.core.operation import Boundary, EarlierSettled, Job, Operation, Outcome, Record, Script
-from replicast.core.refusal import JobEnds, Refuse
-from replicast.core.stage import Stage
+from replicast.core.records import JobEnds, Refuse, Stage
 
 
 class Begin(Operation):

@@ -8,18 +8,15 @@ from replicast.core.entries import Committed, Decided
 from replicast.core.operation import Operation
 from replicast.core.operations.audit import Audit
 from replicast.core.operations.begin import Begin
-from replicast.core.operations.close import Close
 from replicast.core.operations.function import Function
-from replicast.core.operations.leave import Leave
-from replicast.core.operations.meet import Meet
+from replicast.core.operations.leave import Close, Leave
 from replicast.core.operations.pull import Pull
 from replicast.core.operations.revert import Revert
 from replicast.core.operations.save import Save
-from replicast.core.operations.sync import Sync
+from replicast.core.operations.sync import Meet, Sync
 from replicast.core.operations.trial import TrialUpdate
 from replicast.core.operations.update import Update
-from replicast.core.proposal import Proposal
-from replicast.core.reports import ReportId
+from replicast.core.records import Proposal, ReportId
 
 
 def proposed(proposal: Proposal, *, scheduled: bool = False, stored: bool = False) -> Operation:

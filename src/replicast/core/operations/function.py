@@ -16,19 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from replicast.core.messages import Replica
 from replicast.core.operation import Ask, Boundary, Go, Job, Operation, Reserve, Script
 from replicast.core.operations.trial import tried
 from replicast.core.operations.update import Apply, committed, prepared_here, verified
-from replicast.core.order import Replica
-from replicast.core.proposal import Proposal, Published
+from replicast.core.records import Proposal, Published
 
 
 class Function(Operation):
-    """A function that was proposed.
-
-    Attributes:
-        has_source: Whether the worker that runs it is among those that proposed it.
-    """
+    """A function that was proposed."""
 
     kind: ClassVar[str] = "function"
 

@@ -14,11 +14,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from replicast.core.operation import Ask, Boundary, Go, Job, Operation, Outcome, Script
+from replicast.core.messages import Replica
+from replicast.core.operation import (
+    Ask,
+    Boundary,
+    EarlierSettled,
+    EarlierStored,
+    Go,
+    Job,
+    Operation,
+    Outcome,
+    Script,
+)
 from replicast.core.operations.save import TakeSnapshot, saved
-from replicast.core.order import Replica
-from replicast.core.refusal import Refusal, Refuse
-from replicast.core.stage import Stage
+from replicast.core.records import Refusal, Refuse, Stage
 
 
 class Leave(Operation):
@@ -51,12 +60,7 @@ class Leave(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Worker, in the training thread: exit the process.
-
-    Attributes:
-        problem: Why the state is not saved; empty if it is.
-        asked_by: The ids of the requests from outside that the process answers before it ends.
-    """
+    """Worker, in the training thread: exit the process."""
 
     problem: str = ""
     asked_by: tuple[str, ...] = ()
@@ -65,3 +69,32 @@ class Exit:
     def perform(self, replica: Replica) -> None:
         """The process exits after it has answered."""
         replica.leave(self.problem, self.asked_by)
+
+
+# Close: all scripts have ended a training; every proposal gets its outcome.
+#
+# all workers rest a function that its source has not proposed is refused: its source has ended a trial in
+# progress is decided now, with the measurements so far operations that waited for the trial run updates
+# scheduled for a later step stay in the journal for the next start values that updates have overwritten are
+# durable before the job ends
+
+
+class Close(Operation):
+    """All workers rest at the end of a training."""
+
+    kind: ClassVar[str] = "close"
+
+    def __init__(self, id_: str) -> None:
+        super().__init__(id_)
+        self.in_trial = True
+
+    def script(self, job: Job) -> Script:
+        """The coordinator's side; the workers only rest."""
+        job.refuse_functions_without_source()
+        yield EarlierSettled()
+        while job.trial is not None and job.trial.meeting is not None:
+            job.trial.meeting.at_step = 0  # here, while all rest
+            yield EarlierSettled()
+        yield EarlierStored()
+        yield Boundary()
+        return Outcome(Stage.VERIFIED)

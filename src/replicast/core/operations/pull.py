@@ -15,23 +15,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from replicast.core.messages import Replica
 from replicast.core.operation import Boundary, Go, Job, Operation, Outcome, Script
-from replicast.core.order import Replica
-from replicast.core.stage import Stage
+from replicast.core.records import Stage
 
 Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What was pulled.
-
-    Attributes:
-        name: The variable's full name.
-        rows: Which ranges of its rows; empty for the whole variable.
-        step: The boundary.
-        digests: Of these values on each worker, by rank.
-    """
+    """What was pulled."""
 
     name: str
     rows: Ranges
@@ -45,12 +38,7 @@ class Pulled:
 
 
 class Pull(Operation):
-    """Somebody outside the job wants to see values.
-
-    Args:
-        name: The variable's full name.
-        rows: Which ranges of its rows; empty for the whole variable.
-    """
+    """Somebody outside the job wants to see values."""
 
     kind: ClassVar[str] = "pull"
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from replicast.core.entries import Saved
+from replicast.core.messages import Replica
 from replicast.core.operation import (
     AnyRequest,
     Boundary,
@@ -34,20 +35,13 @@ from replicast.core.operation import (
     Script,
 )
 from replicast.core.operations.trial import under_way
-from replicast.core.order import Replica
-from replicast.core.refusal import Refusal, Refuse
-from replicast.core.reports import ReportId, Snapshot
-from replicast.core.stage import Stage
+from replicast.core.records import Refusal, Refuse, ReportId, Snapshot, Stage
 
 Snapshots = dict[int, Snapshot | None]
 
 
 class Save(Operation):
-    """A checkpoint for which every worker has taken a snapshot, or that was requested.
-
-    Args:
-        report: Which reports of the workers it is made of; None if it was requested.
-    """
+    """A checkpoint for which every worker has taken a snapshot, or that was requested."""
 
     kind: ClassVar[str] = "save"
 
@@ -110,13 +104,7 @@ def saved(job: Job, snapshots: Snapshots) -> Generator[AnyRequest, Any, Outcome]
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
-    """Worker, in the training thread: the digest of the state; on worker 0 also a copy of it.
-
-    Attributes:
-        id: The id of the operation.
-        due: See `Replica.snapshot`.
-        again: See `Replica.snapshot`.
-    """
+    """Worker, in the training thread: the digest of the state; on worker 0 also a copy of it."""
 
     id: str
     due: bool = False

@@ -14,22 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from replicast.core.messages import Replica
 from replicast.core.operation import Ask, Boundary, EarlierSettled, Go, Job, Operation, Outcome, Script
 from replicast.core.operations.trial import under_way
 from replicast.core.operations.update import Apply, made_here, verified
-from replicast.core.order import Replica
-from replicast.core.proposal import Proposal, Published
-from replicast.core.refusal import Refuse
-from replicast.core.stage import Stage
+from replicast.core.records import Proposal, Published, Refuse, Stage
 
 
 class Sync(Operation):
-    """All workers have called `sync`.
-
-    Args:
-        source: The worker whose values all get.
-        names: Which variables; empty for all.
-    """
+    """All workers have called `sync`."""
 
     kind: ClassVar[str] = "sync"
 
@@ -70,11 +63,7 @@ def differing(seen: dict[int, dict[str, str]], source: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Worker, in the training thread: the digest of each variable.
-
-    Attributes:
-        names: Which variables; empty for all.
-    """
+    """Worker, in the training thread: the digest of each variable."""
 
     names: tuple[str, ...] = ()
     in_background: ClassVar[bool] = False
@@ -95,3 +84,22 @@ class Publish:
     def perform(self, replica: Replica) -> Published:
         """Nothing is changed."""
         return replica.publish(self.id, self.names)
+
+
+# Meet: all training threads wait for each other at one line of the script. Nothing else happens.
+
+
+class Meet(Operation):
+    """All workers rest; every earlier proposal has its outcome when they continue."""
+
+    kind: ClassVar[str] = "meet"
+
+    def __init__(self, id_: str) -> None:
+        super().__init__(id_)
+        self.in_trial = True
+
+    def script(self, job: Job) -> Script:
+        """The coordinator's side; the workers only rest."""
+        yield EarlierSettled()
+        yield Boundary()
+        return Outcome(Stage.VERIFIED)

@@ -23,23 +23,16 @@ from math import inf
 from typing import Any, ClassVar
 
 from replicast.core.entries import Committed, Decided
+from replicast.core.messages import Replica
 from replicast.core.operation import AnyRequest, Ask, Boundary, Go, Job, Operation, Outcome, Record, Script
 from replicast.core.operations.update import Update, at_its_boundary, committed, prepared, verified
-from replicast.core.order import Replica
-from replicast.core.proposal import Proposal
-from replicast.core.refusal import JobEnds, Refuse
-from replicast.core.reports import Applied
-from replicast.core.stage import Stage
+from replicast.core.records import Applied, JobEnds, Proposal, Refuse, Stage
 from replicast.update.trial import Outcome as Kept
 from replicast.update.trial import Trial, TrialOutcome, judged
 
 
 class TrialUpdate(Update):
-    """An update on trial.
-
-    Args:
-        decided: The decision of an earlier attempt, if there is one.
-    """
+    """An update on trial."""
 
     kind: ClassVar[str] = "trial"
 

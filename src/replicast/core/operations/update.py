@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from replicast.core.entries import Committed, Payload, Receipt, Scheduled
+from replicast.core.messages import Replica
 from replicast.core.operation import (
     AnyRequest,
     Ask,
@@ -33,23 +34,12 @@ from replicast.core.operation import (
     Reserve,
     Script,
 )
-from replicast.core.order import Replica
-from replicast.core.proposal import Content, Proposal
-from replicast.core.refusal import JobEnds, Refuse
-from replicast.core.reports import Applied
-from replicast.core.stage import Stage
+from replicast.core.records import Applied, Content, JobEnds, Proposal, Refuse, Stage
 from replicast.update.trial import TrialOutcome
 
 
 class Update(Operation):
-    """A proposed update, or one of the journal that is applied again.
-
-    Args:
-        proposal: What to apply.
-        record: Its record in the journal, if it is already committed.
-        scheduled: Whether an earlier attempt has accepted it for its step.
-        stored: Whether its payload is already in the journal.
-    """
+    """A proposed update, or one of the journal that is applied again."""
 
     kind: ClassVar[str] = "update"
 
@@ -251,11 +241,7 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Worker, in the training thread: apply a prepared update; report the digest of what it touched.
-
-    Attributes:
-        keep: Hold the values that it overwrites on worker 0, for a revert. Not what makes replicas equal.
-    """
+    """Worker, in the training thread: apply a prepared update; report the digest of what it touched."""
 
     id: str
     digest: str

@@ -1,1 +1,0 @@
-"""Audit reports, and the choice of the reference value. Data and arithmetic."""

@@ -1,0 +1,288 @@
+"""What works on this machine and what does not, with how to fix it: for `replicast doctor`."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from replicast.config import SECRETS, TRUSTED_NETWORKS, read_cluster, trusted_networks, without
+from replicast.errors import ClusterError
+from replicast.launcher.machine import Machine, this_machine
+from replicast.launcher.network import outside_addresses, shown
+from replicast.launcher.ports import hold_free_ports, hold_ports
+
+_PROBE = (
+    "replicast.launcher.probe"  # By its name: run as a script, its neighbours would hide modules of Python.
+)
+_DEEP_SECS, _END_SECS, _CONNECT_SECS = 120.0, 30.0, 1.0
+_SHARED_MEMORY = Path("/dev/shm")
+LITTLE_SHARED_MEMORY = 256 * 2**20
+
+
+class Verdict(enum.Enum):
+    """How a check came out."""
+
+    GOOD = "✓"  # Nothing to do.
+    NOTE = "!"  # Works, but worth knowing.
+    BROKEN = "✗"  # Must be fixed first.
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was checked, how it came out, what was found, and how to fix it."""
+
+    subject: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+
+
+def all_checks(environ: Mapping[str, str]) -> list[Check]:
+    """Everything that can be checked without starting a worker."""
+    return [
+        check_python(sys.version_info[:3]),
+        check_tensorflow(installed("tensorflow", "tensorflow-cpu")),
+        check_keras(installed("keras", "keras-nightly")),
+        check_backend(environ),
+        *check_cluster(environ),
+        check_free_ports(),
+        check_exposure(environ, outside_addresses()),
+        check_shared_memory(_SHARED_MEMORY, lambda place: shutil.disk_usage(place).free),
+        check_machine(this_machine(environ)),
+    ]
+
+
+def check_python(version: Sequence[int]) -> Check:
+    """Python itself."""
+    found = ".".join(map(str, version))
+    if tuple(version[:2]) >= (3, 11):
+        return Check("Python", Verdict.GOOD, found)
+    return Check("Python", Verdict.BROKEN, found, "Python 3.11 or newer is needed")
+
+
+def check_tensorflow(versions: Mapping[str, str]) -> Check:
+    """TensorFlow: one of its distributions is installed, in a version that was tested."""
+    install = "pip install 'replicast[cpu]' (no GPU) or 'replicast[tensorflow]'"
+    uninstall = "pip uninstall -y tensorflow tensorflow-cpu, then install one of them"
+    return _check_version("TensorFlow", versions, (2, 20), (2, 23), install, uninstall)
+
+
+def check_keras(versions: Mapping[str, str]) -> Check:
+    """Keras 3, new enough, and one copy of it: release candidates of TensorFlow bring another one."""
+    uninstall = "pip uninstall -y keras keras-nightly, then pip install --no-deps keras"
+    return _check_version("Keras", versions, (3, 12), None, "pip install 'keras>=3.12'", uninstall)
+
+
+def check_backend(environ: Mapping[str, str]) -> Check:
+    """The backend that Keras will choose."""
+    home = environ.get("KERAS_HOME")
+    settings = (Path(home) if home is not None else Path.home() / ".keras") / "keras.json"
+    backend, where = environ.get("KERAS_BACKEND"), "KERAS_BACKEND"
+    if not backend:
+        backend, where = _backend_in(settings), str(settings)
+    if backend in (None, "tensorflow"):
+        return Check("Keras backend", Verdict.GOOD, f"tensorflow ({where if backend else 'default'})")
+    remedy = "export KERAS_BACKEND=tensorflow"
+    if where != "KERAS_BACKEND":
+        remedy = f'Set "backend": "tensorflow" in {where}, or {remedy}'
+    return Check("Keras backend", Verdict.BROKEN, f"{backend} ({where})", remedy)
+
+
+def check_cluster(environ: Mapping[str, str]) -> list[Check]:
+    """`TF_CONFIG`, this worker's port and the others' addresses."""
+    try:
+        cluster = read_cluster(environ)
+    except ClusterError as error:
+        return [Check("TF_CONFIG", Verdict.BROKEN, str(error), "Correct it, or unset TF_CONFIG")]
+    if cluster is None:
+        return [Check("TF_CONFIG", Verdict.GOOD, "not set: a job of one, or replicast run sets it")]
+    others = [address for rank, address in enumerate(cluster.addresses) if rank != cluster.rank]
+    return [
+        Check("TF_CONFIG", Verdict.GOOD, f"worker {cluster.rank} of {cluster.size}"),
+        _check_own_port(cluster.addresses[cluster.rank]),
+        *(check_address(address, reachable) for address in others),
+    ]
+
+
+def check_address(address: str, look: Callable[[str, int], str]) -> Check:
+    """Another worker's address. It may not have started yet, so only a name without an address is broken."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = look(host, int(port))
+    except socket.gaierror:
+        remedy = "Correct the name in TF_CONFIG, or the DNS"
+        return Check(address, Verdict.BROKEN, "its name has no address", remedy)
+    return Check(address, Verdict.GOOD if found == "answers" else Verdict.NOTE, found)
+
+
+def check_free_ports() -> Check:
+    """Whether local workers can get ports."""
+    try:
+        with hold_free_ports(2) as ports:
+            return Check("Free ports", Verdict.GOOD, "for example " + ", ".join(map(str, ports.numbers)))
+    except (OSError, ClusterError) as error:
+        return Check("Free ports", Verdict.BROKEN, str(error), "Let this user open ports for listening")
+
+
+def check_exposure(environ: Mapping[str, str], addresses: Sequence[str]) -> Check:
+    """Who can connect to TensorFlow's ports, which ask for no credentials."""
+    subject = "Open ports"
+    chosen = environ.get(TRUSTED_NETWORKS, "")
+    try:
+        trusted_networks(environ, ())
+    except ClusterError as error:
+        return Check(subject, Verdict.BROKEN, str(error), "Correct it, or unset it")
+    if chosen == "any":
+        return Check(subject, Verdict.GOOD, f"{TRUSTED_NETWORKS}=any: a firewall has to protect the workers")
+    if chosen or not addresses:
+        found = f"only {chosen} may connect to workers" if chosen else "this machine has only the loopback"
+        return Check(subject, Verdict.GOOD, found)
+    return Check(
+        subject,
+        Verdict.NOTE,
+        f"{shown(addresses)}: in a job on several machines, any process that can reach them can run code in "
+        "the workers",
+        f"Set {TRUSTED_NETWORKS} to the job's networks, or use a firewall: SECURITY.md",
+    )
+
+
+def check_shared_memory(place: Path, free_bytes: Callable[[Path], int]) -> Check:
+    """Whether workers on one machine can share memory."""
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        return Check("Shared memory", Verdict.BROKEN, f"{place} is missing or not writable", "Mount a tmpfs")
+    free = free_bytes(place)
+    found = f"{free / 2**20:,.0f} MiB free in {place}"
+    if free < LITTLE_SHARED_MEMORY:
+        return Check("Shared memory", Verdict.NOTE, found, "In a container: docker run --shm-size=2g")
+    return Check("Shared memory", Verdict.GOOD, found)
+
+
+def check_machine(machine: Machine) -> Check:
+    """How many workers this machine is good for."""
+    verdict, found = Verdict.GOOD, f"{machine.cores} and {len(machine.gpus) or 'none'}"
+    if machine.gpus:
+        fit = f"-n {len(machine.gpus)} gives each worker one GPU"
+    elif machine.cores < 2:
+        verdict, fit = Verdict.NOTE, "several workers share one core"
+    else:
+        fit = f"up to -n {machine.cores} without sharing a core"
+    return Check("Cores and GPUs", verdict, f"{found}: {fit}")
+
+
+def check_two_workers(
+    deadline_secs: float = _DEEP_SECS, waiting: Callable[[float], object] = lambda _secs: None
+) -> Check:
+    """Starts two real workers that sum a number; blocks at most for the deadline and the end of a group."""
+    subject = "Two workers"
+    with tempfile.TemporaryDirectory(prefix="replicast-doctor-") as run_dir:
+        code, messages = _run_probe(run_dir, deadline_secs, waiting)
+    if code is None:
+        remedy = "Look for a firewall on the loopback, or an overloaded machine"
+        return Check(subject, Verdict.BROKEN, f"no sum after {deadline_secs:.0f} s", remedy)
+    if code != 0:
+        return Check(subject, Verdict.BROKEN, "the all-reduce failed", messages.strip())
+    return Check(subject, Verdict.GOOD, "an all-reduce over two local workers is right")
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers a version starts with: "2.21.0rc1" is (2, 21, 0)."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def reachable(host: str, port: int) -> str:
+    """Tries to connect, for a second at most, and says what happened."""
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_SECS):
+            return "answers"
+    except socket.gaierror:
+        raise
+    except OSError as error:
+        return f"does not answer now ({error.strerror or error})"
+
+
+def _check_version(
+    subject: str,
+    versions: Mapping[str, str],
+    oldest: tuple[int, ...],
+    unsupported: tuple[int, ...] | None,
+    install: str,
+    uninstall: str,
+) -> Check:
+    found = " and ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    if not versions:
+        return Check(subject, Verdict.BROKEN, "not installed", install)
+    if len(versions) > 1:
+        return Check(subject, Verdict.BROKEN, f"{found}: two copies of the same files", uninstall)
+    (name, version), *_ = versions.items()
+    if release(version) < oldest or (unsupported is not None and release(version) >= unsupported):
+        bounds = [
+            f"{sign}{'.'.join(map(str, end))}" for sign, end in ((">=", oldest), ("<", unsupported)) if end
+        ]
+        return Check(
+            subject, Verdict.BROKEN, f"{found}: not supported", f"pip install '{name}{','.join(bounds)}'"
+        )
+    return Check(subject, Verdict.GOOD, found)
+
+
+def _check_own_port(address: str) -> Check:
+    try:
+        hold_ports([int(address.rpartition(":")[2])]).release()
+    except ClusterError as error:
+        return Check("Own port", Verdict.BROKEN, f"{address} is not free", str(error))
+    return Check("Own port", Verdict.GOOD, f"{address} is free")
+
+
+def installed(*names: str) -> dict[str, str]:
+    """The versions of those distributions that are installed."""
+    versions = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def _backend_in(settings: Path) -> str | None:
+    try:
+        written = json.loads(settings.read_text())
+    except (OSError, ValueError):
+        return None
+    backend = written.get("backend") if isinstance(written, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def _run_probe(
+    run_dir: str, deadline_secs: float, waiting: Callable[[float], object]
+) -> tuple[int | None, str]:
+    """Runs the probe on two workers; the exit code is None when the deadline passed."""
+    command = [sys.executable, "-m", "replicast.cli", "run", "-n", "2", "--run-dir", run_dir, "--grace", "5"]
+    command += ["-m", _PROBE]
+    environ = without(os.environ, "TF_CONFIG", *SECRETS)
+    quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(command, env=environ, stdout=quiet, stderr=pipe, errors="replace") as launcher:
+        try:
+            started = time.monotonic()
+            while (taken := time.monotonic() - started) < deadline_secs:
+                waiting(taken)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    _, messages = launcher.communicate(timeout=min(1.0, deadline_secs - taken))
+                    return launcher.returncode, messages
+            launcher.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.communicate(timeout=_END_SECS)
+            return None, ""
+        finally:
+            launcher.kill()  # No effect when it has ended; else its workers go with it.

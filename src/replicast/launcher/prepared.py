@@ -1,0 +1,176 @@
+"""A standby: a process that has imported TensorFlow, Keras and replicast, and waits to become a worker.
+
+Run as a script by its path, through `bootstrap.py`; the arguments are the descriptor of a socket to the
+launcher, the modules to import, and the program of the workers with its arguments. Until it is called it
+touches no port, no shared memory and no file of the run. The call carries two descriptors: the worker's
+output, and a file with its environment. Then it runs the program as `python` would, in this process; if the
+imports have failed, or the program is not a plain script or module, it execs it, which is a cold start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import os
+import socket
+import sys
+import types
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+if not sys.flags.safe_path:
+    del sys.path[0]  # This file's neighbours must not hide modules of Python.
+
+
+_READY = b"r"
+_CHUNK = 1 << 16
+
+
+def import_all(names: list[str]) -> bool:
+    """Imports what workers need; returns whether that succeeded."""
+    try:
+        for name in names:
+            importlib.import_module(name)
+    except BaseException:  # Also SystemExit: the script, started cold, says what is wrong.
+        return False
+    gc.collect()
+    gc.freeze()  # What the imports made stays: no later collection need look at it.
+    return True
+
+
+def wait_for_call(control: socket.socket) -> tuple[int, bytes]:
+    """Says that this process is ready, waits without limit, and ends with the launcher."""
+    with contextlib.suppress(OSError):  # The launcher may have called and closed its end.
+        control.sendall(_READY)
+    try:
+        called, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+    except OSError:
+        called, descriptors = b"", []
+    if not called or len(descriptors) != 2:  # The launcher has exited, or no descriptor is free.
+        os._exit(1)
+    output, environment = descriptors
+    with os.fdopen(environment, "rb") as file:
+        file.seek(0)
+        return output, file.read()
+
+
+def take_output(output: int) -> None:
+    """Passes on what the imports have written, and makes the worker's output this process's own."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    place = 0
+    while data := os.pread(1, _CHUNK, place):
+        place += len(data)
+        while data:
+            data = data[os.write(output, data) :]
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+
+
+def take_environment(block: bytes) -> None:
+    """Replaces the environment by the worker's."""
+    before = dict(os.environ)
+    pairs = [entry.partition(b"=") for entry in block.split(b"\0") if entry]
+    wanted = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+    for name in before.keys() - wanted.keys():
+        del os.environ[name]
+    os.environ.update(wanted)
+    known = sys.modules.get("replicast.import_environment")
+    if known is not None:
+        known.imported_with, known.called_with = before, wanted  # type: ignore[attr-defined]
+    faults = sys.modules.get("replicast.faults")
+    if faults is not None:
+        faults.take_plan(wanted)
+
+
+def script_directory(program: list[str]) -> str:
+    """What `python` puts first into `sys.path`."""
+    return str(Path.cwd() if program[0] == "-m" else Path(program[0]).resolve().parent)
+
+
+def load_script(main: types.ModuleType, path: Path) -> types.CodeType | None:
+    """The code of a script; None if only `python` itself can run it: a directory, a zip file, bytecode."""
+    source = path.read_bytes() if path.is_file() else b"\0"
+    if b"\0" in source:
+        return None
+    main.__file__, main.__loader__ = str(path), SourceFileLoader("__main__", str(path))
+    main.__cached__ = None  # type: ignore[attr-defined]
+    return compile(source, str(path), "exec", dont_inherit=True)
+
+
+def load_module(main: types.ModuleType, name: str) -> types.CodeType | None:
+    """The code of a module, as `python -m` finds it; None if only `python` itself can run it."""
+    sys.argv[0] = "-m"  # while its packages are imported
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    if spec is None or spec.origin is None or not isinstance(spec.loader, SourceFileLoader):
+        return None
+    main.__spec__, main.__loader__, main.__package__ = spec, spec.loader, spec.parent
+    main.__file__, main.__cached__ = spec.origin, spec.cached  # type: ignore[attr-defined]
+    sys.argv[0] = spec.origin
+    return spec.loader.get_code(spec.name)
+
+
+def load(program: list[str]) -> tuple[types.ModuleType, types.CodeType | None]:
+    """The `__main__` module of a program, in its place, and its code."""
+    main = types.ModuleType("__main__")
+    main.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]
+    main.__annotations__ = {}
+    sys.modules["__main__"] = main
+    if program[0] == "-m":
+        sys.argv = program[1:]
+        return main, load_module(main, program[1])
+    sys.argv = list(program)
+    return main, load_script(main, Path.cwd() / program[0])
+
+
+def run(program: list[str]) -> None:
+    """Runs the program as `__main__`; a traceback begins with its own first frame."""
+    try:
+        main, code = load(program)
+        if code is None:
+            cold_start(program)
+        else:
+            exec(code, main.__dict__)
+        return
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    sys.exit(1)
+
+
+def cold_start(program: list[str]) -> None:
+    """Execs the program."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.execv(sys.executable, [sys.executable, *program])
+
+
+def main() -> None:
+    """Imports, waits, and runs the program."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    modules, program = sys.argv[2].split(","), sys.argv[3:]
+    if not sys.flags.safe_path:
+        sys.path.insert(0, script_directory(program))
+    sys.argv = [""]
+    is_prepared = import_all(modules)
+    output, environment = wait_for_call(control)
+    control.close()
+    take_output(output)
+    take_environment(environment)
+    if not is_prepared:
+        cold_start(program)
+    sys.orig_argv = [sys.executable, *program]
+    run(program)
+
+
+if __name__ == "__main__":
+    main()

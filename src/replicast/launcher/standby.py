@@ -1,0 +1,209 @@
+"""The standby processes of a job, as the launcher sees them: started, called, replaced, ended.
+
+    absent ── the job trains ──→ importing ── ready ──→ waiting ── a restart calls it ──→ a worker
+                                     └────────── it dies, or is not fit ──→ absent: that worker starts cold
+
+`supervisor/prepared.py` is what they run. One is started at a time, so that they take one core at most, and
+only once the job trains, so that they do not slow down its start. They end with the launcher in any case:
+`bootstrap.py` sees to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from replicast.config import FAULTS, without
+from replicast.import_environment import make_memory, read_changes, relevant, with_changes
+from replicast.launcher.plan import WorkerPlan
+from replicast.launcher.screen import Screen
+from replicast.processes import is_frozen
+
+_BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
+_PREPARED = Path(__file__).with_name("prepared.py")
+_END_SECS = 10.0
+_LOOK_SECS = 0.2
+IMPORTS = ("numpy", "tensorflow", "keras", "replicast.training", "replicast.replicas")
+WITHOUT_NOTES_SECS = 60.0
+"""After this time they are started even if no worker says that it trains: a job without `Replicas`."""
+
+
+class Standby:
+    """One process that waits to become a worker."""
+
+    def __init__(
+        self, program: Sequence[str], environ: Mapping[str, str], imports: Sequence[str], memory: int
+    ) -> None:
+        self.is_ready = False
+        self._control, theirs = socket.socketpair()
+        self._control.setblocking(False)
+        with theirs, tempfile.TemporaryFile() as captured:
+            command = [sys.executable, str(_PREPARED), str(theirs.fileno()), ",".join(imports), *program]
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(_BOOTSTRAP), str(os.getpid()), *command],
+                    env=dict(environ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=captured,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(theirs.fileno(), memory),
+                    start_new_session=True,
+                )
+            except BaseException:
+                self._control.close()
+                raise
+
+    def look(self) -> bool:
+        """Whether the process still exists and can be called; learns whether it is ready."""
+        with contextlib.suppress(BlockingIOError):
+            self.is_ready = self._control.recv(16) != b"" or self.is_ready
+        return self.process.poll() is None
+
+    def call(self, environ: Mapping[str, str], output: int) -> bool:
+        """Makes it a worker; returns False if it is not fit for that, and then ends it."""
+        if is_frozen(self.process.pid) or self.process.poll() is not None:
+            self.end()
+            return False
+        block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environ.items())
+        try:
+            with tempfile.TemporaryFile() as file:
+                file.write(block)
+                file.flush()
+                socket.send_fds(self._control, [b"c"], [output, file.fileno()])
+        except OSError:  # It has just died.
+            self.end()
+            return False
+        self._control.close()
+        return True
+
+    def memory_bytes(self) -> int:
+        """The memory that would be free without it; 0 if unknown."""
+        try:
+            lines = Path(f"/proc/{self.process.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+            return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
+        except (OSError, ValueError, IndexError):
+            return 0
+
+    def kill(self) -> None:
+        """Kills it with its children."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kills and reaps it."""
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=_END_SECS)
+        self._control.close()
+
+
+class StandbySet:
+    """One standby process for each worker of this machine. Used by the launcher's main thread only."""
+
+    def __init__(
+        self,
+        program: Sequence[str],
+        screen: Screen,
+        trains: Callable[[int], bool],
+        imports: Sequence[str] = IMPORTS,
+    ) -> None:
+        self._program = tuple(program)
+        self._screen = screen
+        self._trains = trains
+        self._imports = imports
+        self._waiting: dict[int, Standby] = {}
+        self._environs: dict[int, dict[str, str]] = {}
+        self._memories: dict[int, int] = {}
+        self._wanted: list[int] = []
+        self._imported_with: dict[int, dict[str, str]] = {}
+        self._attempt = 0
+        self._since = 0.0
+        self._looked = 0.0
+        self._told = False
+
+    def begin(self, attempt: int, *, is_last: bool = False) -> None:
+        """The workers of an attempt were started: makes the next set, unless it is the last attempt."""
+        self._wanted = [] if is_last else [rank for rank in self._environs if rank not in self._waiting]
+        self._attempt = attempt
+        self._since = time.monotonic()
+        self._looked = 0.0
+
+    def poll(self) -> None:
+        """Starts the next one that is missing. Call it at least once a second while the group runs."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECS:
+            return
+        self._looked = now
+        for rank, standby in list(self._waiting.items()):
+            if not standby.look():
+                del self._waiting[rank]
+                standby.end()
+                self._screen.tell(f"replicast: standby: that of worker {rank} has died; it is not replaced")
+        if not all(standby.is_ready for standby in self._waiting.values()):
+            return
+        if self._wanted and self._may_start():
+            self._start(self._wanted.pop(0))
+        elif not self._wanted and self._waiting and not self._told:
+            self._told = True
+            self._screen.tell(self._ready_line())
+
+    def memory_of(self, rank: int) -> int:
+        """The descriptor that a worker inherits, to tell what its script changes in the environment."""
+        if rank not in self._memories:
+            self._memories[rank] = make_memory()
+        return self._memories[rank]
+
+    def call(
+        self, plan: WorkerPlan, environ: Mapping[str, str], output: int
+    ) -> subprocess.Popen[bytes] | None:
+        """Makes the standby process of a worker that worker; None if there is none that is fit for it."""
+        self._environs[plan.rank] = dict(environ)
+        standby = self._waiting.pop(plan.rank, None)
+        if standby is None:
+            return None
+        self._told = False
+        standby.look()
+        if relevant(environ) != self._imported_with[plan.rank]:  # For example other GPUs than before.
+            standby.end()
+            return None
+        return standby.process if standby.call(environ, output) else None
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for standby in self._waiting.values():
+            standby.kill()
+        for standby in self._waiting.values():
+            standby.end()
+        for memory in self._memories.values():
+            os.close(memory)
+        for kept in (self._waiting, self._wanted, self._memories):
+            kept.clear()
+
+    def _may_start(self) -> bool:
+        waited_secs = time.monotonic() - self._since
+        return bool(self._waiting) or waited_secs >= WITHOUT_NOTES_SECS or self._trains(self._attempt)
+
+    def _start(self, rank: int) -> None:
+        self._imported_with[rank] = relevant(self._environs[rank])
+        memory = self.memory_of(rank)
+        of_now = without(self._environs[rank], "TF_CONFIG", FAULTS)  # of the attempt that runs now
+        environ = with_changes(of_now, read_changes(memory))
+        try:
+            self._waiting[rank] = Standby(self._program, environ, self._imports, memory)
+        except OSError as error:
+            self._screen.tell(f"replicast: standby: worker {rank} has none ({error.strerror})")
+
+    def _ready_line(self) -> str:
+        megabytes = sum(standby.memory_bytes() for standby in self._waiting.values()) / 1e6
+        count = len(self._waiting)
+        processes = "1 process waits" if count == 1 else f"{count} processes wait"
+        return f"replicast: standby: {processes} for a restart: {megabytes:,.0f} MB of memory, no core"

@@ -1,0 +1,413 @@
+"""Reads and verifies a checkpoint: damaged data is an error, never a value."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+
+import numpy as np
+
+from replicast import faults
+from replicast.errors import CheckpointError, FileDamaged
+from replicast.files import (
+    MAX_JSON_BYTES,
+    TEMPORARY,
+    RunDir,
+    RunPath,
+    below,
+    json_bytes,
+    make_durably,
+    open_plain,
+    read_small,
+    start_writing,
+    sync_directory,
+)
+from replicast.storage.checkpoint_format import (
+    Draft,
+    Layout,
+    Manifest,
+    PassingDigest,
+    Span,
+    digest_of_digests,
+    dtype_of,
+    layout_of,
+)
+from replicast.strictjson import parse_object
+from replicast.update.edits import Array
+from replicast.update.schema import Variable
+
+# Writes the directory of a checkpoint: complete and durable under its final name, or not at all.
+#
+# .tmp-<random>/ state.safetensors, manifest.json, COMMITTED: each fsynced, then the directory 00001200-3/
+# the same directory, renamed; then its parent is fsynced
+
+STATE, MANIFEST, COMMITTED = "state.safetensors", "manifest.json", "COMMITTED"
+PIECE_BYTES = 4 * 2**20  # Written and digested while it is in the processor's cache.
+
+Pieces = Iterable[memoryview]
+
+
+@contextlib.contextmanager
+def temporary_directory(parent: RunPath) -> Iterator[RunPath]:
+    """A new directory in `parent`, removed afterwards unless it was renamed."""
+    make_durably(parent)
+    path = parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        path.rmtree()
+
+
+def write_contents(directory: RunPath, draft: Draft, variables: Iterable[tuple[str, Pieces]]) -> Manifest:
+    """Writes the three files of a checkpoint, `COMMITTED` last, and makes them durable."""
+    json_bytes(draft.to_json())  # A draft that is not valid JSON should fail before much is written.
+    manifest = _write_state(directory / STATE, draft, variables)
+    described = json_bytes(manifest.to_json())
+    _write_file(directory / MANIFEST, described)
+    _write_file(directory / COMMITTED, f"{hashlib.sha256(described).hexdigest()}\n".encode())
+    sync_directory(directory)
+    return manifest
+
+
+def put_in_place(temporary: RunPath, path: RunPath) -> None:
+    """Gives a written checkpoint its final name, which must not be taken."""
+    faults.point("rename")
+    temporary.rename(path)
+    sync_directory(path.parent)
+
+
+def in_pieces(
+    arrays: Iterable[tuple[str, Array]], variables: Mapping[str, Variable]
+) -> Iterator[tuple[str, Pieces]]:
+    """The bytes of arrays, after a check of their dtypes and shapes."""
+    for name, array in arrays:
+        pieces = _pieces(array, variables.get(name), name)
+        del array  # Free it before the next one is made.
+        yield name, pieces
+        del pieces
+
+
+def _pieces(array: Array, variable: Variable | None, name: str) -> Pieces:
+    """The bytes of an array, after a check of its dtype and shape."""
+    if variable is None:
+        return ()  # The writer raises: it does not know the name.
+    array = np.asarray(array)
+    if (array.dtype.name, array.shape) != (variable.dtype, variable.shape):
+        raise CheckpointError(
+            "A variable does not match the schema",
+            variable=name,
+            expected=f"{variable.dtype} of shape {variable.shape}",
+            received=f"{array.dtype.name} of shape {array.shape}",
+        )
+    if not array.nbytes:
+        return ()
+    native = np.ascontiguousarray(array, dtype_of(variable)).reshape(-1).view(np.uint8).data
+    return (native[start : start + PIECE_BYTES] for start in range(0, len(native), PIECE_BYTES))
+
+
+def _write_state(path: RunPath, draft: Draft, variables: Iterable[tuple[str, Pieces]]) -> Manifest:
+    layout = layout_of(draft.schema)
+    descriptor = path.open(os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        writer = _StateWriter(descriptor, layout)
+        for name, pieces in variables:
+            writer.write(name, pieces)
+        digests = writer.finish()
+        faults.point("write")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return Manifest.completed(
+        draft,
+        digests=digests,
+        state_digest=digest_of_digests(digests),
+        nbytes=layout.nbytes,
+    )
+
+
+class _StateWriter:
+    """Writes each variable at its place, and computes its digest at the same time."""
+
+    def __init__(self, descriptor: int, layout: Layout) -> None:
+        self._descriptor, self._layout = descriptor, layout
+        self._digests: dict[str, str] = {}
+        _write_at(descriptor, memoryview(layout.header), 0)
+
+    def write(self, name: str, pieces: Pieces) -> None:
+        span = self._layout.spans.get(name)
+        if span is None or name in self._digests:
+            problem = "does not belong to the model" if span is None else "was given twice"
+            raise CheckpointError(f"A variable {problem}", variable=name, received=name)
+        digest, place, end = PassingDigest(span.variable), span.start, span.start + span.nbytes
+        for piece in pieces:
+            if place + len(piece) > end:
+                place += len(piece)
+                break
+            _write_at(self._descriptor, piece, place)
+            start_writing(self._descriptor, place, len(piece))
+            digest.update(piece)
+            place += len(piece)
+        if place != end:
+            raise CheckpointError(
+                "A variable has the wrong size",
+                variable=name,
+                expected=f"{span.nbytes} bytes",
+                received=f"{'more' if place > end else place - span.start}",
+            )
+        self._digests[name] = digest.hexdigest()
+
+    def finish(self) -> dict[str, str]:
+        missing = [name for name in self._layout.spans if name not in self._digests]
+        if missing:
+            raise CheckpointError(
+                "A variable of the model is missing", variable=missing[0], received=f"none of {missing[:5]}"
+            )
+        return {name: self._digests[name] for name in self._layout.spans}
+
+
+def _write_file(path: RunPath, content: bytes) -> None:
+    descriptor = path.open(os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        _write_at(descriptor, memoryview(content), 0)
+        faults.point("write")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_at(descriptor: int, piece: memoryview, place: int) -> None:
+    while piece:
+        written = os.pwrite(descriptor, piece, place)
+        piece, place = piece[written:], place + written
+
+
+Progress = Callable[[int, int], None]
+"""Called from time to time with the number of bytes done, and the total."""
+_MAX_COMMITTED = 1000
+
+
+class CheckpointReader:
+    """A committed checkpoint, open for reading until `close`, or until the reader is garbage-collected.
+
+    Its files stay readable until then, even if the checkpoint is removed or replaced meanwhile.
+    """
+
+    def __init__(self, path: RunPath, manifest: Manifest, layout: Layout, descriptor: int) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.layout = layout
+        self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file. Arrays that were read stay valid."""
+        self._close()
+
+    def names(self) -> tuple[str, ...]:
+        """The variables, in the order of the state."""
+        return tuple(variable.name for variable in self.manifest.schema)
+
+    def read(self, name: str) -> Array:
+        """Reads a variable's value into new memory: a truncated file, if mapped, would crash the process."""
+        variable = self._span(name).variable
+        value: Array = np.empty(variable.shape, dtype_of(variable))
+        if not self.read_into(name, value):
+            raise self._damaged([f"the bytes of {name} are not those that were written"])
+        value.flags.writeable = False
+        return value
+
+    def read_rows(self, name: str, ranges: Iterable[tuple[int, int]]) -> Array:
+        """Reads some rows of a variable, and nothing else: their digest cannot be compared."""
+        span = self._span(name)
+        shape = span.variable.shape
+        row_bytes = span.nbytes // max(1, shape[0])
+        parts = [
+            self._read_at(span.start + start * row_bytes, (stop - start) * row_bytes)
+            for start, stop in ranges
+        ]
+        content = b"".join(parts)
+        rows: Array = np.frombuffer(content, dtype_of(span.variable))
+        return rows.reshape(-1, *shape[1:]) if row_bytes else np.empty((0, *shape[1:]), rows.dtype)
+
+    def read_into(self, name: str, target: Array) -> bool:
+        """Reads a variable's bytes into memory of its size. Returns False if their digest is wrong."""
+        span, digest, done = self._span(name), PassingDigest(self._span(name).variable), 0
+        view = target.reshape(-1).view(np.uint8).data if span.nbytes else memoryview(b"")
+        self._check_open()
+        while done < span.nbytes:
+            piece = view[done : done + PIECE_BYTES // 8]
+            try:
+                read = os.preadv(self._descriptor, [piece], span.start + done)
+            except OSError as error:
+                raise self._damaged([f"it cannot be read ({error.strerror})"]) from error
+            if not read:
+                raise self._damaged([f"it became shorter. Received: {span.start + done} bytes"])
+            digest.update(piece[:read])
+            done += read
+        return digest.hexdigest() == self.manifest.digests[name]
+
+    def pieces(self, name: str, sizes: Iterator[int] | None = None) -> Iterator[bytes]:
+        """Reads a variable's bytes in pieces, without mapping, and checks its digest at the end."""
+        span, digest, done = self._span(name), PassingDigest(self._span(name).variable), 0
+        while done < span.nbytes:
+            wanted = PIECE_BYTES if sizes is None else next(sizes)
+            piece = self._read_at(span.start + done, min(wanted, span.nbytes - done))
+            digest.update(piece)
+            done += len(piece)
+            yield piece
+        if digest.hexdigest() != self.manifest.digests[name]:
+            raise self._damaged([self._difference(name, digest.hexdigest())])
+
+    def verify(self, progress: Progress | None = None) -> None:
+        """Reads every byte and compares all digests with the manifest's."""
+        problems, done = [], 0
+        for name, span in self.layout.spans.items():
+            digest, end = PassingDigest(span.variable), span.start + span.nbytes
+            for place in range(span.start, end, PIECE_BYTES):
+                piece = self._read_at(place, min(PIECE_BYTES, end - place))
+                digest.update(piece)
+                done += len(piece)
+                if progress is not None:
+                    progress(done, self.layout.nbytes - len(self.layout.header))
+            if digest.hexdigest() != self.manifest.digests[name]:
+                problems.append(self._difference(name, digest.hexdigest()))
+        if problems:
+            raise self._damaged(problems)
+
+    def _span(self, name: str) -> Span:
+        span = self.layout.spans.get(name)
+        if span is None:
+            raise CheckpointError(
+                "There is no such variable in the checkpoint",
+                path=self.path,
+                variable=name,
+                expected=f"one of its {len(self.layout.spans)}",
+                received=name,
+            )
+        return span
+
+    def _read_at(self, place: int, nbytes: int) -> bytes:
+        self._check_open()
+        parts, start = [], place
+        while place < start + nbytes:
+            try:
+                part = os.pread(self._descriptor, start + nbytes - place, place)
+            except OSError as error:
+                raise self._damaged([f"it cannot be read ({error.strerror})"]) from error
+            if not part:
+                raise self._damaged([f"it became shorter. Received: {place} bytes"])
+            parts.append(part)
+            place += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _check_open(self) -> None:
+        if not self._close.alive:  # The descriptor may belong to another file by now.
+            raise ValueError(f"The checkpoint is closed: open it again. Received: {self.path}")
+
+    def _difference(self, name: str, received: str) -> str:
+        expected = self.manifest.digests[name]
+        return (
+            f"the bytes of {name} are not those that were written (digest {expected}). Received: {received}"
+        )
+
+    def _damaged(self, problems: list[str]) -> FileDamaged:
+        return _damaged(self.path / STATE, "; ".join(problems))
+
+
+def advice(path: RunPath) -> str:
+    """What to do about a damaged checkpoint."""
+    return f"Use another checkpoint, or replace this one with a backup copy; remove {path} to discard it"
+
+
+def _unreadable(file: RunPath, error: OSError | ValueError) -> FileDamaged:
+    return _damaged(file, f"it cannot be read ({getattr(error, 'strerror', None) or error})")
+
+
+def _damaged(file: RunPath, problem: str) -> FileDamaged:
+    return FileDamaged(file, f"{problem.rstrip('.')}. {advice(file.parent)}")
+
+
+def open_checkpoint(path: RunDir, *, verify: bool = False) -> CheckpointReader:
+    """Opens a committed checkpoint by its directory.
+
+    Checks everything but the variables' bytes: that it is committed, that the manifest is intact, and that
+    the state's file has the expected header and size.
+    """
+    path = below(path)
+    with contextlib.ExitStack() as stack:
+        try:
+            # All files are opened relative to it: they belong to one checkpoint, even if it is replaced.
+            directory = stack.enter_context(path.entered())
+        except OSError as error:
+            raise CheckpointError(
+                f"There is no checkpoint here ({error.strerror})", path=path, received=str(path)
+            ) from error
+        manifest = _read_manifest(path, directory)
+        layout = layout_of(manifest.schema)
+        reader = CheckpointReader(path, manifest, layout, _open_state(path, directory, manifest, layout))
+    if verify:
+        reader.verify()
+    return reader
+
+
+def _read_manifest(path: RunPath, directory: int) -> Manifest:
+    try:
+        committed = read_small(COMMITTED, max_bytes=_MAX_COMMITTED, directory=directory)
+    except FileNotFoundError:
+        raise CheckpointError(
+            "The checkpoint is not committed: its writer did not finish, or it is not a checkpoint",
+            path=path,
+            expected=f"a file {COMMITTED}",
+            received="none",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(path / COMMITTED, error) from error
+    try:
+        content = read_small(MANIFEST, max_bytes=MAX_JSON_BYTES, directory=directory)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path / MANIFEST, error) from error
+    sha256 = hashlib.sha256(content).hexdigest()
+    if committed != f"{sha256}\n".encode():
+        said = committed[:100].decode("utf-8", "replace").strip()
+        raise _damaged(
+            path / MANIFEST,
+            f"its sha256 does not match {COMMITTED}, which has {said!r}. Received: {sha256}",
+        )
+    try:
+        return Manifest.from_json(parse_object(content))
+    except ValueError as error:
+        raise _damaged(path / MANIFEST, f"it is not a valid manifest: {error}") from error
+
+
+def _open_state(path: RunPath, directory: int, manifest: Manifest, layout: Layout) -> int:
+    try:
+        descriptor = open_plain(STATE, directory=directory)
+    except OSError as error:
+        raise _unreadable(path / STATE, error) from error
+    try:
+        size = os.fstat(descriptor).st_size
+        if not size == manifest.nbytes == layout.nbytes:
+            raise _damaged(path / STATE, f"it must have {manifest.nbytes} bytes. Received: {size}")
+        if os.pread(descriptor, len(layout.header), 0) != layout.header:
+            raise _damaged(path / STATE, "its header does not match the variables in the manifest")
+    except OSError as error:
+        os.close(descriptor)
+        raise _damaged(path / STATE, f"it cannot be read ({error.strerror})") from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -1,0 +1,338 @@
+"""Applies an update to a checkpoint offline, in a stream, into a new checkpoint that names its parent."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replicast.errors import CheckpointError
+from replicast.files import RunDir, RunPath
+from replicast.storage.checkpoint_files import (
+    CheckpointReader,
+    Pieces,
+    Progress,
+    open_checkpoint,
+    put_in_place,
+    temporary_directory,
+    write_contents,
+)
+from replicast.storage.checkpoint_format import Draft, Manifest, dtype_of
+from replicast.storage.claims import checkpoint_parts
+from replicast.update.audit_report import Distance, distance
+from replicast.update.edits import Array, Edit, EditKind, apply_edit
+from replicast.update.schema import Schema, Variable, planned
+from replicast.update.update import Update, factor_to_json
+
+# Applies edits to a variable slice by slice: the same bits as on the whole variable, with little memory.
+#
+# Every edit computes each element from that element and the edit's own arrays alone. So a variable is
+# treated as a table, with a row for each index of its first dimension, and cut into blocks that are
+# contiguous in the file: whole rows, or a part of one row if a row is too long.
+#
+# The sign and payload of a NaN computed from two different NaNs are undefined: processors give different
+# results for vectorized elements and for the remainder. This needs an update that contains NaNs.
+
+SLICE_ELEMENTS = 2**20
+"""Arithmetic needs about ten arrays of this size, and is faster if they stay in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A contiguous part of a variable."""
+
+    rows: slice
+    columns: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many rows and columns."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+
+def blocks_of(variable: Variable, elements: int = SLICE_ELEMENTS) -> Iterator[Block]:
+    """Cuts a variable into blocks of at most `elements` elements, in the order of its bytes."""
+    rows, width = _table(variable.shape)
+    if not rows * width:
+        return
+    if width > elements:
+        for row in range(rows):
+            for start in range(0, width, elements):
+                yield Block(slice(row, row + 1), slice(start, min(start + elements, width)))
+        return
+    step = elements // width
+    for start in range(0, rows, step):
+        yield Block(slice(start, min(start + step, rows)), slice(0, width))
+
+
+def apply_edits(edits: Sequence[Edit], variable: Variable, block: Block, current: Array) -> Array:
+    """The values of a block after the edits."""
+    for edit in edits:
+        part = _part(edit, variable, block)
+        if part is not None:
+            current = apply_edit(part, current)
+    return current
+
+
+def _table(shape: tuple[int, ...]) -> tuple[int, int]:
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+
+
+def _part(edit: Edit, variable: Variable, block: Block) -> Edit | None:
+    """The part of an edit that applies to this block; None if none does."""
+    arrays = edit.arrays
+    rows, width = _table(variable.shape)
+    match edit.operation:
+        case EditKind.ADD | EditKind.ASSIGN | EditKind.BLEND:
+            part = {"value": arrays["value"].reshape(rows, width)[block.rows, block.columns]}
+        case EditKind.ADD_ROWS | EditKind.ASSIGN_ROWS:
+            indices = arrays["indices"]
+            chosen = _rows_in(indices, block)
+            if not chosen.any():
+                return None
+            values = arrays["rows"].reshape(len(indices), width)[:, block.columns]
+            part = {"indices": indices[chosen] - block.rows.start, "rows": values[chosen]}
+        case EditKind.ADD_LOW_RANK:
+            part = {"a": arrays["a"][block.rows], "b": arrays["b"][:, block.columns]}
+        case EditKind.RESET_ROWS:
+            chosen = _rows_in(arrays["indices"], block)
+            if not chosen.any():
+                return None
+            part = {"indices": arrays["indices"][chosen] - block.rows.start}
+        case EditKind.SCALE | EditKind.RESET:
+            part = {}
+    return Edit(edit.operation, edit.variable, part, edit.factor)
+
+
+def _rows_in(indices: Array, block: Block) -> npt.NDArray[np.bool_]:
+    return np.asarray((indices >= block.rows.start) & (indices < block.rows.stop))
+
+
+def patch(
+    source: RunDir, update: Update, destination: Path | str, *, progress: Progress | None = None
+) -> Manifest:
+    """Writes the checkpoint that would exist if the update had been applied at its step.
+
+    Needs little memory beyond that of the update, however large the checkpoint is. Every byte that is read
+    is checked against its digest, so that damage is never copied.
+    """
+    target = RunPath(Path(destination).absolute().parent) / Path(destination).name
+    with open_checkpoint(source) as reader:
+        _check_destination(target, reader.manifest)
+        plan = planned(update, reader.manifest.schema)
+        with temporary_directory(target.parent) as temporary:
+            variables = patched_variables(reader, plan, progress)
+            manifest = write_contents(temporary, patched_draft(reader, update), variables)
+            _check_destination(target, manifest)  # It may exist by now.
+            put_in_place(temporary, target)
+    return manifest
+
+
+def _check_destination(destination: RunPath, manifest: Manifest) -> None:
+    try:
+        step = checkpoint_parts(destination.name)[0]
+    except ValueError:
+        step = None  # Not the name of a run's checkpoint.
+    beside = [destination]
+    if step is not None:  # A job may find it there, so nothing else may have this step.
+        beside += destination.parent.glob(f"{step:08d}-*")
+    there = [path for path in beside if path.exists()]
+    if there:
+        raise CheckpointError(
+            "The destination exists already",
+            path=destination,
+            received=str(there[0]),
+            remedy="Use a directory that does not exist yet",
+        )
+    if step is not None and step != manifest.step:
+        raise CheckpointError(
+            "The destination has the name of another step",
+            path=destination,
+            expected=f"{manifest.step:08d}, or a name that is not a number",
+            received=destination.name,
+        )
+
+
+def patched_draft(reader: CheckpointReader, update: Update) -> Draft:
+    """The draft of the checkpoint that an update makes of another one, whose place it has in the journal."""
+    manifest = reader.manifest
+    known = {each.name: getattr(manifest, each.name) for each in fields(Draft)}
+    parent = {"step": manifest.step, "path": str(reader.path.as_path().resolve()), "update_id": update.id}
+    return Draft(**known | {"parent": parent, "created_at": time.time(), "metrics": {}})
+
+
+def patched_variables(
+    reader: CheckpointReader, plan: Update, progress: Progress | None
+) -> Iterator[tuple[str, Pieces]]:
+    """The name and bytes of each variable after a planned update, in a stream."""
+    by_variable: dict[str, list[Edit]] = {}
+    for edit in plan.edits:
+        by_variable.setdefault(edit.variable, []).append(edit)
+    done, total = 0, reader.layout.nbytes - len(reader.layout.header)
+
+    def counted(pieces: Iterator[memoryview]) -> Pieces:
+        nonlocal done
+        for piece in pieces:
+            yield piece
+            done += len(piece)
+            if progress is not None:
+                progress(done, total)
+
+    for name in reader.layout.spans:
+        edits = by_variable.get(name)
+        yield name, counted(_copied(reader, name) if edits is None else _edited(reader, name, edits))
+
+
+def _copied(reader: CheckpointReader, name: str) -> Iterator[memoryview]:
+    return (memoryview(piece) for piece in reader.pieces(name))
+
+
+def _edited(reader: CheckpointReader, name: str, edits: Sequence[Edit]) -> Iterator[memoryview]:
+    variable = reader.layout.spans[name].variable
+    dtype = dtype_of(variable)
+    sizes = (block.shape[0] * block.shape[1] * dtype.itemsize for block in blocks_of(variable))
+    blocks = blocks_of(variable)
+    for piece in reader.pieces(name, sizes):
+        block = next(blocks)
+        current = np.frombuffer(piece, np.uint8).view(dtype).reshape(block.shape)
+        after = apply_edits(edits, variable, block, current)
+        yield np.ascontiguousarray(after).reshape(-1).view(np.uint8).data
+
+
+# Compares two checkpoints, or two models.
+
+NOTHING = "nothing"
+_PIECE_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A variable that differs between two models."""
+
+    name: str
+    expected: str
+    received: str
+
+
+class Verdict(StrEnum):
+    """How a variable of two checkpoints compares."""
+
+    EQUAL = "equal"  # every bit
+    DIFFERENT = "different"  # other bits
+    CHANGED = "changed"  # another shape or dtype, so that values cannot be compared
+    ONLY_FIRST = "only in the first"
+    ONLY_SECOND = "only in the second"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One variable of two checkpoints. The numbers are None where values were not compared."""
+
+    name: str
+    verdict: Verdict
+    first: str
+    second: str
+    elements: int | None = None
+    differing: int | None = None
+    one_is_nan: int | None = None
+    max_absolute: float | None = None
+    max_relative: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        numbers = {name: factor_to_json(getattr(self, name)) for name in ("max_absolute", "max_relative")}
+        return asdict(self) | numbers | {"verdict": str(self.verdict)}
+
+
+def differences(a: Schema, b: Schema) -> list[Difference]:
+    """The variables whose shape or dtype differ, or that only one has: those of `a` first, in its order."""
+    first, second = ({variable.name: _described(variable) for variable in schema} for schema in (a, b))
+    return [
+        Difference(name, first.get(name, NOTHING), second.get(name, NOTHING))
+        for name in dict.fromkeys((*first, *second))
+        if first.get(name) != second.get(name)
+    ]
+
+
+def diff(a: RunDir, b: RunDir, *, values: bool = True, progress: Progress | None = None) -> list[Comparison]:
+    """Compares two checkpoints variable by variable, in a stream.
+
+    Every byte of both is read and checked against its digest, even if both have the same digest.
+    """
+    with open_checkpoint(a) as first, open_checkpoint(b) as second:
+        changed = {each.name: each for each in differences(first.manifest.schema, second.manifest.schema)}
+        done, total = 0, sum(_nbytes(first, name) + _nbytes(second, name) for name in _names(first, second))
+        made = []
+        for name in _names(first, second):
+            if name in changed:
+                made.append(_changed(changed[name]))
+            elif first.manifest.digests[name] == second.manifest.digests[name]:
+                made.append(_same(first.layout.spans[name].variable))
+            elif values:
+                made.append(_compared(first, second, first.layout.spans[name].variable))
+            else:
+                text = _described(first.layout.spans[name].variable)
+                made.append(Comparison(name, Verdict.DIFFERENT, text, text))
+            if values:
+                if made[-1].verdict is not Verdict.DIFFERENT:  # Otherwise the comparison has read them.
+                    _check(name, first, second)
+                done += _nbytes(first, name) + _nbytes(second, name)
+                if progress is not None:
+                    progress(done, total)
+        return made
+
+
+def _names(first: CheckpointReader, second: CheckpointReader) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*first.names(), *second.names())))
+
+
+def _nbytes(reader: CheckpointReader, name: str) -> int:
+    return reader.layout.spans[name].nbytes if name in reader.layout.spans else 0
+
+
+def _check(name: str, *readers: CheckpointReader) -> None:
+    """Reads a variable where it exists: equal digests in the manifests do not prove intact bytes."""
+    for reader in readers:
+        if name in reader.layout.spans:
+            for _ in reader.pieces(name):
+                pass
+
+
+def _described(variable: Variable) -> str:
+    return f"{variable.dtype} of shape {variable.shape}"
+
+
+def _changed(difference: Difference) -> Comparison:
+    verdict = Verdict.CHANGED
+    if NOTHING in (difference.expected, difference.received):
+        verdict = Verdict.ONLY_FIRST if difference.received == NOTHING else Verdict.ONLY_SECOND
+    return Comparison(difference.name, verdict, difference.expected, difference.received)
+
+
+def _same(variable: Variable) -> Comparison:
+    text, elements = _described(variable), int(np.prod(variable.shape, dtype=np.int64))
+    return Comparison(variable.name, Verdict.EQUAL, text, text, elements, 0, 0, 0.0, 0.0)
+
+
+def _compared(first: CheckpointReader, second: CheckpointReader, variable: Variable) -> Comparison:
+    elements, found = 0, Distance()
+    for left, right in zip(_pieces(first, variable), _pieces(second, variable), strict=True):
+        found = found.then(distance(left, right), elements)
+        elements += left.size
+    text = _described(variable)
+    verdict = Verdict.DIFFERENT if found.differing else Verdict.EQUAL
+    numbers = elements, found.differing, found.one_is_nan, found.absolute, found.relative
+    return Comparison(variable.name, verdict, text, text, *numbers)
+
+
+def _pieces(reader: CheckpointReader, variable: Variable) -> Iterator[Array]:
+    dtype = dtype_of(variable)
+    sizes = iter(lambda: _PIECE_BYTES, None)
+    return (np.frombuffer(piece, np.uint8).view(dtype) for piece in reader.pieces(variable.name, sizes))

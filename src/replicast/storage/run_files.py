@@ -1,0 +1,490 @@
+"""The files in which a job describes itself in its run directory: run.json, worker notes, metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from itertools import islice
+from typing import Any
+
+from replicast.errors import FileDamaged, ReplicastError
+from replicast.files import (
+    RunDir,
+    RunPath,
+    below,
+    make_durably,
+    open_plain,
+    read_json,
+    read_sealed,
+    remove_leftovers,
+    write_all,
+    write_durably,
+    write_quickly,
+)
+from replicast.processes import is_alive, is_on_this_host, this_process
+from replicast.storage.claims import GROUPS, Fence, group_directory, group_numbers, last_claim
+from replicast.strictjson import described, parse_json, parse_object, sealed
+from replicast.update.audit_report import AuditReport
+from replicast.update.schema import Schema
+from replicast.update.update import factor_to_json
+
+FORMAT = 2
+RUN_FILE = "run.json"
+WITHOUT_CALLBACK = "a boundary: its fit has no replicas.callback()"
+"""What a worker waits for while its model is trained without boundaries. Updates wait too."""
+ENDED = "nothing: it has ended"
+"""What a worker waits for after it has ended."""
+_SENT_SECS, _MOST_SENT_PER_SEC = 2.0, 50
+_PIECE_BYTES = 64 * 1024
+_MAX_LINE_BYTES = 4 * 2**20
+_MAX_BACK_BYTES = 256 * 2**20
+_MAX_NOTE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """The description of a run."""
+
+    format: int
+    schema: Schema
+    workers: int
+    attempt: int
+    created_at: float
+    journaled: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {
+            "format": self.format,
+            "schema": self.schema.to_json(),
+            "workers": self.workers,
+            "attempt": self.attempt,
+            "created_at": self.created_at,
+            **({} if self.journaled else {"journaled": False}),
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> RunInfo:
+        """What `to_json` described."""
+        if fields.get("format") != FORMAT:
+            raise ValueError(
+                f"This version of replicast reads format {FORMAT} of a run. Use the version that wrote it. "
+                f"Received: {fields.get('format')!r}"
+            )
+        return described(cls, "run", fields)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNote:
+    """The latest status of a worker."""
+
+    rank: int
+    pid: int
+    host: str
+    step: int
+    attempt: int
+    time: float
+    training: bool
+    waiting_for: str
+    epoch: int | None = None
+    epochs: int | None = None
+    steps_left: int | None = None
+    step_secs: float | None = None
+    stepped_at: float | None = None
+    memory_bytes: int | None = None
+    machine: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> WorkerNote:
+        """What `to_json` described."""
+        return described(cls, "worker", fields)
+
+
+def sent_every_secs(workers: int) -> float:
+    """How often a worker of a job of this size sends its note to worker 0, if worker 0 writes it.
+
+    The more workers, the less often each: all together at most `_MOST_SENT_PER_SEC`.
+    """
+    return max(_SENT_SECS, workers / _MOST_SENT_PER_SEC)
+
+
+def clean_run(run_dir: RunDir) -> None:
+    """Removes temporary files of writers that died. Only before a worker writes its first note."""
+    for directory in (run_dir, below(run_dir) / "workers"):
+        remove_leftovers(directory, older_than_secs=0.0)
+
+
+def write_run_info(fence: Fence, info: RunInfo) -> None:
+    """Writes run.json of a group, atomically and durably. Only on the coordinator."""
+    write_durably(fence.directory / RUN_FILE, [sealed(info.to_json())])
+    fence.check()
+
+
+def read_run_info(run_dir: RunDir) -> RunInfo:
+    """Reads the description of a run that the last group has written."""
+    claim = last_claim(run_dir)
+    for group in (
+        [] if claim is None else [number for number in group_numbers(run_dir) if number <= claim.group]
+    ):
+        path = group_directory(run_dir, group) / RUN_FILE
+        if path.exists():
+            try:
+                return RunInfo.from_json(read_sealed(path))
+            except ValueError as error:
+                raise FileDamaged(path, str(error)) from error
+    raise FileDamaged(
+        below(run_dir) / GROUPS,
+        f"no group has a {RUN_FILE}. Is this a run directory, and is its job still starting?",
+    )
+
+
+def write_worker_note(run_dir: RunDir, note: WorkerNote) -> None:
+    """Replaces the note of a worker. Does not sync."""
+    directory = below(run_dir) / "workers"
+    make_durably(directory)
+    write_quickly(directory / f"{note.rank}.json", json.dumps(note.to_json()))
+
+
+def read_worker_notes(run_dir: RunDir, which: str = "*") -> list[WorkerNote]:
+    """The latest notes of the workers, by rank. Damaged notes and those of another rank are skipped."""
+    notes = []
+    for path in (below(run_dir) / "workers").glob(f"{which}.json"):
+        with contextlib.suppress(FileDamaged, ValueError):
+            note = WorkerNote.from_json(read_json(path, max_bytes=_MAX_NOTE_BYTES))
+            if path.name == f"{note.rank}.json":
+                notes.append(note)
+    return sorted(notes, key=lambda note: note.rank)
+
+
+def append_metrics(run_dir: RunDir, step: int, values: Mapping[str, float]) -> None:
+    """Appends one line to metrics.jsonl. Only for one process, since it repairs a torn last line."""
+    numbers = {name: factor_to_json(float(value)) for name, value in values.items()}
+    line = json.dumps({"step": step, "time": time.time(), "values": numbers})
+    append_line(below(run_dir) / "metrics.jsonl", line)
+
+
+def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
+    """The last complete line of metrics.jsonl: `step`, `time`, `values`. Reads only the end of the file."""
+    for line in lines_from_the_end(below(run_dir) / "metrics.jsonl"):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            found = parse_json(line)
+            values = {str(name): float(value) for name, value in found["values"].items()}
+            return {"step": int(found["step"]), "time": float(found["time"]), "values": values}
+    return None
+
+
+def append_line(path: RunPath, line: str) -> None:
+    """Appends one line to a file, and creates the file if needed. Does not sync.
+
+    Only for one process, since it repairs a torn last line.
+    """
+    content = line.encode() + b"\n"
+    descriptor = path.open(os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            content = b"\n" + content  # A writer that died left half a line: it must not corrupt this one.
+        write_all(descriptor, content)
+    finally:
+        os.close(descriptor)
+
+
+def lines_from_the_end(path: RunPath) -> Iterator[bytes]:
+    """The complete lines of a file, the last one first. Reads only as much as is consumed.
+
+    Lines longer than `_MAX_LINE_BYTES` are skipped, and at most `_MAX_BACK_BYTES` are searched. Anything but
+    a regular file has no lines.
+    """
+    try:
+        descriptor = open_plain(path)
+    except OSError:
+        return
+    with os.fdopen(descriptor, "rb") as file:
+        place = file.seek(0, os.SEEK_END)
+        least = max(0, place - _MAX_BACK_BYTES)
+        line = _LineFromTheEnd()
+        is_last = True
+        while place > least:
+            length = min(_PIECE_BYTES, place)
+            place -= length
+            file.seek(place)
+            *earlier, end = file.read(length).split(b"\n")
+            line.prepend(end)
+            for piece in reversed(earlier):
+                if not is_last and (found := line.taken()) is not None:
+                    yield found
+                is_last = False  # After the last newline there is nothing, or half a line.
+                line = _LineFromTheEnd()
+                line.prepend(piece)
+        if place == 0 and not is_last and (found := line.taken()) is not None:
+            yield found
+
+
+class _LineFromTheEnd:
+    """A line whose end is read first. It is dropped once it is too long."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._nbytes = 0
+
+    def prepend(self, piece: bytes) -> None:
+        self._nbytes += len(piece)
+        if self._nbytes > _MAX_LINE_BYTES:
+            self._pieces.clear()
+        else:
+            self._pieces.append(piece)
+
+    def taken(self) -> bytes | None:
+        return None if self._nbytes > _MAX_LINE_BYTES else b"".join(reversed(self._pieces))
+
+
+# The reports of audits in the run directory: `audits.jsonl`, one line for each, written by worker 0.
+
+
+def append_audit(run_dir: RunDir, report: AuditReport) -> None:
+    """Appends the report of an audit. Only worker 0."""
+    with contextlib.suppress(ReplicastError, OSError):  # audit numbers start over with each attempt
+        report = replace(report, attempt=read_run_info(run_dir).attempt)
+    append_line(below(run_dir) / "audits.jsonl", json.dumps(report.to_json()))
+
+
+def last_audits(run_dir: RunDir, count: int) -> list[AuditReport]:
+    """The last reports, oldest first. Reads only the end of the file; a damaged line is skipped."""
+    return list(itertools.islice(_from_the_end(run_dir), min(count, sys.maxsize)))[::-1]
+
+
+def _from_the_end(run_dir: RunDir) -> Iterator[AuditReport]:
+    for line in lines_from_the_end(below(run_dir) / "audits.jsonl"):
+        report = _report(line)
+        if report is not None:
+            yield report
+
+
+def _report(line: bytes) -> AuditReport | None:
+    try:
+        return AuditReport.from_json(parse_object(line))
+    except (ValueError, AttributeError):
+        return None
+
+
+# What becomes of a job: `states.jsonl` in the run directory, one line per change, never rewritten.
+#
+#     starting ──► (training, as the workers' notes tell) ──► finished | failed | stopped
+#        ▲                                                        │
+#        └──────────────────── restarting ◄───────────────────────┘
+#
+# The launcher writes; without a launcher, worker 0 does. A job that is killed with its launcher writes
+# nothing: then the notes of its workers are old, and the process that wrote the last line is gone.
+
+FILE = "states.jsonl"
+ABSENT_SECS = 10.0
+"""A worker writes a note every second; after this long without one it counts as not running."""
+_START_SECS = 600.0
+"""How long a start may take before it counts as lost, if its process cannot be looked at from here."""
+_MAX_TEXT, _MAX_LINES = 2000, 20
+_MOST_CHANGES = 10_000
+
+
+class State(StrEnum):
+    """How a run is. Training, waiting, ending, lost and never started are found out, not written."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    WAITING = "waiting"
+    RESTARTING = "restarting"
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    ENDING = "ending"
+    LOST = "lost"
+    NEVER_STARTED = "never started"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a job that can train, or will be again."""
+        return self in (State.STARTING, State.TRAINING, State.WAITING, State.RESTARTING)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has said how it ended."""
+        return self in (State.FINISHED, State.FAILED, State.STOPPED)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A line of the file: the job has come to this state."""
+
+    state: State
+    attempt: int
+    time: float = 0.0
+    by: str = "launcher"
+    process: dict[str, Any] = field(default_factory=dict)
+    workers: int = 0
+    step: int | None = None
+    worker: int | None = None
+    reason: str = ""
+    last_lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """How a run is now."""
+
+    state: State
+    sentence: str
+    attempt: int
+    change: Change | None
+
+
+def write_change(run_dir: RunDir, change: Change) -> None:
+    """Appends a line. Only for one process at a time."""
+    stamped = replace(
+        change,
+        time=change.time or time.time(),
+        process=change.process or this_process(),
+        reason=change.reason[:_MAX_TEXT],
+        last_lines=tuple(line[:_MAX_TEXT] for line in change.last_lines[-_MAX_LINES:]),
+    )
+    append_line(below(run_dir) / FILE, json.dumps(asdict(stamped)))
+
+
+def changes(run_dir: RunDir, last: int = _MOST_CHANGES) -> list[Change]:
+    """The last changes of the run, the oldest first; damaged lines are skipped."""
+    return list(islice(_from_the_end_states(run_dir), last))[::-1]
+
+
+def read_state(run_dir: RunDir, notes: Sequence[WorkerNote], now: float | None = None) -> RunState:
+    """How a run is, by its last change and by what its workers last said."""
+    now = time.time() if now is None else now
+    change = next(_from_the_end_states(run_dir), None)
+    heard = [note for note in notes if change is None or note.time >= change.time or _is_same(note, change)]
+    attempt = max([0 if change is None else change.attempt, *(note.attempt for note in heard)])
+    state = _state(change, heard, now)
+    return RunState(state, _sentence(state, change, heard, attempt, now), attempt, change)
+
+
+def has_ended(run_dir: RunDir, notes: Sequence[WorkerNote]) -> bool:
+    """Whether the job has said how it ended, and no worker has written a note since."""
+    change = next(_from_the_end_states(run_dir), None)
+    return change is not None and change.state.is_over and not _newer(notes, change)
+
+
+def damage(run_dir: RunDir) -> str:
+    """One line: how much of the file is damaged and skipped; empty if nothing is."""
+    lines = islice(lines_from_the_end(below(run_dir) / FILE), _MOST_CHANGES)
+    count = sum(_change_in(line) is None for line in lines)
+    if not count:
+        return ""
+    lines_are = "1 line is" if count == 1 else f"{count} lines are"
+    return f"{FILE} is damaged: {lines_are} not readable and left out"
+
+
+def _from_the_end_states(run_dir: RunDir) -> Iterator[Change]:
+    changes = map(_change_in, lines_from_the_end(below(run_dir) / FILE))
+    return (change for change in changes if change is not None)
+
+
+def _change_in(line: bytes) -> Change | None:
+    """The change that a line describes; None if it is damaged."""
+    with contextlib.suppress(ValueError):
+        fields = parse_json(line)
+        if isinstance(fields, dict):
+            return described(Change, "change of a run's state", fields)
+    return None
+
+
+def _is_same(note: WorkerNote, change: Change) -> bool:
+    return note.attempt == change.attempt
+
+
+def _newer(notes: Sequence[WorkerNote], change: Change) -> list[WorkerNote]:
+    return [note for note in notes if note.attempt > change.attempt or note.time > change.time]
+
+
+def _state(change: Change | None, heard: Sequence[WorkerNote], now: float) -> State:
+    running = [note for note in heard if note.waiting_for != ENDED and abs(now - note.time) <= ABSENT_SECS]
+    if change is not None and change.state.is_over:
+        running = _newer(running, change)
+        if not running:  # A note that was written just before the end is not news.
+            return change.state
+    if running:
+        return State.TRAINING if any(note.training for note in running) else State.WAITING
+    if change is None:
+        if not heard:
+            return State.NEVER_STARTED
+        return State.FINISHED if all(note.waiting_for == ENDED for note in heard) else State.LOST
+    said = [note for note in heard if note.attempt == change.attempt and note.time > change.time]
+    if change.state.is_over or not _may_live(change, now):
+        return State.LOST
+    if not said:
+        return change.state
+    ended = [note for note in said if note.waiting_for == ENDED]
+    return State.ENDING if len(ended) == len(said) else State.WAITING  # a silent worker; its launcher decides
+
+
+def _may_live(change: Change, now: float) -> bool:
+    """Whether the process that wrote a change may be alive."""
+    alive = is_alive(change.process) if is_on_this_host(change.process) else None
+    return now - change.time <= _START_SECS if alive is None else alive
+
+
+def _sentence(
+    state: State, change: Change | None, heard: Sequence[WorkerNote], attempt: int, now: float
+) -> str:
+    step = max((note.step for note in heard), default=None)
+    if change is not None and change.step is not None and state.is_over:
+        step = change.step
+    at = "" if step is None else f" at step {step}"
+    tries = f", attempt {attempt}" if attempt else ""
+    reason = "" if change is None or not change.reason else f": {change.reason}"
+    who = "" if change is None or change.worker is None else f" (worker {change.worker})"
+    ago = "" if change is None else f", {age(now - change.time)} ago"
+    match state:
+        case State.NEVER_STARTED:
+            return "No worker has been heard of yet"
+        case State.STARTING:
+            return f"Starting{tries}: no worker has been heard of yet{ago.replace(' ago', '')}"
+        case State.RESTARTING:
+            return f"Restarting{tries}{who}{reason}"
+        case State.TRAINING:
+            return f"Training{at}{tries}"
+        case State.WAITING:
+            silent = min((now - note.time for note in heard), default=0.0)
+            if silent > ABSENT_SECS:
+                return f"Running{at}{tries}: no worker has been heard of for {age(silent)}"
+            return f"Running{at}{tries}, not inside a training loop"
+        case State.ENDING:
+            return f"Ending{at}{tries}: the workers have exited, or are about to"
+        case State.FINISHED:
+            return f"Finished{at}{ago}"
+        case State.FAILED:
+            return f"Failed{at}{tries}{who}{reason}{ago}"
+        case State.STOPPED:
+            return f"Stopped{at}{reason.replace(':', ' by', 1)}{ago}"
+        case State.LOST:
+            silent = max((note.time for note in heard), default=0.0 if change is None else change.time)
+            return f"Not running: last heard of {age(now - silent)} ago{at}{tries}; it did not say why"
+
+
+def absent_secs(workers: int) -> float:
+    """After how long without a note one worker of a job of this size counts as silent."""
+    return max(ABSENT_SECS, 3 * sent_every_secs(workers))
+
+
+def age(secs: float) -> str:
+    """How long ago, roughly."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if secs >= 2 * length:
+            return f"{secs / length:.0f} {unit}"
+    return f"{max(0.0, secs):.0f} s"

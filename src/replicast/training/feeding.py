@@ -1,0 +1,735 @@
+"""Each worker's share of every batch, without a transfer per step.
+
+TensorFlow's distributed iterator asks all workers before every step whether each still has data, which costs
+more than a whole step of a small model. Here every worker reads the same batches and takes its own rows of
+each: worker r of N gets rows B*r//N to B*(r+1)//N of a batch of B rows. So each example is used once, also in
+the last short batch, and all workers run out of data at the same step without communication.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.callbacks import callback_list
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from tensorflow.python.data.ops.iterator_ops import OwnedIterator
+
+from replicast.coordination import Coordination
+from replicast.errors import NotSupported
+from replicast.training.keras_call import KerasCall, only_looks_at_shapes
+from replicast.training.samples import (
+    WHAT,
+    Comparison,
+    Sample,
+    order_of_batches,
+    sample_of_arrays,
+    sample_of_batch,
+    sampled,
+)
+from replicast.training.variables import Seeds
+
+# The rows of a batch: which of its arrays have them, how many there are, a placeholder if there are none.
+#
+# A batch may hold arrays that are not rows: a table, an adjacency matrix, the edges of a graph. Only rows
+# are divided among the workers; every worker gets the rest whole. What counts as rows follows from the
+# batch alone, so that all workers decide alike:
+#
+# - The first dimension of y and sample_weight is the number of rows. All of their arrays must have it, and at
+#   least one array of x. Without y and sample_weight, all arrays of x must have the same first dimension.
+# - An array of x has rows if its first dimension is that number. A first dimension that is fixed while the
+#   number of rows is not (`dataset.batch(8)` does not fix it) is another one, even if they happen to be
+#   equal.
+#   What can only be told from values is told by the first batch, and must hold for every later one.
+# - Scalars are not rows.
+#
+# A batch for which this does not work is refused, with its shapes.
+#
+# A batch with fewer rows than workers leaves some workers without rows. They must still take part in the
+# step's transfer, but many layers fail on an empty batch (a convolution) or return NaN (a mean). So such a
+# worker computes one row of zeros, which is ignored: its weight is 0, and what it adds to metrics is
+# discarded.
+
+PARTS = ("x", "y", "sample_weight")
+
+
+def named_leaves(structure: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The leaves of a structure in the order of `tf.nest`, with a name for each: x['table'], x[0]."""
+    if isinstance(structure, dict):
+        for key in sorted(structure):
+            yield from named_leaves(structure[key], f"{name}[{key!r}]")
+    elif isinstance(structure, (tuple, list)):
+        for place, part in enumerate(structure):
+            yield from named_leaves(part, f"{name}[{place}]")
+    else:
+        yield from ((name, leaf) for leaf in tf.nest.flatten(structure))
+
+
+def _arrays(batch: Any) -> tuple[list[tuple[int, str, Any]], list[tuple[int, str, Any]]]:
+    """The arrays of x, and those of y and sample_weight: with places in the flat batch, and names."""
+    as_keras = isinstance(batch, (tuple, list)) and 0 < len(batch) <= len(PARTS)
+    found: tuple[list[Any], list[Any]] = ([], [])
+    place = 0
+    for part, value in zip(PARTS, batch, strict=False) if as_keras else (("x", batch),):
+        for name, leaf in named_leaves(value, part):
+            shape = getattr(leaf, "shape", None)  # None: an absent part of the batch
+            if shape is not None and tf.TensorShape(shape).rank != 0:
+                found[part != "x"].append((place, name, leaf))
+            place += 1
+    return found
+
+
+def _fixed_length(array: Any) -> int | None:
+    shape = tf.TensorShape(array.shape)
+    return None if shape.rank is None else shape[0]
+
+
+def length_of(array: Any) -> tf.Tensor:
+    """The first dimension of an array, ragged or sparse tensor."""
+    if isinstance(array, tf.RaggedTensor):
+        return tf.cast(array.nrows(), tf.int32)
+    if isinstance(array, tf.SparseTensor):
+        return tf.cast(array.dense_shape[0], tf.int32)
+    return tf.shape(array)[0]
+
+
+class Division:
+    """Which arrays of a dataset's batches have rows."""
+
+    def __init__(self, spec: Any, first_batch: Any = None) -> None:
+        inputs, labels = _arrays(spec)
+        self.counted = labels or inputs
+        """The arrays whose first dimension is the number of rows."""
+        self._arrays = [*inputs, *labels]
+        fixed = {place: _fixed_length(array) for place, _, array in self._arrays}
+        rows = {fixed[place] for place, _, _ in self.counted} - {None}
+        if len(rows) > 1:
+            raise self._refusal()
+        self.rows = next(iter(rows), None)
+        """The number of rows, if it is fixed."""
+        self.kinds: dict[int, bool | None] = dict.fromkeys((place for place, _, _ in self.counted), True)
+        """By place, whether an array has rows; None if the first batch tells it."""
+        if labels:
+            unfixed = any(fixed[place] is None for place, _, _ in inputs)
+            for place, _, _ in inputs:
+                length = fixed[place]
+                if length is not None and (self.rows is not None or unfixed):
+                    self.kinds[place] = length == self.rows
+                else:
+                    self.kinds[place] = None
+            possible = [place for place, _, _ in inputs if self.kinds[place] is not False]
+            if inputs and not possible:
+                raise self._refusal()
+            if len(possible) == 1:
+                self.kinds[possible[0]] = True
+        self._inputs = [place for place, _, _ in inputs]
+        self._fixed = fixed
+        if first_batch is not None:
+            self.kinds = Division(first_batch).kinds
+
+    def tell(self, flat: list[Any], told: tf.Tensor) -> tuple[tf.Tensor, dict[int, Any], tf.Tensor]:
+        """The number of rows of a batch, whether each of its arrays has rows, and what is told now."""
+        lengths = {place: length_of(flat[place]) for place in self.kinds}
+        first = self.counted[0][0]
+        rows = lengths[first] if self.rows is None else tf.constant(self.rows)
+        has_rows: dict[int, Any] = dict(self.kinds)
+        agree = [
+            lengths[place] == rows
+            for place, kind in self.kinds.items()
+            if kind and (place != first if self.rows is None else self._fixed[place] is None)
+        ]
+        for place in (place for place, kind in self.kinds.items() if kind is None):
+            equal = lengths[place] == rows
+            has_rows[place] = tf.where(told[place] == 0, equal, told[place] > 0)
+            agree.append(equal | ~has_rows[place])
+            told = tf.tensor_scatter_nd_update(told, [[place]], [tf.where(has_rows[place], 1, -1)])
+        if None in self.kinds.values():
+            agree.append(tf.reduce_any([tf.convert_to_tensor(has_rows[place]) for place in self._inputs]))
+        if agree:
+            names = ", ".join(name for _, name, _ in self._arrays)
+            message = f"{self._refusal()} First dimensions of {names} in this batch, and the number of rows:"
+            given = [lengths[place] for place, _, _ in self._arrays]
+            tf.debugging.Assert(tf.reduce_all(agree), [message, *given, rows], summarize=len(given) + 1)
+        return rows, has_rows, told
+
+    def _refusal(self) -> NotSupported:
+        shapes = ", ".join(f"{name} {tf.TensorShape(array.shape)}" for _, name, array in self._arrays)
+        return NotSupported(
+            f"A batch whose number of rows cannot be told ({shapes})",
+            reason="replicast divides the rows of every batch among the workers; they are counted by y and "
+            "sample_weight, or by all of x if there is neither",
+            remedy="Give y one entry per row: (x, y), also for predict. Add a first axis of 1 to an array "
+            "that is not rows, if its first dimension may equal their number. For batches whose rows belong "
+            "together, such as one large graph, turn off auto_shard_policy and give each worker its own "
+            "batches (docs/training.md)",
+        )
+
+
+def rows_of(data: Any) -> tf.Tensor:
+    """The number of rows of a share."""
+    inputs, labels = _arrays(data)
+    for _, _, array in (*labels, *inputs):
+        return length_of(array)
+    return tf.constant(1)
+
+
+def first_input_is_whole(data: Any) -> tf.Tensor | None:
+    """Whether the first array of x, by which Keras weights the loss in its logs, is not rows.
+
+    None if it certainly is rows.
+    """
+    inputs, labels = _arrays(data)
+    return length_of(inputs[0][2]) != length_of(labels[0][2]) if labels and len(inputs) > 1 else None
+
+
+def at_least_one_row(data: Any, rows: tf.Tensor) -> Any:
+    """The share, with a row of zeros if it has no rows."""
+
+    def filled(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (None, 0):
+            return leaf
+        if leaf.shape[0] is not None and leaf.shape[0] > 0:
+            return leaf
+        shape = tf.shape(leaf)
+        zeros = functools.partial(tf.zeros, tf.concat([[1], shape[1:]], axis=0), leaf.dtype)
+        # A conditional even if there are certainly no rows: `slices.py` must recognize rows of a batch here,
+        # as on the workers that have some.
+        whole = tf.cond((shape[0] > 0) | (rows > 0), lambda: leaf, zeros)
+        whole.set_shape([1 if leaf.shape[0] == 0 else None, *leaf.shape[1:]])
+        return whole
+
+    return tf.nest.map_structure(filled, data)
+
+
+def only_real(tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """What was computed from a share; empty if the share has no rows, but a row of zeros instead."""
+    return tensor[: tf.where(rows > 0, tf.shape(tensor)[0], 0)]
+
+
+def with_unknown_rows(data: Any) -> Any:
+    """The share, without its number of rows in the static shapes of its tensors."""
+
+    def unknown(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (None, 0) or leaf.shape[0] is None:
+            return leaf
+        return tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]])
+
+    return data if tf.executing_eagerly() else tf.nest.map_structure(unknown, data)
+
+
+def predicting_all_rows(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wraps a prediction function; for a share without rows it returns empty tensors."""
+
+    def predict(data: Any) -> Any:
+        rows = rows_of(data)
+        inputs, labels = _arrays(data)
+        fixed = _fixed_length([*labels, *inputs][0][2]) if inputs or labels else None
+        outputs = function(at_least_one_row(data, rows))
+        for name, output in named_leaves(outputs, "output"):
+            if isinstance(output, tf.Tensor) and output.shape.rank is not None:
+                _refuse_without_rows(name, output, fixed)
+
+        def of_the_share(output: Any) -> Any:
+            known = isinstance(output, tf.Tensor) and output.shape.rank is not None
+            return only_real(output, rows) if known else output
+
+        return tf.nest.map_structure(of_the_share, outputs)
+
+    return predict
+
+
+_MIXING = {
+    "Circle": "gather the embeddings and labels of all workers in compute_loss",
+    "Dice": "leave out axis 0, for one value per row: Dice(axis=(1, 2, 3))",
+    "Tversky": "leave out axis 0, for one value per row: Tversky(axis=(1, 2, 3))",
+}
+"""The losses of Keras whose value for a row depends on other rows, and what to do."""
+
+
+def losses_that_mix_rows(loss: Any) -> dict[str, str]:
+    """The names of such losses in an argument of `compile`, and a warning for each."""
+    found = {}
+    for given in tf.nest.flatten(loss):
+        name = given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
+        name = name.replace("_", "").capitalize()
+        axis = getattr(given, "axis", None)
+        if name in _MIXING and (axis is None or 0 in tf.nest.flatten(axis)):
+            found[name] = (
+                f"The loss {name} compares the rows of a batch with each other. Each worker computes it from "
+                f"its own rows, so training differs from one process. To avoid that, {_MIXING[name]} "
+                "(docs/training.md, losses and layers that mix rows of a batch)."
+            )
+    return found
+
+
+def _refuse_without_rows(name: str, output: tf.Tensor, rows: int | None) -> None:
+    """Refuses an output that `predict` cannot join: the workers' parts are joined row by row."""
+    length = output.shape[0] if output.shape.rank else None
+    whole = length is not None and (rows is None or length % max(rows, 1) != 0)
+    if output.shape.rank == 0 or whole:
+        raise NotSupported(
+            f"predict with an output that has no rows: {name} has the shape {output.shape}",
+            reason="each worker computes it from its own rows of the batch, and predict joins rows",
+            remedy="Return one entry per row, or call the model itself on the whole batch: model(x)",
+        )
+
+
+# Private: the class of `iter(dataset)`, the only kind of iterator that Keras passes to its graphs.
+
+
+PREFETCHED_BATCHES = 2
+LARGE_SHARE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a pass over the data continues."""
+
+    epoch: int
+    batch: int
+    batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """The position of a training in its data, in terms of Keras' iterators."""
+
+    passes: int
+    batches: int
+    epoch: int
+
+
+def from_the_start() -> Start | None:
+    """The pass starts at its first batch."""
+    return None
+
+
+def rows_of_share(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
+    """The first row of a worker's share of `rows` rows, and the row after its last."""
+    return rows * rank // size, rows * (rank + 1) // size
+
+
+class Pass(OwnedIterator):
+    """An iterator over a dataset whose shapes Keras can read without taking a batch from it.
+
+    With `validation_steps`, Keras keeps the iterator of `validation_data` from epoch to epoch, and takes a
+    batch from it before the next pass, only for the shapes.
+    """
+
+    def __init__(self, share: tf.data.Dataset, shapes: Any) -> None:
+        super().__init__(share)
+        self._shapes = shapes
+
+    def __next__(self) -> Any:
+        return self._shapes if only_looks_at_shapes() else super().__next__()
+
+
+class Share(tf.data.Dataset):
+    """One worker's rows of every batch of a dataset.
+
+    It is a dataset itself, so that it can be passed to `fit` and is not divided a second time.
+    """
+
+    def __init__(
+        self,
+        batches: tf.data.Dataset,
+        rank: int,
+        size: int,
+        *,
+        opened: Callable[[], object],
+        start: Callable[[], Start | None] = from_the_start,
+        first_batch: Any = None,
+        at_most: int | None = None,
+        ahead: bool = True,
+        report: Callable[[Any], None] | None = None,
+    ) -> None:
+        self._batches = batches if at_most is None else batches.take(at_most)
+        self._opened = opened
+        self._start = start
+
+        division = Division(batches.element_spec, first_batch) if size > 1 else None
+
+        def share_of(batches: tf.data.Dataset) -> tf.data.Dataset:
+            shares = batches if division is None else _divided(batches, rank, size, division)
+            return shares.prefetch(PREFETCHED_BATCHES) if ahead else shares
+
+        self._share = share_of(self._batches)
+        self._first_share = self._share if report is None else share_of(sampled(self._batches, report))
+        self._shapes = _shapes(self._share.element_spec) if first_batch is None else first_batch
+        # Private: a dataset is created from its variant tensor; there is no public way to wrap one.
+        super().__init__(self._share._variant_tensor)
+
+    def _inputs(self) -> list[Any]:
+        return [self._share]
+
+    @property
+    def element_spec(self) -> Any:
+        """The types of this worker's part of a batch."""
+        return self._share.element_spec
+
+    def __iter__(self) -> Iterator[Any]:
+        if only_looks_at_shapes() and self._shapes is not None:
+            return iter([self._shapes])
+        self._opened()
+        start = self._start()
+        if start is not None:
+            return self._pass_over(self._from(start))
+        share, self._first_share = self._first_share, self._share
+        return self._pass_over(share)
+
+    def at(self, position: DataPosition) -> Iterator[Any]:
+        """The rest of a pass. Skipped batches are read and discarded; skipped passes draw their shuffles."""
+        self._opened()
+        for _ in range(position.passes):
+            iter(self._share)  # draws the order of its pass
+        return self._pass_over(self._share.skip(position.batches) if position.batches else self._share)
+
+    def _pass_over(self, share: tf.data.Dataset) -> Iterator[Any]:
+        return iter(share) if self._shapes is None else Pass(share, self._shapes)
+
+    def is_infinite(self) -> bool:
+        """Whether the data is infinite."""
+        return bool(self._share.cardinality() == tf.data.INFINITE_CARDINALITY)
+
+    def _from(self, start: Start) -> tf.data.Dataset:
+        """The rest of the pass, for a `fit` without the callback, which starts with its first epoch."""
+        if self.is_infinite():
+            return self._share.skip(start.batches)
+        # If the length is known, Keras creates two iterators per epoch and uses the first.
+        per_epoch = 2 if self._share.cardinality() != tf.data.UNKNOWN_CARDINALITY else 1
+        for _ in range(per_epoch * start.epoch):
+            iter(self._share)
+        return self._share.skip(start.batch)
+
+
+class ArrayShare:
+    """One worker's rows of every batch of arrays in memory, shuffled alike on every worker.
+
+    Keras shuffles with an operation whose seed differs between workers, so some examples would be used twice
+    in an epoch and others never; and with a global seed it repeats the same order in every epoch. The order
+    here depends on the seed, the call of `fit` and the epoch. A worker gathers only its own rows: small ones
+    directly, which is cheaper than passing them between threads, and large ones ahead in a pipeline.
+    """
+
+    def __init__(
+        self,
+        arrays: Any,
+        *,
+        rank: int,
+        size: int,
+        batch_size: int,
+        shuffle: bool | str,
+        seed: tuple[int, ...],
+        opened: Callable[[], object],
+        in_graph: bool,
+        start: Callable[[], Start | None] = from_the_start,
+        epoch: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._start = start
+        self._epoch_told = epoch
+        with tf.device("CPU:0"):
+            # Keras makes tuples of lists as well: tf.data takes a list for a tensor.
+            self._tensors = tf.nest.map_structure(tf.convert_to_tensor, keras.tree.lists_to_tuples(arrays))
+        leaves = tf.nest.flatten(self._tensors)
+        self._rows = int(leaves[0].shape[0])
+        self._rank = rank
+        self._size = size
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._opened = opened
+        self._epoch = 0
+        bytes_of_row = sum(leaf.dtype.size * int(np.prod(leaf.shape[1:])) for leaf in leaves)
+        self._ahead = in_graph or bytes_of_row * batch_size // size > LARGE_SHARE_BYTES
+
+    def __iter__(self) -> Iterator[Any]:
+        if only_looks_at_shapes():
+            rows = min(self._rows, self._batch_size)
+            return iter([tf.nest.map_structure(lambda tensor: tensor[:rows], self._tensors)])
+        self._opened()
+        told, start = self._epoch_told(), self._start()
+        epoch = self._epoch if told is None else told
+        self._epoch += 1
+        shares = self._shares(epoch)
+        if start is not None:  # Keras accepts an early end of a pass only from a TensorFlow iterator
+            return iter(self._pipeline(itertools.islice(shares, start.batch, None)))
+        return iter(self._pipeline(shares)) if self._ahead else map(self._gather, shares)
+
+    def at(self, position: DataPosition) -> Iterator[Any]:
+        """The rest of a pass."""
+        self._opened()
+        self._epoch += position.passes + 1
+        rest = itertools.islice(self._shares(position.epoch), position.batches, None)
+        return iter(self._pipeline(rest)) if self._ahead else map(self._gather, rest)
+
+    def _shares(self, epoch: int) -> Iterator[np.ndarray[Any, Any]]:
+        order = epoch_order(self._rows, self._batch_size, self._shuffle, (*self._seed, epoch))
+        return shares_of_order(order, self._batch_size, self._rank, self._size)
+
+    def _gather(self, rows: Any) -> Any:
+        with tf.device("CPU:0"):
+            return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), self._tensors)
+
+    def _pipeline(self, shares: Iterator[np.ndarray[Any, Any]]) -> tf.data.Dataset:
+        mine = list(shares)
+        last = mine.pop() if mine and self._rows % self._batch_size else None
+        columns = len(mine[0]) if mine else 0
+        indices = tf.data.Dataset.from_tensor_slices(np.array(mine, np.int64).reshape(len(mine), columns))
+        if last is not None:
+            indices = indices.concatenate(tf.data.Dataset.from_tensors(last))
+        options = tf.data.Options()
+        options.experimental_optimization.apply_default_optimizations = False  # would copy the arrays
+        options.autotune.enabled = False  # nothing to tune, and it needs a thread
+        options.threading.private_threadpool_size = 1
+        return indices.map(self._gather).prefetch(PREFETCHED_BATCHES).with_options(options)
+
+
+def epoch_order(
+    rows: int, batch_size: int, shuffle: bool | str, seed: tuple[int, ...]
+) -> np.ndarray[Any, Any]:
+    """The order in which one epoch uses the rows: the same on every worker with the same seed."""
+    random = np.random.default_rng(seed)
+    order = np.arange(rows, dtype=np.int64)
+    if shuffle == "batch":
+        for first in range(0, rows, batch_size):
+            random.shuffle(order[first : first + batch_size])
+    elif shuffle:
+        random.shuffle(order)
+    return order
+
+
+def shares_of_order(
+    order: np.ndarray[Any, Any], batch_size: int, rank: int, size: int
+) -> Iterator[np.ndarray[Any, Any]]:
+    """The rows of one worker, batch by batch."""
+    for first in range(0, len(order), batch_size):
+        batch = order[first : first + batch_size]
+        yield batch[slice(*rows_of_share(len(batch), rank, size))]
+
+
+def can_gather(arrays: Any) -> bool:
+    """Whether `ArrayShare` supports these: only dense arrays, no None."""
+    leaves = tf.nest.flatten(arrays)
+    return all(isinstance(leaf, (np.ndarray, tf.Tensor)) and leaf.ndim > 0 for leaf in leaves)
+
+
+def _divided(batches: tf.data.Dataset, rank: int, size: int, division: Division) -> tf.data.Dataset:
+    """One worker's rows of every batch; what is not rows, whole."""
+
+    def part(array: Any, rows: tf.Tensor | int, has_rows: Any) -> Any:
+        if has_rows is False:
+            return array
+        first, after = rows_of_share(rows, rank, size)
+        if has_rows is not True:
+            first, after = tf.where(has_rows, first, 0), tf.where(has_rows, after, length_of(array))
+        if not isinstance(array, tf.SparseTensor):
+            return array[first:after]
+        others = array.dense_shape[1:]
+        bounds = tf.cast([first, after], tf.int64)
+        start = tf.concat([bounds[:1], tf.zeros_like(others)], axis=0)
+        return tf.sparse.slice(array, start, tf.concat([bounds[1:] - bounds[:1], others], axis=0))
+
+    def take(told: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
+        flat = tf.nest.flatten(batch)
+        rows, has_rows, told = division.tell(flat, told)
+        known = rows if division.rows is None else division.rows
+        shares = [part(leaf, known, has_rows.get(place, False)) for place, leaf in enumerate(flat)]
+        return told, tf.nest.pack_sequence_as(batch, shares)
+
+    if not division.kinds:
+        return batches
+    nothing = np.zeros(1 + max(division.kinds), np.int32)
+    if None in division.kinds.values():
+        return batches.scan(nothing, take)
+    # `map` passes the parts of a tuple as arguments. A tuple with one part stays one: its x may be a tuple.
+    of_tuples = isinstance(batches.element_spec, tuple)
+    return batches.map(lambda *parts: take(tf.constant(nothing), parts if of_tuples else parts[0])[1])
+
+
+def _shapes(spec: Any) -> Any:
+    """Shapes and dtypes, from which Keras can build a model; None if a shape is unknown."""
+    leaves = tf.nest.flatten(spec)
+    if any(getattr(leaf, "shape", None) is None or leaf.shape.rank is None for leaf in leaves):
+        return None
+    return spec
+
+
+# Divides the data of a Keras call among the workers, by the kind of data.
+
+# Private: the module whose functions call callbacks, to recognize its frames.
+
+# Private: Keras' adapters of its inputs, to distinguish the kinds of data.
+
+
+logger = logging.getLogger("replicast")
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Divides the data of Keras calls among the workers, and compares the workers' data."""
+
+    rank: int
+    size: int
+    coordination: Coordination
+    meet: Callable[[str], dict[int, str]]
+    check_job: Callable[[], None]
+    next_name: Callable[[str], str]
+    seeds: Seeds
+    take_start: Callable[[keras.Model], Start | None]
+    epoch: Callable[[], int | None]
+    _warned: weakref.WeakKeyDictionary[keras.Model, set[str]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    def are_arrays(self, call: KerasCall) -> bool:
+        """Whether the data of this call is arrays in memory, whose rows can be gathered."""
+        return isinstance(call.adapter, ArrayDataAdapter) and can_gather(call.adapter._inputs)
+
+    def share_of_arrays(self, call: KerasCall) -> ArrayShare:
+        """This worker's rows of the arrays of a call."""
+        adapter = call.adapter
+        sample = sample_of_arrays(_what(call), adapter._inputs)
+        compared = self._comparison(call, sample)
+        self._explain_errors(call, lambda: min(sample.length or 0, adapter.batch_size))
+        return ArrayShare(
+            adapter._inputs,
+            rank=self.rank,
+            size=self.size,
+            batch_size=adapter.batch_size,
+            shuffle=adapter._shuffle,
+            seed=self.seeds.next(),
+            opened=compared.open_pass,
+            start=self._start_of(call),
+            epoch=self.epoch if call.method == "fit" else lambda: None,
+            in_graph=getattr(call.model, "steps_per_execution", 1) > 1,
+        )
+
+    def share_of_batches(self, dataset: tf.data.Dataset, call: KerasCall, *, divided: bool = False) -> Share:
+        """This worker's rows of every batch of a dataset."""
+        first_batches = getattr(call.adapter, "_first_batches", None)
+        at_most = None
+        # `fit` continues one pass from epoch to epoch; the other methods start one each time.
+        if isinstance(call.adapter, GeneratorDataAdapter) and call.method != "fit" and call.steps is not None:
+            # Private: Keras reads a generator ahead, and loses what it has read ahead when a pass ends.
+            (dataset,) = dataset._inputs()
+            at_most = call.steps
+        compared = self._comparison(call, _sample_of_pipeline(call, first_batches, divided=divided))
+        if not divided:
+            known = _static_rows(first_batches[0] if first_batches else dataset.element_spec)
+            self._explain_errors(call, lambda: known or compared.first_rows)
+        return Share(
+            dataset,
+            0 if divided else self.rank,
+            1 if divided else self.size,
+            opened=compared.open_pass,
+            start=self._start_of(call),
+            first_batch=first_batches[0] if first_batches else None,
+            at_most=at_most,
+            ahead=call.steps is None or at_most is not None,
+            report=None if first_batches or divided or self.size == 1 else compared.report_first_batch,
+        )
+
+    def share_of_loop(self, dataset: tf.data.Dataset) -> Share:
+        """This worker's rows of every batch of a dataset for a custom training loop."""
+        endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+        return Share(dataset, self.rank, self.size, opened=lambda: None, ahead=not endless)
+
+    def _explain_errors(self, call: KerasCall, rows: Callable[[], int | None]) -> None:
+        """Adds to an error in a step of this call that the batch was divided.
+
+        A model in whose code the size of a batch is fixed, or whose data has a first axis that is not rows,
+        fails with an error of TensorFlow about shapes that says nothing about it.
+        """
+        if self.size == 1:
+            return
+        kind, iterator = type(call.iterator), weakref.ref(call.iterator)  # which holds this function
+
+        @contextlib.contextmanager
+        def explained() -> Iterator[None]:
+            with kind.catch_stop_iteration(iterator()):
+                try:
+                    yield
+                except (ValueError, tf.errors.InvalidArgumentError) as error:
+                    note = _note(rows(), self.rank, self.size)
+                    if note not in getattr(error, "__notes__", ()) and not _of_a_callback(error):
+                        error.add_note(note)
+                    raise
+
+        call.iterator.catch_stop_iteration = explained
+
+    def _comparison(self, call: KerasCall, sample: Sample) -> Comparison:
+        return Comparison(
+            sample,
+            rank=self.rank,
+            size=self.size,
+            meet=self.meet,
+            coordination=self.coordination,
+            key=f"replicast/{self.next_name('first-batch')}",
+            check_job=self.check_job,
+            warn=functools.partial(self.warn_once, call.model, call.method),
+        )
+
+    def warn_once(self, model: keras.Model, subject: str, message: str) -> None:
+        """Logs a warning about a model, unless it was logged before."""
+        warned = self._warned.setdefault(model, set())
+        if subject not in warned:
+            warned.add(subject)
+            logger.warning(message)
+
+    def _start_of(self, call: KerasCall) -> Callable[[], Start | None]:
+        return functools.partial(self.take_start, call.model) if call.method == "fit" else from_the_start
+
+
+def _sample_of_pipeline(call: KerasCall, first_batches: Any, *, divided: bool) -> Sample:
+    """The sample that is known before the first pass."""
+    what, adapter = _what(call), call.adapter
+    if first_batches:
+        return sample_of_batch(what, first_batches[0])
+    shuffled = isinstance(adapter, PyDatasetAdapter) and adapter.shuffle
+    return Sample(
+        what,
+        length=adapter.num_batches if call.steps is None else None,
+        order=order_of_batches() if shuffled else "",
+        divided=divided,
+    )
+
+
+def _static_rows(batch: Any) -> int | None:
+    """The number of rows of a batch, or of its types, if it is known."""
+    shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(batch)]
+    return next((shape[0] for shape in map(tf.TensorShape, shapes) if shape.rank), None)
+
+
+def _note(rows: int | None, rank: int, size: int) -> str:
+    first, after = rows_of_share(rows or 0, rank, size)
+    divided = f"each batch among {size} workers" + (
+        f": of {rows} rows, worker {rank} has {after - first}" if rows else ""
+    )
+    return (
+        f"replicast has divided {divided}. If the code of the model expects all rows of a batch (a batch "
+        "size that is fixed in it, or a first axis that is not rows), take the size from the input, as with "
+        "keras.ops.shape(x)[0], or feed each worker batches of its own: a tf.data.Dataset whose "
+        "auto_shard_policy is OFF."
+    )
+
+
+def _of_a_callback(error: BaseException) -> bool:
+    """Whether code of the user that is not the model raised an error."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == callback_list.__name__ for frame, _ in frames)
+
+
+def _what(call: KerasCall) -> str:
+    return WHAT.get(call.method, f"data for {call.method}")

@@ -1,0 +1,141 @@
+"""Finds the Keras call that is running: the model, its callbacks and its data.
+
+Keras passes a strategy only a dataset: not the model that will train on it, not the callbacks, not the arrays
+behind it. All of these are in the two calling frames, and they are needed before training starts: to refuse
+what cannot work, to shuffle alike on every worker, to let one worker write the files. So this module inspects
+these frames; no other module does. If the caller is not Keras, it finds nothing, and the strategy behaves as
+TensorFlow's does.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras.src.backend.tensorflow import trainer
+from keras.src.saving import saving_lib
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+# Private: the module of the class that has `fit`, whose name differs between versions of Keras.
+
+# Private: the module, and the class whose constructor calls `experimental_distribute_dataset`, to recognize
+# their frames.
+
+Trainer = next(kind for kind in keras.Model.__mro__ if kind.__module__ == trainer.__name__)
+"""The class that has `fit`: keras.Model is one of its subclasses."""
+FRAMES_OF_A_VARIABLE = 40
+"""The maximum number of frames between a call in Keras and the variable creation that it causes."""
+
+
+@dataclass(frozen=True, slots=True)
+class KerasCall:
+    """A call of `fit`, `evaluate` or `predict` that is about to start."""
+
+    model: Any
+    method: str
+    iterator: Any
+    adapter: Any
+    steps: int | None
+    callbacks: Any
+
+
+def keras_call() -> KerasCall | None:
+    """The Keras call that called the caller of this function; None if it is something else."""
+    frame = sys._getframe(2)
+    iterator = frame.f_locals.get("self")
+    if frame.f_code.co_name != "__init__" or not isinstance(iterator, EpochIterator):
+        return None
+    outer = frame.f_back
+    model = None if outer is None else outer.f_locals.get("self")
+    if outer is None or not isinstance(model, Trainer):
+        return None
+    # `fit` opens its validation data after its training data, which this variable then holds.
+    validates = outer.f_code.co_name == "fit" and "epoch_iterator" in outer.f_locals
+    steps = iterator.steps_per_epoch
+    return KerasCall(
+        model=model,
+        method="validation" if validates else outer.f_code.co_name,
+        iterator=iterator,
+        adapter=iterator.data_adapter,
+        steps=None
+        if steps is None
+        else -(-steps // iterator.steps_per_execution) * iterator.steps_per_execution,
+        callbacks=outer.f_locals.get("callbacks"),
+    )
+
+
+def predicting_model() -> Any:
+    """The model whose `predict` called the caller of this function, with a function instead of a method."""
+    frame = sys._getframe(2)
+    return frame.f_locals.get("self") if frame.f_code.co_name == "one_step_on_data_distributed" else None
+
+
+def model_to_build() -> Any:
+    """The model that Keras is about to build; None if the caller was called for something else."""
+    frame = sys._getframe(2)
+    return frame.f_locals.get("self") if frame.f_code.co_name == "_maybe_symbolic_build" else None
+
+
+def keras_scales_a_loss() -> bool:
+    """Whether a Keras loss asks for the number of replicas, to divide by it."""
+    names = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
+    return sys._getframe(2).f_code.co_name in names
+
+
+def optimizer_that_sums() -> keras.optimizers.Optimizer | None:
+    """The optimizer whose gradients are about to be summed; None if something else is summed."""
+    frame: Any = sys._getframe(2)
+    for _ in range(16):  # all_reduce, and what TensorFlow wraps around it
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "_all_reduce_sum_gradients":
+            optimizer = frame.f_locals.get("self")
+            return optimizer if isinstance(optimizer, keras.optimizers.Optimizer) else None
+        frame = frame.f_back
+    return None
+
+
+def only_looks_at_shapes() -> bool:
+    """Whether Keras is about to take one batch only to build the model, and discard it.
+
+    It does so before every `fit` and `evaluate` under a strategy. If the batch were taken from the real
+    input, it and the prefetched batches after it would be missing from a generator's data.
+    """
+    frame: Any = sys._getframe(2)
+    for _ in range(4):  # __iter__ < _enumerate_iterator < __next__ < _maybe_symbolic_build
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "_maybe_symbolic_build":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def compiled_model() -> keras.Model | None:
+    """The model whose `compile` creates the current variable; None if something else creates it.
+
+    `compile` creates the metric that tracks the loss, so every model compiled in the scope is seen.
+    """
+    frame = _frame_of("compile")
+    model = None if frame is None else frame.f_locals.get("self")
+    return model if isinstance(model, keras.Model) else None
+
+
+def keras_looks_at_attributes() -> bool:
+    """Whether Keras creates an object only to inspect its attributes.
+
+    It does so for every optimizer that it saves or loads.
+    """
+    frame = _frame_of("get_attr_skipset")
+    return frame is not None and frame.f_globals.get("__name__") == saving_lib.__name__
+
+
+def _frame_of(function: str) -> Any:
+    frame: Any = sys._getframe(3)
+    for _ in range(FRAMES_OF_A_VARIABLE):
+        if frame is None or frame.f_code.co_name == function:
+            return frame
+        frame = frame.f_back
+    return None

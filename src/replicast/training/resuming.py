@@ -1,0 +1,412 @@
+"""Resumes `fit` after a restore: sets the epoch, and the position in its data.
+
+Keras' epoch iterator keeps state from epoch to epoch: its current iterator over the data, and how many
+batches it has taken from it. Both follow from the number of epochs and batches done, so they are not saved.
+They are computed here, or found by reading if the length of the data is unknown, and set before Keras' first
+epoch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+from replicast.training.feeding import ArrayShare, DataPosition, Share
+
+# Private: what `fit` iterates over; there is no public way to start in the middle of it.
+
+
+POSITIONED = (ArrayDataAdapter, GeneratorDataAdapter, PyDatasetAdapter, TFDatasetAdapter)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """The lengths that determine where an epoch ends."""
+
+    data: int | None
+    epoch: int | None
+    execution: int = 1
+
+
+class ResumedEpoch:
+    """The first epoch of a resumed `fit`, which has only the remaining batches."""
+
+    def __init__(
+        self,
+        iterator: EpochIterator | None = None,
+        steps_per_epoch: int | None = None,
+        done: int = 0,
+        uncounted: int = 0,
+    ) -> None:
+        self._iterator = iterator
+        self._steps_per_epoch = steps_per_epoch
+        self._uncounted = uncounted
+        self.done = done
+
+    def ended(self) -> None:
+        """Makes the following epochs complete again. Call it in `on_epoch_end`."""
+        if self._iterator is not None:
+            self._iterator.steps_per_epoch = self._steps_per_epoch
+            if self._steps_per_epoch is None:  # Keras has counted the rest of a pass, not a whole pass
+                self._iterator._num_batches = self._iterator.data_adapter.num_batches
+            if self._uncounted:
+                self._iterator.data_adapter._epoch += self._uncounted
+        self._iterator = None
+
+
+def start_at_epoch(model: keras.Model, epoch: int) -> None:
+    """Makes the starting `fit` begin at this epoch. Call it in `on_train_begin`.
+
+    Private: `fit` reads this attribute after `on_train_begin`, because Keras' own BackupAndRestore callback
+    sets it there; there is no public way. `tests/workers/test_private_apis.py` notices when it changes.
+    """
+    model._initial_epoch = epoch
+
+
+def resume_fit(model: keras.Model, epoch: int, batch: int, warn: Callable[[str], None]) -> ResumedEpoch:
+    """Makes the starting `fit` continue at this batch. Call it in `on_train_begin`."""
+    start_at_epoch(model, epoch)
+    model.distribute_strategy.take_start(model)  # for a `fit` without the callback
+    if epoch == batch == 0:
+        return ResumedEpoch()
+    found = _running_fit(model)
+    if found is None:
+        warn(
+            f"The data of this fit could not be found: it starts from the beginning, not after {batch} "
+            f"batches of epoch {epoch}. Call model.fit directly; if you do, report this version of Keras. "
+            f"Received: Keras {keras.__version__}"
+        )
+        return ResumedEpoch()
+    iterator, first_epoch = found
+    adapter = iterator.data_adapter
+    if not isinstance(adapter, POSITIONED):
+        warn(
+            "The order of this data is drawn outside of TensorFlow, Keras and Python: the batches that were "
+            "used are skipped, but in the order after the restart. Pass a tf.data.Dataset, a "
+            f"keras.utils.PyDataset or arrays to fit. Received: {type(adapter).__name__}"
+        )
+    elif isinstance(adapter, PyDatasetAdapter) and _is_read_ahead_of_changes(
+        adapter, iterator.steps_per_epoch
+    ):
+        warn(
+            "This PyDataset has a different order in each epoch, and Keras reads it ahead, so the order of a "
+            "batch is unknown: the data may be at another position than before. Leave out steps_per_epoch "
+            "and use workers=1, or use shuffle=False and a dataset that does not change between epochs. "
+            f"Received: {type(adapter.py_dataset).__name__}"
+        )
+    return _position(iterator, first_epoch, max(epoch - first_epoch, 0), batch, warn)
+
+
+def skip_fit(model: keras.Model, ended: int, warn: Callable[[str], None]) -> None:
+    """Makes the starting `fit` end at once. Call it in `on_train_begin`.
+
+    A later `fit` may use the same data, so the data draws its orders as if this `fit` had used it.
+    """
+    start_at_epoch(model, sys.maxsize)
+    model.distribute_strategy.take_start(model)
+    found = _running_fit(model)
+    adapter = None if found is None else found[0].data_adapter
+    if found is None or isinstance(adapter, GeneratorDataAdapter):
+        warn(
+            "This fit was complete before the restore and is skipped, but its data cannot be moved to its "
+            "position after that fit: a later fit on the same data gets other batches than without a "
+            "restart. Pass a new generator to each fit. "
+            f"Received: {'data that could not be found' if adapter is None else 'a generator'}"
+        )
+        return
+    iterator, first_epoch = found
+    epochs = max(ended - first_epoch, 0)
+    lengths = Lengths(iterator._num_batches, iterator.steps_per_epoch, iterator.steps_per_execution)
+    if isinstance(adapter, PyDatasetAdapter):
+        _repeat_epochs(adapter, epochs, lengths)
+    elif isinstance(adapter, TFDatasetAdapter):
+        _use_up(iterator, epochs, lengths)
+
+
+def data_position(epochs: int, batch: int, lengths: Lengths) -> DataPosition:
+    """The position in the data after a number of epochs and some batches of the next one.
+
+    With `steps_per_epoch`, Keras keeps the same iterator from epoch to epoch. When it runs out, the epoch
+    ends there, and the next one creates a new iterator. Without `steps_per_epoch`, each epoch creates a new
+    iterator; if the length is known, Keras creates another one at the end of the epoch, which is never used.
+    """
+    if lengths.epoch is None:
+        per_epoch = 2 if lengths.data is not None else 1
+        return DataPosition(per_epoch * epochs, batch, epoch=epochs)
+    whole = _up_to_executions(lengths.epoch, lengths.execution)
+    if lengths.data is None:
+        return DataPosition(0, epochs * whole + batch, epoch=0)
+    passes = used = opened = 0
+    for epoch in range(epochs):
+        used += min(whole, _up_to_executions(lengths.data - used, lengths.execution))
+        if used >= lengths.data:
+            passes, used, opened = passes + 1, 0, epoch
+    return DataPosition(passes, used + batch, epoch=opened)
+
+
+def read_to(
+    open_pass: Callable[[], Iterator[Any]], epochs: int, batch: int, steps: int | None
+) -> tuple[Iterator[Any], int, bool]:
+    """Reads data of unknown length as Keras did: an epoch in which it runs out ends there."""
+    current, used = open_pass(), 0
+    for _ in range(epochs):
+        taken = _take(current, steps)
+        used += taken
+        if taken != steps:
+            current, used = open_pass(), 0
+    taken = _take(current, batch)
+    return current, used + taken, taken == batch
+
+
+def _take(batches: Iterator[Any], count: int | None) -> int:
+    taken = 0
+    while taken != count:
+        if next(batches, None) is None:
+            break
+        taken += 1
+    return taken
+
+
+def _up_to_executions(batches: int, execution: int) -> int:
+    """Rounds up to whole executions: only the end of the data shortens one."""
+    return -(-batches // execution) * execution
+
+
+def _position(
+    iterator: EpochIterator, first_epoch: int, epochs: int, batch: int, warn: Callable[[str], None]
+) -> ResumedEpoch:
+    """Restores the state of Keras' iterator: the current iterator, and how much of it was used."""
+    steps, adapter, data = iterator.steps_per_epoch, iterator.data_adapter, iterator._distributed_dataset
+    lengths = Lengths(iterator._num_batches, steps, iterator.steps_per_execution)
+    of_epoch = steps if steps is not None else lengths.data
+    if of_epoch is not None and batch >= _up_to_executions(of_epoch, lengths.execution):
+        warn(
+            "The checkpoint was saved with longer epochs than these, so the data is at another position. "
+            "Call fit with the same batch size and steps_per_epoch as before. "
+            f"Received: {batch} batches done of an epoch that has {of_epoch}"
+        )
+        batch = of_epoch - 1
+    position = data_position(epochs, batch, lengths)
+    uncounted = _repeat_epochs(adapter, epochs, lengths) if isinstance(adapter, PyDatasetAdapter) else 0
+    if _must_be_read(iterator):
+        whole = None if steps is None else _up_to_executions(steps, lengths.execution)
+        current, used, complete = read_to(lambda: iter(data), epochs, batch, whole)
+        if not complete:
+            warn(
+                "The data has fewer batches than were used before the restore: the epoch ends at once. Pass "
+                "the same data to fit after every restart; a generator must be a new one. "
+                f"Received: {used} batches of data, {batch} batches done of the epoch"
+            )
+    else:
+        opened = replace(position, epoch=first_epoch + position.epoch)
+        current, used = _opened_at(data, opened), position.batches
+    iterator._current_iterator = current
+    iterator._steps_seen = used
+    # While steps_per_epoch is set, Keras uses the current iterator, and that many batches of it.
+    iterator.steps_per_epoch = sys.maxsize if of_epoch is None else of_epoch - batch
+    return ResumedEpoch(iterator, steps, batch, uncounted)
+
+
+def _use_up(iterator: EpochIterator, epochs: int, lengths: Lengths) -> None:
+    """Creates as many iterators over the data as Keras did in these epochs: each draws an order."""
+    data = iterator._distributed_dataset
+    if _must_be_read(iterator):
+        read_to(lambda: iter(data), epochs, 0, _up_to_executions(lengths.epoch or 0, lengths.execution))
+        return
+    created = data_position(epochs, 0, lengths).passes
+    if epochs and lengths.epoch is not None:
+        created += 1  # the current one
+    for _ in range(created):
+        iter(data)
+
+
+def _must_be_read(iterator: EpochIterator) -> bool:
+    """Whether the position in the data can only be found by reading.
+
+    All passes of a generator share it; and data of unknown length may have started again in between.
+    """
+    if isinstance(iterator.data_adapter, GeneratorDataAdapter):
+        return True
+    if iterator.steps_per_epoch is None or not isinstance(iterator.data_adapter, TFDatasetAdapter):
+        return False
+    return iterator._num_batches is None and not _is_infinite(iterator._distributed_dataset)
+
+
+def _is_read_ahead_of_changes(adapter: PyDatasetAdapter, steps: int | None) -> bool:
+    """Whether batches are read before the start of the epoch that uses them, and change at that start."""
+    kind = type(adapter.py_dataset)
+    changes = kind.on_epoch_end is not keras.utils.PyDataset.on_epoch_end
+    changes = changes or kind.on_epoch_begin is not keras.utils.PyDataset.on_epoch_begin
+    if adapter.enqueuer is not None:
+        return bool(changes or adapter.shuffle)
+    return changes and steps is not None and steps != adapter.num_batches
+
+
+def _is_infinite(data: Any) -> bool:
+    return isinstance(data, Share) and data.is_infinite()
+
+
+def _opened_at(data: Any, position: DataPosition) -> Iterator[Any]:
+    if isinstance(data, Share | ArrayShare):
+        return data.at(position)
+    for _ in range(position.passes):  # data distributed by TensorFlow: there is no other way to skip
+        iter(data)
+    current: Iterator[Any] = iter(data)
+    _take(current, position.batches)
+    return current
+
+
+def _repeat_epochs(adapter: PyDatasetAdapter, epochs: int, lengths: Lengths) -> int:
+    """Repeats Keras' calls of the earlier epochs, and draws the same orders of batches.
+
+    Does not call the adapter's own methods, which would start threads that read ahead. Keras 3.16 derives an
+    order from the number of the epoch that first reads it, which the adapter counts.
+    """
+    begins = [data_position(epoch, 0, lengths).batches == 0 for epoch in range(epochs + 1)]
+    orders = sum(begins) - 1  # the resumed pass draws its own when it is read
+    for begins_pass in begins[:-1]:
+        adapter.py_dataset.on_epoch_begin()
+        if begins_pass and orders > 0 and adapter.shuffle and lengths.data is not None:
+            orders -= 1
+            random.shuffle([*range(lengths.data)])  # Keras 3.16 does not use Python's generator
+        adapter.py_dataset.on_epoch_end()
+    if not hasattr(adapter, "_epoch"):
+        return 0
+    read_first = max(epoch for epoch, begins_pass in enumerate(begins) if begins_pass)
+    adapter._epoch += read_first
+    return epochs - read_first
+
+
+def callbacks_of(model: keras.Model) -> list[keras.callbacks.Callback] | None:
+    """The list of callbacks of the running `fit`, in order; a callback appended to it is called last.
+
+    Private: `fit` keeps them only in a local variable.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
+            found = frame.f_locals.get("callbacks")
+            if isinstance(found, keras.callbacks.CallbackList):
+                called: list[keras.callbacks.Callback] = found.callbacks
+                return called
+        frame = frame.f_back
+    return None
+
+
+def _running_fit(model: keras.Model) -> tuple[EpochIterator, int] | None:
+    """The iterator of the running `fit`, and its `initial_epoch`.
+
+    Private: `fit` keeps both only in local variables.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
+            iterator = frame.f_locals.get("epoch_iterator")
+            if isinstance(iterator, EpochIterator):
+                return iterator, int(frame.f_locals.get("initial_epoch", 0))
+        frame = frame.f_back
+    return None
+
+
+# Positions the data of a custom training loop after a restore.
+
+Batches = Any
+"""Any iterable: preferably a `tf.data.Dataset`, but also a distributed dataset, a list or a generator."""
+
+
+class Rest(Iterable[Any]):
+    """A pass without its first batches, which are read and discarded."""
+
+    def __init__(self, batches: Iterable[Any], done: int) -> None:
+        self._batches = batches
+        self._done = done
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._batches), self._done, None)
+
+
+def length_of(batches: Batches) -> int:
+    """The number of batches of a pass; negative if it is unknown."""
+    if isinstance(batches, tf.data.Dataset):
+        return int(batches.cardinality())
+    return len(batches) if isinstance(batches, Sequence) else -1
+
+
+def rest_of(batches: Batches, passes: int, done: int) -> Batches:
+    """The rest of a pass."""
+    if not isinstance(batches, Sequence | Iterator):
+        for _ in range(passes):
+            iter(batches)  # each pass draws an order: skip those of the earlier passes
+    if not done:
+        return batches
+    return batches.skip(done) if isinstance(batches, tf.data.Dataset) else Rest(batches, done)
+
+
+def position_problem(batches: Batches) -> str:
+    """Why this data may be at another position after a restart, and what to do; empty if it will not."""
+    if isinstance(batches, tf.data.Dataset | tf.distribute.DistributedDataset | Sequence):
+        return ""
+    kind = "an iterator, which a restart starts again" if isinstance(batches, Iterator) else "an object"
+    return (
+        "This data cannot be positioned reliably: after a restart, resume() reads and discards the batches "
+        "of the pass that are done. That is correct only if the script creates the data anew for each pass, "
+        "with the same batches after every restart. Pass a tf.data.Dataset or a list to resume(). "
+        f"Received: {kind} ({type(batches).__name__})"
+    )
+
+
+# Keras' progress bar in a `fit` that resumes in the middle of an epoch.
+
+
+class ResumedProgress(keras.callbacks.ProgbarLogger):
+    """Keras' progress bar, including the batches that were done before a restore."""
+
+    def __init__(self, epoch: int, done: int) -> None:
+        super().__init__()
+        self._resumed = {epoch: done}
+        self._done = 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Starts a bar."""
+        super().on_epoch_begin(epoch, logs)
+        self._done = self._resumed.get(epoch, 0)
+        if self._done:
+            self._time_only_remaining()
+            self.progbar.update(self._done)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Counts a batch."""
+        super().on_train_batch_end(self._done + batch, logs)
+
+    def _time_only_remaining(self) -> None:
+        """Excludes the batches that were done before from the time per batch.
+
+        Private: Keras divides the time since the bar was created by all batches, and has no option for it.
+        """
+        estimate, done = self.progbar._estimate_step_duration, self._done
+        self.progbar._estimate_step_duration = lambda current, now: estimate(current - done, now)
+
+
+def count_done_batches(
+    callbacks: list[keras.callbacks.Callback], params: dict[str, Any], epoch: int, done: int
+) -> None:
+    """Makes the progress bar of a starting `fit` include the batches that were done before."""
+    for place, callback in enumerate(callbacks):
+        if type(callback) is keras.callbacks.ProgbarLogger:
+            resumed = ResumedProgress(epoch, done)
+            resumed.set_params(params)
+            resumed.set_model(callback.model)
+            resumed.on_train_begin()  # Keras may have already called it on the replaced one.
+            callbacks[place] = resumed

@@ -1,0 +1,468 @@
+"""`replicast.Strategy`: MultiWorkerMirroredStrategy as Keras 3 needs it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import os
+import sys
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Literal
+
+import keras
+import tensorflow as tf
+
+from replicast import rendezvous
+from replicast.config import HEARTBEAT_SECS, Cluster, heartbeat_timeout_secs, read_cluster, start_timeout_secs
+from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination
+from replicast.errors import ClusterError, JobFailed, NotSupported
+from replicast.lifetime import Lifetime
+from replicast.port_filter import port_limit
+from replicast.script_digest import main_script
+from replicast.training import feeding
+from replicast.training.collectives import ReplicatedExtended, sum_through_shared_memory
+from replicast.training.connecting import connecting
+from replicast.training.feeding import Inputs, losses_that_mix_rows, predicting_all_rows
+from replicast.training.functions import Functions, Step
+from replicast.training.keras_call import (
+    KerasCall,
+    Trainer,
+    keras_call,
+    keras_scales_a_loss,
+    model_to_build,
+    only_looks_at_shapes,
+    predicting_model,
+)
+from replicast.training.step import Agreed, KerasStep, fed_as_by_keras, waiting_for_data
+from replicast.training.variables import (
+    Seeds,
+    SummedVariable,
+    creating_in_scope,
+    is_built,
+    may_fail,
+    optimizers_of,
+    take_over,
+    trace_once,
+)
+from replicast.training.writing import Callbacks, Writing, write_once
+
+# The start of a worker, in this order: it meets the others, TensorFlow connects them, and it is watched.
+
+
+def meet(cluster: Cluster | None) -> float:
+    """Blocks until all workers are here, at most `REPLICAST_START_TIMEOUT`; returns the heartbeat timeout."""
+    if cluster is None or cluster.size == 1:
+        return HEARTBEAT_SECS
+    return rendezvous.meet(
+        cluster,
+        start_timeout_secs(os.environ),
+        _tell,
+        heartbeat_timeout_secs(os.environ),
+        main_script(),
+    )
+
+
+def connect(
+    strategy: tf.distribute.Strategy,
+    cluster: Cluster | None,
+    options: tf.distribute.experimental.CommunicationOptions | None,
+) -> tuple[ReplicatedExtended, float]:
+    """TensorFlow connects the workers, which have met; afterwards its port accepts only trusted networks."""
+    limit_port = port_limit(cluster, os.environ)
+    heartbeat_secs = meet(cluster)
+    with connecting(cluster):
+        extended = ReplicatedExtended(
+            strategy,
+            tf.distribute.cluster_resolver.TFConfigClusterResolver(),
+            options or tf.distribute.experimental.CommunicationOptions(),
+            heartbeat_secs,
+        )
+    limit_port()
+    return extended, heartbeat_secs
+
+
+def watch(
+    cluster: Cluster | None,
+    transfers_started: Callable[[], int],
+    trained_alone: Callable[[], bool],
+    heartbeat_secs: float,
+) -> tuple[Coordination, Lifetime]:
+    """The keys that all workers share, and the watcher, which ends this worker if a call for one hangs.
+
+    The watcher starts before any other code can make such a call.
+    """
+    if cluster is None or cluster.size == 1:
+        alone = MemoryCoordination(MemoryCoordination.Store())
+        return alone, Lifetime(alone, 0, 1, transfers_started)
+    coordination = ServiceCoordination(chiefs=cluster.chiefs)
+    lifetime = Lifetime(
+        coordination,
+        cluster.rank,
+        cluster.size,
+        transfers_started,
+        heartbeat_secs=heartbeat_secs,
+        trained_alone=trained_alone,
+    )
+    lifetime.begin()
+    return coordination, lifetime
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(line)
+    sys.stderr.flush()
+
+
+_LEFT_TO_TENSORFLOW = (
+    tf.data.experimental.AutoShardPolicy.FILE,
+    tf.data.experimental.AutoShardPolicy.HINT,
+)
+
+
+class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """Synchronous training on several workers, one replica each, with Keras 3 or a custom training loop.
+
+    Reads the workers from `TF_CONFIG`; without it, the same script runs as a job with one worker. Create the
+    strategy before you use anything else of TensorFlow. Blocks until all workers have created it, at most
+    `REPLICAST_START_TIMEOUT` seconds (an hour), and says after 10 s which workers are missing. Later, a
+    worker that sends no heartbeat for `REPLICAST_HEARTBEAT_TIMEOUT` seconds (10) is lost, and the job ends.
+
+    Example:
+        strategy = replicast.Strategy()
+        with strategy.scope():
+            model = build_model()
+            model.compile("adam", "sparse_categorical_crossentropy")
+        model.fit(x, y, batch_size=128)
+
+    `batch_size` is the global batch size: each worker takes its rows of every batch. Give all workers the
+    same data.
+    """
+
+    def __init__(
+        self,
+        *,
+        statistics: Literal["mean", "local"] = "mean",
+        all_reduce: Literal["auto", "tensorflow"] = "auto",
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+    ) -> None:
+        """Joins the job.
+
+        Args:
+            statistics: How to treat the moving statistics of BatchNormalization and similar layers, which
+                each worker computes from its own rows. "mean": every step replaces them with their mean over
+                the workers, so they are always equal. "local": each worker keeps its own, as in TensorFlow.
+            all_reduce: How steps sum gradients and metrics over the workers. "auto": through shared memory if
+                all workers are on one host and compute on CPUs, otherwise with TensorFlow's collectives.
+                "tensorflow": always with those.
+            communication_options: As for `tf.distribute.MultiWorkerMirroredStrategy`.
+        """
+        _check_options(statistics, all_reduce)
+        _check_backend()
+        cluster = read_cluster(os.environ)
+        self._rank, self._size = (0, 1) if cluster is None else (cluster.rank, cluster.size)
+        extended, heartbeat_secs = connect(self, cluster, communication_options)
+        # Skips MultiWorkerMirroredStrategy's constructor, which would create its own `extended`.
+        super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
+        self.statistics = statistics
+        """How moving statistics are treated: "mean" or "local"."""
+        self.all_reduce: Literal["shared memory", "tensorflow"] = "tensorflow"
+        """How steps sum over the workers: the same on all of them."""
+        self.leavings: list[Any] = []
+        """For each open `Replicas`, the part that lets the job leave; in the same order on all workers."""
+        self.on_fit: list[Callable[[Any, Any], None]] = []
+        """Called at the start of every `fit` with its model, and with the callbacks as they were passed."""
+        extended.compiles = self._see_compiled
+        self._named: Counter[str] = Counter()
+        self._start: tuple[weakref.ref[keras.Model], feeding.Start] | None = None
+        self._epoch: int | None = None
+        self._coordination, self._lifetime = watch(
+            cluster, extended.transfers_started, _a_model_was_trained, heartbeat_secs
+        )
+        self._writing = Writing(self._coordination, self._rank, self._lifetime)
+        self._callbacks = Callbacks(self._rank, self._size, self._writing)
+        self._inputs = self._make_inputs()
+        self._functions = Functions(
+            self._rank,
+            self._lifetime.turns.meet,
+            self._coordination,
+            self._lifetime.turns.position,
+            extended.keys,
+        )
+        if self._size > 1:
+            self._join_others(all_reduce == "auto")
+
+    def _join_others(self, shared_memory: bool) -> None:
+        """What only a job of several workers needs. Blocks until all of them are here, at most two minutes."""
+        write_once(self._writing)
+        self.extended.next_turn = self._lifetime.turns.take
+        if sum_through_shared_memory(
+            self.extended, self._coordination, self._rank, self._lifetime, shared_memory
+        ):
+            self.all_reduce = "shared memory"
+
+    def _make_inputs(self) -> Inputs:
+        return Inputs(
+            self._rank,
+            self._size,
+            self._coordination,
+            meet=self._lifetime.turns.meet if self._size > 1 else _meet_alone,
+            check_job=self.check_job,
+            next_name=self.next_name,
+            seeds=Seeds(self._coordination, self._rank),
+            take_start=self.take_start,
+            epoch=lambda: self._epoch,
+        )
+
+    @property
+    def rank(self) -> int:
+        """The rank of this worker, from 0. Worker 0 coordinates and writes the files."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self._size
+
+    @property
+    def coordination(self) -> Coordination:
+        """The key-value store that all workers of this job share."""
+        return self._coordination
+
+    def next_name(self, kind: str) -> str:
+        """The next name of this kind: the same on every worker at the same line of the script."""
+        self._named[kind] += 1
+        return f"{kind}-{self._named[kind]}"
+
+    def transfers_started(self) -> int:
+        """How many transfers this worker has started in steps: the same on all workers at the same step."""
+        return int(self.extended.transfers_started())
+
+    def stands(self, step: int) -> None:
+        """This worker has waited for the others at a boundary for some time. Any thread."""
+        if self._size > 1:
+            self._lifetime.turns.stand(step)
+
+    def goes_on(self) -> None:
+        """The wait of `stands` is over. Any thread."""
+        if self._size > 1:
+            self._lifetime.turns.go_on()
+
+    @property
+    def failure(self) -> JobFailed | None:
+        """Why the job has failed, if it has."""
+        return self._lifetime.failure
+
+    def check_job(self) -> None:
+        """Raises `JobFailed` if another worker has failed."""
+        self._lifetime.check()
+
+    def has_left(self, worker: int) -> bool:
+        """Whether a worker has reached the end of its script; raises `JobFailed` if the job has failed."""
+        return self._lifetime.has_left(worker)
+
+    def before_leaving(self, act: Callable[[], None], always: Callable[[], None]) -> None:
+        """Registers functions to call at the end of the script.
+
+        Args:
+            act: Called unless the job has failed; may wait for the other workers.
+            always: Called after it, and also if the job has failed; must not wait for another worker.
+        """
+        if self._size > 1:
+            self._lifetime.before_leaving(act)
+            self._lifetime.at_exit(always)
+        else:
+            atexit.register(always)
+            atexit.register(act)  # the last one registered is the first one called
+
+    def start_data_at(self, model: keras.Model, epoch: int, batch: int, batches: int) -> None:
+        """Makes the next pass of this model's `fit` continue at a position in its data.
+
+        Args:
+            model: The model that is fitted.
+            epoch: The epoch of the pass.
+            batch: How many batches of that epoch were used.
+            batches: How many batches were used in total, for infinite data.
+        """
+        self._start = (weakref.ref(model), feeding.Start(epoch, batch, batches))
+
+    def begin_epoch(self, epoch: int | None) -> None:
+        """Sets the current epoch of `fit`, from which its shuffle is derived; None if it is unknown."""
+        self._epoch = epoch
+
+    def take_start(self, model: keras.Model) -> feeding.Start | None:
+        """Returns the position at which this model's data continues, and clears it: only one pass uses it."""
+        if self._start is None or self._start[0]() is not model:
+            return None
+        start, self._start = self._start[1], None
+        return start
+
+    def wait_for_device(self) -> None:
+        """Blocks until the device has finished all operations; on a CPU they finish before a call returns."""
+        if self.extended._local_device_type != "CPU":
+            tf.test.experimental.sync_devices()
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of workers; 1 inside a step of a Keras model, because the step itself combines them.
+
+        Keras divides a loss by it, but not every loss: one that a function returns as a scalar, or that a
+        custom `train_step` computes, would be multiplied by the number of workers. Outside of steps, a loss
+        is one scalar for all workers, and Keras gets 1 as well.
+        """
+        between_steps = tf.distribute.in_cross_replica_context() and keras_scales_a_loss()
+        return 1 if self.extended.alone or between_steps else int(self.extended._num_replicas_in_sync)
+
+    def scope(self) -> Any:
+        """As in TensorFlow. Keras also enters it to build a model, which may fail: see `building`."""
+        scope, model = super().scope(), model_to_build()
+        if model is None:
+            return scope
+        take_over(self, model)
+        return may_fail(scope)
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on this worker's replica; see `tf.distribute.Strategy.run`.
+
+        A step of a Keras model has the result of the whole batch: see `replicast.training.step`.
+        """
+        fn = _without_function(fn)
+        model, predicting = getattr(fn, "__self__", None), predicting_model()
+        traced = None
+        if self._size > 1:
+            traced = self._traced(fn if predicting is None else predicting.predict_step, args)
+        if predicting is not None:
+            step = predicting_all_rows(fn) if self._size > 1 else fn
+            outputs = super().run(creating_in_scope(self, step), args, kwargs, options)
+            self._functions.compare(traced, outputs)
+            return outputs
+        if not isinstance(model, Trainer):
+            outputs = super().run(fn, args, kwargs, options)
+            self._functions.compare(traced, outputs)
+            return outputs
+        self._refuse_what_cannot_work(model)
+        if self._size == 1:
+            step = waiting_for_data(fed_as_by_keras(model, fn))
+            return super().run(creating_in_scope(self, step), args, kwargs, options)
+        if not is_built(model):
+            trace_once(functools.partial(super().run, creating_in_scope(self, fn)), (args,))
+        keras_step = KerasStep(self.extended, model, fn, self.statistics == "mean")
+        outputs = super().run(creating_in_scope(self, keras_step), args, kwargs, options)
+        self._functions.compare(traced, outputs)
+        return keras.tree.map_structure(Agreed, outputs)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # TensorFlow has no types
+    def _traced(self, fn: Any, args: Any) -> Step | None:
+        """The step that is traced from here on; None if it is executed."""
+        model, name = getattr(fn, "__self__", None), getattr(fn, "__name__", type(fn).__name__)
+        if not isinstance(model, Trainer):
+            return Step.begin(f"function {name!r} in strategy.run", None, args)
+        # Keras keeps what it makes of `train_step` in `train_function`, until the model is compiled again.
+        function = getattr(model, f"{name.removesuffix('_step')}_function", None)
+        return Step.begin(f"{name} of {getattr(model, 'name', type(model).__name__)!r}", function, args)
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Reduces over the workers; see `tf.distribute.Strategy.reduce`.
+
+        If Keras reduces a whole batch only to get its shapes, returns the local part.
+        """
+        if isinstance(value, Agreed):
+            return value.value
+        if isinstance(value, SummedVariable):
+            return value.total(functools.partial(super().reduce, reduce_op, value, axis))
+        if isinstance(value, (tuple, list, dict)) and only_looks_at_shapes():
+            return keras.tree.map_structure(lambda part: self.experimental_local_results(part)[0], value)
+        return super().reduce(reduce_op, value, axis)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Returns this worker's share of every batch of `dataset`.
+
+        If the options of a dataset ask for sharding by file or by hint, TensorFlow distributes it. If they
+        turn sharding off, the user has divided the data, and Keras trains on its batches as they are.
+        """
+        if isinstance(dataset, feeding.Share):
+            return dataset
+        call = keras_call()
+        if call is not None:
+            self._prepare(call)
+            if self._inputs.are_arrays(call):
+                return self._inputs.share_of_arrays(call)
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+        divided = policy == tf.data.experimental.AutoShardPolicy.OFF
+        if policy in _LEFT_TO_TENSORFLOW or (divided and call is None):
+            return super().experimental_distribute_dataset(dataset, options)
+        if call is None:
+            return self._inputs.share_of_loop(dataset)
+        # Not distributed by TensorFlow: it splits every batch, while Keras counts the user's batches, so
+        # `fit` would use only a part of the data.
+        return self._inputs.share_of_batches(dataset, call, divided=divided)
+
+    def _see_compiled(self, model: keras.Model) -> None:
+        # Private: a model stores the scope of its creation here; there is no argument for it. A model that
+        # was created outside, such as a clone, and is compiled inside joins the job.
+        if model._distribute_strategy is None:
+            model._distribute_strategy = self
+        if self._size > 1:
+            self._warn_of_losses(model)
+
+    def _warn_of_losses(self, model: Any) -> None:
+        """Worker 0 warns once of a loss that mixes the rows of a batch."""
+        for name, warning in losses_that_mix_rows(getattr(model, "loss", None)).items():
+            if self._rank == 0:
+                self._inputs.warn_once(model, name, warning)
+
+    def _prepare(self, call: KerasCall) -> None:
+        self._refuse_what_cannot_work(call.model)
+        if self._size > 1:
+            self._warn_of_losses(call.model)
+            self._callbacks.prepare(call.callbacks, call.method)
+        for tell in self.on_fit if call.method == "fit" else ():
+            tell(call.model, call.callbacks)
+
+    def _refuse_what_cannot_work(self, model: Any) -> None:
+        on_cpus = self._size > 1 and self.extended._local_device_type == "CPU"
+        if getattr(model, "jit_compile", False) is True and on_cpus:
+            raise NotSupported(
+                "jit_compile=True",
+                reason="XLA has no transfers between CPU workers",
+                remedy='Compile the model with jit_compile=False (the default, "auto", does)',
+            )
+        take_over(self, model)
+
+
+def _without_function(fn: Any) -> Any:
+    """The step of a model that a script has decorated with `tf.function`: Keras compiles it anyway."""
+    method: Any = getattr(getattr(fn, "python_function", None), "__wrapped__", None)
+    model = getattr(getattr(method, "__self__", None), "target", None)  # TensorFlow's stand-in for `self`
+    return types.MethodType(method.__func__, model) if isinstance(model, Trainer) else fn
+
+
+def _check_options(statistics: str, all_reduce: str) -> None:
+    if statistics not in ("mean", "local"):
+        raise ValueError(f'statistics must be "mean" or "local". Received: {statistics!r}')
+    if all_reduce not in ("auto", "tensorflow"):
+        raise ValueError(f'all_reduce must be "auto" or "tensorflow". Received: {all_reduce!r}')
+
+
+def _check_backend() -> None:
+    if keras.backend.backend() != "tensorflow":
+        raise ClusterError(
+            "replicast needs Keras on the TensorFlow backend",
+            received=f"backend {keras.backend.backend()!r}",
+            remedy="Set KERAS_BACKEND=tensorflow before you import keras",
+        )
+
+
+def _a_model_was_trained() -> bool:
+    """Whether a model has been trained in this process.
+
+    A model created and compiled outside the scope never reaches the strategy: it is only found afterwards.
+    """
+    models = [thing for thing in gc.get_objects() if issubclass(type(thing), keras.Model)]
+    return any(int(o.iterations.numpy()) > 0 for model in models for o in optimizers_of(model))
+
+
+def _meet_alone(message: str) -> dict[int, str]:
+    return {0: message}

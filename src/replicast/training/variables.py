@@ -1,0 +1,588 @@
+"""The variables of a job: TensorFlow's, with the conversions of a variable of one process.
+
+TensorFlow's distributed variables do not support `float()` or `int()` and have no handle between steps,
+because they may have several values in one process. Here each worker has one value, so these operations are
+well defined. They are local: reading a variable never waits for another worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from tensorflow.python.distribute import values_util
+from tensorflow.python.distribute.values import MirroredVariable, SyncOnReadVariable, _SyncOnReadSaveable
+from tensorflow.python.eager import context
+from tensorflow.python.framework import auto_control_deps_utils
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+from replicast.coordination import Coordination
+from replicast.errors import JobFailed, NotSupported, ReplicastError
+from replicast.training.functions import per_worker
+
+# Private: the classes of a strategy's variables, how one is saved, and whether a model without them is being
+# exported; there is no public way to subclass them or to ask.
+
+# Private: a variable that bypasses creators; in a scope, `tf.Variable` would create one of the strategy.
+
+
+class _Converted:
+    """The conversions to Python and NumPy types that TensorFlow's variables of one process have.
+
+    Except `bool()`, which TensorFlow itself applies to distributed variables instead of `is not None`.
+    """
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return np.asarray(self.numpy(), dtype)  # type: ignore[attr-defined]
+
+    def __int__(self) -> int:
+        return int(self.numpy())  # type: ignore[attr-defined]
+
+    def __float__(self) -> float:
+        return float(self.numpy())  # type: ignore[attr-defined]
+
+    def __complex__(self) -> complex:
+        return complex(self.numpy())  # type: ignore[attr-defined]
+
+
+class ReplicatedVariable(_Converted, MirroredVariable):
+    """A variable with the same value on every worker: weights, optimizer variables, seeds."""
+
+    @property
+    def handle(self) -> Any:
+        """The resource on this worker; TensorFlow has none between steps, so a gradient tape fails there."""
+        return self._primary.handle
+
+
+class SummedVariable(_Converted, SyncOnReadVariable):
+    """A variable to which each worker adds separately: the state of a metric.
+
+    It is either whole (each worker holds the total of all workers) or in parts (whose sum is the total). A
+    Keras step and an assignment between steps leave it whole, so reading it is local; a custom step leaves
+    parts, and reading it is a transfer. Which of the two applies is stored in a variable too, because the
+    graph of a step runs many times after its trace, with other steps in between.
+    """
+
+    def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None) -> None:
+        super().__init__(strategy, values, aggregation, var_policy)
+        self.in_keras_step = False
+        """Whether a Keras step, which sums what the workers add to this variable, is being traced or run."""
+        with tf.init_scope(), tf.device(self._primary.device):
+            self._whole = ResourceVariable(True, trainable=False, name="whole")
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in TensorFlow; between steps, each worker gets the total."""
+        if self._between_steps():
+            self.mark_whole()
+            return self._primary.assign(value, *args, **kwargs)
+        return super().assign(value, *args, **kwargs)
+
+    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in TensorFlow, which refuses it between steps; here the value is added to the total once."""
+        if self._between_steps():
+            return self._primary.assign_add(self._once(value), *args, **kwargs)
+        return super().assign_add(value, *args, **kwargs)
+
+    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in TensorFlow, which refuses it between steps; here it is subtracted from the total once."""
+        if self._between_steps():
+            return self._primary.assign_sub(self._once(value), *args, **kwargs)
+        return super().assign_sub(value, *args, **kwargs)
+
+    def mark_whole(self) -> None:
+        """Records that each worker now holds the total."""
+        self._whole.assign(True, read_value=False)
+
+    def zero_unless_whole(self, value: tf.Tensor) -> tf.Tensor:
+        """The value if each worker holds the total; zeros if each holds a part."""
+        return tf.where(self._whole, value, tf.zeros_like(value))
+
+    def refuse_parts(self, owner: str) -> None:
+        """Fails if each worker holds a part: only a sum of parts is the state of the job."""
+        message = (
+            f"{owner} was updated in strategy.run and then in a Keras step: call its reset_state() between."
+        )
+        tf.debugging.Assert(self._whole.read_value(), [message])
+
+    def total(self, sum_parts: Callable[[], Any]) -> Any:
+        """The value if it is whole; else the sum of the parts, which is a transfer."""
+        if tf.executing_eagerly() or values_util.is_saving_non_distributed():
+            with tf.init_scope():
+                whole = bool(self._whole.numpy())
+            return self._primary.read_value() if whole else sum_parts()
+        return tf.cond(self._whole, self._primary.read_value, sum_parts)
+
+    def _between_steps(self) -> bool:
+        return not self._in_step() and not values_util.is_saving_non_distributed()
+
+    def _in_step(self) -> bool:
+        context = tf.distribute.get_replica_context()
+        return context is not None and context.strategy is self._distribute_strategy
+
+    def _in_custom_step(self) -> bool:
+        several = self._distribute_strategy.size > 1
+        return several and self._in_step() and not self.in_keras_step
+
+    def _once(self, value: Any) -> Any:
+        """The value to add on this worker; if the variable is in parts, zeros except on worker 0."""
+        if self.aggregation != tf.VariableAggregation.SUM or self._distribute_strategy.rank == 0:
+            return value
+        return self.zero_unless_whole(tf.convert_to_tensor(value, self.dtype))
+
+    def _part(self) -> tf.Tensor:
+        """This worker's part. A total is divided equally as in TensorFlow; integers go to worker 0."""
+        value, strategy = self._primary.read_value(), self._distribute_strategy
+        if self.aggregation != tf.VariableAggregation.SUM:
+            return value
+        if self.dtype.is_floating:
+            share = value / tf.cast(strategy.size, self.dtype)
+        else:
+            share = tf.where(per_worker(strategy.rank == 0), value, tf.zeros_like(value))
+        return tf.where(self._whole, share, value)
+
+    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        if self._in_custom_step():
+            # Only once the data exists: a step that finds no data left must change nothing.
+            with tf.control_dependencies([value] if tf.is_symbolic_tensor(value) else []):
+                self._primary.assign(self._part(), read_value=False)
+                self._whole.assign(False, read_value=False)
+        return super()._update_replica(update_fn, value, **kwargs)
+
+    def _get(self) -> Any:
+        return self._part() if self._in_custom_step() else super()._get()
+
+    def value(self) -> Any:
+        """As in TensorFlow: in a custom step this worker's part, between steps the total."""
+        return self._part() if self._in_custom_step() else super().value()
+
+    def _get_cross_replica(self) -> Any:
+        return self.total(super()._get_cross_replica)
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Callable[..., Any]]:
+        def saveable(name: str = self.name) -> _Total:
+            return _Total(self, name)
+
+        return dict.fromkeys(super()._gather_saveables_for_checkpoint(), saveable)
+
+
+class _Total(_SyncOnReadSaveable):
+    """Saves and restores the total of a `SummedVariable`. TensorFlow would restore a part on each worker."""
+
+    def __init__(self, variable: SummedVariable, name: str) -> None:
+        super().__init__(variable, name)
+        self._variable = variable
+
+    def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
+        return self._variable.assign(restored_tensors[0])
+
+
+@contextlib.contextmanager
+def added_by_keras_step(variables: Iterable[Any]) -> Iterator[None]:
+    """Marks these variables as updated by a Keras step, which sums the workers' parts itself."""
+    summed = [variable for variable in variables if isinstance(variable, SummedVariable)]
+    for variable in summed:
+        variable.in_keras_step = True
+    try:
+        yield
+    finally:
+        for variable in summed:
+            variable.in_keras_step = False
+
+
+def replicated(variable: Any) -> Any:
+    """Converts a variable of a strategy to our class; returns any other variable unchanged."""
+    kinds = {MirroredVariable: ReplicatedVariable, SyncOnReadVariable: SummedVariable}
+    kind = kinds.get(type(variable))
+    if kind is None:
+        return variable
+    return kind(variable.distribute_strategy, variable.values, variable.aggregation)
+
+
+# Variables that a model creates while its step is traced.
+#
+# Under a strategy, Keras builds a model by calling it on a symbolic batch. That fails for a model without
+# `call`, and for one whose `train_step` calls it on something other than the data. Without a strategy,
+# Keras does not try: the first step creates what is missing. Here, Keras' attempt may fail, and variables
+# that the first step then creates become variables of the job, as if they had been created in
+# `strategy.scope()`.
+
+logger = logging.getLogger("replicast")
+
+_ARGUMENTS = ("trainable", "name", "dtype", "constraint", "synchronization", "aggregation", "shape")
+
+
+@contextlib.contextmanager
+def may_fail(scope: Any) -> Iterator[None]:
+    """Wraps the scope in which Keras tries to build a model; if that fails, the first step builds it.
+
+    A mistake in the model or the data is raised again when the step is traced, as in plain Keras. Warnings
+    from a failed attempt say nothing about the model, and are dropped.
+    """
+    try:
+        with scope, warnings.catch_warnings(record=True) as recorded:
+            yield
+    except (ReplicastError, tf.errors.OpError):
+        raise  # the job has failed, not the attempt
+    except Exception as error:
+        logger.debug("The first step will build the model: %s", error)
+        return
+    for warning in recorded:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def creator_in_scope(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
+    """A variable creator that creates variables in the strategy's scope, also while tracing."""
+
+    def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        if tf.executing_eagerly() and tf.distribute.has_strategy():
+            return next_creator(**kwargs)
+        initial_value = kwargs["initial_value"]
+        if isinstance(initial_value, tf.Tensor) and not hasattr(initial_value, "numpy"):
+            initial_value = tf.get_static_value(initial_value)
+        given = {name: kwargs[name] for name in _ARGUMENTS if kwargs.get(name) is not None}
+        with tf.init_scope():
+            inside = tf.distribute.has_strategy()
+            with contextlib.nullcontext() if inside else strategy.scope():
+                return tf.Variable(initial_value, **given)
+
+    return create
+
+
+def creating_in_scope(strategy: tf.distribute.Strategy, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a replica function so that it creates variables in the strategy's scope."""
+
+    def creating(*args: Any, **kwargs: Any) -> Any:
+        with tf.variable_creator_scope(creator_in_scope(strategy)):
+            return function(*args, **kwargs)
+
+    return creating
+
+
+def is_built(model: Any) -> bool:
+    """Whether all variables of the model and its metrics exist, as far as can be told.
+
+    A model without `call` is never built itself; only its layers are.
+    """
+    # Private: Keras checks the same three before it builds a model.
+    own = type(model).call not in (keras.layers.Layer.call, keras.Model.call)
+    parts = [*model._flatten_layers(include_self=own), model._compile_metrics, model._compile_loss]
+    return all(part is None or part.built for part in parts)
+
+
+def trace_once(step: Callable[..., Any], args: Any) -> None:
+    """Traces a step once and discards the graph, so that the variables it creates exist.
+
+    The real trace needs to know the metrics and statistics before it starts. Nothing is computed here. A step
+    that runs eagerly may not be traceable; it then creates its variables when it runs.
+    """
+    try:
+        tf.function(step, autograph=False).get_concrete_function(*args)
+    except Exception as error:
+        if not tf.executing_eagerly():
+            raise
+        logger.debug("The step will create its variables when it runs: %s", error)
+
+
+# Detects which variables a piece of code writes.
+
+# Private: TensorFlow's own answer to "which variables does this operation write?"; there is no public one.
+
+
+def component(variable: keras.Variable) -> tf.Variable:
+    """The TensorFlow variable behind a Keras variable on this worker."""
+    value = variable.value
+    return value.values[0] if isinstance(value, tf.distribute.DistributedValues) else value
+
+
+def local(variable: keras.Variable) -> tf.Tensor:
+    """The value of a variable on this worker; never a transfer."""
+    return component(variable).read_value()
+
+
+def _operations() -> list[tf.Operation]:
+    return [] if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_operations()
+
+
+class Writes:
+    """Detects which of some variables are written inside its `with` block.
+
+    In a graph, it inspects the operations that were added. Eagerly, where there is no graph, it compares
+    values, and a variable counts as written if it changed on any worker.
+    """
+
+    def __init__(self, candidates: list[keras.Variable]) -> None:
+        self._candidates = candidates
+        self._written: set[int] = set()
+        self._before: list[Any] = []
+        self._first = 0
+        self._ignored: list[tuple[Any, range]] = []
+
+    def __enter__(self) -> Writes:
+        if tf.executing_eagerly():
+            self._before = [local(v) for v in self._candidates]
+        else:
+            self._first = len(_operations())
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self._written = self._changed_values() if tf.executing_eagerly() else self._written_in_graph()
+
+    @contextlib.contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Ignores what is written inside. Only in a graph; has no effect eagerly."""
+        first = len(_operations())
+        yield
+        self._ignored.append((tf.compat.v1.get_default_graph(), range(first, len(_operations()))))
+
+    def wrote(self, variable: keras.Variable) -> bool:
+        """Whether this variable was written."""
+        return id(variable) in self._written
+
+    def written(self) -> list[keras.Variable]:
+        """The variables that were written, in the order of the candidates."""
+        return [v for v in self._candidates if id(v) in self._written]
+
+    def _written_in_graph(self) -> set[int]:
+        graph = tf.compat.v1.get_default_graph()
+        outside = {id(inner): id(outer) for outer, inner in graph.captures}
+        handles: set[int] = set()
+        ignored = {place for where, places in self._ignored if where is graph for place in places}
+        for place, operation in enumerate(_operations()):
+            if place < self._first or place in ignored:
+                continue
+            _, writes = auto_control_deps_utils.get_read_write_resource_inputs(operation)
+            handles.update(outside.get(id(handle), id(handle)) for handle in writes)
+        return {id(v) for v in self._candidates if id(component(v).handle) in handles}
+
+    def _changed_values(self) -> set[int]:
+        if not self._candidates:
+            return set()
+        changed = [
+            tf.reduce_any(tf.not_equal(before, local(v)))
+            for before, v in zip(self._before, self._candidates, strict=True)
+        ]
+        context = tf.distribute.get_replica_context()
+        flags = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.stack(changed), tf.float32))
+        return {id(v) for v, flag in zip(self._candidates, flags.numpy(), strict=True) if flag}
+
+
+# The optimizers of a model: its attributes, and those in its layers, lists and dicts.
+
+_LONGEST = 1000
+"""A longer list or dict holds data, not optimizers. A step that uses an optimizer in it is refused."""
+
+
+def held_optimizers(model: Any) -> dict[str, keras.optimizers.Optimizer]:
+    """The optimizers of a model and of all of its layers, each once, by name.
+
+    The one that `compile` sets is "optimizer". Others are named after their attribute, with the name of the
+    layer before it, and the index in a list or the key in a dict after it: "critic_optimizer",
+    "dense_1/optimizer", "optimizers/0". A duplicate name gets a number: "optimizer#2".
+    """
+    found: dict[str, keras.optimizers.Optimizer] = {}
+    ids: set[int] = set()
+    for name, optimizer in _all_held(model):
+        if id(optimizer) not in ids:
+            ids.add(id(optimizer))
+            found[_unused(name, found)] = optimizer
+    return found
+
+
+def optimizers_of(model: Any) -> list[keras.optimizers.Optimizer]:
+    """The optimizers of a model and of all of its layers, each once."""
+    return list(held_optimizers(model).values())
+
+
+def _unused(name: str, used: Mapping[str, Any]) -> str:
+    unused, number = name, 1
+    while unused in used:
+        number += 1
+        unused = f"{name}#{number}"
+    return unused
+
+
+def _all_held(model: Any) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
+    seen: dict[int, Any] = {}
+    yield from _inside("optimizer", getattr(model, "optimizer", None), seen)
+    yield from _attributes("", model, seen)
+    # Private: all layers at any depth; the public `layers` are those of the first level.
+    for layer in model._flatten_layers(include_self=False):
+        yield from _attributes(f"{layer.name}/", layer, seen)
+
+
+def _attributes(
+    prefix: str, holder: Any, seen: dict[int, Any]
+) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
+    for name, value in list(vars(holder).items()):
+        yield from _inside(prefix + name.lstrip("_"), value, seen)
+
+
+def _inside(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield name, value
+    elif isinstance(value, Mapping | list | tuple) and id(value) not in seen and len(value) <= _LONGEST:
+        seen[id(value)] = value
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _inside(f"{name}/{key}", item, seen)
+
+
+# Variables created outside `strategy.scope()`: moved into the job where that is safe, else refused.
+
+
+def take_over(strategy: tf.distribute.Strategy, model: Any) -> None:
+    """Moves all variables of a model that were created outside the scope into the job.
+
+    Before the first step nothing depends on the identity of these variables, so they can still become
+    variables of the job, with worker 0's values. All workers call this: each moved variable is a transfer.
+    """
+    for optimizer in optimizers_of(model):
+        for one in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
+            if one._distribution_strategy is strategy:
+                continue
+            if one.built:
+                raise NotSupported(
+                    f"An optimizer ({type(one).__name__}) that was built outside strategy.scope()",
+                    reason="it would not be the same on every worker",
+                    remedy="Build it inside 'with strategy.scope():', or let fit build it",
+                )
+            move(strategy, one.variables)
+            # Private: an optimizer stores the scope of its creation here; there is no argument for it.
+            one._distribution_strategy = strategy
+    move(strategy, model.metrics_variables)
+    move(strategy, model.variables)
+
+
+def move(strategy: tf.distribute.Strategy, variables: Iterable[keras.Variable]) -> None:
+    """Moves those of these variables into the job that are not in it, with worker 0's values."""
+    for variable in variables:
+        if not is_distributed(variable):
+            with tf.init_scope():
+                value = variable.numpy()
+            with tf.variable_creator_scope(creator_in_scope(strategy)):
+                # Private: Keras' constructor calls this to create the TensorFlow variable behind this one.
+                variable._initialize(value)
+
+
+def is_distributed(variable: keras.Variable) -> bool:
+    """Whether a variable is part of a job."""
+    return isinstance(variable.value, tf.distribute.DistributedValues)
+
+
+# Seeds that all workers share, so that all shuffle and draw alike.
+
+# Private: Keras keeps the generator of unseeded draws under a name of its global state, which no public
+# function reads or sets.
+
+# Private: whether the user has set a global seed, and whether it was set again: `tf.random` does not tell.
+
+
+AGREE_SECS = 600.0
+
+
+class Seeds:
+    """Returns one seed per use: the n-th seed is the same on every worker.
+
+    Seeds are derived from the user's global seed, if there is one, and start again when it is set again;
+    otherwise from a random number of worker 0. No random generator of the user is changed.
+    """
+
+    def __init__(self, coordination: Coordination, rank: int) -> None:
+        self._coordination = coordination
+        self._generator: object = self  # differs from any context's generator
+        self._random: int | None = None
+        self._uses = 0
+        if rank == 0:  # at once, so that nobody waits for worker 0's first use
+            coordination.put("replicast/seed", str(secrets.randbits(32)))
+
+    def next(self) -> tuple[int, ...]:
+        generator = getattr(context.context(), "_rng", None)  # absent until a seed is set
+        if generator is not self._generator:
+            self._generator = generator
+            self._uses = 0
+        self._uses += 1
+        chosen = context.global_seed()
+        return (self._agreed() if chosen is None else int(chosen) & 0xFFFFFFFF, self._uses)
+
+    def _agreed(self) -> int:
+        if self._random is None:
+            seed = self._coordination.get("replicast/seed", AGREE_SECS)
+            if seed is None:
+                raise JobFailed(f"worker 0 did not publish a seed within {AGREE_SECS:.0f} s", worker=0)
+            self._random = int(seed)
+        return self._random
+
+
+def global_seed_generator() -> Any:
+    """The generator of this thread from which Keras draws without a seed; None before the first draw."""
+    return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+
+
+@contextlib.contextmanager
+def sharing_seed_generator(strategy: Any) -> Iterator[Callable[[Callable[..., Any]], Any]]:
+    """Yields a function that wraps a step, so that its unseeded draws come from the caller's generator.
+
+    Keras has one generator for each thread, and TensorFlow runs a step in a new thread. Each trace of a step
+    would make a generator of its own, which TensorFlow refuses from the second trace on.
+    """
+    shared = global_seed_generator()
+
+    def wrap(step: Callable[..., Any]) -> Any:
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # TensorFlow has no types
+        def drawing(*args: Any, **kwargs: Any) -> Any:
+            nonlocal shared
+            global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, _Joining(strategy, shared))
+            try:
+                return step(*args, **kwargs)
+            finally:
+                found = global_seed_generator()
+                shared = found.generator if isinstance(found, _Joining) else found
+
+        return drawing
+
+    try:
+        yield wrap
+    finally:
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, shared)
+
+
+class _Joining:
+    """Stands for the generator until a step draws from it: only then must it be part of the job.
+
+    All workers trace the same step, but perhaps only one of them has drawn before. As in plain Keras, a new
+    generator takes its seed from Python's `random` at its first draw, not earlier: another order would give
+    other initial weights.
+    """
+
+    def __init__(self, strategy: Any, generator: Any) -> None:
+        self._strategy = strategy
+        self.generator = generator
+
+    def next(self, ordered: bool = True) -> Any:
+        if self.generator is None or not is_distributed(self.generator.state):
+            self._join()
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, self.generator)
+        return self.generator.next(ordered=ordered)
+
+    def _join(self) -> None:
+        if self.generator is None:
+            with tf.variable_creator_scope(creator_in_scope(self._strategy)):
+                self.generator = keras.random.SeedGenerator()
+        move(self._strategy, [self.generator.state])
+        if self._strategy.leavings and self._strategy.rank == 0:
+            logger.warning(
+                "A step draws random numbers from keras.random without a seed. The state of Keras' global "
+                "seed generator is not in the checkpoints and audits of this job's Replicas, because it was "
+                "created later: after a restart, the step draws other numbers. Make a "
+                "keras.random.SeedGenerator an attribute of the model, and pass it as seed=."
+            )
