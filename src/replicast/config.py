@@ -158,7 +158,7 @@ def _seconds(environ: Mapping[str, str], name: str, default: float, *, at_least:
 
 
 def shared_memory_directory(environ: Mapping[str, str]) -> Path:
-    """Where workers of one host share memory: `REPLICAST_SHM_DIR`, else /dev/shm, else a temporary directory."""
+    """Where workers of one host share memory: `REPLICAST_SHM_DIR`, /dev/shm, or a temporary directory."""
     chosen = environ.get(SHM_DIR)
     if chosen:
         if not (Path(chosen).is_dir() and os.access(chosen, os.W_OK | os.X_OK)):

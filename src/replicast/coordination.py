@@ -60,7 +60,7 @@ def lost_worker(message: str, chiefs: int = 0) -> Loss | None:
 
 
 def unregistered_workers(message: str, chiefs: int = 0) -> list[int]:
-    """Returns the workers that did not register with the service, if an error message of TensorFlow says so."""
+    """The workers that did not register with the service, if an error message of TensorFlow says so."""
     _, _, late = message.partition("timed out task names:")
     tasks = re.finditer(_TASK, late.partition("Additional GRPC error")[0])
     return sorted({_rank(task, chiefs) for task in tasks}) or [0]

@@ -95,7 +95,7 @@ class RunPath:
             return []
 
     def open(self, flags: int, mode: int = 0o666) -> int:
-        """Opens a regular file; returns its descriptor. A pipe or a device could block, or have side effects."""
+        """Opens a regular file, returns its descriptor. A pipe or device could block or have side effects."""
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
         with self._place() as (directory, name):
             return _regular(os.open(name, flags, mode, dir_fd=directory))

@@ -153,7 +153,7 @@ class Withdraw:
 
 @record
 class Request:
-    """Requests an operation of all workers at one of the next boundaries: "leave", "save", "audit", "pull"."""
+    """Requests an operation of all workers at a next boundary: "leave", "save", "audit", "pull"."""
 
     kind: str
     asked_by: tuple[str, ...] = ()

@@ -130,7 +130,7 @@ class EarlierStored:
 
 @record
 class BeforeWritten:
-    """Resumed when a committed update is applied, and the values that it has overwritten are durable or lost."""
+    """Resumed when a committed update is applied and the values it has overwritten are durable or lost."""
 
     id: str
 

@@ -67,7 +67,7 @@ class GroupEnd:
 
 
 def first_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
-    """The worker to report: a frozen one, else the first that failed by itself, else the first that failed."""
+    """The worker to report: a frozen one, the first that failed by itself, or the first that failed."""
     frozen = [ended for ended in exits if ended.frozen]
     failed = [ended for ended in exits if ended.code != 0 and not ended.stopped]
     by_itself = [ended for ended in failed if ended.code != PEER_FAILED]

@@ -22,7 +22,7 @@ _ROWS = 24
 
 
 class Output:
-    """Receives everything that one worker writes. Never stops reading: a full disk must not block a worker."""
+    """Receives what one worker writes. Never stops reading: a full disk must not block a worker."""
 
     def __init__(
         self, rank: int, log: RunPath, *, screen: Screen | None, columns: int | None, chatter: bool = True

@@ -116,7 +116,7 @@ class ProgressReports:
             self._sender.start()
 
     def stop(self, *, finished: bool) -> None:
-        """Makes the last report and ends the threads; waits at most `END_SECS`. A second call does nothing."""
+        """Makes the last report and ends the threads within `END_SECS`. A second call does nothing."""
         if self._stopping.is_set() or not self._thread.is_alive():
             return
         self._finished = finished

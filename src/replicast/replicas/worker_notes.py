@@ -89,7 +89,7 @@ class NoteSender:
 
 
 class DistantNotes:
-    """Worker 0: writes the notes that other workers send. A bad one is ignored, and reported once per worker."""
+    """Worker 0: writes the notes that others send. A bad one is ignored, and reported once per worker."""
 
     def __init__(self, attempt: int, warn: Callable[[RunDir, str, Exception], None]) -> None:
         self._attempt = attempt
@@ -105,7 +105,7 @@ class DistantNotes:
             self._received[rank] = time.time(), str(text)[: _MAX_CHARS + 1]
 
     def write(self, run_dir: RunDir, secs: float = _WRITE_SECS) -> None:
-        """Writes what has arrived, one note at least, and others for `secs`; the longest waiting come first."""
+        """Writes what has arrived, one note at least, and others for `secs`, the oldest first."""
         ends = time.monotonic() + secs
         while (received := self._take()) is not None:
             self._write(run_dir, *received)

@@ -234,7 +234,7 @@ class CheckpointStore:
             return reader.manifest
 
     def open(self, step: int, *, verify: bool = False) -> CheckpointReader:
-        """Opens the checkpoint of a step. If it was copied from another run, its manifest lists no updates."""
+        """Opens the checkpoint of a step. If copied from another run, its manifest lists no updates."""
         reader = open_checkpoint(self.find(step))
         reader.manifest = reader.manifest.seen_by(self._places.run())
         if reader.manifest.step != step:

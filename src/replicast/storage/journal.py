@@ -519,7 +519,7 @@ class Counted(NamedTuple):
 
 
 def counted_entries(run_dir: RunDir) -> Counted:
-    """Reads the entries that count: an index, and the entries after it. One that is damaged hides no other."""
+    """Reads the entries that count: an index, and those after it. A damaged one hides no other."""
     claim = last_claim(run_dir)
     for _ in range(_TRIES):
         counted = _counted_under(run_dir, claim)
@@ -838,11 +838,11 @@ class Journal(ABC):
 
     @abstractmethod
     def check_start(self, saved: Saved | None) -> None:
-        """Checks that all is known and stored that a start has to apply. Call it before anything is decided."""
+        """Checks that all is stored that a start has to apply. Call it before anything is decided."""
 
     @abstractmethod
     def stage_before(self, before: Update) -> Content:
-        """Makes the values before an update durable; they count once a `Before` refers to them. Any thread."""
+        """Makes the values before an update durable; they count once a `Before` refers to them."""
 
     @abstractmethod
     def load_before(self, sequence: int) -> Update | None:

@@ -32,7 +32,7 @@ _LOOK_SECS = 0.1
 
 
 class Watch:
-    """What one reader has seen of the notes of a job. Give every reading to `look`, several in `silent_secs`."""
+    """What one reader has seen of a job's notes. Give every reading to `look`, several in `silent_secs`."""
 
     def __init__(self, silent_secs: float = SILENT_SECS, clock: Callable[[], float] = time.monotonic) -> None:
         self._silent_secs = silent_secs
@@ -70,7 +70,7 @@ def watch(
     watched: Watch | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Watch:
-    """Reads the notes until it is known whether the job is alive: blocks at most `silent_secs` of the watch."""
+    """Reads the notes until it is known whether the job is alive, at most `silent_secs` of the watch."""
     watched = Watch() if watched is None else watched
     while watched.look(read()) is None:
         sleep(_LOOK_SECS)

@@ -195,7 +195,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             self._join_others(all_reduce == "auto")
 
     def _join_others(self, shared_memory: bool) -> None:
-        """What only a job of several workers needs. Blocks until all of them are here, at most two minutes."""
+        """What only a job of several workers needs. Waits for all of them, at most two minutes."""
         write_once(self._writing)
         self.extended.next_turn = self._lifetime.turns.take
         if sum_through_shared_memory(

@@ -1,7 +1,7 @@
 """Audit reports: which replicas differ, in which variables, by how much, and since when.
 
 An audit compares the digests of every variable of the state between all workers, at one boundary. This module
-holds the data and its text form; `replicast.update.reference_value` and `replicast.update.audit_report` compute it.
+holds the data, its text form and the distances; `reference_value.py` chooses whose value is right.
 """
 
 from __future__ import annotations
