@@ -18,12 +18,10 @@ from replicast.update.audit_report import (
     Difference,
     checked_policy,
     deviation,
-    groups_of,
-    reference_first,
-    reference_of,
     what_follows,
 )
 from replicast.update.edits import DTYPES
+from replicast.update.reference_value import groups_of, reference_first, reference_of
 
 EVERY_DTYPE = sorted(DTYPES)
 

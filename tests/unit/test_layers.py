@@ -23,6 +23,7 @@ LAYERS = [
         "script_digest",
         "names",
         "paths",
+        "sigterm",
     },
     {"update"},
     {"core"},

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import replicast
+from replicast.sigterm import on_sigterm
 
-SIGNALS = Path(replicast.__file__).with_name("replicas") / "signals.py"
-on_sigterm: Any = runpy.run_path(str(SIGNALS))["on_sigterm"]  # Its package would load TensorFlow.
 DEADLINE_SECS = 120.0
 
 
@@ -30,7 +26,7 @@ def nobody_has_a_handler() -> Iterator[None]:
 
 def ended_script(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Runs a script that knows `on_sigterm` and has no launcher."""
-    preamble = f"import os, runpy, signal\non_sigterm = runpy.run_path({str(SIGNALS)!r})['on_sigterm']\n"
+    preamble = "import os, signal\nfrom replicast.sigterm import on_sigterm\n"
     without = {name: value for name, value in os.environ.items() if name != "REPLICAST_LAUNCHED"}
     return subprocess.run(
         [sys.executable, "-c", preamble + script],
@@ -104,10 +100,10 @@ def test_a_handler_of_the_script_s_own_stays() -> None:
 
 
 WORKER = """
-import os, runpy, sys, time
+import os, sys, time
 from pathlib import Path
+from replicast.sigterm import on_sigterm
 told = []
-on_sigterm = runpy.run_path({signals!r})["on_sigterm"]
 on_sigterm(lambda: told.append(1))
 Path("new").write_text(str(os.getpid()))
 Path("new").rename("pid")
@@ -122,7 +118,7 @@ sys.exit(143)
 
 
 def test_a_worker_whose_whole_cgroup_is_told_to_end_writes_its_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WORKER.format(signals=str(SIGNALS)))
+    (tmp_path / "train.py").write_text(WORKER)
     command = [sys.executable, "-m", "replicast.cli", "run", "-n", "1", "train.py"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
         try:

@@ -12,12 +12,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from replicast.replicas import worker_notes as distant_notes
-from replicast.replicas import worker_notes as run_files
+from replicast.replicas import worker_notes
 from replicast.replicas.worker_notes import DistantNotes, RunFiles
 from replicast.storage.claims import Fence
 from replicast.storage.run_files import ENDED, WorkerNote, read_worker_notes, write_worker_note
@@ -28,10 +26,10 @@ NOTE = WorkerNote(1, 100, "far", 7, 0, 2.5, training=True, waiting_for="")
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    monkeypatch.setattr(run_files, "LOOK_SECS", 0.01)
-    monkeypatch.setattr(run_files, "NOTE_SECS", 0.01)
-    monkeypatch.setattr(distant_notes, "SEES_SECS", 0.0)
-    monkeypatch.setattr(distant_notes, "sent_every_secs", lambda workers: 0.01)
+    monkeypatch.setattr(worker_notes, "LOOK_SECS", 0.01)
+    monkeypatch.setattr(worker_notes, "NOTE_SECS", 0.01)
+    monkeypatch.setattr(worker_notes, "SEES_SECS", 0.0)
+    monkeypatch.setattr(worker_notes, "sent_every_secs", lambda workers: 0.01)
     with Job(2) as job:
         yield job
 
@@ -102,24 +100,25 @@ def test_a_worker_of_a_launcher_also_writes_where_its_launcher_reads(job: Job, t
 def test_a_worker_that_sees_the_directory_late_writes_itself_and_worker_0_does_not_any_more(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written: dict[Any, list[WorkerNote]] = {run_files: [], distant_notes: []}
-    for module, notes in written.items():
-
-        def write(run_dir: Path, note: WorkerNote, notes: list[WorkerNote] = notes) -> None:
-            write_worker_note(run_dir, note)
-            notes.extend([note] if note.rank == 1 else [])
-
-        monkeypatch.setattr(module, "write_worker_note", write)
     shared, there = tmp_path / "shared", tmp_path / "there"
+    by_worker_0: list[WorkerNote] = []
+    by_itself: list[WorkerNote] = []
+
+    def write(run_dir: Path, note: WorkerNote) -> None:
+        write_worker_note(run_dir, note)
+        if note.rank == 1:
+            (by_itself if Path(str(run_dir)) == there else by_worker_0).append(note)
+
+    monkeypatch.setattr(worker_notes, "write_worker_note", write)
     first, other = files_of_both(job, shared, there)
-    eventually(lambda: written[distant_notes])
+    eventually(lambda: by_worker_0)
     there.symlink_to(shared)  # as a shared file system that shows it late
-    eventually(lambda: written[run_files])
+    eventually(lambda: by_itself)
     close(job)
     other.finish()
     first.finish()
-    assert ENDED not in [note.waiting_for for note in written[distant_notes]]
-    assert written[run_files][-1].waiting_for == ENDED
+    assert ENDED not in [note.waiting_for for note in by_worker_0]
+    assert by_itself[-1].waiting_for == ENDED
 
 
 def test_at_a_normal_end_worker_0_says_that_they_have_ended_and_at_which_step(
