@@ -147,7 +147,7 @@ def test_a_failed_job_is_told_with_what_its_launcher_said(monkeypatch: pytest.Mo
     monkeypatch.setattr(session, "measure", measure)
     code, said = invoke()
     assert code == 1
-    assert said == "Failed: The job ended with exit code 9. The launcher said:\nworker 1 was killed\n"
+    assert said == "Error: The job ended with exit code 9. The launcher said:\nworker 1 was killed\n"
 
 
 def test_ctrl_c_ends_it_with_130(monkeypatch: pytest.MonkeyPatch) -> None:

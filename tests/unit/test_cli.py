@@ -92,7 +92,7 @@ def test_help_has_an_example_and_the_exit_codes(words: list[str]) -> None:
 
 def test_help_lists_every_command() -> None:
     output = invoke("--help").output
-    for name, summary in COMMANDS.items():
+    for name, (_, summary) in COMMANDS.items():
         assert name in output
         assert summary in output
 

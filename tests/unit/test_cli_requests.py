@@ -271,7 +271,7 @@ def test_different_values_on_the_workers_are_told_with_an_exit_code_of_their_own
     meanwhile(monkeypatch, job.act)
     result = invoke("pull", run, "dense/bias", "-o", "bias.npy")
     assert result.exit_code == 4
-    assert "those of worker 1 are not those of worker 0" in " ".join(result.output.split())
+    assert "worker 1 differs from worker 0" in " ".join(result.output.split())
     assert Path("bias.npy").exists()
 
 
@@ -384,7 +384,7 @@ def test_after_training_went_back_everybody_names_the_checkpoint_that_a_start_go
     assert (pulled.source, pulled.step) == ("checkpoint 60", 60)
     np.testing.assert_array_equal(pulled.array, arrays[60][NAME] * 2)
     assert "it has a checkpoint of step 60;" in what_is_taken_over(run)
-    assert "The next start goes on from step 60" in invoke("checkpoint", "list", run).output
+    assert "The next start continues from step 60" in invoke("checkpoint", "list", run).output
 
 
 # the clocks of two machines

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from replicast.cli.push import live_line
+from replicast.cli.updates import live_line
 from replicast.client import connect
 from replicast.core.records import Stage
 from replicast.storage import inbox
@@ -70,10 +70,10 @@ def test_a_dry_run_shows_the_trial_and_says_that_it_knows_no_guard(run: Path) ->
     words = ("--trial-steps", 50, "--max-increase", 0.05, "--dry-run")
     said = invoke("push", run, "--set", "learning_rate=1", *words).output
     assert "On trial: 50 steps, loss, at most 5 % worse." in said
-    assert "A guard of the job is not known here" in said
+    assert "The job may have a guard" in said
     said = invoke("push", run, "--set", "learning_rate=1", "--dry-run").output
     assert "On trial" not in said
-    assert "A guard of the job is not known here" in said
+    assert "The job may have a guard" in said
 
 
 def test_an_update_that_is_on_trial_is_listed_and_shown_as_such(run: Path) -> None:

@@ -141,12 +141,12 @@ def test_a_saved_update_keeps_its_id_and_flags_unless_others_are_given(run: Path
     ("arguments", "expected"),
     [
         ([], "Say what to change"),
-        (["--blend", "bias.safetensors"], "--blend and --weight belong together"),
-        (["--add", "bias.safetensors", "--weight", "1"], "--blend and --weight belong together"),
+        (["--blend", "bias.safetensors"], "--blend and --weight must be given together"),
+        (["--add", "bias.safetensors", "--weight", "1"], "--blend and --weight must be given together"),
         (["--set", "learning_rate"], "NAME=NUMBER"),
         (["--set", "=1"], "NAME=NUMBER"),
         (["--set", "learning_rate=much"], "NAME=NUMBER"),
-        (["--scale", "missing.safetensors"], "NAME=FACTOR, or a file that is there"),
+        (["--scale", "missing.safetensors"], "NAME=FACTOR or an existing file"),
         (["--add", "missing.safetensors"], "does not exist"),
         (["--set", "learning_rate=1", "--at-step", "-1"], "--at-step"),
     ],
@@ -225,7 +225,7 @@ def test_a_dry_run_shows_what_would_be_done_and_pushes_nothing(run: Path) -> Non
     assert good.exit_code == 0
     assert "model/dense/kernel" in good.output
     assert "optimizer/kernel_momentum" in good.output
-    assert "Nothing is wrong with it" in good.output
+    assert "No problems found" in good.output
     bad = invoke("push", run, "--scale", "dense/kernl=0.5", "--dry-run")
     assert bad.exit_code == 1
     assert "no variable with this name" in bad.output
@@ -254,7 +254,7 @@ def test_waiting_ends_with_the_receipt(run: Path, job: PlayedJob) -> None:
         "applied",
         "verified: number 1, applied at step 40",
         f"  digest {'a' * 32}, the same on 2 workers",
-        "  0.25 s from proposed to applied by all; training stood still for 3.0 ms",
+        "  0.25 s from proposed to applied by all; training paused for 3.0 ms",
     ]
     assert inbox.waiting(run) == []
 
@@ -302,7 +302,7 @@ def test_when_time_is_up_a_committed_update_is_said_to_be_committed(run: Path) -
     played.act_all()
     result = invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--wait", "--timeout", 0)
     assert result.exit_code == 3
-    assert "in the journal already, as number 1" in result.output
+    assert "already in the journal, as number 1" in result.output
     assert "x is committed at step 7.\nEvery worker applies it.\n" in result.output
 
 
@@ -321,7 +321,7 @@ def test_ctrl_c_before_it_is_written_pushes_nothing(run: Path, monkeypatch: pyte
     def interrupted(*_arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("replicast.cli.push.update_of", interrupted)
+    monkeypatch.setattr("replicast.cli.updates.update_of", interrupted)
     result = invoke("push", run, "--set", "learning_rate=0.1")
     assert (result.exit_code, inbox.waiting(run)) == (130, [])
     assert "Nothing was pushed" in result.output
@@ -440,7 +440,7 @@ def test_pushing_the_same_id_again_is_a_no_op_and_other_content_is_refused(run: 
     assert (other.exit_code, "waits in the inbox" in other.output) == (1, True)
     job.act_all()
     again = invoke(*same, "--wait")
-    assert (again.exit_code, "nothing to push" in again.output) == (0, True)
+    assert (again.exit_code, "already in the journal" in again.output) == (0, True)
     assert "verified: number 1" in again.output
     other = invoke("push", run, "--set", "learning_rate=0.2", "--id", "x", "--wait")
     assert (other.exit_code, "is in the journal, as number 1" in other.output) == (1, True)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from replicast.cli import status, texts
+from replicast.cli import runs, texts
 from replicast.client.examination import values_of, views_of
 from replicast.client.notes import age
 from replicast.core.records import Stage
@@ -212,7 +212,7 @@ def test_watching_refreshes_until_ctrl_c(
         if len(pauses) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(status.time, "sleep", pause)
+    monkeypatch.setattr(runs.time, "sleep", pause)
     result = invoke("status", run, "--watch", *options)
     assert (result.exit_code, pauses) == (0, [1.0] * 3)
     assert result.output.count("run: 2 workers" if not options else '"run": "run"') == 3
@@ -487,8 +487,8 @@ def test_a_learning_rate_that_is_not_positive_is_warned_of_in_a_dry_run(run: Pat
         result = invoke("push", run, "--set", f"learning_rate={value}", "--dry-run")
         assert result.exit_code == 0
         assert f"Warning: optimizer/learning_rate would be {value}." in result.output
-        assert "Nothing is wrong" not in result.output
-    assert "Nothing is wrong" in invoke("push", run, "--set", "learning_rate=3", "--dry-run").output
+        assert "No problems found" not in result.output
+    assert "No problems found" in invoke("push", run, "--set", "learning_rate=3", "--dry-run").output
 
 
 def test_an_abbreviation_suggests_the_variable_that_is_meant(run: Path) -> None:

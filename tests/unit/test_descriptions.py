@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from replicast.cli.update_tables import what_cell
+from replicast.cli.texts import what_cell
 from replicast.client.updates import waiting_views
 from replicast.files import below
 from replicast.launcher.states import what_is_taken_over

@@ -1,9 +1,19 @@
-"""The command line. `main` is its entry point; a command is loaded when it is used."""
+"""The command line. `main` is its entry point; a command is loaded when it is used.
+
+A command returns its exit code, None for 0. Errors become messages and exit codes here and nowhere else:
+
+    0      done
+    1      refused, failed or not found: the command is right, and cannot be done
+    2      the command is wrong: usage, no such run directory, nothing was started
+    3      the job is not running, or did not answer in time
+    130    Ctrl-C
+"""
 
 from __future__ import annotations
 
+import signal
 from importlib import import_module
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -17,81 +27,115 @@ from replicast.errors import (
     RequestFailed,
     RequestRefused,
     UpdateRefused,
+    printable,
 )
 
+# Each command, the module of this package that has it, and its line in `replicast --help`.
 COMMANDS = {
-    "run": "Start the workers of a job on this machine and supervise them.",
-    "push": "Change the weights of a running job, on every worker.",
-    "status": "Show the workers, the metrics and the updates of a run.",
-    "log": "List the updates that a run has committed.",
-    "show": "Show everything about one update.",
-    "inspect": "Say what a file would do; list a run's variables.",
-    "revert": "Undo a committed update by a new one.",
-    "pull": "Write the live values of one variable to a file.",
-    "withdraw": "Take back an update that is not committed yet.",
-    "audit": "Show whether the replicas are equal; --now compares them.",
-    "report": "Write a report on a run into one HTML file.",
-    "checkpoint": "List, verify, compare and patch checkpoints; make one now.",
-    "stop": "Stop a running job with a checkpoint.",
-    "serve": "See a job and steer it, from a browser or by HTTP.",
-    "demo": "See it work, in under a minute.",
-    "bench": "Measure what each operation costs on this machine.",
-    "doctor": "Check this machine, and say how to fix what is wrong.",
+    "run": ("run", "Start the workers of a job on this machine and supervise them."),
+    "push": ("updates", "Change the weights of a running job, on every worker."),
+    "status": ("runs", "Show the workers, the metrics and the updates of a run."),
+    "log": ("runs", "List the updates that a run has committed."),
+    "show": ("runs", "Show everything about one update."),
+    "inspect": ("updates", "Show what a file would do; list the variables of a run."),
+    "revert": ("updates", "Undo a committed update with a new one."),
+    "pull": ("updates", "Write the live values of one variable to a file."),
+    "withdraw": ("updates", "Withdraw an update that is not committed yet."),
+    "audit": ("runs", "Show whether the replicas are equal; --now compares them."),
+    "report": ("runs", "Write a report on a run into one HTML file."),
+    "checkpoint": ("checkpoint", "List, verify, compare and patch checkpoints; make one now."),
+    "stop": ("runs", "Stop a running job with a checkpoint."),
+    "serve": ("serve", "See a job and steer it, from a browser or by HTTP."),
+    "demo": ("demo", "See it work, in under a minute."),
+    "bench": ("demo", "Measure what each operation costs on this machine."),
+    "doctor": ("doctor", "Check this machine, and say how to fix what is wrong."),
 }
-"""Each command and its line in `replicast --help`; `replicast.cli.NAME` has the command NAME."""
-
-
-_FAILURES = (NoAnswer, NotFound, RequestFailed, RequestRefused)
-"""What ends a command with exit code 1: the command is right, and cannot be done."""
+NO_ANSWER, STOPPED = 3, 128 + signal.SIGINT
+_EXIT_CODES = {NoAnswer: NO_ANSWER} | dict.fromkeys(
+    (NotFound, RequestFailed, RequestRefused, UpdateRefused, CheckpointError, FileDamaged), 1
+)
+_FACTS = {
+    "path": "checkpoint",
+    "step": "step",
+    "variable": "variable",
+    "worker": "worker",
+    "expected": "expected",
+    "received": "received",
+    "remedy": "what to do",
+}
+_OPTIONS = {
+    "allow_nonfinite=True": "--allow-nonfinite",
+    "next_start=True": "--next-start",
+    "force=True": "--force",
+}
 
 
 class Failed(click.ClickException):
-    """The command ends with a message and no traceback: exit code 1 unless another is given."""
+    """The command ends with a message and no traceback."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code  # type: ignore[misc]
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        is_error = self.exit_code != STOPPED
+        click.echo(f"Error: {self.message}" if is_error else self.message, file, err=True)
 
 
 class LazyGroup(click.Group):
     """Loads a command's module only when that command is used, so that help is quick."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands in the order of the table."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Loads one command."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"replicast.cli.{cmd_name}"), cmd_name)
+        command: click.Command = getattr(import_module(f"replicast.cli.{COMMANDS[cmd_name][0]}"), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the list of commands without loading any."""
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command; an error of ours becomes a message and an exit code."""
         try:
-            return super().invoke(ctx)
+            ctx.exit(super().invoke(ctx) or 0)
         except ReplicastError as error:
-            raise _failed(error) from error
+            code = next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), 2)
+            raise Failed(error_text(error), code) from error
         except OSError as error:
             if error.filename is None:  # For example a closed pipe, which click handles.
                 raise
-            raise _failed(error) from error
+            raise Failed(printable(f"{error.filename}: {error.strerror}"), 2) from error
+        except KeyboardInterrupt as error:
+            raise Failed("Stopped.", STOPPED) from error
 
 
-def _failed(error: ReplicastError | OSError) -> Failed:
-    from replicast.cli import texts  # Loads numpy, which help must not wait for.
+def error_text(error: ReplicastError) -> str:
+    """An error, one fact per line; where it names an argument of Python, the option of the command line."""
+    if not isinstance(error, UpdateRefused | CheckpointError | FileDamaged):
+        return printable_lines(error)
+    facts = {label: getattr(error, name, None) for name, label in _FACTS.items()}
+    headline = error.problem
+    if isinstance(error, FileDamaged):
+        headline = error.headline
+        facts.pop("checkpoint")  # The headline has the path.
+    lines = [f"{label}: {one_line(value)}" for label, value in facts.items() if value is not None]
+    text = "\n  ".join([one_line(headline), *lines])
+    for argument, option in _OPTIONS.items():
+        text = text.replace(argument, option)
+    return text
 
-    if isinstance(error, UpdateRefused | CheckpointError | FileDamaged):
-        return Failed(texts.error(error))
-    if isinstance(error, OSError):
-        return Failed(texts.printable(f"{error.filename}: {error.strerror}"), 2)
-    return Failed(texts.printable_lines(error), 1 if isinstance(error, _FAILURES) else 2)
+
+def printable_lines(text: object) -> str:
+    """Text of several lines, each made harmless for a terminal."""
+    return "\n".join(printable(line) for line in str(text).split("\n"))
+
+
+def one_line(text: object) -> str:
+    """Text from a file in one line, made harmless for a terminal."""
+    return printable(" ".join(str(text).split()))
 
 
 def _with_hyphens(name: str) -> str:

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import click
-from rich.table import Table
 from rich.text import Text
 
-from replicast.cli import Failed, texts
-from replicast.cli.arguments import directory_of, run_argument, timeout_option
-from replicast.cli.checkpoint_argument import (
+from replicast.cli import STOPPED, Failed, one_line, texts
+from replicast.cli.options import (
     PATH,
-    is_checkpoint,
-    path_argument,
-    step_argument,
-    the_checkpoint,
+    EditCommand,
+    check_usage,
+    directory_of,
+    edit_options,
+    json_option,
+    run_argument,
+    timeout_option,
+    update_of,
 )
-from replicast.cli.patch import patch
-from replicast.cli.tables import facts_table, make_console, make_table, progress_bar
-from replicast.client import Run
-from replicast.errors import FileDamaged, NoAnswer
-from replicast.paths import RunPath
-from replicast.storage.checkpoint_files import open_checkpoint
+from replicast.cli.texts import (
+    facts_table,
+    make_console,
+    make_table,
+    print_examination,
+    print_json,
+    print_problems,
+    progress_bar,
+)
+from replicast.client import Run, connect
+from replicast.client.examination import examine
+from replicast.client.patching import check_patch, checkpoint_to_patch, patch_in_place
+from replicast.errors import CheckpointError, FileDamaged, JobFailed, printable
+from replicast.paths import RunDir, RunPath, below
+from replicast.storage.checkpoint_files import COMMITTED, MANIFEST, STATE, open_checkpoint
 from replicast.storage.checkpoint_format import Manifest
 from replicast.storage.checkpoint_tools import Comparison, Verdict
 from replicast.storage.checkpoint_tools import diff as compare
+from replicast.storage.checkpoint_tools import patch as patch_checkpoint
 from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.journal import NotWritten, PerhapsWritten
+from replicast.update.update import Update
 
-_NO_ANSWER = 3
 _NONE_YET = "The run has no checkpoints yet."
+path_argument = click.argument("path", type=PATH, metavar="PATH|RUN")
+step_argument = click.argument("step", type=click.IntRange(min=0), required=False)
 
 
 @click.group()
@@ -51,8 +65,8 @@ def checkpoint() -> None:
 
 @checkpoint.command("list")
 @click.argument("run", type=PATH)
-@click.option("--json", "as_json", is_flag=True, help="One object per line, without the list of variables.")
-def list_(run: Path, as_json: bool) -> None:
+@json_option("One object per line, without the list of variables.")
+def list_(run: Path, as_json: bool) -> int:
     """List the committed checkpoints of a run.
 
     \b
@@ -67,17 +81,18 @@ def list_(run: Path, as_json: bool) -> None:
     if as_json:
         for manifest in manifests:
             fields = manifest.to_json() | {"path": str(store.path(manifest.step).as_path())}
-            click.echo(
-                json.dumps({name: fields[name] for name in fields if name not in ("schema", "digests")})
-            )
+            print_json({name: fields[name] for name in fields if name not in ("schema", "digests")})
     elif manifests:
-        make_console().print(_checkpoints_table(manifests))
+        rows = map(_checkpoint_cells, manifests)
+        make_console().print(
+            make_table(">step", ">epoch", ">batch", ">update", ">size", "=when", "metrics", rows=rows)
+        )
         if (last := store.last()) is not None and last.step != manifests[-1].step:
-            click.echo(f"The next start goes on from step {last.step}: training went back to it.")
+            click.echo(f"The next start continues from step {last.step}: training went back to it.")
     elif not problems:
         click.echo(_NONE_YET)
     _print_damaged(problems)
-    sys.exit(1 if problems else 0)
+    return 1 if problems else 0
 
 
 @checkpoint.command()
@@ -97,17 +112,13 @@ def now(run: Run, timeout: float) -> None:
     Exit code: 0 when it is durable; 1 when the job cannot make one; 2 when the command is wrong; 3 when the
     job is not running or does not answer.
     """
-    try:
-        step = run.checkpoint(timeout)
-    except NoAnswer as error:
-        raise Failed(texts.printable(error), _NO_ANSWER) from error
-    click.echo(f"saved the checkpoint of step {step}")
+    click.echo(f"saved the checkpoint of step {run.checkpoint(timeout)}")
 
 
 @checkpoint.command()
 @path_argument
 @step_argument
-@click.option("--json", "as_json", is_flag=True, help="The manifest as one JSON object.")
+@json_option("The manifest as one JSON object.")
 def show(path: Path, step: int | None, as_json: bool) -> None:
     """Show the manifest of a checkpoint, and its variables.
 
@@ -121,26 +132,26 @@ def show(path: Path, step: int | None, as_json: bool) -> None:
 
     Exit code: 0; 1 when there is no such checkpoint or it is damaged; 2 when the command is wrong.
     """
-    found = the_checkpoint(path, step)
+    found = _the_checkpoint(path, step)
     with open_checkpoint(found) as reader:
         manifest = reader.manifest
     if as_json:
-        click.echo(json.dumps(manifest.to_json() | {"path": str(found.as_path())}))
+        print_json(manifest.to_json() | {"path": str(found.as_path())})
         return
-    table = make_table("variable", "shape", "dtype", "digest", whole=("dtype", "digest"))
-    for variable in manifest.schema:
-        digest = texts.printable(manifest.digests[variable.name])[:16]
-        table.add_row(texts.printable(variable.name), texts.shape(variable.shape), variable.dtype, digest)
+    rows = (
+        (printable(one.name), texts.shape(one.shape), one.dtype, printable(manifest.digests[one.name])[:16])
+        for one in manifest.schema
+    )
     console = make_console()
     console.print(facts_table(_facts(found, manifest)))
     console.print()
-    console.print(table)
+    console.print(make_table("variable", "shape", "=dtype", "=digest", rows=rows))
 
 
 @checkpoint.command()
 @path_argument
 @step_argument
-def verify(path: Path, step: int | None) -> None:
+def verify(path: Path, step: int | None) -> int:
     """Read every byte of one checkpoint, or of all of a run, and compare their digests.
 
     \b
@@ -152,15 +163,15 @@ def verify(path: Path, step: int | None) -> None:
     Exit code: 0 when all is what was written; 1 when something is damaged, which is named; 2 when the command
     is wrong.
     """
-    if step is not None or is_checkpoint(path):
-        sys.exit(0 if _verified(the_checkpoint(path, step)) else 1)
+    if step is not None or _is_checkpoint(path):
+        return 0 if _verified(_the_checkpoint(path, step)) else 1
     store = CheckpointStore(directory_of(path))
     manifests, problems = store.list(), store.problems()
     verified = [_verified(store.find(manifest.step)) for manifest in manifests]
     _print_damaged(problems)
     if not manifests and not problems:
         click.echo(_NONE_YET)
-    sys.exit(0 if all(verified) and not problems else 1)
+    return 0 if all(verified) and not problems else 1
 
 
 @checkpoint.command()
@@ -168,8 +179,8 @@ def verify(path: Path, step: int | None) -> None:
 @click.argument("second", type=PATH, metavar="B")
 @click.option("--digests-only", is_flag=True, help="Only say which differ, without reading their values.")
 @click.option("--all", "also_equal", is_flag=True, help="List equal variables too.")
-@click.option("--json", "as_json", is_flag=True, help="One object per line: a variable.")
-def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_json: bool) -> None:
+@json_option("One object per line: a variable.")
+def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_json: bool) -> int:
     """Compare two checkpoints, variable by variable and bit for bit.
 
     A and B are checkpoints, or runs, of which the last is taken.
@@ -181,22 +192,152 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
 
     Exit code: 0 when every bit is equal; 1 when not, or when one is damaged; 2 when the command is wrong.
     """
-    paths = the_checkpoint(first, None), the_checkpoint(second, None)
+    paths = _the_checkpoint(first, None), _the_checkpoint(second, None)
     with progress_bar("comparing") as progress:
         comparisons = compare(*paths, values=not digests_only, progress=progress)
     unequal = [each for each in comparisons if each.verdict is not Verdict.EQUAL]
     shown = comparisons if also_equal else unequal
-    for each in shown if as_json else ():
-        click.echo(json.dumps(each.to_json()))
-    if not as_json:
-        if shown:
-            make_console().print(_comparisons_table(shown))
-        equal, variables = len(comparisons) - len(unequal), texts.counted(len(comparisons), "variable")
-        click.echo(f"{f'{equal} of' if unequal else 'All'} {variables} are equal, bit for bit.")
-    sys.exit(1 if unequal else 0)
+    if as_json:
+        for each in shown:
+            print_json(each)
+        return 1 if unequal else 0
+    if shown:
+        rows = map(_comparison_cells, shown)
+        make_console().print(
+            make_table("variable", "verdict", ">differ", ">of", ">max abs", ">max rel", rows=rows)
+        )
+    equal, variables = len(comparisons) - len(unequal), texts.counted(len(comparisons), "variable")
+    click.echo(f"{f'{equal} of' if unequal else 'All'} {variables} are equal, bit for bit.")
+    return 1 if unequal else 0
 
 
-checkpoint.add_command(patch)
+@checkpoint.command(cls=EditCommand)
+@path_argument
+@step_argument
+@edit_options
+@click.option("-o", "--output", type=PATH, metavar="OUT", help="The new checkpoint; must not exist yet.")
+@click.option("--in-place", is_flag=True, help="Replace the checkpoint of RUN, as an update of its journal.")
+@click.pass_context
+def patch(
+    context: click.Context,
+    /,
+    path: Path,
+    step: int | None,
+    output: Path | None,
+    in_place: bool,
+    **options: Any,
+) -> int:
+    """Apply an update to a checkpoint: into a new one, or in place.
+
+    The new checkpoint has the bits that every replica would have had if the update had been applied at that
+    step; it names the one it was made from. Operations and files are those of `replicast push`, in the order
+    in which they are given. Memory is needed for the update, not for the checkpoint.
+
+    With --in-place, the update becomes part of the journal of RUN: `replicast log` shows it, and the next
+    start continues from the patched checkpoint, that of STEP or the last one. No job may be running.
+
+    \b
+    Examples:
+      replicast checkpoint patch runs/first --in-place --add delta.safetensors --note "fix drifted bias"
+      replicast checkpoint patch runs/first 1200 --in-place --set learning_rate=1e-4 --dry-run
+      replicast checkpoint patch runs/first/checkpoints/00001200-1 --add delta.safetensors -o patched
+      replicast checkpoint patch old/00001200-1 --update fix.safetensors -o runs/second/checkpoints/00001200
+
+    Exit code: 0; 1 when the update is refused, the checkpoint is damaged, OUT exists, or a job is running in
+    RUN; 2 when the command is wrong.
+    """
+    check_usage(options)
+    if in_place and output is not None:
+        raise click.UsageError("--in-place replaces the checkpoint of the run: leave -o out.")
+    if in_place and _is_checkpoint(path):
+        raise click.UsageError(f"--in-place needs a run, and {printable(path)} is a checkpoint.")
+    if not in_place and output is None and not options["dry_run"]:
+        raise click.UsageError("Missing option '-o' / '--output' for the new checkpoint, or --in-place.")
+    source = _the_checkpoint(path, checkpoint_to_patch(directory_of(path), step).step if in_place else step)
+    with open_checkpoint(source) as reader:
+        before = reader.manifest
+    update = update_of(context, options)
+    found = examine(update, before.schema)
+    if options["dry_run"]:
+        print_examination(found)
+        if in_place and not found.problems:
+            check_patch(path, before.step, update)
+        return 1 if found.problems else 0
+    print_problems(found)
+    if found.problems:
+        return 1
+    if output is None:
+        _patch_in_place(path, before.step, update)
+    else:
+        _patch_into(output, source, before, update)
+    return 0
+
+
+def _is_checkpoint(path: RunDir) -> bool:
+    """Whether a directory looks like a checkpoint, complete or not."""
+    return any((below(path) / name).exists() for name in (COMMITTED, MANIFEST, STATE))
+
+
+def _the_checkpoint(path: Path, step: int | None) -> RunPath:
+    """The directory of the checkpoint that is meant: of a run, that of the step, or the last."""
+    if _is_checkpoint(path):
+        if step is not None:
+            raise click.UsageError(f"{printable(path)} is a checkpoint itself: leave the step out.")
+        return below(path)
+    store = CheckpointStore(directory_of(path))
+    if step is not None:
+        return store.find(step)
+    last, skipped = store.last_and_skipped()
+    for problem in skipped:
+        click.echo(f"Skipped: {printable(problem)}", err=True)
+    if last is None:
+        raise CheckpointError(
+            "The run has no checkpoint that can be used",
+            path=path / "checkpoints",
+            received="none",
+            remedy=f"See: replicast checkpoint list {path}",
+        )
+    return store.find(last.step)
+
+
+def _patch_into(output: Path, source: RunPath, before: Manifest, update: Update) -> None:
+    """Writes the patched checkpoint elsewhere, and says what has changed."""
+    try:
+        with progress_bar(f"patching {source.name}") as progress:
+            after = patch_checkpoint(source, update, output, progress=progress)
+    except OSError as error:
+        raise Failed(
+            f"{printable(output)} cannot be written ({error.strerror}): nothing is left there."
+        ) from error
+    except KeyboardInterrupt as error:
+        raise Failed("Stopped. Nothing is left at the destination.", STOPPED) from error
+    _print_patched(output, before, after)
+
+
+def _patch_in_place(run: Path, step: int, update: Update) -> None:
+    """Replaces a checkpoint of a run, and says what has changed and where the update stands."""
+    try:
+        with progress_bar(f"patching step {step}") as progress:
+            done = patch_in_place(run, step, update, progress=progress)
+    except (OSError, JobFailed, NotWritten, PerhapsWritten, KeyboardInterrupt) as error:
+        reason = one_line(error.strerror if isinstance(error, OSError) else str(error) or "Stopped")
+        fate = "Nothing has changed."
+        if any(view.id == update.id for view in connect(run).log()):
+            fate = "The journal has the update: the next start applies it, at its step or at once."
+        raise Failed(
+            f"The checkpoint of step {step} is not patched: {reason.rstrip('.')}. {fate}",
+            STOPPED if isinstance(error, KeyboardInterrupt) else 1,
+        ) from error
+    _print_patched(done.path, done.before, done.after)
+    click.echo(f"  update {done.sequence} of the journal ({printable(update.id)})")
+    click.echo("  the next start of the job continues from it")
+
+
+def _print_patched(path: object, before: Manifest, after: Manifest) -> None:
+    changed = sum(after.digests[name] != digest for name, digest in before.digests.items())
+    of = f"{changed} of {texts.counted(len(after.digests), 'variable')} changed"
+    click.echo(f"patched {printable(path)}: {of}, {texts.size(after.nbytes)}, step {after.step}")
+    click.echo(f"  state {after.state_digest}")
 
 
 def _verified(path: RunPath) -> bool:
@@ -206,66 +347,63 @@ def _verified(path: RunPath) -> bool:
             reader.verify(progress)
             manifest = reader.manifest
     except FileDamaged as error:
-        click.echo(f"{texts.printable(path.name)}  damaged")
+        click.echo(f"{printable(path.name)}  damaged")
         _print_damaged([error])
         return False
-    size, variables = texts.size(manifest.nbytes), texts.counted(len(manifest.schema), "variable")
-    click.echo(f"{texts.printable(path.name)}  as it was written: {variables}, {size}")
+    variables = texts.counted(len(manifest.schema), "variable")
+    click.echo(f"{printable(path.name)}  as it was written: {variables}, {texts.size(manifest.nbytes)}")
     return True
 
 
 def _print_damaged(problems: list[FileDamaged]) -> None:
     for problem in problems:
-        click.echo(f"Damaged: {texts.printable(problem)}", err=True)
+        click.echo(f"Damaged: {printable(problem)}", err=True)
 
 
-def _checkpoints_table(manifests: list[Manifest]) -> Table:
-    numbers = ("step", "epoch", "batch", "update", "size")
-    table = make_table(*numbers, "when", "metrics", right=numbers, whole=(*numbers, "when"))
-    for each in manifests:
-        note = Text(texts.metrics(each.metrics))
-        if each.parent is not None:
-            note = Text(f"patched by {_patched_by(each)}", style="dim")
-        cells = str(each.step), str(each.epoch), str(each.batch), str(each.sequence), texts.size(each.nbytes)
-        table.add_row(*cells, texts.when(each.created_at), note)
-    return table
+def _checkpoint_cells(one: Manifest) -> tuple[str | Text, ...]:
+    note = Text(texts.metrics(one.metrics))
+    if one.parent is not None:
+        note = Text(f"patched by {_patched_by(one)}", style="dim")
+    numbers = map(str, (one.step, one.epoch, one.batch, one.sequence))
+    return *numbers, texts.size(one.nbytes), texts.when(one.created_at), note
 
 
 def _facts(path: RunPath, manifest: Manifest) -> list[tuple[str, str | Text]]:
-    sequence = manifest.sequence
+    sequence, parent = manifest.sequence, manifest.parent
     versions = ", ".join(f"{name} {value}" for name, value in manifest.versions.items())
-    patched = ""
-    if manifest.parent is not None:
-        patched = f"from {texts.one_line(manifest.parent.get('path', ''))} by update {_patched_by(manifest)}"
+    patched = (
+        "" if parent is None else f"from {one_line(parent.get('path', ''))} by update {_patched_by(manifest)}"
+    )
     return [
-        ("checkpoint", texts.printable(path)),
+        ("checkpoint", printable(path)),
         ("step", f"{manifest.step}, batch {manifest.batch} of epoch {manifest.epoch}"),
         ("journal", f"update {sequence} is the last in it" if sequence else "no update is in it"),
-        ("pending", texts.one_line(", ".join(one.id for one in manifest.pending))),
+        ("pending", one_line(", ".join(one.id for one in manifest.pending))),
         ("written", f"{texts.date(manifest.created_at)}, attempt {manifest.attempt}"),
         ("workers", str(manifest.workers)),
         ("metrics", texts.metrics(manifest.metrics)),
-        ("versions", texts.one_line(versions)),
+        ("versions", one_line(versions)),
         ("file", texts.size(manifest.nbytes)),
-        ("state", texts.printable(manifest.state_digest)),
+        ("state", printable(manifest.state_digest)),
         ("patched", patched),
     ]
 
 
-def _comparisons_table(comparisons: list[Comparison]) -> Table:
-    numbers = ("differ", "of", "max abs", "max rel")
-    table = make_table("variable", "verdict", *numbers, right=numbers, whole=numbers)
-    for each in comparisons:
-        verdict = Text(each.verdict, style="green" if each.verdict is Verdict.EQUAL else "yellow")
-        if each.verdict is Verdict.CHANGED:
-            verdict.append(f"\n{each.first}, {each.second}", style="dim")
-        if each.one_is_nan:
-            verdict.append(f"\n{each.one_is_nan} NaN in one only", style="dim")
-        counts = ["" if number is None else str(number) for number in (each.differing, each.elements)]
-        distances = texts.number(each.max_absolute), texts.number(each.max_relative)
-        table.add_row(texts.printable(each.name), verdict, *counts, *distances)
-    return table
+def _comparison_cells(each: Comparison) -> tuple[str | Text, ...]:
+    verdict = Text(each.verdict, style="green" if each.verdict is Verdict.EQUAL else "yellow")
+    if each.verdict is Verdict.CHANGED:
+        verdict.append(f"\n{each.first}, {each.second}", style="dim")
+    if each.one_is_nan:
+        verdict.append(f"\n{each.one_is_nan} NaN in one only", style="dim")
+    counts = ("" if number is None else str(number) for number in (each.differing, each.elements))
+    return (
+        printable(each.name),
+        verdict,
+        *counts,
+        texts.number(each.max_absolute),
+        texts.number(each.max_relative),
+    )
 
 
 def _patched_by(manifest: Manifest) -> str:
-    return texts.one_line((manifest.parent or {}).get("update_id", "an update"))
+    return one_line((manifest.parent or {}).get("update_id", "an update"))

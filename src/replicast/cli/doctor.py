@@ -114,7 +114,7 @@ def _check_hosts(
 
 def _try_two_workers() -> Check:
     """Shows that something is going on: TensorFlow takes its time to start."""
-    from replicast.cli.tables import is_live, make_console
+    from replicast.cli.texts import is_live, make_console
 
     console, doing = make_console(stderr=True), "Two workers are starting"
     if is_live(console):
@@ -131,7 +131,7 @@ def _try_two_workers() -> Check:
 def _print_table(checks: list[Check]) -> None:
     from rich.text import Text
 
-    from replicast.cli.tables import make_console, make_table
+    from replicast.cli.texts import make_console, make_table
 
     table = make_table("", "what", "found", "how to fix")
     for check in checks:

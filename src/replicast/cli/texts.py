@@ -1,54 +1,45 @@
-"""Text for the terminal: what files say made harmless, numbers and times in short. Loads little."""
+"""How output looks: numbers and times in short, what files say made harmless, tables that fit 80 columns.
+
+Nothing is interpreted as markup: names, notes and reasons were written by others. Without a terminal, output
+is plain, and no line is broken.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from replicast.errors import CheckpointError, FileDamaged, UpdateRefused
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from replicast.cli import error_text, one_line
+from replicast.client.examination import EditView, Examination
+from replicast.client.updates import UpdateView
+from replicast.core.records import Stage
 from replicast.errors import printable as printable
+from replicast.update.edits import FLOAT_DTYPES, RESETS, EditKind
 from replicast.update.trial import Trial, TrialOutcome
 
-_OPTIONS = {
-    "allow_nonfinite=True": "--allow-nonfinite",
-    "next_start=True": "--next-start",
-    "force=True": "--force",
-}
+_WIDEST = 120  # Longer lines are hard to read, however wide the terminal.
+_UNLIMITED = 100_000
+_REFRESH_SECS = 0.1
 _RANDOM_ID = re.compile(r"[0-9a-f]{32}")
-_LABELS = {
-    "path": "checkpoint",
-    "step": "step",
-    "variable": "variable",
-    "worker": "worker",
-    "expected": "expected",
-    "received": "received",
-    "remedy": "what to do",
+_BEFORE_FACTOR = {EditKind.SCALE: "by ", EditKind.BLEND: "with weight "} | dict.fromkeys(RESETS, "to ")
+_STYLES = dict.fromkeys(Stage, "yellow") | {
+    Stage.COMMITTED: "cyan",
+    Stage.APPLIED: "cyan",
+    Stage.VERIFIED: "green",
+    Stage.REFUSED: "red",
+    Stage.FAILED: "bold red",
 }
-
-
-def printable_lines(text: object) -> str:
-    """Text of several lines, each made harmless."""
-    return "\n".join(printable(line) for line in str(text).split("\n"))
-
-
-def one_line(text: object) -> str:
-    """Text from a file in one line."""
-    return printable(" ".join(str(text).split()))
-
-
-def error(raised: UpdateRefused | CheckpointError | FileDamaged) -> str:
-    """An error, one fact per line; where it names an argument of Python, the option of the command line."""
-    headline = raised.headline if isinstance(raised, FileDamaged) else raised.problem
-    facts = [(label, getattr(raised, name, None)) for name, label in _LABELS.items()]
-    if isinstance(raised, FileDamaged):
-        facts.pop(0)  # The headline has the path.
-    lines = [f"{label}: {one_line(value)}" for label, value in facts if value is not None]
-    said = "\n  ".join([one_line(headline), *lines])
-    for argument, option in _OPTIONS.items():
-        said = said.replace(argument, option)
-    return said
 
 
 def short_id(update_id: str) -> str:
@@ -57,7 +48,6 @@ def short_id(update_id: str) -> str:
 
 
 def size(nbytes: int) -> str:
-    """A size in bytes, kB, MB or GB."""
     if nbytes < 1000:
         return f"{nbytes} B"
     value, units = nbytes / 1000, ["kB", "MB", "GB"]
@@ -88,17 +78,14 @@ def date(moment: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """A number with four significant digits; nothing for none."""
     return "" if value is None else f"{value:.4g}"
 
 
 def shape(dimensions: tuple[int, ...]) -> str:
-    """A shape: 3×4; "scalar" for none."""
     return "×".join(map(str, dimensions)) if dimensions else "scalar"
 
 
 def metrics(values: Mapping[str, float]) -> str:
-    """Metrics in one line."""
     return "  ".join(f"{one_line(name)} {number(value)}" for name, value in values.items())
 
 
@@ -123,7 +110,6 @@ def trial(asked: Trial) -> str:
 
 
 def outcome(ended: TrialOutcome) -> str:
-    """How a trial ended."""
     reason = one_line(ended.reason)
     if ended.outcome == "kept":
         return f"kept at step {ended.step}: {reason}"
@@ -136,3 +122,178 @@ def no_updates(*, journaled: bool) -> str:
     return (
         "no update has been committed yet" if journaled else 'the job keeps no journal (durability="memory")'
     )
+
+
+def print_json(one: Any) -> None:
+    """One object in one line."""
+    click.echo(json.dumps(one.to_json() if hasattr(one, "to_json") else one))
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    is_wide = not console.is_terminal and "COLUMNS" not in os.environ
+    console.width = _UNLIMITED if is_wide else min(console.width, _WIDEST)
+    return console
+
+
+def is_live(console: Console) -> bool:
+    """Whether a line of the console can be drawn over."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+def make_table(*headings: str, rows: Iterable[Sequence[str | Text]] = ()) -> Table:
+    """A table without lines. A heading that begins with > is of numbers, one with = of what is not broken."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in headings:
+        table.add_column(heading.lstrip(">="), overflow="fold", no_wrap=heading.startswith((">", "=")))
+        if heading.startswith(">"):
+            table.columns[-1].justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def facts_table(facts: Iterable[tuple[str, str | Text]]) -> Table:
+    """Names and values, one per line; those without a value are left out."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        if value:
+            table.add_row(name, value)
+    return table
+
+
+@contextlib.contextmanager
+def progress_bar(doing: str, column: ProgressColumn | None = None) -> Iterator[Callable[..., None] | None]:
+    """A bar on a terminal, removed afterwards; None where there is no terminal."""
+    console = make_console(stderr=True)
+    if not is_live(console):
+        yield None
+        return
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), column or DownloadColumn()
+    # Drawn by this thread alone: nothing is left behind after Ctrl-C.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
+        task, drawn = bar.add_task(printable(doing), total=None), 0.0
+
+        def progress(done: int, total: int, doing: str = doing) -> None:
+            nonlocal drawn
+            now = time.monotonic()
+            if now - drawn >= _REFRESH_SECS or done == total:
+                drawn = now
+                bar.update(task, completed=done, total=total, description=printable(doing), refresh=True)
+
+        yield progress
+
+
+def updates_table(views: Iterable[UpdateView]) -> Table:
+    """Committed updates, each with its author and note in a second line."""
+
+    def cells(view: UpdateView) -> tuple[str | Text, ...]:
+        took = 0.0 if view.receipt is None else view.receipt.propose_to_applied_secs
+        return (
+            str(view.sequence),
+            str(view.step),
+            stage_cell(view.stage),
+            what_cell(view),
+            size(view.nbytes or 0),
+            seconds(took) if took else "",
+            when(view.committed_at or 0.0),
+        )
+
+    return make_table(
+        ">#", ">step", "=stage", "what", ">size", ">took", "=when", rows=(cells(view) for view in views)
+    )
+
+
+def stage_cell(stage: Stage) -> Text:
+    return Text(stage, style=_STYLES[stage])
+
+
+def what_cell(view: UpdateView) -> Text:
+    """What an update does in a few words; then its trial, and who proposed it and why."""
+    cell = Text(one_line(edits_text(view.edits)))
+    if view.sequence is not None and not view.nbytes:
+        cell = Text("not known: its entry is damaged", style="red")
+    if view.reverts is not None:
+        cell.append("\n" if cell else "")  # One that waits has no edits yet: the job makes them.
+        cell.append(f"reverts update {view.reverts}", style="yellow")
+    if view.reverted_by is not None:
+        cell.append(f"\nreverted by update {view.reverted_by}", style="yellow")
+    if view.receipt is not None and view.receipt.checkpoint:
+        cell.append("\napplied to the checkpoint, by no worker", style="yellow")
+    if view.outcome is not None:
+        style = "green" if view.outcome.outcome == "kept" else "yellow"
+        cell.append(f"\ntrial: {outcome(view.outcome)}", style=style)
+    elif view.trial is not None:
+        cell.append(f"\non trial: {trial(view.trial)}", style="cyan")
+    who = ": ".join(one_line(text) for text in (view.author, view.note) if text)
+    return cell.append(f"\n{who}", style="dim") if who else cell
+
+
+def edits_text(edits: Iterable[Mapping[str, Any]], most: int = 2) -> str:
+    """Edits in a few words: "add dense/bias, scale optimizer/learning_rate (+3)"."""
+    listed = list(edits)
+    asked = [edit for edit in listed if edit.get("operation") not in RESETS]
+    shown = [
+        f"{str(edit.get('operation')).replace('_', ' ')} {edit.get('variable')}" for edit in asked[:most]
+    ]
+    more = f" (+{len(asked) - most})" if len(asked) > most else ""
+    resets = len(listed) - len(asked)
+    return ", ".join(shown) + more + (f", reset {resets} slots" if resets else "")
+
+
+def edits_table(edits: Iterable[EditView], *, extremes: bool) -> Table:
+    """What an update does, edit by edit."""
+
+    def cells(edit: EditView) -> Iterator[str | Text]:
+        values = edit.values
+        yield printable(edit.variable)
+        yield _operation_text(edit)
+        yield "whole" if edit.shape is None else shape(edit.shape)
+        yield edit.dtype
+        if extremes:
+            yield number(None if values is None else values.minimum)
+            yield number(None if values is None else values.maximum)
+        else:
+            yield size(edit.nbytes) if edit.nbytes else ""
+            yield _finite_cell(edit)
+        yield number(None if values is None else values.norm)
+
+    numbers = (">min", ">max") if extremes else (">size", "=finite")
+    rows = (tuple(cells(edit)) for edit in edits)
+    return make_table("variable", "operation", "shape", "=dtype", *numbers, ">norm", rows=rows)
+
+
+def print_examination(found: Examination) -> None:
+    """The table of edits, and below it what is wrong, or may be."""
+    console = make_console()
+    console.print(edits_table(found.edits, extremes=False))
+    print_problems(found)
+    if not found.problems:
+        total = f"{counted(len(found.edits), 'edit')}, {size(found.nbytes)} of values."
+        console.print(total if found.warnings else f"{total} No problems found.")
+
+
+def print_problems(found: Examination) -> None:
+    """Everything that is wrong, or may be, on standard error."""
+    for problem in found.problems:
+        click.echo(f"Refused: {error_text(problem)}", err=True)
+    for warning in found.warnings:
+        click.echo(f"Warning: {one_line(warning)}", err=True)
+
+
+def _operation_text(edit: EditView) -> str:
+    text = edit.operation.replace("_", " ")
+    if edit.rows is not None or edit.rank is not None:
+        return f"{text} ({edit.rows if edit.rows is not None else edit.rank})"
+    if edit.factor is None:
+        return text
+    return f"{text} {_BEFORE_FACTOR.get(edit.operation, '')}{number(edit.factor)}"
+
+
+def _finite_cell(edit: EditView) -> Text:
+    if edit.values is None or edit.dtype not in FLOAT_DTYPES:
+        return Text("")
+    wrong = edit.values.nonfinite
+    return Text(f"{wrong} not", style="red") if wrong else Text("yes")

@@ -1,4 +1,4 @@
-"""The options that say what to change, of `push` and `checkpoint patch`, and the update that they make."""
+"""What several commands share: RUN, --json, --timeout, and the options of an update with what they make."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 
 import click
 
+from replicast.client import Run, connect
 from replicast.client.author import this_user
-from replicast.errors import UpdateRefused
+from replicast.errors import NotFound, UpdateRefused, printable
 from replicast.files import parse_tensors, read_tensor_bytes
+from replicast.paths import below
 from replicast.update.edits import Array, EditKind
 from replicast.update.update import MAX_TENSORS, Update, edits_of_tensors
 
@@ -26,19 +28,80 @@ _FROM_FILES = {
     "--add-low-rank": "Add the product of NAME.a and NAME.b.",
     "--update": "All edits of a saved Update.",
 }
-_FLAGS = {
-    "--reset-slots": "Also reset the optimizer's moments of what is touched.",
-    "--allow-nonfinite": "Accept NaN and infinity.",
-    "--dry-run": "Only check it, and show what it would do.",
-}
 _NAMES = [*(name[2:].replace("-", "_") for name in _FROM_FILES), "scale", "set"]
+_EDIT_OPTIONS = [
+    *(
+        click.option(name, type=_FILE, multiple=True, metavar="FILE", help=text)
+        for name, text in _FROM_FILES.items()
+    ),
+    click.option("--weight", type=float, metavar="W", help="For --blend: 1 assigns."),
+    click.option(
+        "--scale", multiple=True, metavar="FILE|NAME=FACTOR", help="Multiply variables by one number each."
+    ),
+    click.option(
+        "--set",
+        multiple=True,
+        metavar="NAME=NUMBER",
+        help="Assign a number to a scalar, as the learning rate.",
+    ),
+    click.option(
+        "--reset-slots", is_flag=True, help="Also reset the optimizer's moments of these variables."
+    ),
+    click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and infinity."),
+    click.option("--dry-run", is_flag=True, help="Only check it, and show what it would do."),
+    click.option("--note", metavar="TEXT", help="Why. Readers of the journal see it."),
+    click.option("--author", metavar="TEXT", help="Who. [default: user@host]"),
+]
+
+
+class RunType(click.ParamType):  # type: ignore[type-arg]
+    """A run directory, or the address of a served run."""
+
+    name = "run"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Run:
+        if isinstance(value, Run):
+            return value
+        try:
+            return connect(value)
+        except NotFound as error:
+            raise click.BadParameter(printable(error), ctx, param) from error
+
+
+PATH = click.Path(path_type=Path)
+run_argument = click.argument("run", type=RunType())
+timeout_option = click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=300.0,
+    metavar="SECS",
+    show_default=True,
+    help="How long to wait for the job.",
+)
+next_start_option = click.option(
+    "--next-start", is_flag=True, help="Also when the job is not running: for its next start."
+)
+wait_option = click.option(
+    "--wait", is_flag=True, help="Wait until it is verified on all workers, or its trial is decided."
+)
+
+
+def json_option(text: str) -> Callable[[_Command], _Command]:
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+def directory_of(path: Path) -> Path:
+    """The path, if it is a run directory or has checkpoints; else a usage error that names those near it."""
+    if not (below(path) / "checkpoints").is_dir():
+        RunType().convert(path, None, None)
+    return path
 
 
 class EditCommand(click.Command):
     """A command that knows the order in which its options were given, also that of different ones."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses once more, for the order alone: click itself groups the values of each option."""
+        # Parsed once more, for the order alone: click itself groups the values of each option.
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         ctx.meta[_ORDER] = [parameter.name for parameter in order if parameter.name in _NAMES]
         return super().parse_args(ctx, args)
@@ -46,15 +109,8 @@ class EditCommand(click.Command):
 
 def edit_options(command: _Command) -> _Command:
     """Adds the options that say what to change. The class of the command is `EditCommand`."""
-    for name, text in reversed(_FLAGS.items()):
-        command = click.option(name, is_flag=True, help=text)(command)
-    number = "Assign one number to a variable without dimensions, such as the learning rate."
-    factor = "Multiply variables by one number each."
-    command = click.option("--set", multiple=True, metavar="NAME=NUMBER", help=number)(command)
-    command = click.option("--scale", multiple=True, metavar="FILE|NAME=FACTOR", help=factor)(command)
-    command = click.option("--weight", type=float, metavar="W", help="For --blend: 1 assigns.")(command)
-    for name, text in reversed(_FROM_FILES.items()):
-        command = click.option(name, type=_FILE, multiple=True, metavar="FILE", help=text)(command)
+    for option in reversed(_EDIT_OPTIONS):
+        command = option(command)
     return command
 
 
@@ -63,7 +119,7 @@ def check_usage(options: dict[str, Any]) -> None:
     if not any(options[name] for name in _NAMES):
         raise click.UsageError("Say what to change: --set NAME=NUMBER, --add FILE, or another operation.")
     if bool(options["blend"]) != (options["weight"] is not None):
-        raise click.UsageError("--blend and --weight belong together: one needs the other.")
+        raise click.UsageError("--blend and --weight must be given together.")
 
 
 def update_of(context: click.Context, options: dict[str, Any]) -> Update:
@@ -73,18 +129,17 @@ def update_of(context: click.Context, options: dict[str, Any]) -> Update:
     """
     values = {name: iter(options[name]) for name in _NAMES}
     parts = [_part(name, next(values[name]), options["weight"]) for name in context.meta[_ORDER]]
-    edits = [edit for part in parts for edit in part.edits]
     kept_id = parts[0].id if len(parts) == 1 and parts[0].id_was_given else None
     author = next((part.author for part in parts if part.author), this_user())
     note = next((part.note for part in parts if part.note), "")
     blank = Update(
         id=kept_id if options.get("id") is None else options["id"],
-        author=author if options.get("author") is None else options["author"],
-        note=note if options.get("note") is None else options["note"],
+        author=author if options["author"] is None else options["author"],
+        note=note if options["note"] is None else options["note"],
         reset_slots=options["reset_slots"] or any(part.reset_slots for part in parts),
         allow_nonfinite=options["allow_nonfinite"] or any(part.allow_nonfinite for part in parts),
     )
-    made = blank.replaced(edits)
+    made = blank.replaced([edit for part in parts for edit in part.edits])
     return Update.from_parts(blank.describe() | {"edits": made.describe()["edits"]}, made.arrays())
 
 
@@ -111,13 +166,13 @@ def _part(name: str, value: Any, weight: float | None) -> Update:
     if name == "set":
         return Update().assign(*_named_number("--set", value, "NAME=NUMBER"))
     if name == "scale" and not Path(value).is_file():
-        return Update().scale(*_named_number("--scale", value, "NAME=FACTOR, or a file that is there"))
+        return Update().scale(*_named_number("--scale", value, "NAME=FACTOR or an existing file"))
     found = read_file(Path(value))
     if name == "update":
         if isinstance(found, Update):
             return found
         raise UpdateRefused(
-            f"{value} holds tensors and not what to do with them",
+            f"{value} has only tensors, not the operations of an update",
             expected="a file that Update.save wrote",
             received=f"{len(found)} tensors",
             remedy="Say what to do with them: --add, --assign, …",
@@ -125,7 +180,7 @@ def _part(name: str, value: Any, weight: float | None) -> Update:
     if not isinstance(found, Update):
         return update_of_tensors(found, name, weight)
     raise UpdateRefused(
-        f"{value} says itself what to do with its tensors",
+        f"{value} is a saved update, which has its own operations",
         expected="a plain file of tensors",
         received="a saved update",
         remedy="Give it with --update",

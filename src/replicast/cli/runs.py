@@ -1,0 +1,380 @@
+"""Commands about a run: status, log, show, audit, stop, report."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from replicast.cli import Failed, one_line, printable_lines, texts
+from replicast.cli.options import PATH, json_option, run_argument, timeout_option
+from replicast.cli.texts import (
+    edits_table,
+    edits_text,
+    facts_table,
+    is_live,
+    make_console,
+    make_table,
+    print_json,
+    stage_cell,
+    updates_table,
+    what_cell,
+)
+from replicast.client import Run
+from replicast.client.directory import DirectoryRun
+from replicast.client.report import report as make_report
+from replicast.client.updates import UpdateView
+from replicast.client.views import Overview
+from replicast.core.entries import Receipt
+from replicast.core.records import Stage
+from replicast.errors import printable
+from replicast.storage.claims import read_chain
+from replicast.storage.run_files import ENDED, State, WorkerNote, absent_secs, age
+
+WATCH_SECS = 1.0
+_MOST_LINES = 10  # Of each audit in the list: two for a variable that differs on one worker.
+_YELLOW = (State.NEVER_STARTED, State.STARTING, State.RESTARTING, State.STOPPED, State.ENDING)
+_STATE_STYLES = dict.fromkeys(_YELLOW, "yellow") | {State.FAILED: "red", State.LOST: "red"}
+_AUDIT_STYLES = {"equal": "green", "healed": "yellow"}
+
+
+@click.command()
+@run_argument
+@json_option("As one JSON object; with --watch one per line.")
+@click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C.")
+def status(run: Run, as_json: bool, watch: bool) -> int:
+    """Show the workers, the metrics and the updates of a run.
+
+    \b
+    Examples:
+      replicast status runs/first
+      replicast status runs/first --watch
+      replicast status runs/first --json | jq .workers[].step
+
+    Exit code: 0 while the job starts, trains, restarts or ends, and when it has finished or was stopped; 1
+    when it has failed or was lost, or a file of the run is damaged, which is named after everything else is
+    shown; 2 when RUN is not a run directory.
+    """
+    console = make_console()
+    # Drawn by this thread alone: nothing is left behind after Ctrl-C.
+    live = Live(console=console, auto_refresh=False) if watch and not as_json and is_live(console) else None
+    with contextlib.suppress(KeyboardInterrupt), live or contextlib.nullcontext():
+        while True:
+            seen = run.status()
+            if as_json:
+                print_json(seen)
+            elif live is not None:
+                live.update(_overview(seen), refresh=True)
+            else:
+                console.print(_overview(seen))
+            if not watch:
+                break
+            time.sleep(WATCH_SECS)
+    if not watch and seen.problem:
+        raise Failed(printable_lines(seen.problem))
+    return 1 if not watch and seen.state in (State.FAILED, State.LOST) else 0
+
+
+@click.command()
+@run_argument
+@json_option("One object per line: record and receipts of an update.")
+@click.option("-n", "--last", type=click.IntRange(min=1), metavar="N", help="Only the last N.")
+def log(run: Run, as_json: bool, last: int | None) -> None:
+    """List the updates that a run has committed, in the order in which they are applied.
+
+    \b
+    Examples:
+      replicast log runs/first
+      replicast log runs/first -n 5
+      replicast log runs/first --json | jq .step
+
+    Exit code: 0; 1 when a file of the journal is damaged, which is named after all others are listed; 2 when
+    RUN is not a run directory.
+    """
+    views, seen = run.log(last), run.status()
+    if as_json:
+        for view in views:
+            print_json(view)
+    elif views:
+        make_console().print(updates_table(views))
+    else:
+        click.echo(f"The journal is empty: {texts.no_updates(journaled=seen.journaled)}.")
+    if seen.problem:
+        raise Failed(printable_lines(seen.problem))
+
+
+@click.command()
+@run_argument
+@click.argument("which", metavar="NUMBER|ID")
+@json_option("As one JSON object.")
+def show(run: Run, which: str, as_json: bool) -> None:
+    """Show everything about one update.
+
+    By its number in the journal, or by its id or the beginning of it; also one that waits or was refused.
+    Damaged files of the journal are named; they hide nothing else.
+
+    \b
+    Examples:
+      replicast show runs/first 12
+      replicast show runs/first 3f2a91c4 --json
+
+    Exit code: 0; 1 when there is no such update or its file is damaged; 2 when RUN is not a run directory.
+    """
+    view, problem = run.show(which), run.status().problem
+    if problem:
+        click.echo(printable_lines(problem), err=True)
+    if as_json:
+        print_json(view)
+    else:
+        console = make_console()
+        console.print(facts_table(_facts(view)))
+        if view.details:
+            console.print()
+            console.print(edits_table(view.details, extremes=True))
+    if view.damage:
+        raise Failed(printable(view.damage))
+
+
+@click.command()
+@run_argument
+@click.option(
+    "-n",
+    "--last",
+    type=click.IntRange(min=1),
+    default=10,
+    metavar="N",
+    help="Number of reports. [default: 10]",
+)
+@json_option("One object per line: everything about an audit.")
+@click.option("--now", is_flag=True, help="Ask the running job for an audit, and show what it finds.")
+@timeout_option
+def audit(run: Run, last: int, as_json: bool, now: bool, timeout: float) -> int:
+    """Show whether the replicas of a run were equal, and which were not, where and since when.
+
+    An audit compares every bit of the state between all workers, at one step. A job makes one at regular
+    intervals, and with --now at its next step. What follows from a difference is up to the job's
+    on_divergence: with "raise", its workers raise. TensorFlow is not needed here.
+
+    \b
+    Examples:
+      replicast audit runs/first
+      replicast audit runs/first --now
+      replicast audit runs/first --last 1 --json | jq .differences[].variable
+
+    Exit code: 0 when the last audit found all replicas equal, or has made them so, or there is none yet; 1
+    when they differ; 2 when the command is wrong; 3 when --now finds no running job, or --timeout has passed;
+    130 after Ctrl-C.
+    """
+    reports = [run.audit(timeout)] if now else run.audits(last)
+    for report in reports:
+        if as_json:
+            print_json(report)
+            continue
+        head, *details = report.lines()
+        click.echo(printable(f"{texts.when(report.time)}  {head}"))
+        most = len(details) if now else _MOST_LINES
+        for line in details[:most]:
+            click.echo(printable(f"  {line}"))
+        if len(details) > most:
+            click.echo(f"    and {texts.counted(len(details) - most, 'more line')}; --json has all")
+    if not reports and not as_json:
+        brief = run.brief()
+        click.echo(
+            "No audit has been made yet. To ask the running job for one, give --now."
+            if brief.running
+            else f"No audit was made. {printable(brief.sentence)}."
+        )
+    return int(reports[-1].diverged) if reports else 0
+
+
+@click.command()
+@run_argument
+@timeout_option
+def stop(run: Run, timeout: float) -> None:
+    """Stop a running job with a checkpoint, as SIGTERM does.
+
+    All workers save at one of the next steps and exit; the launcher does not start them again. The next start
+    continues from there. A job that is not inside a training loop stops when it is.
+
+    \b
+    Examples:
+      replicast stop runs/first
+      replicast stop runs/first --timeout 60
+
+    Exit code: 0 when the state is saved and the job stops; 1 when it stops and the state could not be saved,
+    or the request cannot be written; 2 when the command is wrong; 3 when the job is not running or does not
+    answer.
+    """
+    click.echo(f"stopped at step {run.stop(timeout)}: the state is saved")
+
+
+@click.command()
+@run_argument
+@click.option("-o", "--output", type=PATH, default=Path("report.html"), show_default=True)
+def report(run: Run, output: Path) -> int:
+    """Write a report on a run into one HTML file.
+
+    Updates with authors, notes, steps and the digests of every worker and attempt; checkpoints, restarts,
+    audits and the loss curve. Each record of the journal contains the hash of the one before it: a change to
+    an old record shows, and the report says so. The file has no scripts and loads nothing.
+
+    \b
+    Examples:
+      replicast report runs/first -o report.html
+
+    Exit code: 0; 1 when a record of the journal is not what was written; 2 when the command is wrong.
+    """
+    if not isinstance(run, DirectoryRun):
+        raise Failed(
+            "A report needs the files of the run. Give its directory, on the machine that has it.", 2
+        )
+    output.write_text(make_report(run), encoding="utf-8")
+    chain = read_chain(run.path)
+    click.echo(f"{printable(output)}: {texts.counted(chain.length, 'record')} of the journal")
+    for problem in chain.problems:
+        click.echo(printable(problem), err=True)
+    return 1 if chain.problems else 0
+
+
+def _overview(seen: Overview) -> RenderableType:
+    """The overview for a screen of 80 columns."""
+    return Group(*_parts(seen))
+
+
+def _parts(seen: Overview) -> Iterator[RenderableType]:
+    head = Text(printable(seen.sentence), style=f"bold {_STATE_STYLES.get(State(seen.state), 'green')}")
+    head.append(f"\n{printable(seen.run)}: {texts.counted(seen.size, 'worker')}", style="bold")
+    if seen.state == State.FAILED and seen.changes:
+        for line in seen.changes[-1]["last_lines"]:
+            head.append(f"\n  {one_line(line)}", style="dim")
+    yield head
+    notes = {note.rank: note for note in seen.workers}
+    rows = (_worker_cells(rank, notes.get(rank), seen) for rank in range(seen.size))
+    yield make_table(">worker", "process", "host", ">step", "attempt", "last note", rows=rows)
+    now = seen.time
+    if seen.metrics is not None:
+        ago = f"  (step {seen.metrics['step']}, {age(now - seen.metrics['time'])} ago)"
+        yield Text(f"\n{texts.metrics(seen.metrics['values'])}").append(ago, style="dim")
+    if seen.audit is not None:
+        line = Text(one_line(seen.audit), style=_AUDIT_STYLES.get(seen.audit.outcome, "red"))
+        attempt = seen.audit.attempt
+        earlier = "" if attempt in (None, seen.attempt) else f", in attempt {attempt}: none since the restart"
+        yield line.append(f"  ({age(now - seen.audit.time)} ago{earlier})", style="dim")
+    under_way = [one for one in seen.operations if one["stage"] != Stage.SCHEDULED]
+    if under_way:
+        yield _title("under way")
+        rows = (
+            _operation_cells({name: one_line("" if value is None else value) for name, value in one.items()})
+            for one in under_way
+        )
+        yield make_table("what", "=stage", ">step", "waits for", "who", rows=rows)
+    if seen.updates:
+        yield _title(f"last {texts.counted(len(seen.updates), 'update')}")
+        yield updates_table(seen.updates)
+    else:
+        yield _title(texts.no_updates(journaled=seen.journaled))
+    for title, views in (("scheduled", seen.scheduled), ("in the inbox", seen.waiting)):
+        if views:
+            yield _title(f"{len(views)} {title}{'' if seen.running else ', for the next start that trains'}")
+            rows = (_pending_cells(view, now) for view in views)
+            yield make_table("id", "=stage", ">step", "what", ">size", "=since", rows=rows)
+    if seen.refused:
+        yield _title("refused")
+        rows = ((texts.short_id(view.id), _refusal_text(view), texts.when(view.at)) for view in seen.refused)
+        yield make_table("id", "why", "=when", rows=rows)
+
+
+def _title(text: str) -> Text:
+    return Text(f"\n{text}", style="bold")
+
+
+def _worker_cells(rank: int, note: WorkerNote | None, seen: Overview) -> tuple[str | Text, ...]:
+    if note is None:
+        return str(rank), "", "", "", "", Text("never seen", style="red")
+    silent = seen.time - note.time
+    if note.attempt < seen.attempt:
+        last = Text("no note in this attempt yet", style="dim")
+    elif note.waiting_for == ENDED:
+        last = Text(f"exited {age(silent)} ago", style="dim")
+    else:
+        is_absent = silent > absent_secs(seen.size)
+        last = Text(f"not seen for {age(silent)}", style="red") if is_absent else Text(f"{age(silent)} ago")
+        if note.waiting_for:
+            last.append(f", waits for {one_line(note.waiting_for)}", style="yellow")
+    return str(rank), str(note.pid), one_line(note.host), str(note.step), str(note.attempt), last
+
+
+def _operation_cells(one: dict[str, str]) -> tuple[str | Text, ...]:
+    who = ": ".join(one[name] for name in ("author", "note") if one[name])
+    what = f"{one['kind']} {texts.short_id(one['id'])}".strip()
+    return what, one["stage"], one["step"], one["waits_for"], Text(who, style="dim")
+
+
+def _pending_cells(view: UpdateView, now: float) -> tuple[str | Text, ...]:
+    what = what_cell(view)
+    if view.waits_for:
+        what.append("\n" if what else "")
+        what.append(f"waits for {one_line(view.waits_for)}", style="yellow")
+    step, since = "" if view.step is None else str(view.step), f"{age(now - view.at)} ago" if view.at else ""
+    return texts.short_id(view.id), stage_cell(view.stage), step, what, texts.size(view.nbytes or 0), since
+
+
+def _refusal_text(view: UpdateView) -> str:
+    if view.refusal is None:
+        return ""
+    variable = "" if view.refusal.variable is None else f" ({view.refusal.variable})"
+    return one_line(f"{view.refusal.problem}{variable}")
+
+
+def _facts(view: UpdateView) -> Iterator[tuple[str, str | Text]]:
+    """Who, what, when and how it went; those that are not known are empty."""
+    step = "" if view.step is None else str(view.step)
+    is_committed = view.sequence is not None
+    yield "update", printable(view.id)
+    yield "stage", stage_cell(view.stage)
+    yield "number", str(view.sequence) if is_committed else ""
+    yield "step", f"{step}, chosen by its author" if view.scheduled else step
+    yield "author", one_line(view.author)
+    yield "note", one_line(view.note)
+    yield "reverts", "" if view.reverts is None else f"update {view.reverts}"
+    yield "reverted", "" if view.reverted_by is None else f"by update {view.reverted_by}"
+    yield "edits", "" if is_committed else one_line(edits_text(view.edits, most=100))
+    yield "trial", "" if view.trial is None else texts.trial(view.trial)
+    if is_committed:
+        yield "committed", f"{texts.date(view.committed_at or 0)}, attempt {view.attempt}"
+        yield "payload", f"{texts.size(view.nbytes or 0)}, sha256 {printable(view.sha256)}"
+    else:
+        yield "since", texts.date(view.at)
+    yield "waits for", one_line(view.waits_for)
+    yield "file", printable(view.path or "")
+    for receipt in view.receipts:
+        yield from _receipt_facts(receipt)
+    yield "outcome", "" if view.outcome is None else texts.outcome(view.outcome)
+    if view.refusal is not None:
+        for name, value in view.refusal.to_json().items():
+            yield name, "" if value is None else one_line(value)
+    yield "reason", one_line(view.reason)
+
+
+def _receipt_facts(receipt: Receipt) -> Iterator[tuple[str, str | Text]]:
+    if receipt.checkpoint:
+        where = f"the checkpoint {printable(receipt.checkpoint)} of step {receipt.step}"
+        yield "applied", f"to {where}, while no job ran: by no worker"
+        yield "digest", ", ".join(map(printable, receipt.digests.values()))
+        return
+    yield "applied", f"at step {receipt.step}, attempt {receipt.attempt}: {receipt.stage}"
+    for rank, digest in sorted(receipt.digests.items()):
+        yield f"worker {rank}", printable(digest)
+    yield "digests", "equal" if len(set(receipt.digests.values())) == 1 else "NOT EQUAL"
+    if receipt.propose_to_applied_secs:
+        yield (
+            "took",
+            f"{texts.seconds(receipt.propose_to_applied_secs)} from the proposal until all applied it",
+        )
+    yield "stall", f"training paused for {texts.seconds(receipt.stall_secs)}"

@@ -1,0 +1,434 @@
+"""Commands about updates: push, revert, withdraw, inspect; and pull, which reads what they would change."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from replicast.cli import NO_ANSWER, STOPPED, Failed, error_text, one_line, printable_lines, texts
+from replicast.cli.options import (
+    PATH,
+    EditCommand,
+    RunType,
+    check_usage,
+    edit_options,
+    files_of,
+    next_start_option,
+    read_file,
+    run_argument,
+    timeout_option,
+    update_of,
+    update_of_tensors,
+    wait_option,
+)
+from replicast.cli.texts import is_live, make_console, make_table, print_examination, print_problems
+from replicast.client import Pushed, Run
+from replicast.client.examination import examine, values_of
+from replicast.client.updates import UpdateView
+from replicast.client.views import Brief
+from replicast.core.records import Stage
+from replicast.errors import printable
+from replicast.files import tensor_chunks, write_durably
+from replicast.strictjson import parse_integer
+from replicast.update.trial import Trial
+from replicast.update.update import Update
+
+_DIFFER = _REVERTED = 4
+_LARGE = 16 * 10**6
+_MAX_ROWS = 10_000_000
+_BEFORE_COMMIT = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
+_TRIAL_OPTIONS = ("trial_metric", "max_increase", "trial_mode")
+_AS = ("add", "assign", "scale", "blend", "add-rows", "assign-rows", "add-low-rank")
+
+
+@click.command(cls=EditCommand, context_settings={"show_default": True})
+@run_argument
+@edit_options
+@click.option("--id", metavar="ID", help="Makes pushing it twice a no-op. [default: random]")
+@click.option("--at-step", type=click.IntRange(0), metavar="N", help="When. [default: as soon as possible]")
+@next_start_option
+@click.option("--trial-steps", type=click.IntRange(1), metavar="N", help="Keep or revert it after N steps.")
+@click.option("--trial-metric", default="loss", metavar="NAME", help="What decides a trial.")
+@click.option("--max-increase", default=0.0, metavar="PART", help="How much worse it may get: 0.05 is 5 %.")
+@click.option("--trial-mode", type=click.Choice(["min", "max"]), default="min", help="Which is better.")
+@wait_option
+@timeout_option
+@click.pass_context
+def push(context: click.Context, /, run: Run, **options: Any) -> int:
+    """Change the weights of a running job, on every worker.
+
+    The change is checked against the variables of RUN, put into its inbox, and applied by all workers at the
+    same step, or by none. RUN is a run directory, or the address of a served run, for which REPLICAST_TOKEN
+    has the token. Several operations make one update, in the order in which they are given. FILE is a
+    safetensors file whose tensors are named like variables; any unique suffix works, for example dense/bias.
+    A guard of the job is not known here: it may still refuse the update. TensorFlow is not needed here.
+
+    \b
+    Examples:
+      replicast push runs/first --set optimizer/learning_rate=0.0005 --wait
+      replicast push runs/first --add delta.safetensors --note "fix drifted bias"
+      replicast push runs/first --scale dense/kernel=0.5 --reset-slots --at-step 2000
+      replicast push runs/first --blend average.safetensors --weight 0.1 --dry-run
+      replicast push runs/first --add delta.safetensors --trial-steps 50 --max-increase 0.05 --wait
+      replicast push https://host:8080/first --add delta.safetensors --wait
+
+    Exit code: 0 when it is in the inbox, with --wait when it is verified on all workers; 1 when it is refused
+    or has failed; 2 when the command is wrong; 3 when --timeout has passed; 4 when its trial failed and it
+    was reverted; 130 after Ctrl-C.
+    """
+    check_usage(options)
+    trial = _trial(context, options)
+    try:
+        console, nbytes = make_console(), sum(path.stat().st_size for path in files_of(options))
+        with _spinner(console, nbytes, "Reading and checking"):
+            update = update_of(context, options)
+            found = run.examine(update)
+        if options["dry_run"]:
+            print_examination(found)
+            if trial is not None and not found.problems:
+                console.print(f"On trial: {texts.trial(trial)}. The metrics of the job decide.")
+            if not found.problems:
+                console.print("The job may have a guard, which is not known here and may refuse this.")
+            return 1 if found.problems else 0
+        print_problems(found)
+        if found.problems:
+            return 1
+        with _spinner(console, update.nbytes, "Writing"):
+            pushed = run.push(update, options["at_step"], trial, next_start=options["next_start"])
+    except KeyboardInterrupt as error:
+        raise Failed("Stopped. Nothing was pushed.", STOPPED) from error
+    if pushed.number is not None:
+        click.echo(f"Update {update.id} is already in the journal, as number {pushed.number}.")
+    return _pushed(pushed, options["wait"], options["timeout"])
+
+
+@click.command()
+@run_argument
+@click.argument("which", metavar="NUMBER|ID")
+@click.option("--note", default="", metavar="TEXT", help="Why. [default: which update it reverts]")
+@click.option("--dry-run", is_flag=True, help="Only say what it would do.")
+@click.option("--force", is_flag=True, help="Also when it is reverted, or later updates overwrite it.")
+@next_start_option
+@wait_option
+@timeout_option
+def revert(
+    run: Run, which: str, note: str, dry_run: bool, force: bool, next_start: bool, wait: bool, timeout: float
+) -> int:
+    """Undo a committed update of a running job, on every worker.
+
+    The job makes a new update, which every worker applies at the same step, or none. What was added is
+    subtracted and what was scaled is divided: training since then stays. What was assigned or blended, and
+    optimizer slots that were reset, go back to exactly what they were before the update: training since then
+    is lost for these values. A revert can be reverted like any update.
+
+    It is refused when later updates have changed the same variables so that it would discard them, or would
+    subtract from other values than it was added to; --force reverts it all the same.
+
+    \b
+    Examples:
+      replicast revert runs/first 12 --dry-run
+      replicast revert runs/first 12 --note "loss went up" --wait
+
+    Exit code: 0 when it is in the inbox, with --wait when it is verified on all workers; 1 when it is refused
+    or there is no such update; 2 when the command is wrong; 3 when --timeout has passed; 130 after Ctrl-C.
+    """
+    found = run.revert(which, note, dry_run, force, next_start)
+    if isinstance(found, Pushed):
+        return _pushed(found, wait, timeout, f", which reverts update {printable(which)}")
+    print_examination(found)
+    for line in found.notes:
+        click.echo(one_line(line))
+    return 1 if found.problems else 0
+
+
+@click.command()
+@run_argument
+@click.argument("update_id", metavar="ID")
+def withdraw(run: Run, update_id: str) -> None:
+    """Withdraw an update of RUN that is not committed yet.
+
+    It may wait in the inbox, behind a trial, or for the step that it is scheduled for. A running job is
+    asked, and answers within a few steps of its training. ID may be the beginning of one.
+
+    \b
+    Examples:
+      replicast withdraw runs/first 3f2a91c4
+      replicast withdraw https://host:8080/first 3f2a91c4
+
+    Exit code: 0 when it is withdrawn and will not be applied; 1 when it is too late, or there is no such
+    update; 3 when the job does not answer.
+    """
+    click.echo(f"withdrawn {printable(run.withdraw(update_id).id)}: it will not be applied.")
+
+
+@click.command()
+@click.argument("file", type=click.Path(exists=True, path_type=Path), metavar="FILE|RUN")
+@click.option("--run", type=RunType(), metavar="RUN", help="Check the file against the variables of RUN.")
+@click.option("--as", "operation", type=click.Choice(_AS), help="What to do with a plain file's tensors.")
+@click.option("--weight", type=float, metavar="W", help="With --as blend.")
+def inspect(file: Path, run: Run | None, operation: str | None, weight: float | None) -> int:
+    """Show what a file would do as an update, or list the variables of a run.
+
+    FILE is a saved Update, or a plain safetensors file with --as; without --as, its tensors are listed. For a
+    run directory, all variables are listed by the names that an update may use. Nothing is sent to the job.
+
+    \b
+    Examples:
+      replicast inspect runs/first
+      replicast inspect delta.safetensors --as add --run runs/first
+      replicast inspect saved-update.safetensors
+      replicast inspect runs/first/groups/000001/000042.safetensors
+
+    Exit code: 0; 1 when it would be refused; 2 when the command is wrong, or --run is given without --as.
+    """
+    if (operation == "blend") != (weight is not None):
+        raise click.UsageError("--as blend and --weight must be given together.")
+    if file.is_dir():
+        if operation is not None or run is not None:
+            raise click.UsageError(f"{printable(file)} is a directory: --as and --run are for a file.")
+        _list_variables(RunType().convert(file, None, None))
+        return 0
+    found = read_file(file)
+    if isinstance(found, Update):
+        if operation is not None:
+            raise click.UsageError("A saved update has its own operations: leave --as out.")
+        update = found
+    elif operation is None:
+        rows = (
+            (
+                printable(name),
+                texts.shape(tensor.shape),
+                tensor.dtype.name,
+                texts.size(tensor.nbytes),
+                texts.number(values_of(tensor).norm),
+            )
+            for name, tensor in found.items()
+        )
+        make_console().print(make_table("tensor", "shape", "dtype", ">size", ">norm", rows=rows))
+        click.echo("These are plain tensors. Say what to do with them, for example with --as add.")
+        return 0 if run is None else 2
+    else:
+        update = update_of_tensors(found, operation, weight)
+    examined = examine(update, None) if run is None else run.examine(update)
+    print_examination(examined)
+    return 1 if examined.problems else 0
+
+
+def _list_variables(run: Run) -> None:
+    schema = run.schema()
+    rows = (
+        (
+            printable(one.name),
+            texts.shape(one.shape),
+            one.dtype,
+            texts.size(one.nbytes),
+            one.kind.replace("_", "-"),
+        )
+        for one in schema
+    )
+    make_console().print(make_table("variable", "shape", "=dtype", ">size", "kind", rows=rows))
+    click.echo(f"{texts.counted(len(schema), 'variable')}, {texts.size(sum(one.nbytes for one in schema))}")
+
+
+class RowsType(click.ParamType):  # type: ignore[type-arg]
+    """Rows and ranges of rows, in the given order: 1,5,10:20."""
+
+    name = "rows"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        rows: list[int] = []
+        for part in str(value).split(","):
+            first, colon, end = part.strip().partition(":")
+            try:
+                start = parse_integer(first)
+                stop = parse_integer(end) if colon else start + 1
+            except ValueError as error:
+                expected = f"Expected rows such as 1,5,10:20, where 20 is not included; {error}"
+                self.fail(f"{expected}. Received: {part[:80]}", param, ctx)
+            if not 0 <= start < stop or len(rows) + stop - start > _MAX_ROWS:
+                expected = f"Expected ranges that are not empty, of {_MAX_ROWS} rows at most"
+                self.fail(f"{expected}. Received: {part[:80]}", param, ctx)
+            rows.extend(range(start, stop))
+        return tuple(rows)
+
+
+@click.command()
+@run_argument
+@click.argument("name")
+@click.option("--rows", type=RowsType(), metavar="1,5,10:20", help="Only these rows. [default: all]")
+@click.option("-o", "--output", type=PATH, required=True, metavar="FILE", help="A .npy or .safetensors file.")
+@timeout_option
+def pull(run: Run, name: str, rows: tuple[int, ...] | None, output: Path, timeout: float) -> None:
+    """Write the live values of one variable of a job to a file.
+
+    All workers stop at one step for a moment and compare their digests; worker 0 gives the values. When no
+    job runs, they are those of the last checkpoint. NAME is the variable's name; any unique suffix works.
+
+    \b
+    Examples:
+      replicast pull runs/first dense/bias -o bias.npy
+      replicast pull runs/first embeddings --rows 1,5,10:20 -o rows.safetensors
+
+    Exit code: 0 when the file is written; 1 when there is no such variable or row, or the job refuses it; 2
+    when the command is wrong; 3 when the job does not answer; 4 when the file is written and the workers have
+    different values: it has those of worker 0.
+    """
+    if output.suffix not in (".npy", ".safetensors"):
+        raise click.BadParameter("It must end in .npy or .safetensors.", param_hint="--output")
+    pulled = run.pull(name, rows, timeout)
+    array = np.asarray(pulled.array)
+    if output.suffix == ".npy":
+        if array.dtype.name == "bfloat16":
+            raise Failed("A .npy file cannot hold bfloat16. Write a .safetensors file.", 2)
+        with output.open("wb") as file:
+            np.save(file, array, allow_pickle=False)
+    else:
+        write_durably(output, tensor_chunks({pulled.name: array}, {"step": str(pulled.step)}))
+    click.echo(
+        f"{printable(pulled.name)}: {texts.shape(array.shape)} {array.dtype.name} "
+        f"at step {pulled.step}, from the {pulled.source}, digest {pulled.digest}"
+    )
+    if pulled.differing:
+        workers = ", ".join(map(str, pulled.differing))
+        raise Failed(
+            f"The workers have different values: worker {workers} differs from worker 0, whose values are in "
+            f"{output}. To compare all variables: replicast audit {run.where} --now",
+            _DIFFER,
+        )
+
+
+def _trial(context: click.Context, options: dict[str, Any]) -> Trial | None:
+    given = click.core.ParameterSource.COMMANDLINE
+    if options["trial_steps"] is None:
+        if any(context.get_parameter_source(name) is given for name in _TRIAL_OPTIONS):
+            raise click.UsageError("--trial-metric, --max-increase and --trial-mode need --trial-steps N.")
+        return None
+    try:
+        return Trial(options["trial_steps"], *(options[name] for name in _TRIAL_OPTIONS))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _pushed(pushed: Pushed, wait: bool, timeout_secs: float, what: str = "") -> int:
+    """Says what was pushed, and follows it if asked to; returns the exit code."""
+    run, update = shlex.quote(pushed.run.where), printable(pushed.id)
+    if pushed.number is None:
+        click.echo(f"pushed {update}{what}")
+    if pushed.warning:
+        click.echo(
+            f"{printable_lines(pushed.warning)}\nTo withdraw it: replicast withdraw {run} {update}", err=True
+        )
+    if wait:
+        return _follow(pushed, timeout_secs)
+    click.echo(f"To follow it: replicast status {run}, or replicast show {run} {update}")
+    return 0
+
+
+def _follow(pushed: Pushed, timeout_secs: float) -> int:
+    """Follows an update until it has ended or the time is up; says what became of it, for the exit code."""
+    run = pushed.run
+    try:
+        with live_line(make_console()) as show:
+            for view, brief in run.follow(pushed.id, timeout_secs):
+                show(view, brief)
+        stopped, why = NO_ANSWER, f"{timeout_secs:g} s have passed"
+    except KeyboardInterrupt:
+        view, brief = run.look(pushed.id, thoroughly=True), run.brief()
+        stopped, why = STOPPED, "Stopped waiting"
+    if view.stage.is_final:
+        code = _say_how_it_ended(run, view)
+        return stopped if stopped == STOPPED else code
+    click.echo(f"{why}: update {view.id} is {_progress_text(view, brief, moving=True)}.", err=True)
+    where = f"{shlex.quote(run.where)} {view.id}"
+    if view.trial_until is not None:
+        click.echo(f"Its trial decides whether it is kept. For the verdict: replicast show {where}", err=True)
+    elif view.stage in _BEFORE_COMMIT:
+        click.echo(f"To withdraw it: replicast withdraw {where}", err=True)
+    else:
+        click.echo("Every worker applies it.", err=True)
+    return stopped
+
+
+@contextlib.contextmanager
+def live_line(console: Console) -> Iterator[Callable[[UpdateView, Brief], None]]:
+    """One live line on a terminal, removed in the end; elsewhere a line for each change."""
+    if is_live(console):
+        with console.status(Stage.PROPOSED) as status:
+            # As `Text`: in a string, markup would be interpreted, and others have written some of it.
+            yield lambda view, brief: status.update(Text(_progress_text(view, brief, moving=True)))
+        return
+    last = ""
+
+    def show(view: UpdateView, brief: Brief) -> None:
+        nonlocal last
+        text = _progress_text(view, brief, moving=False)
+        if text != last and not view.stage.is_final:  # How it ended is said in full afterwards.
+            last = text
+            console.print(text, soft_wrap=True)
+
+    yield show
+
+
+def _progress_text(view: UpdateView, brief: Brief, *, moving: bool) -> str:
+    """Where an update is, in one line; if `moving`, also what changes all the time, as the step does."""
+    text = str(view.stage)
+    on_trial = view.trial_until is not None
+    if view.step is not None and (on_trial or view.stage in (Stage.SCHEDULED, Stage.COMMITTED)):
+        text += f" {'for' if view.stage is Stage.SCHEDULED else 'at'} step {view.step}"
+    if on_trial:
+        text += f", on trial until step {view.trial_until}"
+    if moving and brief.step is not None and (on_trial or view.stage is Stage.SCHEDULED):
+        text += f", the job is at step {brief.step}"
+    waits_for = brief.waits_for if brief.waits_for else view.waits_for
+    if waits_for and view.stage in _BEFORE_COMMIT:
+        text += f" and waits for {one_line(waits_for)}"
+    if not brief.running:
+        text += f". {printable(brief.sentence) if moving else 'The job is not running'}: "
+        if view.stage is Stage.PROPOSED:
+            text += "the update waits in the inbox, and the next start that trains takes it"
+        else:
+            text += "the next start continues with it"
+    return text
+
+
+def _say_how_it_ended(run: Run, view: UpdateView) -> int:
+    """Prints the receipt or the reason, and returns the exit code."""
+    receipt = view.receipt
+    if view.stage is Stage.REFUSED:
+        reason = "no reason is known" if view.refusal is None else error_text(view.refusal)
+        click.echo(f"Refused: {reason}\nNo replica has changed.", err=True)
+        return 1
+    if view.stage is Stage.WITHDRAWN:
+        click.echo("Withdrawn before it was committed. No replica has changed.", err=True)
+        return 1
+    if view.stage is not Stage.FAILED and receipt is not None:
+        click.echo(
+            f"{view.stage}: number {receipt.sequence}, applied at step {receipt.step}\n"
+            f"  digest {texts.digests(receipt.digests)}\n"
+            f"  {texts.seconds(receipt.propose_to_applied_secs)} from proposed to applied by all; "
+            f"training paused for {texts.seconds(receipt.stall_secs)}"
+        )
+        if view.outcome is not None:
+            click.echo(f"  {texts.outcome(view.outcome)}")
+        return _REVERTED if view.stage is Stage.REVERTED else 0
+    digests = f"\n  digest {texts.digests(receipt.digests)}" if receipt is not None else ""
+    click.echo(f"Failed{': ' if view.reason else ''}{one_line(view.reason)}{digests}", err=True)
+    click.echo(f"For details: replicast show {shlex.quote(run.where)} {printable(view.id)}", err=True)
+    return 1
+
+
+def _spinner(console: Console, nbytes: int, doing: str) -> contextlib.AbstractContextManager[object]:
+    """A spinner on a terminal while much is read or written."""
+    if nbytes < _LARGE or not is_live(console):
+        return contextlib.nullcontext()
+    return console.status(f"{doing} {texts.size(nbytes)}")
