@@ -3,12 +3,12 @@
 import shutil
 import time
 import uuid
-from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from replicast.core.entries import (
     Before,

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from replicast.codec import decode, encode
 from replicast.coordination import Coordination, Loss
 from replicast.errors import UpdateRefused
-from replicast.replicas.channel import decode, encode
 from replicast.transport import fetch, open_transport, wire
 from replicast.transport.holdings import Holdings
 

@@ -238,7 +238,7 @@ class Process(TrainingThread):
     def _settle(self, machine: Worker, command: c.Settle) -> None:
         self.story.checks.settled(self.group.replicas(), command.ticket, command.tell)
 
-    def _discard(self, machine: Worker, command: c.Discard) -> None:
+    def _discard(self, machine: Worker, command: c.DropPrepared) -> None:
         self.replica.discard(command.id)
 
 
@@ -248,7 +248,7 @@ _CARRIED_OUT_BY: dict[type[Any], Callable[[Process, Any, Any], None]] = {
     c.Pass: Process._pass,
     c.Continue: Process._continue,
     c.Settle: Process._settle,
-    c.Discard: Process._discard,
+    c.DropPrepared: Process._discard,
     c.SetTimer: Process._set_timer,
     c.EndJob: Process._end_job,
     c.Broadcast: Process._broadcast,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import replace
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from replicast.core import events as c
 from replicast.core import events as e

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from replicast.core import entries as n
 from replicast.core import messages as m
@@ -168,8 +169,8 @@ def _value(thing: Any) -> str:
             return f"made {_edits(edits)}"
         case InMemory(_, edits):
             return f"available: {_edits(edits)}"
-    if is_dataclass(thing) and not isinstance(thing, type):
-        said = ", ".join(f"{one.name}={_value(getattr(thing, one.name))}" for one in fields(thing))
+    if isinstance(thing, Struct):
+        said = ", ".join(f"{name}={_value(getattr(thing, name))}" for name in thing.__struct_fields__)
         return f"{type(thing).__name__}({said})"
     return str(thing)
 

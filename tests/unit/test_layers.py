@@ -12,6 +12,7 @@ import replicast
 
 LAYERS = [
     {
+        "codec",
         "errors",
         "config",
         "faults",

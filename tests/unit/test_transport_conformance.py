@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -13,10 +12,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
+from replicast.codec import decode, encode
 from replicast.coordination import Coordination, MemoryCoordination
 from replicast.errors import UpdateRefused
-from replicast.replicas.channel import decode, encode
 from replicast.transport import MemoryTransport, Parcel, SharedMemoryTransport, Transport
 from tests.unit.chains import chain_of
 
@@ -214,7 +214,7 @@ def releasing_an_unknown_parcel_is_a_no_op(worker: Worker) -> None:
 
 
 def damaged_bytes_are_refused_by_every_worker(worker: Worker) -> None:
-    parcel = dataclasses.replace(worker.published([some(1000)]), blocks="0" * 16)
+    parcel = replace(worker.published([some(1000)]), blocks="0" * 16)
     refusal = worker.refusal(parcel)
     assert "damaged" in refusal.problem
     assert refusal.expected == f"digest {'0' * 16} of block 0"
@@ -226,7 +226,7 @@ def damaged_bytes_are_refused_by_every_worker(worker: Worker) -> None:
 def a_parcel_that_never_comes_is_refused_in_time(worker: Worker) -> None:
     source = worker.size - 1
     sent = worker.published([some(10)], source)
-    refusal = worker.refusal(dataclasses.replace(sent, id=worker.id("other")), SOON_SECS)
+    refusal = worker.refusal(replace(sent, id=worker.id("other")), SOON_SECS)
     assert "waited" in refusal.problem
     worker.meet()
     assert_same(worker.received([some(10)], suffix="next"), [some(10)])

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import replicast
+from replicast.codec import decode, encode
 from replicast.config import host_id, shared_memory_directory
 from replicast.coordination import MemoryCoordination
 from replicast.errors import ClusterError, JobFailed, UpdateRefused
-from replicast.replicas.channel import decode, encode
 from replicast.transport import (
     BroadcastTransport,
     MemoryTransport,

@@ -15,7 +15,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from replicast.client.notes import see
 from replicast.core.entries import Before, Committed, History, Payload, Receipt

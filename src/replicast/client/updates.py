@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from replicast.client.examination import EditView
 from replicast.client.notes import see
+from replicast.codec import fields_of
 from replicast.core.entries import Receipt
 from replicast.core.records import Stage
 from replicast.errors import NotFound, UpdateRefused
@@ -71,14 +72,14 @@ class UpdateView:
         made = {
             one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("path", "details")
         }
-        last = {} if self.receipt is None else asdict(self.receipt)
+        last = {} if self.receipt is None else fields_of(self.receipt)
         return made | {
             "edits": [dict(edit) for edit in self.edits]
             if self.details is None
             else [edit.to_json() for edit in self.details],
             "detailed": self.details is not None,
             "trial": None if self.trial is None else self.trial.to_json() | {"before": self.before},
-            "receipts": [asdict(receipt) for receipt in self.receipts],
+            "receipts": [fields_of(receipt) for receipt in self.receipts],
             "outcome": None if self.outcome is None else self.outcome.to_json(),
             "refusal": None if self.refusal is None else self.refusal.to_json(),
             **{name: last.get(name) for name in _FROM_RECEIPT},

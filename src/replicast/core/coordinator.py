@@ -13,9 +13,10 @@ from abc import ABC, abstractmethod
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from math import inf
 from typing import Any
+
+from msgspec.structs import replace
 
 from replicast.core.entries import Committed, Entry, History, Receipt, Refused, Saved, Withdrawn
 from replicast.core.events import (
@@ -62,7 +63,7 @@ from replicast.core.operation import (
     Meeting,
     Operation,
     Outcome,
-    Record,
+    Persist,
     Reserve,
     Script,
     Timeouts,
@@ -148,7 +149,7 @@ class PlannedReports:
         The reports are kept until every worker has made its own or passed it: a late one opens nothing.
         """
         gather, operation = self._gathers[id_]
-        passed = [rank for rank in gather.missing if self._latest.get((id_.kind, rank), id_) > id_]
+        passed = [rank for rank in gather.missing if id_ < self._latest.get((id_.kind, rank), id_)]
         if passed:
             gather.answers.clear()
             if len(passed) == len(gather.missing):
@@ -481,7 +482,7 @@ class Boundaries:
 # Runs the scripts of operations and carries out their requests. `Coordinator` is a subclass.
 #
 #     Ask       ──► Do to the workers; their answers resume the script                      (`Gather`)
-#     Record    ──► Write; when the entry is durable, the script goes on
+#     Persist    ──► Write; when the entry is durable, the script goes on
 #     Boundary  ──► Stop to the workers; when all stand at one boundary, it has the turn     (`Boundaries`)
 #     Go        ──► Do to the workers; the turn is over, and the next operation has it, or `Release`
 #     Collect   ──► what the workers report by themselves resumes the script                (`PlannedReports`)
@@ -512,7 +513,7 @@ class Engine(ABC):
         self._on_request: dict[type[AnyRequest], Callable[[Operation, Any], None]] = {
             Ask: self._ask,
             Go: self._go,
-            Record: self._record,
+            Persist: self._record,
             Boundary: lambda operation, wanted: self.boundaries.want(operation, wanted.at_step),
             Reserve: lambda operation, wanted: self.boundaries.reserve(operation, wanted.at_step),
             EarlierSettled: lambda operation, _: self._settle(operation, self._waits_for_later),
@@ -657,7 +658,7 @@ class Engine(ABC):
             tokens, operation.tokens = operation.tokens, ()
             self._resume(tokens, None)
 
-    def _record(self, operation: Operation, record: Record) -> None:
+    def _record(self, operation: Operation, record: Persist) -> None:
         self._write(record.entry, lambda refusal: self._run(operation, refusal))
 
     def _settle(

@@ -7,23 +7,21 @@ is a single entry: `Committed` is the commit of an update, `Saved` that of a che
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from replicast.codec import Record
 from replicast.core.records import Content, Pending, Stage
 from replicast.update.trial import Trial, TrialOutcome
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(Record):
     """A group starts to train from a checkpoint: later checkpoints of earlier groups become invalid."""
 
     attempt: int
     from_step: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(Record):
     """The bytes of an update, before it has a sequence number."""
 
     id: str
@@ -33,8 +31,7 @@ class Payload:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(Record):
     """An update will be applied at the step that its author chose, unless it is withdrawn before."""
 
     id: str
@@ -43,8 +40,7 @@ class Scheduled:
     trial: Trial | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(Record):
     """An update has its sequence number: the commit."""
 
     sequence: int
@@ -59,8 +55,7 @@ class Committed:
     reverts: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Before:
+class Before(Record):
     """The values that an update has overwritten, for a revert. Each attempt that applies it writes one."""
 
     sequence: int
@@ -69,8 +64,7 @@ class Before:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
+class Decided(Record):
     """How a trial ended. Written before any worker acts on it."""
 
     sequence: int
@@ -81,8 +75,7 @@ class Decided:
     during: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(Record):
     """How an update ended in one attempt: a replay writes its own receipt.
 
     Attributes:
@@ -115,15 +108,13 @@ class Receipt:
     checkpoint: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Withdrawn:
+class Withdrawn(Record):
     """An update was withdrawn before it was committed. Its id cannot be used again."""
 
     id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Record):
     """A proposal was refused that the journal, a checkpoint or the inbox would otherwise bring back.
 
     Written before its author is told.
@@ -135,8 +126,7 @@ class Refused:
     whole: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(Record):
     """A checkpoint is complete: the commit of a checkpoint."""
 
     step: int
@@ -165,8 +155,7 @@ Entry: TypeAlias = (
 #     group 2                     claim 2 ── count group 1: 6 or 7 entries; the seventh was not acknowledged
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(Record):
     """The entries of one group of workers."""
 
     entries: Sequence[Entry]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, TypeAlias
 
+from replicast.codec import Record
 from replicast.core.entries import Entry
 from replicast.core.messages import Order, Tell, ToCoordinator, ToWorkers
-from replicast.core.records import Proposal, ReportId, record
+from replicast.core.records import Proposal, ReportId
 
 
 class WriteOutcome(Enum):
@@ -19,16 +20,14 @@ class WriteOutcome(Enum):
     FENCED = "fenced"  # a later group has claimed the run directory
 
 
-@record
-class FromWorker:
+class FromWorker(Record):
     """To the coordinator: a message has arrived; `rank` is OUTSIDE for those from the run directory."""
 
     rank: int
     message: ToCoordinator
 
 
-@record
-class Written:
+class Written(Record):
     """To the coordinator: a write has finished."""
 
     number: int
@@ -36,44 +35,38 @@ class Written:
     problem: str = ""
 
 
-@record
-class TimerFired:
+class TimerFired(Record):
     """To either: the time that `SetTimer` asked for has passed."""
 
     number: int
 
 
-@record
-class FromCoordinator:
+class FromCoordinator(Record):
     """To a worker: the next message of the log."""
 
     message: ToWorkers
 
 
-@record
-class Arrived:
+class Arrived(Record):
     """To a worker: the training thread has finished `step` steps and waits for `Pass`."""
 
     step: int
 
 
-@record
-class Rested:
+class Rested(Record):
     """To a worker: the training thread waits until all others rest for the same reason."""
 
     intent: tuple[Any, ...]
 
 
-@record
-class Awaited:
+class Awaited(Record):
     """To a worker: the training thread waits for one of its tickets."""
 
     ticket: str
     secs: float | None
 
 
-@record
-class Performed:
+class Performed(Record):
     """To a worker: an order was carried out; `value` is its result, or a `Refusal`."""
 
     number: int
@@ -81,16 +74,14 @@ class Performed:
     answers: bool = True
 
 
-@record
-class Reported:
+class Reported(Record):
     """To a worker: the training thread carried out a planned save or audit, as all do at this boundary."""
 
     id: ReportId | int
     value: Any
 
 
-@record
-class Proposed:
+class Proposed(Record):
     """To a worker: its process proposes something."""
 
     ticket: str
@@ -106,31 +97,27 @@ WorkerEvent: TypeAlias = (
 # Commands of the state machines. The runtime carries them out in order.
 
 
-@record
-class Broadcast:
+class Broadcast(Record):
     """Coordinator: append to the log that every worker reads."""
 
     message: ToWorkers
 
 
-@record
-class Write:
+class Write(Record):
     """Coordinator: write an entry durably, then check for a later claim; `Written` has the result."""
 
     number: int
     entry: Entry
 
 
-@record
-class CloseInbox:
+class CloseInbox(Record):
     """Coordinator: a proposal from the inbox has its outcome: record it, and remove the file."""
 
     ticket: str
     tell: Tell
 
 
-@record
-class Ended:
+class Ended(Record):
     """Coordinator: an operation without a ticket has ended."""
 
     kind: str
@@ -140,64 +127,56 @@ class Ended:
     asked_by: tuple[str, ...] = ()
 
 
-@record
-class SetTimer:
+class SetTimer(Record):
     """Either: send `TimerFired` after this time. Timers are never cancelled: obsolete ones are ignored."""
 
     number: int
     secs: float
 
 
-@record
-class EndJob:
+class EndJob(Record):
     """Either: the job cannot continue; the process exits, and with it the group."""
 
     reason: str
 
 
-@record
-class Send:
+class Send(Record):
     """Worker: send to the coordinator."""
 
     message: ToCoordinator
 
 
-@record
-class Perform:
+class Perform(Record):
     """Worker: carry out an order, in the background or in the training thread; `Performed` is the result."""
 
     number: int
     order: Order
 
 
-@record
-class Pass:
+class Pass(Record):
     """Worker: the training thread may start the next step."""
 
     step: int
 
 
-@record
-class Continue:
+class Continue(Record):
     """Worker: the training thread returns from its wait, with a result or a `Refusal`."""
 
     outcome: Any
 
 
-@record
-class Settle:
+class Settle(Record):
     """Worker: one of its tickets has reached a new stage."""
 
     ticket: str
     tell: Tell
 
 
-@record
-class Discard:
+class DropPrepared(Record):
     """Worker: the update prepared under this id is not needed any more."""
 
     id: str
 
 
 CoordinatorCommand: TypeAlias = Broadcast | Write | CloseInbox | Ended | SetTimer | EndJob
-WorkerCommand: TypeAlias = Send | Perform | Pass | Continue | Settle | Discard | SetTimer | EndJob
+WorkerCommand: TypeAlias = Send | Perform | Pass | Continue | Settle | DropPrepared | SetTimer | EndJob

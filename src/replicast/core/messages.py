@@ -18,9 +18,9 @@ To all workers, from the coordinator; one log, which every worker reads in order
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
 
+from replicast.codec import Record
 from replicast.core.records import (
     Applied,
     Content,
@@ -30,7 +30,6 @@ from replicast.core.records import (
     Seen,
     Snapshot,
     Stage,
-    record,
 )
 from replicast.update.trial import Trial
 
@@ -121,38 +120,37 @@ class Replica(Protocol):
         """The mean of the trial's metric since `keep_copy`; without a copy, over the steps before now."""
 
 
-class Order(Protocol):
-    """An order to a worker. A frozen dataclass."""
+class Order(Record):
+    """An order to a worker."""
 
-    in_background: ClassVar[bool]
-    """Whether it runs while training continues; otherwise it runs in the stopped training thread."""
+    in_background: ClassVar[bool] = (
+        False  # while training continues; otherwise in the stopped training thread
+    )
 
     def perform(self, replica: Replica) -> Any:
         """Carries it out; the result is sent to the coordinator. `Refuse` becomes a `Refusal`."""
+        raise NotImplementedError
 
 
 OUTSIDE = -1
 """The rank of messages from outside the job: from the inbox, and from `replicast withdraw`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Propose:
+class Propose(Record):
     """Proposes an update or a function."""
 
     ticket: str
     proposal: Proposal
 
 
-@record
-class Withdraw:
+class Withdraw(Record):
     """Withdraws an update that is not committed yet."""
 
     ticket: str
     id: str
 
 
-@record
-class Request:
+class Request(Record):
     """Requests an operation of all workers at a next boundary: "leave", "save", "audit", "pull"."""
 
     kind: str
@@ -160,8 +158,7 @@ class Request:
     arguments: tuple[Any, ...] = ()
 
 
-@record
-class At:
+class At(Record):
     """The position of a training thread."""
 
     meeting: int
@@ -169,16 +166,14 @@ class At:
     standing: bool
 
 
-@record
-class Answer:
+class Answer(Record):
     """The result of an order."""
 
     number: int | ReportId
     value: Any
 
 
-@record
-class Rest:
+class Rest(Record):
     """A training thread waits at its boundary until all others wait there for the same reason."""
 
     token: int
@@ -186,48 +181,42 @@ class Rest:
     intent: tuple[Any, ...]
 
 
-@record
-class Stop:
+class Stop(Record):
     """Answer with the first boundary that you have not passed, and do not pass it."""
 
     meeting: int
     at_step: int | None = None
 
 
-@record
-class Meet:
+class Meet(Record):
     """Continue to this boundary, and wait there."""
 
     meeting: int
     step: int
 
 
-@record
-class Do:
+class Do(Record):
     """Carry out an order, and answer."""
 
     number: int
-    order: Order
+    order: Any  # an `Order`: msgspec would decode its base class only
     of: tuple[int, ...] | None = None
 
 
-@record
-class Release:
+class Release(Record):
     """The meeting is over: pass the boundary once all orders are carried out."""
 
     meeting: int
 
 
-@record
-class Resume:
+class Resume(Record):
     """A rest is over."""
 
     tokens: tuple[int, ...]
     outcome: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(Record):
     """The stage of an operation."""
 
     id: str

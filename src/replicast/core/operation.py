@@ -11,9 +11,10 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
 
+from replicast.codec import Record
 from replicast.core.entries import Committed, Entry, History, Saved
 from replicast.core.messages import Order
-from replicast.core.records import Pending, Proposal, Refusal, ReportId, Stage, record
+from replicast.core.records import Pending, Proposal, Refusal, ReportId, Stage
 
 # A meeting: how the coordinator stops all training threads at one boundary.
 #
@@ -76,8 +77,7 @@ class Meeting:
         return step if step == self.latest and step >= (self.at_step or 0) else None
 
 
-@record
-class Ask:
+class Ask(Record):
     """Have workers carry out an order; resumed with their answers by rank."""
 
     order: Order
@@ -86,69 +86,60 @@ class Ask:
     what: str = "answer"
 
 
-@record
-class Go:
+class Go(Record):
     """The last order at a boundary: the workers carry it out and continue; resumed with their answers."""
 
     order: Order
     resume: bool = False
 
 
-@record
-class Reserve:
+class Reserve(Record):
     """Have all workers agree to stop at a step; resumed when they have. Refused if the step has passed."""
 
     at_step: int
 
 
-@record
-class Boundary:
+class Boundary(Record):
     """Have all workers stop at one boundary; resumed with its step when they have."""
 
     at_step: int | None = None
 
 
-@record
-class Record:
+class Persist(Record):
     """Write an entry; resumed when it is durable. Refused if the disk is full."""
 
     entry: Entry
 
 
-@record
-class EarlierSettled:
+class EarlierSettled(Record):
     """Resumed when every earlier proposal has its outcome, or waits for a later step."""
 
 
-@record
-class EarlierStored:
+class EarlierStored(Record):
     """Resumed when what the next start needs of all operations so far is durable, or they have ended.
 
     That is the payload of each proposal, and the values that updates have overwritten.
     """
 
 
-@record
-class BeforeWritten:
+class BeforeWritten(Record):
     """Resumed when a committed update is applied and the values it has overwritten are durable or lost."""
 
     id: str
 
 
-@record
-class Collect:
+class Collect(Record):
     """Collect a planned report of every worker; resumed with the reports by rank. One missing refuses it."""
 
     id: ReportId
 
 
 AnyRequest: TypeAlias = (
-    Ask | Go | Reserve | Boundary | Record | EarlierSettled | EarlierStored | BeforeWritten | Collect
+    Ask | Go | Reserve | Boundary | Persist | EarlierSettled | EarlierStored | BeforeWritten | Collect
 )
 
 
-@record
-class Outcome:
+class Outcome(Record):
     """How an operation ended."""
 
     stage: Stage

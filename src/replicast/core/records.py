@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeAlias
 
+import msgspec
+
+from replicast.codec import Record
 from replicast.update.trial import Trial
-
-Class = TypeVar("Class")
-
-
-@dataclass_transform(frozen_default=True)
-def record(cls: type[Class]) -> type[Class]:
-    """A dataclass that the type checker keeps from being changed.
-
-    `frozen=True` would check it again at run time, which makes creating one about three times as slow.
-    """
-    return dataclass(slots=True, unsafe_hash=True)(cls)
-
 
 # Why an operation was refused: a record that is sent between processes, and the exception for it.
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Record):
     """Why nothing was changed."""
 
     problem: str
@@ -74,12 +63,10 @@ _FINAL = frozenset({Stage.VERIFIED, Stage.REVERTED, Stage.WITHDRAWN, Stage.REFUS
 
 # Proposals of changes to all replicas.
 
-Content = Hashable
-"""Where the bytes of an update are. Opaque to the core."""
+Content: TypeAlias = Any  # where the bytes of an update are: hashable, and opaque to the core
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(Record):
     """An update, a function that will compute one, or the number of an update to revert."""
 
     id: str
@@ -95,8 +82,7 @@ class Proposal:
     forced: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(Record):
     """An update that a worker has created at a boundary, and that all workers can fetch."""
 
     digest: str
@@ -104,8 +90,7 @@ class Published:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
+class Pending(Record):
     """An uncommitted proposal in a checkpoint, made before its boundary."""
 
     proposal: Proposal
@@ -115,8 +100,7 @@ class Pending:
 # Workers' reports of what they did at a boundary, as sent between processes.
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ReportId:
+class ReportId(Record, order=True):
     """Which planned save or audit a report belongs to: the same on all workers."""
 
     kind: str
@@ -127,8 +111,7 @@ class ReportId:
         return f"{self.kind}-step-{self.step}" + (f"-{self.count}" if self.count > 1 else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
+class Applied(Record):
     """A worker has applied an update."""
 
     digest: str
@@ -138,20 +121,18 @@ class Applied:
     keeps: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(Record):
     """One worker's digests in an audit."""
 
     step: int
     digests: Mapping[str, str]
-    free: Mapping[str, str] = field(default_factory=dict)
+    free: Mapping[str, str] = msgspec.field(default_factory=dict)
     secs: float = 0.0
     trained: int = 0
     time: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(Record):
     """One worker's contribution to a checkpoint."""
 
     step: int

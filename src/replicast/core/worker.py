@@ -23,7 +23,7 @@ from replicast.core.events import (
     Arrived,
     Awaited,
     Continue,
-    Discard,
+    DropPrepared,
     EndJob,
     FromCoordinator,
     Pass,
@@ -291,7 +291,7 @@ class Worker:
                 if tell.stage.is_final:
                     del self.tickets[ticket], self._not_before[ticket]
         if tell.ended and tell.stage in (Stage.REFUSED, Stage.WITHDRAWN):
-            self._commands.append(Discard(tell.id))
+            self._commands.append(DropPrepared(tell.id))
 
     def _send(self, message: ToCoordinator) -> None:
         self._commands.append(Send(message))

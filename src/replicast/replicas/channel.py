@@ -12,129 +12,20 @@ have read it. Each worker reports how far it has read with every message that it
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from typing import Any
 
+from replicast.codec import Record, decode, encode
 from replicast.coordination import Coordination
-from replicast.core import (
-    entries,
-    messages,
-    operation,
-)
-from replicast.core import (
-    records as proposal,
-)
-from replicast.core import (
-    records as refusal,
-)
-from replicast.core import (
-    records as reports,
-)
-from replicast.core.operations import (
-    audit,
-    function,
-    leave,
-    pull,
-    revert,
-    save,
-    sync,
-    trial,
-    update,
-)
-from replicast.core.operations import (
-    revert as keep,
-)
-from replicast.core.records import Stage, record
 from replicast.errors import JobFailed
-from replicast.transport import Parcel, Piece
-from replicast.update.audit_report import Deviation
-from replicast.update.trial import Trial, TrialOutcome
 
 # A worker's note on its way to worker 0, which writes it where a worker cannot write it itself.
 
 
-@record
-class Note:
+class Note(Record):
     """The note of a worker that does not see the run directory. It is not for the coordinator."""
 
     text: str
-
-
-# Encodes messages of the core as text; `decode(encode(value))` equals `value`.
-#
-# Scalars encode as themselves, containers as a list that starts with their kind. Only the classes listed
-# here can be decoded.
-
-_CLASSES: tuple[type[Any], ...] = (
-    *(messages.Propose, messages.Withdraw, messages.Request, messages.At, messages.Answer, messages.Rest),
-    *(messages.Stop, messages.Meet, messages.Do, messages.Release, messages.Resume, messages.Tell),
-    *(update.Load, update.Prepare, update.Apply, update.Discard, function.Compute, sync.Digest, sync.Publish),
-    *(save.TakeSnapshot, leave.Exit, trial.Measure, trial.BeginTrial, trial.End),
-    *(pull.TakeRows, keep.WriteBefore, revert.Invert),
-    *(audit.Examine, audit.Expected, audit.Compare, audit.Report, audit.AuditResult, audit.DifferentVariable),
-    *(reports.ReportId, reports.Applied, reports.Seen, reports.Snapshot, entries.Receipt),
-    *(operation.Outcome, refusal.Refusal),
-    *(proposal.Proposal, proposal.Published, Trial, TrialOutcome, Parcel, Piece, Deviation),
-    Note,
-)
-_BY_NAME = {cls.__name__: cls for cls in _CLASSES}
-_FIELDS = {cls: tuple(field.name for field in fields(cls)) for cls in _CLASSES}
-
-
-def encode(value: Any) -> str:
-    """Encodes a message, or a list of messages, as text."""
-    return json.dumps(_packed(value), separators=(",", ":"))
-
-
-def decode(text: str) -> Any:
-    """Decodes the output of `encode`."""
-    try:
-        return _unpacked(json.loads(text))
-    except (KeyError, TypeError) as error:  # an unknown class, or one with other fields
-        raise ValueError(f"This is not a message ({error!r}). Received: {text[:200]}") from error
-
-
-def _packed(value: Any) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    names = _FIELDS.get(type(value))
-    if names is not None:
-        return ["class", type(value).__name__, *(_packed(getattr(value, name)) for name in names)]
-    match value:
-        case Stage():
-            return ["stage", value.value]
-        case tuple():
-            return ["tuple", *map(_packed, value)]
-        case list():
-            return ["list", *map(_packed, value)]
-        case frozenset():
-            return ["set", *sorted(value)]
-        case Mapping():
-            return ["map", *([_packed(key), _packed(one)] for key, one in value.items())]
-    raise TypeError(f"A message cannot contain this type. Received: {type(value).__name__}")
-
-
-def _unpacked(value: Any) -> Any:
-    if not isinstance(value, list):
-        return value
-    kind, *parts = value
-    match kind:
-        case "class":
-            name, *values = parts
-            return _BY_NAME[name](*map(_unpacked, values))
-        case "stage":
-            return Stage(parts[0])
-        case "tuple":
-            return tuple(map(_unpacked, parts))
-        case "list":
-            return list(map(_unpacked, parts))
-        case "set":
-            return frozenset(parts)
-        case "map":
-            return {_unpacked(key): _unpacked(one) for key, one in parts}
-    raise ValueError(f"Not part of a message. Received: {str(value)[:200]}")
 
 
 LOOK_SECS = 1.0

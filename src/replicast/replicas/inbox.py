@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from replicast.codec import fields_of
 from replicast.core.entries import Receipt
 from replicast.core.messages import Tell
 from replicast.core.records import Stage
@@ -21,7 +22,6 @@ from replicast.processes import this_process
 from replicast.replicas.session import Session
 from replicast.replicas.ticket import diverged, refused
 from replicast.storage import inbox
-from replicast.storage.journal import fields_of
 from replicast.update.schema import check_outline
 from replicast.update.update import Update
 

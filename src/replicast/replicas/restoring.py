@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from replicast.codec import decode, encode
 from replicast.config import host_id
 from replicast.core.entries import Saved
 from replicast.core.records import Refusal
 from replicast.errors import CheckpointError, FileDamaged, JobFailed, ReplicastError, UpdateRefused
-from replicast.replicas.channel import decode, encode
 from replicast.replicas.exchange import Exchange
 from replicast.replicas.position import Position
 from replicast.replicas.session import Session

@@ -499,7 +499,7 @@ class Session:
                 self._gate.let_go(outcome)
             case c.Settle(number, tell):
                 self.proposals.told(number, tell)
-            case c.Discard(id_):
+            case c.DropPrepared(id_):
                 self._parcels.discard_soon(id_)
                 self._preparing.do(lambda: self.replica.discard(id_))
             case c.Write(number, entry):
@@ -513,7 +513,7 @@ class Session:
                 raise JobFailed(reason)
 
     def _lane_of(self, order: Order) -> Lane:
-        # All others in one lane with `Discard`: what is refused leaves no bytes behind.
+        # All others in one lane with `DropPrepared`: what is refused leaves no bytes behind.
         return self.files if isinstance(order, WriteBefore) else self._preparing
 
     def _write(self, number: int, entry: Entry) -> None:

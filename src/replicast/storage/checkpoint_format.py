@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from replicast.codec import fields_of as plain
 from replicast.core.entries import Saved
 from replicast.core.records import Pending, Proposal
 from replicast.errors import CheckpointError
@@ -101,7 +102,7 @@ class Draft:
         return as_they_are | {
             "schema": self.schema.to_json(),
             "missing": list(self.missing),
-            "pending": [asdict(one) | {"tickets": list(one.tickets)} for one in self.pending],
+            "pending": [plain(one) for one in self.pending],
             "metrics": {name: factor_to_json(float(value)) for name, value in self.metrics.items()},
         }
 

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 import re
 import stat
 import sys
@@ -24,9 +23,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, NamedTuple, TypeAlias
 
-import msgspec
-
 from replicast import faults
+from replicast.codec import fields_of
 from replicast.core.entries import (
     Before,
     Committed,
@@ -196,14 +194,8 @@ def kind_of(stored: Stored) -> str:
     return _NAMES[type(stored)]
 
 
-def fields_of(stored: Stored) -> dict[str, Any]:
-    """The content of an entry as JSON values. A number that is not finite becomes None: not measured."""
-    fields: dict[str, Any] = _finite(msgspec.to_builtins(stored, str_keys=True))
-    return fields
-
-
 def parsed(kind: str, fields: Mapping[str, Any]) -> EntryFile:
-    """Parses the output of `fields_of`, together with the entry's place."""
+    """Parses what `fields_of` gives, together with the entry's place."""
     if kind not in KINDS:
         raise ValueError(f"this version of replicast does not know entries of the kind {kind!r}")
     place = described(_Place, "place of an entry", fields)
@@ -259,14 +251,6 @@ class _Place:
     group: int
     entry: int
     written_at: float
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # An index: many entries of the journal in one file, so that a start need not open each of them.

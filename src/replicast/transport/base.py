@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
 
+from replicast.codec import Record
 from replicast.errors import UpdateRefused
 from replicast.update.digest import DIGITS, digest_of_blocks
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Record):
     """The position of one array in a parcel."""
 
     dtype: str
@@ -22,8 +21,7 @@ class Piece:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
+class Parcel(Record):
     """The description of a parcel, which the source sends to the others so that they can fetch the bytes."""
 
     id: str

@@ -22,7 +22,6 @@ must find the decision for as long as it may still start to send.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed, UpdateRefused
@@ -79,7 +79,7 @@ class BroadcastTransport(Transport):
         until = time.monotonic() + timeout_secs
         sender = self._leaders[self._hosts[parcel.source]]
         if sender != self._leader:
-            parcel = dataclasses.replace(parcel, memory="")  # only the source's host uses it again
+            parcel = replace(parcel, memory="")  # only the source's host uses it again
         if self._rank == sender:
             self._own_keys[parcel.id] = ("decision",)
             return self._receive_and_send(parcel, timeout_secs, until, inspect)

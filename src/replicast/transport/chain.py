@@ -17,13 +17,14 @@ host that has to refuse says why, and the hosts after it repeat that; the hosts 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed, UpdateRefused
@@ -44,7 +45,7 @@ MARGIN_SECS = 0.5
 """At least by so much, but not by more than half of the time."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Ends:
     """A leader's two ends of the chain: what it serves, to the next host, and from where it fetches."""
 
@@ -136,7 +137,7 @@ class ChainTransport(Transport):
             self._tell(parcel.id, {"refused": refusal.to_json()})
             raise
         self._tell(parcel.id, {"memory": memory})
-        return dataclasses.replace(parcel, memory=memory)
+        return replace(parcel, memory=memory)
 
     def _fetch(self, ends: Ends, parcel: Parcel, timeout_secs: float) -> str:
         """Returns the name of the memory, if that is used again."""
@@ -184,7 +185,7 @@ class ChainTransport(Transport):
         value = json.loads(text)
         if "refused" in value:
             raise UpdateRefused.from_json(value["refused"])
-        return dataclasses.replace(parcel, memory=value["memory"])
+        return replace(parcel, memory=value["memory"])
 
     def _key(self, parcel_id: str) -> str:
         return f"replicast/transport/{self._name}/{parcel_id}/here/{self._leader}"

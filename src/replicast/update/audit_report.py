@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 
+from replicast.codec import Record
 from replicast.strictjson import reading
 from replicast.update.edits import FLOAT_DTYPES, Array
 from replicast.update.update import factor_to_json
@@ -45,8 +46,7 @@ class Distance:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Deviation:
+class Deviation(Record):
     """How far one worker's value of a variable is from the reference worker's."""
 
     count: int

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 Mode = Literal["min", "max"]
 Outcome = Literal["kept", "reverted"]
@@ -16,8 +18,7 @@ MAX_INCREASE = 1e6
 """Limits of a trial's settings, which may come from an untrusted file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
+class Trial(Struct, frozen=True):
     """Applies an update on trial: after some steps, all replicas keep it or revert it.
 
     Compares the mean of a metric over the steps of the trial with its mean over as many steps before.
@@ -83,13 +84,12 @@ class Trial:
             ValueError: The fields do not describe a trial.
         """
         try:
-            return cls(**{name: fields[name] for name in cls.__slots__ if name in fields})
+            return cls(**{name: fields[name] for name in cls.__struct_fields__ if name in fields})
         except TypeError as error:
             raise ValueError(f"Invalid trial ({error}). Received: {str(fields)[:200]}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class TrialOutcome:
+class TrialOutcome(Struct, frozen=True):
     """How a trial ended, on every replica."""
 
     sequence: int

@@ -11,7 +11,7 @@ from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Scheduled
 from replicast.core.events import CloseInbox, Write
 from replicast.core.messages import Tell
-from replicast.core.operation import Gather, Outcome, Record
+from replicast.core.operation import Gather, Outcome, Persist
 from replicast.core.operations.trial import BeginTrial
 from replicast.core.operations.update import Apply, Discard, Prepare
 from replicast.core.records import Stage
@@ -96,7 +96,7 @@ def tell_a_withdrawal_before_it_is_written() -> Any:
 @mutation
 def promise_a_step_without_writing_it_down() -> Any:
     def serve(self: Coordinator, operation: Any, request: Any) -> None:
-        if isinstance(request, Record) and isinstance(request.entry, Scheduled):
+        if isinstance(request, Persist) and isinstance(request.entry, Scheduled):
             self._run(operation, None)
         else:
             ORIGINAL[Coordinator, "_serve"](self, operation, request)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from replicast.core import coordinator as coordinator_module
 from replicast.core.coordinator import UNDECIDED, Boundaries, Coordinator

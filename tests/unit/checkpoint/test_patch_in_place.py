@@ -8,12 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from replicast.client.patching import patch_in_place
 from replicast.core.entries import History, Saved

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
-import json
 import math
 import pkgutil
 from typing import Any, get_args
 
+import msgspec
 import numpy as np
 import pytest
 
+from replicast.codec import decode, encode
 from replicast.core import operations
 from replicast.core.entries import Receipt
 from replicast.core.messages import (
@@ -18,6 +20,7 @@ from replicast.core.messages import (
     At,
     Do,
     Meet,
+    Order,
     Propose,
     Release,
     Request,
@@ -45,7 +48,7 @@ from replicast.core.operations import (
     revert as keep,
 )
 from replicast.core.records import Applied, Proposal, Published, Refusal, ReportId, Seen, Snapshot, Stage
-from replicast.replicas.channel import Note, decode, encode
+from replicast.replicas.channel import Note
 from replicast.transport import Parcel, Piece
 from replicast.update.audit_report import deviation
 from replicast.update.trial import Trial, TrialOutcome
@@ -105,17 +108,17 @@ ANSWERS: list[Any] = [
     Published("digest", PARCEL, "note"),
     Applied("digest", 1e9, 0.125, 7),
     Seen(7, {"": "digest"}, {"seed": "other"}, 0.1, 7, 1e9),
-    Snapshot(7, "digest", frozenset({1, 2}), [(7, 1, {"loss": 0.5})]),
+    Snapshot(7, "digest", frozenset({1, 2}), [[7, 1, {"loss": 0.5}]]),
     {"dense/bias": "digest"},
-    (0.1, 5),
-    (None, 0),
-    (-math.inf, 2),
+    [0.1, 5],
+    [None, 0],
+    [-math.inf, 2],
 ]
 MESSAGES: list[Any] = [
     Propose("worker-1-ab-1", PROPOSAL),
     Propose("worker-1-ab-2", Proposal("f", "", source=1)),
     Propose("worker-1-ab-3", Proposal("undo", "", reverts=3, forced=True)),
-    Request("pull", ("request-1",), ("dense/bias", ((0, 3),))),
+    Request("pull", ("request-1",), ("dense/bias", [[0, 3]])),
     Withdraw("withdraw-1", "fix"),
     Request("audit", ("request-1",)),
     At(8, 7, standing=True),
@@ -136,7 +139,7 @@ MESSAGES: list[Any] = [
 def test_a_message_comes_out_as_it_went_in(message: Any) -> None:
     text = encode([3, message])
     assert decode(text) == [3, message]
-    assert json.loads(text)  # plain JSON, in one line
+    assert text.isascii()
     assert "\n" not in text
 
 
@@ -156,30 +159,33 @@ def test_every_order_of_every_operation_is_among_those() -> None:
         importlib.import_module(f"{operations.__name__}.{module.name}")
         for module in pkgutil.iter_modules(operations.__path__)
     ]
-    orders = {one for module in modules for one in vars(module).values() if hasattr(one, "in_background")}
+    defined = {one for module in modules for one in vars(module).values() if isinstance(one, type)}
+    orders = {one for one in defined if issubclass(one, Order) and one is not Order}
     assert {type(order) for order in ORDERS} == orders
 
 
 @pytest.mark.parametrize(
-    "value", [object(), np.float32(1.0), {1, 2}, b"bytes", Request], ids=lambda value: type(value).__name__
+    "value", [object(), np.float32(1.0), Request], ids=lambda value: type(value).__name__
 )
 def test_what_no_message_may_have_is_not_sent(value: Any) -> None:
     with pytest.raises(TypeError, match="Received: "):
         encode(Answer(1, value))
 
 
+def packed(value: Any) -> str:
+    return base64.b64encode(msgspec.msgpack.encode(value)).decode("ascii")
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        '["class","Popen","ls"]',
-        '["class","Stop"]',
-        '["class","Stop",1,2,3]',
-        '["stage","somewhere"]',
-        '["pickle","gASV"]',
-        "[]",
-        "[[]]",
-        '["class"]',
-        "not json",
+        packed({"type": "Popen", "args": "ls"}),
+        packed({"type": "Stop"}),
+        packed({"type": "Stop", "meeting": "1"}),
+        packed({"type": "Tell", "id": "fix", "tickets": [], "stage": "somewhere"}),
+        packed({"type": 3}),
+        packed({"type": "Stop", "meeting": 1})[:-4],
+        "not base64",
     ],
 )
 def test_what_is_no_message_is_not_read(text: str) -> None:

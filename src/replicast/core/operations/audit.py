@@ -17,10 +17,13 @@ A heal is recorded with `heals`, so that a restart applies it again, even in the
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from replicast.core.messages import Replica
+from msgspec import field
+from msgspec.structs import replace
+
+from replicast.codec import Record
+from replicast.core.messages import Order, Replica
 from replicast.core.operation import (
     AnyRequest,
     Ask,
@@ -30,7 +33,7 @@ from replicast.core.operation import (
     Job,
     Operation,
     Outcome,
-    Record,
+    Persist,
     Script,
 )
 from replicast.core.operations.sync import Publish
@@ -41,8 +44,7 @@ from replicast.update.reference_value import groups_of, reference_first, referen
 Reports = dict[int, Seen]
 
 
-@dataclass(frozen=True, slots=True)
-class DifferentVariable:
+class DifferentVariable(Record):
     """A variable that is not the same on all workers."""
 
     variable: str
@@ -52,8 +54,7 @@ class DifferentVariable:
     deviations: Mapping[int, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class AuditResult:
+class AuditResult(Record):
     """The result of an audit, the same on all workers."""
 
     number: int
@@ -182,7 +183,7 @@ class Audit(Operation):
         healed: list[int] = []
         for update in updates:
             try:
-                yield Record(payload_of(update))
+                yield Persist(payload_of(update))
                 record = yield from committed(self, job, update, report.step, heals=True)
             except Refuse:  # the disk is full: the report says that they still differ
                 yield from discarded(job, updates[len(healed) :])
@@ -244,51 +245,38 @@ def _note(differences: tuple[DifferentVariable, ...]) -> str:
     return f"heal: {names}{more} as on worker {differences[0].reference} ({differences[0].rule})"
 
 
-@dataclass(frozen=True, slots=True)
-class Examine:
+class Examine(Order):
     """Worker, in the training thread: the digest of each variable."""
 
-    in_background: ClassVar[bool] = False
-
     def perform(self, replica: Replica) -> Seen:
-        """Nothing is changed."""
         return replica.examine()
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(Order):
     """Worker 0, in the training thread: the digests according to checkpoint and journal."""
 
     names: tuple[str, ...]
-    in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> dict[str, str]:
-        """Only of variables that training does not change."""
         return replica.expected(self.names)
 
 
-@dataclass(frozen=True, slots=True)
-class Compare:
+class Compare(Order):
     """Worker, in the training thread: how far its values deviate from those of a prepared update."""
 
     id: str
     digest: str
     names: tuple[str, ...]
-    in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> Mapping[str, Any]:
-        """Nothing is changed."""
         return replica.deviations(self.id, self.digest, self.names)
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Order):
     """Worker, in the training thread: receive the report of the audit."""
 
     report: AuditResult
     raises: bool
-    in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> None:
-        """It is raised when the training thread continues."""
         replica.report(self.report, raises=self.raises)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from replicast.core.entries import Started
-from replicast.core.operation import Boundary, EarlierSettled, Job, Operation, Outcome, Record, Script
+from replicast.core.operation import Boundary, EarlierSettled, Job, Operation, Outcome, Persist, Script
 from replicast.core.records import JobEnds, Refuse, Stage
 
 
@@ -33,7 +33,7 @@ class Begin(Operation):
         from_step = None if job.start is None else job.start.step
         if from_step != max(job.history.checkpoints, default=None):
             try:
-                yield Record(Started(job.attempt, from_step))
+                yield Persist(Started(job.attempt, from_step))
             except Refuse as error:
                 raise JobEnds(
                     f"The entry that invalidates later checkpoints cannot be written: {error}"

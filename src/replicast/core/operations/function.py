@@ -13,10 +13,11 @@ cannot be stored: until its result is committed, it exists only in the memory of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from replicast.core.messages import Replica
+from msgspec.structs import replace
+
+from replicast.core.messages import Order, Replica
 from replicast.core.operation import Ask, Boundary, Go, Job, Operation, Reserve, Script
 from replicast.core.operations.trial import tried
 from replicast.core.operations.update import Apply, committed, prepared_here, verified
@@ -52,13 +53,10 @@ class Function(Operation):
         return (yield from verified(job, record, update, step, reports))
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(Order):
     """Worker, in the training thread of the source: run the function."""
 
     id: str
-    in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> Published:
-        """Nothing is changed: the result of the function is applied by all workers, or by none."""
         return replica.compute(self.id)

@@ -11,10 +11,9 @@ Undecided proposals are left to the next start: they are in the inbox, the journ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
-from replicast.core.messages import Replica
+from replicast.core.messages import Order, Replica
 from replicast.core.operation import (
     Ask,
     Boundary,
@@ -58,16 +57,13 @@ class Leave(Operation):
         return outcome
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
+class Exit(Order):
     """Worker, in the training thread: exit the process."""
 
     problem: str = ""
     asked_by: tuple[str, ...] = ()
-    in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> None:
-        """The process exits after it has answered."""
         replica.leave(self.problem, self.asked_by)
 
 

@@ -12,18 +12,17 @@ Nothing is changed, so it may happen in a trial.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
-from replicast.core.messages import Replica
+from replicast.codec import Record
+from replicast.core.messages import Order, Replica
 from replicast.core.operation import Boundary, Go, Job, Operation, Outcome, Script
 from replicast.core.records import Stage
 
 Ranges = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Pulled:
+class Pulled(Record):
     """What was pulled."""
 
     name: str
@@ -56,15 +55,12 @@ class Pull(Operation):
         return Outcome(Stage.VERIFIED if pulled.equal else Stage.FAILED, pulled)
 
 
-@dataclass(frozen=True, slots=True)
-class TakeRows:
+class TakeRows(Order):
     """Worker, in the training thread: the digest of the values; on worker 0 also a copy of them."""
 
     id: str
     name: str
     rows: Ranges
-    in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> str:
-        """Nothing is changed."""
         return replica.pull(self.id, self.name, self.rows)

@@ -14,12 +14,23 @@ The job makes the update, and not its author: after a restart, updates may be ap
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from msgspec.structs import replace
+
 from replicast.core.entries import Before, Committed, History
-from replicast.core.messages import Replica
-from replicast.core.operation import Ask, BeforeWritten, Boundary, Go, Job, Operation, Outcome, Record, Script
+from replicast.core.messages import Order, Replica
+from replicast.core.operation import (
+    Ask,
+    BeforeWritten,
+    Boundary,
+    Go,
+    Job,
+    Operation,
+    Outcome,
+    Persist,
+    Script,
+)
 from replicast.core.operations.update import Apply, Update, committed, prepared, verified
 from replicast.core.records import Content, Proposal, Published, Refuse, Stage
 
@@ -81,8 +92,7 @@ def why_not(history: History, sequence: int, *, forced: bool = False) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Invert:
+class Invert(Order):
     """Worker 0, in the background: make the update that undoes another one."""
 
     id: str
@@ -91,7 +101,6 @@ class Invert:
     in_background: ClassVar[bool] = True
 
     def perform(self, replica: Replica) -> Published:
-        """Nothing is changed."""
         return replica.invert(self.id, self.sequence, forced=self.forced)
 
 
@@ -128,17 +137,15 @@ class Keep(Operation):
             content, problem = (yield Ask(order, (0,), None, "write the values before the update"))[0]
         except Refuse as error:  # those of an earlier attempt, which applied it too, do not count any more
             content, problem = None, str(error)
-        yield Record(Before(self.record.sequence, self.record.id, content, problem))
+        yield Persist(Before(self.record.sequence, self.record.id, content, problem))
         return Outcome(Stage.VERIFIED)
 
 
-@dataclass(frozen=True, slots=True)
-class WriteBefore:
+class WriteBefore(Order):
     """Worker 0, in the background: write the values that an update has overwritten."""
 
     sequence: int
     in_background: ClassVar[bool] = True
 
     def perform(self, replica: Replica) -> tuple[Content, str]:
-        """Nothing is changed."""
         return replica.write_before(self.sequence)

@@ -16,11 +16,10 @@ update was applied between the workers' snapshots, they are taken again.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from replicast.core.entries import Saved
-from replicast.core.messages import Replica
+from replicast.core.messages import Order, Replica
 from replicast.core.operation import (
     AnyRequest,
     Boundary,
@@ -31,7 +30,7 @@ from replicast.core.operation import (
     Job,
     Operation,
     Outcome,
-    Record,
+    Persist,
     Script,
 )
 from replicast.core.operations.trial import under_way
@@ -98,19 +97,16 @@ def saved(job: Job, snapshots: Snapshots) -> Generator[AnyRequest, Any, Outcome]
         return Outcome(Stage.FAILED, Refusal(problem, differing, {"step": first.step}))
     yield EarlierStored()
     state = tuple(taken[rank].details for rank in sorted(taken))
-    yield Record(Saved(first.step, job.attempt, first.holds, job.pending(), state))
+    yield Persist(Saved(first.step, job.attempt, first.holds, job.pending(), state))
     return Outcome(Stage.VERIFIED, first.step)
 
 
-@dataclass(frozen=True, slots=True)
-class TakeSnapshot:
+class TakeSnapshot(Order):
     """Worker, in the training thread: the digest of the state; on worker 0 also a copy of it."""
 
     id: str
     due: bool = False
     again: bool = False
-    in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> Snapshot | Callable[[], Snapshot] | None:
-        """None while a trial is under way."""
         return None if replica.on_trial else replica.snapshot(self.id, due=self.due, again=self.again)

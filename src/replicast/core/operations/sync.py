@@ -11,10 +11,9 @@ Apply, release ─────────────────────�
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
-from replicast.core.messages import Replica
+from replicast.core.messages import Order, Replica
 from replicast.core.operation import Ask, Boundary, EarlierSettled, Go, Job, Operation, Outcome, Script
 from replicast.core.operations.trial import under_way
 from replicast.core.operations.update import Apply, made_here, verified
@@ -61,28 +60,22 @@ def differing(seen: dict[int, dict[str, str]], source: int) -> tuple[str, ...]:
     return tuple(name for name in of_source if any(one[name] != of_source[name] for one in seen.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class Digest:
+class Digest(Order):
     """Worker, in the training thread: the digest of each variable."""
 
     names: tuple[str, ...] = ()
-    in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> dict[str, str]:
-        """Nothing is changed."""
         return replica.digests(self.names)
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(Order):
     """Worker, in the training thread of the source: an update that assigns its values."""
 
     id: str
     names: tuple[str, ...]
-    in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> Published:
-        """Nothing is changed."""
         return replica.publish(self.id, self.names)
 
 

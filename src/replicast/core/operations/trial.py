@@ -18,13 +18,14 @@ After a restart, a recorded decision is taken at its step, whatever is measured;
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, ClassVar
 
+from msgspec.structs import replace
+
 from replicast.core.entries import Committed, Decided
-from replicast.core.messages import Replica
-from replicast.core.operation import AnyRequest, Ask, Boundary, Go, Job, Operation, Outcome, Record, Script
+from replicast.core.messages import Order, Replica
+from replicast.core.operation import AnyRequest, Ask, Boundary, Go, Job, Operation, Outcome, Persist, Script
 from replicast.core.operations.update import Update, at_its_boundary, committed, prepared, verified
 from replicast.core.records import Applied, JobEnds, Proposal, Refuse, Stage
 from replicast.update.trial import Outcome as Kept
@@ -120,7 +121,7 @@ def _decided(job: Job, trial: Trial, record: Committed, end: int) -> Generator[A
     kept = outcome.outcome == "kept"
     decided = Decided(record.sequence, kept, end, last, outcome.reason, outcome.during)
     try:
-        yield Record(decided)
+        yield Persist(decided)
     except Refuse as error:
         raise JobEnds(f"The outcome of the trial of {record.id} cannot be written: {error}") from None
     return decided
@@ -131,43 +132,34 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-@dataclass(frozen=True, slots=True)
-class Measure:
+class Measure(Order):
     """Worker, in the training thread: the mean of the metric before or during the trial."""
 
     trial: Trial
-    in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> tuple[float | None, int]:
-        """Nothing is changed."""
         return replica.measure(self.trial)
 
 
-@dataclass(frozen=True, slots=True)
-class BeginTrial:
+class BeginTrial(Order):
     """Worker, in the training thread: copy the state, then apply the prepared update."""
 
     id: str
     digest: str
     sequence: int
-    in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> Applied | Callable[[], Applied]:
-        """Everything was checked before: this cannot fail."""
         replica.keep_copy()
         return replica.apply(self.id, self.digest, self.sequence, keep=True)
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Order):
     """Worker, in the training thread: keep or revert the update; report the digest of the whole state."""
 
     kept: bool
     sequence: int
-    in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> Applied:
-        """If the workers' digests differ afterwards, the receipt says so."""
         if not self.kept:
             replica.go_back()
             replica.drop_before(self.sequence)

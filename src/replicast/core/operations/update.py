@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from replicast.core.entries import Committed, Payload, Receipt, Scheduled
-from replicast.core.messages import Replica
+from replicast.core.messages import Order, Replica
 from replicast.core.operation import (
     AnyRequest,
     Ask,
@@ -30,7 +29,7 @@ from replicast.core.operation import (
     Job,
     Operation,
     Outcome,
-    Record,
+    Persist,
     Reserve,
     Script,
 )
@@ -89,12 +88,12 @@ def prepared(update: Update, job: Job) -> Generator[AnyRequest, Any, None]:
     if update.record is not None:
         return
     if not update.stored:
-        yield Record(payload_of(proposal))
+        yield Persist(payload_of(proposal))
         update.stored = True
     update.stage = Stage.PREPARED
     if proposal.at_step is not None and not update.scheduled:
         yield Reserve(proposal.at_step)
-        yield Record(Scheduled(proposal.id, proposal.digest, proposal.at_step, proposal.trial))
+        yield Persist(Scheduled(proposal.id, proposal.digest, proposal.at_step, proposal.trial))
     if proposal.at_step is not None:
         update.stage, update.step = Stage.SCHEDULED, proposal.at_step
         update.waits_until = proposal.at_step
@@ -116,7 +115,7 @@ def prepared_here(job: Job, proposal: Proposal) -> Generator[AnyRequest, Any, No
     """Afterwards every worker can apply it, and its payload is durable."""
     order = Prepare(proposal.id, proposal.digest, proposal.content)
     yield Ask(order, None, job.timeouts.prepare_secs, "prepare the update")
-    yield Record(payload_of(proposal))
+    yield Persist(payload_of(proposal))
 
 
 def discarded(job: Job, updates: list[Proposal]) -> Generator[AnyRequest, Any, None]:
@@ -160,7 +159,7 @@ def committed(
         job.size,
         proposal.reverts,
     )
-    yield Record(record)
+    yield Persist(record)
     operation.stage, operation.step = Stage.COMMITTED, step
     return record
 
@@ -195,12 +194,11 @@ def verified(
         tuple(reports[rank].trained for rank in sorted(reports)),
     )
     with contextlib.suppress(Refuse):
-        yield Record(receipt)
+        yield Persist(receipt)
     return Outcome(stage, receipt)
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Order):
     """Worker 0, in the background: make a payload of the journal available to all workers."""
 
     id: str
@@ -208,12 +206,10 @@ class Load:
     in_background: ClassVar[bool] = True
 
     def perform(self, replica: Replica) -> Content:
-        """Nothing is changed."""
         return replica.load(self.id, self.digest)
 
 
-@dataclass(frozen=True, slots=True)
-class Prepare:
+class Prepare(Order):
     """Worker, in the background: fetch the bytes, and check that they can be applied."""
 
     id: str
@@ -222,33 +218,27 @@ class Prepare:
     in_background: ClassVar[bool] = True
 
     def perform(self, replica: Replica) -> None:
-        """Nothing is changed."""
         replica.prepare(self.id, self.digest, self.content)
 
 
-@dataclass(frozen=True, slots=True)
-class Discard:
+class Discard(Order):
     """Worker, in the background: discard a prepared update."""
 
     ids: tuple[str, ...]
     in_background: ClassVar[bool] = True
 
     def perform(self, replica: Replica) -> None:
-        """Nothing is changed."""
         for id_ in self.ids:
             replica.discard(id_)
 
 
-@dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(Order):
     """Worker, in the training thread: apply a prepared update; report the digest of what it touched."""
 
     id: str
     digest: str
     sequence: int
     keep: bool = False
-    in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> Applied | Callable[[], Applied]:
-        """Everything was checked before: this cannot fail."""
         return replica.apply(self.id, self.digest, self.sequence, keep=self.keep)

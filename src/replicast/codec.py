@@ -1,0 +1,64 @@
+"""Records: one definition is the Python type, the message between processes, and the line on disk.
+
+A record is an immutable msgspec struct. Encoded, it carries the name of its class as `type`, so that a field
+of any type, such as the answer to an order, is decoded as what it was. Nothing but records, enums, numbers,
+text and containers of them is encoded, and only records are created when decoding: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, dataclass_transform
+
+import msgspec
+
+_TYPES: dict[str, type[Record]] = {}
+
+
+@dataclass_transform(frozen_default=True)
+class Record(msgspec.Struct, frozen=True, tag=True):
+    """Base class of immutable records. `msgspec.structs.replace` makes a changed copy."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.__name__ in _TYPES:
+            raise TypeError(f"Two records have the name {cls.__name__}: one could be decoded as the other")
+        _TYPES[cls.__name__] = cls
+
+
+def fields_of(record: object) -> dict[str, Any]:
+    """The fields as JSON values, without the name of the class. A number that is not finite becomes None."""
+    fields: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(record))
+    fields.pop("type", None)
+    return fields
+
+
+def encode(value: Any) -> str:
+    """Encodes a record, or a list of records, as one line of text.
+
+    MessagePack and not JSON, which has no NaN: a loss that is not a number must arrive as such. A tuple in a
+    field of type `Any` is decoded as a list.
+    """
+    return base64.b64encode(msgspec.msgpack.encode(value, enc_hook=_refused)).decode("ascii")
+
+
+def decode(text: str) -> Any:
+    """Decodes the output of `encode`; raises ValueError for anything else."""
+    try:
+        return _revived(msgspec.msgpack.decode(base64.b64decode(text, validate=True)))
+    except (ValueError, KeyError) as error:  # no such record, or one with other fields
+        raise ValueError(f"Not a message ({error}). Received: {text[:200]}") from error
+
+
+def _refused(value: Any) -> Any:
+    raise TypeError(f"A message cannot contain this type. Received: {type(value).__name__}")
+
+
+def _revived(value: Any) -> Any:
+    """From the inside out: what a record contains is already what it was."""
+    if isinstance(value, list):
+        return [_revived(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    fields = {name: _revived(one) for name, one in value.items()}
+    return msgspec.convert(fields, _TYPES[fields["type"]]) if "type" in fields else fields
