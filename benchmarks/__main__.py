@@ -26,7 +26,7 @@ from benchmarks.race import ask
 from benchmarks.results import DIRECTORY, Result, Run, versions
 from benchmarks.rows import ROWS
 from benchmarks.stall import STALL
-from replicast.bench.machine import machine_facts
+from replicast.cli.bench import machine_facts
 from replicast.config import shared_memory_directory
 from replicast.transport.files import remove_leftovers
 

@@ -13,7 +13,7 @@ import replicast
 from benchmarks.checkpoint_task import Keeping
 from benchmarks.runner import Array, Times, lasted
 from benchmarks.update_replicast import weights_of
-from replicast.bench.weights import Weights
+from replicast.demo.measure import Weights
 from replicast.replicas.saving import SavePlan
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.update.digest import digest_array

@@ -12,7 +12,7 @@ from benchmarks.runner import Array, Times, lasted
 from benchmarks.training import Loop, Training
 from benchmarks.update_replicast import weights_of
 from benchmarks.update_task import Adding
-from replicast.bench.weights import adding
+from replicast.demo.measure import adding
 
 LEAD_STEPS = 5
 """Steps before the measurement, so that it happens during training."""

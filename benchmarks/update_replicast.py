@@ -15,7 +15,7 @@ import tensorflow as tf
 import replicast
 from benchmarks.runner import Array, Times
 from benchmarks.update_task import Adding
-from replicast.bench.weights import Weights, adding
+from replicast.demo.measure import Weights, adding
 from replicast.tensorfiles import Bytes
 from replicast.update.digest import blocks_of, bytes_of, digest_block, is_finite
 

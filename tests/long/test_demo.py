@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from replicast.demo.job import DemoFailed
-from replicast.demo.story import TRAIN, play
+from replicast.cli import Failed
+from replicast.cli.story import TRAIN, play
 
 DEADLINE_SECS = 240.0
 COMMAND = [sys.executable, "-m", "replicast.cli", "demo", "--run-dir"]
@@ -71,10 +71,8 @@ def test_a_signal_ends_the_demo_and_its_workers_without_a_traceback(
         while not list(tmp_path.glob("*/assign/logs/attempt-0/worker-1.log")) and time.monotonic() < end:
             time.sleep(0.05)
         demo.send_signal(signum)
-        shown, errors = demo.communicate(timeout=DEADLINE_SECS)
-    assert demo.returncode == 130
-    assert shown.endswith("Stopped.\n")
-    assert errors == ""
+        _, errors = demo.communicate(timeout=DEADLINE_SECS)
+    assert (demo.returncode, errors) == (130, "Stopped.\n")
     (output,) = tmp_path.glob("*/run.log")
     assert output.read_text().endswith("stopped by Ctrl-C; all workers have exited\n")
 
@@ -92,7 +90,7 @@ def test_when_the_workers_fail_the_demo_shows_why_and_fails(tmp_path: Path) -> N
         timeout=DEADLINE_SECS,
     )
     assert demo.returncode == 1
-    assert "Failed: The job should end with exit code 0. Received: exit code 1." in demo.stderr
+    assert "Error: The job should end with exit code 0. Received: exit code 1." in demo.stderr
     assert "RuntimeError: broken on purpose" in demo.stderr
     assert "equal?" not in demo.stdout
 
@@ -104,7 +102,7 @@ def test_the_demo_fails_when_its_first_claim_does_not_hold(tmp_path: Path) -> No
     tampered.write_text(source.replace("replicas.rank == 1", "True"))  # All workers assign: nothing differs.
     (tmp_path / "demo").mkdir()
     screen = io.StringIO()
-    with pytest.raises(DemoFailed, match="The replicas should differ at step 100"):
+    with pytest.raises(Failed, match="The replicas should differ at step 100"):
         play(tmp_path / "demo", Console(file=screen, width=80, markup=False), tampered)
     assert "NO" not in screen.getvalue()
     assert "Part 2" not in screen.getvalue()

@@ -10,11 +10,18 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from replicast.bench import figures, plan, session
-from replicast.bench.figures import Figure, as_json, combine, line, parse, ratio_to_floor
-from replicast.bench.plan import MEASURES, Plan, check_room, parse_size, size_text
-from replicast.cli import main
-from replicast.demo import job
+from replicast.cli import Failed, bench, main, story
+from replicast.cli.bench import (
+    Figure,
+    Plan,
+    check_room,
+    combine,
+    parse,
+    parse_size,
+    ratio_to_floor,
+    size_text,
+)
+from replicast.demo import FLOOR, MEASURES
 from replicast.errors import LaunchRefused
 from replicast.launcher import EndTimeouts
 
@@ -37,7 +44,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         progress(1, 2, "round 1")
         return TWO_ROUNDS
 
-    monkeypatch.setattr(session, "measure", measure)
+    monkeypatch.setattr(bench, "measure", measure)
     return asked
 
 
@@ -68,7 +75,7 @@ def test_what_cannot_be_measured_is_a_usage_error(arguments: list[str]) -> None:
 def test_a_machine_without_room_is_told_how_much_is_needed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(plan, "available_memory", lambda: 10**9)
+    monkeypatch.setattr(bench, "available_memory", lambda: 10**9)
     with pytest.raises(LaunchRefused, match=r"about 12 GB of memory; 1 GB are available.*smaller --size"):
         check_room(Plan(2, 10**9, 5), tmp_path)
     check_room(Plan(2, 10**6, 5), tmp_path)
@@ -80,6 +87,10 @@ def test_a_missing_tensorflow_is_refused_with_how_to_install_it(monkeypatch: pyt
     assert code == 2
     assert "The workers need TensorFlow and Keras" in said
     assert "pip install 'replicast[cpu]'" in said
+
+
+def line(name: str, number: int, secs: float) -> str:
+    return json.dumps({"name": name, "round": number, "secs": secs})
 
 
 def test_the_slowest_worker_counts_and_the_round_to_warm_up_does_not() -> None:
@@ -105,13 +116,14 @@ def test_a_line_that_is_still_being_written_does_not_count() -> None:
 
 
 def test_a_ratio_is_taken_within_a_round() -> None:
-    floor, other = Figure(figures.FLOOR, (1.0, 10.0, 100.0)), Figure("audit", (2.0, 20.0, 200.0))
+    floor, other = Figure(FLOOR, (1.0, 10.0, 100.0)), Figure("audit", (2.0, 20.0, 200.0))
     assert ratio_to_floor(other, [floor, other]) == 2.0
 
 
-def test_json_has_every_figure_with_its_rate() -> None:
-    data = as_json(Plan(2, 10**6, 2), TWO_ROUNDS, {"replicast": "1"})
-    assert (data["replicast"], data["workers"], data["bytes"], data["rounds"]) == ("1", 2, 10**6, 2)
+def test_json_has_every_figure_with_its_rate_and_goes_to_standard_output_alone(played: list[Plan]) -> None:
+    code, said = invoke("--size", "1MB", "--rounds", "2", "--json")
+    data = json.loads(said)
+    assert (code, data["workers"], data["bytes"], data["rounds"]) == (0, 2, 10**6, 2)
     copy, reduced, *_ = data["figures"]
     assert copy["secs"] == [0.01, 0.02]
     assert copy["bytes_per_sec"] == pytest.approx(10**6 / 0.015)
@@ -134,27 +146,11 @@ def test_without_a_terminal_each_round_is_a_line_on_standard_error(played: list[
     assert result.stdout.startswith("1 worker, a state of 100 MB each, 1 round,")
 
 
-def test_json_goes_to_standard_output_alone(played: list[Plan]) -> None:
-    code, said = invoke("--json")
-    assert code == 0
-    assert [one["name"] for one in json.loads(said)["figures"]] == list(MEASURES)
-
-
-def test_a_failed_job_is_told_with_what_its_launcher_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(wanted: Plan, progress: Progress) -> list[Figure]:
-        raise session.BenchFailed("The job ended with exit code 9. The launcher said:\nworker 1 was killed")
-
-    monkeypatch.setattr(session, "measure", measure)
-    code, said = invoke()
-    assert code == 1
-    assert said == "Error: The job ended with exit code 9. The launcher said:\nworker 1 was killed\n"
-
-
 def test_ctrl_c_ends_it_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(wanted: Plan, progress: Progress) -> list[Figure]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session, "measure", measure)
+    monkeypatch.setattr(bench, "measure", measure)
     assert invoke() == (130, "Stopped.\n")
 
 
@@ -163,11 +159,11 @@ def test_a_job_that_cannot_start_is_told_and_leaves_no_files(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(session.BenchFailed, match="The job ended with exit code 1"):
-        session.measure(Plan(1, 10**4, 1), lambda *_: None)
+    with pytest.raises(Failed, match=r"The job ended with exit code 1\. Output of the launcher:"):
+        bench.measure(Plan(1, 10**4, 1), lambda *_: None)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_bench_and_demo_give_the_launcher_the_time_that_it_gives_its_workers() -> None:
     launcher = EndTimeouts()
-    assert min(session.STOP_SECS, job.STOP_SECS) > launcher.stop_secs + launcher.kill_secs
+    assert launcher.stop_secs + launcher.kill_secs < story.STOP_SECS

@@ -16,9 +16,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import replicast
-from replicast.cli import main
-from replicast.demo import job, story
-from replicast.demo.job import DemoFailed, Job, Report, parse_reports, run_command
+from replicast.cli import Failed, main, story
+from replicast.cli.story import DemoJob, Report, parse_reports, run_command
 from replicast.testing.job import eventually
 from tests.unit.clock import Clock
 
@@ -87,7 +86,7 @@ class Happened:
                 return ["pushed"]
             return [json.dumps(record) for record in printed[" ".join(command.split()[1:3])]]
 
-        monkeypatch.setattr(story, "Job", PlayedJob)
+        monkeypatch.setattr(story, "DemoJob", PlayedJob)
         monkeypatch.setattr(story, "run_command", played_command)
         monkeypatch.setattr(
             story, "push_in_pause", lambda directory, command, run: played_command(directory, command)
@@ -149,7 +148,7 @@ def test_a_claim_that_does_not_hold_fails_the_demo_and_is_named(
 ) -> None:
     happened = Happened()
     falsify(happened)
-    with pytest.raises(DemoFailed, match=expected):
+    with pytest.raises(Failed, match=expected):
         happened.play(tmp_path, monkeypatch)
 
 
@@ -167,21 +166,21 @@ def test_reports_are_found_among_other_output_and_not_before_their_line_is_compl
 def test_a_command_with_another_exit_code_fails_with_what_it_said(tmp_path: Path) -> None:
     (line,) = run_command(tmp_path, "replicast --version")
     assert replicast.__version__ in line
-    with pytest.raises(DemoFailed, match=r"should end with 0. Received: 2.*(?s:.*)no-run"):
+    with pytest.raises(Failed, match=r"should end with 0. Received: 2.*(?s:.*)no-run"):
         run_command(tmp_path, "replicast log no-run")
 
 
 def test_a_job_that_fails_or_ends_too_early_fails_with_its_output(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise SystemExit('broken on purpose')")
     with (
-        Job(tmp_path, "replicast run --tee all fails.py") as failing,
-        pytest.raises(DemoFailed, match=r"exit code 0. Received: exit code 1(?s:.*)broken on purpose"),
+        DemoJob(tmp_path, "replicast run --tee all fails.py") as failing,
+        pytest.raises(Failed, match=r"exit code 0. Received: exit code 1(?s:.*)broken on purpose"),
     ):
         failing.finish()
     (tmp_path / "ends.py").write_text("print('done')")
     with (
-        Job(tmp_path, "replicast run --tee all ends.py") as ending,
-        pytest.raises(DemoFailed, match=r"report step 50. Received: exit code 0(?s:.*)done"),
+        DemoJob(tmp_path, "replicast run --tee all ends.py") as ending,
+        pytest.raises(Failed, match=r"report step 50. Received: exit code 0(?s:.*)done"),
     ):
         ending.wait_for_step(50)
 
@@ -190,15 +189,15 @@ def test_a_job_that_takes_too_long_fails_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(job, "time", clock)
+    monkeypatch.setattr(story, "time", clock)
     (tmp_path / "sleeps.py").write_text(
         "import os, pathlib, time\npathlib.Path('process').write_text(str(os.getpid()))\ntime.sleep(60)"
     )
     noted = tmp_path / "process"
-    with Job(tmp_path, "replicast run --tee all sleeps.py") as sleeping:
+    with DemoJob(tmp_path, "replicast run --tee all sleeps.py") as sleeping:
         eventually(lambda: noted.exists() and noted.read_text())
-        clock.added_secs = job.JOB_SECS
-        with pytest.raises(DemoFailed, match="still running after 180 s"):
+        clock.added_secs = story.JOB_SECS
+        with pytest.raises(Failed, match="still running after 180 s"):
             sleeping.wait_for_step(50)
     eventually(lambda: not Path("/proc", noted.read_text()).exists())
 

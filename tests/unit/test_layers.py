@@ -37,7 +37,7 @@ LAYERS = [
     {"replicas"},
     {"testing"},
     {"page"},
-    {"__main__", "cli", "demo", "bench"},
+    {"__main__", "cli", "demo"},
 ]
 """From the bottom to the top. What shares a layer may know each other."""
 PACKAGE = Path(replicast.__file__).parent

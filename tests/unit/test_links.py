@@ -332,15 +332,13 @@ def test_a_linked_directory_is_named_and_never_taken_for_an_empty_one(
 _OWN = "files of the package, /proc, /dev or /sys, which no other user writes"
 _USERS = "a file that a user names, outside of any run"
 _ALLOWED = {
-    "bench/job.py": "a new directory of the bench, which only its owner can enter",
-    "bench/session.py": "the same",
-    "bench/machine.py": _OWN,
+    "cli/bench.py": "a new directory of the bench, which only its owner can enter; and the kernel's files",
+    "demo/measure.py": "the same directory",
     "cli/updates.py": _USERS,
     "cli/runs.py": _USERS,
     "client/http.py": "the file of a token",
     "config.py": "shared memory, and " + _OWN,
-    "demo/job.py": "a new directory of the demo, which only its owner can enter",
-    "demo/story.py": "the same",
+    "cli/story.py": "a new directory of the demo, which only its owner can enter",
     "faults.py": "only in tests; one name below the run directory, with O_NOFOLLOW; files.py imports it",
     "files.py": "relative to a descriptor that RunPath gives",
     "import_environment.py": _OWN,
@@ -459,7 +457,7 @@ def test_a_path_in_a_run_becomes_a_plain_one_only_where_there_is_a_reason() -> N
 
 def test_run_directories_have_the_type_with_which_mypy_finds_what_goes_around_the_helper() -> None:
     """`run_dir / name` is an error of type RunPath | Path | str, and none of type Path."""
-    ours = [path for path in PACKAGE.rglob("*.py") if not name_of(path).startswith(("cli/", "bench/"))]
+    ours = [path for path in PACKAGE.rglob("*.py") if not name_of(path).startswith("cli/")]
     named = ("run_dir", "run")
     for path in ours:
         for node in ast.walk(ast.parse(path.read_text())):

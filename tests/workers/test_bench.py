@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from replicast.bench.plan import MEASURES, Plan
-from replicast.bench.session import measure
+from replicast.cli.bench import Plan, measure
 from replicast.config import SHM_DIR
+from replicast.demo import MEASURES
 
 BENCH_SECS = 180.0
 

@@ -46,8 +46,8 @@ COMMANDS = {
     "checkpoint": ("checkpoint", "List, verify, compare and patch checkpoints; make one now."),
     "stop": ("runs", "Stop a running job with a checkpoint."),
     "serve": ("serve", "See a job and steer it, from a browser or by HTTP."),
-    "demo": ("demo", "See it work, in under a minute."),
-    "bench": ("demo", "Measure what each operation costs on this machine."),
+    "demo": ("story", "See it work, in under a minute."),
+    "bench": ("bench", "Measure what each operation costs on this machine."),
     "doctor": ("doctor", "Check this machine, and say how to fix what is wrong."),
 }
 NO_ANSWER, STOPPED = 3, 128 + signal.SIGINT

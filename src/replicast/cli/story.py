@@ -1,42 +1,227 @@
-"""The three parts of the demo. Each runs commands and checks their results before it reports them."""
+"""`replicast demo`: three parts. Each runs commands and checks their results before it reports them.
+
+`demo/train.py` is the training script, to read and to copy.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.util import find_spec
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
+import click
 from rich import box
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from replicast.demo.job import PAUSE, WORKERS, DemoFailed, Job, Report, push_in_pause, run_command
+import replicast.demo
+from replicast.cli import Failed
+from replicast.config import SECRETS, without
+from replicast.errors import LaunchRefused
+from replicast.launcher import bootstrap, make_run_dir
 
-TRAIN = Path(__file__).with_name("train.py")
-CHANGE_STEP, LAST_STEP = 100, 600
-"""When worker 1 changes a weight, and how long the training is: as in train.py."""
+TRAIN = Path(replicast.demo.__file__).with_name("train.py")
+WORKERS = 2
+CHANGE_STEP, LAST_STEP = (
+    100,
+    600,
+)  # When worker 1 changes a weight, and how long the training is: as in train.py.
 PUSH_STEP, KILL_STEP = 300, 400
 CHANGED = "hidden/kernel"
-_WIDEST = 96
-"""Lines longer than this are hard to read, however wide the terminal."""
+PAUSE = "pause"  # While this file exists, train.py waits: the push must come before its step.
+JOB_SECS, COMMAND_SECS = 180.0, 60.0
+STOP_SECS = 45.0  # Longer than `replicast run` waits for its workers to exit.
+LOOK_SECS = 0.05
+_WIDEST = 96  # Longer lines are hard to read, however wide the terminal.
+_REPORT = re.compile(r"^\[worker (\d+)\] step (\d+), process (\d+), weights ([0-9a-f]{64})$", re.MULTILINE)
+_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "-1",  # Workers on one GPU would compete for its memory.
+    "KERAS_BACKEND": "tensorflow",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
 
-Weights = Mapping[int, Sequence[str]]
-"""For each reported step the digests of the weights, by worker."""
+Weights = Mapping[int, Sequence[str]]  # For each reported step the digests of the weights, by worker.
 
 
-def make_console() -> Console:
-    """The console for standard output, not too wide to read."""
-    width = Console().width
-    return Console(width=min(width, _WIDEST), highlight=False, markup=False)
+@click.command()
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where the demo makes a directory for its runs. [default: among the temporary files]",
+)
+def demo(run_dir: Path | None) -> None:
+    """See it work, in under a minute.
+
+    Two real workers on this machine train one model. One of them changes a weight, the usual way and through
+    replicast; a process outside of the job changes another; a worker is killed. The screen shows what becomes
+    of the replicas.
+
+    \b
+    Examples:
+      replicast demo
+      replicast demo --run-dir runs/demo
+
+    Exit code: 0 when everything that was shown really happened; 1 when not; 130 after Ctrl-C; 2 when nothing
+    was started.
+    """
+    check_installed("The demo needs", sklearn="scikit-learn")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Stops the workers, as Ctrl-C does.
+    parent = None if run_dir is None else make_run_dir(run_dir, program="demo", now=datetime.now())
+    # In a new directory: the runs of an earlier demo must not be continued.
+    directory = Path(tempfile.mkdtemp(prefix="replicast-demo-", dir=parent))
+    play(directory, Console(width=min(Console().width, _WIDEST), highlight=False, markup=False))
+
+
+def check_installed(who: str, **more: str) -> None:
+    """Refuses to begin where a module is missing that the workers need."""
+    needed = {"tensorflow": "TensorFlow", "keras": "Keras", **more}
+    missing = [name for module, name in needed.items() if importlib.util.find_spec(module) is None]
+    if not missing:
+        return
+    extra = ",demo" if more else ""
+    install = f"pip install 'replicast[cpu{extra}]' (no GPU) or 'replicast[tensorflow{extra}]'"
+    raise LaunchRefused(
+        f"{who} {' and '.join(missing)}, not installed for {sys.executable}",
+        remedy="pip install 'replicast[demo]'" if missing == ["scikit-learn"] else install,
+    )
+
+
+class OwnJob:
+    """A `replicast run …` of the demo or the bench. On exit it is stopped, if it still runs."""
+
+    def __init__(self, command: Sequence[str], output: Path, directory: Path) -> None:
+        inherited = without(os.environ, "TF_CONFIG", *SECRETS)
+        self._output = output
+        with output.open("wb") as file:
+            self.process = subprocess.Popen(
+                # With bootstrap.py, the launcher ends with us.
+                [sys.executable, bootstrap.__file__, str(os.getpid()), *_argv(command)],
+                cwd=directory,
+                env={**inherited, **_ENVIRONMENT},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # Ctrl-C is for us, and we stop the job.
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(STOP_SECS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # Its workers end with it.
+            self.process.wait()
+
+    def said(self) -> str:
+        return self._output.read_text(encoding="utf-8", errors="replace")
+
+
+def _argv(command: Sequence[str]) -> list[str]:
+    # -P: a file of the current directory must not take the place of a module.
+    return [sys.executable, "-P", "-m", "replicast.cli", *command]
+
+
+class Report(NamedTuple):
+    """A worker's report of its replica: the digest of all weights at a step, and its process id."""
+
+    worker: int
+    step: int
+    process: int
+    weights: str
+
+
+def parse_reports(output: str) -> list[Report]:
+    """The reports of train.py in the output of `replicast run --tee all`, in order."""
+    found = _REPORT.findall(output)
+    return [Report(int(worker), int(step), int(process), weights) for worker, step, process, weights in found]
+
+
+class DemoJob(OwnJob):
+    """A job whose workers report their weights."""
+
+    def __init__(self, directory: Path, command: str) -> None:
+        self._command = command
+        self._deadline = time.monotonic() + JOB_SECS
+        super().__init__(shlex.split(command)[1:], directory / "run.log", directory)
+
+    def wait_for_step(self, step: int) -> dict[int, Report]:
+        """Waits until all workers have reported a step, and returns these reports by worker."""
+        while self.process.poll() is None and time.monotonic() < self._deadline:
+            reached = {report.worker: report for report in parse_reports(self.said()) if report.step == step}
+            if len(reached) == WORKERS:
+                return reached
+            time.sleep(LOOK_SECS)
+        raise self._failed(f"All workers should report step {step}")
+
+    def finish(self) -> list[Report]:
+        """Waits for the end of the job, and returns all reports."""
+        try:
+            code: int | None = self.process.wait(max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            code = None
+        if code != 0:
+            raise self._failed("The job should end with exit code 0")
+        return parse_reports(self.said())
+
+    def _failed(self, claim: str) -> Failed:
+        code = self.process.poll()
+        state = f"still running after {JOB_SECS:.0f} s" if code is None else f"exit code {code}"
+        return Failed(f"{claim}. Received: {state}. Output of `{self._command}`:\n{self.said()}")
+
+
+def run_command(directory: Path, command: str, expected: int = 0) -> list[str]:
+    """Runs a `replicast …` command, as people type it, and returns the lines that it printed."""
+    try:
+        done = subprocess.run(
+            _argv(shlex.split(command)[1:]),
+            cwd=directory,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_SECS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise Failed(f"`{command}` has not ended after {COMMAND_SECS:.0f} s") from None
+    if done.returncode != expected:
+        said = done.stdout + done.stderr
+        raise Failed(
+            f"`{command}` should end with {expected}. Received: {done.returncode}. Its output:\n{said}"
+        )
+    return done.stdout.splitlines()
+
+
+def push_in_pause(directory: Path, command: str, run: str) -> list[str]:
+    """Runs `replicast push` while train.py waits for it to be scheduled; returns what it printed."""
+    deadline = time.monotonic() + COMMAND_SECS
+    with ThreadPoolExecutor(1) as pushing:
+        pushed = pushing.submit(run_command, directory, command)
+        while not json.loads("".join(run_command(directory, f"replicast status {run} --json")))["scheduled"]:
+            if time.monotonic() > deadline or (pushed.done() and pushed.exception() is not None):
+                (directory / PAUSE).unlink()
+                pushed.result()
+                raise Failed(f"`{command}`: the update is not scheduled after {COMMAND_SECS:.0f} s")
+        (directory / PAUSE).unlink()
+        return pushed.result()
 
 
 def play(directory: Path, console: Console, train: Path = TRAIN) -> None:
@@ -50,17 +235,9 @@ def play(directory: Path, console: Console, train: Path = TRAIN) -> None:
         story.a_worker_is_killed(undisturbed)
     took = f"{time.monotonic() - began:.0f} s"
     console.print(f"\nAll of this happened, in {took}. train.py and its runs: {directory}", soft_wrap=True)
-    console.print(
-        f"To see them in a browser: {page_command(directory)}",
-        soft_wrap=True,
-    )
-
-
-def page_command(directory: Path) -> str:
-    """How to open the page of the runs in a directory."""
-    needed = "" if find_spec("starlette") else "pip install 'replicast[page]', then "
+    needed = "" if importlib.util.find_spec("starlette") else "pip install 'replicast[page]', then "
     program = sys.argv[0] if Path(sys.argv[0]).name == "replicast" else "replicast"
-    return f"{needed}{program} serve {directory}"
+    console.print(f"To see them in a browser: {needed}{program} serve {directory}", soft_wrap=True)
 
 
 class Story:
@@ -166,15 +343,11 @@ class Story:
             "lost nothing."
         )
 
-    def _start(self, command: str) -> Job:
+    def _start(self, command: str) -> DemoJob:
         self._print_command(command)
         if PAUSE in command.split():
             (self._directory / PAUSE).touch()
-        return Job(self._directory, command)
-
-    def _run(self, command: str) -> list[str]:
-        self._print_command(command)
-        return run_command(self._directory, command)
+        return DemoJob(self._directory, command)
 
     def _push(self, command: str, run: str) -> list[str]:
         self._print_command(command)
@@ -193,7 +366,7 @@ class Story:
         try:
             os.kill(process, signal.SIGKILL)
         except ProcessLookupError:
-            raise DemoFailed(f"Process {process} ended before it could be killed") from None
+            raise Failed(f"Process {process} ended before it could be killed") from None
 
     def _heading(self, title: str) -> None:
         self._console.print(f"\n{title}", style="bold cyan")
@@ -215,13 +388,11 @@ class Story:
 
 
 def require(holds: bool, claim: str, received: object) -> None:
-    """Raises `DemoFailed` when a claim does not hold."""
     if not holds:
-        raise DemoFailed(f"{claim}. Received: {received}")
+        raise Failed(f"{claim}. Received: {received}")
 
 
 def all_equal(digests: Iterable[str]) -> bool:
-    """Whether all workers have the same bits."""
     return len(set(digests)) == 1
 
 
@@ -260,6 +431,5 @@ def check_receipts(updates: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def receipt_text(update: Mapping[str, Any]) -> str:
-    """A receipt in one line."""
     digests = ", ".join(f"{digest[:8]} on worker {worker}" for worker, digest in update["digests"].items())
     return f"step {update['step']}, by {update['author']}: {digests}; {update['stage']}"

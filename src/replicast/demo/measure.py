@@ -1,28 +1,54 @@
-"""The job that `replicast bench` runs: every worker measures, and writes its times to a file of its own.
+"""What the workers of `replicast bench` run: each measures, and writes its times to a file of its own.
 
-Run by `replicast run -m replicast.bench.job BYTES ROUNDS`; the files are in the run directory.
+Run by `replicast run -m replicast.demo.measure BYTES ROUNDS`; the files are in the run directory.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 import replicast
-from replicast.bench.figures import line
-from replicast.bench.session import WARM_UP, figures_file
-from replicast.bench.weights import Weights, adding
 from replicast.config import RUN_DIR
+from replicast.demo import WARM_UP, figures_file
+from replicast.update.update import Update
 
 VARIABLES = 20
 RESULT_SECS = 120.0
+
+
+class Weights(keras.Model):  # type: ignore[misc]
+    """Variables `part_0`, `part_1` and so on, initially zero."""
+
+    def __init__(self, count: int, shape: tuple[int, ...], net: keras.Model | None = None) -> None:
+        super().__init__(name="weights")
+        self.parts = [
+            self.add_weight(shape=shape, initializer="zeros", trainable=False, name=f"part_{number}")
+            for number in range(count)
+        ]
+        self.net = net
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        """Does nothing."""
+        return inputs
+
+
+def adding(changes: Iterable[Any]) -> Update:
+    """The changes of all variables as an update."""
+    update = Update()
+    for number, change in enumerate(changes):
+        update = update.add(f"part_{number}", change)
+    return update
 
 
 class Measures:
@@ -89,15 +115,12 @@ def main(nbytes: int, rounds: int) -> None:
     with figures_file(Path(os.environ[RUN_DIR]), strategy.rank).open("w", buffering=1) as file:
         measures = Measures(strategy, nbytes)
         for number in range(WARM_UP, rounds):
-            measures.measure(_writer(file, number))
+
+            def tell(name: str, secs: float, number: int = number) -> None:
+                file.write(json.dumps({"name": name, "round": number, "secs": secs}) + "\n")
+
+            measures.measure(tell)
         measures.close()
-
-
-def _writer(file: TextIO, number: int) -> Callable[[str, float], None]:
-    def tell(name: str, secs: float) -> None:
-        file.write(line(name, number, secs) + "\n")
-
-    return tell
 
 
 if __name__ == "__main__":

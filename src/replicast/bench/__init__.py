@@ -1,1 +1,0 @@
-"""`replicast bench`: the cost of each operation on this machine, measured on real workers."""
