@@ -13,7 +13,7 @@ from replicast.core import events as c
 from replicast.core import events as e
 from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Saved
-from replicast.core.operations.leave import Exit
+from replicast.core.operations.attempt import Exit
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.trial import BeginTrial
 from replicast.core.operations.update import Apply, Load, Prepare

@@ -9,9 +9,9 @@ from msgspec import Struct
 from replicast.core import entries as n
 from replicast.core import messages as m
 from replicast.core.operation import Outcome
+from replicast.core.operations.attempt import Exit
 from replicast.core.operations.audit import AuditResult, Compare, Examine, Expected, Report
 from replicast.core.operations.function import Compute
-from replicast.core.operations.leave import Exit
 from replicast.core.operations.pull import TakeRows
 from replicast.core.operations.revert import Invert, WriteBefore
 from replicast.core.operations.save import TakeSnapshot

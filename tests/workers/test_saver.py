@@ -8,12 +8,12 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from replicast import faults
 from replicast.config import TOLD_TO_END

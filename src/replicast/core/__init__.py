@@ -14,7 +14,7 @@ What the runtime must guarantee:
 - Each machine is called by one thread at a time.
 - `Broadcast` appends to one log, which every worker reads in order. Messages of one worker arrive in order.
 - Writes are carried out one at a time, in order. After each write, and before `Written`, the writer checks
-  for a later claim of the run directory (`history.py`).
+  for a later claim of the run directory (`entries.py`).
 - A training thread at a boundary creates an `Arrived` and waits for `Pass`. It may skip this if
   `Worker.passes(step)` returns true, which costs one uncontended lock.
 - An order that is not `in_background` is carried out by the training thread, which is stopped meanwhile.
@@ -27,14 +27,13 @@ What the runtime must guarantee:
 - A report to raise (`Replica.report`) is raised when the training thread continues: at `Pass` or `Continue`.
 - A guard is checked by the proposing worker before `Proposed`; for a function's result, in `Replica.compute`.
 
-What                                | file
-an update comes in                  | `coordinator.py`, `_propose`
-it waits                            | `coordinator.py`: `operations`, the one list
-its author is notified              | `tickets.py`, and which refusals are written first
-its script, from start to end       | `operations/update.py`
-all training threads stop           | `meeting.py`, `worker.py`; which operation runs there: `boundaries.py`
-entries of the journal              | `entries.py`; how they are read, and which are valid: `history.py`
-a restart                           | `operations/begin.py`
+Where to look:
+
+    an update comes in, waits, is refused; whose turn it is     `coordinator.py`
+    its script, and the workers' part of it                     `operations/update.py`
+    all training threads stop                                   `worker.py`, `Meeting` in `operation.py`
+    entries of the journal, and which of them are valid         `entries.py`
+    what passes between the machines and the runtime            `messages.py`, `events.py`
 """
 
 from replicast.core.coordinator import Coordinator

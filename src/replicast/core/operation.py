@@ -8,73 +8,12 @@ is refused, and no replica has changed.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from replicast.codec import Record
 from replicast.core.entries import Committed, Entry, History, Saved
 from replicast.core.messages import Order
 from replicast.core.records import Pending, Proposal, Refusal, ReportId, Stage
-
-# A meeting: how the coordinator stops all training threads at one boundary.
-#
-#     Stop ──► every worker answers immediately with the first boundary that it has not passed, and stops
-#     there
-#     Meet ──► the latest answer is the step: workers before it continue to it
-#     At   ◄── every worker is stopped there
-#
-# No worker can be past that step, because none passes the boundary it answered with; so this needs no
-# assumption about the training. A worker that rests before the step (its script waits for the others) will
-# never reach it: then the coordinator asks again.
-
-
-class Meeting:
-    """Where the workers are, according to the messages that the coordinator has received."""
-
-    __slots__ = ("at_step", "number", "round", "size", "standing", "steps", "target", "timed_round")
-
-    def __init__(self, number: int, size: int, at_step: int | None) -> None:
-        self.number = number
-        self.size = size
-        self.at_step = at_step
-        self.steps: dict[int, int] = {}
-        self.standing: set[int] = set()
-        self.target = 0 if at_step is None else at_step
-        self.round = 0
-        self.timed_round = -1
-
-    def note(self, rank: int, step: int, standing: bool) -> None:
-        """Records the position of a worker."""
-        self.steps[rank] = step
-        if standing:
-            self.standing.add(rank)
-
-    @property
-    def answered(self) -> bool:
-        """Whether every worker has answered."""
-        return len(self.steps) == self.size
-
-    @property
-    def latest(self) -> int:
-        """The latest boundary that a worker has not passed."""
-        return max(self.steps.values())
-
-    def aim(self, step: int) -> None:
-        """Sets the target: workers that are stopped before it continue."""
-        self.target = step
-        self.round += 1
-        self.standing = {rank for rank in self.standing if self.steps[rank] >= step}
-
-    def missing(self) -> tuple[int, ...]:
-        """The workers that have not arrived."""
-        return tuple(rank for rank in range(self.size) if rank not in self.standing)
-
-    def step(self) -> int | None:
-        """The boundary at which all workers are stopped; None while they are not."""
-        if len(self.standing) < self.size:
-            return None
-        step = min(self.steps.values())
-        return step if step == self.latest and step >= (self.at_step or 0) else None
 
 
 class Ask(Record):
@@ -146,34 +85,26 @@ class Outcome(Record):
     result: Any = None
 
 
-Script: TypeAlias = Generator[AnyRequest, Any, Outcome]
+Result = TypeVar("Result")
+Part: TypeAlias = Generator[AnyRequest, Any, Result]  # of a script: `yield from` it
+Script: TypeAlias = Part[Outcome]
 
 
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """The timeouts of the coordinator and the workers, in seconds.
+class Timeouts(Record):
+    """The timeouts of the coordinator and the workers, in seconds."""
 
-    Attributes:
-        prepare_secs: For every worker to fetch and check an update's bytes.
-        answer_secs: For every worker's event loop to answer `Stop`.
-        meet_secs: For every training thread to stop at a boundary, or to report its part of a planned save or
-            audit, once the first one has.
-        decide_secs: For a training thread that is stopped at a boundary to get a decision.
-        compute_secs: For an order that runs in a training thread at a boundary.
-        retry_secs: Between attempts of a write that must succeed.
-        wait_secs: For a training thread that waits for a ticket without a timeout: how long it waits for the
-            other workers to wait at this boundary as well.
-        join_secs: For the other workers to create their `Replicas`, or to reach the same call.
-    """
-
-    prepare_secs: float = 130.0
-    answer_secs: float = 30.0
+    prepare_secs: float = 130.0  # for every worker to fetch and check an update's bytes
+    answer_secs: float = 30.0  # for every worker's event loop to answer `Stop`
+    # For every training thread to stop at a boundary, or to report its part of a planned save or audit, once
+    # the first one has.
     meet_secs: float = 900.0
-    decide_secs: float = 1800.0
-    compute_secs: float = 600.0
-    retry_secs: float = 10.0
+    decide_secs: float = 1800.0  # for a training thread that is stopped at a boundary to get a decision
+    compute_secs: float = 600.0  # for an order that runs in a training thread at a boundary
+    retry_secs: float = 10.0  # between attempts of a write that must succeed
+    # For a training thread that waits for a ticket without a timeout: how long it waits for the other workers
+    # to wait at this boundary as well.
     wait_secs: float = 5.0
-    join_secs: float = 600.0
+    join_secs: float = 600.0  # for the other workers to create their `Replicas`, or to reach the same call
 
 
 class AuditTrail:
@@ -185,7 +116,6 @@ class AuditTrail:
         self.found_at: int | None = None
 
     def next_number(self) -> int:
-        """The number of the next report."""
         self._count += 1
         return self._count
 
@@ -199,26 +129,21 @@ class AuditTrail:
         self.found_at, self.last_equal = None, step
 
 
-class Job(Protocol):
+class JobView(Protocol):
     """The part of the coordinator that scripts use."""
 
     size: int
     attempt: int
     timeouts: Timeouts
     history: History
-    start: Saved | None
-    """The checkpoint that the workers have restored."""
-    trial: Operation | None
-    """The operation whose trial is in progress."""
-    leaving: bool
-    """Whether all workers have been told to exit: nothing more is decided."""
+    start: Saved | None  # the checkpoint that the workers have restored
+    trial: Operation | None  # the operation whose trial is in progress
+    leaving: bool  # all workers have been told to exit: nothing more is decided
     audits: AuditTrail
-    """The results of the audits so far."""
-    audit_policy: str
-    """What happens to replicas that differ: "heal", "raise" or "warn"."""
+    audit_policy: str  # what happens to replicas that differ: "heal", "raise" or "warn"
 
     def new_id(self, kind: str) -> str:
-        """Generates an id for an update without one."""
+        """Generates an id for an operation or update without one."""
 
     def request_audit(self) -> None:
         """Requests an audit because replicas differ; one that still waits for its boundary is enough."""
@@ -258,8 +183,9 @@ class Operation:
     """One entry of the coordinator's list."""
 
     kind: ClassVar[str]
+    # It needs no boundary, only a durable file: a checkpoint waits for it, and no training thread does.
     only_writes: ClassVar[bool] = False
-    """It needs no boundary, only a durable file: a checkpoint waits for it, and no training thread does."""
+    in_trial: bool = False  # may run while the trial of another operation is in progress
 
     def __init__(self, id_: str, proposal: Proposal | None = None) -> None:
         self.number = 0
@@ -270,10 +196,9 @@ class Operation:
         self.waits_for = ""
         self.waits_until = 0
         self.tickets: list[str] = []
-        self.tokens: tuple[int, ...] = ()
+        self.tokens: tuple[int, ...] = ()  # of the workers that rest in it
         self.outcome: Outcome | None = None
-        self.replays: tuple[float, float] | None = None
-        self.in_trial = False
+        self.replays: tuple[float, float] | None = None  # its place among the replays of the journal
         self.promised = False
         self.must_run = False
         self.stored = False
@@ -285,10 +210,10 @@ class Operation:
         self.meeting: Meeting | None = None
         self.applying = False  # its last order at a boundary is not answered by all
         self.withdrawing = False
-        self.held: tuple[Any, ...] = ()
+        self.held: tuple[Any, ...] = ()  # what to resume it with if it cannot be withdrawn
         self.told: tuple[Stage, int] = Stage.PROPOSED, 0
 
-    def script(self, job: Job) -> Script:
+    def script(self, job: JobView) -> Script:
         """The coordinator's part of the operation."""
         raise NotImplementedError
 
@@ -300,11 +225,8 @@ class Operation:
         return f"<{self.kind} {self.id} {self.stage}>"
 
 
-# One answer from each of some workers: the only place where the coordinator collects.
-
-
 class Gather:
-    """The answers to one order."""
+    """One answer from each of some workers: the only place where the coordinator collects."""
 
     __slots__ = ("answers", "missing", "what")
 
@@ -331,10 +253,63 @@ class Gather:
         return Refusal(refusal.problem, refusal.workers or (first,), refusal.details)
 
     def timed_out(self, secs: float) -> Refusal:
-        """A refusal that names the workers that did not answer."""
         return self.refused_by(self.missing, f" within {secs:g} s")
 
     def refused_by(self, ranks: Iterable[int], why: str = "") -> Refusal:
         """A refusal that names workers that did not answer and will not."""
         missing = tuple(sorted(ranks))
         return Refusal(f"Worker {', '.join(map(str, missing))} did not {self.what}{why}", missing)
+
+
+class Meeting:
+    """How all training threads are stopped at one boundary, as far as the coordinator knows.
+
+        Stop ──► every worker answers at once with the first boundary that it has not passed, and stops there
+        Meet ──► the latest answer is the step: workers before it continue to it
+        At   ◄── every worker is stopped there
+
+    A worker that rests before the step (its script waits for the others) will never reach it: then the
+    coordinator asks again.
+    """
+
+    __slots__ = ("at_step", "number", "round", "size", "standing", "steps", "target", "timed_round")
+
+    def __init__(self, number: int, size: int, at_step: int | None) -> None:
+        self.number = number
+        self.size = size
+        self.at_step = at_step
+        self.steps: dict[int, int] = {}
+        self.standing: set[int] = set()
+        self.target = 0 if at_step is None else at_step
+        self.round = 0
+        self.timed_round = -1
+
+    def note(self, rank: int, step: int, standing: bool) -> None:
+        self.steps[rank] = step
+        if standing:
+            self.standing.add(rank)
+
+    @property
+    def answered(self) -> bool:
+        return len(self.steps) == self.size
+
+    @property
+    def latest(self) -> int:
+        """The latest boundary that a worker has not passed."""
+        return max(self.steps.values())
+
+    def aim(self, step: int) -> None:
+        """Sets the target: workers that are stopped before it continue."""
+        self.target = step
+        self.round += 1
+        self.standing = {rank for rank in self.standing if self.steps[rank] >= step}
+
+    def missing(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.size) if rank not in self.standing)
+
+    def step(self) -> int | None:
+        """The boundary at which all workers are stopped; None while they are not."""
+        if len(self.standing) < self.size:
+            return None
+        step = min(self.steps.values())
+        return step if step == self.latest and step >= (self.at_step or 0) else None

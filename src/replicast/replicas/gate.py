@@ -18,7 +18,7 @@ from typing import Any
 from replicast.config import TOLD_TO_END
 from replicast.core.events import Perform
 from replicast.core.messages import Replica
-from replicast.core.operations.leave import Exit
+from replicast.core.operations.attempt import Exit
 from replicast.core.operations.trial import BeginTrial, End
 from replicast.core.operations.update import Apply
 from replicast.core.records import Refusal, Refuse

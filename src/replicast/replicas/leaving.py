@@ -1,7 +1,7 @@
 """A worker's part in leaving: on SIGTERM, all workers save at one boundary and exit.
 
 SIGTERM arrives at one worker or at all, or a script calls `replicas.leave()`. Each such worker requests the
-operation "leave" (`core/operations/leave.py`): all save at one boundary, and the processes exit with 143.
+operation "leave" (`core/operations/attempt.py`): all save at one boundary, and the processes exit with 143.
 
 A script may have several models. The one that reaches a boundary first leaves, and saves the other models
 too: all workers are at the same line of the script then.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from replicast.core.coordinator import Boundaries, Coordinator
+from replicast.core.coordinator import Coordinator
 from replicast.core.messages import Do, Tell
 from replicast.core.operation import Meeting
 from replicast.core.worker import Worker
@@ -44,12 +44,12 @@ def apply_twice() -> Any:
 
 @mutation
 def leave_a_stop_up_when_a_rest_ends() -> Any:
-    def rests_end(self: Boundaries) -> None:
+    def rests_end(self: Coordinator) -> None:
         self._here = None
         _original_rests_end(self)
 
-    _original_rests_end = Boundaries.rests_end
-    return broken(Boundaries, "rests_end", rests_end)
+    _original_rests_end = Coordinator._end_rests
+    return broken(Coordinator, "_end_rests", rests_end)
 
 
 @mutation
@@ -58,7 +58,7 @@ def end_a_rest_while_another_operation_has_the_turn() -> Any:
         resume, self._resuming = self._resuming, None
         if resume is None:
             return False
-        self.boundaries.rests_end()
+        self._end_rests()
         self._say(resume)
         return True
 
@@ -82,13 +82,13 @@ def commit_others_during_a_trial() -> Any:
 
 @mutation
 def ignore_at_step() -> Any:
-    def want(self: Boundaries, operation: Any, at_step: int | None) -> None:
+    def want(self: Coordinator, operation: Any, at_step: int | None) -> None:
         if operation.replays is None and operation is not None and operation.meeting is not None:
             self._release(operation.meeting)
             operation.meeting = None
-        ORIGINAL[Boundaries, "want"](self, operation, None if operation.replays is None else at_step)
+        ORIGINAL[Coordinator, "_want"](self, operation, None if operation.replays is None else at_step)
 
-    return broken(Boundaries, "want", want)
+    return broken(Coordinator, "_want", want)
 
 
 @mutation
@@ -98,14 +98,14 @@ def wait_without_a_deadline() -> Any:
 
 @mutation
 def do_not_ask_again_when_a_worker_rests_early() -> Any:
-    def at(self: Boundaries, rank: int, number: int, step: int, standing: bool) -> None:
+    def at(self: Coordinator, rank: int, number: int, step: int, standing: bool) -> None:
         meeting = self._meetings.get(number)
         if meeting is not None and meeting.at_step is None and meeting.answered and step < meeting.target:
             return
         _original_at(self, rank, number, step, standing)
 
-    _original_at = Boundaries.at
-    return broken(Boundaries, "at", at)
+    _original_at = Coordinator._at
+    return broken(Coordinator, "_at", at)
 
 
 @mutation

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from replicast.core import coordinator as coordinator_module
-from replicast.core.coordinator import Boundaries, Coordinator
+from replicast.core.coordinator import Coordinator
 from replicast.core.entries import History
 from replicast.core.operation import Meeting
 from replicast.core.worker import Worker
@@ -18,7 +18,7 @@ MUTATIONS: dict[str, Mutation] = {}
 ORIGINAL = {
     (owner, name): getattr(owner, name)
     for owner, name in [
-        (Boundaries, "want"),
+        (Coordinator, "_want"),
         (Coordinator, "_answered"),
         (Coordinator, "keep_before"),
         (Coordinator, "pending"),

@@ -8,11 +8,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from replicast.core import coordinator as coordinator_module
-from replicast.core.coordinator import UNDECIDED, Boundaries, Coordinator
+from replicast.core.coordinator import UNDECIDED, Coordinator
 from replicast.core.entries import Committed, History
 from replicast.core.events import WriteOutcome, Written
 from replicast.core.operation import Ask, Boundary, EarlierSettled, Outcome
-from replicast.core.operations import leave as leave_module
+from replicast.core.operations import attempt as attempt_module
 from replicast.core.operations import save as save_module
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.trial import End
@@ -59,7 +59,7 @@ def forget_the_last_replay() -> Any:
 
 @mutation
 def let_new_updates_overtake_replays() -> Any:
-    return broken(Boundaries, "_is_next", lambda self, operation, step: True)
+    return broken(Coordinator, "_is_next", lambda self, operation, step: True)
 
 
 @mutation
@@ -97,7 +97,7 @@ def forget_uncommitted_proposals_in_a_checkpoint() -> Any:
 
 @mutation
 def keep_checkpoints_that_were_given_up() -> Any:
-    from replicast.core.operations.begin import Begin
+    from replicast.core.operations.attempt import Begin
 
     def script(self: Begin, job: Any) -> Any:
         job.take_up_journal()
@@ -118,7 +118,7 @@ def save_a_state_that_differs_between_workers() -> Any:
 
     stack = contextlib.ExitStack()
     stack.enter_context(broken(save_module, "saved", saved))
-    stack.enter_context(broken(leave_module, "saved", saved))
+    stack.enter_context(broken(attempt_module, "saved", saved))
     return stack
 
 

@@ -46,7 +46,7 @@ from replicast.core.messages import (
     Withdraw,
 )
 from replicast.core.operations.revert import Invert, WriteBefore
-from replicast.core.operations.update import Apply, Load, Update
+from replicast.core.operations.update import Apply, Load
 from replicast.core.records import Applied, Pending, Proposal, Refusal, ReportId, Seen, Snapshot, Stage
 
 ADD = Proposal("add", "digest", (("add", "d", 5),))
@@ -261,13 +261,13 @@ def test_a_group_that_is_fenced_or_cannot_know_ends_without_an_acknowledgement(o
 
 
 def test_an_unexpected_exception_about_one_proposal_refuses_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def script(self: Update, job: Any) -> Any:
+    def script(self: UpdateOperation, job: Any) -> Any:
         raise OverflowError("int too large to convert to float")
         yield
 
     job = Job()
     with monkeypatch.context() as patched:
-        patched.setattr(Update, "script", script)
+        patched.setattr(UpdateOperation, "script", script)
         job.hear(0, Propose("t", ADD))
     assert job.told().stage is Stage.REFUSED
     assert "Unexpected OverflowError in update add" in job.told().outcome.problem

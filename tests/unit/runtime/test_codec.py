@@ -34,9 +34,9 @@ from replicast.core.messages import (
 )
 from replicast.core.operation import Outcome
 from replicast.core.operations import (
+    attempt,
     audit,
     function,
-    leave,
     pull,
     revert,
     save,
@@ -89,7 +89,7 @@ ORDERS: list[Any] = [
     sync.Digest(("dense/bias",)),
     sync.Publish("sync-1", ("dense/bias",)),
     save.TakeSnapshot("save-step-4"),
-    leave.Exit("the disk is full"),
+    attempt.Exit("the disk is full"),
     trial.Measure(TRIAL),
     trial.BeginTrial("fix", "digest", 3),
     trial.End(kept=False, sequence=7),

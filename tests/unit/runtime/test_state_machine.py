@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -30,7 +31,7 @@ from tests.unit.runtime.playing import own_threads
 
 STEPS = 12
 EXAMPLES = int(os.environ.get("REPLICAST_TEST_EXAMPLES", "150"))
-TIMEOUTS = replace(QUICK, wait_secs=0.1)
+TIMEOUTS = msgspec.structs.replace(QUICK, wait_secs=0.1)
 SCHEMA = MemoryState(start_values()).schema
 GOOD: list[Callable[[Update], Update]] = [
     lambda u: u.add("dense/bias", np.full(3, 1.0, np.float32)),

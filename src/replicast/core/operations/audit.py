@@ -16,7 +16,7 @@ A heal is recorded with `heals`, so that a restart applies it again, even in the
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from msgspec import field
@@ -25,14 +25,14 @@ from msgspec.structs import replace
 from replicast.codec import Record
 from replicast.core.messages import Order, Replica
 from replicast.core.operation import (
-    AnyRequest,
     Ask,
     Boundary,
     Collect,
     EarlierSettled,
-    Job,
+    JobView,
     Operation,
     Outcome,
+    Part,
     Persist,
     Script,
 )
@@ -74,15 +74,14 @@ class Audit(Operation):
     """A comparison that all workers have reported to, or that was requested."""
 
     kind: ClassVar[str] = "audit"
+    in_trial = True
 
     def __init__(self, id_: str, policy: str = "", report: ReportId | None = None) -> None:
         super().__init__(id_)
         self.policy = policy
         self.report = report
-        self.in_trial = True
 
-    def script(self, job: Job) -> Script:
-        """The coordinator's side."""
+    def script(self, job: JobView) -> Script:
         if self.report is not None:
             quiet = self._compared_quietly(job, self.report.step, (yield Collect(self.report)))
             if quiet is not None:
@@ -108,7 +107,7 @@ class Audit(Operation):
         equal = report.outcome in ("equal", "healed")
         return Outcome(Stage.VERIFIED if equal else Stage.FAILED, report)
 
-    def _compared_quietly(self, job: Job, step: int, seen: Reports) -> Outcome | None:
+    def _compared_quietly(self, job: JobView, step: int, seen: Reports) -> Outcome | None:
         """The outcome of a planned audit if no stop is needed; None if the workers differ."""
         if len({tuple(one.digests.values()) for one in seen.values()}) == 1:
             report = _report(job, step, seen)
@@ -120,9 +119,7 @@ class Audit(Operation):
         job.audits.differ(step)
         return None
 
-    def _differences(
-        self, job: Job, seen: Reports
-    ) -> Generator[AnyRequest, Any, tuple[DifferentVariable, ...]]:
+    def _differences(self, job: JobView, seen: Reports) -> Part[tuple[DifferentVariable, ...]]:
         """The variables that differ, each with its reference."""
         names = tuple(seen[0].digests)
         groups = groups_of({rank: tuple(one.digests.values()) for rank, one in seen.items()}, names)
@@ -139,12 +136,12 @@ class Audit(Operation):
 
     def _looked_into(
         self,
-        job: Job,
+        job: JobView,
         report: AuditResult,
         differences: tuple[DifferentVariable, ...],
         seen: Reports,
         policy: str,
-    ) -> Generator[AnyRequest, Any, AuditResult]:
+    ) -> Part[AuditResult]:
         """Measures the deviations; with "heal", makes the replicas equal."""
         outcomes = {"heal": "healed", "raise": "raised", "warn": "warned"}
         report = replace(report, found_at=job.audits.differ(report.step), differences=differences)
@@ -163,8 +160,8 @@ class Audit(Operation):
         return replace(report, outcome="raised") if policy == "heal" else report
 
     def _borrow(
-        self, job: Job, differences: tuple[DifferentVariable, ...], updates: list[Proposal]
-    ) -> Generator[AnyRequest, Any, None]:
+        self, job: JobView, differences: tuple[DifferentVariable, ...], updates: list[Proposal]
+    ) -> Part[None]:
         """Every worker fetches the reference values; adds one update to `updates` per reference worker."""
         for source in sorted({one.reference for one in differences}):
             mine = tuple(one for one in differences if one.reference == source)
@@ -176,9 +173,7 @@ class Audit(Operation):
             prepare = Prepare(id_, made.digest, made.content)
             yield Ask(prepare, None, job.timeouts.prepare_secs, "fetch the reference values")
 
-    def _healed(
-        self, job: Job, report: AuditResult, updates: list[Proposal]
-    ) -> Generator[AnyRequest, Any, AuditResult]:
+    def _healed(self, job: JobView, report: AuditResult, updates: list[Proposal]) -> Part[AuditResult]:
         """Commits the fetched values as updates, and applies them while all are stopped."""
         healed: list[int] = []
         for update in updates:
@@ -198,7 +193,7 @@ class Audit(Operation):
         return replace(report, healed=tuple(healed))
 
 
-def _report(job: Job, step: int, seen: Reports) -> AuditResult:
+def _report(job: JobView, step: int, seen: Reports) -> AuditResult:
     """The report of an audit without differences so far."""
     free = {name: len({one.free[name] for one in seen.values()}) > 1 for name in seen[0].free}
     return AuditResult(
@@ -213,8 +208,8 @@ def _report(job: Job, step: int, seen: Reports) -> AuditResult:
 
 
 def _compared(
-    job: Job, differences: tuple[DifferentVariable, ...], updates: list[Proposal]
-) -> Generator[AnyRequest, Any, tuple[DifferentVariable, ...]]:
+    job: JobView, differences: tuple[DifferentVariable, ...], updates: list[Proposal]
+) -> Part[tuple[DifferentVariable, ...]]:
     """How far each worker deviates from the reference values."""
     found: dict[int, dict[str, Any]] = {rank: {} for rank in range(job.size)}
     sources = sorted({one.reference for one in differences})

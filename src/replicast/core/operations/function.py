@@ -18,9 +18,9 @@ from typing import ClassVar
 from msgspec.structs import replace
 
 from replicast.core.messages import Order, Replica
-from replicast.core.operation import Ask, Boundary, Go, Job, Operation, Reserve, Script
+from replicast.core.operation import Ask, Boundary, JobView, Operation, Reserve, Script
 from replicast.core.operations.trial import tried
-from replicast.core.operations.update import Apply, committed, prepared_here, verified
+from replicast.core.operations.update import applied, prepared_here
 from replicast.core.records import Proposal, Published
 
 
@@ -34,8 +34,7 @@ class Function(Operation):
         self.function = proposal
         self.has_source = False
 
-    def script(self, job: Job) -> Script:
-        """The coordinator's side."""
+    def script(self, job: JobView) -> Script:
         function, times = self.function, job.timeouts
         if function.at_step is not None:
             yield Reserve(function.at_step)
@@ -48,9 +47,7 @@ class Function(Operation):
         yield from prepared_here(job, update)
         if function.trial is not None:
             return (yield from tried(self, job, update, step))
-        record = yield from committed(self, job, update, step)
-        reports = yield Go(Apply(record.id, record.digest, record.sequence, keep=True))
-        return (yield from verified(job, record, update, step, reports))
+        return (yield from applied(self, job, update, step))
 
 
 class Compute(Order):

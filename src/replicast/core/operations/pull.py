@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from replicast.codec import Record
 from replicast.core.messages import Order, Replica
-from replicast.core.operation import Boundary, Go, Job, Operation, Outcome, Script
+from replicast.core.operation import Boundary, Go, JobView, Operation, Outcome, Script
 from replicast.core.records import Stage
 
 Ranges = tuple[tuple[int, int], ...]
@@ -40,15 +40,14 @@ class Pull(Operation):
     """Somebody outside the job wants to see values."""
 
     kind: ClassVar[str] = "pull"
+    in_trial = True
 
     def __init__(self, id_: str, name: str, rows: Ranges = ()) -> None:
         super().__init__(id_)
         self.name = name
         self.rows = rows
-        self.in_trial = True
 
-    def script(self, job: Job) -> Script:
-        """The coordinator's side."""
+    def script(self, job: JobView) -> Script:
         step = self.step = yield Boundary()
         digests = yield Go(TakeRows(self.id, self.name, self.rows))
         pulled = Pulled(self.name, self.rows, step, digests)

@@ -24,24 +24,22 @@ from replicast.core.operation import (
     Ask,
     BeforeWritten,
     Boundary,
-    Go,
-    Job,
+    JobView,
     Operation,
     Outcome,
     Persist,
     Script,
 )
-from replicast.core.operations.update import Apply, Update, committed, prepared, verified
+from replicast.core.operations.update import UpdateOperation, applied, prepared
 from replicast.core.records import Content, Proposal, Published, Refuse, Stage
 
 
-class Revert(Update):
+class Revert(UpdateOperation):
     """An update that undoes another one."""
 
     kind: ClassVar[str] = "revert"
 
-    def script(self, job: Job) -> Script:
-        """The coordinator's side."""
+    def script(self, job: JobView) -> Script:
         sequence = self.update.reverts or 0
         check_revert(job, self.update)
         if self.update.content is None:
@@ -55,12 +53,10 @@ class Revert(Update):
         yield from prepared(self, job)
         step = yield Boundary()
         check_revert(job, self.update)
-        record = yield from committed(self, job, self.update, step)
-        reports = yield Go(Apply(record.id, record.digest, record.sequence, keep=True))
-        return (yield from verified(job, record, self.update, step, reports))
+        return (yield from applied(self, job, self.update, step))
 
 
-def check_revert(job: Job, proposal: Proposal) -> None:
+def check_revert(job: JobView, proposal: Proposal) -> None:
     """Raises `Refuse` if an update cannot be reverted now."""
     sequence = proposal.reverts or 0
     problem = why_not(job.history, sequence, forced=proposal.forced)
@@ -120,18 +116,16 @@ class Keep(Operation):
 
     kind: ClassVar[str] = "keep"
     only_writes: ClassVar[bool] = True
+    in_trial = True
 
     def __init__(self, id_: str, record: Committed) -> None:
         super().__init__(id_)
         self.record = record
-        self.in_trial = True
 
     def is_applying(self, id_: str) -> bool:
-        """As in `Operation`."""
         return self.record.id == id_
 
-    def script(self, job: Job) -> Script:
-        """The coordinator's side."""
+    def script(self, job: JobView) -> Script:
         order = WriteBefore(self.record.sequence)
         try:
             content, problem = (yield Ask(order, (0,), None, "write the values before the update"))[0]

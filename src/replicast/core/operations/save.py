@@ -15,21 +15,21 @@ update was applied between the workers' snapshots, they are taken again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 from replicast.core.entries import Saved
 from replicast.core.messages import Order, Replica
 from replicast.core.operation import (
-    AnyRequest,
     Boundary,
     Collect,
     EarlierSettled,
     EarlierStored,
     Go,
-    Job,
+    JobView,
     Operation,
     Outcome,
+    Part,
     Persist,
     Script,
 )
@@ -48,8 +48,7 @@ class Save(Operation):
         super().__init__(id_)
         self.report = report
 
-    def script(self, job: Job) -> Script:
-        """The coordinator's side."""
+    def script(self, job: JobView) -> Script:
         snapshots = Snapshots()
         if self.report is not None:
             snapshots = yield Collect(self.report)
@@ -84,7 +83,7 @@ def _are_of_one_state(snapshots: Snapshots) -> bool:
     return 0 < len(taken) == len(snapshots) and len({one.holds for one in taken}) == 1
 
 
-def saved(job: Job, snapshots: Snapshots) -> Generator[AnyRequest, Any, Outcome]:
+def saved(job: JobView, snapshots: Snapshots) -> Part[Outcome]:
     """Writes the checkpoint, if the state was the same on all workers."""
     taken = {rank: one for rank, one in snapshots.items() if one is not None}
     if _is_skipped(snapshots):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from replicast.core.messages import Order, Replica
-from replicast.core.operation import Ask, Boundary, EarlierSettled, Go, Job, Operation, Outcome, Script
+from replicast.core.operation import Ask, Boundary, EarlierSettled, Go, JobView, Operation, Outcome, Script
 from replicast.core.operations.trial import under_way
 from replicast.core.operations.update import Apply, made_here, verified
 from replicast.core.records import Proposal, Published, Refuse, Stage
@@ -24,15 +24,14 @@ class Sync(Operation):
     """All workers have called `sync`."""
 
     kind: ClassVar[str] = "sync"
+    in_trial = True
 
     def __init__(self, id_: str, source: int, names: tuple[str, ...] = ()) -> None:
         super().__init__(id_)
         self.source = source
         self.names = names
-        self.in_trial = True
 
-    def script(self, job: Job) -> Script:
-        """The coordinator's side."""
+    def script(self, job: JobView) -> Script:
         yield EarlierSettled()
         step = yield Boundary()
         if job.trial is not None:
@@ -82,17 +81,13 @@ class Publish(Order):
 # Meet: all training threads wait for each other at one line of the script. Nothing else happens.
 
 
-class Meet(Operation):
+class Barrier(Operation):
     """All workers rest; every earlier proposal has its outcome when they continue."""
 
     kind: ClassVar[str] = "meet"
+    in_trial = True
 
-    def __init__(self, id_: str) -> None:
-        super().__init__(id_)
-        self.in_trial = True
-
-    def script(self, job: Job) -> Script:
-        """The coordinator's side; the workers only rest."""
+    def script(self, job: JobView) -> Script:
         yield EarlierSettled()
         yield Boundary()
         return Outcome(Stage.VERIFIED)

@@ -17,22 +17,22 @@ After a restart, a recorded decision is taken at its step, whatever is measured;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from math import inf
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from msgspec.structs import replace
 
 from replicast.core.entries import Committed, Decided
 from replicast.core.messages import Order, Replica
-from replicast.core.operation import AnyRequest, Ask, Boundary, Go, Job, Operation, Outcome, Persist, Script
-from replicast.core.operations.update import Update, at_its_boundary, committed, prepared, verified
+from replicast.core.operation import Ask, Boundary, Go, JobView, Operation, Outcome, Part, Persist, Script
+from replicast.core.operations.update import UpdateOperation, committed, prepared, verified
 from replicast.core.records import Applied, JobEnds, Proposal, Refuse, Stage
 from replicast.update.trial import Outcome as Kept
 from replicast.update.trial import Trial, TrialOutcome, judged
 
 
-class TrialUpdate(Update):
+class TrialUpdate(UpdateOperation):
     """An update on trial."""
 
     kind: ClassVar[str] = "trial"
@@ -49,21 +49,20 @@ class TrialUpdate(Update):
         super().__init__(proposal, record, scheduled=scheduled, stored=stored)
         self.decided = decided
 
-    def script(self, job: Job) -> Script:
-        """The coordinator's side."""
+    def script(self, job: JobView) -> Script:
         yield from prepared(self, job)
-        start = yield from at_its_boundary(self)
+        start = yield Boundary(self.at_step)
         return (yield from tried(self, job, self.update, start, self.record, self.decided))
 
 
 def tried(
     operation: Operation,
-    job: Job,
+    job: JobView,
     proposal: Proposal,
     start: int,
     record: Committed | None = None,
     decided: Decided | None = None,
-) -> Generator[AnyRequest, Any, Outcome]:
+) -> Part[Outcome]:
     """From the boundary where it is applied to the one where it is decided."""
     trial = proposal.trial
     if trial is None:
@@ -107,13 +106,13 @@ def outcome_of(trial: Trial, record: Committed, decided: Decided) -> TrialOutcom
     )
 
 
-def _measured(job: Job, trial: Trial) -> Generator[AnyRequest, Any, tuple[float | None, int]]:
+def _measured(job: JobView, trial: Trial) -> Part[tuple[float | None, int]]:
     """The mean over the workers, and the number of steps."""
     answers = yield Ask(Measure(trial), None, job.timeouts.compute_secs, "measure")
     return _mean(mean for mean, _ in answers.values()), min(steps for _, steps in answers.values())
 
 
-def _decided(job: Job, trial: Trial, record: Committed, end: int) -> Generator[AnyRequest, Any, Decided]:
+def _decided(job: JobView, trial: Trial, record: Committed, end: int) -> Part[Decided]:
     """Decides the trial. The decision is durable before any worker acts on it."""
     during, steps = yield from _measured(job, trial)
     outcome = judged(trial, record.sequence, end, record.before, during, steps)

@@ -16,19 +16,19 @@ operation waits for it. A replay from the journal runs the same script without w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 from replicast.core.entries import Committed, Payload, Receipt, Scheduled
 from replicast.core.messages import Order, Replica
 from replicast.core.operation import (
-    AnyRequest,
     Ask,
     Boundary,
     Go,
-    Job,
+    JobView,
     Operation,
     Outcome,
+    Part,
     Persist,
     Reserve,
     Script,
@@ -37,7 +37,7 @@ from replicast.core.records import Applied, Content, JobEnds, Proposal, Refuse, 
 from replicast.update.trial import TrialOutcome
 
 
-class Update(Operation):
+class UpdateOperation(Operation):
     """A proposed update, or one of the journal that is applied again."""
 
     kind: ClassVar[str] = "update"
@@ -60,16 +60,18 @@ class Update(Operation):
             self.replays, self.in_trial = (record.step, record.sequence), record.heals
             self.waits_until = record.step
 
-    def script(self, job: Job) -> Script:
-        """The coordinator's side."""
+    def script(self, job: JobView) -> Script:
         yield from prepared(self, job)
-        step = yield from at_its_boundary(self)
-        record = self.record or (yield from committed(self, job, self.update, step))
-        reports = yield Go(Apply(record.id, record.digest, record.sequence, keep=True))
-        return (yield from verified(job, record, self.update, step, reports))
+        step = yield Boundary(self.at_step)
+        return (yield from applied(self, job, self.update, step, self.record))
+
+    @property
+    def at_step(self) -> int | None:
+        """The step at which it must be applied, if that is not open."""
+        return self.update.at_step if self.record is None else self.record.step
 
 
-def prepared(update: Update, job: Job) -> Generator[AnyRequest, Any, None]:
+def prepared(update: UpdateOperation, job: JobView) -> Part[None]:
     """Afterwards every worker can apply it; its payload is durable, and so is its step if it has one."""
     proposal, secs = update.update, job.timeouts.prepare_secs
     content = proposal.content
@@ -99,9 +101,7 @@ def prepared(update: Update, job: Job) -> Generator[AnyRequest, Any, None]:
         update.waits_until = proposal.at_step
 
 
-def made_here(
-    operation: Operation, job: Job, proposal: Proposal, step: int
-) -> Generator[AnyRequest, Any, Committed]:
+def made_here(operation: Operation, job: JobView, proposal: Proposal, step: int) -> Part[Committed]:
     """Prepares and commits an update that was created at the boundary where all are stopped."""
     try:
         yield from prepared_here(job, proposal)
@@ -111,14 +111,14 @@ def made_here(
         raise
 
 
-def prepared_here(job: Job, proposal: Proposal) -> Generator[AnyRequest, Any, None]:
+def prepared_here(job: JobView, proposal: Proposal) -> Part[None]:
     """Afterwards every worker can apply it, and its payload is durable."""
     order = Prepare(proposal.id, proposal.digest, proposal.content)
     yield Ask(order, None, job.timeouts.prepare_secs, "prepare the update")
     yield Persist(payload_of(proposal))
 
 
-def discarded(job: Job, updates: list[Proposal]) -> Generator[AnyRequest, Any, None]:
+def discarded(job: JobView, updates: list[Proposal]) -> Part[None]:
     """Discards updates that have no author, once they are not needed. A silent worker keeps them longer."""
     discard = Discard(tuple(one.id for one in updates))
     with contextlib.suppress(Refuse):
@@ -126,38 +126,39 @@ def discarded(job: Job, updates: list[Proposal]) -> Generator[AnyRequest, Any, N
 
 
 def payload_of(proposal: Proposal) -> Payload:
-    """Its entry before it has a sequence number."""
     return Payload(proposal.id, proposal.digest, proposal.content, proposal.author, proposal.note)
 
 
-def at_its_boundary(update: Update) -> Generator[AnyRequest, Any, int]:
-    """Waits until all workers are stopped at the boundary where it is applied."""
-    step: int = yield Boundary(update.update.at_step if update.record is None else update.record.step)
-    return step
+def applied(
+    operation: Operation, job: JobView, proposal: Proposal, step: int, record: Committed | None = None
+) -> Part[Outcome]:
+    """Commits, applies and verifies an update while all are stopped; a replay is committed already."""
+    record = record or (yield from committed(operation, job, proposal, step))
+    reports = yield Go(Apply(record.id, record.digest, record.sequence, keep=True))
+    return (yield from verified(job, record, proposal, step, reports))
 
 
 def committed(
     operation: Operation,
-    job: Job,
+    job: JobView,
     proposal: Proposal,
     step: int,
     *,
     before: float | None = None,
     heals: bool = False,
-) -> Generator[AnyRequest, Any, Committed]:
+) -> Part[Committed]:
     """Writes the record. Once it is durable, nothing can fail."""
-    sequence = job.history.next_sequence
     record = Committed(
-        sequence,
-        proposal.id,
-        proposal.digest,
-        step,
-        job.attempt,
-        proposal.trial,
-        before,
-        heals,
-        job.size,
-        proposal.reverts,
+        sequence=job.history.next_sequence,
+        id=proposal.id,
+        digest=proposal.digest,
+        step=step,
+        attempt=job.attempt,
+        trial=proposal.trial,
+        before=before,
+        heals=heals,
+        workers=job.size,
+        reverts=proposal.reverts,
     )
     yield Persist(record)
     operation.stage, operation.step = Stage.COMMITTED, step
@@ -165,13 +166,13 @@ def committed(
 
 
 def verified(
-    job: Job,
+    job: JobView,
     record: Committed,
     proposal: Proposal,
     step: int,
     reports: dict[int, Applied],
     trial: TrialOutcome | None = None,
-) -> Generator[AnyRequest, Any, Outcome]:
+) -> Part[Outcome]:
     """Writes the receipt. The update is applied even if there is no space for the receipt."""
     goes_back = trial is not None and trial.outcome == "reverted"
     stage = Stage.REVERTED if goes_back else Stage.VERIFIED
