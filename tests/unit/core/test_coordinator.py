@@ -46,7 +46,7 @@ from replicast.core.messages import (
     Withdraw,
 )
 from replicast.core.operations.revert import Invert, WriteBefore
-from replicast.core.operations.update import Apply, Load
+from replicast.core.operations.update import Apply, Load, UpdateOperation
 from replicast.core.records import Applied, Pending, Proposal, Refusal, ReportId, Seen, Snapshot, Stage
 
 ADD = Proposal("add", "digest", (("add", "d", 5),))
