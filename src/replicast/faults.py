@@ -47,7 +47,7 @@ class Point(enum.StrEnum):
     DECIDE = "decide"  # Worker 0: the trial's measurements have arrived | its outcome is written.
     SETTLE = "settle"  # A worker is told how a trial ended | its state is kept or reverted.
     SNAPSHOT = "snapshot"  # A checkpoint is due | worker 0 copies the state, the others digest theirs.
-    WRITE = "write"  # A file's bytes are written under a temporary name | they are fsynced.
+    WRITE = "write"  # A file's bytes, or a line of a log, are written | they are fsynced.
     RENAME = "rename"  # A file or checkpoint is complete under a temporary name | it gets its final one.
 
 

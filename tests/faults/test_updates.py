@@ -127,7 +127,7 @@ def test_an_update_that_the_journal_has_no_room_for_is_refused_and_the_next_one_
 ) -> None:
     results = pool2.run(disk_full, call, tmp_path)
     assert "No space left on device" in results[1]["said"]
-    assert results[0]["left"] == ["claim.json", "run.json"], "half of it is still there"
+    assert results[0]["left"] == ["log.jsonl", "run.json"], "half of it is still there"
     assert [record.id for record in committed_updates(tmp_path / "run")] == ["mark-0"]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -20,7 +21,7 @@ from replicast.errors import UpdateRefused
 from replicast.processes import this_process
 from replicast.storage import inbox
 from replicast.storage.claims import Fence
-from replicast.storage.journal import FileJournal, fields_of
+from replicast.storage.journal import FileJournal
 from replicast.storage.run_files import FORMAT, RunInfo, WorkerNote, write_run_info, write_worker_note
 from replicast.storage.updates import undo
 from replicast.update.schema import Schema, Variable, planned
@@ -145,7 +146,10 @@ class PlayedJob:
             )
         receipt = self.receipt(id_, sequence, step)
         self._journal.write(receipt)
-        failed, done = {"reason": "worker 1 differs"}, {"receipt": fields_of(receipt)}
+        failed, done = (
+            {"reason": "worker 1 differs"},
+            {"receipt": msgspec.json.decode(msgspec.json.encode(receipt))},
+        )
         inbox.note_stage(self.run, id_, self.fate, **(failed if self.fate is Stage.FAILED else done))
 
 

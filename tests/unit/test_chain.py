@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,8 @@ from replicast.core.records import Stage
 from replicast.storage.claims import Fence, read_chain
 from replicast.storage.journal import FileJournal
 from replicast.storage.run_files import Change, RunInfo, State, write_change, write_run_info
-from replicast.strictjson import sealed, unsealed
 from replicast.update.schema import Schema
+from tests.unit.logs import cut, damage, lines_of, log_of, remove, rewritten
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def run(tmp_path: Path) -> Path:
         write_run_info(fence, RunInfo(2, Schema([]), 2, attempt, 1.0))
         journal = FileJournal(tmp_path, fence)
         journal.write(Started(attempt, None))
-        journal.write(Refused(f"id-{attempt}", "a" * 32, "<script>alert(1)</script>"))
+        journal.write(Refused(f"id-{attempt}", ("a" * 32,), "<script>alert(1)</script>"))
         fence.release()
     write_change(tmp_path, Change(State.FAILED, 1, worker=1, reason="<b>ValueError</b>\x1b[31m"))
     return tmp_path
@@ -43,24 +42,24 @@ def test_the_chain_goes_through_all_attempts(run: Path) -> None:
 
 
 def test_an_old_record_that_is_rewritten_with_a_valid_seal_shows(run: Path) -> None:
-    path = run / "groups" / "000001" / "000002.refused.json"
-    fields = unsealed(path.read_bytes())
-    path.write_bytes(sealed(fields | {"problem": "nothing was refused"}))
+    damage(run, "refused", rewritten(problem="nothing was refused"))
     (problem,) = read_chain(run).problems
-    assert "groups/000002/claim.json does not follow the record before it" in problem
+    assert problem.startswith("Entry 0 of")
+    assert "groups/000002/log.jsonl does not follow the record before it" in problem
 
 
 def test_a_removed_or_damaged_record_shows(run: Path) -> None:
-    (run / "groups" / "000001" / "000001.started.json").unlink()
-    (run / "groups" / "000002" / "000001.started.json").write_bytes(b"{")
+    damage(run, "started", remove)
+    damage(run, "started", cut, group=2)
     missing, damaged = read_chain(run).problems
-    assert missing == "entry 1 of groups/000001 is missing"
-    assert "groups/000002/000001.started.json" in damaged
+    assert "groups/000001/log.jsonl is damaged: entry 1: missing" in missing
+    assert "groups/000002/log.jsonl is damaged: entry 1: its checksum does not match" in damaged
+    assert read_chain(run).length == 6
 
 
 def test_what_a_group_writes_after_it_was_taken_over_is_not_in_the_chain(run: Path) -> None:
-    late = run / "groups" / "000001" / "000003.refused.json"
-    late.write_bytes((run / "groups" / "000001" / "000002.refused.json").read_bytes())
+    with log_of(run).open("ab") as file:
+        file.write(lines_of(run)[-1])
     assert read_chain(run).problems == ()
 
 
@@ -78,8 +77,7 @@ def test_the_report_is_one_file_in_which_everything_of_a_job_is_text(run: Path, 
 
 
 def test_the_report_says_which_record_was_changed(run: Path, tmp_path: Path) -> None:
-    path = run / "groups" / "000001" / "000001.started.json"
-    path.write_bytes(sealed(json.loads(json.dumps(unsealed(path.read_bytes()))) | {"attempt": 7}))
+    damage(run, "started", rewritten(attempt=7))
     output = tmp_path / "report.html"
     result = CliRunner().invoke(main, ["report", str(run), "-o", str(output)])
     assert result.exit_code == 1

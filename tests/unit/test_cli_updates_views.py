@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -19,7 +20,6 @@ from replicast.client.notes import age
 from replicast.core.records import Stage
 from replicast.storage import inbox
 from replicast.storage.claims import Fence
-from replicast.storage.journal import fields_of
 from replicast.storage.run_files import (
     ENDED,
     WorkerNote,
@@ -297,7 +297,7 @@ def test_show_says_when_nothing_or_too_much_is_meant(run: Path) -> None:
 
 
 def test_an_update_of_a_job_without_a_journal_is_known_by_its_note(run: Path) -> None:
-    receipt = fields_of(PlayedJob(run).receipt("x", 1, 7))
+    receipt = msgspec.to_builtins(PlayedJob(run).receipt("x", 1, 7), str_keys=True)
     inbox.note_stage(run, "x", Stage.VERIFIED, receipt=receipt)
     result = invoke("show", run, "x")
     assert (result.exit_code, "a" * 32 in result.output) == (0, True)
@@ -312,7 +312,7 @@ def test_a_damaged_payload_is_told_after_what_is_known(run: Path) -> None:
     assert result.exit_code == 1
     assert "ann@box" in result.output
     assert "sha256 is not that of its entry" in result.output
-    entry = payload.with_suffix(".payload.json")
+    entry = payload.with_name("log.jsonl")
     entry.write_bytes(entry.read_bytes().replace(b"ann@box", b"bob@box"))
     for command in (["log", run], ["status", run], ["show", run, 1]):
         damaged = invoke(*command)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from replicast.core.records import Stage
-from replicast.files import write_durably
 from replicast.processes import this_process
 from replicast.storage import inbox
 from replicast.storage.run_files import ENDED, WorkerNote, write_worker_note
 from replicast.update.update import Update
+from tests.unit.logs import log_of
 from tests.unit.played_job import LONG_AGO, PlayedJob, heard_of, invoke, made_run, meanwhile
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
@@ -232,7 +232,8 @@ def test_withdrawing_between_the_jobs_look_at_the_header_and_its_note_loses_noth
 
 def test_a_damaged_journal_leaves_the_update_where_it_was(run: Path) -> None:
     inbox.submit(run, Update(id="x").assign("learning_rate", 1))
-    write_durably(run / "groups" / "000001" / "000001.record.json", [b"{}"])
+    with log_of(run).open("ab") as file:
+        file.write(b"{}\n")
     assert invoke("withdraw", run, "x").exit_code == 1
     assert [entry.id for entry in inbox.waiting(run)] == ["x"]
 

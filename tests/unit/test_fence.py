@@ -24,7 +24,6 @@ from replicast.core.entries import (
 )
 from replicast.core.records import Stage
 from replicast.errors import ClusterError, FileDamaged, JobFailed
-from replicast.storage import journal as counted
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence, sees_group
 from replicast.storage.journal import FileJournal
@@ -145,6 +144,9 @@ def test_of_two_groups_that_claim_at_once_one_has_the_run_and_the_other_knows(tm
         run = tmp_path / str(number)
         others: list[FileJournal] = []
         commit(start(run), "first")
+        (
+            run / "groups" / "000001" / "void.safetensors"
+        ).touch()  # The last thing that a start does is to remove it.
 
         def claim_too(run: Path = run, others: list[FileJournal] = others) -> None:
             others.append(start(run))
@@ -235,30 +237,6 @@ def test_what_was_written_before_the_run_was_taken_over_counts(tmp_path: Path) -
         assert history.withdrawn == {"second"}
 
 
-def test_who_reads_while_a_group_takes_over_and_cleans_up_reads_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = start(tmp_path)
-    commit(old, "first")
-    real = counted.entry_kinds
-    listed: list[dict[int, str]] = []
-
-    def taken_over_meanwhile(directory: Path) -> dict[int, str]:
-        if listed:
-            return real(directory)
-        fence = Fence(tmp_path, attempt=1)
-        with pytest.raises(JobFailed):
-            old.write(Withdrawn("late"))
-        listed.append(real(directory))
-        FileJournal(tmp_path, fence)  # It removes the late entry.
-        return listed[0]
-
-    monkeypatch.setattr(counted, "entry_kinds", taken_over_meanwhile)
-    assert [update.id for update in committed_updates(tmp_path)] == ["first"]
-    assert listed[0][3] == "withdrawn"
-    assert not list(tmp_path.glob("groups/000001/000003.*"))
-
-
 def test_what_a_run_is_about_is_said_by_the_group_that_has_it(tmp_path: Path) -> None:
     old, info = Fence(tmp_path, attempt=0), RunInfo(FORMAT, Schema([]), 2, 1, 0.0)
     write_run_info(Fence(tmp_path, attempt=1), info)
@@ -342,27 +320,42 @@ def test_a_copy_of_another_runs_checkpoint_is_found_by_the_next_start(
     assert (tmp_path / "checkpoints" / name).exists()
 
 
-@pytest.mark.parametrize("damage", ["flipped", "another's"])
+@pytest.mark.parametrize("damage", ["flipped", "another's", "missing"])
 def test_a_damaged_claim_is_reported_and_never_guessed(tmp_path: Path, damage: str) -> None:
     commit(start(tmp_path), "first")
-    second = Fence(tmp_path, attempt=1)
-    path = second.directory.as_path() / "claim.json"
-    content = bytearray((tmp_path / "groups" / "000001" / "claim.json").read_bytes())
-    if damage == "flipped":
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(FileDamaged, match=r"000002/claim\.json"):
-        committed_updates(tmp_path)
-    with pytest.raises(FileDamaged, match=r"000002/claim\.json"):
-        Fence(tmp_path, attempt=2)
+    commit(start(tmp_path), "second")
+    path = tmp_path / "groups" / "000002" / "log.jsonl"
+    whole = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        first, others = whole.split(b"\n", 1)
+        if damage == "another's":
+            first = (tmp_path / "groups/000001/log.jsonl").read_bytes().partition(b"\n")[0]
+        else:
+            first = first[:50] + bytes([first[50] ^ 1]) + first[51:]
+        path.write_bytes(first + b"\n" + others)
+    for read in (committed_updates, start):
+        with pytest.raises(FileDamaged, match=r"000002/log\.jsonl.*Restore it from a backup"):
+            read(tmp_path)
+    path.write_bytes(whole)
+    journal = start(tmp_path)
+    journal.check_start(None)
+    assert list(journal.history().committed) == [1, 2]
+
+
+def test_what_is_no_directory_among_the_groups_stops_nothing(tmp_path: Path) -> None:
+    commit(start(tmp_path), "first")
+    (tmp_path / "groups" / "000007").write_bytes(b"junk")
+    (tmp_path / "groups" / "000008").symlink_to("000008")
+    commit(start(tmp_path), "second")
+    assert ids(tmp_path) == ["first", "second"]
 
 
 HOLDER = """
 import sys
 from pathlib import Path
 from replicast.storage.claims import Fence
-from replicast.storage.claims import sees_group
 fence = Fence(Path(sys.argv[1]), attempt=0)
 print("claimed", flush=True)
 if sys.stdin.readline() == "release\\n":

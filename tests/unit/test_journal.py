@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from replicast.core.entries import (
+    Before,
     Committed,
     Decided,
     Entry,
@@ -33,7 +34,7 @@ from replicast.storage.journal import (
     MemoryJournal,
     NotWritten,
     PerhapsWritten,
-    counted_entries,
+    counted_lines,
     summary,
 )
 from replicast.storage.updates import (
@@ -43,9 +44,9 @@ from replicast.storage.updates import (
     scheduled_updates,
     withdrawn_ids,
 )
-from replicast.strictjson import sealed, unsealed
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update
+from tests.unit.logs import lines_of, log_of
 
 OUTCOME = TrialOutcome(1, "reverted", 14, "loss", 1.0, 2.0, "why")
 
@@ -130,7 +131,7 @@ def test_every_kind_of_entry_is_read_back_as_it_was(tmp_path: Path) -> None:
     journal = writer(tmp_path)
     for entry in entries_of_each_kind():
         write(journal, entry)
-    read = [file.entry() for file in counted_entries(tmp_path)[0]]
+    read = [line.entry() for line in counted_lines(tmp_path)[0]]
     expected = entries_of_each_kind()
     payload = expected[2]
     assert isinstance(payload, Payload)
@@ -145,10 +146,15 @@ def test_a_metric_that_is_no_finite_number_was_not_measured(tmp_path: Path) -> N
     commit(journal, 1)
     journal.write(Committed(2, "u1", "d", 20, 0, Trial(4), float("nan")))
     journal.write(Decided(2, False, 24, 2, "why", float("inf")))
-    record, decided = (file.entry() for file in counted_entries(tmp_path)[0][-2:])
+    record, decided = (line.entry() for line in counted_lines(tmp_path)[0][-2:])
     assert isinstance(record, Committed)
     assert isinstance(decided, Decided)
     assert (record.before, decided.during) == (None, None)
+
+
+def test_text_that_is_not_valid_unicode_is_escaped(tmp_path: Path) -> None:
+    writer(tmp_path).write(Refused("u1", ("a",), "no file \udcff"))
+    assert refused(tmp_path) == {"u1": "no file \\udcff"}
 
 
 def test_what_has_only_a_payload_is_not_committed(journal: Journal) -> None:
@@ -183,10 +189,8 @@ def test_another_process_sees_what_was_written(tmp_path: Path) -> None:
     assert (update.id, update.workers, update.author, update.note) == ("u1", 2, "me", "why")
     assert load_update(tmp_path, 1).content_digest() == update.digest
     assert sorted(path.name for path in folder(tmp_path).iterdir()) == [
-        "000001.payload.json",
         "000001.safetensors",
-        "000002.committed.json",
-        "claim.json",
+        "log.jsonl",
     ]
 
 
@@ -196,17 +200,6 @@ def test_what_the_first_update_of_a_run_is_reached_by_is_on_disk_too(
     run_dir = tmp_path / "runs" / "first"
     commit(writer(run_dir), 1)
     assert {tmp_path, tmp_path / "runs", run_dir, run_dir / "groups", folder(run_dir)} <= set(synced)
-
-
-def test_the_millionth_entry_has_more_digits(tmp_path: Path) -> None:
-    fence = Fence(tmp_path, attempt=0)
-    journal = FileJournal(tmp_path, fence)
-    commit(journal, 1)
-    fence._entries = 999_999  # rather than to write them all
-    journal.write(receipt_of(1))
-    assert (folder(tmp_path) / "1000000.receipt.json").exists()
-    with pytest.raises(FileDamaged, match="000003"):
-        committed_updates(tmp_path)
 
 
 def test_what_a_coordinator_that_died_left_behind_is_ignored_and_removed_by_the_next(tmp_path: Path) -> None:
@@ -221,77 +214,94 @@ def test_what_a_coordinator_that_died_left_behind_is_ignored_and_removed_by_the_
     assert [load(journal, sequence).id for sequence in (1, 2)] == ["u1", "u2"]
 
 
-def damage_json(directory: Path) -> str:
-    (directory / "000002.committed.json").write_text("{")
-    return "000002.committed.json"
-
-
-def damage_fields(directory: Path) -> str:
-    fields = unsealed((directory / "000002.committed.json").read_bytes())
-    (directory / "000002.committed.json").write_bytes(sealed(fields | {"step": "10"}))
-    return "000002.committed.json"
-
-
-def damage_number(directory: Path) -> str:
-    fields = unsealed((directory / "000002.committed.json").read_bytes())
-    (directory / "000002.committed.json").write_bytes(sealed(fields | {"sequence": 2}))
-    return "000002.committed.json"
-
-
-def damage_group(directory: Path) -> str:
-    fields = unsealed((directory / "000002.committed.json").read_bytes())
-    (directory / "000002.committed.json").write_bytes(sealed(fields | {"group": 2}))
-    return "000002.committed.json"
-
-
-def damage_place(directory: Path) -> str:
-    (directory / "000002.committed.json").write_bytes((directory / "000004.committed.json").read_bytes())
-    return "000002.committed.json"
-
-
-def damage_kind(directory: Path) -> str:
-    (directory / "000002.committed.json").rename(directory / "000002.record.json")
-    return "000002.record.json"
-
-
-def damage_hole(directory: Path) -> str:
-    (directory / "000002.committed.json").unlink()
-    return "000002"
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [damage_json, damage_fields, damage_number, damage_group, damage_place, damage_kind, damage_hole],
-)
-def test_damage_is_named_by_its_file(tmp_path: Path, damage: Callable[[Path], str]) -> None:
-    journal = writer(tmp_path)
-    commit(journal, 1)
-    commit(journal, 2)
-    name = damage(folder(tmp_path))
-    for read in (lambda: committed_updates(tmp_path), lambda: writer(tmp_path)):
-        with pytest.raises(FileDamaged) as raised:
-            read()
-        assert raised.value.path.name == name
-
-
-KINDS = ["started", "payload", "scheduled", "committed", "decided", "receipt", "withdrawn", "refused"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_flipped_bit_of_an_entry_is_noticed(tmp_path: Path, kind: str) -> None:
+def test_every_flipped_bit_of_a_log_is_noticed(tmp_path: Path) -> None:
     journal = writer(tmp_path)
     for entry in entries_of_each_kind():
         write(journal, entry)
-    path = next(folder(tmp_path).glob(f"*.{kind}.json"))
-    whole = path.read_bytes()
-    for bit in range(0, 8 * len(whole), 101):  # test_strictjson.py: every one
+    whole = log_of(tmp_path).read_bytes()
+    end = len(whole) - len(
+        lines_of(tmp_path)[-1]
+    )  # Whether the last line is torn or damaged is another question.
+    for bit in range(0, 8 * end, 31):
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(flipped)
-        with pytest.raises(FileDamaged, match=f"{kind}.json"):
+        log_of(tmp_path).write_bytes(flipped)
+        with pytest.raises(FileDamaged, match=r"log\.jsonl is damaged"):
             committed_updates(tmp_path)
-    path.write_bytes(whole)
+    log_of(tmp_path).write_bytes(whole)
     assert len(committed_updates(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_line_that_did_not_reach_the_disk_whole_was_never_written(tmp_path: Path, zeros: bool) -> None:
+    commit(writer(tmp_path), 1)
+    whole, last = log_of(tmp_path).read_bytes(), len(lines_of(tmp_path)[-1])
+    for length in range(1, last):
+        torn = whole[: len(whole) - length] + (b"\0" * (length - 1) + b"\n" if zeros and length > 1 else b"")
+        log_of(tmp_path).write_bytes(torn)
+        assert committed_updates(tmp_path) == []
+    journal = writer(tmp_path)
+    journal.check_start(None)
+    assert journal.history().committed == {}
+    commit(journal, 1)
+    assert [one.id for one in committed_updates(tmp_path)] == ["u1"]
+
+
+def test_a_log_that_somebody_else_has_written_to_takes_no_more_entries(tmp_path: Path) -> None:
+    journal = writer(tmp_path)
+    commit(journal, 1)
+    with log_of(tmp_path).open("ab") as file:
+        file.write(b"{")
+    with pytest.raises(FileDamaged, match="another size"):
+        journal.write(Withdrawn("x"))
+
+
+def test_a_start_reads_each_log_once_however_many_entries_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    real: Callable[..., int] = os.open
+
+    def counted(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & (os.O_ACCMODE | os.O_DIRECTORY) == os.O_RDONLY:
+            opened.append(Path(path).name)
+        return real(path, flags, *args, **kwargs)
+
+    for sequences in ((1, 2, 3), (4, 5, 6)):
+        journal = writer(tmp_path)
+        for sequence in sequences:
+            commit(journal, sequence)
+    for _ in range(5):  # Groups without entries are not read.
+        writer(tmp_path)
+    with monkeypatch.context() as patching:
+        patching.setattr(os, "open", counted)
+        assert len(committed_updates(tmp_path)) == 6
+    assert opened == ["log.jsonl"] * 4  # the last claim, and the logs of three groups
+
+
+def test_an_update_costs_so_many_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = writer(tmp_path)
+    synced: list[str] = []
+    real = os.fsync
+
+    def noting(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append(path.name)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    counts = []
+    for step in (
+        lambda: write(journal, payload_of(update_of(1))),
+        lambda: journal.write(committed_of(1)),
+        lambda: journal.write(Before(1, "u1", journal.stage_before(update_of(1)))),
+        lambda: journal.write(receipt_of(1)),
+    ):
+        synced.clear()
+        step()
+        counts.append(len(synced))
+    # Values take two: the file and its directory. A line takes one.
+    assert counts == [3, 1, 3, 1]
 
 
 def test_every_flipped_byte_of_a_payload_is_noticed(tmp_path: Path) -> None:
@@ -322,6 +332,8 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, call: int, fired: list[str]) -> Non
         def faulty(*args: Any, real: Callable[..., Any] = real, name: str = name, **kwargs: Any) -> Any:
             if next(count) == call:
                 fired.append(name)
+                if name == "write":  # A disk that is nearly full takes the beginning.
+                    real(args[0], args[1][: len(args[1]) // 2])
                 raise OSError(errno.ENOSPC, "No space left on device")
             return real(*args, **kwargs)
 
@@ -336,7 +348,7 @@ def test_wherever_the_disk_fails_an_entry_is_written_or_not_or_unknown(tmp_path:
         fired: list[str] = []
         journal = writer(run_dir)
         commit(journal, 1)
-        before = {path.name for path in folder(run_dir).iterdir()}
+        before = {path.name: path.read_bytes() for path in folder(run_dir).iterdir()}
         with pytest.MonkeyPatch.context() as monkeypatch:
             fail_at(monkeypatch, call, fired)
             try:
@@ -347,20 +359,20 @@ def test_wherever_the_disk_fails_an_entry_is_written_or_not_or_unknown(tmp_path:
             except PerhapsWritten:
                 outcome = "unknown"
         outcomes.append((fired[0] if fired else None, outcome))
-        names = {path.name for path in folder(run_dir).iterdir()}
         if outcome == "not written":
-            assert names == before
-            assert len(counted_entries(run_dir)[0]) == 2
+            assert {path.name: path.read_bytes() for path in folder(run_dir).iterdir()} == before
+            assert len(counted_lines(run_dir)[0]) == 2
             write(journal, entry)
         else:
-            journal.write(receipt_of(1))  # Its place is taken, whatever becomes of it.
+            journal.write(receipt_of(1))  # It has its place, whatever becomes of it.
         assert len(FileJournal(run_dir, Fence(run_dir, attempt=1)).history().committed) in (1, 2)
-        assert type(counted_entries(run_dir)[0][2].entry()) is type(entry)
+        assert type(counted_lines(run_dir)[0][2].entry()) is type(entry)
         if not fired:
             break
     assert [outcome for _, outcome in outcomes[-2:]] == ["unknown", "written"]
     assert {outcome for _, outcome in outcomes[:-2]} == {"not written"}
-    assert {name for name, _ in outcomes} == {"write", "fsync", "rename", None}
+    called = {"write", "fsync", "rename"} if isinstance(entry, Payload) else {"write", "fsync"}
+    assert {name for name, _ in outcomes} == {*called, None}
 
 
 def test_summaries_say_what_is_written() -> None:

@@ -26,15 +26,28 @@ from replicast.core.entries import (
 from replicast.core.records import Pending, Proposal, Stage
 from replicast.errors import FileDamaged, PayloadRemoved
 from replicast.storage import inbox
-from replicast.storage import journal as journal_module
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal
-from replicast.storage.updates import Updates, has_promised
+from replicast.storage.updates import Updates, committed_updates, has_promised, load_update
 from replicast.testing.job import DEADLINE_SECS, Job
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 from tests.unit.checkpoint.samples import written as saved_state
+from tests.unit.logs import (
+    Damage,
+    cut,
+    damage,
+    flip,
+    join,
+    kind_of,
+    lines_of,
+    log_of,
+    remove,
+    rewritten,
+    sealed,
+    split,
+)
 from tests.unit.played_job import PlayedJob, invoke, made_run
 
 
@@ -68,26 +81,7 @@ def written(run: Path, *entries: Entry) -> None:
         journal.write(entry, update_of(entry.id) if isinstance(entry, Payload) else None)
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-9])
-
-
-def remove(path: Path) -> None:
-    path.unlink()
-
-
-DAMAGES = [flip, truncate, remove]
-
-
-def entry_file(run: Path, kind: str) -> Path:
-    (path,) = run.glob(f"groups/*/*.{kind}.json")
-    return path
+DAMAGES = [flip, cut, remove, split]
 
 
 ALL = (
@@ -105,18 +99,17 @@ ALL = (
 KINDS = ("started", "decided", "receipt", "withdrawn", "refused", "scheduled")
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_readers_show_all_other_entries_and_name_the_damaged_file(
-    tmp_path: Path, kind: str, damage: Callable[[Path], None]
+def test_readers_show_all_other_entries_and_name_the_damaged_one(
+    tmp_path: Path, kind: str, how: Damage
 ) -> None:
     written(tmp_path, *ALL)
-    path = entry_file(tmp_path, kind)
-    damage(path)
+    number = damage(tmp_path, kind, how)
     journal = Updates(tmp_path)
     assert [record.id for record, _ in journal.committed.values()] == ["u1", "u2"]
     (found,) = journal.damaged
-    assert path.name.startswith(found.error.path.name)
+    assert f"000001/log.jsonl is damaged: entry {number}: " in str(found.error)
     views = [journal.committed_update(*journal.committed[sequence]) for sequence in (1, 2)]
     assert [len(view.edits) for view in views] == [1, 1]
     assert (views[0].decided is None) == (kind == "decided")
@@ -124,57 +117,114 @@ def test_readers_show_all_other_entries_and_name_the_damaged_file(
     assert has_promised(tmp_path, "u1"), "it is known whatever else is damaged"
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_record_or_payload_hides_nothing_else(
-    tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
-    directory = tmp_path / "groups" / "000001"
+@pytest.mark.parametrize("how", [*DAMAGES, join])
+def test_a_damaged_record_or_payload_hides_nothing_else(tmp_path: Path, how: Damage) -> None:
     written(tmp_path, *(entry for n in (1, 2, 3) for entry in (payload(f"u{n}"), committed(n, f"u{n}"))))
-    damage(directory / "000004.committed.json")
-    damage(directory / "000005.payload.json")
+    damage(tmp_path, 4, how)
+    if how is not join:
+        damage(tmp_path, 4 if how is remove else 5 + (how is split), how)
     journal = Updates(tmp_path)
     assert list(journal.committed) == [1, 3]
-    assert [one.number for one in journal.damaged] == ([4] if damage is remove else [4, 5])
+    assert [(one.number, one.last) for one in journal.damaged] == [(4, 5)]
     third = journal.committed_update(*journal.committed[3])
     assert (third.id, third.step, third.edits, third.nbytes) == ("u3", 30, (), 0)
     assert has_promised(tmp_path, "u1")
-    with pytest.raises(FileDamaged, match="000004"):
+    with pytest.raises(FileDamaged, match="entries 4 to 5"):
         has_promised(tmp_path, "u2")
 
 
 def test_a_group_whose_files_are_all_gone_hides_no_other(tmp_path: Path) -> None:
     written(tmp_path, payload("u1"), committed(1, "u1"))
     written(tmp_path, payload("u2"), committed(2, "u2"))
-    for path in (*(tmp_path / "groups" / "000001").iterdir(), *tmp_path.glob("groups/*/*.index.jsonl")):
-        path.unlink()
+    log_of(tmp_path).unlink()
     journal = Updates(tmp_path)
     assert list(journal.committed) == [2]
-    assert "the entries up to 000002 are missing too" in str(journal.damaged[0])
+    assert "000001/log.jsonl is damaged: entries 0 to 2: cannot be read" in str(journal.damaged[0].error)
 
 
-def test_entries_of_a_group_whose_claim_is_missing_are_not_taken_for_void(tmp_path: Path) -> None:
-    written(tmp_path, payload("u1"), committed(1, "u1"))
-    written(tmp_path, payload("u2"), committed(2, "u2"))
-    claim = tmp_path / "groups" / "000002" / "claim.json"
-    whole = claim.read_bytes()
-    claim.unlink()
-    for read in (Updates, started):
-        with pytest.raises(FileDamaged, match=r"000002/claim\.json is missing.*Restore it from a backup"):
-            read(tmp_path)
-    claim.write_bytes(whole)
-    journal = started(tmp_path)
-    journal.check_start(None)
-    assert list(journal.history().committed) == [1, 2]
+CHANGED = [{"step": "10"}, {"step": 10.0}, {"step": True}, {"step": None}, {"sequence": 2}, {"unknown": 1}]
 
 
-def test_what_is_no_directory_among_the_groups_stops_nothing(tmp_path: Path) -> None:
-    written(tmp_path, payload("u1"), committed(1, "u1"))
-    (tmp_path / "groups" / "000007").write_bytes(b"junk")
-    (tmp_path / "groups" / "000008").symlink_to("000008")
+@pytest.mark.parametrize("fields", CHANGED, ids=str)
+def test_an_entry_with_another_value_is_damage_although_its_seal_is_right(
+    tmp_path: Path, fields: dict[str, object]
+) -> None:
+    written(tmp_path, payload("u1"), committed(1, "u1"), Withdrawn("x"))
+    damage(tmp_path, 2, rewritten())
     assert list(Updates(tmp_path).committed) == [1]
-    journal = started(tmp_path)
-    journal.write(Withdrawn("x"))
-    assert list(journal.history().committed) == [1]
+    damage(tmp_path, 2, rewritten(**fields))
+    (found,) = Updates(tmp_path).damaged
+    assert found.place == (1, 2)
+
+
+BODIES = [
+    (b'"step":10,', b'"step":10,"step":10,'),
+    (b'"step":10,', b'"step": 10,'),
+    (b'"step":10,', b'"step":NaN,'),
+    (b'"step":10,', b'"step":1e999,'),
+    (b'"step":10,', b'"step":' + b"[" * 10000 + b"]" * 10000 + b","),
+    (b'"type":"Committed"', b'"type":"Saved"'),
+    (b'"type":"Committed"', b'"type":"Claim"'),
+    (b'"number":2', b'"number":0'),
+    (b'"number":2', b'"number":1'),
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body[1][:30].decode())
+def test_a_line_that_replicast_would_not_write_is_damage_although_its_seal_is_right(
+    tmp_path: Path, body: tuple[bytes, bytes]
+) -> None:
+    written(tmp_path, payload("u1"), committed(1, "u1"), Withdrawn("x"))
+    (line,) = [line for line in lines_of(tmp_path) if body[0] in line]
+    before = line[: line.rindex(b',"seal"')] + b"}"
+    log_of(tmp_path).write_bytes(log_of(tmp_path).read_bytes().replace(line, sealed(before.replace(*body))))
+    (found,) = Updates(tmp_path).damaged
+    assert found.place == (1, 2)
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**40)
+
+
+NO_FILES = [pipe, device, folder, huge]
+
+
+@pytest.mark.parametrize("put", NO_FILES, ids=lambda put: put.__name__)
+@pytest.mark.parametrize("group", [1, 2])
+def test_what_is_no_plain_file_of_bounded_size_is_no_log_and_nobody_hangs(
+    tmp_path: Path, put: Callable[[Path], None], group: int
+) -> None:
+    for sequence in (1, 2):
+        written(tmp_path, payload(f"u{sequence}"), committed(sequence, f"u{sequence}"))
+    log_of(tmp_path, group).unlink()
+    put(log_of(tmp_path, group))
+    for read in (committed_updates, started, lambda run: has_promised(run, "u3")):
+        with pytest.raises(FileDamaged, match=rf"00000{group}/log\.jsonl"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("put", NO_FILES, ids=lambda put: put.__name__)
+def test_what_lies_in_the_place_of_a_payload_is_damage(tmp_path: Path, put: Callable[[Path], None]) -> None:
+    written(tmp_path, payload("u1"), committed(1, "u1"))
+    path = tmp_path / "groups" / "000001" / "000001.safetensors"
+    path.unlink()
+    put(path)
+    with pytest.raises(FileDamaged, match=r"000001\.safetensors"):
+        load_update(tmp_path, 1)
+    assert len(committed_updates(tmp_path)) == 1
 
 
 def checkpoint(*holds: int, pending: tuple[str, ...] = ()) -> Saved:
@@ -184,14 +234,14 @@ def checkpoint(*holds: int, pending: tuple[str, ...] = ()) -> Saved:
     return Saved(30, 0, frozenset(holds), proposals, None)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_start_goes_on_without_an_entry_that_changes_nothing(
-    tmp_path: Path, kind: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kind: str, how: Damage, caplog: pytest.LogCaptureFixture
 ) -> None:
     written(tmp_path, *ALL)
-    damage(entry_file(tmp_path, kind))
-    left = sorted(tmp_path.glob("groups/000001/*"))
+    damage(tmp_path, kind, how)
+    left = log_of(tmp_path).read_bytes()
     for _ in range(3):  # a start, and those behind it
         journal = started(tmp_path)
         with caplog.at_level(logging.WARNING):
@@ -200,81 +250,71 @@ def test_a_start_goes_on_without_an_entry_that_changes_nothing(
         assert list(journal.history().committed) == [1, 2]
         journal.write(Withdrawn("x"))
         caplog.clear()
-    assert sorted(tmp_path.glob("groups/000001/*")) == left, "the damaged file is left in place"
+    assert log_of(tmp_path).read_bytes() == left, "the damaged file is left in place"
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_start_stops_at_a_record_that_is_damaged_and_says_what_to_do(
-    tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
-    written(tmp_path, payload("u1"), committed(1, "u1"), receipt(1, "u1"))
-    damage(entry_file(tmp_path, "committed"))
-    with pytest.raises(FileDamaged) as raised:
-        started(tmp_path)
-    assert raised.value.path.name.startswith("000002")
-    assert "The job cannot start without it" in str(raised.value)
-    assert "it may be the record of update 1" in str(raised.value)
-    assert "Restore the file from a backup, or start the job in a new run directory" in str(raised.value)
+U1 = payload("u1")
+LATER = (U1, Scheduled("u1", digest_of("u1"), 50), Withdrawn("y"))
+REFUSED = (U1, Scheduled("u1", digest_of("u1"), 50), Refused("u1", (), "why"), Started(0, None))
+TRIED = (U1, committed(1, "u1", Trial(4)), Decided(1, False, 14, 1), receipt(1, "u1"))
+TWO = (U1, committed(1, "u1"), payload("u2"), committed(2, "u2"))
 
 
-TRIED = (payload("u1"), committed(1, "u1", Trial(4)), Decided(1, False, 14, 1), receipt(1, "u1"))
-LATER = (payload("u1"), Scheduled("u1", digest_of("u1"), 50), Withdrawn("y"))
-ENDED = (payload("u1"), Scheduled("u1", digest_of("u1"), 50), Withdrawn("u1"), Started(0, None))
-REFUSED = (payload("u1"), Scheduled("u1", digest_of("u1"), 50), Refused("u1", (), "why"), Started(0, None))
-PENDING = (payload("u1"), Withdrawn("u1"), Started(0, None))
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("how", [flip, remove])
 @pytest.mark.parametrize(
-    ("entries", "kind", "saved", "said"),
+    ("entries", "number", "said"),
     [
-        (TRIED, "decided", None, "the trial of update 1 might be decided differently"),
-        (LATER, "scheduled", checkpoint(), "update u1 may be scheduled"),
-        (ENDED, "withdrawn", checkpoint(), "update u1, which is scheduled, may have been withdrawn"),
-        (
-            REFUSED,
-            "refused",
-            checkpoint(),
-            "update u1, which is scheduled, may have been withdrawn or refused",
-        ),
-        (PENDING, "withdrawn", checkpoint(pending=("u1",)), "update u1, which is pending in the checkpoint"),
+        ((U1, committed(1, "u1"), receipt(1, "u1")), 2, "it may say what became of update u1"),
+        (TWO, 2, r"it may be the record of update 1 \(u1\), which must be applied again"),
+        (LATER, 2, "it may say what became of update u1"),
+        ((U1, Withdrawn("u1"), Started(0, None)), 2, "it may say what became of update u1"),
+        (REFUSED, 3, "it may say what became of update u1"),
+        (TRIED, 3, "the trial of update 1 might be decided differently"),
     ],
-    ids=["decided", "scheduled", "withdrawn", "refused", "withdrawn-in-checkpoint"],
+    ids=["record", "first-record", "scheduled", "withdrawn", "refused", "decided"],
 )
-def test_a_start_stops_at_an_entry_that_may_change_what_is_applied(
-    tmp_path: Path,
-    entries: tuple[Entry, ...],
-    kind: str,
-    saved: Saved | None,
-    said: str,
-    damage: Callable[[Path], None],
+def test_a_start_stops_at_an_entry_that_may_change_what_is_applied_and_names_the_update(
+    tmp_path: Path, entries: tuple[Entry, ...], number: int, said: str, how: Damage
 ) -> None:
     written(tmp_path / "whole", *entries)
-    started(tmp_path / "whole").check_start(saved)
+    started(tmp_path / "whole").check_start(None)
     written(tmp_path, *entries)
-    path = entry_file(tmp_path, kind)
-    damage(path)
-    with pytest.raises(FileDamaged) as raised:  # A missing file may be a record too.
-        started(tmp_path).check_start(saved)
-    assert path.name.startswith(raised.value.path.name)
-    assert said in str(raised.value) or damage is remove
-    assert "Restore the file from a backup" in str(raised.value)
+    whole = log_of(tmp_path).read_bytes()
+    damage(tmp_path, number, how)
+    for _ in range(2):
+        with pytest.raises(
+            FileDamaged, match=rf"entry {number}: .*\. The job cannot start without it: {said}"
+        ) as raised:
+            started(tmp_path).check_start(None)
+        assert raised.value.path.name == "log.jsonl"
+        assert "Restore the file from a backup, or start the job in a new run directory" in str(raised.value)
+    log_of(tmp_path).write_bytes(whole)  # It is back from a backup.
+    started(tmp_path).check_start(None)
+    assert Updates(tmp_path).damaged == []
 
 
-def test_an_update_in_the_inbox_that_may_have_been_withdrawn_stops_the_start(tmp_path: Path) -> None:
+def test_two_damaged_entries_may_be_an_update_and_its_record(tmp_path: Path) -> None:
+    written(tmp_path, payload("u1"), committed(1, "u1"), Started(0, None))
+    damage(tmp_path, 1, flip)
+    damage(tmp_path, 2, flip)
+    with pytest.raises(FileDamaged, match="it may be the record of update 1"):
+        started(tmp_path)
+
+
+def test_an_update_in_the_inbox_that_may_have_been_refused_stops_the_start(tmp_path: Path) -> None:
     path = inbox.submit(tmp_path, update_of("u1"))
-    written(tmp_path, payload("u1"), Withdrawn("u1"), Started(0, None))
-    flip(entry_file(tmp_path, "withdrawn"))
+    written(tmp_path, Refused("u1", ("t",), "why"), Started(0, None))
+    damage(tmp_path, 1, flip)
     with pytest.raises(FileDamaged, match="update u1, which is in the inbox, may have been withdrawn"):
         started(tmp_path).check_start(None)
     os.utime(path.as_path())  # It is submitted after what follows the damaged entry.
     started(tmp_path).check_start(None)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize("what", ["committed", "scheduled", "pending"])
 def test_a_start_stops_at_a_payload_that_it_needs_and_only_then(
-    tmp_path: Path, what: str, damage: Callable[[Path], None]
+    tmp_path: Path, what: str, how: Damage
 ) -> None:
     ends: dict[str, tuple[Entry, ...]] = {
         "committed": (committed(1, "u1"),),
@@ -282,61 +322,28 @@ def test_a_start_stops_at_a_payload_that_it_needs_and_only_then(
         "pending": (),
     }
     written(tmp_path, Started(0, None), payload("u1"), *ends[what], Started(1, None))
-    damage(entry_file(tmp_path, "payload"))
+    damage(tmp_path, "payload", how)
     saved = checkpoint(pending=("u1",)) if what == "pending" else checkpoint()
     journal = started(tmp_path)
-    with pytest.raises(FileDamaged) as raised:
+    with pytest.raises(FileDamaged, match=r"entry 2: .*(u1|update 1, committed at step 10)"):
         journal.check_start(saved)
-    assert raised.value.path.name.startswith("000002")
-    assert "u1" in str(raised.value) or "update 1, committed at step 10" in str(raised.value)
-    assert (tmp_path / "groups" / "000001" / "000002.safetensors").exists(), "a backup has only the entry"
+    assert (tmp_path / "groups" / "000001" / "000002.safetensors").exists(), "a backup has only the log"
     if what == "committed":
         journal.check_start(checkpoint(1))
     if what == "pending":
         journal.check_start(checkpoint())
 
 
-@pytest.mark.parametrize("damage", [truncate, remove])
-def test_a_start_stops_at_values_that_it_needs_and_names_the_file(
-    tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
+@pytest.mark.parametrize("how", [cut, remove])
+def test_a_start_stops_at_values_that_it_needs_and_names_the_file(tmp_path: Path, how: Damage) -> None:
     written(tmp_path, payload("u1"), Scheduled("u1", digest_of("u1"), 50))
-    damage(tmp_path / "groups" / "000001" / "000001.safetensors")
+    path = tmp_path / "groups" / "000001" / "000001.safetensors"
+    if how is cut:
+        path.write_bytes(cut(path.read_bytes()))
+    else:
+        path.unlink()
     with pytest.raises(FileDamaged, match=r"000001\.safetensors.*update u1 is scheduled for step 50"):
         started(tmp_path).check_start(checkpoint())
-
-
-def test_an_entry_that_is_back_from_a_backup_ends_the_damage(tmp_path: Path) -> None:
-    written(tmp_path, payload("u1"), committed(1, "u1"), receipt(1, "u1"))
-    path = entry_file(tmp_path, "committed")
-    whole = path.read_bytes()
-    path.unlink()
-    for _ in range(2):
-        with pytest.raises(FileDamaged):
-            started(tmp_path)
-    path.write_bytes(whole)
-    started(tmp_path).check_start(None)
-    assert Updates(tmp_path).damaged == []
-
-
-def test_an_index_that_has_what_a_damaged_file_said_is_kept_and_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_module, "INDEX_EVERY", 4)
-    written(tmp_path, payload("u1"), committed(1, "u1"), receipt(1, "u1"), Withdrawn("x"), Withdrawn("y"))
-    for name in ("000002.committed.json", "000005.withdrawn.json"):
-        flip(tmp_path / "groups" / "000001" / name)
-    for _ in range(3):
-        journal = started(tmp_path)
-        journal.check_start(None)
-        for number in range(6):
-            journal.write(Withdrawn(f"z{number}"))
-        assert list(journal.history().committed) == [1]
-    assert [one.error.path.name for one in Updates(tmp_path).damaged] == ["000005.withdrawn.json"]
-    flip(tmp_path / "groups" / "000001" / "000001.payload.json")
-    view = Updates(tmp_path)
-    assert view.committed_update(*view.committed[1]).id == "u1"
-    assert "000001.payload.json" in [one.error.path.name for one in view.damaged]
 
 
 def test_a_start_from_scratch_that_needs_removed_values_is_told_to_restore(
@@ -366,7 +373,7 @@ def test_a_start_that_cannot_go_on_names_the_checkpoint_to_go_on_from_elsewhere(
     journal.write(payload("u1"), update_of("u1"))
     journal.write(committed(1, "u1"))
     saved_state(CheckpointStore(tmp_path, fence), 12, sequence=1)
-    flip(entry_file(tmp_path, "committed"))
+    damage(tmp_path, "committed", flip)
     with pytest.raises(FileDamaged, match=r"directory: copy .*/00000012-1 to NEW/checkpoints/ and start"):
         started(tmp_path)
 
@@ -385,7 +392,7 @@ def trained(run: Path) -> None:
 
 def test_a_job_trains_on_beside_a_damaged_receipt(tmp_path: Path) -> None:
     trained(tmp_path)
-    truncate(entry_file(tmp_path, "receipt"))
+    damage(tmp_path, "receipt", cut)
     with Job(2, started(tmp_path), attempt=1) as job:
         ticket = job.workers[0].session.propose(bias(2.0, "second"))
         job.train(6)
@@ -393,10 +400,14 @@ def test_a_job_trains_on_beside_a_damaged_receipt(tmp_path: Path) -> None:
         assert [float(worker.state.values["dense/bias"][0]) for worker in job.workers] == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("name", ["000001.payload.json", "000001.safetensors"])
+@pytest.mark.parametrize("name", ["log.jsonl", "000001.safetensors"])
 def test_a_job_whose_values_are_damaged_ends_with_their_file_named(tmp_path: Path, name: str) -> None:
     trained(tmp_path)
-    flip(tmp_path / "groups" / "000001" / name)
+    if name == "log.jsonl":
+        damage(tmp_path, "payload", flip)
+    else:
+        path = tmp_path / "groups" / "000001" / name
+        path.write_bytes(flip(path.read_bytes()))
     job = Job(2, started(tmp_path), attempt=1)
     with pytest.raises(FileDamaged, match=name), job:
         job.train(6)
@@ -412,7 +423,7 @@ def test_a_scheduled_update_whose_values_are_damaged_is_not_refused_for_good(tmp
     scheduled_run(tmp_path)
     path = tmp_path / "groups" / "000001" / "000001.safetensors"
     whole = path.read_bytes()
-    flip(path)
+    path.write_bytes(flip(whole))
     with pytest.raises(FileDamaged, match=r"000001\.safetensors"), Job(2, started(tmp_path)) as job:
         job.train(8)
     path.write_bytes(whole)
@@ -434,21 +445,18 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize("number", range(1, 6))  # Nothing shows that the last one is missing.
-def test_log_status_show_and_push_show_everything_else(
-    run: Path, number: int, damage: Callable[[Path], None]
-) -> None:
-    (path,) = run.glob(f"groups/000002/{number:06d}.*.json")
-    damage(path)
-    name = path.name if damage is not remove else path.name[:6]
+def test_log_status_show_and_push_show_everything_else(run: Path, number: int, how: Damage) -> None:
+    kind = kind_of(lines_of(run, 2)[number])
+    damage(run, number, how, group=2)
+    name = f"000002/log.jsonl is damaged: entry {number}: "
     other = "second" if number <= 3 else "first"
     log = invoke("log", run, "--json")
     listed = [json.loads(line) for line in log.stdout.splitlines()]
-    lost = "committed" in path.name
     assert log.exit_code == 1
     assert name in log.stderr
-    assert len(listed) == (1 if lost else 2)
+    assert len(listed) == (1 if kind == "committed" else 2)
     shown = next(one for one in listed if one["id"] == other)
     assert (shown["stage"], shown["author"], len(shown["edits"])) == ("verified", "ann@box", 1)
     status = invoke("status", run)
@@ -458,12 +466,12 @@ def test_log_status_show_and_push_show_everything_else(
     push = invoke("push", run, "--set", "learning_rate=2", "--id", "third")
     assert (push.exit_code, name in push.stderr, "pushed third" in push.stdout) == (0, True, True)
     plain = invoke("log", run)
-    assert ("not known: its entry is damaged" in plain.stdout) == ("payload" in path.name)
+    assert ("not known: its entry is damaged" in plain.stdout) == (kind == "payload")
 
 
 def test_an_update_that_is_not_found_may_be_the_damaged_one(run: Path) -> None:
-    flip(run / "groups" / "000002" / "000005.committed.json")
+    damage(run, 5, flip, group=2)
     result = invoke("show", run, "2")
     assert result.exit_code == 1
     assert "There is no update 2" in result.stderr
-    assert "000005.committed.json is damaged" in result.stderr
+    assert "log.jsonl is damaged: entry 5" in result.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import islice
@@ -11,7 +12,6 @@ from replicast.client.examination import Examination, examine, views_of
 from replicast.client.metrics import Metrics, MetricsFile
 from replicast.client.notes import POLL_SECS, Seen, described_run, running_beside, schema_of, see
 from replicast.client.requests import ask, audit, pull
-from replicast.client.restarts import Restarts
 from replicast.client.reverting import examine_revert, submit_revert
 from replicast.client.run import Pushed, Run
 from replicast.client.submission import submit
@@ -25,11 +25,12 @@ from replicast.client.updates import (
     scheduled_views,
     waiting_views,
 )
-from replicast.client.views import Brief, CheckpointView, Overview, Pulled
+from replicast.client.views import Brief, CheckpointView, Overview, Pulled, Restart
 from replicast.client.withdrawal import withdraw
 from replicast.errors import FileDamaged, NotFound, PayloadRemoved, RequestRefused, UpdateRefused
 from replicast.files import RunDir, RunPath, below, read_json
 from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.claims import group_numbers, read_claim
 from replicast.storage.run_files import (
     WITHOUT_CALLBACK,
     RunInfo,
@@ -52,7 +53,18 @@ _LAST = 5  # So many of the last updates, and of the last refusals, are in an ov
 _LAST_CHANGES = 50
 _MAX_LOG_LINES = 10_000
 _MAX_OPERATIONS_BYTES = 2**20
+_MOST_RESTARTS = 50
 _OPERATION = ("id", "kind", "stage", "step", "waits_for", "author", "note")
+
+
+def _restarts(path: RunDir) -> tuple[Restart, ...]:
+    """The last restarts, oldest first; without those whose claim cannot be read."""
+    found = []
+    for group in sorted(group_numbers(path))[1:][-_MOST_RESTARTS:]:
+        with contextlib.suppress(FileDamaged):
+            claim = read_claim(path, group)
+            found.append(Restart(claim.attempt, claim.claimed_at))
+    return tuple(found)
 
 
 class DirectoryRun(Run):
@@ -64,7 +76,6 @@ class DirectoryRun(Run):
     def __init__(self, path: RunDir) -> None:
         self.path = below(path)
         self.where = str(path)
-        self._restarts = Restarts(self.path)
         self._metrics = MetricsFile(self.path / "metrics.jsonl")
 
     def brief(self) -> Brief:
@@ -110,7 +121,7 @@ class DirectoryRun(Run):
             audit=next(iter(last_audits(self.path, 1)), None),
             operations=tuple(read_operations(self.path)) if brief.running else (),
             changes=tuple(asdict(one) for one in told[-_LAST_CHANGES:]),
-            restarts=self._restarts.read(),
+            restarts=_restarts(self.path),
             restarted=sum(one.state is State.RESTARTING for one in told),
             problem="\n".join(problems),
             **updates,

@@ -232,7 +232,7 @@ def _matching(run: RunDir, journal: Updates, matches: Callable[[str], bool]) -> 
 
 def damage_text(journal: Updates) -> str:
     """Which entries of the journal are damaged, and what they said; empty if none is."""
-    lines = [" ".join(str(one).split()) for one in journal.damaged[:_MOST_DAMAGED]]
+    lines = [" ".join(str(one.error).split()) for one in journal.damaged[:_MOST_DAMAGED]]
     if len(journal.damaged) > _MOST_DAMAGED:
         lines.append(f"{len(journal.damaged) - _MOST_DAMAGED} more entries of the journal are damaged.")
     return "\n".join(lines)

@@ -1,6 +1,32 @@
-"""A group's claim on a run directory, and its log of what later attempts must know.
+"""The groups of workers of a run directory, and the log of each: what it claims, decides and promises.
 
-See `groups.py` for the files, and for why a group that was presumed dead cannot do harm.
+    groups/000003/log.jsonl           the claim, then what the group has decided; one checksummed line each
+    groups/000003/000017.safetensors  the bytes of an update that line 17 names, with their digest
+    groups/000003/run.json            the description of this group's job
+    checkpoints/00001200-3/           a checkpoint that the third group has written
+
+**Fencing.** Each attempt of a job is a new group, which writes only under its own names. A group that was
+presumed dead may still be running. The claim of the next group, the first line of its log, lists how many
+entries of every earlier group, and which checkpoints, existed when it took over; readers ignore anything
+written later. A group claims in two steps: it creates its directory, and only then counts what exists. A
+writer looks for a later directory after each write, before it acts on what it has written. So either it sees
+the later group, or the later group counts its line. No writer checks anything before a write, so there is no
+race between a check and a write.
+
+**A line** is a JSON object: the entry, its number, when it was written, the checksum of the line before
+(`previous`; in the first line that of the last line of earlier groups that counts) and its own checksum
+(`seal`), which comes last. The seal shows damage; the chain of seals shows that a line was replaced together
+with its seal. A line is read only if writing it again gives the same bytes: no name twice, nothing unknown.
+
+**What a crash leaves**, by the two steps of an append:
+
+    killed or the disk full within the write      half a line, without its end: no reader counts it
+    after the write, before the fsync             whoever reads the line takes it for written, and the next
+                                                  group syncs it before it counts it; a power failure may lose
+                                                  it, or leave blocks of zeros in it: nobody acted on it
+    after the fsync                               written
+
+Bytes that a line names have their final name, durably, before the line is written; without it they are void.
 """
 
 from __future__ import annotations
@@ -12,76 +38,252 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import msgspec
+
+from replicast import faults
+from replicast.codec import Record
+from replicast.core.entries import (
+    Before,
+    Committed,
+    Decided,
+    Entry,
+    Payload,
+    Receipt,
+    Refused,
+    Scheduled,
+    Started,
+    Withdrawn,
+)
 from replicast.errors import FileDamaged, JobFailed
-from replicast.files import (
-    RunDir,
-    RunPath,
-    below,
-    make_durably,
-    read_bytes,
-    read_sealed,
-    sync_directory,
-    write_durably,
-)
+from replicast.files import RunDir, RunPath, below, make_durably, sync_directory, write_all, write_durably
 from replicast.processes import this_process
-from replicast.strictjson import described, parse_object, sealed
 
-# The groups of workers of a run directory, and which of their files count. For readers.
-#
-#     groups/000003/claim.json              which files of earlier groups count
-#     groups/000003/run.json                the description of this group's job
-#     groups/000003/000017.payload.json     an entry of its log (`storage/entry_files.py`)
-#     groups/000003/000017.safetensors      the bytes of that payload
-#     checkpoints/00001200-3/               a checkpoint that the third group has written
-#
-# Each attempt of a job is a new group, which writes only under its own names. A group that was presumed
-# dead may still be running: the claim of the next group lists how many entries, and which checkpoints,
-# existed when it took over, and readers ignore anything written later. A writer checks nothing before a
-# write, so there is no race between a check and a write.
-#
-# A group claims in two steps (`fence.py`): it creates its directory, and only then counts what exists. A
-# writer checks for a later directory after each write, before it acts on what it has written. So either it
-# sees the later group, or the later group counts its write.
-
-GROUPS, CLAIM, RELEASED = "groups", "claim.json", "ended"
+GROUPS, LOG, RELEASED = "groups", "log.jsonl", "ended"
+MAX_LINE_BYTES = 64 * 2**20  # A summary of a hundred thousand edits takes about 10 MiB.
 _CLAIM_REMEDY = (
-    "It says which entries and checkpoints count. Restore it from a backup, or copy a checkpoint to "
-    "NEW/checkpoints/ and start the job in the new run directory NEW"
+    "Its first line says which entries and checkpoints count. Restore it from a backup, or copy a checkpoint "
+    "to NEW/checkpoints/ and start the job in the new run directory NEW"
 )
-_ENTRY = re.compile(r"([0-9]{6,})\.([a-z]+)\.json")
 _CHECKPOINT = re.compile(r"([0-9]{8,})(?:-([0-9]+)(?:-([0-9]+))?)?")
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(Record):
     """What one group found when it took over a run directory."""
 
     group: int
-    counted: tuple[tuple[int, int], ...]
+    counted: tuple[tuple[int, int], ...]  # The earlier groups with entries that count, and how many.
     checkpoints: tuple[str, ...]
     attempt: int
     process: Mapping[str, Any]
+    run: str
     claimed_at: float
-    run: str = ""
-    previous: str = ""
 
     def counts(self, checkpoint: str) -> bool:
         """Whether a checkpoint of this name counts while this is the last claim."""
         group = checkpoint_parts(checkpoint)[1]
         return group in (0, self.group) or checkpoint in self.checkpoints
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Claim:
-        """Parses the output of `to_json`."""
-        return described(cls, "claim", fields)
+class StoredPayload(Record, tag="Payload"):
+    """A `Payload` on disk: its bytes are in a file."""
+
+    id: str
+    digest: str
+    author: str
+    note: str
+    file: str
+    sha256: str
+    nbytes: int
+    edits: msgspec.Raw  # A summary of each edit. It may be long, and few readers need it.
+
+    def summaries(self) -> tuple[Mapping[str, Any], ...]:
+        return msgspec.json.decode(self.edits, type=tuple[dict[str, Any], ...])
+
+
+class StoredBefore(Record, tag="Before"):
+    """A `Before` on disk: its bytes are in a file, unless there is a problem."""
+
+    sequence: int
+    id: str
+    file: str = ""
+    sha256: str = ""
+    nbytes: int = 0
+    problem: str = ""
+
+
+Stored: TypeAlias = (
+    Claim
+    | Started
+    | StoredPayload
+    | Scheduled
+    | Committed
+    | StoredBefore
+    | Decided
+    | Receipt
+    | Withdrawn
+    | Refused
+)
+
+
+class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A line as it is written, without its seal."""
+
+    number: int
+    entry: Stored
+    written_at: float
+    previous: str
+
+
+_WRITTEN = msgspec.json.Decoder(_Written)
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """An entry and its place; the claim has number 0."""
+
+    group: int
+    number: int
+    written_at: float
+    stored: Stored
+    previous: str
+    seal: str
+    offset: int
+    nbytes: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.group, self.number
+
+    def entry(self) -> Entry:
+        """The entry as the core knows it."""
+        match self.stored:
+            case StoredPayload(id_, digest, author, note):
+                return Payload(id_, digest, (id_, digest), author, note)
+            case StoredBefore(sequence, id_, file, problem=problem):
+                return Before(sequence, id_, (self.group, file) if file else None, problem)
+            case Claim():
+                raise TypeError("a claim is not an entry of the journal")
+            case entry:
+                return entry
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedLines:
+    """Entries that count and cannot be read: those from `number` to `last`."""
+
+    group: int
+    number: int
+    last: int
+    error: FileDamaged
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.group, self.number
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLog:
+    """What can be read of the log of a group, and what cannot."""
+
+    lines: list[LogLine]
+    damaged: list[DamagedLines]
+
+    @property
+    def last(self) -> int:
+        """The number of the last line that counts, whether it can be read or not."""
+        lost = self.damaged[-1].last if self.damaged else 0
+        return max(lost, self.lines[-1].number if self.lines else 0)
+
+
+def log_path(run_dir: RunDir, group: int) -> RunPath:
+    return group_directory(run_dir, group) / LOG
+
+
+def read_log(run_dir: RunDir, group: int, most: int = sys.maxsize, *, sync: bool = False) -> GroupLog:
+    """Reads the log of a group up to a line; with `sync`, what was read is on disk afterwards.
+
+    A line that cannot be read hides no other: the number of the next one says how many are lost.
+    """
+    path = log_path(run_dir, group)
+    log = GroupLog([], [])
+    problem, invalid, torn = "", 0, False
+
+    def lose(last: int) -> None:
+        first = log.last + 1 if log.lines or log.damaged else 0
+        which = f"entry {first}" if first == last else f"entries {first} to {last}"
+        error = FileDamaged(path, f"{which}: {problem or 'missing'}")
+        log.damaged.append(DamagedLines(group, first, last, error))
+
+    try:
+        with os.fdopen(path.open(os.O_RDONLY), "rb") as file:
+            while piece := file.readline(MAX_LINE_BYTES):
+                if not piece.endswith(b"\n"):
+                    problem = "the line is too long" if len(piece) == MAX_LINE_BYTES else problem
+                    break  # Otherwise: somebody is writing it, or was killed while writing it.
+                try:
+                    line = _parsed(piece, group, file.tell() - len(piece))
+                except ValueError as error:
+                    # JSON has no zeros: they are blocks that did not reach the disk before a power failure.
+                    problem, invalid, torn = problem or str(error), invalid + 1, b"\0" in piece
+                    continue
+                expected = log.last + 1 if log.lines or log.damaged else 0
+                if line.number > most:
+                    break
+                if line.number < expected:
+                    problem = f"it is followed by entry {line.number}"
+                    continue
+                if line.number > expected:
+                    lose(line.number - 1)
+                log.lines.append(line)
+                problem, invalid = "", 0
+            if sync:
+                os.fsync(file.fileno())
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        if most == sys.maxsize:
+            raise FileDamaged(path, problem) from error
+    if most < sys.maxsize and log.last < most:
+        lose(most)
+    elif problem and most == sys.maxsize and not (torn and invalid == 1):
+        lose(log.last + 1)
+    return log
+
+
+def line_again(run_dir: RunDir, line: LogLine) -> LogLine:
+    """Reads a line again, for what was not kept of it."""
+    descriptor = log_path(run_dir, line.group).open(os.O_RDONLY)
+    try:
+        return _parsed(os.pread(descriptor, line.nbytes, line.offset), line.group, line.offset)
+    finally:
+        os.close(descriptor)
+
+
+def _parsed(piece: bytes, group: int, offset: int) -> LogLine:
+    body = piece[:-_SEAL_BYTES] + b"}"
+    seal = hashlib.sha256(body).hexdigest()
+    if piece[-_SEAL_BYTES:] != _sealing(seal):
+        raise ValueError("its checksum does not match its content")
+    try:
+        line = _WRITTEN.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"it is not an entry ({error})") from error
+    if msgspec.json.encode(line) != body:
+        raise ValueError("it is not an entry as replicast writes it")
+    if (line.number == 0) != isinstance(line.entry, Claim):
+        raise ValueError(f"entry {line.number} cannot be a {type(line.entry).__name__}")
+    return LogLine(group, line.number, line.written_at, line.entry, line.previous, seal, offset, len(piece))
+
+
+def _sealing(seal: str) -> bytes:
+    """What replaces the end of a line's JSON when it is sealed."""
+    return f',"seal":"{seal}"}}\n'.encode()
+
+
+_SEAL_BYTES = len(_sealing("0" * 64))
 
 
 def group_directory(run_dir: RunDir, group: int) -> RunPath:
@@ -104,24 +306,28 @@ def last_claim(run_dir: RunDir, before: int | None = None) -> Claim | None:
     for group in group_numbers(run_dir):
         if before is not None and group >= before:
             continue
-        path = group_directory(run_dir, group) / CLAIM
+        path = log_path(run_dir, group)
         if path.exists():
-            return _read_claim(path, group)
-        # A group without a claim died before it took over, or is about to take over: it has no entries.
-        if entry_kinds(path.parent) and not path.exists():
-            problem = "its group has written entries"
+            return read_claim(run_dir, group)
+        # A group without a log died before it took over, or is about to take over: it has written nothing.
+        if any(not one.name.startswith(".") for one in path.parent.iterdir()) and not path.exists():
+            problem = "its group has written files"
             raise FileDamaged(path, problem, verdict="is missing", remedy=_CLAIM_REMEDY)
     return None
 
 
-def _read_claim(path: RunPath, group: int) -> Claim:
+def read_claim(run_dir: RunDir, group: int) -> Claim:
+    path = log_path(run_dir, group)
     try:
-        claim = Claim.from_json(read_sealed(path))
+        with os.fdopen(path.open(os.O_RDONLY), "rb") as file:
+            claim = _parsed(file.readline(MAX_LINE_BYTES), group, 0).stored
+        if not isinstance(claim, Claim):
+            raise ValueError("its first line is not a claim")
         if claim.group != group:
-            raise ValueError(f"it is the claim of another group. Received: {claim.group}")
-    except (FileDamaged, ValueError) as error:
-        problem = error.problem if isinstance(error, FileDamaged) else str(error)
-        raise FileDamaged(path, problem, remedy=_CLAIM_REMEDY) from error
+            raise ValueError(f"it is the log of another group. Received: {claim.group}")
+    except (OSError, ValueError) as error:
+        problem = error.strerror if isinstance(error, OSError) else str(error)
+        raise FileDamaged(path, f"its claim: {problem}", remedy=_CLAIM_REMEDY) from error
     return claim
 
 
@@ -132,25 +338,10 @@ def sees_group(run_dir: RunDir, identity: str) -> bool:
     some seconds late.
     """
     number, _, run = identity.partition(" ")
-    if not run:
-        return False
-    path = group_directory(run_dir, int(number)) / CLAIM
     try:
-        return path.exists() and _read_claim(path, int(number)).run == run
-    except (FileDamaged, OSError):
+        return bool(run) and read_claim(run_dir, int(number)).run == run
+    except FileDamaged:
         return False
-
-
-def entry_kinds(directory: RunPath) -> dict[int, str]:
-    """The kind of each entry of a group's log, by number."""
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    matches = (_ENTRY.fullmatch(name) for name in names)
-    return {int(match[1]): match[2] for match in matches if match is not None}
-
-
-def entry_path(directory: RunPath, number: int, kind: str) -> RunPath:
-    """The file of an entry."""
-    return directory / f"{number:06d}.{kind}.json"
 
 
 def checkpoint_name(step: int, group: int, count: int) -> str:
@@ -169,20 +360,16 @@ def checkpoint_parts(name: str) -> tuple[int, int, int]:
     return parts
 
 
-# The chain of the journal: every entry contains the hash of the one before, so that a changed one shows.
-#
-#     claim of group 1 ◄── entry 1 ◄── entry 2 ◄── claim of group 2 ◄── entry 1 ◄── …
-#
-# A claim contains the hash of the last entry before it that counts; the first entry of a group contains the
-# hash of its claim. The seal of an entry shows damage; the chain shows that an entry was replaced together
-# with its seal.
-
-_MAX_BYTES = 64 * 2**20
+def counted_logs(run_dir: RunDir, claim: Claim | None) -> Iterator[GroupLog]:
+    """The logs of all groups with entries, and of the last, up to the lines that count."""
+    if claim is not None:
+        for group, most in [*claim.counted, (claim.group, sys.maxsize)]:
+            yield read_log(run_dir, group, most)
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What the chain of a run shows."""
+    """What the chain of a run's log lines shows."""
 
     length: int
     last: str
@@ -190,74 +377,35 @@ class Chain:
 
 
 def read_chain(run_dir: RunDir) -> Chain:
-    """Follows the chain through every record of the journal that counts. Reads all of them."""
+    """Follows the chain through every line that counts."""
     try:
-        claim = last_claim(run_dir)
+        logs = list(counted_logs(run_dir, last_claim(run_dir)))
     except FileDamaged as error:
         return Chain(0, "", (str(error),))
     length, before, problems = 0, "", list[str]()
-    for path, missing in [] if claim is None else _records(run_dir, claim):
-        length += 1
-        if missing:
-            problems.append(missing)
-            before = ""
+    records: list[LogLine | DamagedLines] = [one for log in logs for one in log.lines]
+    records += [one for log in logs for one in log.damaged]
+    for one in sorted(records, key=lambda one: one.place):
+        if isinstance(one, DamagedLines):
+            problems.append(str(one.error))
+            length, before = length + one.last - one.number + 1, ""
             continue
-        try:
-            content = read_bytes(path, max_bytes=_MAX_BYTES, follow=False)
-            previous = parse_object(bytes(content)).get("previous")
-        except (FileDamaged, ValueError, OSError) as error:
-            problems.append(f"{path}: {error}")
-            before = ""
-            continue
-        if before and previous != before:
-            problems.append(f"{path} does not follow the record before it: one of the two was changed")
-        before = digest(content)
+        if before and one.previous != before:
+            where = f"Entry {one.number} of {log_path(run_dir, one.group)}"
+            problems.append(f"{where} does not follow the record before it: one of the two was changed")
+        length, before = length + 1, one.seal
     return Chain(length, before, tuple(problems))
 
 
-def last_digest(run_dir: RunDir, counted: Sequence[tuple[int, int]]) -> str:
-    """The hash of the last of the entries that count; empty if there is none, or it cannot be read."""
-    if not counted:
-        return ""
-    group, last = counted[-1]
-    directory = group_directory(run_dir, group)
-    try:
-        path = entry_path(directory, last, entry_kinds(directory)[last])
-        return digest(read_bytes(path, max_bytes=_MAX_BYTES, follow=False))
-    except (FileDamaged, KeyError):
-        return ""
-
-
-def _records(run_dir: RunDir, claim: Claim) -> Iterator[tuple[RunPath, str]]:
-    """The claims and entries that count, in order, each with what to say if it is missing, else nothing.
-
-    A group without entries counts only if it is the last.
-    """
-    for group, most in [*claim.counted, (claim.group, sys.maxsize)]:
-        directory = group_directory(run_dir, group)
-        yield directory / CLAIM, ""
-        kinds = entry_kinds(directory)
-        for number in range(1, min(most, max(kinds, default=0)) + 1):
-            if number in kinds:
-                yield entry_path(directory, number, kinds[number]), ""
-            else:
-                yield directory, f"entry {number} of {directory.parent.name}/{directory.name} is missing"
-
-
-def digest(content: bytes | memoryview) -> str:
-    """The hash of a record's file."""
-    return hashlib.sha256(content).hexdigest()
-
-
 class Fence:
-    """One group's claim on a run directory. Created by its worker 0, before it writes anything else.
+    """One group's claim on a run directory, and the end of its log. Created by its worker 0.
 
     A job that runs there is ended by it: call `liveness.check_free` before.
     """
 
     def __init__(self, run_dir: RunDir, attempt: int) -> None:
         self._run_dir = below(run_dir)
-        self._entries = 0
+        self.entries = 0
         groups = self._run_dir / GROUPS
         make_durably(groups)
         with contextlib.suppress(PermissionError):  # Then this user did not create the run in it.
@@ -265,24 +413,25 @@ class Fence:
             sync_directory(self._run_dir.as_path().resolve().parent)
         self.number = _next_number(self._run_dir)
         self.directory = group_directory(self._run_dir, self.number)
+        self._log = self.directory / LOG
         sync_directory(groups)
         # Only now: an earlier group will not act on anything that it writes from here on.
-        claim = _taken_over(self._run_dir, self.number, attempt)
+        claim, self._previous = _taken_over(self._run_dir, self.number, attempt)
         self.run = claim.run
-        content = sealed(claim.to_json())
-        self._previous = digest(content)
+        content, seal = self._sealed(0, claim, claim.claimed_at)
         try:
-            write_durably(self.directory / CLAIM, [content])
+            write_durably(self._log, [content])
         except OSError:
             self.check_not_taken_over()  # A later group removes unfinished files of earlier ones.
             raise
+        self._nbytes, self._previous = len(content), seal
         self.check()
 
     def check(self) -> None:
         """Raises if another group has taken over the run. Call it after a write, before acting on it."""
         self.check_not_taken_over()
-        if not (self.directory / CLAIM).exists():
-            raise FileDamaged(self.directory / CLAIM, "it is missing")
+        if not self._log.exists():
+            raise FileDamaged(self._log, "it is missing")
 
     def check_not_taken_over(self) -> None:
         """Raises if another group has taken over the run, even after a write has failed."""
@@ -293,29 +442,46 @@ class Fence:
             )
 
     def is_taken_over(self) -> bool:
-        """Whether another group has taken over the run."""
         return group_directory(self._run_dir, self.number + 1).exists()
 
-    def append(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Writes the next entry of this group's log, atomically and durably. Only for one thread."""
-        number = self._entries + 1
-        path = entry_path(self.directory, number, kind)
-        place = {"group": self.number, "entry": number, "previous": self._previous}
-        content = sealed({**fields, **place})
-        try:
-            write_durably(path, [content])
-        except BaseException:
-            if not path.exists():
-                raise
-            self._entries, self._previous = number, digest(content)
-            raise
-        self._entries, self._previous = number, digest(content)
-        self.check()
+    def append(self, stored: Stored) -> LogLine:
+        """Writes the next line of the log; it is on disk when this returns. Only for one thread.
 
-    @property
-    def entries(self) -> int:
-        """The number of entries that this group has written."""
-        return self._entries
+        After an OSError it is written if `entries` has grown, as far as anybody can tell, and not otherwise.
+        """
+        number, offset, previous, written_at = self.entries + 1, self._nbytes, self._previous, time.time()
+        content, seal = self._sealed(number, stored, written_at)
+        if len(content) >= MAX_LINE_BYTES:
+            raise OSError(None, f"an entry of {len(content)} bytes is too large")
+        descriptor = self._log.open(os.O_WRONLY | os.O_APPEND)
+        try:
+            if (found := os.fstat(descriptor).st_size) != offset:
+                raise FileDamaged(self._log, "it has another size", expected=f"{offset}", received=f"{found}")
+            try:
+                write_all(descriptor, content)
+            except OSError:
+                # Half a line may be there. Nobody has counted it, since its end is missing.
+                with contextlib.suppress(OSError):  # If it stays, the next call finds another size.
+                    os.ftruncate(descriptor, offset)
+                raise
+            # From here on others can read it. It is never cut off again: the next group may have counted it.
+            self.entries, self._nbytes, self._previous = number, offset + len(content), seal
+            faults.point("write")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self.check()
+        return LogLine(self.number, number, written_at, stored, previous, seal, offset, len(content))
+
+    def _sealed(self, number: int, stored: Stored, written_at: float) -> tuple[bytes, str]:
+        try:
+            body = msgspec.json.encode(_Written(number, stored, written_at, self._previous))
+        except UnicodeEncodeError:  # Text that is not valid Unicode, as in names of files, is escaped.
+            texts = {name: text for name, text in msgspec.structs.asdict(stored).items() if type(text) is str}
+            valid = {name: text.encode(errors="backslashreplace").decode() for name, text in texts.items()}
+            return self._sealed(number, msgspec.structs.replace(stored, **valid), written_at)
+        seal = hashlib.sha256(body).hexdigest()
+        return body[:-1] + _sealing(seal), seal
 
     @property
     def identity(self) -> str:
@@ -347,12 +513,18 @@ def _next_number(run_dir: RunDir) -> int:
             return number
 
 
-def _taken_over(run_dir: RunDir, number: int, attempt: int) -> Claim:
+def _taken_over(run_dir: RunDir, number: int, attempt: int) -> tuple[Claim, str]:
+    """The claim of a new group, and the seal of the last line before it that counts."""
     before = last_claim(run_dir, before=number)
     counted: tuple[tuple[int, int], ...] = ()
+    previous = ""
     if before is not None:
-        entries = max(entry_kinds(group_directory(run_dir, before.group)), default=0)
-        counted = (*before.counted, *([(before.group, entries)] if entries else []))
+        # What this group counts must not get lost in a power failure, so it is synced, whoever wrote it.
+        last = read_log(run_dir, before.group, sync=True).last
+        counted = (*before.counted, *([(before.group, last)] if last else []))
+    if counted:
+        line = read_log(run_dir, *counted[-1]).lines[-1:]
+        previous = line[0].seal if line and line[0].place == counted[-1] else ""
     own = set(group_numbers(run_dir))  # A checkpoint of any other group was copied here by a user.
     checkpoints = tuple(
         name
@@ -360,8 +532,7 @@ def _taken_over(run_dir: RunDir, number: int, attempt: int) -> Claim:
         if before is None or before.counts(name) or checkpoint_parts(name)[1] not in own
     )
     run = uuid.uuid4().hex if before is None else before.run
-    previous = last_digest(run_dir, counted)
-    return Claim(number, counted, checkpoints, attempt, this_process(), time.time(), run, previous)
+    return Claim(number, counted, checkpoints, attempt, this_process(), run, time.time()), previous
 
 
 def _checkpoints(run_dir: RunDir) -> list[str]:

@@ -1,7 +1,25 @@
 """The journal: the durable order of all events. Checkpoint + journal = any later state.
 
-It is the concatenation of the logs of all groups of workers, up to the entries that count (`groups.py`). Only
+It is the concatenation of the logs of all groups of workers, up to the lines that count (`claims.py`). Only
 the process of worker 0 writes; any process may read.
+
+The bytes of updates are files beside the log, which a line names with their digest:
+
+    groups/000003/000017.safetensors           the update of line 17
+    groups/000003/000002.before.safetensors    values that an update has overwritten, for a revert
+
+**Damage.** A line that counts and cannot be read hides no other. Readers report it and go on. A start goes on
+without it, with a warning, if it cannot matter: if no update was open there. Otherwise the start stops, and
+names the update. One rule for all kinds of entries, since the kind cannot be read either:
+
+    the records before and behind it are not consecutive    it is the record of an update
+    an update is stored before it, and neither committed
+    nor withdrawn nor refused anywhere                       it may say what became of that update
+    a trial is not decided, and the checkpoint lacks it      it may be the decision
+    an update waits in the inbox since before it             it may be its refusal
+
+**Retention.** The bytes of updates that every kept checkpoint contains are removed, except the newest, which
+somebody may revert; lines are never removed.
 """
 
 from __future__ import annotations
@@ -9,229 +27,109 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import logging
-import re
 import stat
-import sys
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import inf
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
+
+import msgspec
 
 from replicast import faults
-from replicast.codec import fields_of
 from replicast.core.entries import (
     Before,
     Committed,
-    Decided,
     Entry,
     History,
     Payload,
-    Receipt,
     Refused,
     Saved,
     Scheduled,
-    Started,
     Withdrawn,
 )
 from replicast.core.records import Content
 from replicast.errors import FileDamaged, PayloadRemoved, ReplicastError, UpdateRefused
-from replicast.files import (
-    MAX_JSON_BYTES,
-    TEMPORARY,
-    RunDir,
-    RunPath,
-    below,
-    read_bytes,
-    read_sealed,
-    read_small,
-    remove_leftovers,
-    sync_directory,
-    write_durably,
-    write_quickly,
-)
+from replicast.files import RunDir, RunPath, below, read_bytes, remove_leftovers, write_durably
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import (
-    Claim,
+    DamagedLines,
     Fence,
-    entry_kinds,
-    entry_path,
+    LogLine,
+    Stored,
+    StoredBefore,
+    StoredPayload,
+    counted_logs,
     group_directory,
     group_numbers,
     last_claim,
+    line_again,
+    log_path,
 )
-from replicast.strictjson import described, parse_object
 from replicast.tensorfiles import copied
 from replicast.update.edits import Edit
 from replicast.update.inverse import NOT_KEPT
-from replicast.update.trial import Trial
 from replicast.update.update import Update
 
-# The files of journal entries.
-#
-#     groups/000003/000017.payload.json      an update before it has a place in the order
-#     groups/000003/000017.safetensors       its bytes, which are written before the entry
-#     groups/000003/000018.committed.json    the rename of this file is the commit
-#     groups/000003/000020.before.json       an update has overwritten values that a revert needs
-#     groups/000003/000020.before.safetensors    these values, as the update that assigns them
-#
-# Each entry is sealed, contains its group and number, and is never changed.
+logger = logging.getLogger("replicast")
 
 HELD_BY_ALL = "every checkpoint that is kept contains it"
-"""Why the bytes of an update are removed."""
-PAYLOAD, BEFORE = ".safetensors", ".before.safetensors"
+REVERTIBLE_BYTES = 2**30  # So many bytes of the newest updates are kept for reverts.
+KEPT_BYTES = 1 << 26  # The most bytes of update values that a journal in memory keeps.
+_BEFORE = " before"
+NO_EDITS = msgspec.Raw(b"[]")
+
+_Key = tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPayload:
-    """The content of a `Payload` entry's file."""
-
-    id: str
-    digest: str
-    author: str
-    note: str
-    sha256: str
-    nbytes: int
-    edits: tuple[Mapping[str, Any], ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBefore:
-    """The content of a `Before` entry's file."""
-
-    sequence: int
-    id: str
-    sha256: str = ""
-    nbytes: int = 0
-    problem: str = ""
-
-
-Stored: TypeAlias = (
-    Started | StoredPayload | Scheduled | Committed | StoredBefore | Decided | Receipt | Withdrawn | Refused
-)
-
-KINDS: Mapping[str, type[Stored]] = {
-    "started": Started,
-    "payload": StoredPayload,
-    "scheduled": Scheduled,
-    "committed": Committed,
-    "before": StoredBefore,
-    "decided": Decided,
-    "receipt": Receipt,
-    "withdrawn": Withdrawn,
-    "refused": Refused,
-}
-_NAMES = {type_: kind for kind, type_ in KINDS.items()}
+def counted_lines(run_dir: RunDir) -> tuple[list[LogLine], list[DamagedLines]]:
+    """The entries that count, in order, and those that cannot be read."""
+    lines, damaged = list[LogLine](), list[DamagedLines]()
+    sequence = 0
+    for log in counted_logs(run_dir, last_claim(run_dir)):
+        damaged.extend(one for one in log.damaged if one.last)  # The claim of an earlier group is not needed.
+        for line in log.lines:
+            if isinstance(line.stored, Committed):
+                # Updates are numbered consecutively from 1; a damaged line may be another record.
+                received, expected = line.stored.sequence, sequence + 1
+                if received != expected and not (damaged and received > expected):
+                    problem = (
+                        f"entry {line.number} must be the record of update {expected}. Received: {received}"
+                    )
+                    error = FileDamaged(log_path(run_dir, line.group), problem)
+                    damaged.append(DamagedLines(line.group, line.number, line.number, error))
+                    continue
+                sequence = received
+            if line.number:
+                lines.append(line)
+    return lines, sorted(damaged, key=lambda one: one.place)
 
 
-@dataclass(frozen=True, slots=True)
-class EntryFile:
-    """An entry and its place."""
-
-    group: int
-    number: int
-    written_at: float
-    stored: Stored
-
-    @property
-    def kind(self) -> str:
-        """The middle part of its file's name."""
-        return _NAMES[type(self.stored)]
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Its group and number."""
-        return self.group, self.number
-
-    @property
-    def payload_key(self) -> tuple[str, str] | None:
-        """The id and digest of the update, if it is a payload."""
-        stored = self.stored
-        return (stored.id, stored.digest) if isinstance(stored, StoredPayload) else None
-
-    def path(self, run_dir: RunDir) -> RunPath:
-        return entry_path(group_directory(run_dir, self.group), self.number, self.kind)
-
-    def payload_path(self, run_dir: RunDir) -> RunPath:
-        """The file of its bytes, if it is a payload or has values before an update."""
-        return bytes_path(group_directory(run_dir, self.group), self.number, self.kind)
-
-    def entry(self) -> Entry:
-        """The entry as the core knows it."""
-        stored = self.stored
-        if isinstance(stored, StoredPayload):
-            content = stored.id, stored.digest
-            return Payload(stored.id, stored.digest, content, stored.author, stored.note)
-        if isinstance(stored, StoredBefore):
-            place = None if stored.problem else self.place
-            return Before(stored.sequence, stored.id, place, stored.problem)
-        return stored
-
-    def without_edits(self) -> EntryFile:
-        """The same without the summary of edits, which may be long."""
-        if not isinstance(self.stored, StoredPayload):
-            return self
-        return replace(self, stored=replace(self.stored, edits=None))
-
-    def fields(self) -> dict[str, Any]:
-        """All fields as JSON values, for an index."""
-        place = {"kind": self.kind, "group": self.group, "entry": self.number, "written_at": self.written_at}
-        return fields_of(self.stored) | place
-
-
-def bytes_path(directory: RunPath, number: int, kind: str) -> RunPath:
-    """The file of an entry's bytes in the directory of a group."""
-    return directory / f"{number:06d}{BEFORE if kind == 'before' else PAYLOAD}"
-
-
-def kind_of(stored: Stored) -> str:
-    """The middle part of the name of an entry's file."""
-    return _NAMES[type(stored)]
-
-
-def parsed(kind: str, fields: Mapping[str, Any]) -> EntryFile:
-    """Parses what `fields_of` gives, together with the entry's place."""
-    if kind not in KINDS:
-        raise ValueError(f"this version of replicast does not know entries of the kind {kind!r}")
-    place = described(_Place, "place of an entry", fields)
-    return EntryFile(place.group, place.entry, place.written_at, described(KINDS[kind], kind, fields))
-
-
-def read_entry(run_dir: RunDir, group: int, number: int, kind: str) -> EntryFile:
-    path = entry_path(group_directory(run_dir, group), number, kind)
-    try:
-        file = parsed(kind, read_sealed(path))
-    except ValueError as error:
-        raise FileDamaged(path, str(error)) from error
-    if (file.group, file.number) != (group, number):
-        raise FileDamaged(path, "it contains another entry than its name says")
-    return file
-
-
-def read_before(path: RunPath, stored: StoredBefore) -> Update:
-    """Reads the values before an update, as the update that assigns them."""
-    if stored.problem:
+def read_stored(run_dir: RunDir, line: LogLine) -> Update:
+    """Reads the update that a line names: a payload, or the values before an update."""
+    stored = line.stored
+    assert isinstance(stored, StoredPayload | StoredBefore)
+    if isinstance(stored, StoredBefore) and stored.problem:
         raise UpdateRefused(stored.problem, remedy=NOT_KEPT)
-    try:
-        return read_payload(path, stored)
-    except PayloadRemoved as error:
-        problem = f"The values before update {stored.sequence} are not kept any more: {HELD_BY_ALL}"
-        raise UpdateRefused(problem, remedy=NOT_KEPT) from error
-
-
-def read_payload(path: RunPath, stored: StoredPayload | StoredBefore) -> Update:
-    """Reads the update in a payload's file."""
+    path = stored_path(run_dir, line)
     if not path.exists():
-        raise PayloadRemoved(stored.id)
+        if isinstance(stored, StoredPayload):
+            raise PayloadRemoved(stored.id)
+        problem = f"The values before update {stored.sequence} are not kept any more: {HELD_BY_ALL}"
+        raise UpdateRefused(problem, remedy=NOT_KEPT)
     content = read_bytes(path, max_bytes=stored.nbytes, follow=False)
     if hashlib.sha256(content).hexdigest() != stored.sha256:
         raise FileDamaged(path, "its sha256 is not that of its entry", expected=stored.sha256)
     return Update.parse(content, str(path))[0]
+
+
+def stored_path(run_dir: RunDir, line: LogLine) -> RunPath:
+    """The file that a line names."""
+    file = line.stored.file if isinstance(line.stored, StoredPayload | StoredBefore) else ""
+    return group_directory(run_dir, line.group) / file
 
 
 def summary(edit: Edit) -> dict[str, Any]:
@@ -246,392 +144,57 @@ def summary(edit: Edit) -> dict[str, Any]:
     return {"operation": str(edit.operation), "variable": edit.variable, "shape": shape}
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    group: int
-    entry: int
-    written_at: float
-
-
-# An index: many entries of the journal in one file, so that a start need not open each of them.
-#
-#     groups/000003/000412.index.jsonl     every entry that counts up to the 412th of the third group
-#
-# The first line says how many entries of which group the index covers, the last line is the seal, and each
-# line between them is an entry without its summary of edits. An index is derived data: if it is damaged,
-# missing, or covers entries that do not count, readers open the entries instead. So it is written without a
-# sync.
-
-FORMAT = 1
-_NAME = re.compile(r"([0-9]{6,})\.index\.jsonl")
-
-Covered: TypeAlias = Sequence[tuple[int, int]]
-"""Groups in order, each with its number of entries."""
-
-
-def write_index(run_dir: RunDir, group: int, files: Sequence[EntryFile]) -> None:
-    """Writes an index of the entries that count so far, and removes the earlier indexes of this run."""
-    covers = covered_by(files)
-    own = dict(covers).get(group, 0)
-    lines = [_line({"format": FORMAT, "covers": covers})]
-    lines.extend(_line(file.without_edits().fields()) for file in files)
-    body = "".join(lines)
-    path = group_directory(run_dir, group) / f"{own:06d}.index.jsonl"
-    write_quickly(path, body + _seal(body))
-    for old in indexes_of(run_dir, group):
-        if old != path:
-            with contextlib.suppress(OSError):
-                old.unlink()
-
-
-def read_index(path: RunPath) -> list[EntryFile]:
-    """Reads the entries in an index."""
-    text = read_small(path, max_bytes=MAX_JSON_BYTES).decode()
-    body = text[: text.rfind("\n", 0, -1) + 1]
-    if not body or text != body + _seal(body):
-        raise ValueError("its seal does not match its content")
-    head, *entries = body.splitlines()
-    described = parse_object(head)
-    if described.get("format") != FORMAT:
-        raise ValueError(f"it has format {described.get('format')!r}")
-    files = [parsed(str(fields.get("kind")), fields) for fields in map(parse_object, entries)]
-    if described.get("covers") != [list(each) for each in covered_by(files)]:
-        raise ValueError("it has other entries than its first line says")
-    return files
-
-
-def covered_by(files: Iterable[EntryFile]) -> list[tuple[int, int]]:
-    """The groups of these entries, with the number of entries of each."""
-    covers: dict[int, int] = {}
-    for file in files:
-        if file.number != covers.get(file.group, 0) + 1 or file.group < max(covers, default=0):
-            raise ValueError(f"entry {file.number} of group {file.group} is in the wrong place")
-        covers[file.group] = file.number
-    return list(covers.items())
-
-
-def counts(covers: Covered, counted: Covered) -> bool:
-    """Whether the covered entries are a prefix of those that count."""
-    if len(covers) > len(counted):
-        return False
-    if not covers:
-        return True
-    (group, entries), (last_group, most) = covers[-1], counted[len(covers) - 1]
-    before = len(covers) - 1
-    return list(covers[:-1]) == list(counted[:before]) and group == last_group and entries <= most
-
-
-def indexes_of(run_dir: RunDir, last_group: int) -> Iterator[RunPath]:
-    """The indexes of the groups up to this one, the last one first."""
-    for group in group_numbers(run_dir):
-        directory = group_directory(run_dir, group)
-        if group <= last_group and directory.is_dir():
-            matches = [_NAME.fullmatch(path.name) for path in directory.iterdir()]
-            found = sorted((int(match[1]), match[0]) for match in matches if match is not None)
-            yield from (directory / name for _, name in reversed(found))
-
-
-def _line(fields: object) -> str:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
-
-
-def _seal(body: str) -> str:
-    return _line({"seal": hashlib.sha256(body.encode()).hexdigest()})
-
-
-# Entries of the journal that count and cannot be read: what each of them said, and whether a start needs
-# it.
-#
-# One bad entry hides no other. Readers leave it out and name its file. A start goes on without an entry
-# that cannot change which updates are applied, and stops otherwise:
-#
-#     started, receipt       never needed
-#     before                 never needed: an update that is not reverted needs no values before it
-#     payload                needed if it belongs to an update that this start has to apply (`starting.py`)
-#     committed              needed
-#     scheduled              needed, unless every update stored before it is committed, scheduled or ended
-#     decided                needed, unless the state contains every trial without a decision
-#     withdrawn, refused     needed if an update that it may concern is scheduled, in the checkpoint or inbox
-#     a missing file         may be any of these; the records before and behind it may show that it is no
-#     record
-
-_SAID = {
-    "started": "which checkpoint an attempt started from",
-    "payload": "what an update contains",
-    "scheduled": "that an update is scheduled for a step",
-    "committed": "that an update was committed, and at which step",
-    "before": "which values an update has overwritten",
-    "decided": "how a trial ended",
-    "receipt": "how an update ended in one attempt",
-    "withdrawn": "that an update was withdrawn",
-    "refused": "that an update was refused",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class DamagedEntry:
-    """An entry that counts and cannot be read."""
-
-    group: int
-    number: int
-    kind: str | None
-    error: FileDamaged
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Its group and number."""
-        return self.group, self.number
-
-    def may_be(self, kind: str) -> bool:
-        """Whether it may be an entry of this kind. What another version wrote may be anything."""
-        return self.kind not in _SAID or self.kind == kind
-
-    def __str__(self) -> str:
-        """Which file is damaged, and what it said, in words."""
-        said = _SAID.get(self.kind or "", "something that is not known")
-        return f"{str(self.error).removesuffix('.')}. The entry said {said}."
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """What a start of the job goes on from."""
-
-    history: History
-    damaged: Sequence[DamagedEntry]
-    saved: Saved | None
-    waiting: Mapping[str, float]
-
-    @property
-    def holds(self) -> frozenset[int]:
-        """The sequence numbers of the updates that the state contains."""
-        return frozenset() if self.saved is None else self.saved.holds
-
-    @property
-    def pending(self) -> dict[str, str]:
-        """The digests of the updates that the checkpoint proposes again, by id."""
-        proposals = () if self.saved is None else self.saved.pending
-        left = [one.proposal for one in proposals if not self.history.has_ended(one)]
-        return {one.id: one.digest for one in left}
-
-
-def why_a_record(damaged: DamagedEntry, files: Sequence[EntryFile]) -> str:
-    """Why a damaged entry may be the record of a committed update; empty if it cannot be."""
-    if not damaged.may_be("committed"):
-        return ""
-    if damaged.kind is not None and damaged.kind not in _SAID:
-        return "this version of replicast does not know entries of its kind"
-    before, behind = 0, None
-    for file in files:
-        if isinstance(file.stored, Committed):
-            if file.place > damaged.place:
-                behind = file.stored.sequence
-                break
-            before = file.stored.sequence
-    if behind == before + 1 and damaged.kind != "committed":
-        return ""
-    return f"it may be the record of update {before + 1}, which must be applied again"
-
-
-def why_needed(damaged: DamagedEntry, files: Sequence[EntryFile], start: Start) -> str:
-    """Why a start needs to know what a damaged entry said; empty if it can go on without it."""
-    for kind, why in _WHY.items():
-        reason = why(damaged, files, start) if damaged.may_be(kind) else ""
-        if reason:
-            return reason
-    return ""
-
-
-def _why_decided(damaged: DamagedEntry, files: Sequence[EntryFile], start: Start) -> str:
-    known = start.history.decided.keys() | start.holds
-    for file in files:
-        match file.stored:
-            case Committed(sequence, trial=Trial()) if file.place < damaged.place and sequence not in known:
-                return f"the trial of update {sequence} might be decided differently"
-    return ""
-
-
-def _why_scheduled(damaged: DamagedEntry, files: Sequence[EntryFile], start: Start) -> str:
-    """An update is stored before it is scheduled."""
-    stored: set[str] = set()
-    for file in files:
-        match file.stored:
-            case StoredPayload(id_):
-                if file.place < damaged.place:
-                    stored.add(id_)
-            case Scheduled(id_) | Committed(_, id_) | Withdrawn(id_) | Refused(id_, whole=True):
-                stored.discard(id_)
-    unknown = any(one.may_be("payload") and one.place < damaged.place for one in start.damaged)
-    return f"update {min(stored, default='?')} may be scheduled" if stored or unknown else ""
-
-
-def _why_ended(damaged: DamagedEntry, files: Sequence[EntryFile], start: Start) -> str:
-    """An update that was withdrawn or refused must not come back."""
-    behind = min((file.written_at for file in files if file.place > damaged.place), default=inf)
-    places = {file.stored.id: file.place for file in files if isinstance(file.stored, Scheduled)}
-    scheduled = [id_ for id_ in start.history.scheduled if places[id_] < damaged.place]
-    waiting = [id_ for id_, submitted_at in start.waiting.items() if submitted_at <= behind]
-    for ids, where in (
-        (scheduled, "scheduled"),
-        (sorted(start.pending), "pending in the checkpoint"),
-        (waiting, "in the inbox"),
-    ):
-        if ids:
-            return f"update {ids[0]}, which is {where}, may have been withdrawn or refused"
-    return ""
-
-
-_WHY: Mapping[str, Callable[[DamagedEntry, Sequence[EntryFile], Start], str]] = {
-    "committed": lambda damaged, files, start: why_a_record(damaged, files),
-    "decided": _why_decided,
-    "scheduled": _why_scheduled,
-    "withdrawn": _why_ended,
-    "refused": _why_ended,
-}
-
-
-# The journal entries that count: of each group, those that the next group took over (`groups.py`).
-
-_TRIES = 3
-
-
-class Counted(NamedTuple):
-    """The entries that count."""
-
-    files: list[EntryFile]
-    indexed: int
-    damaged: list[DamagedEntry]
-
-
-def counted_entries(run_dir: RunDir) -> Counted:
-    """Reads the entries that count: an index, and those after it. A damaged one hides no other."""
-    claim = last_claim(run_dir)
-    for _ in range(_TRIES):
-        counted = _counted_under(run_dir, claim)
-        earlier, claim = claim, last_claim(run_dir) if counted.damaged else claim
-        if claim == earlier:
-            break
-        # A group has taken over meanwhile, and has removed files that do not count.
-    return counted
-
-
-def _counted_under(run_dir: RunDir, claim: Claim | None) -> Counted:
-    if claim is None:
-        return Counted([], 0, [])
-    counted = [*claim.counted, (claim.group, sys.maxsize)]
-    files = _indexed(run_dir, claim.group, counted)
-    indexed, covers = len(files), dict(covered_by(files))
-    damaged: list[DamagedEntry] = []
-    for group, most in counted:
-        if group >= max(covers, default=0):
-            _read_group(run_dir, group, covers.get(group, 0) + 1, most, files, damaged)
-    return Counted(_in_order(run_dir, files, damaged), indexed, sorted(damaged, key=lambda one: one.place))
-
-
-def _indexed(run_dir: RunDir, last_group: int, counted: Covered) -> list[EntryFile]:
-    """The entries of the last index that is readable and covers only entries that count."""
-    for path in indexes_of(run_dir, last_group):
-        with contextlib.suppress(OSError, ValueError):
-            files = read_index(path)
-            if counts(covered_by(files), counted):
-                return files
-    return []
-
-
-def _read_group(
-    run_dir: RunDir, group: int, first: int, most: int, files: list[EntryFile], damaged: list[DamagedEntry]
-) -> None:
-    """Adds the entries of a group from `first` to the last one that counts."""
-    directory = group_directory(run_dir, group)
-    kinds = entry_kinds(directory)
-    if len(kinds) < max(kinds, default=0):  # A listing may miss what is renamed into place meanwhile.
-        kinds |= entry_kinds(directory)
-    last = max(kinds, default=0) if most == sys.maxsize else most
-    expected = first
-    for number in sorted(number for number in kinds if first <= number <= last):
-        if number > expected:
-            damaged.append(_missing(directory, group, expected, number - 1))
-        expected = number + 1
-        try:
-            files.append(read_entry(run_dir, group, number, kinds[number]))
-        except FileDamaged as error:
-            damaged.append(DamagedEntry(group, number, kinds[number], error))
-    if expected <= last:
-        damaged.append(_missing(directory, group, expected, last))
-
-
-def _missing(directory: RunPath, group: int, first: int, last: int) -> DamagedEntry:
-    if first < last:
-        error = FileDamaged(
-            directory / f"{first:06d}", f"the entries up to {last:06d} are missing too", verdict="is missing"
-        )
-        return DamagedEntry(group, first, None, error)
-    left = (kind for kind in ("payload", "before") if bytes_path(directory, first, kind).exists())
-    error = FileDamaged(directory / f"{first:06d}", "there are later entries", verdict="is missing")
-    return DamagedEntry(group, first, next(left, None), error)
-
-
-def _in_order(run_dir: RunDir, files: Sequence[EntryFile], damaged: list[DamagedEntry]) -> list[EntryFile]:
-    """The entries without records whose number does not fit: those are added to the damaged ones.
-
-    Committed updates are numbered consecutively from 1. Each damaged entry between two may be another one.
-    """
-    kept, expected, last = [], 1, (0, 0)
-    for file in files:
-        if isinstance(file.stored, Committed):
-            sequence, place = file.stored.sequence, file.place
-            between = any(last < one.place < place and one.may_be("committed") for one in damaged)
-            if sequence != expected and not (between and sequence > expected):
-                problem = f"it must be the record of update {expected}. Received: {sequence}"
-                error = FileDamaged(file.path(run_dir), problem)
-                damaged.append(DamagedEntry(file.group, file.number, file.kind, error))
-                continue
-            expected, last = sequence + 1, place
-        kept.append(file)
-    return kept
-
-
 # What a start of the job needs of the journal, checked before the first step.
-#
-# Whatever this start has to apply must be known and on disk. Otherwise the start stops, and says which file
-# is missing or damaged, what that means, and what to do next.
-
-logger = logging.getLogger("replicast")
-
-_Key = tuple[str, str]
 
 
-def check_records(run_dir: RunDir, files: Sequence[EntryFile], damaged: Sequence[DamagedEntry]) -> None:
-    """Checks that the record of every committed update is known: the next one follows them."""
-    for one in damaged:
-        why = why_a_record(one, files)
-        if why:
-            raise stopped(run_dir, one.error, why)
+def _why_needed(one: DamagedLines, lines: Sequence[LogLine], damaged: Sequence[DamagedLines]) -> str:
+    """Why a damaged line may say what becomes of an update; empty if no update was open there."""
+    before, behind = 0, None
+    open_ = dict[str, None]()
+    for line in lines:
+        match line.stored:
+            case StoredPayload(id_):
+                if line.place < one.place:
+                    open_[id_] = None
+            case Committed(sequence, id_):
+                open_.pop(id_, None)
+                if line.place < one.place:
+                    before = sequence
+                elif behind is None:
+                    behind = sequence
+            case Withdrawn(id_) | Refused(id_, whole=True):
+                open_.pop(id_, None)
+    which = f" ({', '.join(open_)})" if open_ else ""
+    if behind is not None and behind != before + 1:
+        return f"it may be the record of update {before + 1}{which}, which must be applied again"
+    if open_:
+        return f"it may say what became of update {', '.join(open_)}"
+    # One line alone cannot be both the payload and the record of an update.
+    lost = sum(each.last - each.number + 1 for each in damaged)
+    if behind is None and lost > 1:
+        return f"it may be the record of update {before + 1}, which must be applied again"
+    return ""
 
 
-def check_start(
-    run_dir: RunDir,
-    files: Sequence[EntryFile],
-    damaged: Sequence[DamagedEntry],
-    payloads: Mapping[_Key, EntryFile],
-    saved: Saved | None,
-) -> None:
-    """Checks that all is known and on disk that a start from a checkpoint has to apply.
-
-    Warns of damaged entries that this start does not need.
-    """
-    history = History(file.entry() for file in files)
-    start = Start(history, damaged, saved, _waiting(run_dir) if damaged else {})
-    for one in damaged:
-        why = why_needed(one, files, start)
-        if why:
-            raise stopped(run_dir, one.error, why)
-    for key, what in _needed(start):
-        _check_payload(run_dir, key, what, payloads.get(key), start)
-    for one in damaged:
-        logger.warning("%s This start does not need it; the file is left in place", one)
+def _why_needed_by_start(
+    one: DamagedLines, lines: Sequence[LogLine], history: History, holds: frozenset[int], run_dir: RunDir
+) -> str:
+    """The same for trials and for the inbox: an update that was refused must not come back from there."""
+    behind = min((line.written_at for line in lines if line.place > one.place), default=inf)
+    for line in lines:
+        match line.stored:
+            case Committed(sequence, trial=trial) if trial is not None and line.place < one.place:
+                if sequence not in history.decided and sequence not in holds:
+                    return f"the trial of update {sequence} might be decided differently"
+    for path in (below(run_dir) / "inbox").glob("*.safetensors"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime <= behind:
+                id_ = path.name.removesuffix(".safetensors")
+                return f"update {id_}, which is in the inbox, may have been withdrawn or refused"
+    return ""
 
 
-def stopped(run_dir: RunDir, error: FileDamaged, why: str) -> FileDamaged:
+def _stopped(run_dir: RunDir, error: FileDamaged, why: str) -> FileDamaged:
     """The error of a start that needs a file: what it means, and what to do next."""
     begin, checkpoint = "start the job in a new run directory", _last_checkpoint(run_dir)
     if checkpoint is not None:
@@ -646,38 +209,17 @@ def stopped(run_dir: RunDir, error: FileDamaged, why: str) -> FileDamaged:
     )
 
 
-def _needed(start: Start) -> Iterator[tuple[_Key, str]]:
+def _needed(history: History, saved: Saved | None) -> Iterator[tuple[_Key, str]]:
     """The id and digest of each update that this start has to apply, and why."""
-    for record in start.history.after(start.holds):
+    for record in history.after(frozenset() if saved is None else saved.holds):
         what = f"update {record.sequence}, committed at step {record.step}"
         yield (record.id, record.digest), f"{what}, must be applied again"
-    for one in start.history.scheduled.values():
+    for one in history.scheduled.values():
         yield (one.id, one.digest), f"update {one.id} is scheduled for step {one.at_step}"
-    for id_, digest in start.pending.items():
-        yield (id_, digest), f"the checkpoint proposes update {id_} again"
-
-
-def _check_payload(run_dir: RunDir, key: _Key, what: str, file: EntryFile | None, start: Start) -> None:
-    if file is None or not isinstance(file.stored, StoredPayload):
-        lost = [one.error for one in start.damaged if one.may_be("payload")]
-        nothing = FileDamaged(below(run_dir) / "groups", f"the journal has no payload of update {key[0]}")
-        raise stopped(run_dir, lost[0] if lost else nothing, what)
-    path, nbytes = file.payload_path(run_dir), file.stored.nbytes
-    try:
-        status = path.stat()
-    except OSError as error:
-        # Retention keeps what any checkpoint needs, so only a start from scratch can need what it removed.
-        if isinstance(error, FileNotFoundError) and start.saved is None and _last_checkpoint(run_dir):
-            why = "every checkpoint that is kept contains it, and this start has restored none"
-            raise PayloadRemoved(key[0], why) from error
-        raise stopped(
-            run_dir, FileDamaged(path, str(error.strerror), verdict="cannot be read"), what
-        ) from error
-    if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
-        found = FileDamaged(
-            path, "it has another size", expected=f"{nbytes} bytes", received=f"{status.st_size}"
-        )
-        raise stopped(run_dir, found, what)
+    for pending in () if saved is None else saved.pending:
+        if not history.has_ended(pending):
+            proposal = pending.proposal
+            yield (proposal.id, proposal.digest), f"the checkpoint proposes update {proposal.id} again"
 
 
 def _last_checkpoint(run_dir: RunDir) -> RunPath | None:
@@ -688,34 +230,19 @@ def _last_checkpoint(run_dir: RunDir) -> RunPath | None:
     return None
 
 
-def _waiting(run_dir: RunDir) -> dict[str, float]:
-    """When each update in the inbox was submitted, by id."""
-    found = {}
-    for path in (below(run_dir) / "inbox").glob("*.safetensors"):
-        with contextlib.suppress(FileNotFoundError):
-            found[path.name.removesuffix(".safetensors")] = path.stat().st_mtime
-    return found
-
-
-# Removal from the journal: bytes that no attempt will need again, and files that do not count.
-
-REVERTIBLE_BYTES = 2**30
-"""The newest updates can be reverted even when no restart needs them: so many of their bytes are kept."""
-
-
 def unneeded_payloads(
-    files: Iterable[EntryFile],
+    files: Iterable[LogLine],
     held: Container[int],
     group: int,
     pending: Container[tuple[str, str]] | None,
-) -> Iterator[EntryFile]:
+) -> Iterator[LogLine]:
     """The entries whose bytes no attempt will need again: payloads, and values before updates.
 
     Those of the newest updates are kept, up to `REVERTIBLE_BYTES`: somebody may revert them.
     """
-    open_: dict[str, dict[str, EntryFile]] = {}  # by id and digest: neither committed nor ended
-    kept: dict[int, EntryFile] = {}  # the last values before each update
-    applied: dict[int, EntryFile] = {}  # the payloads of committed updates that no start needs
+    open_: dict[str, dict[str, LogLine]] = {}  # by id and digest: neither committed nor ended
+    kept: dict[int, LogLine] = {}  # the last values before each update
+    applied: dict[int, LogLine] = {}  # the payloads of committed updates that no start needs
     scheduled: set[str] = set()
     for file in files:
         match file.stored:
@@ -731,8 +258,8 @@ def unneeded_payloads(
                 scheduled.add(id_)
             case Withdrawn(id_) | Refused(id_, whole=True):
                 yield from open_.pop(id_, {}).values()
-            case _ if file.payload_key is not None:
-                id_, digest = file.payload_key
+            case _ if isinstance(file.stored, StoredPayload):
+                id_, digest = file.stored.id, file.stored.digest
                 earlier = open_.setdefault(id_, {}).pop(digest, None)
                 if earlier is not None:
                     yield earlier  # A later attempt has written the same payload again.
@@ -746,7 +273,7 @@ def unneeded_payloads(
                 yield file
 
 
-def _beyond_reverting(*kept: Mapping[int, EntryFile]) -> Iterator[EntryFile]:
+def _beyond_reverting(*kept: Mapping[int, LogLine]) -> Iterator[LogLine]:
     """Of the bytes of updates, by number, those that are too old to be kept for a revert."""
     room = REVERTIBLE_BYTES
     for sequence in sorted({sequence for files in kept for sequence in files}, reverse=True):
@@ -756,42 +283,6 @@ def _beyond_reverting(*kept: Mapping[int, EntryFile]) -> Iterator[EntryFile]:
         )
         if room < 0:
             yield from files
-
-
-def remove_void(run_dir: RunDir, group: int) -> None:
-    """Removes files of earlier groups that do not count: they use disk space and would confuse readers."""
-    claim = last_claim(run_dir)
-    if claim is None or claim.group != group:
-        return
-    counted = dict(claim.counted)
-    for earlier in group_numbers(run_dir):
-        if earlier < group:
-            _remove_void_of(group_directory(run_dir, earlier), counted.get(earlier, 0))
-
-
-def _remove_void_of(directory: RunPath, counted: int) -> None:
-    remove_leftovers(directory, older_than_secs=0.0)
-    kinds = entry_kinds(directory)
-    void = [entry_path(directory, number, kind) for number, kind in kinds.items() if number > counted]
-    # Not those of an entry that is missing: it may come back from a backup.
-    payloads = {
-        bytes_path(directory, number, kind)
-        for number in range(1, counted + 1)
-        for kind in ("payload", "before")
-        if kinds.get(number, kind) == kind
-    }
-    void.extend(path for path in directory.glob(f"*{PAYLOAD}") if path not in payloads)
-    for path in void:
-        path.unlink(missing_ok=True)
-
-
-INDEX_EVERY = 1000
-"""A group writes an index every this many entries."""
-KEPT_BYTES = 1 << 26
-"""The most bytes of update values that a journal in memory keeps."""
-
-_BEFORE = " before"
-_NO_ENTRY = "A checkpoint is not a journal entry: the checkpoint store writes it"
 
 
 class NotWritten(ReplicastError):  # noqa: N818 - reads as a sentence: raise NotWritten
@@ -851,113 +342,179 @@ class FileJournal(Journal):
 
     def __init__(self, run_dir: RunDir, fence: Fence) -> None:
         self._run_dir, self._fence = below(run_dir), fence
-        remove_void(self._run_dir, fence.number)
-        files, self._indexed, self._damaged = counted_entries(self._run_dir)
-        self._files = [file.without_edits() for file in files]
-        check_records(self._run_dir, self._files, self._damaged)
-        self._payloads = {key: file for file in self._files if (key := file.payload_key) is not None}
-        self._before = {
-            file.stored.sequence: file for file in self._files if isinstance(file.stored, StoredBefore)
-        }
+        self._lines = list[LogLine]()
+        self._payloads = dict[_Key, LogLine]()
+        self._before = dict[int, LogLine]()
         self._staged = itertools.count(1)
-        self._committed = sum(isinstance(file.stored, Committed) for file in self._files)
+        self._committed = 0
         self._removed: set[tuple[int, int]] = set()
-        if self._indexed < len(self._files):
-            self._write_index()
+        lines, self._damaged = counted_lines(self._run_dir)
+        for one in self._damaged:  # The next update follows the last record: all of them must be known.
+            if why := _why_needed(one, lines, self._damaged):
+                raise _stopped(self._run_dir, one.error, why)
+        for line in lines:
+            self._add(line)
+        self._remove_void()
 
     def write(self, entry: Entry, update: Update | None = None) -> None:
         if isinstance(entry, Committed) and entry.sequence != self._committed + 1:
             raise ValueError(f"The next update is {self._committed + 1}. Received: {entry.sequence}")
+        if isinstance(entry, Saved):
+            raise ValueError("A checkpoint is not a journal entry: the checkpoint store writes it")
         number = self._fence.entries + 1
-        kind = "before" if isinstance(entry, Before) else "payload"
-        payload = bytes_path(self._fence.directory, number, kind)
-        written_at = time.time()
+        file = f"{number:06d}.safetensors" if isinstance(entry, Payload) else ""
+        stored: Stored
         try:
-            stored = _stored(entry, update, payload)
-            self._fence.append(kind_of(stored), fields_of(stored) | {"written_at": written_at})
+            if isinstance(entry, Payload):
+                stored = self._write_payload(entry, _checked(entry, update), file)
+            elif not isinstance(entry, Before):
+                stored = entry
+            elif isinstance(entry.content, tuple):
+                file, sha256, nbytes = entry.content
+                stored = StoredBefore(entry.sequence, entry.id, file, sha256, nbytes)
+            else:
+                stored = StoredBefore(entry.sequence, entry.id, problem=entry.problem)
+            self._add(self._fence.append(stored))
         except OSError as error:
-            if self._fence.entries >= number:  # The payload was written before, so `stored` exists.
-                self._take_in(EntryFile(self._fence.number, number, written_at, stored))
-                raise PerhapsWritten(_perhaps_written(payload, error)) from error
-            with contextlib.suppress(OSError):
-                payload.unlink(missing_ok=True)
+            if self._fence.entries >= number:
+                raise PerhapsWritten(
+                    f"Entry {number} of {log_path(self._run_dir, self._fence.number)} was written, and could "
+                    f"not be synced ({error.strerror}). Only the next attempt of the job can tell whether it "
+                    "is on disk."
+                ) from error
+            if file:
+                with contextlib.suppress(OSError):
+                    (self._fence.directory / file).unlink(missing_ok=True)
             self._fence.check_not_taken_over()  # A later group removes unfinished files of earlier ones.
-            raise NotWritten(_not_written(self._run_dir, error)) from error
-        self._take_in(EntryFile(self._fence.number, number, written_at, stored))
+            raise NotWritten(
+                f"The journal cannot be written ({error.strerror}). "
+                f"Free space on the disk of {self._run_dir}, or repair it, and propose the update again."
+            ) from error
+
+    def _write_payload(self, entry: Payload, update: Update, file: str) -> StoredPayload:
+        sha256, nbytes = self._write_update(file, update)
+        faults.point("journal")
+        edits = msgspec.Raw(msgspec.json.encode([summary(edit) for edit in update.edits]))
+        return StoredPayload(entry.id, entry.digest, entry.author, entry.note, file, sha256, nbytes, edits)
+
+    def _write_update(self, file: str, update: Update) -> tuple[str, int]:
+        """Writes an update's file durably; gives its sha256 and its size."""
+        hasher, nbytes = hashlib.sha256(), 0
+
+        def counted() -> Iterator[bytes | memoryview]:
+            nonlocal nbytes
+            for chunk in update.file_chunks():
+                hasher.update(chunk)
+                nbytes += len(chunk)
+                yield chunk
+
+        write_durably(self._fence.directory / file, counted())
+        return hasher.hexdigest(), nbytes
 
     def load(self, id_: str, digest: str) -> Update:
-        file = self._payloads.get((id_, digest))
-        if file is None or not isinstance(file.stored, StoredPayload):
+        line = self._payloads.get((id_, digest))
+        if line is None:
             raise FileDamaged(self._run_dir / "groups", f"it has no payload for update {id_} ({digest})")
         try:
-            return read_payload(file.payload_path(self._run_dir), file.stored)
+            return read_stored(self._run_dir, line)
         except FileDamaged as error:
-            raise stopped(self._run_dir, error, f"it has the values of update {id_}") from error
+            raise _stopped(self._run_dir, error, f"it has the values of update {id_}") from error
 
     def edits(self, id_: str, digest: str) -> tuple[Mapping[str, Any], ...]:
-        """As in `Journal`. They are read from the entry's file."""
-        file = self._payloads.get((id_, digest))
-        if file is None:
-            return ()
-        try:
-            stored = read_entry(self._run_dir, file.group, file.number, file.kind).stored
-        except FileDamaged:
-            return ()
-        return (stored.edits or ()) if isinstance(stored, StoredPayload) else ()
+        """As in `Journal`. They are read from the log again."""
+        line = self._payloads.get((id_, digest))
+        with contextlib.suppress(OSError, ValueError):
+            if line is not None and isinstance(
+                stored := line_again(self._run_dir, line).stored, StoredPayload
+            ):
+                return stored.summaries()
+        return ()
 
     def check_start(self, saved: Saved | None) -> None:
-        check_start(self._run_dir, self._files, self._damaged, self._payloads, saved)
+        """As in `Journal`. Warns of damaged entries that this start does not need."""
+        history = self.history()
+        holds = frozenset[int]() if saved is None else saved.holds
+        for one in self._damaged:
+            if why := _why_needed_by_start(one, self._lines, history, holds, self._run_dir):
+                raise _stopped(self._run_dir, one.error, why)
+        for key, what in _needed(history, saved):
+            self._check_payload(key, what, saved)
+        for one in self._damaged:
+            logger.warning("%s This start does not need it; the file is left in place", one.error)
+
+    def _check_payload(self, key: _Key, what: str, saved: Saved | None) -> None:
+        line = self._payloads.get(key)
+        if line is None or not isinstance(line.stored, StoredPayload):
+            nothing = FileDamaged(self._run_dir / "groups", f"the journal has no payload of update {key[0]}")
+            raise _stopped(self._run_dir, self._damaged[0].error if self._damaged else nothing, what)
+        path, nbytes = stored_path(self._run_dir, line), line.stored.nbytes
+        try:
+            status = path.stat()
+        except OSError as error:
+            # Retention keeps what any checkpoint needs: only a start from scratch can need what it removed.
+            if isinstance(error, FileNotFoundError) and saved is None and _last_checkpoint(self._run_dir):
+                why = "every checkpoint that is kept contains it, and this start has restored none"
+                raise PayloadRemoved(key[0], why) from error
+            found = FileDamaged(path, str(error.strerror), verdict="cannot be read")
+            raise _stopped(self._run_dir, found, what) from error
+        if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
+            found = FileDamaged(
+                path, "it has another size", expected=f"{nbytes} bytes", received=f"{status.st_size}"
+            )
+            raise _stopped(self._run_dir, found, what)
 
     def stage_before(self, before: Update) -> Content:
-        # A name that readers ignore: the entry's number is not known yet.
-        path = self._fence.directory / f"{TEMPORARY}before-{next(self._staged)}"
-        sha256, nbytes = _write_update(path, before)
-        return path.name, sha256, nbytes
+        # With its final name: until a line names it, it is void, and the next group removes it.
+        file = f"{next(self._staged):06d}.before.safetensors"
+        return file, *self._write_update(file, before)
 
     def load_before(self, sequence: int) -> Update | None:
-        file = self._before.get(sequence)
-        if file is None or not isinstance(file.stored, StoredBefore):
-            return None
-        return read_before(file.payload_path(self._run_dir), file.stored)
+        line = self._before.get(sequence)
+        return None if line is None else read_stored(self._run_dir, line)
 
     def history(self) -> History:
-        return History(file.entry() for file in self._files)
+        return History(line.entry() for line in self._lines)
 
     def remove_payloads(self, held: Container[int], pending: Container[tuple[str, str]] | None) -> int:
         """As in `Journal`. Removes nothing if an entry is damaged, or a later group has taken over."""
         if self._damaged or self._fence.is_taken_over():
             return 0
-        unneeded = unneeded_payloads(self._files, held, self._fence.number, pending)
         removed = 0
-        for file in [file for file in unneeded if file.place not in self._removed]:
-            try:
-                file.payload_path(self._run_dir).unlink()
-                removed += 1
-            except FileNotFoundError:
-                pass  # An earlier attempt has removed it.
-            except OSError:
-                continue  # It is retried next time.
-            self._removed.add(file.place)
+        for line in list(unneeded_payloads(self._lines, held, self._fence.number, pending)):
+            if line.place not in self._removed:
+                try:
+                    stored_path(self._run_dir, line).unlink()
+                    removed += 1
+                except FileNotFoundError:
+                    pass  # An earlier attempt has removed it.
+                except OSError:
+                    continue  # It is retried next time.
+                self._removed.add(line.place)
         return removed
 
-    def _take_in(self, file: EntryFile) -> None:
-        file = file.without_edits()
-        self._files.append(file)
-        if file.payload_key is not None:
-            self._payloads[file.payload_key] = file
-        if isinstance(file.stored, StoredBefore):
-            self._before[file.stored.sequence] = file
-        self._committed += isinstance(file.stored, Committed)
-        if len(self._files) - self._indexed >= INDEX_EVERY:
-            self._write_index()
+    def _add(self, line: LogLine) -> None:
+        stored = line.stored
+        if isinstance(stored, StoredPayload):
+            line = replace(line, stored=msgspec.structs.replace(stored, edits=NO_EDITS))
+            self._payloads[stored.id, stored.digest] = line
+        elif isinstance(stored, StoredBefore):
+            self._before[stored.sequence] = line
+        self._committed += isinstance(stored, Committed)
+        self._lines.append(line)
 
-    def _write_index(self) -> None:
-        """An index has no holes: while an entry is damaged, an earlier index stays."""
-        if self._damaged:
+    def _remove_void(self) -> None:
+        """Removes files of earlier groups that no line which counts names: they use disk space."""
+        if self._fence.is_taken_over():
             return
-        self._indexed = len(self._files)
-        with contextlib.suppress(OSError):  # The index is derived: the entries have the same content.
-            write_index(self._run_dir, self._fence.number, self._files)
+        named = {str(stored_path(self._run_dir, line)) for line in self._lines}
+        damaged = {one.group for one in self._damaged}  # What those lines named may come back from a backup.
+        for group in group_numbers(self._run_dir):
+            if group < self._fence.number:
+                directory = group_directory(self._run_dir, group)
+                remove_leftovers(directory, older_than_secs=0.0)
+                for path in directory.glob("*.safetensors") if group not in damaged else []:
+                    if str(path) not in named:
+                        path.unlink(missing_ok=True)
 
 
 class MemoryJournal(Journal):
@@ -975,7 +532,7 @@ class MemoryJournal(Journal):
 
     def write(self, entry: Entry, update: Update | None = None) -> None:
         if isinstance(entry, Saved):
-            raise ValueError(_NO_ENTRY)
+            raise ValueError("A checkpoint is not a journal entry: the checkpoint store writes it")
         if isinstance(entry, Payload):
             update = _checked(entry, update)
             if update.nbytes <= KEPT_BYTES:  # a copy: what was received is in memory that is used again
@@ -1033,62 +590,8 @@ class MemoryJournal(Journal):
         self._kept_bytes -= 0 if update is None else update.nbytes
 
 
-def _stored(entry: Entry, update: Update | None, path: RunPath) -> Stored:
-    """The content of an entry's file. For a payload, first writes its bytes durably."""
-    if isinstance(entry, Saved):
-        raise ValueError(_NO_ENTRY)
-    if isinstance(entry, Before):
-        return _stored_before(entry, path)
-    if not isinstance(entry, Payload):
-        return entry
-    update = _checked(entry, update)
-    sha256, nbytes = _write_update(path, update)
-    faults.point("journal")
-    edits = tuple(summary(edit) for edit in update.edits)
-    return StoredPayload(entry.id, entry.digest, entry.author, entry.note, sha256, nbytes, edits)
-
-
-def _stored_before(entry: Before, path: RunPath) -> StoredBefore:
-    """Gives values that were staged their final name."""
-    if not isinstance(entry.content, tuple):
-        return StoredBefore(entry.sequence, entry.id, problem=entry.problem)
-    staged, sha256, nbytes = entry.content
-    path.with_name(staged).rename(path)
-    sync_directory(path.parent)
-    return StoredBefore(entry.sequence, entry.id, sha256, nbytes)
-
-
-def _write_update(path: RunPath, update: Update) -> tuple[str, int]:
-    """Writes an update's file durably; gives its sha256 and its size."""
-    hasher, nbytes = hashlib.sha256(), 0
-
-    def counted() -> Iterator[bytes | memoryview]:
-        nonlocal nbytes
-        for chunk in update.file_chunks():
-            hasher.update(chunk)
-            nbytes += len(chunk)
-            yield chunk
-
-    write_durably(path, counted())
-    return hasher.hexdigest(), nbytes
-
-
 def _checked(payload: Payload, update: Update | None) -> Update:
     if update is None or update.id != payload.id:
         received = None if update is None else update.id
         raise ValueError(f"A payload must be written with its update, {payload.id}. Received: {received}")
     return update
-
-
-def _not_written(run_dir: RunDir, error: OSError) -> str:
-    return (
-        f"The journal cannot be written ({error.strerror}). "
-        f"Free space on the disk of {run_dir}, or repair it, and propose the update again."
-    )
-
-
-def _perhaps_written(path: RunPath, error: OSError) -> str:
-    return (
-        f"{path.name.partition('.')[0]} of {path.parent} was renamed, and then its directory could not be "
-        f"synced ({error.strerror}). Only the next attempt of the job can tell whether it was written."
-    )

@@ -13,18 +13,8 @@ from replicast.core.operations.revert import why_not
 from replicast.core.records import Stage
 from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
 from replicast.files import RunDir, RunPath, below, open_plain
-from replicast.storage.journal import (
-    HELD_BY_ALL,
-    DamagedEntry,
-    EntryFile,
-    StoredBefore,
-    StoredPayload,
-    counted_entries,
-    read_before,
-    read_entry,
-    read_payload,
-    summary,
-)
+from replicast.storage.claims import LogLine, StoredBefore, StoredPayload
+from replicast.storage.journal import HELD_BY_ALL, NO_EDITS, counted_lines, read_stored, summary
 from replicast.strictjson import parse_integer
 from replicast.tensorfiles import check_header, header_bytes
 from replicast.update.edits import EditKind
@@ -108,9 +98,7 @@ def has_promised(run_dir: RunDir, id_: str) -> bool:
     run = Updates(run_dir)
     if id_ in run.scheduled or any(record.id == id_ for record, _ in run.committed.values()):
         return True
-    for damaged in run.damaged:
-        if damaged.may_be("committed") or damaged.may_be("scheduled"):
-            raise damaged.error
+    run.check_whole()
     return False
 
 
@@ -120,8 +108,7 @@ def load_update(run_dir: RunDir, sequence: int) -> Update:
     if sequence not in run.committed:
         raise FileDamaged(below(run_dir) / "groups", f"the journal has no update {sequence}")
     record, _ = run.committed[sequence]
-    file, payload = run.payload(record.id, record.digest)
-    return read_payload(file.payload_path(run_dir), payload)
+    return read_stored(run_dir, run.payload(record.id, record.digest))
 
 
 class Updates:
@@ -133,34 +120,34 @@ class Updates:
         self.scheduled: dict[str, Scheduled] = {}
         self.withdrawn: set[str] = set()
         self.refused: dict[str, str] = {}
-        self._payloads: dict[tuple[str, str], tuple[EntryFile, StoredPayload]] = {}
+        self._payloads: dict[tuple[str, str], LogLine] = {}
         self._chosen: set[str] = set()
         self._decided: dict[int, Decided] = {}
         self._receipts: dict[int, list[Receipt]] = {}
-        self.before: dict[int, tuple[EntryFile, StoredBefore]] = {}
+        self.before: dict[int, LogLine] = {}
         self.history = History()
-        files, _, self.damaged = counted_entries(self._run_dir)
-        for file in files:
-            self._add(file)
-            self.history.add(file.entry())
+        lines, self.damaged = counted_lines(self._run_dir)
+        for line in lines:
+            self._add(line)
+            self.history.add(line.entry())
 
     def check_whole(self) -> None:
         """Raises `FileDamaged` if any entry is missing or damaged."""
         if self.damaged:
             raise self.damaged[0].error
 
-    def _add(self, file: EntryFile) -> None:
-        match file.stored:
+    def _add(self, line: LogLine) -> None:
+        match line.stored:
             case StoredPayload() as payload:
-                self._payloads[payload.id, payload.digest] = file, payload
+                self._payloads[payload.id, payload.digest] = line
                 self.refused.pop(payload.id, None)
             case StoredBefore() as before:
-                self.before[before.sequence] = file, before
+                self.before[before.sequence] = line
             case Scheduled() as scheduled:
                 self.scheduled[scheduled.id] = scheduled
                 self._chosen.add(scheduled.id)
             case Committed() as committed:
-                self.committed[committed.sequence] = committed, file.written_at
+                self.committed[committed.sequence] = committed, line.written_at
                 self.scheduled.pop(committed.id, None)
             case Decided() as decided:
                 self._decided[decided.sequence] = decided
@@ -173,8 +160,8 @@ class Updates:
                 self.refused[id_] = problem
                 self.scheduled.pop(id_, None)
 
-    def payload(self, id_: str, digest: str) -> tuple[EntryFile, StoredPayload]:
-        """The payload of an update, and its place."""
+    def payload(self, id_: str, digest: str) -> LogLine:
+        """The line that names the payload of an update."""
         found = self._payloads.get((id_, digest))
         if found is None:
             raise FileDamaged(below(self._run_dir) / "groups", f"the journal has no payload of update {id_}")
@@ -193,7 +180,7 @@ class Updates:
             workers=record.workers,
             author=payload.author,
             note=payload.note,
-            edits=payload.edits or (),
+            edits=payload.summaries(),
             nbytes=payload.nbytes,
             sha256=payload.sha256,
             scheduled=record.id in self._chosen,
@@ -215,27 +202,16 @@ class Updates:
             trial=scheduled.trial,
             author=payload.author,
             note=payload.note,
-            edits=payload.edits or (),
+            edits=payload.summaries(),
             nbytes=payload.nbytes,
         )
 
     def _described(self, id_: str, digest: str) -> StoredPayload:
-        """The payload of an update; without author, note and edits if its entry is damaged.
-
-        An index omits the edits: they are read from the entry's own file.
-        """
-        found = self._payloads.get((id_, digest))
-        if found is None:
-            return StoredPayload(id_, digest, "", "", "", 0)
-        file, payload = found
-        if payload.edits is None:
-            try:
-                own = read_entry(self._run_dir, file.group, file.number, file.kind).stored
-                payload = own if isinstance(own, StoredPayload) else payload
-            except FileDamaged as error:
-                if all(one.place != file.place for one in self.damaged):
-                    self.damaged.append(DamagedEntry(file.group, file.number, file.kind, error))
-        return payload
+        """The payload of an update; without author, note and edits if its entry is damaged."""
+        line = self._payloads.get((id_, digest))
+        if line is None or not isinstance(line.stored, StoredPayload):
+            return StoredPayload(id_, digest, "", "", "", "", 0, NO_EDITS)
+        return line.stored
 
 
 # What an update in the inbox says of itself: from the header of its file alone, which is cheap to read.
@@ -327,12 +303,11 @@ def undo(
     record = run.history.committed[sequence]
 
     def load() -> Update:
-        file, payload = run.payload(record.id, record.digest)
-        return read_payload(file.payload_path(run_dir), payload)
+        return read_stored(run_dir, run.payload(record.id, record.digest))
 
     def load_before() -> Update | None:
-        kept = run.before.get(sequence)
-        return None if kept is None else read_before(kept[0].payload_path(run_dir), kept[1])
+        line = run.before.get(sequence)
+        return None if line is None else read_stored(run_dir, line)
 
     def edits_of(one: Committed) -> tuple[Mapping[str, Any], ...]:
         return run.committed_update(*run.committed[one.sequence]).edits

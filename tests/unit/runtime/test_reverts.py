@@ -13,7 +13,7 @@ from replicast.errors import UpdateRefused
 from replicast.replicas.ticket import Ticket
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal
-from replicast.storage.updates import committed_updates, undo
+from replicast.storage.updates import Updates, committed_updates, undo
 from replicast.testing.job import Job, eventually, start_values
 from replicast.update.schema import Limits, Schema, Variable
 from replicast.update.state import MemoryState
@@ -160,7 +160,7 @@ def test_the_journal_says_what_reverts_what_and_anybody_can_see_beforehand_what_
 ) -> None:
     with file_job(tmp_path) as job:
         number = propose(job, overwriting())
-        eventually(lambda: list(tmp_path.glob("groups/*/*.before.json")))
+        eventually(lambda: Updates(tmp_path).before)
         plan = undo(tmp_path, number)
         assert plan.record.sequence == number
         assert {edit.operation.value for edit in plan.update.edits} == {"assign", "assign_rows"}
@@ -180,7 +180,7 @@ def test_an_attempt_that_applies_an_update_again_keeps_the_values_before_it_agai
     with file_job(tmp_path) as job:
         before = job.values()
         number = propose(job, overwriting())
-        eventually(lambda: list(tmp_path.glob("groups/*/*.before.json")))
+        eventually(lambda: Updates(tmp_path).before)
     for path in tmp_path.glob("groups/*/*.before.safetensors"):
         path.unlink()
     with file_job(tmp_path, attempt=1, values=start_values()) as again:
@@ -194,7 +194,7 @@ def test_values_that_an_attempt_cannot_write_are_not_taken_from_an_earlier_one(
 ) -> None:
     with file_job(tmp_path) as job:
         number = propose(job, overwriting())
-        eventually(lambda: list(tmp_path.glob("groups/*/*.before.json")))
+        eventually(lambda: Updates(tmp_path).before)
     other = {name: value + 1 for name, value in start_values().items()}  # another training led to these
     with file_job(tmp_path, attempt=1, values=other) as again:
 
@@ -213,7 +213,7 @@ def test_values_that_are_not_kept_any_more_are_named_with_what_to_do(
     monkeypatch.setattr("replicast.storage.journal.REVERTIBLE_BYTES", 0)
     with file_job(tmp_path) as job:
         number = propose(job, overwriting())
-        eventually(lambda: list(tmp_path.glob("groups/*/*.before.json")))
+        eventually(lambda: Updates(tmp_path).before)
         assert job.journal.remove_payloads({number}, None) == 2
         assert not list(tmp_path.glob("groups/*/*.safetensors"))
         with pytest.raises(
