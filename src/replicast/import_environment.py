@@ -61,7 +61,7 @@ set, and TF_PLUGGABLE_DEVICE_LIBRARY_PATH, which names a library to load: it bel
 """
 
 imported_with: Mapping[str, str] | None = None
-"""In a process that was a standby: the environment during its imports. Set by `supervisor/prepared.py`."""
+"""In a process that was a standby: the environment during its imports. Set by `launcher/prepared.py`."""
 called_with: Mapping[str, str] | None = None
 """In a process that was a standby: the environment that its script started with."""
 

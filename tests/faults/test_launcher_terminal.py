@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from replicast.launcher.checks import Verdict, check_two_workers
-from replicast.launcher.lines import without_colours
+from replicast.launcher.screen import without_colours
 
 DEADLINE_SECS = 240.0
 

@@ -60,7 +60,7 @@ def test_a_death_on_either_host_restarts_both_with_one_cause_and_one_count(two: 
         begins = f"replicast: restart {restart} of 2 because "
         assert lines_with([first, second], begins) == [[begins + words] for words in both]
     (told,) = lines_with([first], "worker 3 on 10.77.0.2 failed first: killed by SIGKILL after")[0]
-    assert "says the launcher of 10.77.0.2. Log on 10.77.0.2: " in told
+    assert ". Log on 10.77.0.2: " in told
     assert "worker 0 failed after" not in first.text + second.text
     logs = [(two.directory / f"run/logs/attempt-{k}/worker-1.log").read_text() for k in range(3)]
     assert logs == ["secret: None\n"] * 3, "workers do not need it"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from replicast.config import PEER_FAILED, START_TIMEOUT
-from replicast.launcher.ports import hold_free_ports
+from replicast.launcher.plan import hold_free_ports
 from tests.faults.test_frozen import HANGS_SECS, SCRIPT, run_frozen
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from replicast.errors import LaunchRefused
-from replicast.launcher.page import PageAddress
+from replicast.launcher.launcher import PageAddress
 from replicast.testing.job import eventually
 from tests.page.live import Serving
 

@@ -8,10 +8,22 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from replicast.launcher.hosts.leader import Leader
-from replicast.launcher.hosts.member import Command, End, Member, Over, Restart, Start, Waiting
-from replicast.launcher.hosts.messages import Failure, Order, Phase, Report, from_json, to_json
-from replicast.launcher.hosts.timeouts import HostTimeouts
+from msgspec import to_builtins
+
+from replicast.launcher.failure import Exit, Order, Phase
+from replicast.launcher.hosts_leader import (
+    Command,
+    End,
+    HostTimeouts,
+    Leader,
+    Member,
+    Over,
+    Report,
+    Restart,
+    Start,
+    Waiting,
+    read_message,
+)
 
 TICK_SECS = 0.25
 
@@ -102,7 +114,7 @@ class World:
         launcher = self.of(node)
         assert launcher.running is not None
         rank = node if worker is None else worker
-        failure = Failure(host=node, worker=rank, code=code, why=f"code {code}", reported_by=node)
+        failure = Exit(host=node, worker=rank, code=code, why=f"code {code}", reported_by=node)
         launcher.member.on_failure(failure)
         self._end_later(launcher, failure)
         self._poll(launcher)
@@ -178,13 +190,13 @@ class World:
         if not session or not due:
             return
         launcher.sent, launcher.sent_at = report, self.now
-        text = to_json(report)
+        text = to_builtins(report)
 
         def arrives() -> None:
             first = self.launchers[0]
             is_there = first is not None and first.session == session and launcher.connected_to == session
             if is_there and self.reached(launcher.node, 0) and first is not None and first.leader:
-                received = from_json(text, self.hosts)
+                received = read_message(text, self.hosts)
                 assert isinstance(received, Report)
                 first.leader.on_report(launcher.node, received, self.now)
                 self._poll(first)
@@ -204,7 +216,7 @@ class World:
     def _send_order(self, launcher: Launcher, session: str, order: Order) -> None:
         def arrives() -> None:
             if launcher.alive and launcher.connected_to == session and self.reached(launcher.node, 0):
-                received = from_json(to_json(order), self.hosts)
+                received = read_message(to_builtins(order), self.hosts)
                 assert isinstance(received, Order)
                 self._do(launcher, launcher.member.on_order(received, self.now))
                 self._send_report(launcher)
@@ -263,7 +275,7 @@ class World:
         self.last_attempts[launcher.node] = attempt
         self.starts.append((self.now, launcher.node, attempt))
 
-    def _end_later(self, launcher: Launcher, failure: Failure | None) -> None:
+    def _end_later(self, launcher: Launcher, failure: Exit | None) -> None:
         attempt = launcher.running
 
         def ends() -> None:
@@ -272,7 +284,7 @@ class World:
 
         self.at(launcher.ends_in_secs, ends)
 
-    def _group_ends(self, launcher: Launcher, failure: Failure | None) -> None:
+    def _group_ends(self, launcher: Launcher, failure: Exit | None) -> None:
         if not launcher.alive or launcher.running is None:
             return
         launcher.running = None

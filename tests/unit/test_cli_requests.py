@@ -19,7 +19,7 @@ import safetensors.numpy
 import replicast
 from replicast.core.entries import Before, Committed, Payload
 from replicast.errors import NoAnswer, NotFound, RequestRefused, UpdateRefused
-from replicast.launcher.states import what_is_taken_over
+from replicast.launcher.run_directory import what_is_taken_over
 from replicast.storage import inbox, requests
 from replicast.storage.checkpoint_format import Draft
 from replicast.storage.checkpoints import CheckpointStore

@@ -9,7 +9,7 @@ import numpy as np
 from replicast.cli.texts import what_cell
 from replicast.client.updates import waiting_views
 from replicast.files import below
-from replicast.launcher.states import what_is_taken_over
+from replicast.launcher.run_directory import what_is_taken_over
 from replicast.storage import inbox
 from replicast.storage.updates import describe
 from replicast.update.trial import Trial

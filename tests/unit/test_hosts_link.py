@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import io
 import os
@@ -13,42 +14,49 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from replicast.errors import ClusterError
-from replicast.launcher.attempts import Begin
-from replicast.launcher.hosts.attempts import HostsAttempts
-from replicast.launcher.hosts.connection import Connection, Malformed
-from replicast.launcher.hosts.events import Event, NotWelcome, Tell
-from replicast.launcher.hosts.first import First
-from replicast.launcher.hosts.leader import Leader
-from replicast.launcher.hosts.link import Link, asking_link, first_link, other_link
-from replicast.launcher.hosts.member import End, Member, Over, Start, Waiting
-from replicast.launcher.hosts.messages import (
-    Ask,
-    Failure,
+from replicast.launcher.failure import Exit, Order, Phase
+from replicast.launcher.hosts_leader import (
+    AskName,
+    End,
     FirstOf,
     Hello,
+    HostTimeouts,
     Identity,
+    Member,
     Message,
-    Order,
-    Phase,
+    Notices,
+    Over,
     Refused,
     Report,
-    Told,
+    RunName,
+    Start,
+    Waiting,
 )
-from replicast.launcher.hosts.notices import Notices
-from replicast.launcher.hosts.rivals import Rivals
-from replicast.launcher.hosts.setup import identity_of, listen, own_node
-from replicast.launcher.hosts.timeouts import HostTimeouts
-from replicast.launcher.hosts.wire import NotAuthentic
+from replicast.launcher.hosts_link import (
+    MAX_LINE,
+    Connection,
+    Event,
+    First,
+    HostsAttempts,
+    Link,
+    Malformed,
+    NotAuthentic,
+    NotWelcome,
+    Other,
+    Tell,
+    Wire,
+)
+from replicast.launcher.hosts_setup import identity_of, listen, own_node
 from replicast.launcher.interruptions import Interruptions
+from replicast.launcher.launcher import ask_run_name
 from replicast.launcher.plan import Job
-from replicast.launcher.run_name import ask_run_name
 from replicast.launcher.screen import make_screen
 from replicast.names import Dialer
 from replicast.testing.job import eventually
@@ -57,8 +65,84 @@ from tests.unit.clock import Clock
 SECS = 120.0
 E = TypeVar("E", bound=Event)
 JOB = Job(argv=("python", "train.py"), hosts=("a", "b"), node_rank=1, endpoint=("127.0.0.1", 1))
-IDENTITY = identity_of(replace(JOB, hosts=(), nnodes=2), 0)
+IDENTITY = identity_of(dataclasses.replace(JOB, hosts=(), nnodes=2), 0)
 ORDER = Order(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=0, hosts=("a", "b"))
+
+
+ONE, OTHER = "1" * 64, "2" * 64
+
+
+def pair(secret: bytes = b"s", theirs: bytes = b"s") -> tuple[Wire, Wire]:
+    first, other = Wire(secret, ONE, is_first=True), Wire(theirs, OTHER, is_first=False)
+    assert first.feed(other.opening()) == other.feed(first.opening()) == []
+    return first, other
+
+
+@pytest.mark.parametrize("secret", [b"s", b""])
+def test_what_one_packs_the_other_unpacks(secret: bytes) -> None:
+    first, other = pair(secret, secret)
+    assert other.feed(first.pack({"a": 1}) + first.pack({"b": 2})) == [{"a": 1}, {"b": 2}]
+    line = other.pack({"c": [3]})
+    assert first.feed(line[:10]) == []
+    assert first.feed(line[10:]) == [{"c": [3]}]
+
+
+def test_another_secret_is_not_accepted() -> None:
+    first, other = pair(b"s", b"t")
+    with pytest.raises(NotAuthentic, match="another secret"):
+        first.feed(other.pack({"a": 1}))
+
+
+def test_a_host_without_a_secret_is_told_so() -> None:
+    first, other = Wire(b"s", ONE, is_first=True), Wire(b"", OTHER, is_first=False)
+    with pytest.raises(NotAuthentic, match="this host has a secret of the job, the other has none"):
+        first.feed(other.opening())
+    with pytest.raises(NotAuthentic, match="the other host has a secret of the job, this one has none"):
+        other.feed(first.opening())
+
+
+def test_a_line_counts_once_on_its_connection_and_in_its_direction_only() -> None:
+    first, other = pair()
+    line = other.pack({"a": 1})
+    assert first.feed(line) == [{"a": 1}]
+    with pytest.raises(NotAuthentic):
+        first.feed(line)
+    with pytest.raises(NotAuthentic):
+        pair()[1].feed(line)
+    later = Wire(b"s", "3" * 64, is_first=True)
+    later.feed(Wire(b"s", OTHER, is_first=False).opening())
+    with pytest.raises(NotAuthentic):
+        later.feed(line)
+
+
+def test_a_changed_line_is_not_accepted() -> None:
+    first, other = pair()
+    with pytest.raises(NotAuthentic):
+        first.feed(other.pack({"code": 0}).replace(b"0}", b"1}"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n",
+        b"x" * 5000,
+        b"[1]\n",
+        b'{"replicast": "launchers 2"}\n',
+        b"\n",
+        b"[" * 900 + b"\n",
+        Wire(b"s", ONE, is_first=True).opening(),
+    ],
+)
+def test_something_else_is_not_a_launcher(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"is not a launcher|without an end|repeats"):
+        Wire(b"s", ONE, is_first=True).feed(data)
+
+
+def test_a_line_without_an_end_takes_bounded_memory() -> None:
+    first, _ = pair()
+    assert first.feed(b"x" * MAX_LINE) == []
+    with pytest.raises(ValueError, match="without an end"):
+        first.feed(b"x")
 
 
 class Service:
@@ -66,6 +150,7 @@ class Service:
 
     def __init__(self, *said: Event) -> None:
         self._said = list(said)
+        self.member, self.timeouts = Member(1, 0, 0, HostTimeouts(), 0.0), HostTimeouts(leave_secs=1.0)
 
     def sockets(self) -> list[socket.socket]:
         return []
@@ -82,16 +167,15 @@ class Service:
 
 
 def test_a_group_that_must_end_as_soon_as_it_is_started_is_told_so() -> None:
-    end = End(Failure(host=0, worker=0, code=3), stopped_by=signal.SIGTERM)
+    end = End(Exit(host=0, worker=0, code=3), stopped_by=signal.SIGTERM)
     service = Service(Start(ORDER), end)
-    member = Member(1, 0, 0, HostTimeouts(), 0.0)
     with (
         Interruptions() as interruptions,
         contextlib.closing(make_screen(io.StringIO(), io.StringIO(), tee=frozenset(), environ={})) as screen,
-        Link(member, service, 1.0) as link,  # type: ignore[arg-type]
+        Link(service) as link,  # type: ignore[arg-type]
     ):
         attempts = HostsAttempts(link, JOB, screen, interruptions)
-        assert isinstance(attempts.begin(), Begin)
+        assert attempts.begin() == ORDER
         assert select.select([attempts], [], [], SECS)[0], "the group waits for this descriptor"
         assert attempts.take_ends() == [end]
 
@@ -107,20 +191,48 @@ def test_strangers_who_say_nothing_keep_no_launcher_out() -> None:
 
 def first_of(identity: Identity, listener: socket.socket, secret: bytes = b"secret") -> Link:
     """The link of a first launcher; without `--hosts` it looks for no other one."""
-    return first_link(
+    return Link(service_of(identity, listener, secret, HostTimeouts(leave_secs=0.0)))
+
+
+def service_of(
+    identity: Identity,
+    listener: socket.socket,
+    secret: bytes = b"secret",
+    timeouts: HostTimeouts | None = None,
+) -> First:
+    return First(
         names=identity.hosts or ("a", "b"),
         identity=identity,
         secret=secret,
         next_attempt=0,
-        timeouts=HostTimeouts(leave_secs=0.0),
+        timeouts=timeouts or HostTimeouts(),
         listener=listener,
         run_name="the-run",
     )
 
 
+def other(
+    endpoint: tuple[str, int], timeouts: HostTimeouts, identity: Identity | None, secret: bytes = b"secret"
+) -> Link:
+    """The link of another launcher; without an identity it only asks for the name of the run."""
+    return Link(
+        Other(
+            node=1,
+            nodes=2,
+            identity=identity,
+            secret=secret,
+            next_attempt=0,
+            timeouts=timeouts,
+            endpoint=endpoint,
+        )
+    )
+
+
 def run_name(endpoint: tuple[str, int]) -> str:
     """What the first launcher answers: it is alive."""
-    told = ask_run_name(replace(JOB, endpoint=endpoint), b"secret", HostTimeouts(join_secs=SECS), {})
+    told = ask_run_name(
+        dataclasses.replace(JOB, endpoint=endpoint), b"secret", HostTimeouts(join_secs=SECS), {}
+    )
     assert isinstance(told, str)
     return told
 
@@ -156,10 +268,10 @@ def test_a_report_with_impossible_values_is_left_out_and_the_launchers_go_on() -
     endpoint = listener.getsockname()[:2]
     hello = Hello(node=1, session="s", address="127.0.0.1", identity=IDENTITY)
     with first_of(IDENTITY, listener) as link:
-        answer = answer_to(endpoint, hello, Report(next_attempt=0, signal=9999), Ask(1))
+        answer = answer_to(endpoint, hello, replace(Report(next_attempt=0), signal=9999), AskName(node=1))
         assert isinstance(answer, Order), "the rest of what it sends is heard"
         told = next_of(link, Tell)
-        assert "a line of the launcher at 127.0.0.1 is left out: no launcher sends a report with" in told.text
+        assert "ignored an invalid message of the launcher at 127.0.0.1: Invalid enum value 9999" in told.text
         assert run_name(endpoint) == "the-run"
 
 
@@ -236,8 +348,8 @@ def test_a_first_launcher_accepts_the_others_while_no_dns_server_answers(resolve
 def test_another_launcher_finds_the_first_one_when_a_slow_dns_server_has_answered(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], resolver: threading.Event
 ) -> None:
-    monkeypatch.setattr("replicast.launcher.hosts.other.CONNECT_SECS", 0.1)
-    asking = replace(JOB, endpoint=("gpu1", 1))
+    monkeypatch.setattr("replicast.launcher.hosts_link.CONNECT_SECS", 0.1)
+    asking = dataclasses.replace(JOB, endpoint=("gpu1", 1))
     assert ask_run_name(asking, b"secret", HostTimeouts(join_secs=0.5), {}) == 75
     assert "within 0.5 s (gpu1:1: no DNS server has resolved the name yet)" in capsys.readouterr().err
     listener = listen(("127.0.0.1", 0))
@@ -245,20 +357,18 @@ def test_another_launcher_finds_the_first_one_when_a_slow_dns_server_has_answere
     timeouts = HostTimeouts(leave_secs=0.0, tell_after_secs=0.3)
     with (
         first_of(IDENTITY, listener),
-        other_link(
-            node=1, identity=IDENTITY, secret=b"secret", next_attempt=0, timeouts=timeouts, endpoint=endpoint
-        ) as other,
+        other(endpoint, timeouts, IDENTITY) as late,
     ):
-        waiting = next_of(other, Waiting)
+        waiting = next_of(late, Waiting)
         assert "no DNS server has resolved the name yet" in waiting.why
         resolver.set()
-        next_of(other, Start)
+        next_of(late, Start)
 
 
 def test_a_launcher_says_when_no_dns_server_answers(
     monkeypatch: pytest.MonkeyPatch, resolver: threading.Event
 ) -> None:
-    monkeypatch.setattr("replicast.launcher.hosts.setup.NAMES_SECS", 0.1)
+    monkeypatch.setattr("replicast.launcher.hosts_setup.NAMES_SECS", 0.1)
     assert own_node(("gpu1", "127.0.0.1")) == 1
     with pytest.raises(ClusterError, match=r"not all names were resolved within 0\.1 s"):
         own_node(("gpu1", "198.51.100.1"))
@@ -272,10 +382,14 @@ def test_a_launcher_says_when_no_dns_server_answers(
 @pytest.mark.parametrize(
     "question",
     [
-        pytest.param(FirstOf(("127.0.0.2", "127.0.0.1"), IDENTITY.port + 1), id="a job on other ports"),
-        pytest.param(FirstOf(("127.0.0.3", "127.0.0.4"), IDENTITY.port), id="a job on other hosts"),
-        pytest.param(FirstOf(("127.0.0.1", "127.0.0.2"), IDENTITY.port), id="its own, passed on"),
-        pytest.param(FirstOf((), IDENTITY.port), id="nonsense"),
+        pytest.param(
+            FirstOf(hosts=("127.0.0.2", "127.0.0.1"), port=IDENTITY.port + 1), id="a job on other ports"
+        ),
+        pytest.param(
+            FirstOf(hosts=("127.0.0.3", "127.0.0.4"), port=IDENTITY.port), id="a job on other hosts"
+        ),
+        pytest.param(FirstOf(hosts=("127.0.0.1", "127.0.0.2"), port=IDENTITY.port), id="its own, passed on"),
+        pytest.param(FirstOf(hosts=(), port=IDENTITY.port), id="nonsense"),
     ],
 )
 def test_the_first_launcher_of_another_job_is_not_refused_and_no_stranger_can_have_it_refused(
@@ -283,7 +397,7 @@ def test_the_first_launcher_of_another_job_is_not_refused_and_no_stranger_can_ha
 ) -> None:
     listener = listen(("127.0.0.1", 0))
     with first_of(replace(IDENTITY, hosts=("127.0.0.1", "127.0.0.2")), listener):
-        assert isinstance(answer_to(listener.getsockname()[:2], question, Ask(1)), Told)
+        assert isinstance(answer_to(listener.getsockname()[:2], question, AskName(node=1)), RunName)
 
 
 def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
@@ -296,18 +410,18 @@ def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
         return connect(dialer, timeout_secs)
 
     monkeypatch.setattr(Dialer, "connect", counted)
-    monkeypatch.setattr("replicast.launcher.hosts.other.time", clock)
-    monkeypatch.setattr("replicast.launcher.hosts.other._PAUSE_SECS", 0.0)
+    monkeypatch.setattr("replicast.launcher.hosts_link.time", clock)
+    monkeypatch.setattr("replicast.launcher.hosts_link._PAUSE_SECS", 0.0)
     listener = listen(("127.0.0.1", 0))
     endpoint = listener.getsockname()[:2]
     timeouts = HostTimeouts(join_secs=100.0, redial_secs=1000.0)
     with first_of(IDENTITY, listener) as link:
-        with asking_link(node=1, nodes=2, secret=b"another", timeouts=timeouts, endpoint=endpoint) as other:
-            said: list[Event] = [next_of(other, Tell)]
+        with other(endpoint, timeouts, None, b"another") as asking:
+            said: list[Event] = [next_of(asking, Tell)]
             eventually(lambda: len(tries) >= 3)
             clock.added_secs = timeouts.join_secs
             while not isinstance(said[-1], Over):
-                said += [event for event in next_events(other) if not isinstance(event, Waiting)]
+                said += [event for event in next_events(asking) if not isinstance(event, Waiting)]
         problem = "the other host has another secret of the job. Set REPLICAST_JOB_SECRET"
         line, over = said
         assert isinstance(line, Tell)
@@ -331,29 +445,31 @@ def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
             Hello(node=1, session="s", address="", identity=replace(IDENTITY, hosts=("a", "b"), workers=2)),
             "another number of workers (-n): 1 on the first host, 2 on the other",
         ),
-        (b"secret", FirstOf(("b", "a"), IDENTITY.port), "one with --hosts a,b, the other with --hosts b,a"),
-        (b"another", Ask(1), "the other host has another secret of the job"),
+        (
+            b"secret",
+            FirstOf(hosts=("b", "a"), port=IDENTITY.port),
+            "one with --hosts a,b, the other with --hosts b,a",
+        ),
+        (b"another", AskName(node=1), "the other host has another secret of the job"),
     ],
 )
 def test_the_last_line_of_the_first_launcher_says_why_it_refused_the_host_that_is_missing(
     secret: bytes, message: Message, why: str
 ) -> None:
-    timeouts, listener = HostTimeouts(), listen(("127.0.0.1", 0))
-    now = time.monotonic()
-    leader, member = Leader(("a", "b"), "s", 0, timeouts, now), Member(0, 0, 0, timeouts, now)
-    identity, nobody = replace(IDENTITY, hosts=("a", "b")), Rivals((), 0, 0, b"")
-    first = First(leader, member, "s", identity, b"secret", timeouts, listener, "the-run", nobody)
+    listener, now = listen(("127.0.0.1", 0)), time.monotonic()
+    first = service_of(replace(IDENTITY, hosts=("a", "b")), listener)
+    leader = first.leader
     with contextlib.closing(first), socket.create_connection(listener.getsockname()[:2]) as connected:
-        other = Connection(connected, secret, is_first=False, nodes=2)
-        other.send(message)
+        sender = Connection(connected, secret, is_first=False, nodes=2)
+        sender.send(message)
         events: list[Event] = []
         while not any(isinstance(event, Tell) for event in events):
             readable, _, _ = select.select([*first.sockets(), connected], [], [], SECS)
             assert readable, "nothing happened"
             if connected in readable:
-                other.receive()
+                sender.receive()
             events += first.poll([one for one in readable if one is not connected])
-        leader.on_time(now + 2 * timeouts.join_secs)  # `now + 600.0 - now` may be less than 600.0
+        leader.on_time(now + 2 * HostTimeouts().join_secs)  # `now + 600.0 - now` may be less than 600.0
     assert leader.order.failure is not None
     assert leader.order.failure.why.startswith(
         "it did not come within 600 s. A launcher at 127.0.0.1 was refu"
@@ -375,7 +491,7 @@ def test_a_launcher_that_asks_for_the_run_s_name_is_stopped_by_a_signal_as_any_o
 
         mute.settimeout(SECS)
         stopping = pool.submit(stops)
-        asking = replace(JOB, endpoint=mute.getsockname()[:2])
+        asking = dataclasses.replace(JOB, endpoint=mute.getsockname()[:2])
         assert ask_run_name(asking, b"secret", HostTimeouts(join_secs=SECS), {}) == code
         stopping.result()
     assert capsys.readouterr().err == f"replicast: stopped by {name}; all workers have exited\n"
@@ -388,25 +504,25 @@ def test_a_launcher_that_asks_for_the_run_s_name_waits_for_the_first_one_as_any_
     with socket.socket() as held:  # It does not listen, and nobody else gets its port.
         held.bind(("127.0.0.1", 0))
         endpoint = held.getsockname()[:2]
-        assert ask_run_name(replace(JOB, endpoint=endpoint), b"secret", timeouts, {}) == 75
+        assert ask_run_name(dataclasses.replace(JOB, endpoint=endpoint), b"secret", timeouts, {}) == 75
     why = f"(127.0.0.1:{endpoint[1]}: Connection refused)"
     waits, lost = capsys.readouterr().err.splitlines()
-    assert waits == f"replicast: waiting for the launcher of a, 0 s of at most 1 s {why}"
+    assert waits == f"replicast: waiting for the launcher on a, 0 s of at most 1 s {why}"
     assert lost == f"replicast: host a was lost: it did not come within 1 s {why}"
 
 
 def test_a_stranger_cannot_fill_the_screen_and_what_is_wrong_is_said_again_later() -> None:
     notices = Notices()
     texts = [f"\x1b[2J{number % 50}" for number in range(1000)]
-    said = [tell.text for number, text in enumerate(texts) for tell in notices.say(text, 0.01 * number)]
+    said = [line for number, text in enumerate(texts) for line in notices.say(text, 0.01 * number)]
     assert len(said) == 6
     assert said[0] == "\\x1b[2J0"
     assert said[-1].endswith("(more lines like this are not shown for 5 min)")
     assert notices.say("no secret", 299.0) == []
-    assert notices.say("no secret", 310.0) == [Tell("no secret")]
+    assert notices.say("no secret", 310.0) == ["no secret"]
     assert notices.say("no secret", 311.0) == []
     (long,) = notices.say("x" * 300_000, 312.0)
-    assert len(long.text) <= 1001
+    assert len(long) <= 1001
 
 
 def test_strangers_do_not_hide_the_refusal_of_a_launcher_that_knows_the_secret() -> None:
@@ -419,7 +535,7 @@ def test_strangers_do_not_hide_the_refusal_of_a_launcher_that_knows_the_secret()
                 ("127.0.0.1", port), source_address=(f"127.0.0.{number}", 0)
             ) as connected:
                 stranger = Connection(connected, b"another", is_first=False, nodes=2)
-                stranger.send(Ask(1))
+                stranger.send(AskName(node=1))
                 with contextlib.suppress(NotAuthentic):
                     while select.select([connected], [], [], SECS)[0]:
                         stranger.receive()
@@ -441,10 +557,8 @@ def test_a_first_launcher_that_cannot_accept_for_now_says_so_once_and_does_not_s
     def fails(listener: socket.socket) -> None:
         raise OSError(number, os.strerror(number))
 
-    timeouts, listener = HostTimeouts(), listen(("127.0.0.1", 0))
-    leader, member = Leader(("a", "b"), "s", 0, timeouts, 0.0), Member(0, 0, 0, timeouts, 0.0)
-    nobody = Rivals((), 0, 0, b"")
-    first = First(leader, member, "s", IDENTITY, b"secret", timeouts, listener, "the-run", nobody)
+    listener = listen(("127.0.0.1", 0))
+    first = service_of(IDENTITY, listener)
     with contextlib.closing(first), monkeypatch.context() as patched:
         patched.setattr(socket.socket, "accept", fails)
         assert listener in first.sockets()

@@ -19,9 +19,9 @@ from replicast.core.records import Stage
 from replicast.errors import ReplicastError
 from replicast.files import make_durably, read_small, remove_leftovers, write_durably, write_quickly
 from replicast.launcher.failure import traceback_in
-from replicast.launcher.output import Output
-from replicast.launcher.page import PageAddress, page_beside
-from replicast.launcher.rundir import locked, make_attempt_dir, next_attempt
+from replicast.launcher.launcher import PageAddress, page_beside
+from replicast.launcher.run_directory import locked, make_attempt_dir, next_attempt
+from replicast.launcher.screen import Output
 from replicast.paths import RunPath, below
 from replicast.storage import inbox, requests
 from replicast.storage.checkpoints import CheckpointStore
@@ -351,12 +351,11 @@ _ALLOWED = {
     "script_digest.py": "the user's script",
     "lifetime.py": _OWN,
     "launcher/checks.py": "shared memory and Keras' settings",
-    "launcher/hosts/facts.py": "only whether a run directory is writable",
-    "launcher/hosts/setup.py": "the file of a secret",
-    "launcher/isolation.py": _OWN,
-    "launcher/network.py": _OWN,
+    "launcher/hosts_doctor.py": "only whether a run directory is writable",
+    "launcher/hosts_setup.py": "the file of a secret",
+    "launcher/plan.py": _OWN,
     "launcher/prepared.py": "the user's script",
-    "launcher/rundir.py": "relative to a descriptor that RunPath gives",
+    "launcher/run_directory.py": "relative to a descriptor that RunPath gives",
     "launcher/standby.py": _OWN,
     "transport/files.py": "shared memory, with O_NOFOLLOW and the owner checked (SECURITY.md)",
 }
@@ -367,7 +366,7 @@ _LEAVES = {
     "storage/claims.py": "the parent of the run directory is synced",
     "client/connecting.py": "a user who names a directory in a run means the run",
     "cli/checkpoint.py": "printed as JSON",
-    "launcher/hosts/facts.py": "only whether a run directory is writable",
+    "launcher/hosts_doctor.py": "only whether a run directory is writable",
     "paths.py": "it is defined there",
 }
 """Where a `RunPath` becomes a `Path`."""

@@ -12,8 +12,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from replicast.launcher.bars import with_its_loss
-from replicast.launcher.lines import LineAssembler
+from replicast.launcher.screen import LineAssembler, with_its_loss
 from replicast.training import resuming as progress
 from replicast.training.resuming import callbacks_of
 from tests.pool import Pool

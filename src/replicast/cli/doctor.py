@@ -96,9 +96,8 @@ def _check_hosts(
     timeout: float,
     secret_file: Path | None,
 ) -> list[Check]:
-    from replicast.launcher.hosts.placing import place_on_hosts
-    from replicast.launcher.hosts.setup import read_secret
-    from replicast.launcher.hosts.visit import check_hosts
+    from replicast.launcher.hosts_doctor import check_hosts
+    from replicast.launcher.hosts_setup import place_on_hosts, read_secret
 
     job = place_on_hosts(Job(argv=(), port=port), hosts=hosts, node_rank=node_rank)
     secret = read_secret(os.environ, secret_file)

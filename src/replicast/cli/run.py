@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-from replicast.cli.torchrun import refuses_torchrun_options, worker_count
 from replicast.config import (
     HEARTBEAT_TIMEOUT,
     JOB_SECRET,
@@ -21,16 +20,12 @@ from replicast.config import (
     read_cluster,
 )
 from replicast.errors import LaunchRefused
-from replicast.launcher import EndTimeouts, Job, Settings, hold_ports, make_run_dir, parse_tee, supervise
-from replicast.launcher.hosts.placing import place_on_hosts
-from replicast.launcher.hosts.setup import read_secret
-from replicast.launcher.hosts.timeouts import HostTimeouts, host_timeouts
-from replicast.launcher.isolation import check_isolation, isolate
-from replicast.launcher.page import PageAddress, page_beside
-from replicast.launcher.plan import DEFAULT_PORT
-from replicast.launcher.program import check_module, check_script
-from replicast.launcher.run_name import ask_run_name
-from replicast.launcher.rundir import RUNS
+from replicast.launcher.group import EndTimeouts
+from replicast.launcher.hosts_leader import HostTimeouts, host_timeouts
+from replicast.launcher.hosts_setup import place_on_hosts, read_secret
+from replicast.launcher.launcher import PageAddress, Settings, ask_run_name, page_beside, supervise
+from replicast.launcher.plan import DEFAULT_PORT, Job, check_module, check_script, hold_ports, parse_tee
+from replicast.launcher.run_directory import RUNS, make_run_dir
 from replicast.paths import below
 
 _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.FloatRange(min=0)
@@ -38,16 +33,7 @@ _PORTS_SECS = 5.0
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "show_default": True})
-@click.option(
-    "-n",
-    "--workers",
-    "--nproc",
-    "--nproc-per-node",
-    type=worker_count,
-    default=1,
-    metavar="N",
-    help="Workers on this machine.",
-)
+@click.option("-n", "--workers", type=int, default=1, metavar="N", help="Workers on this machine.")
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module's name, as in python -m.")
 @click.option("--run-dir", type=_DIR, metavar="DIR", help="The run directory. [default: runs/TIME-PROGRAM]")
 @click.option(
@@ -90,8 +76,6 @@ _PORTS_SECS = 5.0
     metavar="HOST:PORT",
     help="Where the launcher of machine 0 waits for the others. [default: the first of --hosts, --port - 1]",
 )
-@click.option("--master-addr", metavar="HOST", help="With --master-port: another way to say --rdzv-endpoint.")
-@click.option("--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="See --master-addr.")
 @click.option(
     "--join-timeout",
     type=_SECS,
@@ -110,16 +94,10 @@ _PORTS_SECS = 5.0
 )
 @click.option("--serve", metavar="[HOST:]PORT", help="Serve the page of the job too; see `replicast serve`.")
 @click.option(
-    "--isolate",
-    is_flag=True,
-    help="Run the job in a network of its own: nobody can connect to it, and it can connect to nobody.",
-)
-@click.option(
     "--take-over",
     is_flag=True,
     help="Use the run directory even if a job on another machine is running there, which then ends.",
 )
-@refuses_torchrun_options
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(**typed: Any) -> None:
@@ -136,7 +114,6 @@ def run(**typed: Any) -> None:
       replicast run -n 4 --max-restarts 3 --run-dir runs/first train.py
       replicast run -n 2 --tee all -m my_package.train
       replicast run -n 2 --serve 8080 train.py
-      replicast run -n 2 --isolate train.py
       replicast run -n 2 --hosts gpu1,gpu2 --run-dir /shared/first train.py        (the same on each)
       replicast run -n 2 --nnodes 2 --node-rank 0 --rdzv-endpoint gpu1:29400 train.py
 
@@ -152,8 +129,6 @@ def run(**typed: Any) -> None:
     job = _job(options)
     secret = read_secret(os.environ, options.secret_file) if job.endpoint is not None else b""
     heartbeat_secs = heartbeat_timeout_secs(os.environ) if options.heartbeat is None else options.heartbeat
-    if options.isolate:
-        check_isolation(job, os.environ)
     tee = parse_tee(options.tee, job)
     page = PageAddress.parse(options.serve) if options.serve is not None else None
     _check_ports(job)
@@ -170,7 +145,13 @@ def run(**typed: Any) -> None:
         host_timeouts=between,
         take_over=options.take_over,
     )
-    sys.exit(_supervise(job, settings, _environment(heartbeat_secs), page, isolated=options.isolate))
+    environ = {**os.environ, HEARTBEAT_TIMEOUT: f"{heartbeat_secs:g}"}  # Children get it without secrets.
+    with contextlib.ExitStack() as beside:
+        if page is not None:
+            line = beside.enter_context(page_beside(page, directory, settings.log_dir, environ))
+            click.echo(f"replicast: {line}", err=True)
+        code = supervise(job, settings, environ)
+    sys.exit(code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,13 +171,10 @@ class _Options:
     nnodes: str | None
     node_rank: int | None
     rdzv_endpoint: str | None
-    master_addr: str | None
-    master_port: int | None
     join_timeout: float
     secret_file: Path | None
     port: int
     serve: str | None
-    isolate: bool
     take_over: bool
     program: str
     arguments: tuple[str, ...]
@@ -224,8 +202,6 @@ def _job(options: _Options) -> Job:
         nnodes=options.nnodes,
         node_rank=options.node_rank,
         rdzv_endpoint=options.rdzv_endpoint,
-        master_addr=options.master_addr,
-        master_port=options.master_port,
     )
 
 
@@ -252,24 +228,3 @@ def _run_directory(options: _Options, job: Job, secret: bytes, timeouts: HostTim
         chosen = RUNS / told
     name = options.program.rpartition(".")[2] if options.module else Path(options.program).stem
     return make_run_dir(chosen, program=name, now=datetime.now())
-
-
-def _environment(heartbeat_secs: float) -> dict[str, str]:
-    """The environment of this launcher, with what its options say. Children get it without secrets."""
-    return {**os.environ, HEARTBEAT_TIMEOUT: f"{heartbeat_secs:g}"}
-
-
-def _supervise(
-    job: Job, settings: Settings, environ: dict[str, str], page: PageAddress | None, *, isolated: bool
-) -> int:
-    """Runs the job to its end, with its page beside it; returns the exit code."""
-    with contextlib.ExitStack() as beside:
-        if page is not None:
-            _tell(beside.enter_context(page_beside(page, settings.run_dir, settings.log_dir, environ)))
-        if isolated:
-            isolate()  # After the page was started, which stays reachable.
-        return supervise(job, settings, environ)
-
-
-def _tell(line: str) -> None:
-    click.echo(f"replicast: {line}", err=True)

@@ -20,13 +20,17 @@ from pathlib import Path
 
 from replicast.config import SECRETS, TRUSTED_NETWORKS, read_cluster, trusted_networks, without
 from replicast.errors import ClusterError
-from replicast.launcher.machine import Machine, this_machine
-from replicast.launcher.network import outside_addresses, shown
-from replicast.launcher.ports import hold_free_ports, hold_ports
-
-_PROBE = (
-    "replicast.launcher.probe"  # By its name: run as a script, its neighbours would hide modules of Python.
+from replicast.launcher.plan import (
+    Machine,
+    hold_free_ports,
+    hold_ports,
+    outside_addresses,
+    shown_addresses,
+    this_machine,
 )
+
+# By its name: run as a script, its neighbours would hide modules of Python.
+_PROBE = "replicast.launcher.probe"
 _DEEP_SECS, _END_SECS, _CONNECT_SECS = 120.0, 30.0, 1.0
 _SHARED_MEMORY = Path("/dev/shm")
 LITTLE_SHARED_MEMORY = 256 * 2**20
@@ -153,8 +157,8 @@ def check_exposure(environ: Mapping[str, str], addresses: Sequence[str]) -> Chec
     return Check(
         subject,
         Verdict.NOTE,
-        f"{shown(addresses)}: in a job on several machines, any process that can reach them can run code in "
-        "the workers",
+        f"{shown_addresses(addresses)}: in a job on several machines, any process that can reach them can "
+        "run code in the workers",
         f"Set {TRUSTED_NETWORKS} to the job's networks, or use a firewall: SECURITY.md",
     )
 

@@ -1,19 +1,172 @@
-"""What went wrong in a worker, from its log: the exception that ended it, and nothing printed after it."""
+"""How workers exit, what follows for the job, and every sentence that the launcher says about it.
+
+`Exit` is the one record of an ending. The group of a host fills it in when a worker exits; it travels between
+launchers, decides who is to blame (`first_cause`), and is what the screen and states.jsonl show. `Order` is
+the one record of a decision: made here for a job on one host, by the `Leader` for a job on several.
+
+Who is to blame: a worker that exits because another one failed says so with its exit code (PEER_FAILED), and
+a worker that the launcher had to stop did not fail. A frozen worker is the cause of whatever the others do.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import os
 import re
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, TextIO
 
-from replicast.launcher.chatter import is_chatter
-from replicast.launcher.lines import without_colours
-from replicast.paths import RunPath
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
 
+from replicast.config import FAULTS, PEER_FAILED, TOLD_TO_END
+from replicast.errors import printable
+from replicast.faults import Fault
+from replicast.launcher.screen import cropped, is_chatter, without_colours
+from replicast.paths import RunDir, RunPath, below
+
+UNKILLABLE = 1  # The exit code when workers could not be killed.
+MAX_LINES, MAX_COLUMNS = 25, 1000  # How much of the end of a worker's log an `Exit` carries.
+_SAYS_COLUMNS = 300
 _READ_BYTES = 256 * 1024
-_FIRST_LINES, _LAST_LINES = 1, 18
+_BEFORE_LINES, _FIRST_LINES, _LAST_LINES = 5, 1, 18
 _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*|$)")
+_BLAMES = re.compile(r"replicast: (worker \d+ .+)")
+
+# What a message of another launcher may hold; checked when it is read.
+Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
+StopSignal = Literal[1, 2, 15]  # SIGHUP, SIGINT, SIGTERM
+
+
+# --- Records ---------------------------------------------------------------------------------------------
+
+
+class Exit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one worker exited; with `worker` None, why a whole host counts as lost."""
+
+    host: Index = 0
+    worker: Index | None = None
+    code: Annotated[int, Meta(ge=-64, lt=256)] = PEER_FAILED  # minus the signal that killed it
+    ran_secs: Annotated[float, Meta(ge=0)] = 0.0
+    log: str = ""
+    stopped: bool = False  # The launcher had sent it a signal.
+    frozen: bool = False  # It was stopped by SIGSTOP, and the others waited for it in vain.
+    why: str = ""  # The exception in its log; of a lost host, what happened.
+    says: str = ""  # What a worker that exited because of another one says of it.
+    lines: tuple[str, ...] = ()  # What to show of its log: the traceback, else the last lines.
+    reported_by: Index = 0  # the host
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code as in a shell: 128 plus the number of the signal."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+    @property
+    def was_told_to(self) -> bool:
+        """Whether it saved and exited because of SIGTERM or a request to stop: nothing went wrong."""
+        return self.code == TOLD_TO_END
+
+    @property
+    def how(self) -> str:
+        if self.frozen:
+            return "stopped by SIGSTOP"
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-self.code).name}"
+        return f"killed by signal {-self.code}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEnd:
+    """How the workers of this host ended."""
+
+    exits: tuple[Exit, ...] = ()
+    interrupted_by: signal.Signals | None = None
+    left_behind: tuple[int, ...] = ()  # They could not be killed.
+
+    @property
+    def first_failure(self) -> Exit | None:
+        return first_cause(self.exits)
+
+
+class Phase(enum.Enum):
+    """What all launchers of a job do."""
+
+    WAIT = "wait"  # Start nothing: hosts are missing, or still end their workers.
+    RUN = "run"  # Run the attempt.
+    END = "end"  # End the attempt: a worker failed, a host was lost, or somebody stopped the job.
+    OVER = "over"  # The job is over: exit with the code.
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="order"):
+    """What all launchers of a job shall do now, and why."""
+
+    phase: Phase
+    attempt: Index = 0
+    restarts: Index = 0
+    max_restarts: Index = 0
+    code: Annotated[int, Meta(ge=0, lt=256)] = 0
+    failure: Exit | None = None
+    signal: StopSignal | None = None
+    stopped_on: Index = 0  # the host on which the signal came
+    hosts: tuple[str, ...] = ()
+    missing: tuple[Index, ...] = ()
+    unreached: tuple[Index, ...] = ()  # hosts of whose workers nothing is known
+    session: str = ""  # of the first launcher
+
+    @property
+    def is_last_attempt(self) -> bool:
+        return self.restarts >= self.max_restarts
+
+
+def first_cause(exits: Iterable[Exit]) -> Exit | None:
+    """Who is to blame: a frozen worker, one that failed by itself, a lost host, else the first one."""
+    failed = [one for one in exits if one.frozen or (one.code != 0 and not one.stopped)]
+    frozen = [one for one in failed if one.frozen]
+    by_itself = [one for one in failed if one.worker is not None and one.code != PEER_FAILED]
+    lost = [one for one in failed if one.worker is None]
+    return next(iter(frozen or by_itself or lost or failed), None)
+
+
+def local_order(before: Order, end: GroupEnd) -> Order:
+    """What follows an attempt of a job on one host.
+
+    No restart after SIGTERM, not even one to a worker: they have saved their state, the machine is needed.
+    """
+    failure, signum = end.first_failure, end.interrupted_by
+    code = UNKILLABLE if end.left_behind else 0
+    if signum is not None:
+        code = 128 + signum
+    elif failure is not None:
+        code = failure.shell_code
+    order = replace(before, phase=Phase.OVER, code=code, failure=failure, signal=signum)
+    may_restart = failure is not None and signum is None and not end.left_behind and not failure.was_told_to
+    if may_restart and not before.is_last_attempt:
+        return replace(order, phase=Phase.WAIT, attempt=before.attempt + 1, restarts=before.restarts + 1)
+    return order
+
+
+# --- What a log says -------------------------------------------------------------------------------------
+
+
+def with_details(ended: Exit, log: RunPath, tail: Sequence[str]) -> Exit:
+    """An exit with what the worker's log says about it; `tail` are the last lines that were shown."""
+    traceback = traceback_in(log, _BEFORE_LINES) if ended.code > 0 and not ended.frozen else []
+    blamed = (_BLAMES.match(without_colours(line)) for line in tail)
+    says = next((cropped(found[1], _SAYS_COLUMNS) for found in blamed if found is not None), "")
+    return replace(
+        ended,
+        why=exception_in(traceback)[:MAX_COLUMNS],
+        says=says if ended.code == PEER_FAILED else "",
+        # A line without an end is as long as the log.
+        lines=tuple(cropped(line, MAX_COLUMNS) for line in (traceback or tail)[-MAX_LINES:]),
+    )
 
 
 def traceback_in(log: RunPath, before: int = 0) -> list[str]:
@@ -29,8 +182,7 @@ def traceback_in(log: RunPath, before: int = 0) -> list[str]:
 
 def exception_in(traceback: Sequence[str]) -> str:
     """The line of a traceback that names the exception; empty without a traceback."""
-    found = (line for line in reversed(traceback) if _EXCEPTION.match(line))
-    return next(found, "")
+    return next((line for line in reversed(traceback) if _EXCEPTION.match(line)), "")
 
 
 def _end_of_traceback(lines: Sequence[str], start: int) -> int | None:
@@ -46,8 +198,7 @@ def _shortened(lines: Sequence[str]) -> list[str]:
     most = _FIRST_LINES + _LAST_LINES
     if len(lines) <= most + 1:
         return list(lines)
-    left_out = len(lines) - most
-    return [*lines[:_FIRST_LINES], f"  … {left_out} lines: see the log", *lines[-_LAST_LINES:]]
+    return [*lines[:_FIRST_LINES], f"  … {len(lines) - most} lines: see the log", *lines[-_LAST_LINES:]]
 
 
 def end_of(log: RunPath) -> list[str]:
@@ -58,3 +209,171 @@ def end_of(log: RunPath) -> list[str]:
             return file.read(_READ_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return []
+
+
+# --- Sentences -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The names of the hosts of a job, as this one shows them."""
+
+    names: tuple[str, ...] = ("",)
+    here: int = 0
+
+    def on(self, host: int) -> str:
+        return "" if host == self.here else f" on {self.names[host]}"
+
+    def reporter(self, exited: Exit) -> str:
+        if exited.reported_by == self.here:
+            return ""
+        return f" (reported by the launcher on {self.names[exited.reported_by]})"
+
+    def lost(self, exited: Exit) -> str:
+        name = self.names[exited.host]
+        return f"{name if name.startswith('host ') else f'host {name}'} was lost"
+
+
+ONE_HOST = Hosts()
+
+
+def signal_name(signum: int) -> str:
+    return "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+
+
+def reason(failure: Exit, hosts: Hosts = ONE_HOST) -> str:
+    """Why the job failed, for states.jsonl: the exception, else how the worker ended."""
+    if failure.worker is None:
+        return f"{hosts.lost(failure)}: {failure.why}"
+    return (failure.why or failure.how) + hosts.on(failure.host)
+
+
+def failure_line(failure: Exit, hosts: Hosts = ONE_HOST) -> str:
+    """Which worker failed, how, after how long, and where its log is; or which host was lost."""
+    if failure.worker is None:
+        return f"replicast: {hosts.lost(failure)}{hosts.reporter(failure)}: {failure.why}"
+    how = f"failed first: {failure.how}"
+    if failure.frozen:
+        how = "was stopped (SIGSTOP) and did not continue: killed"
+    elif failure.code == PEER_FAILED:  # The other one exited with 0, is on another host, or hangs.
+        how = f"exited because of another worker ({failure.says or 'its log names it'})"
+    return (
+        f"replicast: worker {failure.worker}{hosts.on(failure.host)} {how} {_after_and_log(failure, hosts)}"
+    )
+
+
+def sigterm_line(first: Exit, by: str = "", hosts: Hosts = ONE_HOST) -> str:
+    """The group exited because of SIGTERM or a request, without a failure."""
+    told = printable(by) or "the group was told to stop (SIGTERM)"
+    who = f"worker {first.worker}{hosts.on(first.host)}"
+    return f"replicast: {told}; {who} exited first, with {first.code}, {_after_and_log(first, hosts)}"
+
+
+def _after_and_log(exited: Exit, hosts: Hosts) -> str:
+    where = hosts.on(exited.host)
+    log = exited.log if where else short_path(exited.log)
+    return f"after {duration(exited.ran_secs)}. Log{where}: {log}"
+
+
+def others_line(end: GroupEnd, first: Exit | None) -> str:
+    """How the other workers exited; empty if there are none."""
+
+    def how(one: Exit) -> str:
+        if one.frozen:
+            return "was stopped by SIGSTOP"
+        if one.stopped:
+            return "was stopped"
+        if one.was_told_to:
+            return "exited too"
+        return "had finished" if one.code == 0 else f"failed after it ({one.how})"
+
+    others = [one for one in end.exits if first is None or one.worker != first.worker]
+    parts = [f"worker {one.worker} {how(one)}" for one in sorted(others, key=lambda one: one.worker or 0)]
+    parts += [f"worker {worker} could not be killed" for worker in end.left_behind]
+    return f"replicast: {', '.join(parts)}." if parts else ""
+
+
+def restart_line(order: Order, hosts: Hosts = ONE_HOST) -> str:
+    """Which restart this is, why, and how many are left."""
+    failure, why = order.failure, ""
+    if failure is not None and failure.worker is None:
+        why = f" because {hosts.lost(failure)}"
+    elif failure is not None:
+        who = f"worker {failure.worker}{hosts.on(failure.host)}"
+        # A worker that exited because of another one did not fail by itself: the other one is the reason.
+        blamed = f"{failure.says.partition(':')[0]} (reported by {who})"
+        why = f" because {blamed if failure.says else f'{who} failed ({failure.how})'}"
+    left = order.max_restarts - order.restarts
+    return f"replicast: restart {order.restarts} of {order.max_restarts}{why}; {left} left after it"
+
+
+def stopping_line(signum: int, secs: float, where: str = "") -> str:
+    """What the first Ctrl-C or SIGTERM does, and on which other host it came."""
+    again = "; Ctrl-C again ends them at once" if signum == signal.SIGINT and not where else ""
+    name = signal_name(signum)
+    return f"replicast: {name}{where}: the workers save a checkpoint and exit, within {secs:g} s{again}"
+
+
+def interruption_line(order: Order, end: GroupEnd, hosts: Hosts = ONE_HOST) -> str:
+    """What stopped the group, on which other host, and whether all workers exited in time."""
+    left = ", ".join(str(rank) for rank in end.left_behind)
+    killed = ", ".join(sorted(str(one.worker) for one in end.exits if one.code == -signal.SIGKILL))
+    unreached = ", ".join(hosts.names[host] for host in order.unreached)
+    if left:
+        rest = f"could not be killed: worker {left}"
+    elif killed:
+        rest = f"killed before it had exited: worker {killed}; the last checkpoint may be missing "
+        rest += "(--grace gives more time)"
+    else:
+        rest = "the workers on this host have exited" if unreached else "all workers have exited"
+    unknown = f"; nothing is known of those on {unreached}" if unreached else ""
+    name = signal_name(order.signal or signal.SIGTERM)
+    return f"replicast: stopped by {name}{hosts.on(order.stopped_on)}; {rest}{unknown}"
+
+
+def faults_line(faults: Sequence[Fault]) -> str:
+    """Workers will fail on purpose."""
+    shown = [f"{fault.action} worker {fault.worker} at {fault.point}" for fault in faults[:5]]
+    shown += [f"{len(faults) - 5} more"] if len(faults) > 5 else []
+    return f"replicast: warning: {FAULTS} is set: workers will fail on purpose: {', '.join(shown)}"
+
+
+def absent_line(faults: Sequence[Fault], world_size: int) -> str:
+    """Faults are planned for workers that do not exist, and will not fire; empty if there are none."""
+    absent = sorted({fault.worker for fault in faults if fault.worker >= world_size})
+    if not absent:
+        return ""
+    whom = f"worker {absent[0]}" if len(absent) == 1 else f"workers {', '.join(map(str, absent))}"
+    those = "only worker 0" if world_size == 1 else f"workers 0 to {world_size - 1}"
+    return f"replicast: warning: {FAULTS} plans a fault for {whom}, but the job has {those}: it will not fire"
+
+
+def failure_box(failure: Exit, hosts: Hosts, stream: TextIO) -> str:
+    """The exception of the failed worker, or its last lines, in a box for a stream; does not write to it."""
+    from rich.console import Console  # Takes time to import: only when something has failed.
+    from rich.panel import Panel
+    from rich.text import Text
+
+    count = len(failure.lines)
+    text = Text.from_ansi("\n".join(failure.lines)) if count else Text("(no output)", style="dim")
+    title = f"worker {failure.worker}{hosts.on(failure.host)}"
+    if count and not failure.why:
+        title += ": the last line" if count == 1 else f": the last {count} lines"
+    console = Console(file=stream)
+    with console.capture() as captured:
+        console.print(Panel(text, title=title, title_align="left", border_style="red"))
+    return captured.get().rstrip("\n")
+
+
+def duration(secs: float) -> str:
+    if secs < 60:
+        return f"{secs:.1f} s"
+    minutes, seconds = divmod(round(secs), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
+def short_path(path: RunDir) -> str:
+    """The path, relative to the working directory if it is below it."""
+    relative = os.path.relpath(str(below(path)))
+    return str(path) if relative.startswith("..") else relative

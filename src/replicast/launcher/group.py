@@ -1,45 +1,40 @@
-"""All local workers of one attempt: started, watched and ended together.
+"""The workers of one attempt on this host: started together, watched, and ended together.
 
-    RUNNING ── a worker fails ──→ SETTLING ── settle_secs ──→ STOPPING ── stop_secs ──→ KILLING
-       └────────── Ctrl-C, SIGTERM ──────────────────────────────↑    second Ctrl-C ───────↑
+    RUNNING ── a worker fails ──→ SETTLING ── time is up ──→ STOPPING ── time is up ──→ KILLING
+       └──────── Ctrl-C, SIGTERM, a signal on another host ─────↗    └── Ctrl-C again ────↗
 
-Every stage ends when the last worker has exited. A worker that is stopped by a signal (SIGSTOP) while others
-run is killed after `frozen_secs`, which is a failure like any other.
+When one fails, the others notice by themselves and exit with their own message, which is better than that of
+a killed process: so they get some time first, how much depends on how the first one ended. Then they are
+asked (SIGTERM: they may save), then killed. No stage is without a time limit, and nothing is left running.
+
+A worker leads its own session, so that its whole process tree can be signalled; and the kernel kills it when
+the launcher dies (`bootstrap.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import selectors
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-from replicast.config import PEER_FAILED, TOLD_TO_END
-from replicast.launcher.chatter import wants_chatter
-from replicast.launcher.frozen import FrozenWorkers
-from replicast.launcher.hosts.member import End
+from replicast.config import CHANGES_FD, PEER_FAILED, TOLD_TO_END
+from replicast.launcher.failure import Exit, GroupEnd, first_cause, stopping_line, with_details
+from replicast.launcher.hosts_link import HostsAttempts
 from replicast.launcher.interruptions import STOP_SIGNALS, Interruptions
-from replicast.launcher.output import Output
-from replicast.launcher.plan import WorkerPlan
-from replicast.launcher.screen import Screen
+from replicast.launcher.plan import WorkerPlan, bootstrapped
+from replicast.launcher.screen import Output, Screen, wants_chatter
 from replicast.launcher.standby import StandbySet
-from replicast.launcher.worker import Worker, WorkerExit
+from replicast.processes import is_frozen
 
-_POLL_SECS = 1.0
-"""How often the group looks for frozen workers."""
-
-
-class Ending(enum.IntEnum):
-    """How a group is being ended."""
-
-    RUNNING = 0  # No failure so far. A worker that exits with code 0 changes nothing.
-    SETTLING = 1  # One failed. The others are told and may exit with their own message.
-    STOPPING = 2  # The remaining workers were asked to exit.
-    KILLING = 3  # The remaining workers were killed.
+_POLL_SECS = 1.0  # How often the group looks for frozen workers.
+_END_SECS = 10.0
+_MAX_DELAY_SECS = 5.0  # A longer delay between two looks means that the launcher itself was stopped.
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,52 +51,119 @@ class EndTimeouts:
     frozen_secs: float = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class GroupEnd:
-    """How a group ended."""
+class FrozenWorkers:
+    """Counts for how long each worker has been frozen. Pure: the caller looks at the processes.
 
-    exits: tuple[WorkerExit, ...]
-    first_failure: WorkerExit | None
-    interrupted_by: signal.Signals | None
-    left_behind: tuple[int, ...] = ()
+    A group that is stopped as a whole has been paused on purpose and can be continued, so that does not
+    count. Nor does a job of one worker, for which nobody waits. Nor does time in which the launcher was
+    stopped too: when a suspended job is continued, the launcher may run again before the last worker does.
+    """
 
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+        self._looked: float | None = None
 
-def first_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
-    """The worker to report: a frozen one, the first that failed by itself, or the first that failed."""
-    frozen = [ended for ended in exits if ended.frozen]
-    failed = [ended for ended in exits if ended.code != 0 and not ended.stopped]
-    by_itself = [ended for ended in failed if ended.code != PEER_FAILED]
-    return next(iter(frozen or by_itself or failed), None)
+    def update(self, frozen: Collection[int], workers: int, now: float) -> None:
+        """Takes note of which workers are frozen now."""
+        alone = frozen if len(frozen) < workers else ()
+        delay = 0.0 if self._looked is None else now - self._looked
+        uncounted = delay if delay > _MAX_DELAY_SECS else 0.0
+        since = {rank: begun + uncounted for rank, begun in self._since.items()}
+        self._since = {rank: since.get(rank, now) for rank in alone}
+        self._looked = now
 
-
-class Peers(Protocol):
-    """The launchers of the other hosts, as the group of this host sees them."""
-
-    def fileno(self) -> int:
-        """A descriptor that is readable when something came from them."""
-
-    def take_ends(self) -> list[End]:
-        """Why this group must end, if it must. Does not block."""
-
-    def tell_failure(self, failure: WorkerExit) -> None:
-        """A worker of this host has failed."""
-
-    def tell_signal(self, signum: signal.Signals) -> None:
-        """This launcher was told to stop."""
+    def for_at_least(self, secs: float, now: float) -> set[int]:
+        """The workers that have been frozen for this long."""
+        return {rank for rank, since in self._since.items() if now - since >= secs}
 
 
-def stopping_line(signum: signal.Signals, secs: float, host: str = "") -> str:
-    """One line: what the first Ctrl-C or SIGTERM does, and on which other host it came."""
-    if host:
-        return (
-            f"replicast: {_name(signum)} on {host}: the workers save a checkpoint and exit, within {secs:g} s"
+class Worker:
+    """A running worker.
+
+    Only `close` reaps the process, at the end of the group: until then its pid is not reused, and a signal to
+    its tree cannot reach an unrelated process.
+    """
+
+    def __init__(
+        self, plan: WorkerPlan, output: Output, environ: Mapping[str, str], standbys: StandbySet | None = None
+    ) -> None:
+        self.plan = plan
+        self.output = output
+        self.stopped = False
+        self.blamed_as_frozen = False  # The group ends because this worker was stopped by a signal.
+        self._started = time.monotonic()
+        env, called = {**environ, **plan.env}, None
+        inherited = [] if standbys is None else [standbys.memory_of(plan.rank)]
+        if standbys is not None:
+            env[CHANGES_FD] = str(inherited[0])
+            called = standbys.call(plan, env, output.writing_end)
+        self.was_standby = called is not None
+        self._process = called or subprocess.Popen(
+            bootstrapped(plan.argv),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output.writing_end,
+            stderr=subprocess.STDOUT,
+            pass_fds=inherited,
+            start_new_session=True,
         )
-    again = "; Ctrl-C again ends them at once" if signum is signal.SIGINT else ""
-    return f"replicast: {_name(signum)}: the workers save a checkpoint and exit, within {secs:g} s{again}"
+        try:
+            output.hand_over()
+            self.end_notice = os.pidfd_open(self._process.pid)  # Readable when the process has exited.
+        except BaseException:  # For example too many open files. Nobody else knows the process yet.
+            self._end(time.monotonic() + _END_SECS)
+            raise
+
+    def signal_tree(self, signum: signal.Signals) -> None:
+        """Sends a signal to the worker and its children."""
+        self.stopped = True
+        self._signal(signum)
+
+    def poll(self) -> Exit | None:
+        """Returns how the worker exited, or None while it runs."""
+        status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is None:
+            return None
+        return Exit(
+            worker=self.plan.rank,
+            code=status.si_status if status.si_code == os.CLD_EXITED else -status.si_status,
+            ran_secs=time.monotonic() - self._started,
+            log=str(self.plan.log),
+            stopped=self.stopped,
+            frozen=self.blamed_as_frozen,
+        )
+
+    def is_frozen(self) -> bool:
+        """Whether the worker is stopped by a signal."""
+        return is_frozen(self._process.pid)
+
+    def kill(self) -> None:
+        """Kills what is left of the process tree."""
+        self._signal(signal.SIGKILL)
+
+    def close(self, *, until: float) -> None:
+        """Kills what is left of the process tree, reaps the worker and reads the rest of its output."""
+        self._end(until)
+        os.close(self.end_notice)
+        self.output.close()
+
+    def _signal(self, signum: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signum)
+
+    def _end(self, until: float) -> None:
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=max(0.0, until - time.monotonic()))
 
 
-def _name(signum: signal.Signals) -> str:
-    return "Ctrl-C" if signum is signal.SIGINT else signum.name
+class Ending(enum.IntEnum):
+    """How a group is being ended."""
+
+    RUNNING = 0  # No failure so far. A worker that exits with code 0 changes nothing.
+    SETTLING = 1  # One failed. The others are told and may exit with their own message.
+    STOPPING = 2  # The remaining workers were asked to exit.
+    KILLING = 3  # The remaining workers were killed.
 
 
 class Group:
@@ -116,7 +178,7 @@ class Group:
         timeouts: EndTimeouts,
         interruptions: Interruptions,
         standbys: StandbySet | None = None,
-        peers: Peers | None = None,
+        peers: HostsAttempts | None = None,
     ) -> None:
         self._plans = plans
         self._screen = screen
@@ -125,10 +187,10 @@ class Group:
         self._interruptions = interruptions
         self._standbys = standbys
         self._peers = peers
+        # The exit code of the worker, here or elsewhere, because of which the group ends.
         self._first_code: int | None = None
-        """The exit code of the worker, here or elsewhere, because of which the group ends."""
-        self._workers: list[Worker] = []
-        self._exits: dict[int, WorkerExit] = {}
+        self._workers: dict[int, Worker] = {}
+        self._exits: dict[int, Exit] = {}
         self._frozen = FrozenWorkers()
         self._ending = Ending.RUNNING
         self._deadline: float | None = None
@@ -143,13 +205,22 @@ class Group:
                 while len(self._exits) < len(self._plans) and not self._gave_up():
                     self._wait_once(selector)
             finally:
-                self._close()
-        return self._end()
+                # All are killed before the first is waited for, so that many take no longer than one.
+                for worker in self._workers.values():
+                    worker.kill()
+                until = time.monotonic() + self._timeouts.kill_secs
+                for worker in self._workers.values():
+                    worker.close(until=until)
+        return GroupEnd(
+            exits=tuple(self._detailed(ended) for ended in self._exits.values()),
+            interrupted_by=self._interrupted_by,
+            left_behind=tuple(rank for rank in self._workers if rank not in self._exits),
+        )
 
     def _start(self, selector: selectors.BaseSelector, environ: Mapping[str, str]) -> None:
-        selector.register(self._interruptions, selectors.EVENT_READ)
+        selector.register(self._interruptions, selectors.EVENT_READ, self._take_signals)
         if self._peers is not None:
-            selector.register(self._peers, selectors.EVENT_READ, self._peers)
+            selector.register(self._peers, selectors.EVENT_READ, self._take_ends)
         for plan in self._plans:
             teed = self._screen if plan.rank in self._tee else None
             live = teed is not None and plan.rank == self._screen.live_rank
@@ -161,7 +232,7 @@ class Group:
             except BaseException:
                 output.close()
                 raise
-            self._workers.append(worker)
+            self._workers[plan.rank] = worker
             selector.register(worker.end_notice, selectors.EVENT_READ, worker)
             selector.register(output.reading_end, selectors.EVENT_READ, output)
 
@@ -181,32 +252,44 @@ class Group:
             elif isinstance(source, Worker):
                 selector.unregister(key.fileobj)
                 self._take_exit(source)
-            elif source is not None:
-                self._take_ends()
             else:
-                self._take_signals()
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            self._next_stage()
+                source()
+        if self._deadline is None or time.monotonic() < self._deadline:
+            return
+        if self._ending is Ending.SETTLING:
+            killed = self._first_code == -signal.SIGKILL
+            secs = self._timeouts.stop_killed_secs if killed else self._timeouts.stop_failed_secs
+            self._stop(min(secs, self._timeouts.stop_secs))
+        elif self._ending is Ending.STOPPING:
+            self._kill()
 
     def _take_exit(self, worker: Worker) -> None:
         ended = worker.poll()
         if ended is None:
             return
-        self._exits[ended.rank] = ended
+        self._exits[worker.plan.rank] = ended
         if ended.code != 0:
             self._settle(ended.code)
-            first = first_failure(tuple(self._exits.values()))
+            first = first_cause(self._exits.values())
             if self._peers is not None and first is not None:
-                self._peers.tell_failure(first)
+                self._peers.tell_failure(self._detailed(first))
+
+    def _detailed(self, ended: Exit) -> Exit:
+        worker = self._workers[ended.worker or 0]
+        return with_details(ended, worker.plan.log, list(worker.output.tail)) if ended.code else ended
 
     def _take_ends(self) -> None:
         """Other hosts have failed or were told to stop: the group ends as it would because of one here."""
-        for end in self._peers.take_ends() if self._peers is not None else ():
+        if self._peers is None:
+            return
+        for end in self._peers.take_ends():
             if end.stopped_by is not None:
                 if self._interrupted_by is None and self._ending < Ending.STOPPING:
                     secs = self._timeouts.stop_secs
-                    self._screen.tell(stopping_line(end.stopped_by, secs, end.stopped_where))
-                    self._stop(signal.SIGTERM, secs)
+                    self._screen.tell(
+                        stopping_line(end.stopped_by, secs, self._peers.hosts.on(end.stopped_on))
+                    )
+                    self._stop(secs)
             else:
                 for worker in self._rest():
                     worker.blamed_as_frozen = worker.blamed_as_frozen or worker.is_frozen()
@@ -214,19 +297,20 @@ class Group:
                 # After the loss of a host, the others wait in vain as after that of a killed worker.
                 self._settle(end.failure.code if end.failure and is_of_worker else -signal.SIGKILL)
 
-    def _settle(self, code: int) -> None:
-        """A worker has exited with this code: the others may take some time to exit by themselves."""
-        if self._ending > Ending.SETTLING:
-            return
-        if self._first_code is None:
-            self._first_code = code
-        secs = self._settle_secs(code)
-        if self._deadline is not None:  # The others already know: their time does not start again.
-            secs = min(secs, self._deadline - time.monotonic())
-        self._enter(Ending.SETTLING, secs)
-
-    def _rest(self) -> list[Worker]:
-        return [worker for worker in self._workers if worker.plan.rank not in self._exits]
+    def _take_signals(self) -> None:
+        for signum in self._interruptions.take():
+            if signum not in STOP_SIGNALS:
+                for worker in self._workers.values():
+                    worker.output.resize(self._screen.columns_for_live_worker())
+            elif self._interrupted_by is None:
+                self._interrupted_by = signum
+                if self._peers is not None:
+                    self._peers.tell_signal(signum)
+                if self._ending < Ending.STOPPING:
+                    self._screen.tell(stopping_line(signum, self._timeouts.stop_secs))
+                    self._stop(self._timeouts.stop_secs)  # also after Ctrl-C: they save
+            elif signum is signal.SIGINT:
+                self._kill()
 
     def _take_frozen(self) -> None:
         """Kills workers that have been frozen for too long: the others wait for them in vain."""
@@ -246,6 +330,20 @@ class Group:
         for worker in self._rest():
             worker.blamed_as_frozen = worker.blamed_as_frozen or worker.plan.rank in long
 
+    def _rest(self) -> list[Worker]:
+        return [worker for rank, worker in self._workers.items() if rank not in self._exits]
+
+    def _settle(self, code: int) -> None:
+        """A worker has exited with this code: the others may take some time to exit by themselves."""
+        if self._ending > Ending.SETTLING:
+            return
+        if self._first_code is None:
+            self._first_code = code
+        secs = self._settle_secs(code)
+        if self._deadline is not None:  # The others already know: their time does not start again.
+            secs = min(secs, self._deadline - time.monotonic())
+        self._enter(Ending.SETTLING, secs)
+
     def _settle_secs(self, code: int) -> float:
         timeouts = self._timeouts
         # A heartbeat is missed after half of the timeout: what another worker fails of before is its own.
@@ -260,71 +358,20 @@ class Group:
             return 0.0
         return timeouts.settle_killed_secs if code < 0 else timeouts.settle_secs
 
-    def _take_signals(self) -> None:
-        for signum in self._interruptions.take():
-            if signum not in STOP_SIGNALS:
-                self._resize()
-            elif self._interrupted_by is None:
-                self._interrupted_by = signum
-                if self._peers is not None:
-                    self._peers.tell_signal(signum)
-                if self._ending < Ending.STOPPING:
-                    self._screen.tell(stopping_line(signum, self._timeouts.stop_secs))
-                    self._stop(signal.SIGTERM, self._timeouts.stop_secs)  # also after Ctrl-C: they save
-            elif signum is signal.SIGINT:
-                self._kill()
-
-    def _next_stage(self) -> None:
-        if self._ending is Ending.SETTLING:
-            self._stop(signal.SIGTERM, min(self._stop_failed_secs(), self._timeouts.stop_secs))
-        elif self._ending is Ending.STOPPING:
-            self._kill()
-
-    def _stop_failed_secs(self) -> float:
-        killed = self._first_code == -signal.SIGKILL
-        return self._timeouts.stop_killed_secs if killed else self._timeouts.stop_failed_secs
-
-    def _stop(self, signum: signal.Signals, within_secs: float) -> None:
+    def _stop(self, within_secs: float) -> None:
         self._enter(Ending.STOPPING, within_secs)
-        self._signal_the_rest(signum)
+        for worker in self._rest():
+            worker.signal_tree(signal.SIGTERM)
 
     def _kill(self) -> None:
         self._enter(Ending.KILLING, self._timeouts.kill_secs)
-        self._signal_the_rest(signal.SIGKILL)
+        for worker in self._rest():
+            worker.signal_tree(signal.SIGKILL)
 
     def _enter(self, stage: Ending, at_most_secs: float) -> None:
         self._ending = stage
         self._deadline = time.monotonic() + at_most_secs
 
     def _gave_up(self) -> bool:
-        return (
-            self._ending is Ending.KILLING
-            and self._deadline is not None
-            and time.monotonic() >= self._deadline
-        )
-
-    def _signal_the_rest(self, signum: signal.Signals) -> None:
-        for worker in self._rest():
-            worker.signal_tree(signum)
-
-    def _resize(self) -> None:
-        for worker in self._workers:
-            worker.output.resize(self._screen.columns_for_live_worker())
-
-    def _close(self) -> None:
-        """Kills all workers before waiting for the first, so that many take no longer than one."""
-        for worker in self._workers:
-            worker.kill()
-        until = time.monotonic() + self._timeouts.kill_secs
-        for worker in self._workers:
-            worker.close(until=until)
-
-    def _end(self) -> GroupEnd:
-        tails = {worker.plan.rank: tuple(worker.output.tail) for worker in self._workers}
-        exits = {rank: replace(ended, tail=tails[rank]) for rank, ended in self._exits.items()}
-        return GroupEnd(
-            exits=tuple(exits.values()),
-            first_failure=first_failure(tuple(exits.values())),
-            interrupted_by=self._interrupted_by,
-            left_behind=tuple(rank for rank in tails if rank not in exits),
-        )
+        is_late = self._deadline is not None and time.monotonic() >= self._deadline
+        return self._ending is Ending.KILLING and is_late

@@ -1,40 +1,73 @@
-"""Runs a job: one attempt after another, until one succeeds or no restart is left."""
+"""Runs a job on this host, from top to bottom: one attempt after another, until it is over.
+
+    lock the run directory → is another host's job alive in it? → catch signals → [standbys] → [other hosts]
+        ┌→ begin: which attempt → reserve ports → start the workers → wait until all have exited ─┐
+        └──────────────── a restart is left ←── decide, say who failed, note it in states.jsonl ←─┘→ exit code
+
+On one host the decision is `local_order`; on several, the launchers decide together (`HostsAttempts`). The
+launcher stays light and quick: it imports neither TensorFlow nor numpy before the workers have been started.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import select
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from replicast.config import ANY, SECRETS, TAKE_OVER, shared_memory_directory, without
-from replicast.errors import ClusterError
-from replicast.launcher.attempts import Attempts, Begin, LocalAttempts, Verdict
-from replicast.launcher.group import EndTimeouts, Group, GroupEnd
-from replicast.launcher.hosts.attempts import HostsAttempts
-from replicast.launcher.hosts.setup import make_link, secret_line
-from replicast.launcher.hosts.timeouts import HostTimeouts
-from replicast.launcher.interruptions import Interruptions
-from replicast.launcher.machine import this_machine
-from replicast.launcher.network import exposure_line, outside_addresses
-from replicast.launcher.plan import Job, absent_workers, check_job, log_path, plan_workers, planned_faults
-from replicast.launcher.ports import HeldPorts, hold_free_ports, hold_ports
-from replicast.launcher.report import (
+from replicast.config import ANY, JOB_SECRET, SECRETS, TAKE_OVER, shared_memory_directory, without
+from replicast.errors import ClusterError, LaunchRefused, printable
+from replicast.launcher.failure import (
+    ONE_HOST,
+    Exit,
+    GroupEnd,
+    Hosts,
+    Order,
+    Phase,
     absent_line,
+    duration,
+    end_of,
+    failure_box,
+    failure_line,
     faults_line,
-    finished_line,
+    interruption_line,
+    local_order,
+    others_line,
+    reason,
     restart_line,
     short_path,
-    standby_words,
+    signal_name,
+    sigterm_line,
 )
-from replicast.launcher.rundir import locked, make_attempt_dir, next_attempt
+from replicast.launcher.group import EndTimeouts, Group
+from replicast.launcher.hosts_leader import HostTimeouts
+from replicast.launcher.hosts_link import HostsAttempts
+from replicast.launcher.hosts_setup import identity_of, make_link, secret_line
+from replicast.launcher.interruptions import Interruptions
+from replicast.launcher.plan import (
+    Job,
+    bootstrapped,
+    check_job,
+    exposure_line,
+    hold_free_ports,
+    hold_ports,
+    outside_addresses,
+    plan_workers,
+    planned_faults,
+    this_machine,
+)
+from replicast.launcher.run_directory import locked, make_attempt_dir, next_attempt, what_is_taken_over
 from replicast.launcher.screen import Screen, make_screen
 from replicast.launcher.standby import StandbySet
-from replicast.launcher.states import States, what_is_taken_over
-from replicast.launcher.verdicts import report_verdict
-from replicast.paths import RunDir, RunPath
+from replicast.paths import RunDir, RunPath, make_durably
+
+_PAGE_START_SECS = 15.0
+_PAGE_END_SECS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,26 +89,61 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
     """Runs a job to its end and reports on standard error. Only in the main thread."""
     check_job(job)
     environ = without(environ, *SECRETS)  # No worker and no standby needs them.
-    faults, absent = planned_faults(environ), absent_workers(job, environ)
-    with (
-        locked(settings.run_dir, job.ranks[0]),
-        _free(job, settings, environ) as environ,
-        Interruptions() as interruptions,
-        contextlib.closing(make_screen(sys.stdout, sys.stderr, tee=settings.tee, environ=environ)) as screen,
-        _standbys(job, settings, screen) as standbys,
-        _attempts(job, settings, screen, interruptions) as attempts,
-    ):
-        if faults:
-            screen.tell(faults_line(faults))
-        exposed = exposure_line(job, environ, outside_addresses())
-        if exposed:
-            screen.tell(exposed)
-        if absent:
-            screen.tell(absent_line(absent, job.world_size))
-        taken_over = what_is_taken_over(settings.run_dir)
-        if taken_over:
-            screen.tell(taken_over)
-        return _Supervision(job, settings, environ, screen, interruptions, standbys, attempts).run()
+    faults = planned_faults(environ)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(settings.run_dir, job.ranks[0]))
+        # Before signals are caught: Ctrl-C ends the wait.
+        environ = _wait_for_other_hosts_job(job, settings, environ)
+        interruptions = stack.enter_context(Interruptions())
+        screen = make_screen(sys.stdout, sys.stderr, tee=settings.tee, environ=environ)
+        stack.enter_context(contextlib.closing(screen))
+        standbys = None
+        if settings.standby:
+            standbys = StandbySet(job.argv[1:], screen, lambda attempt: _trains(settings.run_dir, attempt))
+            stack.enter_context(contextlib.closing(standbys))
+        first = Order(
+            phase=Phase.RUN,
+            attempt=next_attempt(settings.log_dir, job.ranks),
+            max_restarts=settings.max_restarts,
+        )
+        peers = None
+        if job.endpoint is not None:
+            if warning := secret_line(job, settings.secret):
+                screen.tell(warning)
+            link = make_link(
+                job,
+                identity_of(job, settings.max_restarts),
+                secret=settings.secret,
+                timeouts=settings.host_timeouts,
+                next_attempt=first.attempt,
+                run_name=settings.run_dir.name,
+            )
+            peers = HostsAttempts(stack.enter_context(link), job, screen, interruptions)
+        for line in (
+            faults_line(faults) if faults else "",
+            exposure_line(job, environ, outside_addresses()),
+            absent_line(faults, job.world_size),
+            what_is_taken_over(settings.run_dir),
+        ):
+            if line:
+                screen.tell(line)
+        return _Supervision(job, settings, environ, screen, interruptions, standbys, peers).run(first)
+
+
+def _wait_for_other_hosts_job(job: Job, settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """Waits until no job of another host runs in the directory; one of this host would hold the lock.
+
+    Returns the environment of the workers: their first one need not watch again what was watched here.
+    """
+    allowed = ""
+    if 0 in job.ranks and (settings.run_dir / "groups").is_dir():
+        from replicast.storage.liveness import check_free  # Imports numpy: not for a new run.
+
+        any_job = ANY if settings.take_over else environ.get(TAKE_OVER, "")
+        allowed = check_free(
+            settings.run_dir, any_job, tell=lambda line: print(f"replicast: {line}", file=sys.stderr)
+        )
+    return {**without(environ, TAKE_OVER), **({TAKE_OVER: allowed} if allowed else {})}
 
 
 class _Supervision:
@@ -89,52 +157,61 @@ class _Supervision:
         screen: Screen,
         interruptions: Interruptions,
         standbys: StandbySet | None,
-        attempts: Attempts,
+        peers: HostsAttempts | None,
     ) -> None:
         self._began = time.monotonic()
         self._job, self._settings, self._environ = job, settings, environ
         self._screen, self._interruptions = screen, interruptions
-        self._standbys, self._attempts = standbys, attempts
-        self._states = States(settings.run_dir, screen, job.world_size, writes=0 in job.ranks)
+        self._standbys, self._peers = standbys, peers
         self._is_first = True
 
-    def run(self) -> int:
+    def run(self, order: Order) -> int:
         """Returns the exit code of the launcher."""
         while True:
-            begun = self._attempts.begin()
-            if isinstance(begun, Verdict):
-                report_verdict(begun, self._screen, self._settings.run_dir, None)
-                self._states.ended(begun.attempt, begun.end, begun.code or 0, None)
-                return begun.code or 0
-            end = self._run_attempt(begun)
-            verdict = self._attempts.decide(end)
-            if any(ended.code for ended in end.exits):
-                _remove_shared_memory(self._environ)
-            report_verdict(verdict, self._screen, self._settings.run_dir, begun.attempt)
-            if verdict.code is not None:
-                self._finish(begun.attempt, verdict, verdict.code)
-                return verdict.code
-            self._states.restarting(verdict.attempt, verdict.end)
-            self._screen.tell(restart_line(verdict.end, verdict.restarts, verdict.max_restarts))
+            end = None
+            if self._peers is not None:
+                order = self._peers.begin()
+            begun = order
+            if order.phase is not Phase.OVER:
+                end = self._run_attempt(order)
+                order = local_order(order, end) if self._peers is None else self._peers.decide(end)
+                if any(ended.code for ended in end.exits):
+                    _remove_shared_memory(self._environ)
+            report(order, end, self._hosts, self._screen, self._settings.run_dir, begun.attempt)
+            if order.phase is Phase.OVER:
+                self._finish(begun.attempt, order, has_run=end is not None)
+                return order.code
+            failure = order.failure
+            why = "" if failure is None else reason(failure, self._hosts)
+            self._note("restarting", order.attempt, failure, why)
+            self._screen.tell(restart_line(order, self._hosts))
 
-    def _run_attempt(self, begun: Begin) -> GroupEnd:
-        job = replace(self._job, hosts=begun.hosts) if begun.hosts else self._job
-        attempt_dir = make_attempt_dir(self._settings.log_dir, begun.attempt)
-        with _hold_ports(job) as ports:
+    @property
+    def _hosts(self) -> Hosts:
+        return ONE_HOST if self._peers is None else self._peers.hosts
+
+    def _run_attempt(self, order: Order) -> GroupEnd:
+        job = replace(self._job, hosts=order.hosts) if order.hosts else self._job
+        attempt_dir = make_attempt_dir(self._settings.log_dir, order.attempt)
+        fixed = job.fixed_ports
+        with hold_free_ports(job.workers) if fixed is None else hold_ports(fixed) as ports:
             plans = plan_workers(
                 job,
                 ports=ports.numbers,
-                attempt=begun.attempt,
+                attempt=order.attempt,
                 run_dir=self._settings.run_dir,
                 log_dir=self._settings.log_dir,
                 machine=this_machine(self._environ),
                 environ=self._environ,
             )
-            self._screen.tell(
-                f"replicast: {_who(job)}, attempt {begun.attempt}, logs in {short_path(attempt_dir)}; "
+            line = (
+                f"replicast: {_who(job)}, attempt {order.attempt}, logs in {short_path(attempt_dir)}; "
                 "starting, which takes some seconds"
-                + ("" if self._standbys is None else standby_words(job.workers))
             )
+            if self._standbys is not None:
+                more = "1 more process" if job.workers == 1 else f"{job.workers} more processes"
+                line += f"; --standby: {more} once it trains, about 0.3 GB each, no core while they wait"
+            self._screen.tell(line)
             group = Group(
                 plans,
                 screen=self._screen,
@@ -142,97 +219,119 @@ class _Supervision:
                 timeouts=self._settings.timeouts,
                 interruptions=self._interruptions,
                 standbys=self._standbys,
-                peers=self._attempts.peers,
+                peers=self._peers,
             )
-            return group.run(self._environ, lambda: self._started(begun))
+            return group.run(self._environ, lambda: self._started(order))
 
-    def _started(self, begun: Begin) -> None:
+    def _started(self, order: Order) -> None:
         """The workers were started: this loads numpy or starts processes, for which they need not wait."""
         if self._is_first:
-            self._states.starting(begun.attempt)
+            self._note("starting", order.attempt)
         self._is_first = False
         if self._standbys is not None:
-            self._standbys.begin(begun.attempt, is_last=begun.is_last)
+            self._standbys.begin(order.attempt, is_last=order.is_last_attempt)
 
-    def _finish(self, attempt: int, verdict: Verdict, code: int) -> None:
-        step = _last_step(self._settings.run_dir, attempt)
-        if code == 0 and self._settings.tee:
-            finished = finished_line(
-                _who(self._job),
-                step=step,
-                secs=time.monotonic() - self._began,
-                restarts=verdict.restarts,
-                logs=log_path(self._settings.log_dir, attempt, self._job.ranks[0]).parent,
-            )
-            self._screen.tell(finished)
-        self._states.ended(attempt, verdict.end, code, step)
+    def _finish(self, attempt: int, order: Order, *, has_run: bool) -> None:
+        """Notes how the job ended."""
+        failure, step = order.failure, None
+        if has_run:
+            step = _last_step(self._settings.run_dir, attempt)
+        else:
+            attempt = order.attempt
+        if order.code == 0:
+            if has_run and self._settings.tee:
+                self._screen.tell(self._finished_line(attempt, order.restarts, step))
+            self._note("finished", attempt, step=step)
+        elif order.signal is not None:
+            self._note("stopped", attempt, why=signal_name(order.signal), step=step)
+        elif failure is not None and failure.was_told_to:
+            by = _stopped_by(self._settings.run_dir, attempt)
+            why = f"SIGTERM to worker {failure.worker}" if by is None else by[0]
+            self._note("stopped", attempt, why=why, step=step)
+        else:
+            why = "workers could not be killed" if failure is None else reason(failure, self._hosts)
+            self._note("failed", attempt, failure, why, step)
 
+    def _finished_line(self, attempt: int, restarts: int, step: int | None) -> str:
+        after = f" after {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
+        facts = [_who(self._job), *([] if step is None else [f"step {step}"])]
+        facts.append(duration(time.monotonic() - self._began))
+        logs = short_path(self._settings.log_dir / f"attempt-{attempt}")
+        return f"replicast: finished{after}: {', '.join(facts)}, logs in {logs}"
 
-@contextlib.contextmanager
-def _free(job: Job, settings: Settings, environ: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
-    """No job of another host runs in the directory; one of this host would hold the lock.
+    def _note(
+        self, state: str, attempt: int, failure: Exit | None = None, why: str = "", step: int | None = None
+    ) -> None:
+        """Writes the state of the job. The launcher of worker 0 does; those of other hosts write nothing."""
+        if 0 not in self._job.ranks:
+            return
+        from replicast.storage.run_files import Change, State, write_change  # Imports numpy: not at start-up.
 
-    Before anything is started or written there, and before signals are caught: Ctrl-C ends the wait. Yields
-    the environment of the workers: their first one need not watch again what was watched here.
-    """
-    allowed = ""
-    if 0 in job.ranks and (settings.run_dir / "groups").is_dir():
-        from replicast.storage.liveness import check_free  # Imports numpy: not for a new run.
-
-        any_job = ANY if settings.take_over else environ.get(TAKE_OVER, "")
-        allowed = check_free(
-            settings.run_dir, any_job, tell=lambda line: print(f"replicast: {line}", file=sys.stderr)
+        lost_worker = None
+        if failure is not None:
+            lost_worker = failure.host * self._job.workers if failure.worker is None else failure.worker
+        change = Change(
+            State(state),
+            attempt,
+            workers=self._job.world_size,
+            step=step,
+            worker=lost_worker,
+            reason=why,
+            last_lines=() if failure is None else failure.lines,
         )
-    yield {**without(environ, TAKE_OVER), **({TAKE_OVER: allowed} if allowed else {})}
+        try:
+            write_change(self._settings.run_dir, change)
+        except OSError as error:
+            self._screen.tell(f"replicast: the state of the job cannot be written ({error.strerror})")
 
 
-@contextlib.contextmanager
-def _attempts(
-    job: Job, settings: Settings, screen: Screen, interruptions: Interruptions
-) -> Iterator[Attempts]:
-    """Who decides about attempts: this launcher, or those of all hosts together."""
-    first = next_attempt(settings.log_dir, job.ranks)
-    if job.endpoint is None:
-        yield LocalAttempts(first, settings.max_restarts)
-        return
-    warning = secret_line(job, settings.secret)
-    if warning:
-        screen.tell(warning)
-    with make_link(
-        job,
-        max_restarts=settings.max_restarts,
-        secret=settings.secret,
-        next_attempt=first,
-        run_name=settings.run_dir.name,
-        timeouts=settings.host_timeouts,
-    ) as link:
-        yield HostsAttempts(link, job, screen, interruptions)
+def report(
+    order: Order, end: GroupEnd | None, hosts: Hosts, screen: Screen, run_dir: RunDir, attempt: int
+) -> None:
+    """Says who failed first, how the others ended, and who stopped the job; `end` is None if nothing ran."""
+    failure = order.failure
+    if failure is not None:
+        if failure.was_told_to and end is not None:
+            by = _stopped_by(run_dir, attempt)
+            screen.tell(
+                sigterm_line(failure, "" if by is None else f"stopped by {by[0]} at step {by[1]}", hosts)
+            )
+        else:
+            if failure.worker is not None:
+                screen.tell(failure_box(failure, hosts, sys.stderr))
+            screen.tell(failure_line(failure, hosts))
+        others = "" if end is None else others_line(end, failure)
+        if others:
+            screen.tell(others)
+    if order.signal is not None:
+        screen.tell(interruption_line(order, end or GroupEnd(), hosts))
+
+
+def ask_run_name(job: Job, secret: bytes, timeouts: HostTimeouts, environ: Mapping[str, str]) -> str | int:
+    """How a launcher without `--run-dir` learns the name of the run directory from the first launcher.
+
+    Waits as a job with a run directory does; an exit code says that the job is over before. Only in the main
+    thread.
+    """
+    with (
+        Interruptions() as interruptions,
+        contextlib.closing(make_screen(sys.stdout, sys.stderr, tee=frozenset(), environ=environ)) as screen,
+        make_link(job, None, secret=secret, timeouts=timeouts) as link,
+    ):
+        attempts = HostsAttempts(link, job, screen, interruptions)
+        found = attempts.ask_run_name()
+        if isinstance(found, Order):
+            report(found, None, attempts.hosts, screen, Path(), 0)
+            return found.code
+    return Path(found).name
 
 
 def _remove_shared_memory(environ: Mapping[str, str]) -> None:
     """Removes the shared memory of workers that were killed."""
-    from replicast.transport.files import remove_leftovers  # needs numpy, which takes time to import
+    from replicast.transport.files import remove_leftovers  # Imports numpy: not at start-up.
 
     with contextlib.suppress(ClusterError):  # the directory may be gone
         remove_leftovers(shared_memory_directory(environ))
-
-
-@contextlib.contextmanager
-def _standbys(job: Job, settings: Settings, screen: Screen) -> Iterator[StandbySet | None]:
-    """The standby processes of a job, if it has any; they end with this context."""
-    if not settings.standby:
-        yield None
-        return
-    program = job.argv[1:]
-    with contextlib.closing(
-        StandbySet(program, screen, lambda attempt: _trains(settings.run_dir, attempt))
-    ) as standbys:
-        yield standbys
-
-
-def _hold_ports(job: Job) -> HeldPorts:
-    fixed = job.fixed_ports
-    return hold_free_ports(job.workers) if fixed is None else hold_ports(fixed)
 
 
 def _who(job: Job) -> str:
@@ -246,14 +345,93 @@ def _who(job: Job) -> str:
 
 def _last_step(run_dir: RunDir, attempt: int) -> int | None:
     """The last step of an attempt; None if its workers write no notes, as in a job without Replicas."""
-    from replicast.storage.run_files import read_worker_notes  # Imports numpy, which nothing else here needs.
+    from replicast.storage.run_files import read_worker_notes  # Imports numpy: not at start-up.
 
     return max((note.step for note in read_worker_notes(run_dir) if note.attempt == attempt), default=None)
 
 
 def _trains(run_dir: RunDir, attempt: int) -> bool:
     """Whether a worker notes that it has finished a step in this attempt."""
-    from replicast.storage.run_files import read_worker_notes  # Imports numpy, which nothing else here needs.
+    from replicast.storage.run_files import read_worker_notes  # Imports numpy: not at start-up.
 
     notes = read_worker_notes(run_dir)
     return any(note.attempt == attempt and note.stepped_at is not None for note in notes)
+
+
+def _stopped_by(run_dir: RunDir, attempt: int) -> tuple[str, int] | None:
+    """Who has asked the job to stop, and at which step it did; None if nobody has."""
+    from replicast.storage.requests import stopped_by  # Imports numpy: not at start-up.
+
+    told = stopped_by(run_dir, attempt)
+    return None if told is None else (told.author, told.step)
+
+
+# --- The page beside a job: `replicast serve` as a child. It ends with the launcher, and does no harm ------
+
+
+@dataclass(frozen=True, slots=True)
+class PageAddress:
+    """Where the page of a job is served."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> PageAddress:
+        """The address in `--serve [HOST:]PORT`."""
+        host, _, port = text.rpartition(":")
+        if not (port.isascii() and port.isdigit() and int(port) < 65536):
+            raise LaunchRefused(f"--serve expects [HOST:]PORT. Received: {text}", remedy="For example: 8080")
+        return cls(host.strip("[]") if host else "127.0.0.1", int(port))
+
+
+@contextlib.contextmanager
+def page_beside(
+    address: PageAddress, run_dir: RunDir, log_dir: RunPath, environ: Mapping[str, str]
+) -> Iterator[str]:
+    """Serves the page of a run as long as the context lasts; yields what to say of it.
+
+    Waits until it is served, at most `_PAGE_START_SECS`, so that the address stands above all output of the
+    job.
+    """
+    log = log_dir / "serve.log"
+    serve = [sys.executable, "-m", "replicast", "serve", str(run_dir)]
+    options = ["--host", address.host, "--port", str(address.port)]
+    try:
+        make_durably(log_dir)
+        with os.fdopen(log.open(os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as errors:
+            process = subprocess.Popen(
+                bootstrapped([*serve, *options]),
+                env=without(environ, JOB_SECRET),  # The token is for it.
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors.fileno(),
+                start_new_session=True,  # Ctrl-C is for the launcher, which ends it last.
+            )
+    except OSError as error:
+        yield f"the page is not served ({error.strerror})"
+        return
+    try:
+        yield _first_line(process, log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(_PAGE_END_SECS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _first_line(process: subprocess.Popen[bytes], log: RunPath) -> str:
+    if process.stdout is None:
+        return "the page is not served"
+    readable, _, _ = select.select([process.stdout], [], [], _PAGE_START_SECS)
+    if not readable:
+        return f"the page is still starting; see {log}"
+    line = process.stdout.readline().decode(errors="replace").strip()
+    if line:
+        return line[0].lower() + line[1:]
+    said = printable(next((line for line in reversed(end_of(log)) if line.strip()), f"see {log}"))
+    return f"the page is not served: {said.strip()}"

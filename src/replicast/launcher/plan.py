@@ -1,20 +1,56 @@
-"""Plans one record per local worker from the user's options. Pure: starts and changes nothing."""
+"""What to run, where, and with which resources: from the user's options to one record per local worker.
+
+Everything that can be refused is refused here, before a process is started or a directory is made.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import importlib.util
+import ipaddress
+import os
+import re
+import socket
+import struct
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Self
 
-from replicast.config import ATTEMPT, LAUNCHED, RUN_DIR, Cluster, read_faults
-from replicast.errors import ClusterError
+from replicast.config import (
+    ATTEMPT,
+    LAUNCHED,
+    RUN_DIR,
+    TRUSTED_NETWORKS,
+    Cluster,
+    read_faults,
+    trusted_networks,
+)
+from replicast.errors import ClusterError, LaunchRefused
 from replicast.faults import Fault
-from replicast.launcher.machine import CUDA_VISIBLE_DEVICES, Machine, assign_gpus, thread_settings
 from replicast.paths import RunDir, RunPath
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
+CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+_BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_GRPC_PROXY = "no_grpc_proxy"
+_PYTHON = re.compile(r"python[0-9.]*t?")
+_DEVICES = Path("/dev")
+_MIN_INTEROP_THREADS = 2  # With one, a collective that waits for another worker could block the step.
+_PORT_PAUSE_SECS = 0.1
+_SIOCGIFADDR = 0x8915
+_IF_INET6 = Path("/proc/net/if_inet6")
+_SHOWN_ADDRESSES = 2
+
+
+# --- The job ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,17 +58,16 @@ class Job:
     """What to run, and where."""
 
     argv: tuple[str, ...]
-    workers: int = 1
+    workers: int = 1  # on each host
     hosts: tuple[str, ...] = ()
     nnodes: int = 1
     node_rank: int = 0
     port: int = DEFAULT_PORT
-    endpoint: tuple[str, int] | None = None
-    given: Cluster | None = None
+    endpoint: tuple[str, int] | None = None  # where the launchers of several hosts meet
+    given: Cluster | None = None  # the cluster in TF_CONFIG, if somebody else has set it
 
     @property
     def nodes(self) -> int:
-        """The number of hosts."""
         return len(self.hosts) if self.hosts else self.nnodes
 
     @property
@@ -43,7 +78,6 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """The number of workers on all machines."""
         return self.workers * self.nodes if self.given is None else self.given.size
 
     @property
@@ -54,16 +88,6 @@ class Job:
         if self.hosts or self.nodes > 1:
             return tuple(range(self.port, self.port + self.workers))
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlan:
-    """Everything needed to start one worker."""
-
-    rank: int
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    log: RunPath
 
 
 def check_job(job: Job) -> None:
@@ -77,28 +101,6 @@ def check_job(job: Job) -> None:
             remedy="Leave out -n and --hosts, or unset TF_CONFIG to start a separate group",
             received=f"--hosts {','.join(job.hosts)}" if job.hosts else f"-n {job.workers}",
         )
-    if job.hosts:
-        _check_hosts(job)
-    if job.hosts or job.nnodes > 1:
-        _check_node(job)
-    elif job.node_rank != 0:
-        raise ClusterError(
-            "--node-rank needs --hosts or --nnodes", remedy="For example: --hosts h1,h2 --node-rank 1"
-        )
-
-
-def planned_faults(environ: Mapping[str, str]) -> tuple[Fault, ...]:
-    """Reads the fault plan from the environment."""
-    return tuple(Fault.from_json(described) for described in read_faults(environ))
-
-
-def absent_workers(job: Job, environ: Mapping[str, str]) -> tuple[int, ...]:
-    """The workers in the fault plan that the job does not have."""
-    planned = {fault.worker for fault in planned_faults(environ)}
-    return tuple(sorted(worker for worker in planned if worker >= job.world_size))
-
-
-def _check_hosts(job: Job) -> None:
     listed = ",".join(job.hosts)
     if any(not host or ":" in host or host != host.strip() for host in job.hosts):
         raise ClusterError(
@@ -112,9 +114,12 @@ def _check_hosts(job: Job) -> None:
             remedy="List every host once and use -n for the number of workers on each",
             received=listed,
         )
-
-
-def _check_node(job: Job) -> None:
+    if not job.hosts and job.nnodes == 1:
+        if job.node_rank != 0:
+            raise ClusterError(
+                "--node-rank needs --hosts or --nnodes", remedy="For example: --hosts h1,h2 --node-rank 1"
+            )
+        return
     if not 0 <= job.node_rank < job.nodes:
         raise ClusterError(
             f"--node-rank must be from 0 to {job.nodes - 1}: the job has {job.nodes} hosts",
@@ -131,10 +136,8 @@ def parse_tee(text: str | None, job: Job) -> frozenset[int]:
     """Reads which workers' output goes to the screen: `all`, `none` or ranks such as `0,2`."""
     if text is None:
         return frozenset(job.ranks[:1])
-    if text == "all":
-        return frozenset(job.ranks)
-    if text == "none":
-        return frozenset()
+    if text in ("all", "none"):
+        return frozenset(job.ranks if text == "all" else ())
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) < job.world_size for part in parts):
         raise ClusterError(
@@ -142,6 +145,126 @@ def parse_tee(text: str | None, job: Job) -> frozenset[int]:
             received=text,
         )
     return frozenset(int(part) for part in parts) & frozenset(job.ranks)
+
+
+def planned_faults(environ: Mapping[str, str]) -> tuple[Fault, ...]:
+    return tuple(Fault.from_json(described) for described in read_faults(environ))
+
+
+# --- The program -----------------------------------------------------------------------------------------
+
+
+def check_script(script: str) -> None:
+    """Finds the script before anything starts, so that N workers need not fail to find it."""
+    if _PYTHON.fullmatch(Path(script).name) and not Path(script).is_dir():
+        raise LaunchRefused(
+            f"{script!r} is Python itself, which replicast run starts",
+            remedy="Give the script alone: replicast run --workers 2 train.py",
+        )
+    if not Path(script).exists():
+        raise LaunchRefused(
+            f"There is no script {script!r} in {Path.cwd()}",
+            remedy="Check the path, or give -m to run a module by its name",
+        )
+
+
+def check_module(module: str) -> None:
+    """Finds the module as `python -m` would."""
+    spec = find_module(module)
+    if spec is None:
+        raise LaunchRefused(
+            f"There is no module {module!r} for {sys.executable}",
+            remedy="Check its name, install it, or start from the directory that contains it",
+        )
+    if spec.submodule_search_locations is not None and find_module(f"{module}.__main__") is None:
+        raise LaunchRefused(
+            f"{module!r} is a package without a __main__ module", remedy="Name the module in it to run"
+        )
+
+
+def find_module(module: str) -> ModuleSpec | None:
+    """Finds a module by its dotted name without importing its packages."""
+    name, *rest = module.split(".")
+    if not name:
+        return None
+    spec = PathFinder.find_spec(name, [str(Path.cwd())])  # `python -m` looks in the current directory first.
+    if spec is None or spec.origin is None:
+        try:
+            spec = importlib.util.find_spec(name) or spec
+        except ValueError:  # A module of this process without a spec, such as __main__.
+            return None
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+    return spec
+
+
+# --- The machine -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The resources that local workers share."""
+
+    cores: int
+    gpus: tuple[str, ...] = ()
+
+
+def this_machine(environ: Mapping[str, str]) -> Machine:
+    nodes = [entry.name for entry in _DEVICES.glob("nvidia[0-9]*")]
+    return Machine(len(os.sched_getaffinity(0)), visible_gpus(environ.get(CUDA_VISIBLE_DEVICES), nodes))
+
+
+def visible_gpus(setting: str | None, device_nodes: Sequence[str]) -> tuple[str, ...]:
+    """The GPUs that may be used: those that the user listed, else all that have a device node."""
+    present = sorted(int(found[1]) for node in device_nodes if (found := re.fullmatch(r"nvidia(\d+)", node)))
+    if not present:
+        return ()
+    if setting is None:
+        return tuple(str(index) for index in present)
+    listed = [device.strip() for device in setting.split(",")]
+    # CUDA itself stops at the first entry that is not a device.
+    hidden = next((i for i, device in enumerate(listed) if device in ("", "-1")), len(listed))
+    return tuple(listed[:hidden])
+
+
+def assign_gpus(gpus: Sequence[str], workers: int) -> tuple[str | None, ...]:
+    """Assigns one GPU to each local worker: one replica per worker."""
+    if len(gpus) < 2:
+        return (None,) * workers
+    return tuple(gpus[index % len(gpus)] for index in range(workers))
+
+
+def thread_settings(cores: int, workers: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Divides the cores among local workers. Keeps what the user set; a single worker gets all cores."""
+    if workers < 2:
+        return {}
+    share = max(1, cores // workers)
+    wanted = {
+        "TF_NUM_INTRAOP_THREADS": str(share),
+        "TF_NUM_INTEROP_THREADS": str(max(_MIN_INTEROP_THREADS, share)),
+        "OMP_NUM_THREADS": str(share),
+    }
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+# --- The workers -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """Everything needed to start one worker."""
+
+    rank: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    log: RunPath
+
+
+def log_path(log_dir: RunPath, attempt: int, rank: int) -> RunPath:
+    return log_dir / f"attempt-{attempt}" / f"worker-{rank}.log"
 
 
 def plan_addresses(job: Job, ports: Sequence[int]) -> tuple[str, ...]:
@@ -172,7 +295,7 @@ def plan_workers(
         ATTEMPT: str(attempt),
         LAUNCHED: "1",
         **thread_settings(machine.cores, job.workers, environ),
-        **proxy_settings(addresses, environ),
+        **_proxy_settings(addresses, environ),
     }
     plans = []
     for local_rank, rank in enumerate(job.ranks):
@@ -189,7 +312,7 @@ def plan_workers(
     return tuple(plans)
 
 
-def proxy_settings(addresses: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+def _proxy_settings(addresses: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Exempts the workers' traffic from HTTP proxies, through which they would wait for ever.
 
     gRPC honours the proxy variables even for 127.0.0.1. Only gRPC reads the variable set here.
@@ -201,6 +324,137 @@ def proxy_settings(addresses: Sequence[str], environ: Mapping[str, str]) -> dict
     return {_NO_GRPC_PROXY: ",".join([*filter(None, [exempt]), *hosts])}
 
 
-def log_path(log_dir: RunPath, attempt: int, rank: int) -> RunPath:
-    """The log file of one worker in one attempt."""
-    return log_dir / f"attempt-{attempt}" / f"worker-{rank}.log"
+def bootstrapped(argv: Sequence[str]) -> list[str]:
+    """A command whose process the kernel kills when this launcher dies."""
+    return [sys.executable, "-I", "-S", str(_BOOTSTRAP), str(os.getpid()), *argv]
+
+
+# --- Ports -----------------------------------------------------------------------------------------------
+#
+# Choosing a free port and closing it again is a race. The launcher keeps each port bound instead, without
+# listening, until the group has ended. TensorFlow's gRPC server binds with SO_REUSEADDR (and turns
+# SO_REUSEPORT off), and Linux lets a second SO_REUSEADDR socket bind and listen as long as the first one does
+# not listen. A process that asks the kernel for any free port never gets a reserved one.
+
+
+class HeldPorts:
+    """Bound sockets that reserve their ports for the workers. A context manager."""
+
+    def __init__(self, sockets: Sequence[socket.socket]) -> None:
+        self._sockets = tuple(sockets)
+        self.numbers = tuple(int(held.getsockname()[1]) for held in sockets)
+
+    def release(self) -> None:
+        for held in self._sockets:
+            held.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def hold_free_ports(count: int) -> HeldPorts:
+    """Lets the kernel choose free ports and holds them."""
+    return hold_ports([0] * count)
+
+
+def hold_ports(numbers: Sequence[int], *, within_secs: float = 0.0) -> HeldPorts:
+    """Holds the given ports; tries again for `within_secs` while one is in use."""
+    until = time.monotonic() + within_secs
+    while True:
+        try:
+            with contextlib.ExitStack() as held:
+                sockets = [held.enter_context(_bind(number)) for number in numbers]
+                held.pop_all()
+                return HeldPorts(sockets)
+        except ClusterError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(_PORT_PAUSE_SECS)
+
+
+def _bind(number: int) -> socket.socket:
+    try:
+        try:
+            return _bind_all_interfaces(socket.AF_INET6, number)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+            return _bind_all_interfaces(socket.AF_INET, number)  # IPv6 is missing or turned off.
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ClusterError(
+                f"Port {number} is in use on this machine",
+                remedy=f"Stop the process that listens there (ss -ltnp 'sport = :{number}' shows it), "
+                "or choose another port (--port, or in TF_CONFIG)",
+            ) from None
+        if error.errno == errno.EACCES:
+            raise ClusterError(
+                f"This user may not use port {number}", remedy="Choose a port above 1023"
+            ) from None
+        raise
+
+
+def _bind_all_interfaces(family: socket.AddressFamily, number: int) -> socket.socket:
+    held = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.bind(("", number))
+    except BaseException:
+        held.close()
+        raise
+    return held
+
+
+# --- The network: this machine's addresses beyond the loopback -------------------------------------------
+
+
+def outside_addresses() -> tuple[str, ...]:
+    """The addresses of this machine at which others may reach it; without link-local ones."""
+    found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = [*_addresses4(), *_addresses6()]
+    return tuple(str(one) for one in found if not (one.is_loopback or one.is_link_local))
+
+
+def exposure_line(job: Job, environ: Mapping[str, str], addresses: Sequence[str]) -> str:
+    """One line if machines outside the job may connect to its workers, else nothing."""
+    workers = plan_addresses(job, ports=[0] * job.workers)
+    limited = trusted_networks(environ, workers) is not None
+    if limited or environ.get(TRUSTED_NETWORKS) or not addresses:
+        return ""
+    return (
+        f"replicast: warning: any process that can reach {shown_addresses(addresses)} can run code in the "
+        f"workers: TensorFlow's ports ask for no credentials. Set {TRUSTED_NETWORKS}=NETWORK,… (or any); see "
+        "SECURITY.md"
+    )
+
+
+def shown_addresses(addresses: Sequence[str]) -> str:
+    more = len(addresses) - _SHOWN_ADDRESSES
+    return ", ".join(addresses[:_SHOWN_ADDRESSES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _addresses4() -> list[ipaddress.IPv4Address]:
+    """The first IPv4 address of every interface."""
+    found = []
+    try:
+        interfaces = socket.if_nameindex()
+    except OSError:  # A sandbox does not tell. A job on one machine does not need to know.
+        return []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in interfaces:
+            with contextlib.suppress(OSError):  # an interface without one
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("16s240x", name.encode()))
+                found.append(ipaddress.IPv4Address(answer[20:24]))
+    return found
+
+
+def _addresses6() -> list[ipaddress.IPv6Address]:
+    try:
+        lines = _IF_INET6.read_text(encoding="ascii").splitlines()
+    except OSError:  # IPv6 is off
+        return []
+    return [ipaddress.IPv6Address(bytes.fromhex(line.split()[0])) for line in lines]

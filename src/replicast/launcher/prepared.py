@@ -23,8 +23,6 @@ from pathlib import Path
 if not sys.flags.safe_path:
     del sys.path[0]  # This file's neighbours must not hide modules of Python.
 
-
-_READY = b"r"
 _CHUNK = 1 << 16
 
 
@@ -43,7 +41,7 @@ def import_all(names: list[str]) -> bool:
 def wait_for_call(control: socket.socket) -> tuple[int, bytes]:
     """Says that this process is ready, waits without limit, and ends with the launcher."""
     with contextlib.suppress(OSError):  # The launcher may have called and closed its end.
-        control.sendall(_READY)
+        control.sendall(b"r")
     try:
         called, descriptors, _, _ = socket.recv_fds(control, 1, 2)
     except OSError:

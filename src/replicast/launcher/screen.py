@@ -1,23 +1,371 @@
-"""What users see while workers run: lines with the name of their worker, and a progress bar at the bottom.
+"""What users see while workers run, and how a worker's output gets there and into its log.
+
+    worker ── pipe or pseudo-terminal ──→ Output ── every byte ──→ its log
+                                            └─ LineAssembler ── lines ──→ Screen ──→ Outlet ──→ the terminal
 
 Only complete lines are written permanently. On a terminal, the unfinished line of one worker, the live one,
-is drawn below them and redrawn when it changes, so that a bar moves and no two workers share a line.
+is drawn below them and redrawn when it changes, so that a bar moves and no two workers share a line. Nothing
+here ever waits for a reader or for a disk: the launcher must keep watching workers and handling signals.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import fcntl
 import os
+import re
+import select
 import shutil
-from collections.abc import Mapping
+import struct
+import termios
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from replicast.launcher.bars import CELL, with_its_loss, with_shorter_bar
-from replicast.launcher.lines import cropped, without_colours
-from replicast.launcher.outlet import Outlet
+from replicast.paths import RunPath
 
-_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+TAIL_LINES = 20
+_CHUNK = 65536
+_MAX_BUFFERED = 1024 * 1024  # The maximum that a pipe or terminal buffers on Linux.
+_ROWS = 24
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+_WORKER_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _RESET = "\x1b[0m"
+_ERASE_LINE = "\r\x1b[K"
+_CAPACITY = 8 * 1024 * 1024  # How many characters may be queued; beyond that, lines are omitted.
+_STALLED_SECS = 5.0
+_CLOSE_SECS = 30.0
+
+
+# --- Keras' progress bar ---------------------------------------------------------------------------------
+#
+# Keras draws a bar of the same width on every terminal, without a line break. So the loss, which comes last,
+# is beyond the edge of a narrow terminal, and whatever is written next lands on the same line.
+
+_CELL = "━"
+_MIN_CELLS = 5
+_OMITTED = "…"
+_COLOUR = r"(?:\x1b\[[0-9;]*m)*"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_CELLS = re.compile(rf"{_CELL}(?:{_COLOUR}{_CELL})+")
+_COUNT = rf"{_COLOUR} *\d+/(?:\d+{_COLOUR} {_COLOUR}{_CELL}(?:{_COLOUR}{_CELL})*|Unknown){_COLOUR}"
+_TIME = rf" {_COLOUR}\d+(?:s|:\d\d(?::\d\d)?){_COLOUR} \d+(?:s|ms|us)/step"
+_NUMBER = r"(?:-?\d+\.\d{4}(?:e[+-]\d\d)?|nan|-?inf)"  # a fixed number of decimals: the end is exact
+_BAR = re.compile(rf"(?P<bar>{_COUNT}{_TIME}(?: - [^:]+: {_NUMBER})*) *")
+
+
+def split_bar(line: str) -> tuple[str, str] | None:
+    """Splits a line into a progress bar and the text that something else wrote after it."""
+    found = _BAR.match(line)
+    if found is None or found.end() == len(line):
+        return None
+    return found["bar"], line[found.end() :]
+
+
+def with_shorter_bar(line: str, columns: int) -> str:
+    """Removes as many cells of the bar as needed to fit the columns, down to a minimum; keeps the text."""
+    excess = _width(line) - columns
+    if excess <= 0 or _CELL not in line:
+        return line
+    return _CELLS.sub(lambda cells: _fewer(cells[0], excess), line, count=1)
+
+
+def with_its_loss(line: str, columns: int) -> str:
+    """Fits a bar into the columns, with the loss and as many other metrics as there is room for.
+
+    A line that is not a bar, or whose part before the metrics is too wide, is not cropped.
+    """
+    line = with_shorter_bar(line, columns).rstrip()
+    if _width(line) <= columns or not _BAR.fullmatch(line):
+        return line
+    head, *metrics = line.split(" - ")
+    kept: list[str] = []
+    for metric in sorted(metrics, key=lambda metric: not metric.startswith("loss:")):
+        if _width(" - ".join([head, *kept, metric, _OMITTED])) <= columns:
+            kept.append(metric)
+    return " - ".join([head, *sorted(kept, key=metrics.index), _OMITTED])
+
+
+def _fewer(cells: str, excess: int) -> str:
+    """Removes cells evenly, so that the coloured part stays in proportion."""
+    drawn = cells.count(_CELL)
+    kept = max(min(_MIN_CELLS, drawn), drawn - excess)
+    place = iter(range(drawn))
+
+    def is_kept() -> bool:
+        cell = next(place)
+        return (cell + 1) * kept // drawn > cell * kept // drawn
+
+    return "".join(sign for sign in cells if sign != _CELL or is_kept())
+
+
+def _width(line: str) -> int:
+    return len(_COLOURS.sub("", line).expandtabs().rstrip())
+
+
+# --- TensorFlow's info lines -----------------------------------------------------------------------------
+#
+# The screen omits them; a worker's log has every line. Warnings and errors are always shown, except for a few
+# that every healthy job prints at its start, and the echoes of a transfer that replicast itself has aborted
+# because another worker failed: the worker says that in a line of its own.
+
+_LOGGED = re.compile(
+    r"(?:(?P<absl>[IWEF])\d{4} \d\d:\d\d:\d+\.\d+ +\d+|"
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: (?P<tensorflow>[IWEF]))"
+    r" \S+\.(?:cc|cpp|c|h|inc):\d+\] "  # not .py: those lines come from the script
+)
+_AT_EVERY_START = re.compile(r"Unable to register cu\w+ factory|computation placer already registered")
+_ABORTED_BY_US = re.compile(
+    r"(BaseCollectiveExecutor::StartAbort|Aborting Ring\w+ with|Local rendezvous is aborting with status:) "
+    r"ABORTED: (Collective ops is aborted by: )?worker \d+ "
+)
+_WITHOUT_LEVEL = re.compile(
+    r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR|"
+    r"To enable the following instructions: .* rebuild TensorFlow with the appropriate compiler flags\.|"
+    r"/job:\w+/replica:\d+/task:\d+|"  # a worker that has not connected yet
+    r"The error could be from a previous operation\. Restart your program to reset\.( \[type\..*\])?|"
+    r"\s*\[\[\{\{node \S+\}\}\]\] \[type\.googleapis.*\]"
+)
+
+
+def is_chatter(line: str) -> bool:
+    """Whether a line is an info message of TensorFlow's C++ code."""
+    logged = _LOGGED.match(line)
+    if logged is None:
+        return _WITHOUT_LEVEL.fullmatch(line) is not None
+    level = logged["absl"] or logged["tensorflow"]
+    ours = _AT_EVERY_START.match(line, logged.end()) or _ABORTED_BY_US.match(line, logged.end())
+    return level == "I" or (level != "F" and ours is not None)
+
+
+def wants_chatter(environ: Mapping[str, str]) -> bool:
+    """Whether the user has set TensorFlow's log level: then everything is shown."""
+    return _LOG_LEVEL in environ
+
+
+# --- Lines -----------------------------------------------------------------------------------------------
+
+_MAX_UNFINISHED = 65536
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_]|[()][0-9A-Za-z])")
+_UNFINISHED_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*|[()])?$")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1a\x1c-\x1f\x7f]")
+_TOKEN = re.compile(rf"{_ESCAPE.pattern}|.", re.DOTALL)
+
+
+class LineAssembler:
+    """Turns the bytes of a worker into the lines that a terminal would show.
+
+    Progress bars rewrite their line with carriage returns and backspaces. A finished line here is the final
+    state of such a line, and the unfinished last line is its current state. Text that is written after a
+    Keras bar becomes a separate line, and the bar stays the unfinished line until it is drawn again.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._unfinished = ""
+        self._bar = ""  # A bar after which other text was written, until it is drawn again.
+
+    def feed(self, data: bytes) -> list[str]:
+        """Takes the next bytes and returns the lines that they complete."""
+        *complete, rest = (self._unfinished + self._decoder.decode(data)).split("\n")
+        lines = [self._completed(line) for line in complete]
+        self._forget_bar_if_redrawn(rest)
+        self._unfinished = _last_rewrite(rest)[-_MAX_UNFINISHED:]
+        return lines
+
+    def finish(self) -> list[str]:
+        """Returns what is left at the end of the output."""
+        rest = self._unfinished + self._decoder.decode(b"", final=True)
+        self._unfinished = ""
+        return list(split_bar(as_shown(rest)) or [as_shown(rest)]) if rest else []
+
+    @property
+    def partial(self) -> str:
+        """The current state of the unfinished line."""
+        shown = as_shown(self._unfinished)
+        bar_and_text = split_bar(shown)
+        return self._bar or (shown if bar_and_text is None else bar_and_text[0])
+
+    def _completed(self, line: str) -> str:
+        self._forget_bar_if_redrawn(line)
+        shown = as_shown(line)
+        bar_and_text = split_bar(shown)
+        if bar_and_text is None:
+            return shown
+        self._bar, text = bar_and_text
+        return text
+
+    def _forget_bar_if_redrawn(self, line: str) -> None:
+        if "\r" in line or "\b" in line:
+            self._bar = ""
+
+
+def as_shown(line: str) -> str:
+    """The final state of a line on a terminal: with colours, without rewritten text and cursor movements."""
+    line = _last_rewrite(line).strip("\r").rstrip("\b")
+    if "\b" in line:
+        line = _with_backspaces_applied(line)
+    if "\x1b" in line:
+        line = _ESCAPE.sub(lambda found: found[0] if found[0].endswith("m") else "", line)
+        line = _UNFINISHED_ESCAPE.sub("", line)
+    return _CONTROL.sub("", line)
+
+
+def without_colours(line: str) -> str:
+    """The text of a line that `as_shown` returned."""
+    return _ESCAPE.sub("", line).replace("\x1b", "")
+
+
+def cropped(line: str, columns: int) -> str:
+    """Crops a line that `as_shown` returned to a number of columns."""
+    shown: list[str] = []
+    room = columns
+    for token in _TOKEN.finditer(line.expandtabs()):
+        if len(token[0]) == 1:
+            if room <= 0:
+                return "".join(shown) + (_RESET if "\x1b" in line else "")
+            room -= 1
+        shown.append(token[0])
+    return "".join(shown)
+
+
+def _last_rewrite(line: str) -> str:
+    """The text after the last carriage return that other text follows; one at the end erases nothing."""
+    written = line.rstrip("\r")
+    return line[written.rfind("\r") + 1 :]
+
+
+def _with_backspaces_applied(line: str) -> str:
+    kept: list[str] = []
+    for token in _TOKEN.finditer(line):
+        if token[0] != "\b":
+            kept.append(token[0])
+        elif kept:
+            kept.pop()
+    return "".join(kept)
+
+
+# --- The screen ------------------------------------------------------------------------------------------
+
+
+class Outlet:
+    """Writes lines to a stream, and below them a bottom line that is redrawn when it changes.
+
+    The reader of a stream may stop reading: `| less`, Ctrl-S, a log collector that hangs. A write may then
+    block for ever, so a thread does the writing, and `put` only enqueues. A stream without a descriptor, in
+    memory, is written to at once.
+    """
+
+    def __init__(self, stream: TextIO, *, capacity: int = _CAPACITY) -> None:
+        self._stream = stream
+        self._capacity = capacity
+        self._encoding = stream.encoding or "utf-8"
+        self._descriptor: int | None = None
+        with contextlib.suppress(OSError, ValueError):
+            self._descriptor = stream.fileno()
+            stream.flush()
+        self._changed = threading.Condition()
+        self._writer: threading.Thread | None = None
+        self._queue: list[str] = []
+        self._queue_size = 0
+        self._omitted = 0
+        self._bottom = ""
+        self._drawn = ""
+        self._bytes_written = 0
+        self._closing = False
+        self._ended = False
+
+    def put(self, lines: Sequence[str], bottom: str = "", *, must_appear: bool = False) -> None:
+        """Enqueues lines to write above the bottom line. Omits and counts them if the queue is full."""
+        with self._changed:
+            if self._ended or self._closing:
+                return
+            self._bottom = bottom
+            if lines and not must_appear and (self._omitted or self._queue_size >= self._capacity):
+                self._omitted += len(lines)  # So are the next lines, until the reader has caught up.
+            elif lines:
+                self._note_omitted()
+                self._enqueue("".join(f"{line}\n" for line in lines))
+            if self._descriptor is None:
+                self._stream.write(self._take())
+                self._stream.flush()
+                return
+            if self._writer is None and self._has_work():
+                self._writer = threading.Thread(
+                    target=self._write_on, args=[self._descriptor], name="screen", daemon=True
+                )
+                self._writer.start()
+            self._changed.notify_all()
+
+    def close(self, *, stalled_secs: float = _STALLED_SECS, at_most_secs: float = _CLOSE_SECS) -> None:
+        """Waits until everything is written, unless nobody reads."""
+        end = time.monotonic() + at_most_secs
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            while self._writer is not None and not self._ended:
+                written, remaining = self._bytes_written, end - time.monotonic()
+                if remaining <= 0 or not self._changed.wait_for(
+                    lambda written=written: self._ended or self._bytes_written != written,  # type: ignore[misc]
+                    min(stalled_secs, remaining),
+                ):
+                    return  # The thread is a daemon: it ends with the process.
+        if self._writer is not None:
+            self._writer.join(stalled_secs)
+
+    def _enqueue(self, text: str) -> None:
+        self._queue.append(text)
+        self._queue_size += len(text)
+
+    def _note_omitted(self) -> None:
+        if self._omitted:
+            lines = "1 line is" if self._omitted == 1 else f"{self._omitted} lines are"
+            self._enqueue(f"… {lines} only in the log\n")
+            self._omitted = 0
+
+    def _has_work(self) -> bool:
+        return bool(self._queue or self._omitted or self._bottom != self._drawn)
+
+    def _take(self) -> str:
+        """Takes all queued text, and the newest bottom line; older ones are skipped."""
+        if not self._has_work():
+            return ""
+        self._note_omitted()
+        text = (_ERASE_LINE if self._drawn else "") + "".join(self._queue) + self._bottom
+        self._queue, self._queue_size = [], 0
+        self._drawn = self._bottom
+        return text.encode(self._encoding, "replace").decode(self._encoding)
+
+    def _write_on(self, descriptor: int) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing or self._has_work())
+                    data = self._take().encode(self._encoding)
+                if not data:
+                    return
+                while data:
+                    data = data[self._written(descriptor, data[: select.PIPE_BUF]) :]
+        except OSError:  # `replicast run … | head`: the logs still get everything.
+            pass
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _written(self, descriptor: int, data: bytes) -> int:
+        try:
+            count = os.write(descriptor, data)
+        except BlockingIOError:  # Another process that shares the file made it non-blocking.
+            select.select([], [descriptor], [])
+            return 0
+        with self._changed:
+            self._bytes_written += count
+            self._changed.notify_all()
+        return count
 
 
 class Screen:
@@ -66,14 +414,14 @@ class Screen:
 
     def _fitted(self, line: str) -> str:
         """On a terminal, shortens a wide bar to make room for its text; shows finished lines in full."""
-        if self.live_rank is None or CELL not in line:
+        if self.live_rank is None or _CELL not in line:
             return line
         return with_shorter_bar(line, self.columns_for_live_worker())
 
     def _prefix(self, rank: int) -> str:
         if not self._colour:
             return _name(rank)
-        return f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{_name(rank)}{_RESET}"
+        return f"\x1b[{_WORKER_COLOURS[rank % len(_WORKER_COLOURS)]}m{_name(rank)}{_RESET}"
 
     def _painted(self, line: str) -> str:
         if not self._colour:
@@ -111,3 +459,86 @@ def _same_file(one: TextIO, other: TextIO) -> bool:
     with contextlib.suppress(OSError, ValueError):
         return os.path.sameopenfile(one.fileno(), other.fileno())
     return False
+
+
+# --- One worker's output ---------------------------------------------------------------------------------
+
+
+class Output:
+    """Receives all that one worker writes. Never stops reading: a full disk must not block a worker."""
+
+    def __init__(
+        self, rank: int, log: RunPath, *, screen: Screen | None, columns: int | None, chatter: bool = True
+    ) -> None:
+        self._rank = rank
+        self._screen = screen
+        self._chatter = chatter
+        self._assembler = LineAssembler()
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.at_end = False
+        self.is_terminal = columns is not None
+        self._log = os.fdopen(log.open(os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
+        try:
+            self.reading_end, self.writing_end = os.pipe() if columns is None else os.openpty()
+        except OSError:
+            self._log.close()
+            raise
+        if columns is not None:
+            settings = termios.tcgetattr(self.writing_end)
+            settings[1] &= ~termios.OPOST  # The log has exactly what the worker wrote.
+            termios.tcsetattr(self.writing_end, termios.TCSANOW, settings)
+            self.resize(columns)
+        os.set_blocking(self.reading_end, False)
+
+    def hand_over(self) -> None:
+        """Closes the launcher's copy of the worker's end, once the worker has its own."""
+        os.close(self.writing_end)
+        self.writing_end = -1
+
+    def resize(self, columns: int) -> None:
+        """Sets the width of the worker's pseudo-terminal, if it has one."""
+        if self.is_terminal:
+            size = struct.pack("HHHH", _ROWS, columns, 0, 0)
+            fcntl.ioctl(self.reading_end, termios.TIOCSWINSZ, size)
+
+    def pump(self) -> int:
+        """Passes on what can be read now."""
+        try:
+            data = os.read(self.reading_end, _CHUNK)
+        except BlockingIOError:
+            return 0
+        except OSError:  # A pseudo-terminal whose last writer has closed it.
+            data = b""
+        if not data:
+            self.at_end = True
+            return 0
+        rest = data
+        with contextlib.suppress(OSError):
+            while rest:
+                rest = rest[self._log.write(rest) :]
+        self._show(self._assembler.feed(data), self._assembler.partial)
+        return len(data)
+
+    def close(self) -> None:
+        """Reads what the worker has written, and closes the files.
+
+        A child in a session of its own outlives the worker and may write for ever. So this reads at most as
+        much as a pipe or terminal buffers: anything beyond that was not written by the worker.
+        """
+        total = 0
+        while total < _MAX_BUFFERED and (count := self.pump()):
+            total += count
+        self._show(self._assembler.finish())
+        os.close(self.reading_end)
+        if self.writing_end >= 0:
+            self.hand_over()
+        self._log.close()
+
+    def _show(self, lines: list[str], partial: str = "") -> None:
+        shown = [line for line in lines if self._is_shown(line)]
+        self.tail.extend(shown)
+        if self._screen is not None:
+            self._screen.show(self._rank, shown, partial if self._is_shown(partial) else "")
+
+    def _is_shown(self, line: str) -> bool:
+        return self._chatter or not is_chatter(line)

@@ -3,7 +3,7 @@
     absent ── the job trains ──→ importing ── ready ──→ waiting ── a restart calls it ──→ a worker
                                      └────────── it dies, or is not fit ──→ absent: that worker starts cold
 
-`supervisor/prepared.py` is what they run. One is started at a time, so that they take one core at most, and
+`prepared.py` is what they run. One is started at a time, so that they take one core at most, and
 only once the job trains, so that they do not slow down its start. They end with the launcher in any case:
 `bootstrap.py` sees to it.
 """
@@ -23,17 +23,16 @@ from pathlib import Path
 
 from replicast.config import FAULTS, without
 from replicast.import_environment import make_memory, read_changes, relevant, with_changes
-from replicast.launcher.plan import WorkerPlan
+from replicast.launcher.plan import WorkerPlan, bootstrapped
 from replicast.launcher.screen import Screen
 from replicast.processes import is_frozen
 
-_BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 _PREPARED = Path(__file__).with_name("prepared.py")
 _END_SECS = 10.0
 _LOOK_SECS = 0.2
 IMPORTS = ("numpy", "tensorflow", "keras", "replicast.training", "replicast.replicas")
+# After this time they are started even if no worker says that it trains: a job without `Replicas`.
 WITHOUT_NOTES_SECS = 60.0
-"""After this time they are started even if no worker says that it trains: a job without `Replicas`."""
 
 
 class Standby:
@@ -49,7 +48,7 @@ class Standby:
             command = [sys.executable, str(_PREPARED), str(theirs.fileno()), ",".join(imports), *program]
             try:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(_BOOTSTRAP), str(os.getpid()), *command],
+                    bootstrapped(command),
                     env=dict(environ),
                     stdin=subprocess.DEVNULL,
                     stdout=captured,
@@ -93,7 +92,6 @@ class Standby:
             return 0
 
     def kill(self) -> None:
-        """Kills it with its children."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -147,14 +145,21 @@ class StandbySet:
             if not standby.look():
                 del self._waiting[rank]
                 standby.end()
-                self._screen.tell(f"replicast: standby: that of worker {rank} has died; it is not replaced")
+                self._screen.tell(
+                    f"replicast: standby: the process for worker {rank} has died; it is not replaced"
+                )
         if not all(standby.is_ready for standby in self._waiting.values()):
             return
         if self._wanted and self._may_start():
             self._start(self._wanted.pop(0))
         elif not self._wanted and self._waiting and not self._told:
             self._told = True
-            self._screen.tell(self._ready_line())
+            megabytes = sum(standby.memory_bytes() for standby in self._waiting.values()) / 1e6
+            count = len(self._waiting)
+            waits = "1 process waits" if count == 1 else f"{count} processes wait"
+            self._screen.tell(
+                f"replicast: standby: {waits} for a restart: {megabytes:,.0f} MB of memory, no core"
+            )
 
     def memory_of(self, rank: int) -> int:
         """The descriptor that a worker inherits, to tell what its script changes in the environment."""
@@ -178,7 +183,6 @@ class StandbySet:
         return standby.process if standby.call(environ, output) else None
 
     def close(self) -> None:
-        """Ends all of them."""
         for standby in self._waiting.values():
             standby.kill()
         for standby in self._waiting.values():
@@ -200,10 +204,4 @@ class StandbySet:
         try:
             self._waiting[rank] = Standby(self._program, environ, self._imports, memory)
         except OSError as error:
-            self._screen.tell(f"replicast: standby: worker {rank} has none ({error.strerror})")
-
-    def _ready_line(self) -> str:
-        megabytes = sum(standby.memory_bytes() for standby in self._waiting.values()) / 1e6
-        count = len(self._waiting)
-        processes = "1 process waits" if count == 1 else f"{count} processes wait"
-        return f"replicast: standby: {processes} for a restart: {megabytes:,.0f} MB of memory, no core"
+            self._screen.tell(f"replicast: standby: no process for worker {rank} ({error.strerror})")

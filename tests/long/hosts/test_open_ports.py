@@ -118,15 +118,6 @@ def test_by_default_it_is_reachable_on_the_loopback_alone(network: Network, tmp_
     job.end()
 
 
-def test_an_isolated_job_is_not_reachable_even_on_its_own_machine(network: Network, tmp_path: Path) -> None:
-    first, second, _ = network.hosts
-    job = Job([first], tmp_path, "--isolate")
-    port = job.port()
-    assert not reaches(second, first.address, port)
-    assert not reaches(first, "127.0.0.1", port)
-    job.end()
-
-
 def test_a_job_between_machines_is_reachable_by_the_trusted_ones_alone(
     network: Network, tmp_path: Path
 ) -> None:

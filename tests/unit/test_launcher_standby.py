@@ -16,7 +16,8 @@ import pytest
 
 from replicast import import_environment
 from replicast.import_environment import PASSED_ON, changes, make_memory, read_changes, relevant, with_changes
-from replicast.launcher.group import EndTimeouts, Group, GroupEnd
+from replicast.launcher.failure import GroupEnd
+from replicast.launcher.group import EndTimeouts, Group
 from replicast.launcher.interruptions import Interruptions
 from replicast.launcher.plan import WorkerPlan
 from replicast.launcher.screen import Screen
@@ -260,7 +261,7 @@ def test_the_death_of_a_standby_is_said(place: Make) -> None:
     here = place("")
     here.run(0)
     os.kill(here.prepare(), signal.SIGKILL)
-    eventually(lambda: (here.standbys.poll(), "that of worker 0 has died" in here.told.getvalue())[1])
+    eventually(lambda: (here.standbys.poll(), "the process for worker 0 has died" in here.told.getvalue())[1])
 
 
 def test_a_standby_ends_with_its_launcher_also_after_kill_9(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The launcher's use of the run directory: its default name, its lock, the next attempt's logs."""
+"""The launcher's use of the run directory: its default name, its lock, the logs, and what it held before."""
 
 from __future__ import annotations
 
@@ -10,36 +10,44 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from replicast.errors import LaunchRefused
+from replicast.errors import LaunchRefused, printable
+from replicast.launcher.failure import short_path
 from replicast.launcher.plan import log_path
 from replicast.paths import RunDir, RunPath, below, make_durably
 
 RUNS = Path("runs")
+_SHOWN_UPDATES = 3
 
 
 def make_run_dir(chosen: Path | None, *, program: str, now: datetime) -> Path:
     """Creates the run directory: the chosen one, or a new one under `runs/`."""
     path = chosen if chosen is not None else RUNS / f"{now:%Y%m%d-%H%M%S}-{program}"
-    try:
+    with _created(path, "--run-dir"):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _not_made(path, error, "--run-dir") from None
     return path.resolve()
 
 
 def make_attempt_dir(log_dir: RunPath, attempt: int) -> RunPath:
     """Creates the directory of one attempt's logs, and checks that it is writable."""
     path = log_dir / f"attempt-{attempt}"
-    try:
+    with _created(path, "--log-dir"):
         make_durably(path)
         with path.entered() as directory:
             if not os.access(".", os.W_OK | os.X_OK, dir_fd=directory):
                 raise LaunchRefused(
                     f"{path} is not writable", remedy="Choose another directory with --log-dir"
                 )
-    except OSError as error:
-        raise _not_made(path, error, "--log-dir") from None
     return path
+
+
+@contextlib.contextmanager
+def _created(path: object, option: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LaunchRefused(
+            f"{path} cannot be created ({error.strerror})", remedy=f"Choose another directory with {option}"
+        ) from None
 
 
 def next_attempt(log_dir: RunPath, ranks: Sequence[int]) -> int:
@@ -59,10 +67,9 @@ def locked(run_dir: RunDir, first_rank: int) -> Iterator[None]:
     try:
         lock = _take_lock(run_dir, first_rank)
     except OSError as error:
+        received = "" if error.filename is None else f". Received: {error.filename}"
         raise LaunchRefused(
-            f"{run_dir} cannot be used as a run directory ({error.strerror}). Received: {error.filename}"
-            if error.filename is not None
-            else f"{run_dir} cannot be used as a run directory ({error.strerror})",
+            f"{run_dir} cannot be used as a run directory ({error.strerror}){received}",
             remedy="Make it writable, free space on its disk, or choose another directory with --run-dir",
         ) from error
     try:
@@ -82,10 +89,9 @@ def _take_lock(run_dir: RunDir, first_rank: int) -> int:
     except BlockingIOError:
         holder = os.pread(lock, 400, 0).decode(errors="replace").strip()
         os.close(lock)
+        process = f" (process {holder})" if holder else ""
         raise LaunchRefused(
-            f"Another `replicast run` (process {holder}) is using {run_dir}"
-            if holder
-            else f"Another `replicast run` is using {run_dir}",
+            f"Another `replicast run`{process} is using {run_dir}",
             remedy="Wait for it to finish, stop it, or choose another --run-dir",
         ) from None
     except OSError:
@@ -94,7 +100,42 @@ def _take_lock(run_dir: RunDir, first_rank: int) -> int:
     return lock
 
 
-def _not_made(path: object, error: OSError, option: str) -> LaunchRefused:
-    return LaunchRefused(
-        f"{path} cannot be created ({error.strerror})", remedy=f"Choose another directory with {option}"
-    )
+def what_is_taken_over(run_dir: RunDir) -> str:
+    """One line: what a start finds in a run directory that was used before; empty if nothing."""
+    if not (below(run_dir) / "groups").is_dir():
+        return ""
+    try:
+        found = _contents(run_dir)
+    except OSError as error:  # This line is a courtesy: the workers say what they cannot read.
+        found = [f"a file that cannot be read ({error})"]
+    return f"replicast: {short_path(run_dir)} was used before; it has {'; '.join(found)}" if found else ""
+
+
+def _contents(run_dir: RunDir) -> list[str]:
+    from replicast.errors import FileDamaged
+    from replicast.storage import inbox  # These import numpy: not for a new run.
+    from replicast.storage.checkpoints import CheckpointStore
+    from replicast.storage.updates import Updates, describe
+
+    found = []
+    try:
+        last = CheckpointStore(run_dir).last()
+        if last is not None:
+            found.append(f"a checkpoint of step {last.step}")
+        journal = Updates(run_dir)
+        found += _counted(len(journal.committed), "in the journal")
+        found += _counted(len(journal.scheduled), "scheduled")
+    except FileDamaged as error:
+        found.append(f"a damaged file ({error})")
+    waiting = inbox.waiting(run_dir)
+    shown = []
+    for one in waiting[:_SHOWN_UPDATES]:
+        told = describe(one.path)
+        shown.append(printable(one.id[:8] + ("" if told is None else f" ({told.words})")))
+    shown += ["…"] if len(waiting) > _SHOWN_UPDATES else []
+    in_inbox = _counted(len(waiting), "waiting in the inbox, for its first step")
+    return found + [f"{one}: {', '.join(shown)}" for one in in_inbox]
+
+
+def _counted(count: int, where: str) -> list[str]:
+    return [f"{count} update{'s' if count > 1 else ''} {where}"] if count else []

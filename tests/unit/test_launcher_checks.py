@@ -22,7 +22,7 @@ from replicast.launcher.checks import (
     reachable,
     release,
 )
-from replicast.launcher.machine import Machine
+from replicast.launcher.plan import Machine
 
 GOOD, NOTE, BROKEN = Verdict.GOOD, Verdict.NOTE, Verdict.BROKEN
 

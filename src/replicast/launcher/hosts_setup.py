@@ -1,4 +1,4 @@
-"""What the launchers of a job need to meet: the address of the first one, its socket, and the secret."""
+"""What the launchers of a job need to meet: who is which host, the first one's address, and the secret."""
 
 from __future__ import annotations
 
@@ -9,21 +9,66 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 from replicast.config import JOB_SECRET
 from replicast.errors import ClusterError, LaunchRefused
-from replicast.launcher.hosts.connection import shown_address
-from replicast.launcher.hosts.link import Link, first_link, other_link
-from replicast.launcher.hosts.messages import Identity
-from replicast.launcher.hosts.timeouts import HostTimeouts
-from replicast.launcher.plan import Job
+from replicast.launcher.hosts_leader import HostTimeouts, Identity
+from replicast.launcher.hosts_link import First, Link, Other, shown_address
+from replicast.launcher.plan import Job, check_job
 from replicast.names import NAMES_SECS, Lookups
 
 DEFAULT_RDZV_PORT = 29400
 _MAX_SECRET_BYTES = _MAX_PROGRAM = 4096
 _NAME_SECS, _PAUSE_SECS = 10.0, 0.5
+
+
+# --- Options ---------------------------------------------------------------------------------------------
+
+
+def place_on_hosts(
+    job: Job,
+    *,
+    hosts: str | None = None,
+    nnodes: str | None = None,
+    node_rank: int | None = None,
+    rdzv_endpoint: str | None = None,
+) -> Job:
+    """The job with its hosts, the index of this one, and where the launchers meet."""
+    listed = tuple(hosts.split(",")) if hosts is not None else ()
+    count = parse_nnodes(nnodes) if nnodes is not None else max(1, len(listed))
+    endpoint = parse_endpoint(rdzv_endpoint) if rdzv_endpoint is not None else None
+    if listed and count != len(listed):
+        raise ClusterError(
+            f"--nnodes {count} does not fit --hosts, which lists {len(listed)}", remedy="Give one of them"
+        )
+    if count > 1 and not listed and endpoint is None:
+        raise ClusterError(
+            "--nnodes needs --rdzv-endpoint, the address of the first launcher",
+            remedy="For example: --nnodes 2 --node-rank 0 --rdzv-endpoint h1:29400",
+        )
+    job = replace(job, hosts=listed, nnodes=count, node_rank=0 if node_rank is None else node_rank)
+    check_job(job)
+    if count == 1:
+        return job
+    if node_rank is None:
+        if not listed:
+            raise ClusterError("--nnodes needs --node-rank, the index of this machine, from 0")
+        job = replace(job, node_rank=own_node(listed))
+    if endpoint is None:
+        if job.port < 2:
+            raise ClusterError("--port must leave room for the launcher's port before it", received=job.port)
+        endpoint = (listed[0], job.port - 1)
+    port, last = endpoint[1], job.port + job.workers - 1
+    if job.port <= port <= last:
+        workers = f"ports {job.port} to {last}" if job.workers > 1 else f"port {job.port}"
+        raise ClusterError(
+            f"The launchers cannot meet at port {port}: the workers of the first host use {workers}",
+            remedy=f"Choose another port for one of them, for example --port {port + 1}",
+        )
+    return replace(job, endpoint=endpoint)
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
@@ -61,7 +106,11 @@ def own_node(hosts: Sequence[str]) -> int:
     """
     lookups = Lookups(hosts)
     are_resolved = lookups.wait(NAMES_SECS)
-    found = [node for node, host in enumerate(hosts) if _is_here(host, lookups)]
+    found = []
+    for node, host in enumerate(hosts):
+        with contextlib.suppress(OSError):  # a name without an address
+            if any(map(_is_own, lookups.addresses(host) or [])):
+                found.append(node)
     if len(found) == 1:
         return found[0]
     why = "none of --hosts is" if not found else "several of --hosts are"
@@ -71,14 +120,6 @@ def own_node(hosts: Sequence[str]) -> int:
         remedy="Say it with --node-rank, the index of this machine in --hosts, from 0",
         received=",".join(hosts),
     )
-
-
-def _is_here(host: str, lookups: Lookups) -> bool:
-    try:
-        addresses = lookups.addresses(host) or []
-    except OSError:
-        return False
-    return any(map(_is_own, addresses))
 
 
 def _is_own(address: str) -> bool:
@@ -108,6 +149,20 @@ def read_secret(environ: Mapping[str, str], file: Path | None) -> bytes:
     if not secret:
         raise LaunchRefused(f"--secret-file {file} is empty", remedy="For example: openssl rand -hex 32")
     return secret
+
+
+def secret_line(job: Job, secret: bytes) -> str:
+    """One line on a missing secret; empty if there is one."""
+    if secret or job.endpoint is None:
+        return ""
+    return (
+        f"replicast: warning: {JOB_SECRET} is not set: any process that can reach "
+        f"{shown_address(*job.endpoint)} can stop this job or take the place of a host; set it to the same "
+        "random text on all hosts"
+    )
+
+
+# --- The address of the first launcher -------------------------------------------------------------------
 
 
 def listen(endpoint: tuple[str, int], *, name_secs: float = 0.0) -> socket.socket:
@@ -149,11 +204,20 @@ def _address_of(host: str, until: float) -> str:
         time.sleep(_PAUSE_SECS)
 
 
+# --- Joining ---------------------------------------------------------------------------------------------
+
+
 def identity_of(job: Job, max_restarts: int) -> Identity:
     """What must be the same on all hosts of a job."""
+    program, text = job.argv[1:], "\0".join(job.argv[1:])
+    if (
+        len(text) > _MAX_PROGRAM
+    ):  # Many arguments are replaced by their digest, so that they fit into a message.
+        digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+        program = (program[0][:200], f"({len(program) - 1} arguments with the digest {digest})")
     return Identity(
         version=metadata.version("replicast"),
-        program=_shortened(job.argv[1:]),
+        program=program,
         workers=job.workers,
         nodes=job.nodes,
         hosts=job.hosts,
@@ -162,54 +226,38 @@ def identity_of(job: Job, max_restarts: int) -> Identity:
     )
 
 
-def _shortened(program: tuple[str, ...]) -> tuple[str, ...]:
-    """A program with its arguments; many are replaced by their digest, so that they fit into a message."""
-    text = "\0".join(program)
-    if len(text) <= _MAX_PROGRAM:
-        return program
-    digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
-    return (program[0][:200], f"({len(program) - 1} arguments with the digest {digest})")
-
-
 def make_link(
     job: Job,
+    identity: Identity | None,
     *,
-    max_restarts: int,
     secret: bytes,
-    next_attempt: int,
-    run_name: str,
     timeouts: HostTimeouts,
+    next_attempt: int = 0,
+    run_name: str = "",
 ) -> Link:
-    """The link of this host's launcher with those of the others."""
+    """The link with the launchers of the other hosts; without an identity it only asks the first one."""
     if job.endpoint is None:
         raise ValueError("A job on several hosts has an endpoint")
-    identity = identity_of(job, max_restarts)
-    if job.node_rank == 0:
-        return first_link(
-            names=job.hosts or (job.endpoint[0], *("" for _ in range(job.nodes - 1))),
+    if job.node_rank == 0 and identity is not None:
+        return Link(
+            First(
+                names=job.hosts or (job.endpoint[0], *("" for _ in range(job.nodes - 1))),
+                identity=identity,
+                secret=secret,
+                next_attempt=next_attempt,
+                timeouts=timeouts,
+                listener=listen(job.endpoint, name_secs=_NAME_SECS),
+                run_name=run_name,
+            )
+        )
+    return Link(
+        Other(
+            node=job.node_rank,
+            nodes=job.nodes,
             identity=identity,
             secret=secret,
             next_attempt=next_attempt,
             timeouts=timeouts,
-            listener=listen(job.endpoint, name_secs=_NAME_SECS),
-            run_name=run_name,
+            endpoint=job.endpoint,
         )
-    return other_link(
-        node=job.node_rank,
-        identity=identity,
-        secret=secret,
-        next_attempt=next_attempt,
-        timeouts=timeouts,
-        endpoint=job.endpoint,
-    )
-
-
-def secret_line(job: Job, secret: bytes) -> str:
-    """One line on a missing secret; empty if there is one."""
-    if secret or job.endpoint is None:
-        return ""
-    return (
-        f"replicast: warning: {JOB_SECRET} is not set: any process that can reach "
-        f"{shown_address(*job.endpoint)} can stop this job or take the place of a host; set it to the same "
-        "random text on all hosts"
     )

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from replicast.launcher.checks import Check, Verdict
-from replicast.launcher.hosts.diagnosis import Evidence, diagnose
-from replicast.launcher.hosts.facts import Facts, Found
+from replicast.launcher.hosts_doctor import Evidence, Facts, Found, diagnose
 
 GOOD, NOTE, BROKEN = Verdict.GOOD, Verdict.NOTE, Verdict.BROKEN
 VERSIONS = {"Python": "3.11.2", "TensorFlow": "2.21.0", "Keras": "3.15.1", "replicast": "0.1.0"}
@@ -31,7 +30,7 @@ def facts(node: int, **changes: Any) -> Facts:
     return Facts(**{**known, **changes})
 
 
-FOUND = Found(reach={"0": "answers", "1": "answers"}, sees_mark=True)
+FOUND = Found(reach={0: "answers", 1: "answers"}, sees_mark=True)
 WELL = Evidence(HOSTS, 29500, {0: facts(0), 1: facts(1)}, {0: FOUND, 1: FOUND}, {0: 0.0, 1: 0.01}, 60.0)
 
 
@@ -61,7 +60,7 @@ def test_hosts_that_are_alike_are_good() -> None:
         (second(addresses=("10.9.0.1", "10.0.0.2")), "Names", NOTE, "h1 is 10.0.0.1 on h1, 10.9.0.1 on h2"),
         (second(port="h2:29500 cannot be used on h2"), "Ports", BROKEN, "h2:29500 cannot be used"),
         (
-            replace(WELL, found={0: FOUND, 1: Found(reach={"0": "timed out"}, sees_mark=True)}),
+            replace(WELL, found={0: FOUND, 1: Found(reach={0: "timed out"}, sees_mark=True)}),
             "Ports",
             BROKEN,
             "h1:29500 from h2: timed out",
@@ -81,7 +80,7 @@ def test_hosts_that_are_alike_are_good() -> None:
         (second(shared_bytes=None), "Shared memory", BROKEN, "none on h2"),
         (second(cores=4), "Cores and GPUs", NOTE, "8 and none on h1; 4 and none on h2"),
         (
-            replace(WELL, found={0: FOUND, 1: replace(FOUND, sees_mark=False)}),
+            replace(WELL, found={0: FOUND, 1: Found(reach=FOUND.reach, sees_mark=False)}),
             "Run directory",
             NOTE,
             "h2: not the one of h1",

@@ -1,19 +1,71 @@
-"""Which workers count as frozen, and what a group of real processes does about it."""
+"""A group of real processes without TensorFlow: all are stopped, frozen ones are found and named."""
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from replicast.config import PEER_FAILED
-from replicast.launcher.frozen import FrozenWorkers
-from replicast.launcher.group import EndTimeouts, Group, GroupEnd
+from replicast.launcher.failure import GroupEnd
+from replicast.launcher.group import EndTimeouts, FrozenWorkers, Group, Worker
 from replicast.launcher.interruptions import Interruptions
 from replicast.launcher.plan import WorkerPlan
 from replicast.launcher.screen import Screen
 from replicast.paths import below
+
+
+def run_group(directory: Path, *programs: str, frozen_secs: float = 10.0) -> GroupEnd:
+    plans = [
+        WorkerPlan(rank, (sys.executable, "-c", program), {}, below(directory) / f"{rank}.log")
+        for rank, program in enumerate(programs)
+    ]
+    screen = Screen(io.StringIO(), io.StringIO(), live_rank=None, colour=False)
+    timeouts = EndTimeouts(frozen_secs=frozen_secs, stop_failed_secs=0.1, settle_killed_secs=0.1)
+    with Interruptions() as interruptions:
+        group = Group(plans, screen=screen, tee=frozenset(), timeouts=timeouts, interruptions=interruptions)
+        return group.run(os.environ)
+
+
+def test_a_worker_that_cannot_be_watched_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = os.pidfd_open
+    started: list[int] = []
+
+    def limited(process: int) -> int:
+        started.append(process)
+        if len(started) == 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return watched(process)
+
+    monkeypatch.setattr(os, "pidfd_open", limited)
+    with pytest.raises(OSError, match="Too many open files"):
+        run_group(tmp_path, *["import time; time.sleep(600)"] * 3)
+    assert len(started) == 3
+    assert not any(Path(f"/proc/{process}").exists() for process in started)
+
+
+def test_all_workers_of_a_group_are_closed_within_one_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[float] = []
+    close = Worker.close
+
+    def noted(worker: Worker, *, until: float) -> None:
+        closed.append(until)
+        close(worker, until=until)
+
+    monkeypatch.setattr(Worker, "close", noted)
+    end = run_group(tmp_path, "", "", "")
+    assert [ended.code for ended in end.exits] == [0, 0, 0]
+    assert len(closed) == 3
+    assert len(set(closed)) == 1
+
 
 FREEZES = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 WAITS_FOR_EVER = "import time; time.sleep(3600)"
@@ -53,23 +105,11 @@ def test_time_in_which_the_launcher_was_stopped_too_does_not_count() -> None:
     assert workers.for_at_least(5.0, now=3706.0) == {0}, "it stays frozen"
 
 
-def run_group(directory: Path, *programs: str, frozen_secs: float) -> GroupEnd:
-    plans = [
-        WorkerPlan(rank, (sys.executable, "-c", program), {}, below(directory) / f"{rank}.log")
-        for rank, program in enumerate(programs)
-    ]
-    screen = Screen(io.StringIO(), io.StringIO(), live_rank=None, colour=False)
-    timeouts = EndTimeouts(frozen_secs=frozen_secs, stop_failed_secs=0.1, settle_killed_secs=0.1)
-    with Interruptions() as interruptions:
-        group = Group(plans, screen=screen, tee=frozenset(), timeouts=timeouts, interruptions=interruptions)
-        return group.run(os.environ)
-
-
 def test_a_frozen_worker_is_killed_and_named_and_the_others_are_ended(tmp_path: Path) -> None:
     end = run_group(tmp_path, WAITS_FOR_EVER, FREEZES, frozen_secs=0.1)
     assert end.first_failure is not None
-    assert (end.first_failure.rank, end.first_failure.frozen) == (1, True)
-    assert {ended.rank: ended.stopped for ended in end.exits} == {0: True, 1: True}
+    assert (end.first_failure.worker, end.first_failure.frozen) == (1, True)
+    assert {ended.worker: ended.stopped for ended in end.exits} == {0: True, 1: True}
 
 
 def wait_until_frozen(directory: Path) -> str:
@@ -87,7 +127,7 @@ def test_a_worker_that_fails_because_of_a_frozen_one_is_not_named(tmp_path: Path
     fails = wait_until_frozen(tmp_path) + f"sys.exit({PEER_FAILED})"
     end = run_group(tmp_path, notes + FREEZES, fails, frozen_secs=3600.0)
     assert end.first_failure is not None
-    assert end.first_failure.rank == 0
+    assert end.first_failure.worker == 0
 
 
 def test_a_worker_that_fails_by_itself_is_named_although_another_was_just_stopped(tmp_path: Path) -> None:
@@ -96,4 +136,4 @@ def test_a_worker_that_fails_by_itself_is_named_although_another_was_just_stoppe
         tmp_path, notes + FREEZES, wait_until_frozen(tmp_path) + "sys.exit(4)", frozen_secs=3600.0
     )
     assert end.first_failure is not None
-    assert (end.first_failure.rank, end.first_failure.code) == (1, 4)
+    assert (end.first_failure.worker, end.first_failure.code) == (1, 4)

@@ -1,4 +1,10 @@
+"""What can be refused is refused before anything starts; and what each worker gets."""
+
+from __future__ import annotations
+
 import json
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -6,9 +12,22 @@ import pytest
 
 from replicast.config import Cluster
 from replicast.errors import ClusterError, LaunchRefused
-from replicast.launcher.machine import Machine, assign_gpus, thread_settings, visible_gpus
-from replicast.launcher.plan import Job, WorkerPlan, check_job, parse_tee, plan_workers
-from replicast.launcher.program import check_script
+from replicast.launcher.plan import (
+    Job,
+    Machine,
+    WorkerPlan,
+    assign_gpus,
+    check_job,
+    check_script,
+    exposure_line,
+    hold_free_ports,
+    hold_ports,
+    outside_addresses,
+    parse_tee,
+    plan_workers,
+    thread_settings,
+    visible_gpus,
+)
 
 JOB = Job(argv=("python", "train.py", "--lr", "1"), workers=2)
 GIVEN = Cluster(addresses=("a:1", "b:2", "c:3"), rank=2, task_index=2)
@@ -218,3 +237,95 @@ def test_a_script_whose_name_only_begins_like_python_is_run(tmp_path: Path, name
 def test_python_itself_is_refused_as_a_script(name: str) -> None:
     with pytest.raises(LaunchRefused, match="is Python itself"):
         check_script(name)
+
+
+def listening(port: int = 0) -> socket.socket:
+    """Listens as TensorFlow's gRPC server does: on all interfaces, with SO_REUSEADDR."""
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind(("", port))
+        server.listen()
+    except BaseException:
+        server.close()
+        raise
+    return server
+
+
+def test_the_kernel_never_gives_out_a_held_port() -> None:
+    with hold_free_ports(200) as first, hold_free_ports(200) as second:
+        assert len({*first.numbers, *second.numbers}) == 400
+
+
+def test_a_worker_can_listen_on_a_held_port() -> None:
+    with (
+        hold_free_ports(1) as ports,
+        listening(ports.numbers[0]) as server,
+        socket.create_connection(("127.0.0.1", ports.numbers[0]), timeout=120),
+    ):
+        accepted, _ = server.accept()
+        accepted.close()
+
+
+def test_another_process_without_reuse_cannot_bind_a_held_port() -> None:
+    with hold_free_ports(1) as ports, socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", ports.numbers[0]))
+
+
+def test_a_port_in_use_is_refused_with_a_remedy() -> None:
+    with listening() as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ClusterError, match=f"Port {port} is in use.*choose another port"):
+            hold_ports([port])
+
+
+def test_a_refused_set_of_ports_leaves_none_held() -> None:
+    with hold_free_ports(1) as probe:
+        free = probe.numbers[0]
+    with listening() as server, pytest.raises(ClusterError):
+        hold_ports([free, server.getsockname()[1]])
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", free))
+
+
+def test_a_released_port_is_free_again() -> None:
+    with hold_free_ports(1) as ports:
+        pass
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", ports.numbers[0]))
+
+
+def test_a_port_of_workers_that_are_just_ending_is_waited_for() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    ends = threading.Timer(0.3, server.close)
+    ends.start()
+    with hold_ports([port], within_secs=120.0) as held:
+        assert held.numbers == (port,)
+    ends.join()
+
+
+def test_a_job_between_machines_warns_once_and_one_on_the_loopback_or_with_trusted_networks_does_not() -> (
+    None
+):
+    between = Job(argv=("true",), workers=2, hosts=("a", "b"))
+    line = exposure_line(between, {}, ["10.0.0.1", "fd00::1", "10.1.0.1"])
+    assert "any process that can reach 10.0.0.1, fd00::1 and 1 more can run code in the workers" in line
+    assert "SECURITY.md" in line
+    assert exposure_line(between, {"REPLICAST_TRUSTED_NETWORKS": "any"}, ["10.0.0.1"]) == ""
+    assert exposure_line(between, {"REPLICAST_TRUSTED_NETWORKS": "10.0.0.0/8"}, ["10.0.0.1"]) == ""
+    assert exposure_line(between, {}, []) == ""
+    assert exposure_line(Job(argv=("true",), workers=2), {}, ["10.0.0.1"]) == ""
+
+
+def test_the_loopback_and_link_local_addresses_are_not_outside() -> None:
+    assert not {"127.0.0.1", "::1"} & set(outside_addresses())
+    assert not any(address.startswith(("fe80", "169.254.")) for address in outside_addresses())
+
+
+def test_a_system_that_does_not_tell_its_interfaces_stops_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses() -> list[tuple[int, str]]:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(socket, "if_nameindex", refuses)
+    assert all(":" in address for address in outside_addresses()), "those of IPv6 come from a file"

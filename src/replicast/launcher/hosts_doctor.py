@@ -1,0 +1,581 @@
+"""`replicast doctor --hosts`: whether some machines can be a job. They meet at the first one:
+
+    host K → host 0    its `Facts`
+    host 0 → host K    `Clock`, some times; K answers with its time
+    host 0 → host K    `Look`: when all have come, or the time is over
+    host K → host 0    `Found`
+    host 0 → host K    `Table`: the checks, which every host prints
+
+Everything blocks, each step with a deadline. The lines are those of the launchers (`Wire`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import selectors
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from replicast.config import TRUSTED_NETWORKS, shared_memory_directory
+from replicast.errors import ClusterError
+from replicast.launcher.checks import LITTLE_SHARED_MEMORY, Check, Verdict, installed
+from replicast.launcher.hosts_leader import FirstOf, Notices, Refused, two_firsts
+from replicast.launcher.hosts_link import STEP_SECS, NotAuthentic, NotWelcome, Rivals, Wire, shown_address
+from replicast.launcher.hosts_setup import listen
+from replicast.launcher.plan import Job, this_machine
+from replicast.names import NAMES_SECS, Dialer, Lookups
+from replicast.paths import RunDir, below
+from replicast.processes import accept_problem
+
+_CONNECT_SECS = 2.0
+_LOOK_SECS_PER_HOST = 3.0
+_PAUSE_SECS = 0.2
+_PINGS = 5
+_FAR_APART_SECS = 1.0
+
+
+# --- What the hosts tell each other ----------------------------------------------------------------------
+
+
+class _Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=str.lower):
+    """A message between the hosts."""
+
+
+class Facts(_Step, frozen=True):
+    """A host by itself."""
+
+    node: int
+    name: str
+    versions: dict[str, str]
+    addresses: tuple[str, ...]  # those of all hosts, as it resolves their names
+    shared_bytes: int | None
+    cores: int
+    gpus: int
+    run_dir: str = ""
+    port: str = ""  # why its port cannot be used
+    trusted: str = ""
+
+
+class Clock(_Step, frozen=True):
+    """The time of a host, in seconds since 1970."""
+
+    time: float
+
+
+class Look(_Step, frozen=True):
+    """What the first host asks the others to do when all are there."""
+
+    present: tuple[int, ...]
+    mark: str = ""
+
+
+class Found(_Step, frozen=True):
+    """What a host has found when it looked at the others."""
+
+    reach: dict[int, str]
+    sees_mark: bool | None = None
+
+
+class Table(_Step, frozen=True):
+    """The result, for all hosts."""
+
+    checks: tuple[Check, ...]
+
+
+_STEPS = Facts | Clock | Look | Found | Table | FirstOf | Refused
+_Kind = TypeVar("_Kind", Facts, Clock, Look, Found, Table, FirstOf)
+
+
+class Talk:
+    """A blocking connection over which authenticated messages go."""
+
+    def __init__(self, connection: socket.socket, secret: bytes, *, is_first: bool) -> None:
+        self._connection = connection
+        self._wire = Wire(secret, secrets.token_hex(32), is_first=is_first)
+        self._messages: list[_STEPS] = []
+        connection.settimeout(STEP_SECS)
+        connection.sendall(self._wire.opening())
+        while not self._wire.is_open:
+            self._read(time.monotonic() + STEP_SECS)
+
+    def send(self, message: _STEPS) -> None:
+        self._connection.settimeout(STEP_SECS)
+        self._connection.sendall(self._wire.pack(message))
+
+    def receive(self, secs: float) -> _STEPS:
+        """Waits for the next message."""
+        until = time.monotonic() + secs
+        while not self._messages:
+            self._read(until)
+        return self._messages.pop(0)
+
+    def expect(self, kind: type[_Kind], secs: float) -> _Kind:
+        """Waits for the next message, which must be of this kind."""
+        message = self.receive(secs)
+        if not isinstance(message, kind):
+            raise ValueError(f"expected {kind.__name__}, received {type(message).__name__}")
+        return message
+
+    def _read(self, until: float) -> None:
+        self._connection.settimeout(max(0.01, until - time.monotonic()))
+        data = self._connection.recv(65536)
+        if not data:
+            raise ConnectionResetError("closed by the other side")
+        try:
+            self._messages += [msgspec.convert(one, _STEPS, str_keys=True) for one in self._wire.feed(data)]
+        except NotAuthentic:
+            with contextlib.suppress(OSError):
+                if self._wire.is_open:
+                    self.send(Clock(time=0.0))  # By its seal the other side sees that the secrets differ.
+            raise
+
+
+# --- What a host knows of itself and sees of the others --------------------------------------------------
+
+
+def gather_facts(
+    node: int, hosts: Sequence[str], environ: Mapping[str, str], run_dir: RunDir | None, port: str
+) -> Facts:
+    """Looks at this machine. Blocks until the names of the hosts are resolved, at most `NAMES_SECS`."""
+    machine, lookups = this_machine(environ), Lookups(hosts)
+    lookups.wait(NAMES_SECS)
+    addresses, shared_bytes = [], None
+    for host in hosts:
+        try:
+            addresses.append(next(iter(lookups.addresses(host) or []), ""))
+        except OSError:
+            addresses.append("")
+    with contextlib.suppress(ClusterError, OSError):
+        shared_bytes = shutil.disk_usage(shared_memory_directory(environ)).free
+    return Facts(
+        node=node,
+        name=socket.gethostname(),
+        versions={
+            "Python": ".".join(map(str, sys.version_info[:3])),
+            "TensorFlow": " and ".join(installed("tensorflow", "tensorflow-cpu").values()),
+            "Keras": " and ".join(installed("keras", "keras-nightly").values()),
+            "replicast": metadata.version("replicast"),
+        },
+        addresses=tuple(addresses),
+        shared_bytes=shared_bytes,
+        cores=machine.cores,
+        gpus=len(machine.gpus),
+        run_dir="" if run_dir is None else _state_of(run_dir),
+        port=port,
+        trusted=environ.get(TRUSTED_NETWORKS, ""),
+    )
+
+
+def _state_of(run_dir: RunDir) -> str:
+    path = below(run_dir).as_path()  # Only whether a user's choice can be used: nothing is opened.
+    if not path.is_dir():
+        return "missing"
+    return "writable" if os.access(path, os.W_OK | os.X_OK) else "not writable"
+
+
+def look_around(look: Look, hosts: Sequence[str], port: int, run_dir: RunDir | None) -> Found:
+    """Connects to every host that came and looks for the mark; 2 s for each host that does not answer."""
+    reach = {}
+    for node in look.present:
+        try:
+            with Dialer(hosts[node], port).connect(_CONNECT_SECS):
+                reach[node] = "answers"
+        except OSError as error:
+            reach[node] = error.strerror or str(error)
+    sees = (below(run_dir) / Path(look.mark).name).exists() if look.mark and run_dir is not None else None
+    return Found(reach=reach, sees_mark=sees)
+
+
+# --- The meeting -----------------------------------------------------------------------------------------
+
+
+class Visit:
+    """One run of `replicast doctor --hosts` on one host."""
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        port: int,
+        secret: bytes,
+        timeout_secs: float,
+        run_dir: RunDir | None,
+        report: Callable[[str], object],
+    ) -> None:
+        self._hosts, self._port, self._secret = hosts, port, secret
+        self._timeout_secs, self._run_dir, self._report = timeout_secs, run_dir, report
+        self._notices = Notices()
+        self._look_secs = _LOOK_SECS_PER_HOST * len(hosts) + STEP_SECS
+
+    def host(self, own: Facts, listener: socket.socket) -> list[Check]:
+        """On the first host: waits for the others, and tells all what was found."""
+        with contextlib.ExitStack() as stack:
+            came = self._gather(stack, listener)
+            facts = {0: own} | {node: one for node, (one, _) in sorted(came.items())}
+            talks = {node: talk for node, (_, talk) in sorted(came.items())}
+            clocks = {0: 0.0} | self._clocks(talks)
+            with _mark(self._run_dir) as mark:
+                found = self._all_look(talks, Look(present=tuple(facts), mark=mark))
+            evidence = Evidence(self._hosts, self._port, facts, found, clocks, self._timeout_secs)
+            checks = diagnose(evidence)
+            for talk in talks.values():
+                with contextlib.suppress(OSError):
+                    talk.send(Table(checks=tuple(checks)))
+            return checks
+
+    def join(self, own: Facts, endpoint: tuple[str, int]) -> list[Check]:
+        """On another host: goes to the first one and does what it asks."""
+        connection, talk = self._connect(endpoint)
+        with connection:
+            try:
+                talk.send(own)
+                while True:
+                    match talk.receive(self._timeout_secs + self._look_secs):
+                        case Clock():
+                            talk.send(Clock(time=time.time()))
+                        case Look() as look:
+                            talk.send(look_around(look, self._hosts, self._port, self._run_dir))
+                        case Table(checks=checks):
+                            return list(checks)
+            except NotAuthentic as error:
+                raise ClusterError(
+                    f"{self._hosts[0]} and this host do not belong together: {error}", remedy=error.remedy
+                ) from None
+            except (OSError, ValueError, IndexError) as error:
+                raise ClusterError(f"The first host has left before the end ({error})") from None
+
+    def _gather(self, stack: contextlib.ExitStack, listener: socket.socket) -> dict[int, tuple[Facts, Talk]]:
+        came: dict[int, tuple[Facts, Talk]] = {}
+        until = time.monotonic() + self._timeout_secs
+        rivals = Rivals(self._hosts, listener.getsockname()[1], self._port, self._secret)
+        stack.callback(rivals.close)
+        self._report_missing(came)
+        while len(came) < len(self._hosts) - 1 and time.monotonic() < until:
+            if not self._has_come(listener, rivals):
+                continue
+            try:
+                connection = stack.enter_context(listener.accept()[0])
+            except OSError as error:
+                if problem := accept_problem(error):
+                    self._say(f"cannot accept other hosts for now: {problem}")
+                    time.sleep(_PAUSE_SECS)
+                continue
+            try:
+                facts, talk = self._meet(connection)
+            except NotAuthentic as error:
+                self._say(f"refused a host: {error}. {error.remedy}")
+                continue
+            except (OSError, ValueError):
+                continue
+            if facts.node in range(1, len(self._hosts)) and len(facts.addresses) == len(self._hosts):
+                came[facts.node] = facts, talk
+                self._report_missing(came)
+        return came
+
+    def _has_come(self, listener: socket.socket, rivals: Rivals) -> bool:
+        """Whether somebody has connected within a moment."""
+        with selectors.PollSelector() as selector:
+            for one in (listener, *rivals.sockets()):
+                selector.register(one, selectors.EVENT_READ, one)
+            readable = [key.data for key, _ in selector.select(_PAUSE_SECS)]
+        for event in rivals.poll(readable, self._notices):
+            if isinstance(event, NotWelcome):
+                raise ClusterError(
+                    f"{event.by} has refused this host: {event.why}",
+                    remedy="Start the same command on all hosts, with --hosts in the same order",
+                )
+            self._report(event.text)
+        return listener in readable
+
+    def _meet(self, connection: socket.socket) -> tuple[Facts, Talk]:
+        talk = Talk(connection, self._secret, is_first=True)
+        message = talk.receive(STEP_SECS)
+        ours = FirstOf(hosts=tuple(self._hosts), port=self._port)
+        if isinstance(message, FirstOf) and (why := two_firsts(ours, message)):
+            talk.send(Refused(why=why))
+            self._say(f"refused a host: {why}")
+        if not isinstance(message, Facts):
+            raise ValueError("it did not introduce itself")
+        return message, talk
+
+    def _say(self, text: str) -> None:
+        for notice in self._notices.say(text, time.monotonic()):
+            self._report(notice)
+
+    def _report_missing(self, came: Mapping[int, object]) -> None:
+        missing = [host for node, host in enumerate(self._hosts) if node and node not in came]
+        if missing:
+            self._report(f"waiting for {', '.join(missing)}, at most {self._timeout_secs:.0f} s")
+
+    @staticmethod
+    def _clocks(talks: dict[int, Talk]) -> dict[int, float]:
+        """How far each clock is ahead of this one's: the best of some round trips."""
+        ahead: dict[int, float] = {}
+        for node, talk in talks.items():
+            trips = []
+            with contextlib.suppress(OSError, ValueError):
+                for _ in range(_PINGS):
+                    sent = time.time()
+                    talk.send(Clock(time=sent))
+                    theirs = talk.expect(Clock, STEP_SECS).time
+                    received = time.time()
+                    trips.append((received - sent, theirs - (sent + received) / 2))
+            if trips:
+                ahead[node] = min(trips)[1]
+        return ahead
+
+    def _all_look(self, talks: dict[int, Talk], look: Look) -> dict[int, Found]:
+        for talk in talks.values():
+            with contextlib.suppress(OSError):
+                talk.send(look)
+        found = {0: look_around(look, self._hosts, self._port, self._run_dir)}
+        for node, talk in talks.items():
+            with contextlib.suppress(OSError, ValueError):
+                found[node] = talk.expect(Found, self._look_secs)
+        return found
+
+    def _connect(self, endpoint: tuple[str, int]) -> tuple[socket.socket, Talk]:
+        shown, why = shown_address(*endpoint), ""
+        until, told, dialer = time.monotonic() + self._timeout_secs, "", Dialer(*endpoint)
+        while time.monotonic() < until:
+            connection = None
+            try:
+                connection = dialer.connect(STEP_SECS)
+                return connection, Talk(connection, self._secret, is_first=False)
+            except (OSError, ValueError) as error:
+                why = str(error)
+                if connection is not None:
+                    connection.close()
+            if told != why:
+                told = why
+                waits = f"waiting for {self._hosts[0]} at {shown}, at most {self._timeout_secs:.0f} s ({why})"
+                self._report(waits)
+            time.sleep(_PAUSE_SECS)
+        raise ClusterError(
+            f"{self._hosts[0]} did not answer at {shown} within {self._timeout_secs:.0f} s ({why})",
+            remedy=f"Start the same command on {self._hosts[0]} at the same time, and open this port there",
+        )
+
+
+def check_hosts(
+    job: Job,
+    *,
+    secret: bytes,
+    timeout_secs: float,
+    run_dir: RunDir | None,
+    environ: Mapping[str, str],
+    report: Callable[[str], object],
+) -> list[Check]:
+    """Meets the other hosts of a job and returns the checks of all; the same on each."""
+    if job.endpoint is None:
+        raise ClusterError("--hosts must list at least two hosts", received=",".join(job.hosts))
+    node = job.node_rank
+    with contextlib.ExitStack() as stack:
+        taken = ""
+        try:  # The others try to connect to it.
+            stack.enter_context(listen((job.hosts[node], job.port)))
+        except ClusterError:
+            taken = f"{job.hosts[node]}:{job.port} cannot be used on {job.hosts[node]}"
+        own = gather_facts(node, job.hosts, environ, run_dir, taken)
+        visit = Visit(job.hosts, job.port, secret, timeout_secs, run_dir, report)
+        if node == 0:
+            return visit.host(own, stack.enter_context(listen(job.endpoint)))
+        return visit.join(own, job.endpoint)
+
+
+@contextlib.contextmanager
+def _mark(run_dir: RunDir | None) -> Iterator[str]:
+    """A file in the run directory that other hosts can look for; yields its name, empty if there is none."""
+    if run_dir is None:
+        yield ""
+        return
+    mark = below(run_dir) / f"doctor-{secrets.token_hex(8)}"
+    try:
+        os.close(mark.open(os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+    except OSError:
+        yield ""
+        return
+    try:
+        yield mark.name
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+# --- The diagnosis: pure ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was found."""
+
+    hosts: Sequence[str]
+    port: int
+    facts: Mapping[int, Facts]
+    found: Mapping[int, Found] = field(default_factory=dict)
+    clocks: Mapping[int, float] = field(default_factory=dict)
+    waited_secs: float = 0.0
+
+
+def diagnose(evidence: Evidence) -> list[Check]:
+    return [
+        _presence(evidence),
+        _names(evidence),
+        _ports(evidence),
+        _exposure(evidence),
+        _clocks(evidence),
+        *(_version(evidence, what) for what in ("Python", "TensorFlow", "Keras", "replicast")),
+        _shared_memory(evidence),
+        _resources(evidence),
+        *_run_dir(evidence),
+    ]
+
+
+def _presence(evidence: Evidence) -> Check:
+    absent = [host for node, host in enumerate(evidence.hosts) if node not in evidence.facts]
+    if not absent:
+        return Check("Hosts", Verdict.GOOD, f"all {len(evidence.hosts)} came")
+    found = f"{', '.join(absent)} did not come within {evidence.waited_secs:.0f} s"
+    remedy = "Start the same command there at the same time; if it runs there, it says what it waits for"
+    return Check("Hosts", Verdict.BROKEN, found, remedy)
+
+
+def _names(evidence: Evidence) -> Check:
+    wrong, differing = [], []
+    for node, host in enumerate(evidence.hosts):
+        seen = {facts.addresses[node]: evidence.hosts[one] for one, facts in evidence.facts.items()}
+        wrong += [f"{host} has no address on {on}" for address, on in seen.items() if not address]
+        if len(evidence.hosts) > 1 and host not in seen:
+            wrong += [f"{host} is {address} on {on}" for address, on in seen.items() if _is_loopback(address)]
+        if len([address for address in seen if address]) > 1:
+            differing.append(f"{host} is " + ", ".join(f"{address} on {on}" for address, on in seen.items()))
+    if wrong:
+        remedy = "Correct /etc/hosts or the DNS there, or list addresses instead of names"
+        return Check("Names", Verdict.BROKEN, "; ".join(wrong), remedy)
+    if differing:
+        return Check("Names", Verdict.NOTE, "; ".join(differing), "Fine if both lead to the same machine")
+    return Check("Names", Verdict.GOOD, f"each has the same address on every host{_limit(evidence)}")
+
+
+def _limit(evidence: Evidence) -> str:
+    """What is said of hosts that did not come: nothing."""
+    return "" if len(evidence.facts) == len(evidence.hosts) else ", of those that came"
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _ports(evidence: Evidence) -> Check:
+    taken = [facts.port for facts in evidence.facts.values() if facts.port]
+    if taken:
+        return Check("Ports", Verdict.BROKEN, "; ".join(taken), "Stop what listens there, or choose --port")
+    closed = [
+        f"{evidence.hosts[to]}:{evidence.port} from {evidence.hosts[node]}: {answer}"
+        for node, found in evidence.found.items()
+        for to, answer in found.reach.items()
+        if answer != "answers"
+    ]
+    silent = [evidence.hosts[node] for node in evidence.facts if node not in evidence.found]
+    if closed:
+        remedy = f"Open {evidence.port} and the ports after it, one per worker, between the hosts"
+        return Check("Ports", Verdict.BROKEN, "; ".join(closed), remedy)
+    if silent:
+        return Check("Ports", Verdict.NOTE, f"not known from {', '.join(silent)}, which left early")
+    found = f"{evidence.port} of each host is reached from every host{_limit(evidence)}"
+    return Check("Ports", Verdict.GOOD, found)
+
+
+def _exposure(evidence: Evidence) -> Check:
+    open_to_all = [evidence.hosts[node] for node, facts in evidence.facts.items() if not facts.trusted]
+    if open_to_all:
+        found = (
+            f"{', '.join(open_to_all)}: any process that can reach the workers' ports can run code in them"
+        )
+        remedy = f"Set {TRUSTED_NETWORKS} to the job's networks, or use a firewall: SECURITY.md"
+        return Check("Open ports", Verdict.NOTE, found, remedy)
+    trusted = {node: facts.trusted for node, facts in evidence.facts.items()}
+    return Check("Open ports", Verdict.GOOD, f"{TRUSTED_NETWORKS}={_by_value(evidence, trusted)}")
+
+
+def _clocks(evidence: Evidence) -> Check:
+    if len(evidence.clocks) < 2:
+        return Check("Clocks", Verdict.GOOD, "nothing to compare")
+    apart = max(evidence.clocks.values()) - min(evidence.clocks.values())
+    if apart < _FAR_APART_SECS:
+        return Check("Clocks", Verdict.GOOD, f"{apart:.3f} s apart at most")
+    offsets = ", ".join(f"{evidence.hosts[node]} {secs:+.1f} s" for node, secs in evidence.clocks.items())
+    remedy = "Training does not need equal clocks; times in logs and on the page are easier with them (NTP)"
+    return Check("Clocks", Verdict.NOTE, f"{apart:.1f} s apart: {offsets}", remedy)
+
+
+def _version(evidence: Evidence, what: str) -> Check:
+    versions = {node: facts.versions.get(what, "") for node, facts in evidence.facts.items()}
+    shown = _by_value(evidence, {node: version or "not installed" for node, version in versions.items()})
+    if not all(versions.values()):
+        return Check(what, Verdict.BROKEN, shown, "Install it there")
+    if len(set(versions.values())) == 1:
+        return Check(what, Verdict.GOOD, shown)
+    releases = {tuple(version.split(".")[:2]) for version in versions.values()}
+    if what == "Python" and len(releases) == 1:
+        return Check(what, Verdict.NOTE, shown, "The same version everywhere is safer")
+    return Check(what, Verdict.BROKEN, shown, "Install the same version everywhere")
+
+
+def _shared_memory(evidence: Evidence) -> Check:
+    free = {node: facts.shared_bytes for node, facts in evidence.facts.items()}
+    none = [evidence.hosts[node] for node, size in free.items() if size is None]
+    if none:
+        return Check(
+            "Shared memory", Verdict.BROKEN, f"none on {', '.join(none)}", "Mount a tmpfs on /dev/shm"
+        )
+    least, node = min((size, node) for node, size in free.items() if size is not None)
+    found = f"{least / 2**20:,.0f} MiB free at least, on {evidence.hosts[node]}"
+    if least < LITTLE_SHARED_MEMORY:
+        return Check("Shared memory", Verdict.NOTE, found, "In a container: docker run --shm-size=2g")
+    return Check("Shared memory", Verdict.GOOD, found)
+
+
+def _resources(evidence: Evidence) -> Check:
+    shown = {node: f"{facts.cores} and {facts.gpus or 'none'}" for node, facts in evidence.facts.items()}
+    verdict = Verdict.GOOD if len(set(shown.values())) == 1 else Verdict.NOTE
+    remedy = "" if verdict is Verdict.GOOD else "-n is the same on all hosts: the smallest one decides"
+    return Check("Cores and GPUs", verdict, _by_value(evidence, shown), remedy)
+
+
+def _run_dir(evidence: Evidence) -> list[Check]:
+    first = evidence.facts.get(0)
+    if first is None or not first.run_dir:
+        return []
+    if first.run_dir != "writable":
+        found = f"{first.run_dir} on {evidence.hosts[0]}, where worker 0 writes"
+        return [Check("Run directory", Verdict.BROKEN, found, "Create it, or make it writable")]
+    blind = [evidence.hosts[node] for node, found in evidence.found.items() if not found.sees_mark]
+    if not blind:
+        return [Check("Run directory", Verdict.GOOD, "the same one on all hosts")]
+    found = f"{', '.join(blind)}: not the one of {evidence.hosts[0]}"
+    remedy = "Works: worker 0 reads and writes for all. Logs stay on each host; `push` and `status` run on "
+    return [Check("Run directory", Verdict.NOTE, found, remedy + evidence.hosts[0])]
+
+
+def _by_value(evidence: Evidence, values: Mapping[int, str]) -> str:
+    """A value per host, grouped: "2.21.0 on all", or "2.21.0 on h1, h3; 2.20.0 on h2"."""
+    groups: dict[str, list[str]] = {}
+    for node, value in values.items():
+        groups.setdefault(value, []).append(evidence.hosts[node])
+    if len(groups) == 1:
+        return f"{next(iter(groups))} on all{_limit(evidence)}"
+    return "; ".join(f"{value} on {', '.join(names)}" for value, names in groups.items())

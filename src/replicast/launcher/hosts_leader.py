@@ -1,0 +1,679 @@
+"""The launchers of one job on several hosts: what they tell each other, and what each of them decides. Pure.
+
+    launcher of host 1 ─┐  reports: what runs here, what has failed here
+    launcher of host 2 ─┼─────────────────────────────────────────────→  launcher of host 0, with the `Leader`
+    launcher of host 3 ─┘  ←─────────────────────────────────────────────
+                              orders: wait, run attempt K, end it, the job is over
+
+A report and an order hold the whole state of their side, and are sent again every second: a lost connection
+needs no repetition, and silence is noticed. The first launcher has a `Leader`, and every launcher, the first
+one included, a `Member`, so that all hosts act alike. What holds, whatever is lost, cut or started again:
+
+- No two attempts run at the same time: the leader starts one when every host has said that nothing runs
+  there, and a member that loses the leader ends its workers by itself.
+- No attempt starts twice on a host: its number is one of which no host has logs.
+- A launcher that was started again has another session, and does not pass for the one before it.
+
+There are no clocks, sockets, threads or files in this module: the caller has the time. `hosts_link.py` has
+the sockets; tests/unit/launchers.py runs these machines in virtual time.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from replicast.config import PEER_FAILED
+from replicast.errors import printable
+from replicast.launcher.failure import UNKILLABLE, Exit, Index, Order, Phase, StopSignal, first_cause
+
+_IN_USE_SECS = 5.0  # A launcher that was heard within this time lives: another one of its host is refused.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTimeouts:
+    """How long the launchers of a job wait for each other."""
+
+    join_secs: float = 600.0
+    beat_secs: float = 1.0
+    silent_secs: float = 30.0
+    reconnect_secs: float = 2.0
+    redial_secs: float = 5.0
+    leave_secs: float = 5.0
+    tell_after_secs: float = 10.0
+    tell_again_secs: float = 30.0
+
+
+def host_timeouts(*, join_secs: float, heartbeat_secs: float) -> HostTimeouts:
+    """The time limits of launchers, more patient than workers, who wait `heartbeat_secs` for each other."""
+    usual = HostTimeouts(join_secs=join_secs)
+    return dataclasses.replace(usual, silent_secs=max(usual.silent_secs, 2 * heartbeat_secs))
+
+
+# --- Messages --------------------------------------------------------------------------------------------
+
+
+class _Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=str.lower):
+    """What launchers tell each other. An `Order` is such a message too."""
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What must be the same on all hosts of a job."""
+
+    version: str
+    program: tuple[str, ...]
+    workers: int
+    nodes: int
+    hosts: tuple[str, ...]
+    port: int
+    max_restarts: int
+
+
+class Hello(_Told, frozen=True):
+    """The first message of a launcher to the first one."""
+
+    node: int
+    session: str
+    address: str
+    identity: Identity
+
+
+class Report(_Told, frozen=True):
+    """The state of one launcher."""
+
+    next_attempt: Index
+    attempt: Index | None = None
+    restarts: Index = 0
+    running: bool = False
+    failure: Exit | None = None
+    signal: StopSignal | None = None
+    left_behind: bool = False
+
+
+class AskName(_Told, frozen=True):
+    """A launcher without `--run-dir` asks the first one for the name of the run directory."""
+
+    node: int
+
+
+class RunName(_Told, frozen=True):
+    """The first launcher's answer."""
+
+    name: str
+
+
+class FirstOf(_Told, frozen=True):
+    """A launcher that takes itself for the first one asks whether another one does too."""
+
+    hosts: tuple[str, ...]
+    port: int
+
+
+class Refused(_Told, frozen=True):
+    """The first launcher's answer to one that does not belong to the job."""
+
+    why: str
+
+
+Message = Hello | Report | Order | AskName | RunName | FirstOf | Refused
+
+
+def read_message(fields: Mapping[str, Any], nodes: int) -> Message:
+    """Reads a message to a job of so many hosts; raises ValueError if no launcher can have sent it."""
+    message: Message = msgspec.convert(fields, Message)
+    hosts: set[int] = set()
+    if isinstance(message, Report | Order) and message.failure is not None:
+        hosts |= {message.failure.host, message.failure.reported_by}
+    if isinstance(message, Order):
+        hosts |= {message.stopped_on, *message.missing, *message.unreached}
+        if len(message.hosts) != nodes:
+            raise ValueError(f"an order for {len(message.hosts)} hosts, expected {nodes}")
+    if not hosts <= set(range(nodes)):
+        raise ValueError(f"it names the hosts {sorted(hosts)} of {nodes}")
+    return message
+
+
+_DIFFERENCES = {
+    "version": "another version of replicast",
+    "program": "another program or other arguments",
+    "workers": "another number of workers (-n)",
+    "nodes": "another number of hosts",
+    "hosts": "other hosts (--hosts)",
+    "port": "another --port",
+    "max_restarts": "another --max-restarts",
+}
+
+
+def difference(ours: Identity, theirs: Identity) -> str:
+    """The first thing in which two launchers differ; empty if they belong together."""
+    for name, what in _DIFFERENCES.items():
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if mine != other:
+            return f"{what}: {_shown(mine)} on the first host, {_shown(other)} on the other"
+    return ""
+
+
+def two_firsts(ours: FirstOf, theirs: FirstOf) -> str:
+    """Says that two launchers of one job take themselves for the first one; empty if they do not.
+
+    Theirs may be a job of its own, on other ports or hosts; or this launcher's own question, which a stranger
+    has passed on.
+    """
+    if not ours.hosts or not theirs.hosts or ours.hosts == theirs.hosts or ours.port != theirs.port:
+        return ""
+    if ours.hosts[0] not in theirs.hosts or theirs.hosts[0] not in ours.hosts:
+        return ""
+    lists = f"one with --hosts {_shown(ours.hosts, ',')}, the other with --hosts {_shown(theirs.hosts, ',')}"
+    return f"both take themselves for the launcher of the first host, {lists}"
+
+
+def _shown(value: object, separator: str = " ") -> str:
+    text = separator.join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return text[:200] or "none"
+
+
+# --- What the main thread of a launcher learns -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start the workers of an attempt."""
+
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End the workers: because of a failure, or because the job is stopped by a signal on a host."""
+
+    failure: Exit | None = None
+    stopped_by: signal.Signals | None = None
+    stopped_on: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The attempt has failed on all hosts, and another one follows when all are ready."""
+
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The job is over."""
+
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Hosts have been waited for."""
+
+    secs: float
+    missing: tuple[int, ...]
+    at_most_secs: float
+    why: str = ""
+
+
+Command = Start | End | Restart | Over | Waiting
+
+
+# --- Whether the other side is there ---------------------------------------------------------------------
+
+
+class Presence:
+    """When the other side was last heard of, and whether it counts as lost."""
+
+    def __init__(self, timeouts: HostTimeouts) -> None:
+        self._timeouts = timeouts
+        self._closed_at: float | None = None
+        self.connected = False
+        self.heard_at: float | None = None
+
+    def hear(self, now: float) -> None:
+        self.connected, self.heard_at, self._closed_at = True, now, None
+
+    def close(self, now: float) -> None:
+        """The connection was closed."""
+        self.connected = False
+        if self._closed_at is None:
+            self._closed_at = now
+
+    def why_lost(self, now: float, *, is_stopping: bool = False) -> str:
+        """What happened if the other side counts as lost; empty if it does not."""
+        if self.heard_at is None:
+            return "it has not come"
+        at_most_secs = self._timeouts.leave_secs if is_stopping else self._timeouts.silent_secs
+        silent_secs = now - self.heard_at
+        if silent_secs >= at_most_secs:
+            return f"nothing was heard of it for {silent_secs:.0f} s"
+        if self._closed_at is not None and now - self._closed_at >= self._timeouts.reconnect_secs:
+            return "its connection was closed, as when its process or machine ends"
+        return ""
+
+
+# --- The first launcher ----------------------------------------------------------------------------------
+
+
+class _Host:
+    """What is known of one host."""
+
+    def __init__(self, timeouts: HostTimeouts) -> None:
+        self.presence = Presence(timeouts)
+        self.session = ""
+        self.address = ""
+        self.report: Report | None = None
+
+    def has_ended(self, attempt: int) -> bool:
+        return self.report is not None and self.report.attempt == attempt and not self.report.running
+
+    def is_ready(self, now: float) -> bool:
+        return self.report is not None and not self.report.running and not self.presence.why_lost(now)
+
+
+class Leader:
+    """The first launcher's decisions for all hosts: when to start, when to end, when the job is over.
+
+        WAIT ── every host is there and runs nothing ──→ RUN ── every worker exited with 0 ──→ OVER
+         ↑ └── join_secs: the missing host is named ──→ OVER ←── no restart left, or stopped ──┐
+         │                                           a worker fails, a host is lost, a signal  │
+         └───────── a restart is left ──── END: all hosts end their workers ←── RUN ───────────┘
+
+    The whole decision is `order`, which every launcher receives again and again, the one here included.
+    """
+
+    def __init__(
+        self, hosts: Sequence[str], session: str, max_restarts: int, timeouts: HostTimeouts, now: float
+    ) -> None:
+        self._timeouts = timeouts
+        self._hosts = [_Host(timeouts) for _ in hosts]
+        self._names = tuple(hosts)
+        self._failures: dict[int, Exit] = {}  # by host, in the order in which they were reported
+        self._missing_since = dict.fromkeys(range(len(hosts)), now)
+        self._refused: dict[int | None, str] = {}
+        self._has_run = False
+        self.order = Order(
+            session=session,
+            phase=Phase.WAIT,
+            max_restarts=max_restarts,
+            hosts=self._names,
+            missing=tuple(range(len(hosts))),
+        )
+
+    def refusal(self, node: int, session: str, now: float) -> str:
+        """Why a launcher cannot be that of a host; empty if it can."""
+        if not 0 <= node < len(self._hosts):
+            return f"--node-rank must be from 0 to {len(self._hosts) - 1}. Received: {node}"
+        host = self._hosts[node]
+        heard = host.presence.heard_at
+        if not host.presence.connected or heard is None or host.session == session:
+            return ""
+        if now - heard >= _IN_USE_SECS:
+            return ""
+        return f"a launcher with --node-rank {node} is connected already, from {host.address or 'this host'}"
+
+    def on_refused(self, node: int | None, what: str) -> None:
+        """A launcher was refused: perhaps the one that is waited for."""
+        known = node if node is not None and 0 <= node < len(self._hosts) else None
+        if known is None or not self._hosts[known].presence.connected:  # A second one of a host is not.
+            self._refused[known] = what
+
+    def on_joined(self, node: int, session: str, address: str, now: float) -> None:
+        """A launcher has connected, for the first time or again. Call `refusal` before."""
+        host = self._hosts[node]
+        if host.session not in ("", session):
+            self._lose(node, "its launcher ended and was started again")
+            host.report = None
+        host.session, host.address = session, address
+        self._refused.pop(node, None)
+        host.presence.hear(now)
+        self._advance(now)  # What it hears first must not be to run the attempt that has just failed.
+
+    def on_report(self, node: int, report: Report, now: float) -> None:
+        host = self._hosts[node]
+        host.presence.hear(now)
+        host.report = report
+        failure = report.failure if report.attempt == self.order.attempt else None
+        if failure is not None and self._is_under_way():
+            known = self._failures.get(node)
+            if known is not None and (known.worker, known.code) != (failure.worker, failure.code):
+                del self._failures[node]  # Another worker: later than what is known of other hosts.
+            self._failures[node] = failure
+        self._advance(now)
+
+    def on_closed(self, node: int, session: str, now: float) -> None:
+        """The connection of a launcher was closed."""
+        if self._hosts[node].session == session:
+            self._hosts[node].presence.close(now)
+
+    def on_time(self, now: float) -> None:
+        """Some time has passed. Call it at least once a second."""
+        for node, host in enumerate(self._hosts):
+            why = host.presence.why_lost(now, is_stopping=self.order.signal is not None)
+            if why and not host.has_ended(self.order.attempt):
+                self._lose(node, why)
+        self._advance(now)
+
+    def everybody_left(self) -> bool:
+        """Whether no other launcher is connected any more."""
+        return not any(host.presence.connected for host in self._hosts[1:])
+
+    def _is_under_way(self) -> bool:
+        return self.order.phase in (Phase.RUN, Phase.END)
+
+    def _lose(self, node: int, why: str) -> None:
+        """A host will not end this attempt: its workers are taken for dead."""
+        if not self._is_under_way() or node in self._lost():
+            return
+        known = self._failures.get(node)  # It keeps its place in the order.
+        # A worker that failed by itself stays the reason; what became of its host then follows from it.
+        if known is not None and known.code != PEER_FAILED:
+            self._failures[node] = replace(known, why=f"{known.why or known.how}; then {why}")
+        else:
+            self._failures[node] = Exit(host=node, why=why)
+        self._hosts[node].report = None
+
+    def _lost(self) -> set[int]:
+        return {node for node, host in enumerate(self._hosts) if host.report is None}
+
+    def _take_signal(self) -> bool:
+        """Whether a launcher has received a signal; then it is in the order."""
+        for node, host in enumerate(self._hosts):
+            if self.order.signal is None and host.report is not None and host.report.signal is not None:
+                self.order = replace(self.order, signal=host.report.signal, stopped_on=node)
+        return self.order.signal is not None
+
+    def _advance(self, now: float) -> None:
+        match self.order.phase:
+            case Phase.WAIT:
+                self._wait(now)
+            case Phase.RUN:
+                self._run(now)
+            case Phase.END:
+                self._end(now)
+
+    def _wait(self, now: float) -> None:
+        if self._take_signal():
+            self._over(128 + (self.order.signal or 0), None)  # All have reported the failure before it.
+            return
+        missing = tuple(node for node, host in enumerate(self._hosts) if not host.is_ready(now))
+        self.order = replace(self.order, missing=missing)
+        self._missing_since = {node: self._missing_since.get(node, now) for node in missing}
+        late = [node for node in missing if now - self._missing_since[node] >= self._timeouts.join_secs]
+        if not missing:
+            self._start()
+        elif late:
+            self._over(PEER_FAILED, Exit(host=late[0], why=self._why_late(late[0])))
+
+    def _why_late(self, node: int) -> str:
+        waited = f"it did not come within {self._timeouts.join_secs:g} s"
+        refused = self._refused.get(node) or self._refused.get(None)
+        if refused:
+            return f"{waited}. {refused}"
+        same = "the same --hosts" if self._names[node] else f"--node-rank {node}"
+        return f"{waited}. Was the command started there, with {same} and the same secret?"
+
+    def _start(self) -> None:
+        reports = [host.report for host in self._hosts if host.report is not None]
+        order = self.order
+        if not self._has_run:  # This process may be the second one of a job whose first launcher was killed.
+            had_run = [report for report in reports if report.attempt is not None]
+            order = replace(order, restarts=max((report.restarts + 1 for report in had_run), default=0))
+            if order.restarts > order.max_restarts:
+                self._over(PEER_FAILED, Exit(host=0, why="its launcher ended"))
+                return
+        attempt = max(order.attempt, *(report.next_attempt for report in reports))
+        addresses = tuple(name or host.address for name, host in zip(self._names, self._hosts, strict=True))
+        self._has_run = True
+        self._failures, self._refused = {}, {}
+        self.order = replace(order, phase=Phase.RUN, attempt=attempt, hosts=addresses)
+
+    def _run(self, now: float) -> None:
+        if self._take_signal() or self._failures:
+            self.order = replace(self.order, phase=Phase.END)
+            self._end(now)
+        elif all(host.has_ended(self.order.attempt) for host in self._hosts):
+            # Without the failure of the attempt before.
+            self._over(UNKILLABLE if self._left_behind() else 0, None)
+
+    def _end(self, now: float) -> None:
+        is_stopped = self._take_signal()
+        order = self.order = replace(self.order, failure=first_cause(self._failures.values()))
+        lost, cause = self._lost(), order.failure
+        if any(
+            node not in lost and not host.has_ended(order.attempt) for node, host in enumerate(self._hosts)
+        ):
+            return
+        if is_stopped:
+            self.order = replace(order, unreached=tuple(sorted(lost)))
+            self._over(128 + (order.signal or 0), cause)
+        elif cause is None:
+            self._over(UNKILLABLE, None)
+        elif cause.was_told_to or self._left_behind() or order.is_last_attempt:
+            self._over(cause.shell_code, cause)
+        else:
+            self.order = replace(
+                order, phase=Phase.WAIT, attempt=order.attempt + 1, restarts=order.restarts + 1
+            )
+            self._wait(now)
+
+    def _left_behind(self) -> bool:
+        return any(host.report is not None and host.report.left_behind for host in self._hosts)
+
+    def _over(self, code: int, failure: Exit | None) -> None:
+        self.order = replace(self.order, phase=Phase.OVER, code=code, failure=failure)
+
+
+# --- Every launcher --------------------------------------------------------------------------------------
+
+
+class Member:
+    """One launcher's part in the job: what it does on an order, and without any.
+
+    idle ── RUN ──→ running ── its workers have exited ──→ ended ── WAIT, RUN of a later attempt ──→ idle
+                       └── END, or the first launcher is lost: end them ──↗ └── OVER ──→ over
+    """
+
+    def __init__(
+        self, node: int, next_attempt: int, max_restarts: int, timeouts: HostTimeouts, now: float
+    ) -> None:
+        self._node = node
+        self._timeouts = timeouts
+        self._presence = Presence(timeouts)
+        self._order = Order(phase=Phase.WAIT, max_restarts=max_restarts)
+        self._told_end: End | None = None
+        self._told_restart = True
+        self._unreachable = ""
+        self._ended_at = self._next_tell = now
+        self._lost_since: float | None = now  # It has not come yet.
+        self._missing_since: dict[int, float] = {}
+        self.report = Report(next_attempt=next_attempt)
+        self.is_over = False
+
+    def on_order(self, order: Order, now: float) -> list[Command]:
+        self._presence.hear(now)
+        self._unreachable, self._lost_since = "", None
+        if not self._missing_since.keys() >= set(order.missing):
+            self._next_tell = now  # Others are waited for than was said.
+        self._missing_since = {node: self._missing_since.get(node, now) for node in order.missing}
+        if self.is_over:
+            return []
+        ended: list[Command] = []
+        if self._order.session not in ("", order.session) and self.report.running:
+            # The first launcher was started again: nobody knows of the attempt that runs here.
+            ended = self._end_because("its launcher ended and was started again")
+        self._order = order
+        if order.phase is Phase.OVER:
+            return [*ended, *self._end_now(), *self._finish(order)]
+        if self.report.running:
+            is_this = order.phase is Phase.RUN and order.attempt == self.report.attempt
+            return ended if is_this or self.report.attempt is None else [*ended, *self._end_now()]
+        if order.phase is Phase.END and order.attempt != self.report.attempt:
+            self._begin(order, running=False)  # The attempt has failed before it was started here.
+        follows = self.report.attempt is not None and order.attempt > self.report.attempt
+        commands = self._restart(order) if follows else []
+        # To run an attempt of which there is nothing here, by whichever launcher.
+        is_new = order.attempt != self.report.attempt and order.attempt >= self.report.next_attempt
+        if order.phase is Phase.RUN:
+            if is_new and self.report.signal is None:
+                self._begin(order, running=True)
+                commands.append(Start(order))
+            return commands  # Else the workers here have finished, those of other hosts have not.
+        since = min(self._missing_since.values(), default=self._ended_at)
+        return [*commands, *self._wait(now, since, order.missing)]
+
+    def on_closed(self, now: float) -> None:
+        """The first launcher's host has closed the connection, or refused one: nobody listens there."""
+        self._presence.close(now)
+
+    def on_unreachable(self, why: str) -> None:
+        """The first launcher could not be reached, or does not belong to this job."""
+        self._unreachable = why
+
+    def should_redial(self, now: float) -> bool:
+        """Whether nothing was heard for `redial_secs`. Ask only for a connection at least that old."""
+        heard = self._presence.heard_at
+        return heard is None or now - heard >= self._timeouts.redial_secs
+
+    def on_time(self, now: float) -> list[Command]:
+        """Some time has passed. Call it at least once a second."""
+        if self.is_over:
+            return []
+        is_stopping = self.report.signal is not None or self._order.signal is not None
+        why = self._presence.why_lost(now, is_stopping=is_stopping)
+        if not why or (is_stopping and self.report.running):  # They have the grace period, whatever happens.
+            return []
+        if self.report.running:
+            return self._end_because(why)
+        return self._without_leader(why, now)
+
+    def on_failure(self, failure: Exit) -> None:
+        """A worker on this host has failed."""
+        self.report = replace(self.report, failure=failure)
+
+    def on_signal(self, signum: int) -> None:
+        """This launcher was told to stop."""
+        if self.report.signal is None:
+            self.report = replace(self.report, signal=signum)
+
+    def on_group_end(self, failure: Exit | None, now: float, *, left_behind: bool) -> list[Command]:
+        """All workers on this host have exited."""
+        attempt = self.report.attempt
+        self.report = replace(
+            self.report,
+            running=False,
+            failure=self.report.failure if failure is None else failure,
+            left_behind=left_behind,
+            next_attempt=self.report.next_attempt if attempt is None else attempt + 1,
+        )
+        self._ended_at = self._next_tell = now
+        return self._finish(self._order) if self._order.phase is Phase.OVER else []
+
+    def _begin(self, order: Order, *, running: bool) -> None:
+        self._told_end, self._told_restart = None, False
+        self.report = replace(
+            self.report, attempt=order.attempt, restarts=order.restarts, running=running, failure=None
+        )
+
+    def _restart(self, order: Order) -> list[Command]:
+        told, self._told_restart = self._told_restart, True
+        return [] if told else [Restart(order)]
+
+    def _end_now(self) -> list[Command]:
+        order = self._order
+        stopped = None if order.signal is None else signal.Signals(order.signal)
+        return self._tell_end(End(order.failure, stopped, order.stopped_on))
+
+    def _end_because(self, why: str) -> list[Command]:
+        """The first launcher is lost. It may think otherwise, and must not take this for a good end."""
+        failure = Exit(host=0, why=why, reported_by=self._node)
+        self._order = replace(self._order, failure=failure)
+        if self.report.failure is None:
+            own = f"its launcher ended its workers, because of the first host: {why}"
+            self.on_failure(Exit(host=self._node, why=own, reported_by=self._node))
+        return self._tell_end(End(failure))
+
+    def _tell_end(self, end: End) -> list[Command]:
+        known = self._told_end
+        if not self.report.running or (known is not None and known.stopped_by == end.stopped_by):
+            return []
+        self._told_end = end
+        return [end]
+
+    def _without_leader(self, why: str, now: float) -> list[Command]:
+        order, own = self._order, self.report.failure
+        if order.phase is Phase.OVER:
+            return self._finish(order)
+        over = replace(order, phase=Phase.OVER, failure=own)
+        if self.report.signal is not None:
+            over = replace(over, signal=self.report.signal, stopped_on=self._node)
+        has_run = self.report.attempt is not None
+        if over.signal is not None:
+            return self._finish(replace(over, unreached=(0,) if has_run else (), code=128 + over.signal))
+        if own is not None and own.was_told_to:
+            return self._finish(replace(over, code=own.shell_code))
+        lost = Exit(host=0, why=why, reported_by=self._node)
+        if has_run and order.is_last_attempt:
+            return self._finish(replace(over, failure=lost, code=PEER_FAILED))
+        if self._lost_since is None:  # Not when the workers here exited: it was not lost then.
+            self._lost_since = self._next_tell = now
+        if now - self._lost_since >= self._timeouts.join_secs:
+            problem = f" ({self._unreachable})" if self._unreachable else ""
+            lost = replace(lost, why=f"it did not come within {self._timeouts.join_secs:g} s{problem}")
+            return self._finish(replace(over, failure=lost, code=PEER_FAILED))
+        following = replace(order, failure=lost, attempt=order.attempt + 1, restarts=order.restarts + 1)
+        commands = self._restart(following) if has_run else []
+        return [*commands, *self._wait(now, self._lost_since, (0,), self._unreachable)]
+
+    def _wait(self, now: float, since: float, missing: tuple[int, ...], why: str = "") -> list[Command]:
+        if now < max(self._next_tell, since + self._timeouts.tell_after_secs):
+            return []
+        self._next_tell = now + self._timeouts.tell_again_secs
+        return [Waiting(now - since, missing, self._timeouts.join_secs, why)]
+
+    def _finish(self, over: Order) -> list[Command]:
+        if (
+            self.report.running
+        ):  # Its workers are being ended; `on_time` or the next order comes back to this.
+            return []
+        self.is_over = True
+        return [Over(over)]
+
+
+# --- What is said of launchers that do not belong together -----------------------------------------------
+
+NOTICES_SECS = 300.0
+MAX_NOTICES = 6
+MAX_NOTICE_CHARACTERS = 1000
+
+
+class Notices:
+    """Decides which lines are said: each at most once in `NOTICES_SECS`, and `MAX_NOTICES` of them.
+
+    Use one for strangers and another one for launchers that know the secret: strangers must not hide a line
+    that the user needs.
+    """
+
+    def __init__(self) -> None:
+        self._said: collections.deque[tuple[float, str]] = collections.deque()
+
+    def say(self, text: str, now: float) -> list[str]:
+        """The line to show, if any; without what would move the cursor of a terminal."""
+        if len(text) > MAX_NOTICE_CHARACTERS:
+            text = f"{text[:MAX_NOTICE_CHARACTERS]}…"
+        while self._said and now - self._said[0][0] >= NOTICES_SECS:
+            self._said.popleft()
+        if len(self._said) >= MAX_NOTICES or any(text == said for _, said in self._said):
+            return []
+        self._said.append((now, text))
+        shown = printable(text)
+        if len(self._said) == MAX_NOTICES:
+            shown = f"{shown} (more lines like this are not shown for {NOTICES_SECS / 60:.0f} min)"
+        return [shown]

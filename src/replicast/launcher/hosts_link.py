@@ -1,0 +1,884 @@
+"""The connections between the launchers of a job, and the thread `hosts` that serves them.
+
+    main thread ── post ──→ thread `hosts`: `First` or `Other`, with their state machines ──→ other hosts
+                ←─ events ──
+
+The thread alone touches the state machines of `hosts_leader.py`. The main thread posts what happens on this
+host and takes events from a queue, on whose descriptor it can select. If the thread dies, the main thread
+takes a `Broken` from the queue and ends the job. Nothing in the thread blocks for long: sockets are
+non-blocking, names are looked up elsewhere.
+
+Lines are authenticated:
+
+    both → both     {"replicast": "launchers 1", "nonce": "…", "secret": true}
+    afterwards      HMAC-SHA256 of direction, number and text, in hexadecimal, and the text: a JSON object
+
+The key of a connection follows from the secret of the job and both nonces, so that nothing that was sent over
+one connection is accepted on another, twice, or in the other direction. Without a secret the key follows from
+the nonces alone: then any process that can reach the port can pretend to be a launcher.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import hashlib
+import hmac
+import json
+import queue
+import secrets
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from replicast.config import JOB_SECRET
+from replicast.errors import ClusterError, LaunchRefused, printable
+from replicast.launcher.failure import Exit, GroupEnd, Hosts, Order, Phase
+from replicast.launcher.hosts_leader import (
+    AskName,
+    Command,
+    End,
+    FirstOf,
+    Hello,
+    HostTimeouts,
+    Identity,
+    Leader,
+    Member,
+    Message,
+    Notices,
+    Over,
+    Refused,
+    Report,
+    Restart,
+    RunName,
+    Start,
+    Waiting,
+    difference,
+    read_message,
+    two_firsts,
+)
+from replicast.launcher.interruptions import STOP_SIGNALS, Interruptions
+from replicast.launcher.plan import Job
+from replicast.launcher.screen import Screen
+from replicast.names import Dialer, Lookups
+from replicast.processes import accept_problem
+from replicast.strictjson import parse_object
+
+PROTOCOL = "launchers 1"
+MAX_OPENING, MAX_LINE = 1024, 256 * 1024
+SAME_SECRET = f"Set {JOB_SECRET}, or the content of --secret-file, to the same text on all hosts"
+STEP_SECS = 5.0
+CONNECT_SECS = 2.0
+_ELSE = "Another program, or another version of replicast, uses the port of the launchers"
+_SEALED_FROM_SERVER, _SEALED_FROM_CLIENT = b"first", b"other"
+_MAX_UNSENT = 1 << 20
+_READ_BYTES = 65536
+_INTRODUCE_SECS = 5.0  # A connection over which nobody introduces itself within this time is closed.
+_MAX_STRANGERS = 64
+_DEAF_SECS = 1.0  # How long nothing is accepted after it has failed, for example for too many open files.
+_RIVAL_SECS = 5.0  # A host that does not answer within this time has no other first launcher.
+_PAUSE_SECS = 0.25
+_LOOK_SECS = 0.25
+_POLL_SECS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The thread has ended by an error."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """A line for the screen."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotWelcome:
+    """Another launcher has refused this one, which cannot be part of the job."""
+
+    why: str
+    by: str = "The first launcher"
+
+
+Event = Command | Broken | Tell | NotWelcome | RunName
+
+
+# --- Lines and connections -------------------------------------------------------------------------------
+
+
+class NotAuthentic(ValueError):  # noqa: N818 - reads as a sentence
+    """The other side does not know the secret of the job, or is not a launcher of this version."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem)
+        self.remedy = remedy
+
+
+class Wire:
+    """One end of a connection between launchers: lines in, lines out, each authenticated. Has no socket."""
+
+    def __init__(self, secret: bytes, nonce: str, *, is_first: bool) -> None:
+        self._secret = secret
+        self._nonce = nonce
+        self._is_first = is_first
+        self._key = b""
+        self._buffer = b""
+        self._sent = self._received = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages can be packed."""
+        return bool(self._key)
+
+    def opening(self) -> bytes:
+        """The first line to send."""
+        fields = {"replicast": PROTOCOL, "nonce": self._nonce, "secret": bool(self._secret)}
+        return json.dumps(fields).encode() + b"\n"
+
+    def pack(self, message: object) -> bytes:
+        """The line of a message."""
+        text = json.dumps(msgspec.to_builtins(message), allow_nan=False).encode()
+        mine = _SEALED_FROM_SERVER if self._is_first else _SEALED_FROM_CLIENT
+        seal = self._seal(mine, self._sent, text)
+        self._sent += 1
+        return seal + b" " + text + b"\n"
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """Takes what has arrived, and returns the complete messages in it."""
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > (MAX_LINE if self._key else MAX_OPENING):
+            raise ValueError("a line without an end")
+        messages = []
+        for line in lines:
+            if len(line) > MAX_LINE:
+                raise ValueError("a line that is too long")
+            if self._key:
+                messages.append(self._unpack(line))
+            else:
+                self._open(line)
+        return messages
+
+    def _open(self, line: bytes) -> None:
+        try:
+            fields = parse_object(line) if len(line) <= MAX_OPENING else {}
+        except ValueError:
+            fields = {}
+        theirs = fields.get("nonce")
+        if fields.get("replicast") != PROTOCOL or not isinstance(theirs, str) or len(theirs) < 32:
+            raise NotAuthentic("the other side is not a launcher of this version of replicast", _ELSE)
+        if theirs == self._nonce:
+            raise NotAuthentic("the other side repeats what it was sent", _ELSE)
+        if fields.get("secret") is not bool(self._secret):
+            has, lacks = ("this host", "the other") if self._secret else ("the other host", "this one")
+            raise NotAuthentic(f"{has} has a secret of the job, {lacks} has none", SAME_SECRET)
+        first, other = (self._nonce, theirs) if self._is_first else (theirs, self._nonce)
+        both = f"{PROTOCOL}\n{first}\n{other}".encode()
+        self._key = hmac.digest(self._secret or b"no secret", both, "sha256")
+
+    def _unpack(self, line: bytes) -> dict[str, Any]:
+        seal, _, text = line.partition(b" ")
+        theirs = _SEALED_FROM_CLIENT if self._is_first else _SEALED_FROM_SERVER
+        if not hmac.compare_digest(seal, self._seal(theirs, self._received, text)):
+            raise NotAuthentic("the other host has another secret of the job", SAME_SECRET)
+        self._received += 1
+        return parse_object(text)
+
+    def _seal(self, who: bytes, number: int, text: bytes) -> bytes:
+        return hmac.new(self._key, b"%s %d " % (who, number) + text, hashlib.sha256).hexdigest().encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """An authentic line that is not a valid message. It is skipped."""
+
+    why: str
+
+
+class Connection:
+    """A connection to another launcher: messages in, messages out. Nothing here blocks."""
+
+    def __init__(self, connection: socket.socket, secret: bytes, *, is_first: bool, nodes: int) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connection
+        self.since = time.monotonic()
+        self.host = "an unknown address"
+        with contextlib.suppress(OSError):  # It is not connected yet, or no more.
+            self.host = str(connection.getpeername()[0])  # without the port, which is another one each time
+        self.hello: Hello | None = None  # The introduction of the other side, once it is accepted.
+        self.is_refused = False
+        self._wire = Wire(secret, secrets.token_hex(32), is_first=is_first)
+        self._nodes = nodes
+        self._unsent = self._wire.opening()
+        self._waiting: list[Message] = []
+        self._flush()
+
+    def send(self, message: Message) -> None:
+        """Queues a message and sends what the socket takes."""
+        if not self._wire.is_open:
+            older = [one for one in self._waiting if not isinstance(one, type(message))]
+            self._waiting = [*older, message]
+            return
+        self._unsent += self._wire.pack(message)
+        if len(self._unsent) > _MAX_UNSENT:
+            raise TimeoutError("the other side does not read")
+        self._flush()
+
+    def receive(self) -> list[Message | Malformed]:
+        """What has arrived."""
+        try:
+            data = self.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionResetError("closed by the other side")
+        if self.is_refused:  # It may read why, and closes the connection then.
+            return []
+        messages: list[Message | Malformed] = []
+        for fields in self._wire.feed(data):
+            try:
+                messages.append(read_message(fields, self._nodes))
+            except ValueError as error:
+                messages.append(Malformed(str(error)))
+        if self._wire.is_open and self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for message in waiting:
+                self.send(message)
+        return messages
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _flush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                self._unsent = self._unsent[self.socket.send(self._unsent) :]
+
+
+def _is_closed(error: OSError) -> bool:
+    """Whether an error means that the other host has closed the connection: its process has ended."""
+    return isinstance(error, ConnectionResetError | BrokenPipeError | ConnectionAbortedError)
+
+
+def shown_address(host: str, port: int) -> str:
+    """An address as people write it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+# --- The first launcher ----------------------------------------------------------------------------------
+
+
+class Rivals:
+    """Whether a launcher on another host takes itself for the first one too: its `--hosts` differ in order.
+
+    Each of the two would wait in vain for the other to connect. So a first launcher, once it listens,
+    connects to its own port on each other host, where nothing should listen. Another first launcher that
+    knows the secret, and needs the same ports on the same hosts, refuses it there. Of two such launchers at
+    least the later one finds the other, because each listens before it looks. It looks once at each host, as
+    soon as its name is resolved; nothing here blocks.
+    """
+
+    def __init__(self, hosts: Sequence[str], endpoint_port: int, worker_port: int, secret: bytes) -> None:
+        self._hosts, self._endpoint_port, self._secret = hosts, endpoint_port, secret
+        self._question = FirstOf(hosts=tuple(hosts), port=worker_port)
+        self._connections: dict[Connection, str] = {}
+        self._unresolved = list(dict.fromkeys(hosts[1:]))
+        self._lookups = Lookups(self._unresolved)
+        self._connect()
+
+    def sockets(self) -> list[socket.socket]:
+        return [connection.socket for connection in self._connections]
+
+    def poll(self, readable: list[socket.socket], notices: Notices) -> list[NotWelcome | Tell]:
+        """What was found; `notices` decides which lines are said of strangers."""
+        events: list[NotWelcome | Tell] = []
+        for connection, address in list(self._connections.items()):
+            found: list[NotWelcome | Tell] = []
+            is_over = time.monotonic() - connection.since >= _RIVAL_SECS
+            try:
+                if connection.socket in readable:
+                    found += [
+                        NotWelcome(message.why, by=f"The launcher at {address}")
+                        for message in connection.receive()
+                        if isinstance(message, Refused)
+                    ]
+            except NotAuthentic as error:
+                found += map(Tell, notices.say(f"{address}: {error}. {error.remedy}", time.monotonic()))
+                is_over = True
+            except (OSError, ValueError):  # Nothing listens there, as it should be, or something else does.
+                is_over = True
+            if is_over or found:
+                connection.close()
+                del self._connections[connection]
+            events += found
+        self._connect()
+        return events
+
+    def close(self) -> None:
+        self._lookups.stop()
+        for connection in self._connections:
+            connection.close()
+
+    def _connect(self) -> None:
+        """Begins a connection to each host whose name was resolved since the last call."""
+        for host in list(self._unresolved):
+            try:
+                addresses = self._lookups.addresses(host)
+            except OSError:
+                self._unresolved.remove(host)
+                continue
+            if addresses is None:
+                continue
+            self._unresolved.remove(host)
+            connecting = _connecting(addresses[0], self._endpoint_port)
+            if connecting is None:
+                continue
+            try:
+                connection = Connection(connecting, self._secret, is_first=False, nodes=len(self._hosts))
+                connection.send(self._question)
+            except OSError:
+                connecting.close()
+            else:
+                self._connections[connection] = shown_address(host, self._endpoint_port)
+
+
+def _connecting(host: str, port: int) -> socket.socket | None:
+    """A socket that connects to an IP address, without waiting for it; None if it cannot."""
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        connecting = socket.socket(family, kind, protocol)
+        connecting.setblocking(False)
+        if connecting.connect_ex(address) in (0, errno.EINPROGRESS):
+            return connecting
+        connecting.close()
+    return None
+
+
+class First:
+    """The first launcher's sockets: it accepts the others, hears their reports and tells them its order."""
+
+    def __init__(
+        self,
+        *,
+        names: tuple[str, ...],
+        identity: Identity,
+        secret: bytes,
+        next_attempt: int,
+        timeouts: HostTimeouts,
+        listener: socket.socket,
+        run_name: str,
+    ) -> None:
+        now, session = time.monotonic(), secrets.token_hex(8)
+        self.leader = Leader(names, session, identity.max_restarts, timeouts, now)
+        self.member = Member(0, next_attempt, identity.max_restarts, timeouts, now)
+        self.timeouts = timeouts
+        self._identity, self._secret = identity, secret
+        self._listener, self._run_name = listener, run_name
+        # It listens already: of two launchers that take themselves for the first, one finds the other.
+        self._rivals = Rivals(identity.hosts, listener.getsockname()[1], identity.port, secret)
+        self._connections: list[Connection] = []
+        self._sent: Order | None = None
+        self._sent_at = 0.0
+        self._of_strangers, self._of_launchers = Notices(), Notices()
+        self._deaf_until = 0.0
+        self.leader.on_joined(0, session, "", now)
+
+    def sockets(self) -> list[socket.socket]:
+        """The sockets from which something may come."""
+        listening = [] if time.monotonic() < self._deaf_until else [self._listener]
+        return [*listening, *self._rivals.sockets(), *(one.socket for one in self._connections)]
+
+    def poll(self, readable: list[socket.socket]) -> list[Event]:
+        """Reads what has come, and sends what is due. Call it at least every second."""
+        events: list[Event] = [*self._rivals.poll(readable, self._of_strangers)]
+        if self._listener in readable:
+            events += self._accept()
+        for connection in list(self._connections):
+            if connection.socket in readable:
+                events += self._read(connection)
+        now = time.monotonic()
+        for connection in list(self._connections):
+            if connection.hello is None and now - connection.since >= _INTRODUCE_SECS:
+                self._drop(connection)
+        self.leader.on_report(0, self.member.report, now)
+        self.leader.on_time(now)
+        self._broadcast(now)
+        events += self.member.on_order(self.leader.order, now)
+        self.leader.on_report(0, self.member.report, now)
+        return events
+
+    def may_leave(self) -> bool:
+        """Whether the thread may end: nobody waits to hear that the job is over."""
+        return self.leader.order.phase is not Phase.OVER or self.leader.everybody_left()
+
+    def close(self) -> None:
+        self._listener.close()
+        self._rivals.close()
+        for connection in self._connections:
+            connection.close()
+
+    def _accept(self) -> list[Event]:
+        now = time.monotonic()
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError as error:
+            if not (problem := accept_problem(error)):
+                return []
+            self._deaf_until = now + _DEAF_SECS
+            said = self._of_launchers.say(f"cannot accept other launchers for now: {problem}", now)
+            return [*map(Tell, said)]
+        strangers = [one for one in self._connections if one.hello is None]
+        if len(strangers) >= _MAX_STRANGERS:  # A launcher introduces itself at once: the oldest is none.
+            self._drop(strangers[0])
+        try:
+            nodes = self._identity.nodes
+            self._connections.append(Connection(accepted, self._secret, is_first=True, nodes=nodes))
+        except OSError:
+            accepted.close()
+        return []
+
+    def _read(self, connection: Connection) -> list[Event]:
+        try:
+            events: list[Event] = []
+            for message in connection.receive():
+                events += self._take(connection, message)
+            return events
+        except NotAuthentic as error:
+            why, is_launcher = f"{error}. {error.remedy}", error.remedy == SAME_SECRET
+            if is_launcher:  # Else it is not a launcher, and nobody waits for it.
+                self._note_refusal(None, connection, str(error))
+            return self._refuse(connection, why, self._of_strangers)
+        except OSError as error:
+            self._drop(connection, error)
+        except ValueError:
+            self._drop(connection)
+        return []
+
+    def _take(self, connection: Connection, message: Message | Malformed) -> list[Event]:
+        now = time.monotonic()
+        if isinstance(message, Hello) and connection.hello is None:
+            refusal = difference(self._identity, message.identity) or self.leader.refusal(
+                message.node, message.session, now
+            )
+            if refusal:
+                self._note_refusal(message.node, connection, refusal)
+                return self._refuse(connection, refusal, self._of_launchers)
+            for older in [one for one in self._connections if one.hello and one.hello.node == message.node]:
+                self._drop(older)
+            connection.hello = message
+            self.leader.on_joined(message.node, message.session, message.address, now)
+            connection.send(self.leader.order)
+        elif isinstance(message, AskName):
+            connection.send(RunName(name=self._run_name))
+        elif isinstance(message, Report) and connection.hello is not None:
+            self.leader.on_report(connection.hello.node, message, now)
+        elif isinstance(message, FirstOf):
+            ours = FirstOf(hosts=self._identity.hosts, port=self._identity.port)
+            if refusal := two_firsts(ours, message):
+                self._note_refusal(None, connection, refusal)
+                return self._refuse(connection, refusal, self._of_launchers)
+        elif isinstance(message, Malformed):
+            text = f"ignored an invalid message of the launcher at {connection.host}: {message.why}"
+            return [*map(Tell, self._of_launchers.say(text, now))]
+        return []
+
+    def _broadcast(self, now: float) -> None:
+        if self.leader.order == self._sent and now - self._sent_at < self.timeouts.beat_secs:
+            return
+        self._sent, self._sent_at = self.leader.order, now
+        for connection in [one for one in self._connections if one.hello is not None]:
+            try:
+                connection.send(self._sent)
+            except OSError as error:
+                self._drop(connection, error)
+
+    def _drop(self, connection: Connection, error: OSError | None = None) -> None:
+        connection.close()
+        if connection in self._connections:
+            self._connections.remove(connection)
+        if connection.hello is not None and error is not None and _is_closed(error):
+            self.leader.on_closed(connection.hello.node, connection.hello.session, time.monotonic())
+
+    def _refuse(self, connection: Connection, why: str, notices: Notices) -> list[Event]:
+        connection.is_refused = True
+        with contextlib.suppress(OSError):
+            connection.send(Refused(why=why))
+        said = notices.say(f"refused a launcher at {connection.host}: {why}", time.monotonic())
+        return [*map(Tell, said)]
+
+    def _note_refusal(self, node: int | None, connection: Connection, why: str) -> None:
+        self.leader.on_refused(node, f"A launcher at {connection.host} was refused: {printable(why)}")
+
+
+# --- Another launcher ------------------------------------------------------------------------------------
+
+
+class Other:
+    """Another launcher's socket: it connects to the first one, again and again if need be.
+
+    Without an identity it does not join: it asks for the name of the run directory.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: int,
+        nodes: int,
+        identity: Identity | None,
+        secret: bytes,
+        next_attempt: int,
+        timeouts: HostTimeouts,
+        endpoint: tuple[str, int],
+    ) -> None:
+        max_restarts = 0 if identity is None else identity.max_restarts
+        self.member = Member(node, next_attempt, max_restarts, timeouts, time.monotonic())
+        self.timeouts = timeouts
+        self._node, self._nodes, self._identity, self._secret = node, nodes, identity, secret
+        self._session = secrets.token_hex(8)
+        self._dialer, self._shown = Dialer(*endpoint), shown_address(*endpoint)
+        self._connection: Connection | None = None
+        self._next_try = self._connected_at = 0.0
+        self._sent: Report | None = None
+        self._sent_at = 0.0
+        self._of_strangers, self._of_first = Notices(), Notices()
+
+    def sockets(self) -> list[socket.socket]:
+        """The sockets from which something may come."""
+        return [] if self._connection is None else [self._connection.socket]
+
+    def poll(self, readable: list[socket.socket]) -> list[Event]:
+        """Reads what has come, and sends what is due. Call it at least every second."""
+        events: list[Event] = []
+        self._redial()
+        if self._connection is None and time.monotonic() >= self._next_try and not self.member.is_over:
+            self._connect()
+        if self._connection is not None and self._connection.socket in readable:
+            events += self._read(self._connection)
+        events += self.member.on_time(time.monotonic())
+        self._send_report()
+        return events
+
+    def may_leave(self) -> bool:
+        """Whether the thread may end: nobody waits to hear that the job is over."""
+        return True
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def _redial(self) -> None:
+        now, redial_secs = time.monotonic(), self.timeouts.redial_secs
+        fresh = now - self._connected_at < redial_secs
+        if self._connection is not None and not fresh and self.member.should_redial(now):
+            self.member.on_unreachable(f"{self._shown}: nothing was heard from there for {redial_secs:g} s")
+            self._lost(is_closed=False)
+
+    def _connect(self) -> None:
+        try:
+            connected = self._dialer.connect(CONNECT_SECS)
+        except OSError as error:  # No answer says nothing about the process; a refused connection does.
+            self.member.on_unreachable(f"{self._shown}: {error.strerror or error}")
+            self._lost(is_closed=isinstance(error, ConnectionRefusedError))
+            return
+        try:
+            self._connection = Connection(connected, self._secret, is_first=False, nodes=self._nodes)
+            self._connection.send(self._introduction(str(connected.getsockname()[0])))
+            self._sent, self._connected_at = None, time.monotonic()
+        except OSError as error:
+            connected.close()
+            self._lost(is_closed=_is_closed(error))
+
+    def _introduction(self, address: str) -> Hello | AskName:
+        if self._identity is None:
+            return AskName(node=self._node)
+        return Hello(node=self._node, session=self._session, address=address, identity=self._identity)
+
+    def _read(self, connection: Connection) -> list[Event]:
+        now = time.monotonic()
+        try:
+            events: list[Event] = []
+            for message in connection.receive():
+                if isinstance(message, Refused):
+                    return [NotWelcome(message.why)]
+                if isinstance(message, Order):
+                    events += self.member.on_order(message, now)
+                if isinstance(message, RunName):
+                    events.append(message)
+                if isinstance(message, Malformed):
+                    text = f"{self._shown}: ignored an invalid message: {message.why}"
+                    events += map(Tell, self._of_first.say(text, now))
+            return events
+        except NotAuthentic as error:  # It may be anybody: no reason to give up.
+            self._lost(is_closed=False)
+            self.member.on_unreachable(f"{self._shown}: {error}")
+            text = f"{self._shown}: {error}. {error.remedy}; this launcher keeps trying"
+            return [*map(Tell, self._of_strangers.say(text, now))]
+        except OSError as error:
+            self._lost(is_closed=_is_closed(error))
+        except ValueError:
+            self._lost(is_closed=False)
+        return []
+
+    def _send_report(self) -> None:
+        now, report = time.monotonic(), self.member.report
+        is_due = report != self._sent or now - self._sent_at >= self.timeouts.beat_secs
+        if self._connection is None or not is_due:
+            return
+        try:
+            self._connection.send(report)
+            self._sent, self._sent_at = report, now
+        except OSError as error:
+            self._lost(is_closed=_is_closed(error))
+
+    def _lost(self, *, is_closed: bool) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._next_try = time.monotonic() + _PAUSE_SECS
+        if is_closed:
+            self.member.on_closed(time.monotonic())
+
+
+# --- The thread ------------------------------------------------------------------------------------------
+
+Posted = Callable[[Member, float], list[Command] | None]
+
+
+class Link:
+    """The launcher's connection with those of the other hosts: its thread. A context manager."""
+
+    def __init__(self, service: First | Other) -> None:
+        self._service = service
+        self._leave_secs = service.timeouts.leave_secs
+        self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
+        self._events: collections.deque[Event] = collections.deque()
+        self._wake_thread, self._thread_end = _pair()
+        self._wake_main, self._main_end = _pair()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hosts", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        until = time.monotonic() + self._leave_secs
+        while kind is None and not self._service.may_leave() and time.monotonic() < until:
+            if not self._thread.is_alive():
+                break
+            time.sleep(0.02)
+        self._closing.set()
+        _wake(self._wake_thread)
+        self._thread.join(self._leave_secs + CONNECT_SECS)
+        for one in (self._wake_thread, self._thread_end, self._wake_main, self._main_end):
+            one.close()
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when there is an event to take."""
+        return self._main_end.fileno()
+
+    def take(self) -> list[Event]:
+        """Takes the events that have come, in order. Does not block."""
+        with contextlib.suppress(BlockingIOError):
+            self._main_end.recv(4096)
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def put_back(self, events: Sequence[Event]) -> None:
+        """Returns events that were taken too early: they are the next ones to take."""
+        self._events.extendleft(reversed(events))
+        if events:
+            _wake(self._wake_main)
+
+    def post(self, event: Posted) -> None:
+        """Has the thread call a function with the state machine of this launcher and the time."""
+        self._posted.put(event)
+        _wake(self._wake_thread)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._once()
+        except BaseException as error:
+            self._put([Broken(error)])
+        finally:
+            self._service.close()
+
+    def _once(self) -> None:
+        with selectors.PollSelector() as selector:  # `epoll` would need a descriptor, each time.
+            for one in (self._thread_end, *self._service.sockets()):
+                selector.register(one, selectors.EVENT_READ, one)
+            readable = [key.data for key, _ in selector.select(_LOOK_SECS)]
+        with contextlib.suppress(BlockingIOError):
+            self._thread_end.recv(4096)
+        while not self._posted.empty():
+            self._put(self._posted.get()(self._service.member, time.monotonic()) or [])
+        self._put(self._service.poll(readable))
+
+    def _put(self, events: Sequence[Event]) -> None:
+        self._events.extend(events)
+        if events:
+            _wake(self._wake_main)
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    one, other = socket.socketpair()
+    one.setblocking(False)
+    other.setblocking(False)
+    return one, other
+
+
+def _wake(end: socket.socket) -> None:
+    with contextlib.suppress(BlockingIOError):
+        end.send(b"w")
+
+
+# --- The attempts of a job on several hosts, as the main thread of one launcher sees them -----------------
+
+_Awaited = TypeVar("_Awaited", Start, Restart, RunName)
+
+
+class HostsAttempts:
+    """Decides together with the launchers of the other hosts. Only in the main thread."""
+
+    def __init__(self, link: Link, job: Job, screen: Screen, interruptions: Interruptions) -> None:
+        self._link, self._job, self._screen, self._interruptions = link, job, screen, interruptions
+        first = "" if job.endpoint is None else job.endpoint[0]
+        # The addresses of the others are known when all have come.
+        names = job.hosts or (first, *(f"host {node}" for node in range(1, job.nodes)))
+        self.hosts = Hosts(names, job.node_rank)
+        self._events: list[Event] = []
+        self._stopped_by: signal.Signals | None = None
+
+    def ask_run_name(self) -> str | Order:
+        """Waits until the first launcher has told the name of the run directory, at most the time to join."""
+        found = self._wait_for(RunName)
+        if isinstance(found, Over):
+            return found.order
+        came = [one for one in self._interruptions.take() if one in STOP_SIGNALS]
+        stopped_by = next(iter(came), self._stopped_by)  # At the same time: nobody will see it later.
+        return found.name if stopped_by is None else self._interrupted(stopped_by)
+
+    def begin(self) -> Order:
+        """Waits until all hosts are ready, at most the time to join; the job may be over before."""
+        found = self._wait_for(Start)
+        if isinstance(found, Start) and not self._job.hosts:
+            self.hosts = Hosts(found.order.hosts, self._job.node_rank)
+        return found.order
+
+    def decide(self, end: GroupEnd) -> Order:
+        """Waits until the workers of all hosts have exited."""
+        failure, left = self._from_here(end.first_failure), bool(end.left_behind)
+        self._link.post(lambda member, now: member.on_group_end(failure, now, left_behind=left))
+        order = self._wait_for(Restart).order
+        if order.failure is None:
+            order = replace(order, failure=failure)
+        if end.interrupted_by is not None and order.signal is None:
+            order = replace(order, signal=end.interrupted_by, stopped_on=self._job.node_rank)
+        return order
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when something came from the others."""
+        return self._link.fileno()
+
+    def take_ends(self) -> list[End]:
+        """Why the group of this host must end, if it must. Does not block."""
+        ends = []
+        for event in self._link.take():
+            if isinstance(event, End):
+                ends += [] if self._is_known(event) else [event]
+            elif isinstance(event, Broken | NotWelcome):
+                ends.append(End(Exit(host=self._job.node_rank)))
+                self._events.append(event)
+            elif not self._tell(event):
+                self._events.append(event)
+        return ends
+
+    def tell_failure(self, failure: Exit) -> None:
+        """A worker of this host has failed."""
+        told = self._from_here(failure)
+        self._link.post(lambda member, _: None if told is None else member.on_failure(told))
+
+    def tell_signal(self, signum: signal.Signals) -> None:
+        """This launcher was told to stop."""
+        self._stopped_by = signum
+        self._link.post(lambda member, _: member.on_signal(signum))
+
+    def _from_here(self, failure: Exit | None) -> Exit | None:
+        here = self._job.node_rank
+        return None if failure is None else replace(failure, host=here, reported_by=here)
+
+    def _is_known(self, end: End) -> bool:
+        """Whether the group of this host ends already, because one of its own workers failed."""
+        failure = end.failure
+        if failure is None or failure.worker is None or end.stopped_by is not None:
+            return False
+        return failure.host == self._job.node_rank
+
+    def _wait_for(self, kind: type[_Awaited]) -> _Awaited | Over:
+        """Waits for an event or the end of the job; a second Ctrl-C does not wait."""
+        with selectors.PollSelector() as selector:
+            selector.register(self._link, selectors.EVENT_READ)
+            selector.register(self._interruptions, selectors.EVENT_READ)
+            while True:
+                while self._events:
+                    event = self._events.pop(0)
+                    if isinstance(event, (kind, Over)):
+                        self._link.put_back(self._events)  # An `End`, for the group that is started now.
+                        self._events = []
+                        return event
+                    self._tell(event)
+                selector.select(_POLL_SECS)
+                self._events += self._link.take()
+                for signum in self._interruptions.take():
+                    if signum is signal.SIGINT and self._stopped_by is not None:
+                        return Over(self._interrupted(signum))
+                    if signum in STOP_SIGNALS:
+                        self.tell_signal(signum)
+
+    def _interrupted(self, signum: signal.Signals) -> Order:
+        order = Order(phase=Phase.OVER, code=128 + signum, stopped_on=self._job.node_rank)
+        return replace(order, signal=signum)
+
+    def _tell(self, event: Event) -> bool:
+        """Shows what is meant for people only; returns whether it was."""
+        if isinstance(event, Broken):
+            raise ClusterError(f"The connection between the launchers has failed ({event.error!r})")
+        if isinstance(event, NotWelcome):
+            same = "--hosts in the same order" if self._job.hosts else "another --node-rank on each"
+            raise LaunchRefused(
+                f"{event.by} has refused this one: {event.why}",
+                remedy=f"Start the same command on all hosts, with {same}",
+            )
+        if isinstance(event, Tell):
+            self._screen.tell(f"replicast: {event.text}")
+        elif isinstance(event, Waiting):
+            self._screen.tell(f"replicast: {self._waiting(event)}")
+        else:
+            return False
+        return True
+
+    def _waiting(self, event: Waiting) -> str:
+        if not event.missing:
+            return f"waiting for the workers of the other hosts to exit, {event.secs:.0f} s so far"
+        missing = ", ".join(self.hosts.names[node] for node in event.missing)
+        whom = f"the launcher{'s' if len(event.missing) > 1 else ''} on {missing}"
+        why = f" ({event.why})" if event.why else ""
+        return f"waiting for {whom}, {event.secs:.0f} s of at most {event.at_most_secs:g} s{why}"

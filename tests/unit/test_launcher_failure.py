@@ -1,0 +1,273 @@
+"""Who is to blame, what follows, and what is said about it, whatever was printed after the failure."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from replicast.config import FAULTS, PEER_FAILED
+from replicast.launcher.failure import (
+    Exit,
+    GroupEnd,
+    Hosts,
+    Order,
+    Phase,
+    absent_line,
+    duration,
+    exception_in,
+    failure_box,
+    failure_line,
+    faults_line,
+    first_cause,
+    interruption_line,
+    local_order,
+    others_line,
+    reason,
+    restart_line,
+    sigterm_line,
+    traceback_in,
+    with_details,
+)
+from replicast.launcher.plan import planned_faults
+from replicast.paths import below
+
+RAISED = """Epoch 1/3
+Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    model.fit(x, y)
+  File "train.py", line 4, in loss
+    raise ValueError("bad loss")
+ValueError: bad loss
+2026-11-17 10:00:00.1 I external/local_xla/xla/tsl/x.cc:42] Shutting down
+W0000 00:00:1 coordination: task was lost
+"""
+
+
+def test_the_exception_is_found_before_noise(tmp_path: Path) -> None:
+    log = tmp_path / "worker-0.log"
+    log.write_text(RAISED)
+    found = traceback_in(below(tmp_path) / log.name)
+    assert found[0].startswith("Traceback")
+    assert found[-1] == exception_in(found) == "ValueError: bad loss"
+
+
+def test_a_long_traceback_is_cut_in_its_middle(tmp_path: Path) -> None:
+    log = tmp_path / "worker-0.log"
+    frames = "".join(f'  File "deep.py", line {n}, in f\n    f()\n' for n in range(100))
+    log.write_text(f"Traceback (most recent call last):\n{frames}RuntimeError: deep\n")
+    found = traceback_in(below(tmp_path) / log.name)
+    assert len(found) == 20
+    assert "183 lines: see the log" in found[1]
+    assert found[-1] == "RuntimeError: deep"
+
+
+def test_no_exception_no_traceback(tmp_path: Path) -> None:
+    log = tmp_path / "worker-0.log"
+    log.write_text("Epoch 1/3\nall is well\n")
+    assert traceback_in(below(tmp_path) / log.name) == []
+    assert exception_in([]) == ""
+    assert traceback_in(below(tmp_path) / "missing.log") == []
+
+
+def ended(worker: int, code: int, *, stopped: bool = False, frozen: bool = False) -> Exit:
+    return Exit(worker=worker, code=code, ran_secs=2.04, log="/logs/x.log", stopped=stopped, frozen=frozen)
+
+
+def frozen(worker: int) -> Exit:
+    """Stopped by a signal for so long that the others failed because of it; killed by the launcher."""
+    return ended(worker, -9, stopped=True, frozen=True)
+
+
+TWO = Hosts(("gpu0", "gpu1"), 0)
+LOST = Exit(host=1, why="nothing was heard of it")
+WITNESS = replace(ended(0, PEER_FAILED), says="worker 1 was lost: it sent no heartbeats (says worker 0)")
+
+
+@pytest.mark.parametrize(
+    ("failure", "hosts", "why"),
+    [
+        (WITNESS, TWO, "worker 1 was lost (reported by worker 0)"),
+        (replace(WITNESS, host=1), TWO, "worker 1 was lost (reported by worker 0 on gpu1)"),
+        (replace(WITNESS, says=""), TWO, "worker 0 failed (exit code 75)"),
+        (ended(0, -9), TWO, "worker 0 failed (killed by SIGKILL)"),
+        (LOST, TWO, "host gpu1 was lost"),
+        (LOST, Hosts(("gpu0", "host 1")), "host 1 was lost"),
+    ],
+)
+def test_a_restart_names_the_worker_that_was_lost_not_the_one_that_says_so(
+    failure: Exit, hosts: Hosts, why: str
+) -> None:
+    order = Order(phase=Phase.WAIT, restarts=1, max_restarts=3, failure=failure)
+    assert restart_line(order, hosts) == f"replicast: restart 1 of 3 because {why}; 2 left after it"
+
+
+def test_a_stopped_launcher_does_not_say_that_the_workers_of_unreached_hosts_have_exited() -> None:
+    stopped = Order(phase=Phase.OVER, signal=signal.SIGINT.value)  # type: ignore[arg-type]
+    assert interruption_line(stopped, GroupEnd()) == "replicast: stopped by Ctrl-C; all workers have exited"
+    three = Hosts(("gpu0", "gpu1", "gpu2"))
+    assert interruption_line(replace(stopped, unreached=(1, 2), stopped_on=1), GroupEnd(), three) == (
+        "replicast: stopped by Ctrl-C on gpu1; the workers on this host have exited; "
+        "nothing is known of those on gpu1, gpu2"
+    )
+
+
+def test_a_failure_on_another_host_names_the_host_and_who_reported_a_lost_one() -> None:
+    assert failure_line(LOST, TWO) == "replicast: host gpu1 was lost: nothing was heard of it"
+    assert failure_line(replace(LOST, reported_by=1), TWO) == (
+        "replicast: host gpu1 was lost (reported by the launcher on gpu1): nothing was heard of it"
+    )
+    assert failure_line(replace(ended(3, -9), host=1), TWO) == (
+        "replicast: worker 3 on gpu1 failed first: killed by SIGKILL after 2.0 s. Log on gpu1: /logs/x.log"
+    )
+    assert reason(LOST, TWO) == "host gpu1 was lost: nothing was heard of it"
+    assert reason(replace(ended(3, 1), host=1, why="ValueError: bad"), TWO) == "ValueError: bad on gpu1"
+    assert reason(ended(3, -9)) == "killed by SIGKILL"
+
+
+def test_an_exit_has_the_traceback_of_its_log_else_the_last_lines(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(RAISED)
+    log = below(tmp_path) / "log"
+    raised = with_details(ended(0, 1), log, ["W0000 00:00:1 coordination: task was lost"])
+    assert (raised.lines[0], raised.lines[-1], raised.why) == (
+        "Epoch 1/3",
+        "ValueError: bad loss",
+        raised.lines[-1],
+    )
+    killed = with_details(ended(0, -9), log, ["the last line"])
+    assert (killed.lines, killed.why) == (("the last line",), "")
+
+
+@pytest.mark.parametrize(
+    ("exits", "blamed"),
+    [
+        ([ended(0, 0), ended(1, 0)], None),
+        ([ended(0, 0), ended(1, 3)], 1),
+        ([ended(1, 3), ended(0, 4)], 1),
+        ([ended(1, PEER_FAILED), ended(0, 4)], 0),
+        ([ended(1, PEER_FAILED), ended(0, -15, stopped=True)], 1),
+        ([ended(1, -15, stopped=True), ended(0, 1)], 0),
+        ([ended(1, PEER_FAILED), frozen(0)], 0),
+        ([ended(1, 3), frozen(0)], 0),
+        ([ended(1, 1), ended(2, PEER_FAILED), frozen(0)], 0),
+        ([ended(1, 0), frozen(0)], 0),
+    ],
+)
+def test_the_worker_to_blame_is_a_frozen_one_or_the_first_to_fail_by_itself(
+    exits: list[Exit], blamed: int | None
+) -> None:
+    failure = first_cause(exits)
+    assert (None if failure is None else failure.worker) == blamed
+
+
+FIRST = Order(phase=Phase.RUN, attempt=4, max_restarts=1)
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "restarts"),
+    [
+        (GroupEnd((ended(0, 0),)), 0, 0),
+        (GroupEnd((ended(0, 3),)), 3, 1),
+        (GroupEnd((ended(0, -9),)), 137, 1),
+        (GroupEnd((ended(0, 143),)), 143, 0),  # It saved because it was told to: no failure.
+        (GroupEnd((ended(0, 3),), signal.SIGINT), 130, 0),
+        (GroupEnd(left_behind=(1,)), 1, 0),  # Workers that could not be killed are not a success.
+        (GroupEnd((ended(0, 3),), left_behind=(1,)), 3, 0),
+    ],
+)
+def test_what_follows_an_attempt(end: GroupEnd, code: int, restarts: int) -> None:
+    order = local_order(FIRST, end)
+    assert (order.code, order.phase is Phase.WAIT, order.attempt) == (code, bool(restarts), 4 + restarts)
+    last = local_order(replace(FIRST, restarts=1), end)
+    assert (last.code, last.phase, last.attempt) == (code, Phase.OVER, 4)
+
+
+def test_the_report_names_worker_cause_duration_and_log() -> None:
+    failed = ended(1, -9)
+    assert failure_line(failed) == (
+        "replicast: worker 1 failed first: killed by SIGKILL after 2.0 s. Log: /logs/x.log"
+    )
+    others = (ended(3, 1), ended(2, 0), failed, ended(10, 0), ended(0, -15, stopped=True))
+    assert others_line(GroupEnd(others), failed) == (
+        "replicast: worker 0 was stopped, worker 2 had finished, worker 3 failed after it (exit code 1), "
+        "worker 10 had finished."
+    )
+
+
+def test_the_report_names_a_frozen_worker() -> None:
+    assert failure_line(frozen(0)) == (
+        "replicast: worker 0 was stopped (SIGSTOP) and did not continue: killed after 2.0 s. Log: /logs/x.log"
+    )
+    others = others_line(GroupEnd((frozen(0), frozen(2), ended(1, PEER_FAILED))), frozen(0))
+    assert others == "replicast: worker 1 failed after it (exit code 75), worker 2 was stopped by SIGSTOP."
+
+
+def test_the_report_repeats_what_a_worker_says_of_one_on_another_host() -> None:
+    tail = (
+        "Traceback (most recent call last):",
+        "replicast: \x1b[31mworker 3 was lost: its connection broke (says worker 0)\x1b[0m",
+        "replicast: worker 1 saved nothing",
+    )
+    said = failure_line(with_details(ended(1, PEER_FAILED), below("/none") / "log", tail))
+    assert said == (
+        "replicast: worker 1 exited because of another worker (worker 3 was lost: its connection broke (says "
+        "worker 0)) after 2.0 s. Log: /logs/x.log"
+    )
+    assert "another worker (its log names it)" in failure_line(ended(1, PEER_FAILED))
+
+
+def test_a_group_that_was_told_to_stop_is_not_reported_as_a_failure() -> None:
+    first = ended(1, 143)
+    assert sigterm_line(first) == (
+        "replicast: the group was told to stop (SIGTERM); worker 1 exited first, with 143, after 2.0 s. "
+        "Log: /logs/x.log"
+    )
+    assert others_line(GroupEnd((first, ended(0, 143))), first) == "replicast: worker 0 exited too."
+
+
+def test_planned_faults_are_announced() -> None:
+    plan = [{"worker": number, "point": "apply", "action": "stop"} for number in range(7)]
+    line = faults_line(planned_faults({FAULTS: json.dumps(plan)}))
+    assert line == (
+        "replicast: warning: REPLICAST_FAULTS is set: workers will fail on purpose: stop worker 0 at apply, "
+        "stop worker 1 at apply, stop worker 2 at apply, stop worker 3 at apply, stop worker 4 at apply, "
+        "2 more"
+    )
+    assert planned_faults({}) == ()
+
+
+def test_a_fault_for_a_missing_worker_is_reported() -> None:
+    def absent(workers: int, *planned: int) -> str:
+        plan = json.dumps([{"worker": worker, "point": "apply"} for worker in planned])
+        return absent_line(planned_faults({FAULTS: plan}), workers)
+
+    assert absent(1) == absent(2, 0, 1) == ""
+    assert absent(2, 7, 1, 2) == (
+        "replicast: warning: REPLICAST_FAULTS plans a fault for workers 2, 7, but the job has workers 0 to 1"
+        ": it will not fire"
+    )
+    assert "for worker 1, but the job has only worker 0" in absent(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("secs", "expected"), [(0.04, "0.0 s"), (59.0, "59.0 s"), (61.2, "1 min 1 s"), (7260.0, "2 h 1 min")]
+)
+def test_durations_are_readable(secs: float, expected: str) -> None:
+    assert duration(secs) == expected
+
+
+def test_a_line_without_an_end_does_not_fill_the_screen_when_its_worker_fails() -> None:
+    failure = with_details(ended(0, 1), below("/none") / "log", ["x" * 65536, "the reason"])
+    box = failure_box(failure, Hosts(), io.StringIO())
+    assert "the reason" in box
+    assert "x" * 20 in box
+    assert len(box) < 5000
+
+
+def test_the_box_counts_its_lines() -> None:
+    for tail, said in ((("why",), "worker 0: the last line "), (("a", "b"), "worker 0: the last 2 lines ")):
+        assert said in failure_box(replace(ended(0, 1), lines=tail), Hosts(), io.StringIO())

@@ -1,0 +1,135 @@
+"""The launcher's use of the run directory: its name, its lock, its logs, and what it held before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from replicast.cli import main
+from replicast.config import FAULTS
+from replicast.errors import LaunchRefused
+from replicast.launcher.run_directory import (
+    locked,
+    make_attempt_dir,
+    make_run_dir,
+    next_attempt,
+    what_is_taken_over,
+)
+from replicast.paths import below
+
+NOON = datetime(2030, 1, 2, 12, 0, 5)
+
+
+def test_the_default_run_directory_names_time_and_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = make_run_dir(None, program="train", now=NOON)
+    assert made == tmp_path / "runs" / "20300102-120005-train"
+    assert made.is_dir()
+
+
+def test_a_chosen_run_directory_may_exist(tmp_path: Path) -> None:
+    assert make_run_dir(tmp_path / "a" / "b", program="train", now=NOON) == tmp_path / "a" / "b"
+    assert make_run_dir(tmp_path / "a" / "b", program="train", now=NOON) == tmp_path / "a" / "b"
+
+
+def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchRefused, match="--run-dir"):
+        make_run_dir(tmp_path / "file", program="train", now=NOON)
+
+
+def test_a_log_directory_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchRefused, match="--log-dir"):
+        make_attempt_dir(below(tmp_path) / "file", 0)
+
+
+def test_a_continued_run_never_overwrites_older_logs(tmp_path: Path) -> None:
+    assert next_attempt(below(tmp_path), range(2)) == 0
+    for attempt in range(2):
+        (make_attempt_dir(below(tmp_path), attempt) / "worker-1.log").as_path().touch()
+    assert next_attempt(below(tmp_path), range(2)) == 2
+    assert next_attempt(below(tmp_path), range(2, 4)) == 0, "another host's workers have no logs yet"
+
+
+def test_a_second_launcher_is_refused_until_the_first_has_ended_and_told_where_that_runs(
+    tmp_path: Path,
+) -> None:
+    with locked(tmp_path, 0):
+        where = f"process {os.getpid()} on {re.escape(socket.gethostname())}"
+        refused = pytest.raises(LaunchRefused, match=rf"Another .*\({where}\).* choose another --run-dir")
+        with refused, locked(tmp_path, 0):
+            pass
+        with locked(tmp_path, 2):
+            pass
+    with locked(tmp_path, 0):
+        pass
+
+
+def test_a_run_directory_that_is_not_writable_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "launcher-0.lock").mkdir()
+    refused = pytest.raises(LaunchRefused, match=r"cannot be used .*Is a directory.* with --run-dir")
+    with refused, locked(tmp_path, 0):
+        pass
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(main, ["run", "--run-dir", str(tmp_path), str(tmp_path / "file")])
+    assert result.exit_code == 2
+    assert "cannot be used as a run directory" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_the_lock_is_not_taken_through_a_link_or_a_pipe(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("all of it")
+    lock = tmp_path / "launcher-0.lock"
+    lock.symlink_to(precious)
+    with pytest.raises(LaunchRefused, match="cannot be used as a run directory"), locked(tmp_path, 0):
+        pass
+    assert precious.read_text() == "all of it"
+    lock.unlink()
+    os.mkfifo(lock)
+    with pytest.raises(LaunchRefused, match="Not a regular file"), locked(tmp_path, 0):
+        pass
+
+
+def test_a_full_disk_releases_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(LaunchRefused, match="No space left on device"), locked(tmp_path, 0):
+            pass
+    with locked(tmp_path, 0):
+        pass
+
+
+def test_the_launcher_announces_planned_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FAULTS, '[{"worker": 0, "point": "apply"}]')
+    (tmp_path / "nothing.py").touch()
+    command = ["run", "--run-dir", str(tmp_path / "run"), str(tmp_path / "nothing.py")]
+    result = subprocess.run([sys.executable, "-m", "replicast", *command], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "REPLICAST_FAULTS is set: workers will fail on purpose: kill worker 0 at apply" in result.stderr
+
+
+def test_a_used_run_directory_that_cannot_be_read_does_not_stop_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(run_dir: Path) -> list[str]:
+        raise OSError(errno.EIO, "Input/output error", str(run_dir))
+
+    (tmp_path / "groups").mkdir()
+    monkeypatch.setattr("replicast.storage.inbox.waiting", broken)
+    assert "a file that cannot be read ([Errno 5] Input/output error" in what_is_taken_over(tmp_path)
