@@ -14,7 +14,7 @@ from benchmarks.checkpoint_task import Keeping
 from benchmarks.runner import Array, Times, lasted
 from benchmarks.update_replicast import weights_of
 from replicast.demo.measure import Weights
-from replicast.replicas.saving import SavePlan
+from replicast.replicas.job_checkpoints import SavePlan
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.update.digest import digest_array
 
@@ -69,7 +69,8 @@ class Planned(Stall):
 
     def setup(self) -> None:
         super().setup()
-        self.replicas.training.plan_saves(SavePlan(every=1))
+        self.checkpoints = self.replicas.training_begins().checkpoints
+        self.checkpoints.follow(SavePlan(every=1))
 
     def arrange(self, index: int) -> None:
         self.assign(self.state(index))
@@ -78,7 +79,7 @@ class Planned(Stall):
         start = time.monotonic_ns()
         self.replicas.boundary()
         stalled = time.monotonic_ns() - start
-        self.replicas.training.goes_on()
+        self.checkpoints.report()
         ends = time.monotonic() + RESULT_SECS
         store = CheckpointStore(self.run_dir)
         while self.is_source and self.replicas.step not in [one.step for one in store.list()]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from replicast.client import connect
     from replicast.core.entries import Receipt
     from replicast.core.operation import Timeouts
-    from replicast.replicas import Replicas
+    from replicast.replicas.replicas import Replicas
     from replicast.training import Strategy, per_worker
     from replicast.update.guard import Guard
     from replicast.update.schema import Limits
@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 _NEEDS_TENSORFLOW = {
-    "Replicas": "replicast.replicas",
+    "Replicas": "replicast.replicas.replicas",
     "Strategy": "replicast.training",
     "per_worker": "replicast.training",
 }

@@ -9,7 +9,7 @@ import pytest
 
 from replicast.coordination import MemoryCoordination
 from replicast.replicas.exchange import Exchange
-from replicast.replicas.joining import attempt_of
+from replicast.replicas.joined_worker import attempt_of
 from replicast.storage.claims import Fence
 
 SECS = 120.0

@@ -315,6 +315,7 @@ def test_what_a_header_or_the_size_on_disk_shows_to_be_wrong_is_refused_without_
     sparse_file(tmp_path, Update(id="name").add("dense/bais", bias), {"0.value": (2**23,)})
     with Job(2) as job, traced_memory() as peak:
         taken = Inbox(job.workers[0].session, lambda path, what, error: pytest.fail(f"{what}: {error}"))
+        job.workers[0].on_inbox = taken.on_outcome
         taken.propose(tmp_path)
         taken.propose(tmp_path)
         assert peak() < 2**23
@@ -347,6 +348,7 @@ def test_a_job_that_ends_says_which_updates_it_leaves_in_the_inbox(
 ) -> None:
     with Job(2) as job:
         inboxes = [Inbox(worker.session, lambda *_: None) for worker in job.workers]
+        job.workers[0].on_inbox = inboxes[0].on_outcome
         for one in inboxes:
             one.settle_last(tmp_path)
         assert not caplog.messages

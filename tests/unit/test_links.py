@@ -360,7 +360,7 @@ _ALLOWED = {
     "transport/files.py": "shared memory, with O_NOFOLLOW and the owner checked (SECURITY.md)",
 }
 _LEAVES = {
-    "replicas/joining.py": "compared with the launcher's, not opened",
+    "replicas/joined_worker.py": "compared with the launcher's, not opened",
     "replicas/replicas.py": "for users: replicas.run_dir",
     "storage/checkpoint_tools.py": "written down as where a patched checkpoint comes from",
     "storage/claims.py": "the parent of the run directory is synced",

@@ -32,7 +32,7 @@ class Asked:
         self.job, self.run_dir = job, run_dir
         self.ended: list[Ended] = []
         self.of_job = Requests(job.workers[0].session, job.attempt)
-        job.workers[0].session.on_ended = self._ended
+        job.workers[0].on_ended = self._ended
 
     def _ended(self, ended: Ended) -> None:
         self.ended.append(ended)

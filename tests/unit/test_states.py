@@ -13,7 +13,7 @@ import pytest
 from replicast.client.directory import DirectoryRun
 from replicast.lifetime import first
 from replicast.processes import this_process
-from replicast.replicas.joining import RunStates
+from replicast.replicas.joined_worker import RunStates
 from replicast.storage.run_files import (
     ENDED,
     Change,

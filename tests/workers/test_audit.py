@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import replicast
-from replicast.replicas import auditing
-from replicast.replicas.auditing import Auditing, AuditPlan
+from replicast.replicas import job_audits as auditing
+from replicast.replicas.job_audits import AuditPlan, Audits
 from replicast.storage import requests
 from replicast.storage.run_files import append_audit, last_audits
 from replicast.storage.updates import committed_updates
@@ -377,18 +377,18 @@ def test_an_audit_that_the_script_asked_for_is_written_down_once(tmp_path: Path)
     """Worker 0 hears of it twice at the same time: in its training thread and in the background."""
     with Job(2) as job:
 
-        def make(worker: Worker) -> Auditing:
+        def make(worker: Worker) -> Audits:
             schema = SlowSchema(worker.state.schema)
-            return Auditing(worker.session, schema, tmp_path, AuditPlan())
+            return Audits(worker.session, schema, tmp_path, AuditPlan())
 
         made = job.on_all(make)
         ended: list[Any] = []
 
         def tell(report: Any) -> None:
-            made[0].ended(report)
+            made[0].on_ended(report)
             ended.append(report)
 
-        job.workers[0].session.on_ended = tell
+        job.workers[0].on_ended = tell
         reports = job.on_all(lambda worker: made[worker.rank].audit(None))
         eventually(lambda: ended)
         assert [one.number for one in made[0].reports] == [reports[0].number]

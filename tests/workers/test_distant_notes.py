@@ -44,6 +44,7 @@ def files_of_both(
         RunFiles(first, shared, 0, fence),
         RunFiles(other, there, 0, group=fence.identity, launcher_reads=launcher_reads),
     ]
+    job.workers[0].on_note = both[0].on_note
     for one in both:
         one.start()
     return both
@@ -148,7 +149,9 @@ def test_when_the_job_has_failed_worker_0_does_not_say_how_the_others_are(job: J
 def test_a_bad_note_ends_nothing_and_is_said_once(
     job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    RunFiles(job.workers[0].session, tmp_path, 0, Fence(tmp_path, 0)).start()
+    files = RunFiles(job.workers[0].session, tmp_path, 0, Fence(tmp_path, 0))
+    job.workers[0].on_note = files.on_note
+    files.start()
     session = job.workers[1].session
     session.send_note("{")
     eventually(lambda: "a note of worker 1 is not valid and is ignored" in caplog.text)

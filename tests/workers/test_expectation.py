@@ -12,8 +12,8 @@ import pytest
 
 from replicast.core.entries import Saved
 from replicast.errors import FileDamaged
-from replicast.replicas import auditing as expectation
-from replicast.replicas.auditing import Expectation
+from replicast.replicas import job_audits as expectation
+from replicast.replicas.job_audits import Expectation
 from replicast.storage.checkpoint_format import Draft
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence
@@ -49,7 +49,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     with Job(2, FileJournal(tmp_path, Fence(tmp_path, attempt=0))) as job:
         first = job.workers[0]
         expected = Expectation(first.session, first.state, tmp_path, durable=True)
-        first.session.replica.expectation = expected.fingerprint
+        first.expected_fingerprint = expected.fingerprint
         yield job
 
 
@@ -84,7 +84,7 @@ def found_by_an_audit(job: Job) -> list[tuple[int, str]]:
 def propose(job: Job, amount: float) -> None:
     ticket = job.workers[0].session.propose(Update().add("dense/bias", np.full(3, amount, np.float32)))
     job.train(3)
-    assert ticket.wait(DEADLINE_SECS)
+    assert ticket.settled.wait(DEADLINE_SECS)
 
 
 def test_the_journal_is_read_once_for_all_variables_of_an_audit(

@@ -9,17 +9,17 @@ import pytest
 
 from replicast.core.records import Stage
 from replicast.errors import UpdateRefused
-from replicast.replicas.joining import Proposing, checked_step, checked_worker
+from replicast.replicas.proposals import Proposals, checked_step, checked_worker
 from replicast.replicas.ticket import Ticket
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.update import Update
 
 
-def propose(proposing: Proposing, what: object) -> Ticket:
+def propose(proposing: Proposals, what: object) -> Ticket:
     return proposing.propose(what, source=None, at_step=None)  # type: ignore[arg-type]
 
 
-def in_a_thread(proposing: Proposing, what: object) -> Ticket:
+def in_a_thread(proposing: Proposals, what: object) -> Ticket:
     tickets: list[Ticket] = []
     thread = threading.Thread(target=lambda: tickets.append(propose(proposing, what)))
     thread.start()
@@ -29,7 +29,7 @@ def in_a_thread(proposing: Proposing, what: object) -> Ticket:
 
 def test_two_functions_of_a_thread_are_two_also_at_the_same_step() -> None:
     with Job(2) as job:
-        proposing = Proposing(job.workers[1].session)
+        proposing = job.workers[1].session.proposals
         tickets = [
             in_a_thread(proposing, lambda now, n=n: {"dense/bias": now["dense/bias"] + np.float32(n)})
             for n in (1, 10)
@@ -37,7 +37,7 @@ def test_two_functions_of_a_thread_are_two_also_at_the_same_step() -> None:
         # As another attempt of the job would give them: not by a count that begins anew.
         tickets.append(
             in_a_thread(
-                Proposing(job.workers[1].session),
+                job.workers[1].session.proposals,
                 lambda now: {"dense/bias": now["dense/bias"] + np.float32(100)},
             )
         )
@@ -47,10 +47,10 @@ def test_two_functions_of_a_thread_are_two_also_at_the_same_step() -> None:
 
 
 def ids_before_and_after_a_step(worker: Worker) -> tuple[str, str]:
-    proposing, update = Proposing(worker.session), Update().scale("dense/bias", 2.0)
+    proposing, update = worker.session.proposals, Update().scale("dense/bias", 2.0)
     worker.session.arrive(worker.session.step)  # the thread that proposes comes to the boundaries
     before = propose(proposing, update).id
-    proposing.go_on()
+    proposing.training_continues()
     worker.step()
     return before, propose(proposing, update).id
 
@@ -91,6 +91,6 @@ def test_what_is_committed_and_proposed_again_for_a_step_that_is_past_has_its_re
         first = job.workers[1].session.propose(update, at_step=3)
         eventually(lambda: first.stage is Stage.SCHEDULED)
         job.train(6)
-        again = Proposing(job.workers[1].session).propose(update, source=None, at_step=3)
+        again = job.workers[1].session.proposals.propose(update, source=None, at_step=3)
         assert again.result(DEADLINE_SECS) == first.result(DEADLINE_SECS)
         assert again.result(0).step == 3

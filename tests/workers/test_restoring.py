@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from replicast.errors import CheckpointError, UpdateRefused
-from replicast.replicas import restoring
-from replicast.replicas import restoring as receiving
-from replicast.replicas.saving import Checkpoints
+from replicast.replicas import restore as restoring
+from replicast.replicas.job_checkpoints import Checkpoints
+from replicast.replicas.training_progress import Training
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.testing.job import Job, Worker, start_values
 from tests.pool import Pool
@@ -94,9 +94,10 @@ def restored_by(worker: Worker, run_dir: Path, number: int = 1) -> restoring.Res
 def checkpoint_of_ones(run_dir: Path) -> None:
     ones = {name: np.ones_like(value) for name, value in start_values().items()}
     with Job(1, values=ones) as job:
-        checkpoints = Checkpoints(job.workers[0].session, job.workers[0].state, CheckpointStore(run_dir), 0)
-        assert job.workers[0].writer is not None
-        job.workers[0].writer.write_checkpoint = checkpoints.writer.write
+        worker = job.workers[0]
+        training = Training(worker.session, worker.state)
+        checkpoints = Checkpoints(worker.session, worker.state, training, CheckpointStore(run_dir), 0)
+        worker.take_snapshot, worker.write_checkpoint = checkpoints.take_snapshot, checkpoints.write
         assert job.on_all(lambda _: checkpoints.save_here())[0].result(120) is not None
 
 
@@ -104,7 +105,7 @@ def checkpoint_of_ones(run_dir: Path) -> None:
 def test_a_restore_that_one_worker_cannot_finish_has_changed_nothing_on_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
 ) -> None:
-    monkeypatch.setattr(receiving, "PARCEL_BYTES", 1)
+    monkeypatch.setattr(restoring, "PARCEL_BYTES", 1)
     checkpoint_of_ones(tmp_path)
     with Job(3, begins=False) as job:
         transport, received = job.workers[1].transport, itertools.count(1)

@@ -15,8 +15,6 @@ import tensorflow as tf
 
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.position import Position
-from replicast.replicas.restoring import Restored
-from replicast.replicas.saving import Checkpoints
 from replicast.replicas.training_progress import Training
 from replicast.training import resuming
 from replicast.training.feeding import DataPosition
@@ -188,11 +186,11 @@ class Life:
         self.positions: list[Position] = []
         self.epochs: list[tuple[int, int]] = []
         self.told: list[str] = []
-        replicas = mock.MagicMock(model=self.model, rank=rank, begin_epoch=strategy.begin_epoch)
+        replicas = mock.MagicMock(begin_epoch=strategy.begin_epoch, **{"session.rank": rank})
         replicas.training.begin_fit.return_value = start
         replicas.training.reached.side_effect = lambda position, *_, **__: self.positions.append(position)
         ends = keras.callbacks.LambdaCallback(on_epoch_end=self._epoch_ended)
-        callbacks = [BoundaryCallback(replicas, mock.MagicMock(), mock.MagicMock()), ends]
+        callbacks = [BoundaryCallback(self.model, lambda: replicas, mock.MagicMock(), mock.MagicMock()), ends]
         tf.random.set_seed(1)  # arrays are shuffled the same way in every attempt
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -266,9 +264,9 @@ def test_what_cannot_be_positioned_is_said_by_worker_0_alone(pool1: Pool) -> Non
 def training(start: Position | None = None) -> Training:
     """A training of worker 0, without the rest of a job."""
     session, state = mock.MagicMock(rank=0, step=0), MemoryState({})
-    attempt = Training(session, state, Checkpoints(session, state, None, attempt=0))
+    attempt = Training(session, state)
     if start is not None:
-        attempt.restored(Restored(0, start, (), frozenset()), None)
+        attempt.restored(start)
     return attempt
 
 

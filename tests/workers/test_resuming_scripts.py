@@ -14,8 +14,8 @@ import tensorflow as tf
 
 import replicast
 from replicast.replicas.callback import BoundaryCallback
+from replicast.replicas.job_checkpoints import Checkpoints, SavePlan
 from replicast.replicas.position import Position
-from replicast.replicas.saving import Checkpoints, SavePlan
 from replicast.replicas.training_progress import Training
 from replicast.testing.job import Job, eventually
 from tests.pool import Pool
@@ -64,19 +64,19 @@ def order_of_events(strategy: Any) -> list[str]:
         model = Remembers()
         model.compile("sgd", "mse", run_eagerly=True)
     events: list[str] = []
-    replicas = mock.MagicMock(model=model, rank=0)
+    replicas = mock.MagicMock(**{"session.rank": 0})
     attempt = replicas.training
     attempt.begin_fit.return_value = Position(0, 3)
     attempt.frozen_variables.keep.side_effect = lambda names: events.append("kept")
     attempt.frozen_variables.put_back.side_effect = lambda: events.append("put back")
-    attempt.after_epoch.side_effect = lambda: events.append("saved")
+    replicas.checkpoints.after_epoch.side_effect = lambda: events.append("saved")
     attempt.reached.side_effect = lambda *_, epoch_ends=False, **__: events.extend(["ends"] * epoch_ends)
     other = keras.callbacks.LambdaCallback(
         on_train_begin=lambda logs: events.append("other begins"),
         on_epoch_begin=lambda epoch, logs: events.append("other begins epoch"),
         on_epoch_end=lambda epoch, logs: events.append("other ends epoch"),
     )
-    ours = BoundaryCallback(replicas, mock.MagicMock(), mock.MagicMock())
+    ours = BoundaryCallback(model, lambda: replicas, mock.MagicMock(), mock.MagicMock())
     given_by_user = keras.callbacks.CallbackList(
         [ours, other], add_history=True, model=model, epochs=2, steps=BATCHES
     )
@@ -93,19 +93,22 @@ def test_a_checkpoint_at_an_epochs_end_is_made_after_all_callbacks_and_what_they
     assert events == ["other begins", "kept", *epoch, *epoch]
 
 
-def test_a_checkpoint_that_is_due_at_the_last_batch_of_an_epoch_waits_for_its_end() -> None:
-    checkpoints, saved = mock.create_autospec(Checkpoints, instance=True), []
-    checkpoints.save_in_passing.side_effect = lambda: saved.append(
-        (checkpoints.position, dict(checkpoints.metrics))
+def test_a_checkpoint_that_is_due_at_the_last_batch_of_an_epoch_waits_for_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session, state, saved = mock.MagicMock(rank=0, step=8), mock.MagicMock(), []
+    attempt = Training(session, state)
+    checkpoints = Checkpoints(session, state, attempt, mock.MagicMock(), attempt=0)
+    monkeypatch.setattr(
+        checkpoints, "save_in_passing", lambda: saved.append((attempt.position, dict(attempt.metrics)))
     )
-    attempt = Training(mock.MagicMock(rank=0, step=8), mock.MagicMock(), checkpoints)
-    attempt.plan_saves(SavePlan(every=4))
+    checkpoints.follow(SavePlan(every=4))
     attempt.reached(Position(1), {"loss": 2.0}, epoch_ends=True)
-    attempt.after_step(1)
+    checkpoints.after_step(1)
     assert saved == []
     attempt.reached(Position(1), {"loss": 2.0, "val_loss": 1.0})
-    attempt.after_epoch()
-    attempt.after_epoch()
+    checkpoints.after_epoch()
+    checkpoints.after_epoch()
     assert saved == [(Position(1), {"loss": 2.0, "val_loss": 1.0})]
 
 
@@ -120,7 +123,7 @@ class Lives:
             self.model.compile("sgd", "mse", run_eagerly=True)
         self.attempt = training(start)
         self.positions: list[Position] = []
-        self._replicas = mock.MagicMock(model=self.model, rank=0, begin_epoch=strategy.begin_epoch)
+        self._replicas = mock.MagicMock(begin_epoch=strategy.begin_epoch, **{"session.rank": 0})
         self._replicas.training = self.attempt
         self._replicas.boundary.side_effect = lambda **_: self.positions.append(self.attempt.position)
 
@@ -135,7 +138,7 @@ class Lives:
         return [[*batch] for batch in self.model.seen]
 
     def _fit(self, data: Any, **options: Any) -> None:
-        callback = BoundaryCallback(self._replicas, SavePlan(), mock.MagicMock())
+        callback = BoundaryCallback(self.model, lambda: self._replicas, SavePlan(), mock.MagicMock())
         self.model.fit(data, verbose=0, callbacks=[callback], **options)
 
 
@@ -222,8 +225,7 @@ def test_what_a_callback_proposes_at_a_moment_has_the_same_id_in_an_attempt_that
 def test_what_was_meant_for_a_step_that_never_came_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with Job(1) as job:
         (worker,) = job.workers
-        checkpoints = Checkpoints(worker.session, worker.state, None, attempt=0)
-        attempt = Training(worker.session, worker.state, checkpoints)
+        attempt = Training(worker.session, worker.state)
         attempt.warn_of_what_was_left()
         assert caplog.messages == []
         for step in (7, 3, 7):

@@ -43,6 +43,7 @@ def bias(amount: float, **options: Any) -> Update:
 
 def keeping_of(job: Job, run: Path, fence: Fence | None = None) -> RunFiles:
     keeping = RunFiles(job.workers[0].session, run, 0, fence)
+    job.workers[0].on_inbox = keeping.on_inbox
     keeping.training = True
     return keeping
 
@@ -81,13 +82,13 @@ def test_what_a_group_had_taken_before_it_was_thought_dead_is_not_refused_by_it(
 ) -> None:
     keeping = keeping_of(job, tmp_path, Fence(tmp_path, attempt=0))
     session = job.workers[0].session
-    outcome, others = session.on_inbox, []
+    outcome, others = job.workers[0].on_inbox, []
 
     def taken_over_just_before(ticket: str, tell: Any) -> None:
         others.append(Fence(tmp_path, attempt=1))
         outcome(ticket, tell)
 
-    session.on_inbox = taken_over_just_before
+    job.workers[0].on_inbox = taken_over_just_before
     inbox.submit(tmp_path, bias(np.nan, id="precious"))
     keeping.start()
     eventually(session.threads.stopping.is_set)

@@ -20,8 +20,9 @@ from replicast.config import TOLD_TO_END
 from replicast.core.entries import Payload, Saved
 from replicast.core.events import Ended, WriteOutcome
 from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged
+from replicast.replicas.departure import Departure
+from replicast.replicas.job_checkpoints import Checkpoints, SavePlan, Saving
 from replicast.replicas.position import Position
-from replicast.replicas.saving import Checkpoints, Keeping, SavePlan, Saving
 from replicast.replicas.training_progress import Training
 from replicast.storage.checkpoint_format import Draft, Manifest, saved_of
 from replicast.storage.checkpoints import CheckpointStore
@@ -47,21 +48,34 @@ class Saver:
     ) -> None:
         self.worker = worker
         store = None if run_dir is None else CheckpointStore(run_dir)
-        self.checkpoints = Checkpoints(worker.session, worker.state, store, attempt=0)
-        writer = self.checkpoints.writer
-        writer.policy = lambda: policy
-        if worker.writer is not None:
-            worker.writer.write_checkpoint = writer.write
-            told = {"save": writer.ended, "leave": writer.ended}
-            worker.session.on_ended = lambda ended: told.get(ended.kind, lambda _: None)(ended)
-        self.training = Training(worker.session, worker.state, self.checkpoints)
+        self.training = Training(worker.session, worker.state)
+        self.checkpoints = Checkpoints(worker.session, worker.state, self.training, store, attempt=0)
+        worker.session.set_audit_policy(policy)
+        worker.take_snapshot = self.checkpoints.take_snapshot
+        worker.write_checkpoint = self.checkpoints.write
+        worker.on_ended = self.on_ended
+        companions: list[Departure] = []
+        self.departure = Departure(
+            worker.session,
+            self.checkpoints,
+            companions,
+            is_training=lambda: True,
+            has_trained=lambda: True,
+            answer=lambda problem: None,
+        )
+        companions.append(self.departure)
+        worker.on_leave = self.departure.leave
         if run_dir is not None:
-            self.training.plan_saves(plan or SavePlan())
+            self.checkpoints.follow(plan or SavePlan())
+
+    def on_ended(self, ended: Ended) -> None:
+        if ended.kind in ("save", "leave"):
+            self.checkpoints.on_ended(ended)
 
     def step(self) -> None:
-        self.training.goes_on()
+        self.checkpoints.report()
         self.worker.step()
-        self.training.after_step(1)
+        self.checkpoints.after_step(1)
 
 
 def savers(job: Job, run_dir: Path | None, plan: SavePlan | None = None) -> list[Saver]:
@@ -123,7 +137,7 @@ def left(
                 made[worker.rank].step()
                 at_each(worker, step)
                 if worker.rank == 1 and step == 14:
-                    made[1].training.leaving.ask()
+                    made[1].departure.ask()
         except SystemExit as exit_:
             return exit_.code
         return None
@@ -464,7 +478,7 @@ def test_a_checkpoint_that_was_requested_at_the_last_batch_of_an_epoch_waits_for
         steps_until(job, made, lambda: not first.operations(), is_last_batch)
         assert store.list() == []
         step = first.step
-        job.on_all(lambda worker: made[worker.rank].training.after_epoch())
+        job.on_all(lambda worker: made[worker.rank].checkpoints.after_epoch())
         job.on_all(lambda worker: made[worker.rank].checkpoints.settle())
         assert [manifest.step for manifest in store.list()] == [step]
 
@@ -490,8 +504,8 @@ def test_workers_that_are_at_different_moments_of_an_epochs_end_take_part_in_the
             if worker.rank == 1:
                 has_passed.set()
                 assert worker.session.propose(update).result(DEADLINE_SECS).step == 1
-            training.after_epoch()
-            training.goes_on()
+            made[worker.rank].checkpoints.after_epoch()
+            made[worker.rank].checkpoints.report()
             worker.session.rest("close")
             made[worker.rank].checkpoints.settle(DEADLINE_SECS)
 
@@ -516,7 +530,7 @@ def test_a_complete_checkpoint_has_not_failed_if_an_old_one_cannot_be_removed(
 
     monkeypatch.setattr(CheckpointStore, "remove", removed_by_somebody)
     with Job(1) as job:
-        made = savers(job, tmp_path, SavePlan(keeping=Keeping(1)))
+        made = savers(job, tmp_path, SavePlan(keep=1))
         for step in (1, 2, 3, 4):
             job.on_all(lambda worker: made[0].step())
             manifest = saved(job, made).result(DEADLINE_SECS)
@@ -529,8 +543,8 @@ def test_a_complete_checkpoint_has_not_failed_if_an_old_one_cannot_be_removed(
 def test_a_script_that_restores_a_step_can_do_so_again(tmp_path: Path) -> None:
     def trained(steps: Iterable[int], start: int | None) -> list[int]:
         with Job(1) as job:
-            made = savers(job, tmp_path, SavePlan(keeping=Keeping(2)))
-            made[0].checkpoints.writer.named = start
+            made = savers(job, tmp_path, SavePlan(keep=2))
+            made[0].checkpoints.named = start
             for step in steps:
                 job.on_all(lambda worker, step=step: worker.session.arrive(step))
                 saved(job, made).result(DEADLINE_SECS)
@@ -543,11 +557,11 @@ def test_a_script_that_restores_a_step_can_do_so_again(tmp_path: Path) -> None:
 
 def test_a_metric_that_is_not_there_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Job(1) as job:
-        made = savers(job, tmp_path, SavePlan(keeping=Keeping(1, ("loss", "min"))))
-        made[0].checkpoints.metrics = {"loss": 1.0}
+        made = savers(job, tmp_path, SavePlan(keep=1, keep_best=("loss", "min")))
+        made[0].training.metrics = {"loss": 1.0}
         saved(job, made).result(DEADLINE_SECS)
         assert "keep_best" not in caplog.text
-        made[0].training.plan_saves(SavePlan(keeping=Keeping(1, ("val_loss", "min"))))
+        made[0].checkpoints.follow(SavePlan(keep=1, keep_best=("val_loss", "min")))
         for _ in range(2):
             job.on_all(lambda worker: made[0].step())
             saved(job, made).result(DEADLINE_SECS)
@@ -589,16 +603,15 @@ def test_one_that_is_skipped_does_not_take_the_place_of_one_that_the_script_has_
     """Worker 1 takes its part of the skipped one before an update, worker 0 comes to it behind the update."""
     with Job(2) as job:
         made = savers(job, tmp_path, SavePlan(every=2, when_busy="skip"))
-        may_write, write = threading.Event(), made[0].checkpoints.writer.write
+        may_write, write = threading.Event(), made[0].checkpoints.write
 
         def write_later(saved: Saved) -> WriteOutcome:
             may_write.wait(DEADLINE_SECS)
             return write(saved)
 
-        assert job.workers[0].writer is not None
-        job.workers[0].writer.write_checkpoint = write_later
+        job.workers[0].write_checkpoint = write_later
         ended: list[Ended] = []
-        job.workers[0].session.on_ended = ended.append
+        job.workers[0].on_ended = ended.append
         update = Update(id="between").add("dense/bias", np.ones(3, np.float32))
         proposed: list[Any] = []
 
@@ -646,15 +659,15 @@ def test_a_save_that_is_refused_late_does_not_settle_the_next_one(
     """Worker 0 hears that the first was refused when it has asked for the second, which is being written."""
     with Job(2) as job:
         made = savers(job, tmp_path)
-        session, is_next, is_heard = job.workers[0].session, threading.Event(), threading.Event()
-        hear = session.on_ended
+        is_next, is_heard = threading.Event(), threading.Event()
+        hear = job.workers[0].on_ended
 
         def hear_late(ended: Ended) -> None:
             is_next.wait(DEADLINE_SECS)
             hear(ended)
             is_heard.set()
 
-        session.on_ended = hear_late
+        job.workers[0].on_ended = hear_late
         SlowStore(monkeypatch, is_heard.is_set)
 
         def no_memory(_: object) -> None:
@@ -676,21 +689,21 @@ def test_a_checkpoint_that_one_worker_leaves_out_is_an_error_that_names_it_and_t
     tmp_path: Path,
 ) -> None:
     with Job(2) as job:
-        made = savers(job, tmp_path, SavePlan(every=1, keeping=Keeping(9)))
+        made = savers(job, tmp_path, SavePlan(every=1, keep=9))
         said: list[str] = []
 
         def act(worker: Worker) -> None:
             for step in range(1, 6):
                 if (worker.rank, step) == (1, 2):
-                    made[1].training.goes_on()
+                    made[1].checkpoints.report()
                     worker.step()  # and not `after_step`: its callback was skipped
                     continue
                 try:
                     made[worker.rank].step()
                 except CheckpointError as error:
                     said.append(str(error))
-                    made[worker.rank].training.after_step(1)
-            made[worker.rank].training.goes_on()
+                    made[worker.rank].checkpoints.after_step(1)
+            made[worker.rank].checkpoints.report()
             worker.session.rest("close")
             made[worker.rank].checkpoints.settle(DEADLINE_SECS)
 

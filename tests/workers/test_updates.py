@@ -668,7 +668,7 @@ def transports_opened() -> Iterator[list[Any]]:
         opened.append(open_transport(*given))
         return opened[-1]
 
-    with mock.patch("replicast.replicas.joining.open_transport", noted):
+    with mock.patch("replicast.replicas.joined_worker.open_transport", noted):
         yield opened
 
 

@@ -1,6 +1,4 @@
-"""One façade per worker: propose, boundary, sync; the Keras callback; the files that others watch."""
+"""One worker of a job: `Replicas`, the threads, messages and files behind it, and the Keras callback.
 
-from replicast.replicas.callback import BoundaryCallback
-from replicast.replicas.replicas import Replicas
-
-__all__ = ["BoundaryCallback", "Replicas"]
+This file imports nothing: a job of threads (`replicast.testing`) needs the session, and no TensorFlow.
+"""

@@ -48,7 +48,10 @@ class Inbox:
         self._unsettled: dict[str, Tell] = {}
         self._withdrawals = 0
         self._aside: dict[RunPath, float] = {}
-        session.on_inbox = lambda ticket, tell: self._outcomes.put((ticket, tell))
+
+    def on_outcome(self, ticket: str, tell: Tell) -> None:
+        """A proposal has its outcome. Called by the event loop."""
+        self._outcomes.put((ticket, tell))
 
     def propose(self, run_dir: RunDir) -> None:
         """Proposes what is new in the inbox. Only while a training runs: otherwise the script may be over."""

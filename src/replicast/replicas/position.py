@@ -1,4 +1,9 @@
-"""The position of a training in its script and its data."""
+"""The position of a training in its script and its data.
+
+A restarted script calls all its trainings again, in the same order. Those that were over when the checkpoint
+was made are skipped; the one in which it was made resumes; later ones start from the beginning. What the
+script or its callbacks change again meanwhile is put back: it is in the restored state already.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +19,11 @@ from replicast.replicas.session import Session
 from replicast.update.edits import Edit, EditKind
 from replicast.update.state import Arrays, State
 
+logger = logging.getLogger("replicast")
+
+# What a position refers to: the last `fit` that was begun; a `fit` that was stopped early, or that was over
+# in an earlier attempt; or a custom training loop.
 Inside = Literal["fit", "stopped", "over", "loop"]
-"""What a position refers to: the last `fit` that was begun; a `fit` that was stopped early, or that was over
-in an earlier attempt; or a custom training loop."""
 
 
 class Fit(NamedTuple):
@@ -31,7 +38,6 @@ class Fit(NamedTuple):
         return f"fit with {self.epochs} epochs of {batches}"
 
     def is_like(self, other: Fit) -> bool:
-        """Whether both were called with the same arguments."""
         return (self.epochs, self.batches) == (other.epochs, other.batches)
 
 
@@ -65,17 +71,8 @@ class Position:
         return replace(self, fits=tuple(Fit(*fit) for fit in script["fits"]), inside=script["inside"])
 
 
-# Which `fit` of a script a restored position belongs to.
-#
-# A restarted script calls all its trainings again, in the same order. Those that were over when the
-# checkpoint was made are skipped; the one in which it was made resumes; later ones start from the
-# beginning.
-
-logger = logging.getLogger("replicast")
-
-
 class Fits:
-    """The trainings of one script. The same on all workers, for their training threads."""
+    """Which `fit` of a script a position belongs to. The same on all workers, for their training threads."""
 
     def __init__(self, speaks: bool = True) -> None:
         self._speaks = speaks
@@ -85,11 +82,9 @@ class Fits:
         self._said: set[str] = set()
 
     def restored(self, position: Position) -> None:
-        """Sets the position of the restored checkpoint."""
         self._resumed = position
 
     def begin(self, fit: Fit) -> Position:
-        """Called when a training with the callback begins."""
         resumed = self._resumed
         if resumed is None or resumed.fits is None:
             self._resumed = None
@@ -107,7 +102,6 @@ class Fits:
         return replace(found, inside="stopped") if stopped else found
 
     def end(self, epoch: int, stopped: bool) -> None:
-        """Called when the training is over."""
         if self._inside == "fit":
             self._begun[-1] = self._begun[-1]._replace(ended=epoch)
         self._inside = "stopped" if stopped else "loop"
@@ -198,11 +192,8 @@ class Fits:
             logger.warning(message)
 
 
-# Variables that keep their values while a restarted script repeats work that is already in the state.
-
-
 class FrozenVariables:
-    """Variables whose values are restored after a restarted script or its callbacks change them again.
+    """Variables whose values are put back while a restarted script repeats work that is in the state.
 
     An update still changes them, and ends the freeze. For the training thread.
     """
@@ -215,7 +206,6 @@ class FrozenVariables:
         self._holds: set[int] = set()
 
     def keep(self, names: Iterable[str] | None = None) -> None:
-        """Freezes these variables; by default, all."""
         holds = self._session.replica.holds
         if self._copy and self._holds == holds:
             return
@@ -224,7 +214,6 @@ class FrozenVariables:
         self._holds = set(holds)
 
     def put_back(self) -> None:
-        """Restores the values of the variables that have changed since `keep`."""
         if not self._copy or self._holds != self._session.replica.holds:
             return
         for name, digest in self._state.digests(self._copy).items():
@@ -233,5 +222,4 @@ class FrozenVariables:
                 self._state.apply([Edit(EditKind.ASSIGN, name, {"value": np.array(self._copy[name])})])
 
     def release(self) -> None:
-        """Ends the freeze."""
         self._copy, self._digests = {}, {}

@@ -1,9 +1,15 @@
-"""The proposals of one worker: its tickets, and the bytes that it publishes. Any thread may propose."""
+"""The proposals of one worker: their ids, their tickets, and the bytes that it publishes.
+
+An id that the training thread gives is the same in every attempt, so that what a restarted script proposes
+again is applied only once. It is made of the worker, the moment of the training, and a count. A proposal of
+another thread has no definite moment: it gets a random id.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import time
 import uuid
 from collections.abc import Callable
@@ -15,19 +21,19 @@ from replicast.core.messages import OUTSIDE, Propose, Tell, Withdraw
 from replicast.core.records import Proposal, Refusal, Stage
 from replicast.errors import JobFailed, UpdatePending, UpdateRefused, printable
 from replicast.errors import refusal_of as unexpected_refusal
+from replicast.replicas.lanes import Lane
 from replicast.replicas.parcels import Function, Parcels
 from replicast.replicas.replica import StateReplica
-from replicast.replicas.threads import Lane
 from replicast.replicas.ticket import Ticket
 from replicast.update.schema import Limits, planned
 from replicast.update.trial import Trial
-from replicast.update.update import Update
+from replicast.update.update import MAX_STEP, Update, checked_text
 
 logger = logging.getLogger("replicast")
 
 
 class Proposals:
-    """The proposals of one worker, and on worker 0 those from outside the job."""
+    """The proposals of one worker, and on worker 0 those from outside the job. Any thread may propose."""
 
     def __init__(
         self,
@@ -36,62 +42,138 @@ class Proposals:
         limits: Limits,
         outbox: Lane,
         releasing: Lane,
+        *,
+        size: int,
+        step: Callable[[], int],
+        in_training_thread: Callable[[], bool],
         post: Callable[[Any], None],
         wait_for: Callable[[Ticket, float | None], bool],
     ) -> None:
         self._replica = replica
+        self._rank, self._size = replica.rank, size
         self._parcels = parcels
         self._limits = limits
         self._outbox = outbox
         self._releasing = releasing
+        self._step = step
+        self._in_training_thread = in_training_thread
         self._post = post
         self._wait_for = wait_for
         self._numbers = itertools.count(1)
         # Unique to this process: a refusal in the journal names tickets, and must never match a later one.
         self._unique = f"worker-{replica.rank}-{uuid.uuid4().hex[:12]}"
         self._tickets: dict[str, Ticket] = {}
-        replica.on_stage = self._note_stage
+        self._has_trained = False
+        self._last_ids: dict[str, tuple[str, int]] = {}
+        self._moment = (-1, "")
 
-    def propose(self, update: Update, at_step: int | None, trial: Trial | None) -> Ticket:
-        """Proposes an update. Returns at once."""
+    # The moment that ids are made of.
+
+    def set_moment(self, moment: str, step: int) -> None:
+        """Assigns the training thread's proposals, from here to the next boundary, to this moment.
+
+        Other proposals belong to the previous boundary, or to step 0 if there is none in this attempt.
+        """
+        self._moment = self._step(), f"step-{step}-{moment}"
+
+    def training_continues(self) -> None:
+        """From now on proposals belong to their step; those before training, even after a restore, to 0."""
+        self._has_trained = True
+
+    def _new_id(self, prefix: str) -> str:
+        if not self._in_training_thread():
+            return f"{prefix}-{uuid.uuid4().hex}"
+        step = self._step()
+        since, moment = self._moment
+        now = moment if since == step else f"step-{step if self._has_trained else 0}"
+        last, count = self._last_ids.get(prefix, (now, 0))
+        count = count + 1 if last == now else 1
+        self._last_ids[prefix] = (now, count)
+        return f"{prefix}-{now}-{count}"
+
+    # Of this worker. All return at once.
+
+    def propose(
+        self,
+        update: Update | Function,
+        *,
+        source: int | None = None,
+        at_step: int | None = None,
+        trial: Trial | None = None,
+    ) -> Ticket:
+        """As `Replicas.propose`."""
+        if trial is not None and not isinstance(trial, Trial):
+            raise UpdateRefused(
+                "trial is not a Trial", expected="replicast.Trial(steps=...)", received=repr(trial)[:200]
+            )
+        at_step = checked_step(at_step)
+        if isinstance(update, Update):
+            if source is not None:
+                raise UpdateRefused(
+                    "source is only for functions, not for updates", received=f"source={source}"
+                )
+            if not update.id_was_given and self._in_training_thread():
+                update = update.with_id(self._new_id(f"worker-{self._rank}"))
+            return self.propose_update(update.signed(f"worker {self._rank}"), at_step, trial)
+        if not callable(update):
+            raise UpdateRefused(
+                "Only an Update or a function can be proposed",
+                expected="Update().assign(name, value), or a function of the live values",
+                received=type(update).__name__,
+            )
+        runs_on = self._rank if source is None else checked_worker(source, self._size)
+        if runs_on != self._rank and not self._in_training_thread():
+            raise UpdateRefused(
+                f"Worker {self._rank} cannot send a function to worker {runs_on}",
+                remedy=f"Propose it on worker {runs_on}, or in the training thread of every worker",
+            )
+        return self.propose_function(self._new_id(f"function-{runs_on}"), update, runs_on, at_step, trial)
+
+    def revert(self, number: Any, note: str, *, force: bool) -> Ticket:
+        """As `Replicas.revert`."""
+        sequence = checked_step(number)
+        if sequence is None:
+            raise UpdateRefused("A revert needs the number of an update", received="None")
+        checked_text("note", note)
+        id_ = self._new_id(f"revert-{sequence}-worker-{self._rank}")
+        return self.propose_revert(id_, sequence, note, forced=force)
+
+    def propose_update(self, update: Update, at_step: int | None, trial: Trial | None) -> Ticket:
         ticket = self._ticket(update.id, trial)
         self._outbox.do(lambda: self._publish(update, ticket, at_step))
         return ticket
 
     def propose_function(
-        self, id_: str, function: Function, source: int, at_step: int | None, trial: Trial | None
+        self,
+        id_: str,
+        function: Function,
+        source: int,
+        at_step: int | None = None,
+        trial: Trial | None = None,
     ) -> Ticket:
         """Proposes a function to be run on worker `source`, which must propose it too."""
-        ticket = self._ticket(id_, trial)
-        rank = self._replica.rank
-        if source == rank:
+        if source == self._rank:
             self._replica.add_function(id_, function)
-        proposal = Proposal(
-            id_, "", None, at_step, trial, source, author=f"worker {rank}", proposed_at=ticket.proposed_at
-        )
-        self._outbox.do(lambda: self._post(e.Proposed(ticket.number, proposal)))
-        return ticket
+        return self._propose(self._ticket(id_, trial), at_step=at_step, source=source)
 
-    def propose_revert(self, id_: str, sequence: int, note: str, *, forced: bool) -> Ticket:
+    def propose_revert(self, id_: str, sequence: int, note: str = "", *, forced: bool = False) -> Ticket:
         """Proposes to undo a committed update: worker 0 makes the update that does."""
-        ticket = self._ticket(id_)
+        return self._propose(self._ticket(id_), note=note, reverts=sequence, forced=forced)
+
+    def _propose(self, ticket: Ticket, **fields: Any) -> Ticket:
+        """Proposes what has no bytes yet."""
         proposal = Proposal(
-            id_,
+            ticket.id,
             "",
-            author=f"worker {self._replica.rank}",
-            note=note,
+            trial=ticket.trial,
+            author=f"worker {self._rank}",
             proposed_at=ticket.proposed_at,
-            reverts=sequence,
-            forced=forced,
+            **fields,
         )
         self._outbox.do(lambda: self._post(e.Proposed(ticket.number, proposal)))
         return ticket
 
-    def refuse(self, id_: str, error: UpdateRefused) -> Ticket:
-        """Returns a ticket for a proposal that is refused before it leaves this worker."""
-        ticket = self._ticket(id_)
-        self._fail(ticket, error)
-        return ticket
+    # On worker 0, from outside the job.
 
     def propose_from_outside(
         self,
@@ -100,12 +182,11 @@ class Proposals:
         at_step: int | None,
         trial: Trial | None,
     ) -> None:
-        """Worker 0: proposes an update from the inbox. Blocks while its bytes are copied."""
+        """Proposes an update from the inbox. Blocks while its bytes are copied."""
         proposal = self._published(update, _outside(ticket), at_step, trial, time.time())
         self._post(e.FromWorker(OUTSIDE, Propose(ticket, proposal)))
 
     def revert_from_outside(self, ticket: str, update: Update, sequence: int, *, forced: bool) -> None:
-        """Worker 0: proposes to undo a committed update, on request from outside the job."""
         proposal = Proposal(
             update.id,
             "",
@@ -118,12 +199,13 @@ class Proposals:
         self._post(e.FromWorker(OUTSIDE, Propose(ticket, proposal)))
 
     def withdraw_from_outside(self, ticket: str, id_: str) -> None:
-        """Worker 0: withdraws an update on request from outside the job."""
         self._post(e.FromWorker(OUTSIDE, Withdraw(ticket, id_)))
 
     def close_from_outside(self, ticket: str, stage: Stage) -> None:
-        """Worker 0: releases a proposal from outside that has its outcome. Called by the event loop."""
+        """Releases a proposal from outside that has its outcome. Called by the event loop."""
         self._releasing.do(lambda: self._parcels.release_ticket(_outside(ticket), stage))
+
+    # What becomes of them.
 
     def told(self, number: str, tell: Tell) -> None:
         """Passes on progress reported by the coordinator. Called by the event loop."""
@@ -138,6 +220,12 @@ class Proposals:
             del self._tickets[number]
             self._releasing.do(lambda: self._parcels.release_ticket(number, tell.stage))
 
+    def reach(self, id_: str, stage: Stage) -> None:
+        """This worker has prepared or applied an update."""
+        for ticket in list(self._tickets.values()):
+            if ticket.id == id_:
+                ticket.reach(stage)
+
     def end(self, step: int) -> None:
         """Fails all open tickets: the job ended at this step."""
         for ticket in list(self._tickets.values()):
@@ -147,15 +235,15 @@ class Proposals:
 
     def _ticket(self, id_: str, trial: Trial | None = None) -> Ticket:
         number = f"{self._unique}-{next(self._numbers)}"
-        ticket = Ticket(id_, number, self._wait_for, trial)
-        self._tickets[number] = ticket
+        ticket = self._tickets[number] = Ticket(id_, number, self._wait_for, trial)
         return ticket
 
     def _publish(self, update: Update, ticket: Ticket, at_step: int | None) -> None:
         try:
             proposal = self._published(update, ticket.number, at_step, ticket.trial, ticket.proposed_at)
         except UpdateRefused as error:
-            self._fail(ticket, error)
+            self._tickets.pop(ticket.number, None)
+            ticket.fail(Stage.REFUSED, error)
             return
         faults.point("propose")
         self._post(e.Proposed(ticket.number, proposal))
@@ -184,15 +272,33 @@ class Proposals:
             proposed_at=proposed_at,
         )
 
-    def _fail(self, ticket: Ticket, error: UpdateRefused) -> None:
-        self._tickets.pop(ticket.number, None)
-        ticket.fail(Stage.REFUSED, error)
-
-    def _note_stage(self, id_: str, stage: str) -> None:
-        for ticket in list(self._tickets.values()):
-            if ticket.id == id_:
-                ticket.reach(Stage(stage))
-
 
 def _outside(ticket: str) -> str:
     return f"outside {ticket}"
+
+
+def checked_step(at_step: Any) -> int | None:
+    """The step that an author chose, if it can be one. Whether it is past, only the coordinator knows."""
+    if at_step is None:
+        return None
+    try:
+        step = -1 if isinstance(at_step, bool) else operator.index(at_step)
+    except TypeError:
+        step = -1
+    if not 0 <= step < MAX_STEP:
+        raise UpdateRefused(
+            "at_step must be a number of steps", expected="an integer from 0 on", received=repr(at_step)[:200]
+        )
+    return step
+
+
+def checked_worker(source: Any, size: int) -> int:
+    try:
+        number = operator.index(source)
+    except TypeError:
+        number = -1
+    if not 0 <= number < size:
+        raise UpdateRefused(
+            "There is no such worker", expected=f"source from 0 to {size - 1}", received=repr(source)
+        )
+    return number

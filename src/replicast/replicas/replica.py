@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from replicast import faults
-from replicast.core.entries import Committed, Decided, Entry, History, Payload, Receipt, Saved
-from replicast.core.events import WriteOutcome
+from replicast.core.entries import Saved
+from replicast.core.events import Ended, WriteOutcome
+from replicast.core.messages import Tell
 from replicast.core.operations.pull import Ranges
-from replicast.core.records import Applied, Content, Published, Refuse, Seen, Snapshot
-from replicast.errors import FileDamaged, JobFailed, PayloadRemoved, UpdateRefused
-from replicast.replicas.gate import Gate
+from replicast.core.records import Applied, Content, Published, Refuse, Seen, Snapshot, Stage
+from replicast.errors import FileDamaged, PayloadRemoved
+from replicast.replicas.lanes import Lane
 from replicast.replicas.measures import Measures
 from replicast.replicas.parcels import NO_LIMITS, Function, Parcels, computed_update
-from replicast.replicas.threads import Lane, Threads
-from replicast.replicas.ticket import refusal_of
-from replicast.storage.journal import Journal, NotWritten, PerhapsWritten
+from replicast.storage.journal import Journal
 from replicast.storage.updates import Undo, changes_since, inverse_of
 from replicast.transport import Parcel
 from replicast.update.audit_report import deviation
@@ -36,59 +34,134 @@ from replicast.update.state import Arrays, Held, State
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
-# Worker 0: the values that updates have overwritten, from the boundary of the update until they are
-# written.
-#
-# A revert needs them (`update/inverse.py`). Holding them costs the training thread no copy of whole
-# variables, and they are written in the background.
-
 logger = logging.getLogger("replicast")
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class WorkerHooks:
+    """What a session and its replica ask of the worker around them: `JoinedWorker`, or that of a test.
+
+    Each method says which thread calls it.
+    """
+
+    def check(self) -> None:
+        """Any thread: raises if another worker has failed."""
+
+    def trained(self) -> int:
+        """Training thread: how many transfers this worker has started in steps."""
+        return 0
+
+    def take_snapshot(self, id_: str, due: bool, again: bool) -> Callable[[], Snapshot]:
+        """Training thread: this worker's part of a checkpoint, as `Replica.snapshot`."""
+        raise Refuse("This worker makes no checkpoints")
+
+    def write_checkpoint(self, saved: Saved) -> WriteOutcome:
+        """Worker 0, lane "saver"."""
+        return WriteOutcome.DURABLE
+
+    def expected_fingerprint(self, name: str) -> str | None:
+        """Worker 0, training thread, all workers stopped: by checkpoint and journal; None if not known."""
+        return None
+
+    def on_applied(self, id_: str) -> None:
+        """Training thread: this worker has applied an update."""
+
+    def on_report(self, report: Any, raises: bool) -> None:
+        """Training thread: the report of an audit for which all workers stopped."""
+
+    def on_leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
+        """Training thread: all workers exit now."""
+
+    def on_long_wait(self, step: int | None) -> None:
+        """Training thread: it has waited at this boundary for some time; None when that is over."""
+
+    def on_ended(self, ended: Ended) -> None:
+        """Worker 0, lane "release": a save, an audit or a request has ended."""
+
+    def on_inbox(self, ticket: str, tell: Tell) -> None:
+        """Worker 0, loop: the outcome of a proposal from outside the job."""
+
+    def on_note(self, rank: int, text: str) -> None:
+        """Worker 0, readers: the note of a worker that does not see the run directory."""
+
+
+class _Before(NamedTuple):
+    """What an update has overwritten, held without a copy of whole variables; or why that is not kept."""
+
     id: str
     values: Held | None
     rows: Arrays
     problem: str = ""
 
 
-class HeldValues:
-    """The values that updates have overwritten, by the update's number."""
+class StateReplica:
+    """Implements `replicast.core.messages.Replica`, which documents the methods.
 
-    def __init__(self, state: State, limits: Limits) -> None:
-        self._state = state
+    An `UpdateRefused` that an order raises is this worker's refusal of it (`Session`, `Gate`).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        state: State,
+        parcels: Parcels,
+        releasing: Lane,
+        *,
+        step: Callable[[], int],
+        reached: Callable[[str, Stage], None],
+        hooks: WorkerHooks,
+        limits: Limits,
+        receive_secs: float,
+        journal: Journal | None,
+        guard: Guard | None,
+        may_differ: frozenset[str],
+    ) -> None:
+        self.rank = rank
+        self.state = state
+        self.may_differ = may_differ
+        self._parcels = parcels
+        self._releasing = releasing
+        self._step = step
+        self._reached = reached
+        self._hooks = hooks
         self._limits = limits
-        self._held: dict[int, _Held] = {}
+        self._receive_secs = receive_secs
+        self._journal = journal
+        self._guard = guard
+        self._functions: dict[str, Function] = {}
+        self._copy: Arrays | None = None  # during a trial: the state before it
+        # Worker 0: what updates have overwritten, from their boundary until it is written. A revert needs it.
+        self._before: dict[int, _Before] = {}
+        self.pulled: dict[str, npt.NDArray[Any]] = {}
+        self.holds: set[int] = set()
+        self.measures = Measures()
+        self.stopped_at = 0.0  # when the training thread began to wait at this boundary
+        self.in_function = False  # whether the training thread runs a user's function
 
-    def hold(self, id_: str, sequence: int, edits: Sequence[Edit]) -> bool:
-        """Holds what these edits are about to overwrite. For the training thread."""
-        whole, rows = parts_to_keep(edits, self._state.schema)
-        if not whole and not rows:
-            return False
-        nbytes, most = bytes_to_keep(whole, rows, self._state.schema), self._limits.max_before_bytes
-        if nbytes <= most:
-            self._held[sequence] = _Held(id_, self._state.hold(whole, rows), rows)
-            return True
-        problem = (
-            f"Update {sequence} cannot be reverted: it has overwritten {_mib(nbytes)}, and only up to "
-            f"{_mib(most)} are kept. Limits(max_before_bytes=...) keeps more"
-        )
-        self._held[sequence] = _Held(id_, None, {}, problem)
-        return True
+    # In the background.
 
-    def write(self, sequence: int, journal: Journal) -> tuple[Content, str]:
-        """Makes the values durable. For a thread in the background."""
-        held = self._held.pop(sequence)
-        if held.values is None:
-            logger.warning("%s", held.problem)
-            return None, held.problem
-        whole, parts = held.values()
+    def load(self, id_: str, digest: str) -> Content:
+        try:
+            return self._parcels.publish(self._journal_of_worker_0().load(id_, digest))
+        except PayloadRemoved as error:
+            raise Refuse(str(error)) from error
+
+    def prepare(self, id_: str, digest: str, content: Content) -> None:
+        if not isinstance(content, Parcel):
+            raise Refuse(f"No bytes were published for {id_}")
+        self._parcels.prepare(id_, digest, content, self._receive_secs)
+        self._reached(id_, Stage.PREPARED)
+
+    def write_before(self, sequence: int) -> tuple[Content, str]:
+        before = self._before.pop(sequence)
+        if before.values is None:
+            logger.warning("%s", before.problem)
+            return None, before.problem
+        whole, parts = before.values()
         for value in (*whole.values(), *parts.values()):
             value.flags.writeable = False  # an update does not copy what nobody writes to
-        pairs = {name: (held.rows[name], values) for name, values in parts.items()}
+        pairs = {name: (before.rows[name], values) for name, values in parts.items()}
         try:
-            return journal.stage_before(update_before(held.id, whole, pairs)), ""
+            return self._journal_of_worker_0().stage_before(update_before(before.id, whole, pairs)), ""
         except OSError as error:
             logger.warning(
                 "update %d cannot be reverted: its values before cannot be written: %s", sequence, error
@@ -97,86 +170,11 @@ class HeldValues:
                 f"The values before update {sequence} cannot be written ({error.strerror})"
             ) from error
 
-    def drop(self, sequence: int) -> None:
-        """Forgets what is held for an update. No-op if nothing is."""
-        self._held.pop(sequence, None)
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"
-
-
-class StateReplica:
-    """Implements `replicast.core.messages.Replica`, which documents the methods."""
-
-    def __init__(
-        self,
-        rank: int,
-        state: State,
-        parcels: Parcels,
-        gate: Gate,
-        releasing: Lane,
-        limits: Limits,
-        receive_secs: float,
-    ) -> None:
-        self.rank = rank
-        self.state = state
-        self._parcels = parcels
-        self._gate = gate
-        self._releasing = releasing
-        self._limits = limits
-        self._receive_secs = receive_secs
-        self._functions: dict[str, Function] = {}
-        self._copy: Arrays | None = None
-        self.before = HeldValues(state, limits)
-        self.pulled: dict[str, npt.NDArray[Any]] = {}
-        self.holds: set[int] = set()
-        self.measures = Measures()
-        self.journal: Journal | None = None
-        self.guard: Guard | None = None
-        self.may_differ: frozenset[str] = frozenset()
-        self.trained: Callable[[], int] = lambda: 0
-        self.step: Callable[[], int] = lambda: 0
-        self.take_snapshot: Callable[[str, bool, bool], Any] = lambda id_, due, again: None
-        self.expectation: Callable[[str], str | None] = lambda name: None
-        self.on_report: Callable[[Any, bool], None] = lambda report, raises: None
-        self.on_leave: Callable[[str, tuple[str, ...]], None] = lambda problem, asked_by: None
-        self.on_applied: Callable[[str], None] = lambda id_: None
-        self.on_stage: Callable[[str, str], None] = lambda id_, stage: None
-
-    # In the background.
-
-    def load(self, id_: str, digest: str) -> Content:
-        if self.journal is None:
-            raise Refuse("Only worker 0 reads the journal")
-        try:
-            return self._parcels.publish(self.journal.load(id_, digest))
-        except PayloadRemoved as error:
-            raise Refuse(str(error)) from error
-        except UpdateRefused as error:
-            raise _refuse(error, self.rank) from error
-
-    def prepare(self, id_: str, digest: str, content: Content) -> None:
-        if not isinstance(content, Parcel):
-            raise Refuse(f"No bytes were published for {id_}")
-        try:
-            self._parcels.prepare(id_, digest, content, self._receive_secs)
-        except UpdateRefused as error:
-            raise _refuse(error, self.rank) from error
-        self.on_stage(id_, "prepared")
-
-    def write_before(self, sequence: int) -> tuple[Content, str]:
-        if self.journal is None:
-            raise Refuse("Only worker 0 writes the journal")
-        return self.before.write(sequence, self.journal)
-
     def drop_before(self, sequence: int) -> None:
-        self.before.drop(sequence)
+        self._before.pop(sequence, None)
 
     def invert(self, id_: str, sequence: int, *, forced: bool) -> Published:
-        journal = self.journal
-        if journal is None:
-            raise Refuse("Only worker 0 reads the journal")
+        journal = self._journal_of_worker_0()
         history = journal.history()
         record = history.committed[sequence]
         try:
@@ -189,17 +187,18 @@ class StateReplica:
             if not forced:
                 since = changes_since(history, record, update, lambda one: journal.edits(one.id, one.digest))
                 Undo(record, update, since).check()
-            update = planned(update, self.state.schema, self._limits)
-            self.check_by_guard(update)
-            return self._published(update)
-        except UpdateRefused as error:
-            raise _refuse(error, self.rank) from error
         except FileDamaged as error:
             raise Refuse(str(error)) from error
+        return self._checked_and_published(update)
 
     def discard(self, id_: str) -> None:
         self._functions.pop(id_, None)
         self._parcels.discard(id_)
+
+    def _journal_of_worker_0(self) -> Journal:
+        if self._journal is None:
+            raise Refuse("Only worker 0 reads and writes the journal")
+        return self._journal
 
     # In the training thread.
 
@@ -209,18 +208,33 @@ class StateReplica:
 
     def apply(self, id_: str, digest: str, sequence: int, *, keep: bool) -> Callable[[], Applied]:
         update, parcel_id = self._parcels.take(id_, digest)
-        keeps = keep and self.rank == 0 and self.before.hold(id_, sequence, update.edits)
+        keeps = keep and self.rank == 0 and self._hold_before(id_, sequence, update.edits)
         faults.point("apply")
         self.state.apply(update.edits)
         self.holds.add(sequence)
         applied_at = time.time()
-        digested = self.state.digest_later(self._to_be_equal(update.edits))
+        strict = [edit for edit in update.edits if edit.variable not in self.may_differ]
+        digested = self.state.digest_later(strict)
         self._releasing.do(lambda: self._parcels.release_applied(parcel_id))
-        self.on_stage(id_, "applied")
-        self.on_applied(id_)
+        self._reached(id_, Stage.APPLIED)
         faults.point("ack")
-        stall_secs, trained = time.monotonic() - self._gate.since, self.trained()
+        stall_secs, trained = time.monotonic() - self.stopped_at, self._hooks.trained()
         return lambda: Applied(digested(), applied_at, stall_secs, trained, keeps)
+
+    def _hold_before(self, id_: str, sequence: int, edits: Sequence[Edit]) -> bool:
+        whole, rows = parts_to_keep(edits, self.state.schema)
+        if not whole and not rows:
+            return False
+        nbytes, most = bytes_to_keep(whole, rows, self.state.schema), self._limits.max_before_bytes
+        if nbytes <= most:
+            self._before[sequence] = _Before(id_, self.state.hold(whole, rows), rows)
+            return True
+        problem = (
+            f"Update {sequence} cannot be reverted: it has overwritten {nbytes / 2**20:,.1f} MiB, and only "
+            f"up to {most / 2**20:,.1f} MiB are kept. Limits(max_before_bytes=...) keeps more"
+        )
+        self._before[sequence] = _Before(id_, None, {}, problem)
+        return True
 
     def add_function(self, id_: str, function: Function) -> None:
         """Adds a function that this worker has proposed and will run. Any thread."""
@@ -230,15 +244,11 @@ class StateReplica:
         function = self._functions.get(id_)
         if function is None:
             raise Refuse(f"Worker {self.rank} has no function for {id_}", (self.rank,))
+        self.in_function = True
         try:
-            with self._gate.in_function():
-                update = computed_update(id_, function, self.state, self.rank)
-            update = planned(update, self.state.schema, self._limits)
-            self.check_by_guard(update)
-            published = self._published(update)
-        except UpdateRefused as error:
-            raise _refuse(error, self.rank) from error
+            published = self._checked_and_published(computed_update(id_, function, self.state, self.rank))
         finally:
+            self.in_function = False
             known = self._functions.pop(id_, None)
         if known is None:  # the function took too long: it was refused and discarded before it was published
             self._parcels.discard(id_)
@@ -247,18 +257,20 @@ class StateReplica:
 
     def check_by_guard(self, update: Update) -> None:
         """Raises `UpdateRefused` when the guard does not allow the update."""
-        if self.guard is not None:
-            self.guard.check(update.edits, self.state.schema, self.state.read)
+        if self._guard is not None:
+            self._guard.check(update.edits, self.state.schema, self.state.read)
 
     def publish(self, id_: str, names: tuple[str, ...]) -> Published:
         update = Update(id=id_, allow_nonfinite=True)
         for name, value in self.state.read(names).items():
             value.flags.writeable = False  # no one else holds it: `assign` needs no second copy
             update = update.assign(name, value)
-        try:
-            return self._published(planned(update, self.state.schema, NO_LIMITS))
-        except UpdateRefused as error:
-            raise _refuse(error, self.rank) from error
+        return self._published(planned(update, self.state.schema, NO_LIMITS))
+
+    def _checked_and_published(self, update: Update) -> Published:
+        update = planned(update, self.state.schema, self._limits)
+        self.check_by_guard(update)
+        return self._published(update)
 
     def _published(self, update: Update) -> Published:
         parcel = self._parcels.publish(update)
@@ -274,8 +286,11 @@ class StateReplica:
         return digest_array(value)
 
     def digest(self) -> str:
-        names = (variable.name for variable in self.state.schema)
-        return joined(self.state.digests(name for name in names if name not in self.may_differ))
+        return joined(self.state.digests(self.strict_names()))
+
+    def strict_names(self) -> list[str]:
+        """The variables that must be equal on all workers."""
+        return [one.name for one in self.state.schema if one.name not in self.may_differ]
 
     def digests(self, names: tuple[str, ...] = ()) -> dict[str, str]:
         return self.state.digests(names or tuple(variable.name for variable in self.state.schema))
@@ -286,7 +301,7 @@ class StateReplica:
         secs = time.monotonic() - started
         strict = {name: digest for name, digest in digests.items() if name not in self.may_differ}
         free = {name: digest for name, digest in digests.items() if name in self.may_differ}
-        return Seen(self.step(), strict, free, secs, self.trained(), time.time())
+        return Seen(self._step(), strict, free, secs, self._hooks.trained(), time.time())
 
     def examine_quietly(self) -> Seen:
         """As `examine`, with one digest for all variables that must be equal: less to send."""
@@ -294,7 +309,7 @@ class StateReplica:
         return Seen(seen.step, {"": joined(seen.digests)}, seen.free, seen.secs, seen.trained, seen.time)
 
     def expected(self, names: tuple[str, ...]) -> dict[str, str]:
-        found = {name: self.expectation(name) for name in names}
+        found = {name: self._hooks.expected_fingerprint(name) for name in names}
         return {name: digest for name, digest in found.items() if digest is not None}
 
     def deviations(self, id_: str, digest: str, names: tuple[str, ...]) -> Mapping[str, Any]:
@@ -309,13 +324,12 @@ class StateReplica:
         return found
 
     def snapshot(self, id_: str, *, due: bool, again: bool) -> Callable[[], Snapshot]:
-        finish: Callable[[], Snapshot] = self.take_snapshot(id_, due, again)
-        return finish
+        return self._hooks.take_snapshot(id_, due, again)
 
     def keep_copy(self) -> None:
         self._copy = {}
         self.state.snapshot(self._copy)
-        self.measures.begin(self.step())
+        self.measures.begin(self._step())
 
     def go_back(self) -> None:
         if self._copy is not None:
@@ -333,87 +347,15 @@ class StateReplica:
     def measure(self, trial: Trial) -> tuple[float | None, int]:
         if self.on_trial:
             return self.measures.during(trial.metric)
-        try:
-            return self.measures.before(trial.metric, trial.steps), trial.steps
-        except UpdateRefused as error:
-            raise _refuse(error, self.rank) from error
+        return self.measures.before(trial.metric, trial.steps), trial.steps
 
     def report(self, report: Any, *, raises: bool) -> None:
-        self.on_report(report, raises)
+        self._hooks.on_report(report, raises)
 
     def leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
-        self.on_leave(problem, asked_by)
-
-    def _to_be_equal(self, edits: Iterable[Edit]) -> list[Edit]:
-        return [edit for edit in edits if edit.variable not in self.may_differ]
+        self._hooks.on_leave(problem, asked_by)
 
 
 def joined(digests: Mapping[str, str]) -> str:
     """Combines several digests into one."""
     return xxhash.xxh3_128_hexdigest("".join(digests[name] for name in sorted(digests)).encode())
-
-
-def _refuse(error: UpdateRefused, rank: int) -> Refuse:
-    refusal = refusal_of(error, rank)
-    return Refuse(refusal.problem, refusal.workers, refusal.details)
-
-
-# Worker 0's writes: journal entries in one lane, and checkpoints, which take longer, in another.
-
-
-class Writer:
-    """Writes the coordinator's decisions."""
-
-    def __init__(
-        self,
-        journal: Journal,
-        checkpoints: list[Saved] | None = None,
-        write_checkpoint: Callable[[Saved], WriteOutcome] = lambda saved: WriteOutcome.DURABLE,
-    ) -> None:
-        self.journal = journal
-        self.write_checkpoint = write_checkpoint
-        self._checkpoints = checkpoints or []
-
-    def start(self, threads: Threads) -> None:
-        """Starts the lanes."""
-        self._entries = threads.lane("journal")
-        self._saver = threads.lane("saver")
-
-    def history(self) -> History:
-        """The history according to the journal and the checkpoints."""
-        history = self.journal.history()
-        for saved in self._checkpoints:
-            history.add(saved)
-        return history
-
-    def write(self, entry: Entry, parcels: Parcels, then: Callable[[WriteOutcome, str], None]) -> None:
-        """Writes an entry, then calls `then` with the outcome and any reason for failure. Returns at once."""
-        if isinstance(entry, Saved):
-            self._saver.do(lambda: then(self.write_checkpoint(entry), "The checkpoint cannot be written"))
-            return
-        update = parcels.prepared(entry.id, entry.digest) if isinstance(entry, Payload) else None
-        self._entries.do(lambda: then(*self._written(entry, update)))
-
-    def remove_payloads(self, held: frozenset[int], pending: frozenset[tuple[str, str]] | None) -> None:
-        """Removes the payloads that no kept checkpoint needs (`Journal.remove_payloads`). Returns at once."""
-        self._entries.do(lambda: self.journal.remove_payloads(held, pending))
-
-    def _written(self, entry: Entry, update: Update | None) -> tuple[WriteOutcome, str]:
-        if isinstance(entry, Receipt):
-            faults.point("verify")
-        elif isinstance(entry, Decided):
-            faults.point("decide")
-        try:
-            self.journal.write(entry, update)
-        except NotWritten as error:
-            logger.warning("%s", error)
-            return WriteOutcome.FAILED, str(error)
-        except (PerhapsWritten, FileDamaged) as error:
-            logger.error("%s", error)
-            return WriteOutcome.UNKNOWN, str(error)
-        except JobFailed as error:
-            logger.error("%s", error)
-            return WriteOutcome.FENCED, str(error)
-        if isinstance(entry, Committed):
-            faults.point("commit")
-        return WriteOutcome.DURABLE, ""

@@ -1,4 +1,8 @@
-"""`replicast.Replicas`: the user's interface for changing all replicas of a model."""
+"""`replicast.Replicas`: the user's interface for changing all replicas of a model.
+
+Before the model is built, its variables have no names, and there is nothing to join. Everything that exists
+once all workers have built it is a `JoinedWorker`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,370 +18,39 @@ import keras
 import numpy.typing as npt
 import tensorflow as tf
 
-from replicast.config import progress_target
+from replicast.config import read_launch
 from replicast.core.entries import Receipt
 from replicast.core.operation import Timeouts
 from replicast.core.records import Refusal
-from replicast.errors import CheckpointError, NotSupported, ReplicastError
-from replicast.files import below
-from replicast.replicas.auditing import Auditing, AuditPlan
+from replicast.errors import CheckpointError, ClusterError, NotSupported
+from replicast.files import RunDir, below
 from replicast.replicas.callback import BoundaryCallback
-from replicast.replicas.exchange import Exchange
-from replicast.replicas.joining import (
-    Durability,
-    Parts,
-    Proposing,
-    RunStates,
-    Settings,
-    check_not_compiled_again,
-    checked_worker,
-    holds_callback,
-    join,
-    settle,
-    strategy_of,
-    warn_of_missing_callback,
-)
-from replicast.replicas.leaving import leave_on_sigterm
+from replicast.replicas.job_audits import AuditPlan
+from replicast.replicas.job_checkpoints import SaveEvery, SavePlan, Saving, WhenBusy, no_run_dir
+from replicast.replicas.joined_worker import JoinedWorker
 from replicast.replicas.parcels import Function
 from replicast.replicas.position import Position
-from replicast.replicas.progress import ProgressReports
-from replicast.replicas.restoring import Restored, restore
-from replicast.replicas.saving import Keeping, SaveEvery, SavePlan, Saving, WhenBusy, no_run_dir, numbers
+from replicast.replicas.proposals import checked_worker
+from replicast.replicas.restore import Restored, restore
 from replicast.replicas.ticket import Ticket, refused
-from replicast.replicas.training_progress import Training
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.training import Strategy
 from replicast.training.resuming import Batches
 from replicast.training.writing import writing_alone
 from replicast.update.audit_report import AuditReport, Policy
-from replicast.update.guard import Guard
+from replicast.update.guard import Guard, checked_guard
 from replicast.update.schema import Limits, Schema
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
-# The read-only part of `Replicas`. Nothing here waits or changes anything.
-
-
-class ReplicasView:
-    """The part of `Replicas` that can be read, by any thread."""
-
-    _strategy: Strategy
-    _settings: Settings
-    _parts: Parts | None
-    _closed: bool
-
-    @property
-    def rank(self) -> int:
-        """Which worker this is."""
-        return self._strategy.rank
-
-    @property
-    def size(self) -> int:
-        """The number of workers."""
-        return self._strategy.size
-
-    @property
-    def step(self) -> int:
-        """The number of steps trained up to the last boundary."""
-        return self._opened().session.step
-
-    @property
-    def schema(self) -> Schema:
-        """The names, shapes and dtypes of all variables that an update can change."""
-        return self._opened().state.schema
-
-    @property
-    def run_dir(self) -> Path | None:
-        """The run directory, if there is one."""
-        run_dir = self._settings.run_dir
-        return None if run_dir is None else below(run_dir).as_path()
-
-    @property
-    def history(self) -> Sequence[Receipt]:
-        """The receipts of all verified updates, the same on every worker."""
-        return tuple(self._opened().session.receipts)
-
-    @property
-    def audits(self) -> Sequence[AuditReport]:
-        """The reports of all audits so far, the latest last.
-
-        Audits that stopped all workers, because one was requested or replicas differed, are known on every
-        worker. Audits that found all replicas equal without stopping them are known on worker 0 only.
-        """
-        return self.auditing.reports
-
-    @property
-    def position(self) -> Position:
-        """The position of the training in its data: the epoch, and how many batches of it are done."""
-        return self.training.position
-
-    def read(self, names: Iterable[str] | None = None) -> dict[str, npt.NDArray[Any]]:
-        """Copies of this replica's values, by full name. For the training thread, between steps."""
-        return self._opened().state.read(self._full_names(names))
-
-    def digests(self, names: Iterable[str] | None = None) -> dict[str, str]:
-        """The digest of each of this replica's variables, equal on workers with equal bits. As `read`."""
-        return self._opened().state.digests(self._full_names(names))
-
-    def _full_names(self, names: Iterable[str] | None) -> list[str]:
-        if names is None:
-            return [variable.name for variable in self.schema]
-        return [self.schema.resolve(name).name for name in names]
-
-    @property
-    def proposing(self) -> Proposing:
-        """Gives this worker's proposals their ids. For the callback."""
-        return self._opened().proposing
-
-    @property
-    def training(self) -> Training:
-        """The progress of the training. For the callback."""
-        return self._opened().training
-
-    @property
-    def auditing(self) -> Auditing:
-        """This worker's part in audits. For the callback."""
-        return self._opened().auditing
-
-    def _active(self) -> Parts:
-        if self._closed:
-            raise NotSupported(
-                "A closed Replicas",
-                reason="its threads have ended, on all workers",
-                remedy="Create a new replicast.Replicas(model)",
-            )
-        return self._opened()
-
-    def _counted(self) -> Parts:
-        """For the training thread, between steps: first counts the steps of a `fit` without our callback."""
-        parts = self._active()
-        parts.uncounted.count()
-        return parts
-
-    def _opened(self) -> Parts:
-        if self._parts is None:
-            raise NotSupported(
-                "A model that is not built",
-                reason="its variables do not exist yet, so they have no names",
-                remedy="Give it a keras.Input, or call model.build(shape) inside strategy.scope(), or wait "
-                "until training has begun",
-            )
-        return self._parts
-
-
-# The life of a `Replicas`: it joins the other workers, takes part in trainings, and closes or leaves.
-
 logger = logging.getLogger("replicast")
 
+Durability = Literal["disk", "memory"]
 
-class ReplicasLifecycle(ReplicasView):
-    """The part of `Replicas` that joins, begins, ends and closes. For the training thread."""
-
-    def __init__(
-        self,
-        model: keras.Model,
-        optimizer: keras.optimizers.Optimizer | None,
-        strategy: Strategy,
-        settings: Settings,
-    ) -> None:
-        self.model = model
-        self.called_by: BoundaryCallback | None = None
-        self._optimizer = optimizer
-        self._strategy = strategy
-        self._settings = settings
-        self._trained = False
-        self._closed = False
-        self._at_exit = False
-        self._warned = False
-        self._parts: Parts | None = None
-        strategy.on_fit.append(self._fit_begins)
-        if model.built:
-            self._open()
-
-    def leave(self) -> None:
-        """Makes all workers save at one of the next boundaries and exit with code 143, as SIGTERM does.
-
-        For your own signal handlers, and for training outside the main thread. Any thread of any worker;
-        returns at once. One call is enough for all workers.
-        """
-        self._active().training.leaving.ask()
-
-    def close(self) -> None:
-        """Settles open proposals together with all workers, and stops this worker's threads.
-
-        Called automatically at the end of the script. A second call does nothing. If all workers were told to
-        exit, open proposals are left for the next start.
-        """
-        if self._closed or self._parts is None:
-            return
-        parts = self._parts
-        parts.run_files.training = False
-        try:
-            self._counted()
-            parts.run_files.send_last()
-            parts.checkpoints.report()
-            parts.training.leaving.settle()
-            parts.checkpoints.settle()
-        except ReplicastError as error:
-            logger.debug("the updates could not be settled at the end: %s", error)
-        parts.training.warn_of_what_was_left()
-        parts.session.stop()
-        parts.run_files.finish()
-        told_to = parts.training.leaving.left
-        self._progress.stop(finished=not told_to)
-        self._states.ended(parts.session.step, told_to=told_to, at_exit=self._at_exit)
-        self._closed = True
-        self._strategy.on_fit.remove(self._fit_begins)
-        if not parts.training.leaving.ends:  # at the end of the script it stays: SIGTERM need not exit then
-            self._strategy.leavings.remove(parts.training.leaving)
-
-    # For the callback.
-
-    def begin_epoch(self, epoch: int | None) -> None:
-        """Called by the callback on all workers. The order of the data follows from the epoch's number."""
-        self._strategy.begin_epoch(epoch)
-
-    def training_begins(self) -> None:
-        """Called by the callback, or the first boundary, on all workers. Resumes the journal's updates."""
-        if self._parts is None:
-            self._open()
-        parts = self._opened()
-        check_not_compiled_again(self.model, self._optimizer, parts)
-        if self._trained:
-            self._counted()
-        else:
-            self._together()
-            self._trained = True
-        parts.session.arrive(parts.session.step)
-        parts.run_files.training = True
-        self._strategy.take_start(self.model)  # the restored position is for this `fit`, not a later one
-
-    def training_ends(self) -> None:
-        """Called by the callback on all workers. All proposals are settled when it returns."""
-        parts = self._together()  # of a script that has proposed and not trained, too
-        parts.checkpoints.report()
-        parts.auditing.after_training()
-        try:
-            parts.session.rest("close")  # also finishes a checkpoint that needs another boundary
-        finally:
-            parts.auditing.training_ended()
-        parts.session.wait_for_outcomes()
-        parts.checkpoints.settle()
-        parts.checkpoints.check()
-        parts.run_files.training = False
-
-    def _together(self) -> Parts:
-        """For operations of all workers, between steps: first resumes unfinished work of earlier attempts."""
-        parts = self._counted()
-        parts.session.begin()
-        return parts
-
-    def _open(self) -> None:
-        """Joins the other workers. All of them call it, each with a built model."""
-        self._parts = parts = join(self.model, self._optimizer, self._strategy, self._settings)
-        session = parts.session
-        self._progress = _report_progress(parts)
-        self._states = RunStates(self._settings.run_dir, session.rank, session.size, parts.attempt)
-        self._states.starting()
-        self._strategy.before_leaving(self._close_at_the_end, always=self._abandon)
-        # Even before training: a worker that is told to exit then tells the others, and exits with its code.
-        leaving = parts.training.leaving
-        leaving.is_training = lambda: parts.run_files.training
-        leaving.has_trained = lambda: self._trained
-        leave_on_sigterm(leaving, self._strategy.leavings)
-
-    def _close_at_the_end(self) -> None:
-        leavings = self._strategy.leavings
-        if self.training.leaving not in leavings:  # closed before, and the script went on
-            leavings.append(self.training.leaving)
-        for leaving in leavings:
-            leaving.ends = True
-        self._at_exit = True
-        self.close()
-
-    def _abandon(self) -> None:
-        if self._parts is not None and not self._closed:
-            self._parts.session.abandon()
-            self._parts.run_files.note_end()
-            self._progress.stop(finished=False)
-            self._states.abandoned(self._parts.session.step, self._strategy.failure)
-            self._parts.training.leaving.ends = True  # it exits anyway: SIGTERM need not
-
-    def _fit_begins(self, model: Any, callbacks: Any) -> None:
-        if model is not self.model or holds_callback(callbacks, BoundaryCallback):
-            return
-        if not self._warned:
-            self._warned = True
-            warn_of_missing_callback(self.rank)
-        if self._parts is not None:
-            self._parts.uncounted.fit_begins()
+WRITE_SECS = 3600.0  # how long the others wait while worker 0 reads or writes a model file
 
 
-def _report_progress(parts: Parts) -> ProgressReports:
-    """Starts reports for a scheduler, if the environment asks for them."""
-    session, run_files = parts.session, parts.run_files
-    reports = ProgressReports(
-        progress_target(os.environ, session.rank),
-        rank=session.rank,
-        attempt=parts.attempt,
-        step=lambda: session.step,
-        training=lambda: run_files.training,
-        position=lambda: run_files.position(),
-        metrics=lambda: numbers(run_files.logs or {}),
-    )
-    reports.start()
-    return reports
-
-
-# Export and import of the model in the file formats of other tools. Only worker 0 reads and writes.
-
-WRITE_SECS = 3600.0
-
-
-def on_worker_0(exchange: Exchange, number: int, act: Callable[[], None]) -> None:
-    """Runs `act` on worker 0 while the others wait for it, at most an hour. If it fails, all raise."""
-    if exchange.rank == 0:
-        said = ""
-        try:
-            act()
-        except Exception as error:  # any error of Keras or TensorFlow must reach the others
-            said = f"{type(error).__name__}: {error}"
-        exchange.tell(f"move/{number}", json.dumps(said))
-    problem = json.loads(exchange.hear(f"move/{number}", WRITE_SECS))
-    if problem:
-        raise CheckpointError(f"Worker 0 could not read or write the model file: {problem}")
-
-
-def write_model(model: keras.Model, path: Path) -> None:
-    """Writes a model in the format given by the path's suffix. Called by one worker."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with writing_alone():  # the others do not save here
-        if path.name.endswith(".keras"):
-            model.save(path)
-        elif path.name.endswith(".weights.h5"):
-            model.save_weights(path)
-        else:
-            _tracked(model).write(str(path))
-
-
-def read_model(model: keras.Model, path: Path) -> None:
-    """Loads the values in a file into one worker's replica."""
-    if path.name.endswith(".keras"):
-        loaded = keras.saving.load_model(path, compile=False, safe_mode=True)
-        model.set_weights(loaded.get_weights())
-    elif path.name.endswith(".weights.h5"):
-        model.load_weights(path)
-    else:
-        _tracked(model).read(str(path)).assert_existing_objects_matched()
-
-
-def _tracked(model: keras.Model) -> tf.train.Checkpoint:
-    optimizer = getattr(model, "optimizer", None)
-    parts = {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
-    return tf.train.Checkpoint(**parts)
-
-
-class Replicas(ReplicasLifecycle):
+class Replicas:
     """The replicas of one model, seen from one worker. Create it on all workers, after compiling the model.
 
     Blocks until all workers have created theirs. Updates are applied at boundaries: pass `callback()` to
@@ -420,19 +94,103 @@ class Replicas(ReplicasLifecycle):
         timeouts: Timeouts | None = None,
     ) -> None:
         strategy = strategy_of(model)
-        settings = settle(
-            None if run_dir is None else Path(run_dir),
-            durability,
-            limits,
-            timeouts,
-            guard,
-            AuditPlan(audit_every, on_divergence),
-            may_differ,
+        launch, name = read_launch(os.environ), strategy.next_name("replicas")
+        directory: RunDir | None = None if run_dir is None else Path(run_dir)
+        if run_dir is None and launch.run_dir is not None:
+            directory = launch.run_dir if name == "replicas-1" else below(launch.run_dir) / name
+        if durability not in (None, "disk", "memory"):
+            raise ValueError(f'durability must be "disk" or "memory". Received: {durability!r}')
+        if durability == "disk" and directory is None:
+            raise ClusterError(
+                'durability="disk" needs a run directory',
+                remedy="Give run_dir=..., or start the job with 'replicast run'",
+            )
+        self.model = model
+        self._strategy = strategy
+        self._run_dir = directory
+        self._join = partial(
+            JoinedWorker,
+            model,
+            optimizer,
             strategy,
+            name=name,
+            run_dir=directory,
+            durable=durability != "memory" and directory is not None,
+            limits=Limits() if limits is None else limits,
+            timeouts=Timeouts() if timeouts is None else timeouts,
+            guard=checked_guard(guard),
+            audits=AuditPlan(audit_every, on_divergence),
+            may_differ=(may_differ,) if isinstance(may_differ, str) else tuple(may_differ),
         )
+        self._worker: JoinedWorker | None = None
+        self._closed = False
+        self._warned = False
         self._restores = 0
-        self._moves = 0
-        super().__init__(model, optimizer, strategy, settings)
+        self._model_files = 0
+        strategy.on_fit.append(self._fit_begins)
+        if model.built:
+            self._open()
+
+    # What can be read, by any thread. Nothing here waits or changes anything.
+
+    @property
+    def rank(self) -> int:
+        """Which worker this is."""
+        return self._strategy.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self._strategy.size
+
+    @property
+    def step(self) -> int:
+        """The number of steps trained up to the last boundary."""
+        return self._opened().session.step
+
+    @property
+    def schema(self) -> Schema:
+        """The names, shapes and dtypes of all variables that an update can change."""
+        return self._opened().state.schema
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run directory, if there is one."""
+        return None if self._run_dir is None else below(self._run_dir).as_path()
+
+    @property
+    def history(self) -> Sequence[Receipt]:
+        """The receipts of all verified updates, the same on every worker."""
+        return tuple(self._opened().session.receipts)
+
+    @property
+    def audits(self) -> Sequence[AuditReport]:
+        """The reports of all audits so far, the latest last.
+
+        Audits that stopped all workers, because one was requested or replicas differed, are known on every
+        worker. Audits that found all replicas equal without stopping them are known on worker 0 only.
+        """
+        return self._opened().audits.reports
+
+    @property
+    def position(self) -> Position:
+        """The position of the training in its data: the epoch, and how many batches of it are done."""
+        return self._opened().training.position
+
+    def read(self, names: Iterable[str] | None = None) -> dict[str, npt.NDArray[Any]]:
+        """Copies of this replica's values, by full name. For the training thread, between steps."""
+        return self._opened().state.read(self._full_names(names))
+
+    def digests(self, names: Iterable[str] | None = None) -> dict[str, str]:
+        """The digest of each of this replica's variables, equal on workers with equal bits. As `read`."""
+        return self._opened().state.digests(self._full_names(names))
+
+    def _full_names(self, names: Iterable[str] | None) -> list[str]:
+        if names is None:
+            return [variable.name for variable in self.schema]
+        return [self.schema.resolve(name).name for name in names]
+
+    # Training.
 
     def callback(
         self,
@@ -457,10 +215,11 @@ class Replicas(ReplicasLifecycle):
             on_divergence: "heal" makes differing replicas equal again and logs it, "raise" ends the training
                 on all workers, "warn" only logs it. Default: "heal"; without audits, "raise".
         """
-        saves = SavePlan(save_every, Keeping(keep, keep_best), when_busy)
+        saves = SavePlan(save_every, keep, keep_best, when_busy)
         usual: Policy = "raise" if audit_every is None else "heal"
         policy = usual if on_divergence is None else on_divergence
-        return BoundaryCallback(self, saves, AuditPlan(audit_every, policy, ends=True))
+        audits = AuditPlan(audit_every, policy, ends=True)
+        return BoundaryCallback(self.model, self.training_begins, saves, audits)
 
     def save(self) -> Saving:
         """Saves the whole state at this boundary as a checkpoint. All workers must call it.
@@ -473,7 +232,9 @@ class Replicas(ReplicasLifecycle):
         Raises:
             CheckpointError: A trial is not decided yet.
         """
-        return self._together().checkpoints.save_here()
+        worker = self._active()
+        worker.together()
+        return worker.checkpoints.save_here()
 
     def restore(self, step: int | None = None, *, partial: bool = False) -> Restored | None:
         """Restores a checkpoint on every worker, bit for bit. All workers must call it, before training.
@@ -491,16 +252,20 @@ class Replicas(ReplicasLifecycle):
         Raises:
             CheckpointError: There is no checkpoint of that step, or it belongs to another model.
         """
-        parts = self._counted()
-        if self._settings.run_dir is None:
+        worker = self._active()
+        worker.count_steps()
+        if self._run_dir is None:
             raise no_run_dir()
         self._restores += 1
-        store = CheckpointStore(self._settings.run_dir)
-        restored = restore(parts.session, parts.state, parts.transport, store, self._restores, step, partial)
+        store = CheckpointStore(self._run_dir)
+        restored = restore(
+            worker.session, worker.state, worker.transport, store, self._restores, step, partial
+        )
         if restored is None:
             return None
-        parts.training.restored(restored, step)
         position = restored.position
+        worker.checkpoints.named = step
+        worker.training.restored(position)
         self._strategy.start_data_at(self.model, position.epoch, position.batch, restored.step)
         if restored.left_out and self.rank == 0:
             left_out = ", ".join(restored.left_out)
@@ -532,7 +297,7 @@ class Replicas(ReplicasLifecycle):
         Raises:
             UpdateRefused: `source`, `at_step` or `trial` is not valid.
         """
-        return self._active().proposing.propose(update, source=source, at_step=at_step, trial=trial)
+        return self._active().session.proposals.propose(update, source=source, at_step=at_step, trial=trial)
 
     def revert(self, number: int, note: str = "", *, force: bool = False) -> Ticket:
         """Proposes an update that undoes a committed one. Any worker, any thread; returns at once.
@@ -554,7 +319,7 @@ class Replicas(ReplicasLifecycle):
         Raises:
             UpdateRefused: The number is not valid.
         """
-        return self._active().proposing.revert(number, note, force=force)
+        return self._active().session.proposals.revert(number, note, force=force)
 
     def boundary(
         self, *, steps: int = 1, logs: Mapping[str, Any] | None = None, batches: int | None = None
@@ -568,23 +333,11 @@ class Replicas(ReplicasLifecycle):
             logs: Loss and metrics of these steps, for `replicast status` and for trials.
             batches: The number of batches of `resume`'s dataset that they used. Default: one per step.
         """
-        if self._parts is not None:
-            self._parts.uncounted.count(known=steps)
-        if not self._trained:
+        if self._worker is not None:
+            self._worker.count_steps(known=steps)
+        if self._worker is None or not self._worker.has_trained:
             self.training_begins()
-        parts = self._active()
-        parts.run_files.training = True
-        if logs is not None:
-            parts.run_files.logs = logs
-        self._strategy.wait_for_device()
-        parts.training.goes_on()
-        parts.training.used(steps if batches is None else batches)
-        parts.proposing.go_on()
-        step = parts.session.step + steps
-        parts.session.replica.measures.note(step, steps, logs)
-        parts.session.arrive(step)
-        parts.auditing.after_step(steps)
-        parts.training.after_step(steps)
+        self._active().boundary(steps=steps, logs=logs, batches=steps if batches is None else batches)
 
     def resume(self, dataset: Batches) -> Batches:
         """The next pass over the data of a custom training loop. `fit` with the callback needs no such call.
@@ -607,8 +360,9 @@ class Replicas(ReplicasLifecycle):
         of the pass; `dataset.take(n)` avoids this. `position` tells the pass, as `epoch`, and how many of its
         batches are done.
         """
-        self.proposing.go_on()
-        return self.training.resume(dataset)
+        worker = self._opened()
+        worker.session.proposals.training_continues()
+        return worker.training.resume(dataset)
 
     def sync(self, source: int = 0, variables: Sequence[str] | None = None) -> Receipt | None:
         """Makes every replica equal to worker `source`'s. All workers must call it, with the same arguments.
@@ -627,7 +381,7 @@ class Replicas(ReplicasLifecycle):
             variables = [variables]
         chosen = list(self.schema) if variables is None else [self.schema.resolve(name) for name in variables]
         names = sorted({variable.name for variable in chosen})
-        receipt = self._together().session.rest("sync", source, *names)
+        receipt = self._active().together().rest("sync", source, *names)
         if isinstance(receipt, Refusal):
             raise refused(receipt)
         return receipt if isinstance(receipt, Receipt) else None
@@ -644,7 +398,9 @@ class Replicas(ReplicasLifecycle):
         Raises:
             ReplicasDiverged: They differ, and the policy is "raise", or they could not be healed.
         """
-        return self._together().auditing.audit(on_divergence)
+        worker = self._active()
+        worker.together()
+        return worker.audits.audit(on_divergence)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Writes the model for other tools. All workers must call it; worker 0 writes.
@@ -653,10 +409,7 @@ class Replicas(ReplicasLifecycle):
             path: Ends in `.keras` (the whole model), in `.weights.h5` (Keras' weights), or is the prefix of a
                 `tf.train.Checkpoint` with `model` and `optimizer`.
         """
-        session = self._together().session
-        session.rest("meet", "export")
-        self._moves += 1
-        on_worker_0(session.exchange, self._moves, lambda: write_model(self.model, Path(path)))
+        self._model_file("export", lambda: write_model(self.model, Path(path)))
 
     def import_weights(self, path: str | os.PathLike[str]) -> Receipt | None:
         """Loads the weights of a file that `export`, Keras or TensorFlow wrote into every replica.
@@ -673,8 +426,156 @@ class Replicas(ReplicasLifecycle):
         Raises:
             CheckpointError: Worker 0 cannot read it.
         """
-        session = self._together().session
-        session.rest("meet", "import")
-        self._moves += 1
-        on_worker_0(session.exchange, self._moves, lambda: read_model(self.model, Path(path)))
+        self._model_file("import", lambda: read_model(self.model, Path(path)))
         return self.sync(source=0)
+
+    def leave(self) -> None:
+        """Makes all workers save at one of the next boundaries and exit with code 143, as SIGTERM does.
+
+        For your own signal handlers, and for training outside the main thread. Any thread of any worker;
+        returns at once. One call is enough for all workers.
+        """
+        self._active().departure.ask()
+
+    def close(self) -> None:
+        """Settles open proposals together with all workers, and stops this worker's threads.
+
+        Called automatically at the end of the script. A second call does nothing. If all workers were told to
+        exit, open proposals are left for the next start.
+        """
+        self._close(at_exit=False)
+
+    # Joining, and the end.
+
+    def training_begins(self) -> JoinedWorker:
+        """Called by the callback, or the first boundary, on all workers. Resumes the journal's updates."""
+        worker = self._open() if self._worker is None else self._active()
+        worker.begin_training()
+        return worker
+
+    def training_ends(self) -> None:
+        """For a custom training loop that is timed. All proposals are settled when it returns."""
+        self._active().end_training()
+
+    def _open(self) -> JoinedWorker:
+        """Joins the other workers. All of them call it, each with a built model."""
+        self._worker = self._join()
+        self._strategy.before_leaving(self._close_at_the_end, always=self._abandon)
+        return self._worker
+
+    def _opened(self) -> JoinedWorker:
+        if self._worker is None:
+            raise NotSupported(
+                "A model that is not built",
+                reason="its variables do not exist yet, so they have no names",
+                remedy="Give it a keras.Input, or call model.build(shape) inside strategy.scope(), or wait "
+                "until training has begun",
+            )
+        return self._worker
+
+    def _active(self) -> JoinedWorker:
+        if self._closed:
+            raise NotSupported(
+                "A closed Replicas",
+                reason="its threads have ended, on all workers",
+                remedy="Create a new replicast.Replicas(model)",
+            )
+        return self._opened()
+
+    def _close(self, *, at_exit: bool) -> None:
+        if not self._closed and self._worker is not None:
+            self._worker.close(at_exit=at_exit)
+            self._closed = True
+            self._strategy.on_fit.remove(self._fit_begins)
+
+    def _close_at_the_end(self) -> None:
+        self._opened().script_ends()
+        self._close(at_exit=True)
+
+    def _abandon(self) -> None:
+        if self._worker is not None and not self._closed:
+            self._worker.abandon()
+
+    def _fit_begins(self, model: Any, callbacks: Any) -> None:
+        """Called at the start of every `fit`; `callbacks` is a list, a `CallbackList`, one, or None."""
+        each = getattr(callbacks, "callbacks", callbacks)
+        given = each if isinstance(each, list | tuple) else [each]
+        if model is not self.model or any(isinstance(one, BoundaryCallback) for one in given):
+            return
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "worker %d: fit was not given replicas.callback(). Updates wait for its end, nothing is "
+                "saved or audited, and SIGTERM loses the state. Call fit(..., "
+                "callbacks=[replicas.callback()])",
+                self.rank,
+            )
+        if self._worker is not None:
+            self._worker.fit_without_callback()
+
+    def _model_file(self, what: str, act: Callable[[], None]) -> None:
+        """Worker 0 reads or writes a file; the others wait, at most an hour. If it fails, all raise."""
+        session = self._active().together()
+        session.rest("meet", what)
+        self._model_files += 1
+        key, exchange = f"model-file/{self._model_files}", session.exchange
+        if exchange.rank == 0:
+            said = ""
+            try:
+                act()
+            except Exception as error:  # any error of Keras or TensorFlow must reach the others
+                said = f"{type(error).__name__}: {error}"
+            exchange.tell(key, json.dumps(said))
+        problem = json.loads(exchange.hear(key, WRITE_SECS))
+        if problem:
+            raise CheckpointError(f"Worker 0 could not read or write the model file: {problem}")
+
+
+def strategy_of(model: keras.Model) -> Strategy:
+    """The strategy in whose scope the model was created."""
+    strategy = getattr(model, "distribute_strategy", None)
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and not isinstance(strategy, Strategy):
+        raise NotSupported(
+            "A model that was created in the scope of a tf.distribute.MultiWorkerMirroredStrategy",
+            reason="Replicas needs a strategy whose workers can meet between two steps",
+            remedy="Write 'strategy = replicast.Strategy()' instead: it is a MultiWorkerMirroredStrategy",
+        )
+    if not isinstance(strategy, Strategy):
+        raise NotSupported(
+            "A model that was created outside the scope of a replicast.Strategy",
+            reason="its variables are not the same on every worker",
+            remedy="Create and compile it inside 'with strategy.scope():'",
+        )
+    return strategy
+
+
+# The model in the file formats of other tools. Only worker 0 reads and writes.
+
+
+def write_model(model: keras.Model, path: Path) -> None:
+    """Writes a model in the format given by the path's suffix. Called by one worker."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing_alone():  # the others do not save here
+        if path.name.endswith(".keras"):
+            model.save(path)
+        elif path.name.endswith(".weights.h5"):
+            model.save_weights(path)
+        else:
+            _tracked(model).write(str(path))
+
+
+def read_model(model: keras.Model, path: Path) -> None:
+    """Loads the values in a file into one worker's replica."""
+    if path.name.endswith(".keras"):
+        loaded = keras.saving.load_model(path, compile=False, safe_mode=True)
+        model.set_weights(loaded.get_weights())
+    elif path.name.endswith(".weights.h5"):
+        model.load_weights(path)
+    else:
+        _tracked(model).read(str(path)).assert_existing_objects_matched()
+
+
+def _tracked(model: keras.Model) -> tf.train.Checkpoint:
+    optimizer = getattr(model, "optimizer", None)
+    parts = {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
+    return tf.train.Checkpoint(**parts)

@@ -1,15 +1,32 @@
 """One worker's part in a job: drives the state machines of the core with real threads, messages and files.
 
     training thread    reaches boundaries, rests, waits for tickets; executes orders there       (`Gate`)
-    loop               the only thread that calls `Worker` and, on worker 0, `Coordinator`       (`Loop`)
+    loop               the only thread that calls `Worker` and, on worker 0, `Coordinator`
     readers            pass messages of other workers to the loop                                (`Channel`)
     outbox             publishes this worker's proposals in order, then tells the loop
     prepare            loads, fetches, checks and discards the bytes of updates, in the order of the log
-    release            frees the memory of what is applied or has its outcome
-    files              worker 0: writes what nobody waits for: values before updates, answers to pulls
+    release            frees the memory of what is applied or has its outcome; tells how operations ended
+    files              worker 0: writes what nobody waits for: values before updates, answers to requests
     journal, saver     worker 0: write entries, write checkpoints
 
+**Who may call what.** Only the loop calls the state machines (`_handle`); any thread may post events to it.
+What other threads read of a machine (`step` aside, which one thread writes), they read under `_lock`. Only
+the training thread touches variables: at a boundary it stands in the gate and executes the loop's orders.
 The loop only ever waits for the coordination service; everything else that may block runs in a lane.
+
+**Order.** Proposals, reports and rests of one worker go through its outbox, in the order in which the script
+made them: a checkpoint contains the proposals made before it. Orders about bytes, and `DropPrepared`, run in
+the one lane "prepare": what is refused leaves no bytes behind. Worker 0's messages go to the other workers
+before it acts on them itself: it must not act on what they may never receive.
+
+**Who stops a thread, and what if it dies.** `stop` stops all; they are daemons and hold nothing but memory.
+When one dies, all stop, and the training thread raises its error at the next boundary or from the wait in
+which it is (`check`, at least once a second). An error about one order refuses that order only. `JobFailed`
+and `FileDamaged` in a lane end the job: what was promised is lost.
+
+**Waits.** In the gate: for the coordinator's decision, which has deadlines of its own (`Timeouts`) and names
+who is missing. A ticket: its `timeout`. `wait_for_outcomes`: `answer_secs`, for the lane "release". `stop`:
+5 s for the outbox, 5 s for the threads.
 """
 
 from __future__ import annotations
@@ -19,200 +36,172 @@ import heapq
 import itertools
 import logging
 import queue
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from replicast.core import events as c
+from replicast import faults
+from replicast.config import TOLD_TO_END
 from replicast.core import events as e
 from replicast.core.coordinator import Coordinator
-from replicast.core.entries import Entry, Receipt, Saved
-from replicast.core.messages import Order, Request, Tell
+from replicast.core.entries import Committed, Decided, Entry, Payload, Receipt, Saved
+from replicast.core.messages import Request, Tell
 from replicast.core.operation import Outcome, Timeouts
+from replicast.core.operations.attempt import Exit
 from replicast.core.operations.revert import WriteBefore
 from replicast.core.operations.save import TakeSnapshot
+from replicast.core.operations.trial import BeginTrial, End
+from replicast.core.operations.update import Apply
 from replicast.core.records import Refusal, Refuse, ReportId, Stage
 from replicast.core.worker import Worker
-from replicast.errors import ClusterError, FileDamaged, JobFailed, UpdateRefused
+from replicast.errors import ClusterError, FileDamaged, JobFailed, ReplicastError, UpdateRefused
 from replicast.replicas.channel import Channel, Note
 from replicast.replicas.exchange import Exchange
-from replicast.replicas.gate import Gate
-from replicast.replicas.parcels import Function, Parcels
+from replicast.replicas.lanes import WorkerThreads, wait_for
+from replicast.replicas.parcels import Parcels
 from replicast.replicas.proposals import Proposals
-from replicast.replicas.replica import StateReplica, Writer
-from replicast.replicas.threads import Lane, Threads
+from replicast.replicas.replica import StateReplica, WorkerHooks
 from replicast.replicas.ticket import Ticket, log_trial, refusal_of
+from replicast.storage.journal import Journal, NotWritten, PerhapsWritten
 from replicast.transport import Transport
+from replicast.update.audit_report import Policy
 from replicast.update.guard import Guard
 from replicast.update.schema import Limits
 from replicast.update.state import State
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
-# The event loop of one worker: the only thread that calls its state machines.
-#
-# Any thread may post events; the loop handles them one at a time and fires timers.
+logger = logging.getLogger("replicast")
 
 IDLE_SECS = 1.0
-_NOTHING = object()
+STOP_SECS = 5.0
+REMIND_SECS = 0.5
+LONG_SECS = 10.0  # then the other workers are told that this one waits: they may wait for it in a transfer
+RAISE_SECS = 30.0  # how long an error that all workers raise is held back until the coordinator lets go
+_MUST_NOT_FAIL = (Apply, BeginTrial, End)
 
 
-class Loop:
-    """Calls `handle` with one event at a time. `run` is for the loop's thread."""
+class Gate:
+    """The boundaries of one worker, where the training thread and the event loop meet.
 
-    def __init__(self, handle: Callable[[Any], None], stopped: Callable[[], bool]) -> None:
-        self._handle = handle
-        self._stopped = stopped
-        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._timers: list[tuple[float, int, Any]] = []
-        self._numbers = itertools.count()
-
-    def post(self, event: Any) -> None:
-        """Posts an event and returns at once. Any thread or signal handler."""
-        self._events.put(event)
-
-    def post_after(self, secs: float, event: Any) -> None:
-        """Posts an event after a delay. Only from within `handle`."""
-        heapq.heappush(self._timers, (time.monotonic() + secs, next(self._numbers), event))
-
-    def run(self) -> None:
-        """Handles events until the loop is stopped."""
-        while not self._stopped() or not self._events.empty():
-            event = self._next()
-            if event is not _NOTHING:
-                self._handle(event)
-            while self._timers and self._timers[0][0] <= time.monotonic():
-                self._handle(heapq.heappop(self._timers)[2])
-
-    def _next(self) -> Any:
-        """The next event, or `_NOTHING` if a timer is due first."""
-        secs = IDLE_SECS
-        if self._timers:
-            secs = min(secs, max(0.0, self._timers[0][0] - time.monotonic()))
-        try:
-            return self._events.get(timeout=secs)
-        except queue.Empty:
-            return _NOTHING
-
-
-# The state machines of one worker, driven by its event loop: events in, messages out.
-#
-# Messages between worker 0 and its own coordinator are handled directly, in the same process. All other
-# messages go through the channel; readers post incoming ones. Notes go through the channel too, past the
-# state machines.
-
-_ToCoordinator = e.FromWorker | e.Written
-
-
-class Machines:
-    """`Worker` and, on worker 0, `Coordinator`, both called by one thread."""
+    The training thread enters with an event (it arrived, it rests, it waits for a ticket) and stays until the
+    loop lets it go. Meanwhile it executes the loop's orders. `perform` and `let_go` are for the loop.
+    """
 
     def __init__(
         self,
-        worker: Worker,
-        coordinator: Coordinator | None,
-        channel: Channel,
-        threads: Threads,
-        carry_out: Callable[[Any], None],
-        on_tell: Callable[[Tell], None],
-        on_note: Callable[[int, str], None],
+        replica: StateReplica,
+        check: Callable[[], None],
+        waits_long: Callable[[bool], None],
+        performed: Callable[[int, Any, Any], None],
     ) -> None:
-        self.worker = worker
-        self.coordinator = coordinator
-        self.lock = threading.Lock()
-        self._channel = channel
-        self._threads = threads
-        self._carry_out = carry_out
-        self._on_tell = on_tell
-        self._on_note = on_note
-        self._loop = Loop(self._handle, threads.stopping.is_set)
+        self._replica = replica
+        self._check = check
+        self._waits_long = waits_long
+        self._performed = performed
+        self._items: queue.SimpleQueue[e.Perform | tuple[Any]] = queue.SimpleQueue()
+        self._is_left_early = False
+        self.thread: threading.Thread | None = None
+        self.error: Exception | None = None
+        self.ends = False
 
-    def start(self) -> None:
-        """Starts the loop and the readers."""
-        self._threads.start("loop", self._run)
-        if self.coordinator is None:
-            self._threads.start("reader", self._read)
-            return
-        for rank in range(1, self._channel.size):
-            self._threads.start(f"reader-{rank}", partial(self._read_from, rank))
+    def enter(self, announce: Callable[[], None]) -> Any:
+        """Blocks the training thread, which executes orders, until the event loop lets it go."""
+        self.check_may_enter()
+        self.thread = threading.current_thread()
+        self._replica.stopped_at = time.monotonic()
+        self._is_left_early = True
+        announce()
+        while True:
+            item = self._next()
+            if not isinstance(item, e.Perform):
+                self._is_left_early = False
+                self._raise_error()
+                self._check()
+                return item[0]
+            self._carry_out(item)
+            if isinstance(item.order, Exit):  # the script ends by itself, and nothing more is decided
+                self._is_left_early = False
+                return None
+            self._replica.stopped_at = time.monotonic()
 
-    def post(self, event: Any) -> None:
-        """Posts an event and returns at once. Any thread or signal handler. None only wakes the loop up."""
-        self._loop.post(event)
+    def perform(self, command: e.Perform) -> None:
+        self._items.put(command)
 
-    def _run(self) -> None:
-        self._loop.run()
-        # Lets the readers of all other workers stop now, before their request to the service times out.
-        with contextlib.suppress(JobFailed):
-            if self.coordinator is None:
-                self._channel.send([])
+    def let_go(self, value: Any = None) -> None:
+        self._items.put((value,))
+
+    def check_may_enter(self) -> None:
+        """Raises inside a proposed function, or when this thread has left a wait by an exception."""
+        if self._replica.in_function and threading.current_thread() is self.thread:
+            raise UpdateRefused(
+                "A proposed function cannot wait for other workers: they wait for it",
+                expected="a function that returns the changes",
+                received="a call of boundary, sync, save, audit or result inside the function",
+                remedy="Make that call after the step instead; a function may call propose()",
+            )
+        if self._is_left_early:  # what it has missed there cannot be made up
+            raise JobFailed(
+                "This worker was interrupted while it waited for the others, which count on it there: it "
+                "cannot go on with them. Let the script end, and start the job again"
+            )
+
+    def _next(self) -> e.Perform | tuple[Any]:
+        waited = 0.0
+        while True:
+            try:
+                item = self._items.get(timeout=REMIND_SECS)
+                if waited >= LONG_SECS:
+                    self._waits_long(False)
+                return item
+            except queue.Empty:
+                waited += REMIND_SECS
+                if waited == LONG_SECS:
+                    self._waits_long(True)
+            if self.error is None:
+                self._check()
+            elif waited >= RAISE_SECS:  # the one that raised first may have ended the coordinator
+                self._waits_long(False)
+                self._raise_error()
+
+    def _raise_error(self) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def _carry_out(self, command: e.Perform) -> None:
+        order = command.order
+        try:
+            value: Any = order.perform(self._replica)
+        except Refuse as error:
+            value = error.refusal
+        except Exception as error:
+            if isinstance(order, _MUST_NOT_FAIL):
+                raise
+            if isinstance(error, UpdateRefused):
+                value = refusal_of(error, self._replica.rank)
+            elif isinstance(error, ReplicastError):
+                raise
             else:
-                self._channel.broadcast([])
-
-    def _handle(self, event: Any) -> None:
-        pending = [] if event is None else [event]
-        while pending:
-            pending = [more for one in pending for more in self._handle_one(one)]
-
-    def _handle_one(self, event: Any) -> list[Any]:
-        """Passes an event to its machine, executes the commands, and returns the local events that follow."""
-        if isinstance(event, Request):
-            return self._dispatch([c.Send(event)])
-        if isinstance(event, Note):
-            self._channel.send([event])
-            return []
-        machine: Worker | Coordinator | None
-        if isinstance(event, tuple):  # a timer of one of the machines
-            machine, event = event
-        else:
-            machine = self.coordinator if isinstance(event, _ToCoordinator) else self.worker
-        if machine is None:
-            return []
-        if isinstance(event, e.FromCoordinator) and isinstance(event.message, Tell):
-            self._on_tell(event.message)
-        with self.lock:
-            commands: list[Any] = [*machine.handle(event)]
-        return self._dispatch(commands, machine)
-
-    def _dispatch(self, commands: list[Any], machine: Worker | Coordinator | None = None) -> list[Any]:
-        follow: list[Any] = []
-        sent = [command.message for command in commands if isinstance(command, c.Send)]
-        said = [command.message for command in commands if isinstance(command, c.Broadcast)]
-        if said:  # to the others first: worker 0 must not act on a message that they may never receive
-            self._channel.broadcast(said)
-            follow += [e.FromCoordinator(message) for message in said]
-        if sent and self.coordinator is None:
-            self._channel.send(sent)
-        elif sent:
-            follow += [e.FromWorker(self._channel.rank, message) for message in sent]
-        for command in commands:
-            if isinstance(command, c.SetTimer):
-                self._loop.post_after(command.secs, (machine, e.TimerFired(command.number)))
-            elif not isinstance(command, c.Send | c.Broadcast):
-                self._carry_out(command)
-        return follow
-
-    def _read(self) -> None:
-        while not self._threads.stopping.is_set():
-            for message in self._channel.receive():
-                self._loop.post(e.FromCoordinator(message))
-
-    def _read_from(self, rank: int) -> None:
-        while not self._threads.stopping.is_set():
-            for message in self._channel.receive_from(rank):
-                if isinstance(message, Note):
-                    self._on_note(rank, message.text)
-                else:
-                    self._loop.post(e.FromWorker(rank, message))
-
-
-logger = logging.getLogger("replicast")
+                logger.exception("%s failed on this worker", type(order).__name__)
+                value = Refusal(f"{type(order).__name__} failed ({type(error).__name__}: {error})")
+        except BaseException as error:  # sys.exit, Ctrl-C: this worker exits, and no one may wait for it
+            ended = Refusal(f"It ended the worker ({type(error).__name__})")
+            self._performed(command.number, order, ended)
+            raise
+        self._performed(command.number, order, value)
+        if isinstance(order, Exit) and not self.ends:
+            sys.exit(TOLD_TO_END)
 
 
 class Session:
-    """One worker. Methods are for the training thread unless they say otherwise."""
+    """One worker. Methods are for the training thread unless they say otherwise.
+
+    Worker 0 has the `journal`, and the checkpoints that were `saved` before.
+    """
 
     def __init__(
         self,
@@ -220,99 +209,99 @@ class Session:
         channel: Channel,
         transport: Transport,
         state: State,
+        hooks: WorkerHooks,
         *,
-        writer: Writer | None = None,
+        journal: Journal | None = None,
+        saved: Sequence[Saved] = (),
         attempt: int = 0,
         timeouts: Timeouts | None = None,
         limits: Limits | None = None,
         guard: Guard | None = None,
+        may_differ: frozenset[str] = frozenset(),
         audit_policy: str = "heal",
-        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.exchange = exchange
         self.rank, self.size = channel.rank, channel.size
         self.timeouts = timeouts or Timeouts()
         self.limits = limits or Limits()
+        self.begun = False
+        self.receipts: list[Receipt] = []
+        self._channel = channel
         self._transport = transport
-        self._check_elsewhere = check
-        self.threads = Threads(on_death=lambda: self._gate.let_go())
-        self._gate = Gate(self.check, self._note_long_wait, self._performed)
+        self._hooks = hooks
+        self._journal = journal
+        self._closed = False
+        self._reports: dict[str, ReportId] = {}
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._timers: list[tuple[float, int, Any]] = []
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._worker = Worker(self.rank, timeouts=self.timeouts)
+        self._coordinator: Coordinator | None = None
+        if journal is not None:
+            history = journal.history()
+            for one in saved:
+                history.add(one)
+            self._coordinator = Coordinator(
+                self.size, history, attempt=attempt, timeouts=self.timeouts, audit_policy=audit_policy
+            )
+        self.threads = WorkerThreads(on_death=lambda: self._gate.let_go())
         self._outbox = self.threads.lane("outbox")
         self._preparing = self.threads.lane("prepare")
         self._releasing = self.threads.lane("release")
-        self.files = self.threads.lane("files") if writer is not None else self._releasing
+        self.files = self._releasing if journal is None else self.threads.lane("files")
+        if journal is not None:
+            self._entries = self.threads.lane("journal")
+            self._saver = self.threads.lane("saver")
         self._parcels = Parcels(transport, exchange.name, self.rank, state.schema)
-        self._writer = writer
-        self.replica = self._gate.replica = self._new_replica(state, guard)
-        self._machines = Machines(
-            Worker(self.rank, timeouts=self.timeouts),
-            self._new_coordinator(attempt, audit_policy),
-            channel,
-            self.threads,
-            self._carry_out,
-            self._note_told,
-            lambda rank, text: self.on_note(rank, text),
+        self.replica = StateReplica(
+            self.rank,
+            state,
+            self._parcels,
+            self._releasing,
+            step=lambda: self.step,
+            reached=self._reached,
+            hooks=hooks,
+            limits=self.limits,
+            receive_secs=self.timeouts.prepare_secs - 10.0,
+            journal=journal,
+            guard=guard,
+            may_differ=may_differ,
         )
+        self._gate = Gate(self.replica, self.check, self._note_long_wait, self._performed)
         self.proposals = Proposals(
             self.replica,
             self._parcels,
             self.limits,
             self._outbox,
             self._releasing,
-            self._machines.post,
-            self._wait_for,
-        )
-        self._closed = False
-        self._reports: dict[str, ReportId] = {}
-        self.begun = False
-        self.receipts: list[Receipt] = []
-        self.on_ended: Callable[[c.Ended], None] = lambda ended: None
-        self.on_inbox: Callable[[str, Tell], None] = lambda ticket, tell: None
-        self.on_note: Callable[[int, str], None] = lambda rank, text: None
-        self.on_long_wait: Callable[[int | None], None] = lambda step: None
-
-    def _new_replica(self, state: State, guard: Guard | None) -> StateReplica:
-        replica = StateReplica(
-            self.rank,
-            state,
-            self._parcels,
-            self._gate,
-            self._releasing,
-            self.limits,
-            self.timeouts.prepare_secs - 10.0,
-        )
-        replica.step = lambda: self.step
-        replica.guard = guard
-        if self._writer is not None:
-            replica.journal = self._writer.journal
-        return replica
-
-    def _new_coordinator(self, attempt: int, audit_policy: str) -> Coordinator | None:
-        """On worker 0."""
-        if self._writer is None:
-            return None
-        history = self._writer.history()
-        return Coordinator(
-            self.size, history, attempt=attempt, timeouts=self.timeouts, audit_policy=audit_policy
+            post=self._events.put,
+            wait_for=self._wait_for,
+            in_training_thread=self.in_training_thread,
+            size=self.size,
+            step=lambda: self.step,
         )
 
     def start(self) -> None:
-        """Starts the threads. The calling thread becomes the training thread."""
+        """Starts the loop and the readers. The calling thread becomes the training thread."""
         self._gate.thread = threading.current_thread()
-        if self._writer is not None:
-            self._writer.start(self.threads)
-        self._machines.start()
+        self.threads.start("loop", self._run_loop)
+        if self._coordinator is None:
+            self.threads.start("reader", self._read)
+        else:
+            for rank in range(1, self.size):
+                self.threads.start(f"reader-{rank}", partial(self._read_from, rank))
 
-    def stop(self, timeout_secs: float = 5.0) -> None:
+    def stop(self) -> None:
         """Stops the threads and fails open tickets: the job is over."""
         self._closed = True
         if not self.threads.stopping.is_set():  # what is still in the outbox, somebody may wait for
             is_sent = threading.Event()
             self._outbox.do(is_sent.set)
-            is_sent.wait(timeout_secs)
+            is_sent.wait(STOP_SECS)
         self.threads.stopping.set()
-        self._machines.post(None)
-        self.threads.stop(timeout_secs)
+        self._events.put(None)  # wakes the loop up
+        self.threads.stop(STOP_SECS)
         self.proposals.end(self.step)
         self._transport.close()
 
@@ -326,13 +315,13 @@ class Session:
     @property
     def step(self) -> int:
         """The last boundary that the training thread has reached. Any thread."""
-        return self._machines.worker.step
+        return self._worker.step
 
     @property
     def is_wanted(self) -> bool:
         """Whether the others wait for this training thread to reach a boundary. Any thread."""
-        with self._machines.lock:
-            return self._machines.worker.is_wanted
+        with self._lock:
+            return self._worker.is_wanted
 
     def in_training_thread(self) -> bool:
         """Whether the caller is the training thread. Any thread."""
@@ -343,22 +332,21 @@ class Session:
 
         Costs one uncontended lock when nothing is going on.
         """
-        self._gate.check_not_in_function()
-        self._gate.check_not_left_early()
-        with self._machines.lock:
-            passes = self._machines.worker.passes(step)
+        self._gate.check_may_enter()
+        with self._lock:
+            passes = self._worker.passes(step)
         if passes:
             self._gate.thread = threading.current_thread()
             self.check()
         else:
-            self._gate.enter(lambda: self._machines.post(e.Arrived(step)))
+            self._gate.enter(lambda: self._events.put(e.Arrived(step)))
 
     def rest(self, *intent: Any) -> Any:
         """Waits at this boundary until all workers rest here with the same intent.
 
         All earlier proposals, of any worker, are settled when it returns. Blocks as long as the others run.
         """
-        outcome = self._gate.enter(lambda: self._outbox.do(lambda: self._machines.post(e.Rested(intent))))
+        outcome = self._gate.enter(lambda: self._outbox.do(lambda: self._events.put(e.Rested(intent))))
         if isinstance(outcome, Refusal):
             self.exchange.check_nobody_left()  # a worker that has left is the better explanation
             raise ClusterError(outcome.problem, remedy="Every worker must make the same calls to replicast")
@@ -367,8 +355,8 @@ class Session:
     def begin(self) -> None:
         """Resumes unfinished work of earlier attempts, before the first common operation of all workers."""
         if not self.begun:
-            if self._writer is not None and self._machines.coordinator is not None:
-                self._writer.journal.check_start(self._machines.coordinator.start)
+            if self._journal is not None and self._coordinator is not None:
+                self._journal.check_start(self._coordinator.start)
             self.rest("begin")
             self.begun = True
 
@@ -381,20 +369,24 @@ class Session:
 
     def report(self, id_: ReportId, value: Callable[[], Any]) -> None:
         """Reports something that every worker does at this boundary without waiting. Returns at once."""
-        self._outbox.do(lambda: self._machines.post(e.Reported(id_, value())))
+        self._outbox.do(lambda: self._events.put(e.Reported(id_, value())))
 
     def start_from(self, saved: Saved) -> None:
         """Starts from the state of a checkpoint. Called on all workers, before training begins."""
-        with self._machines.lock:
-            self._machines.worker.step = saved.step
-            if self._machines.coordinator is not None:
-                self._machines.coordinator.start = saved
+        with self._lock:
+            self._worker.step = saved.step
+            if self._coordinator is not None:
+                self._coordinator.start = saved
         self.replica.holds = set(saved.holds)
 
-    def set_audit_policy(self, policy: str) -> None:
-        """Sets what happens to replicas that differ, from now on."""
-        if self._machines.coordinator is not None:
-            self._machines.coordinator.audit_policy = policy
+    @property
+    def audit_policy(self) -> Policy:
+        """Worker 0: what happens to replicas that differ. Any thread."""
+        return "raise" if self._coordinator is None else self._coordinator.audit_policy  # type: ignore[return-value]
+
+    def set_audit_policy(self, policy: Policy) -> None:
+        if self._coordinator is not None:
+            self._coordinator.audit_policy = policy
 
     def raise_later(self, error: Exception) -> None:
         """Makes the training thread raise this error when it continues."""
@@ -404,39 +396,38 @@ class Session:
         """Marks that the script has reached its end and need not be told to exit."""
         self._gate.ends = True
 
+    def wait_for_outcomes(self) -> None:
+        """Blocks until the lane "release" has handled all outcomes that are known now: audit reports, saves.
+
+        At most `answer_secs`: then reports come late, and nothing else is wrong.
+        """
+        handled = threading.Event()
+        self._releasing.do(handled.set)
+        wait_for(handled, self.timeouts.answer_secs, self.check)
+
     # Any thread.
 
     def propose(self, update: Update, at_step: int | None = None, trial: Trial | None = None) -> Ticket:
-        """Proposes an update. Returns at once."""
-        return self.proposals.propose(update, at_step, trial)
-
-    def propose_function(
-        self, id_: str, function: Function, source: int, at_step: int | None, trial: Trial | None = None
-    ) -> Ticket:
-        """Proposes a function to be run on worker `source`, which must propose it too."""
-        return self.proposals.propose_function(id_, function, source, at_step, trial)
-
-    def propose_revert(self, id_: str, sequence: int, note: str = "", *, forced: bool = False) -> Ticket:
-        """Proposes to undo a committed update. Returns at once."""
-        return self.proposals.propose_revert(id_, sequence, note, forced=forced)
+        """Proposes an update as it is. Returns at once."""
+        return self.proposals.propose_update(update, at_step, trial)
 
     def request(self, kind: str, asked_by: tuple[str, ...] = (), arguments: tuple[Any, ...] = ()) -> None:
         """Requests an operation of all workers at one of the next boundaries. Signal handlers may call it."""
-        self._outbox.do(lambda: self._machines.post(Request(kind, asked_by, arguments)))
+        self._outbox.do(lambda: self._events.put(Request(kind, asked_by, arguments)))
 
     def send_note(self, text: str) -> None:
         """Sends this worker's note to worker 0, before whatever it sends next. Returns at once.
 
         Not for worker 0.
         """
-        self._machines.post(Note(text))
+        self._events.put(Note(text))
 
     def operations(self) -> list[dict[str, Any]]:
-        """Worker 0: the current operations, in order. Any thread."""
-        coordinator = self._machines.coordinator
+        """Worker 0: the current operations, in order."""
+        coordinator = self._coordinator
         if coordinator is None:
             return []
-        with self._machines.lock:
+        with self._lock:
             return [
                 {
                     "id": one.id,
@@ -453,20 +444,15 @@ class Session:
                 for one in coordinator.operations.values()
             ]
 
-    def wait_for_outcomes(self) -> None:
-        """Blocks until the lane "release" has handled all outcomes that are known now: audit reports, saves.
-
-        At most `answer_secs`: then reports come late, and nothing else is wrong.
-        """
-        handled = threading.Event()
-        self._releasing.do(handled.set)
-        ends = time.monotonic() + self.timeouts.answer_secs
-        while not handled.wait(0.2) and time.monotonic() < ends:
-            self.check()
+    def remove_payloads(self, held: frozenset[int], pending: frozenset[tuple[str, str]] | None) -> None:
+        """Worker 0: removes what no kept checkpoint needs (`Journal.remove_payloads`). Returns at once."""
+        journal = self._journal
+        if journal is not None:
+            self._entries.do(lambda: journal.remove_payloads(held, pending))
 
     def check(self) -> None:
         """Raises if a thread or another worker has died."""
-        self._check_elsewhere()
+        self._hooks.check()
         self.threads.check()
 
     def _wait_for(self, ticket: Ticket, timeout: float | None) -> bool:
@@ -475,68 +461,137 @@ class Session:
         if self.in_training_thread():
             secs = self.timeouts.wait_secs if timeout is None and not self.begun else timeout
             awaited = e.Awaited(ticket.number, secs)
-            self._gate.enter(lambda: self._outbox.do(lambda: self._machines.post(awaited)))
+            self._gate.enter(lambda: self._outbox.do(lambda: self._events.put(awaited)))
             return ticket.done()
-        ends = None if timeout is None else time.monotonic() + timeout
-        while not ticket.wait(0.5 if ends is None else max(0.0, min(0.5, ends - time.monotonic()))):
-            self.check()
-            if ends is not None and time.monotonic() >= ends:
-                return False
-        return True
+        return wait_for(ticket.settled, timeout, self.check)
 
-    # Commands of the state machines.
+    # The loop: one event at a time. Readers and all other threads only post events.
+
+    def _run_loop(self) -> None:
+        while not self.threads.stopping.is_set() or not self._events.empty():
+            secs = IDLE_SECS
+            if self._timers:
+                secs = min(secs, max(0.0, self._timers[0][0] - time.monotonic()))
+            with contextlib.suppress(queue.Empty):
+                self._handle(self._events.get(timeout=secs))
+            while self._timers and self._timers[0][0] <= time.monotonic():
+                self._handle(heapq.heappop(self._timers)[2])
+        # Lets the readers of all other workers stop now, before their request to the service times out.
+        with contextlib.suppress(JobFailed):
+            if self._coordinator is None:
+                self._channel.send([])
+            else:
+                self._channel.broadcast([])
+
+    def _read(self) -> None:
+        while not self.threads.stopping.is_set():
+            for message in self._channel.receive():
+                self._events.put(e.FromCoordinator(message))
+
+    def _read_from(self, rank: int) -> None:
+        while not self.threads.stopping.is_set():
+            for message in self._channel.receive_from(rank):
+                if isinstance(message, Note):
+                    self._hooks.on_note(rank, message.text)
+                else:
+                    self._events.put(e.FromWorker(rank, message))
+
+    def _handle(self, event: Any) -> None:
+        pending = [] if event is None else [event]
+        while pending:
+            pending = [more for one in pending for more in self._handle_one(one)]
+
+    def _handle_one(self, event: Any) -> list[Any]:
+        """Passes an event to its machine, executes the commands, and returns the local events that follow."""
+        if isinstance(event, Request):
+            return self._dispatch([e.Send(event)], None)
+        if isinstance(event, Note):
+            self._channel.send([event])
+            return []
+        machine: Worker | Coordinator | None
+        if isinstance(event, tuple):  # a timer of one of the machines
+            machine, event = event
+        else:
+            is_for_coordinator = isinstance(event, e.FromWorker | e.Written)
+            machine = self._coordinator if is_for_coordinator else self._worker
+        if machine is None:
+            return []
+        if isinstance(event, e.FromCoordinator) and isinstance(event.message, Tell):
+            self._note_told(event.message)
+        with self._lock:
+            commands: list[Any] = [*machine.handle(event)]
+        return self._dispatch(commands, machine)
+
+    def _dispatch(self, commands: list[Any], machine: Worker | Coordinator | None) -> list[Any]:
+        follow: list[Any] = []
+        sent = [command.message for command in commands if isinstance(command, e.Send)]
+        said = [command.message for command in commands if isinstance(command, e.Broadcast)]
+        if said:  # to the others first: worker 0 must not act on a message that they may never receive
+            self._channel.broadcast(said)
+            follow += [e.FromCoordinator(message) for message in said]
+        if sent and self._coordinator is None:
+            self._channel.send(sent)
+        elif sent:  # worker 0 and its coordinator are in one process
+            follow += [e.FromWorker(self.rank, message) for message in sent]
+        for command in commands:
+            if isinstance(command, e.SetTimer):
+                timer = machine, e.TimerFired(command.number)
+                heapq.heappush(self._timers, (time.monotonic() + command.secs, next(self._numbers), timer))
+            elif not isinstance(command, e.Send | e.Broadcast):
+                self._carry_out(command)
+        return follow
 
     def _carry_out(self, command: Any) -> None:
         match command:
-            case c.Perform(_, order):
-                if order.in_background:
-                    self._lane_of(order).do(lambda: self._perform(command))
-                else:
+            case e.Perform(_, order):
+                if not order.in_background:
                     self._gate.perform(command)
-            case c.Pass():
+                elif isinstance(order, WriteBefore):
+                    self.files.do(lambda: self._perform(command))
+                else:
+                    self._preparing.do(lambda: self._perform(command))
+            case e.Pass():
                 self._gate.let_go()
-            case c.Continue(outcome):
+            case e.Continue(outcome):
                 self._gate.let_go(outcome)
-            case c.Settle(number, tell):
+            case e.Settle(number, tell):
                 self.proposals.told(number, tell)
-            case c.DropPrepared(id_):
+            case e.DropPrepared(id_):
                 self._parcels.discard_soon(id_)
                 self._preparing.do(lambda: self.replica.discard(id_))
-            case c.Write(number, entry):
+            case e.Write(number, entry):
                 self._write(number, entry)
-            case c.CloseInbox(ticket, tell):
+            case e.CloseInbox(ticket, tell):
                 self.proposals.close_from_outside(ticket, tell.stage)
-                self.on_inbox(ticket, tell)
-            case c.Ended():
-                self._releasing.do(lambda: self.on_ended(command))
-            case c.EndJob(reason):
+                self._hooks.on_inbox(ticket, tell)
+            case e.Ended():
+                self._releasing.do(lambda: self._hooks.on_ended(command))
+            case e.EndJob(reason):
                 raise JobFailed(reason)
 
-    def _lane_of(self, order: Order) -> Lane:
-        # All others in one lane with `DropPrepared`: what is refused leaves no bytes behind.
-        return self.files if isinstance(order, WriteBefore) else self._preparing
+    def _note_told(self, tell: Tell) -> None:
+        if tell.ended and isinstance(tell.outcome, Receipt):
+            self.receipts.append(tell.outcome)
+            if self.rank == 0:
+                log_trial(tell.outcome)
 
-    def _write(self, number: int, entry: Entry) -> None:
-        if self._writer is not None:
-            self._writer.write(
-                entry,
-                self._parcels,
-                lambda outcome, problem: self._machines.post(e.Written(number, outcome, problem)),
-            )
+    # Orders, in a lane or in the gate.
 
-    def _perform(self, command: c.Perform) -> None:
+    def _perform(self, command: e.Perform) -> None:
         """Executes an order in a lane. An unexpected error refuses only this order."""
         try:
             value = command.order.perform(self.replica)
         except Refuse as error:
             value = error.refusal
+        except UpdateRefused as error:
+            value = refusal_of(error, self.rank)
         except (JobFailed, FileDamaged):  # what was promised is lost: that ends the job
             raise
         except Exception as error:
             logger.warning("%s failed on this worker", type(command.order).__name__, exc_info=True)
             problem = f"A worker could not prepare it ({type(error).__name__}: {error})"
             value = refusal_of(UpdateRefused(problem), self.rank)
-        self._machines.post(e.Performed(command.number, value))
+        self._events.put(e.Performed(command.number, value))
 
     def _performed(self, number: int, order: Any, value: Any) -> None:
         """Called in the training thread after each order."""
@@ -545,16 +600,55 @@ class Session:
             # Training goes on meanwhile. In the outbox: earlier proposals belong to a checkpoint, and a
             # checkpoint that holds an update comes after the report that it is applied.
             self._outbox.do(
-                lambda: self._machines.post(e.Reported(number, value() if callable(value) else value))
+                lambda: self._events.put(e.Reported(number, value() if callable(value) else value))
             )
-        self._machines.post(e.Performed(number, None if later else value, answers=not later))
+        self._events.put(e.Performed(number, None if later else value, answers=not later))
+
+    def _reached(self, id_: str, stage: Stage) -> None:
+        """This worker has prepared or applied an update."""
+        self.proposals.reach(id_, stage)
+        if stage is Stage.APPLIED:
+            self._hooks.on_applied(id_)
 
     def _note_long_wait(self, waits: bool) -> None:
         # Not in a lane: what is known of this worker must not stay behind when it trains on.
-        self.on_long_wait(self.step if waits else None)
+        self._hooks.on_long_wait(self.step if waits else None)
 
-    def _note_told(self, tell: Tell) -> None:
-        if tell.ended and isinstance(tell.outcome, Receipt):
-            self.receipts.append(tell.outcome)
-            if self.rank == 0:
-                log_trial(tell.outcome)
+    # Worker 0's writes: entries in one lane, and checkpoints, which take longer, in another.
+
+    def _write(self, number: int, entry: Entry) -> None:
+        journal = self._journal
+        if journal is None:
+            return
+
+        def then(outcome: e.WriteOutcome, problem: str) -> None:
+            self._events.put(e.Written(number, outcome, problem))
+
+        if isinstance(entry, Saved):
+            write = self._hooks.write_checkpoint
+            self._saver.do(lambda: then(write(entry), "The checkpoint cannot be written"))
+            return
+        update = self._parcels.prepared(entry.id, entry.digest) if isinstance(entry, Payload) else None
+        self._entries.do(lambda: then(*_written(journal, entry, update)))
+
+
+def _written(journal: Journal, entry: Entry, update: Update | None) -> tuple[e.WriteOutcome, str]:
+    """Writes an entry; returns what is known of it, and why it failed."""
+    if isinstance(entry, Receipt):
+        faults.point("verify")
+    elif isinstance(entry, Decided):
+        faults.point("decide")
+    try:
+        journal.write(entry, update)
+    except NotWritten as error:
+        logger.warning("%s", error)
+        return e.WriteOutcome.FAILED, str(error)
+    except (PerhapsWritten, FileDamaged) as error:
+        logger.error("%s", error)
+        return e.WriteOutcome.UNKNOWN, str(error)
+    except JobFailed as error:
+        logger.error("%s", error)
+        return e.WriteOutcome.FENCED, str(error)
+    if isinstance(entry, Committed):
+        faults.point("commit")
+    return e.WriteOutcome.DURABLE, ""

@@ -36,17 +36,13 @@ class Ticket:
         self.waits_for = ""
         self.proposed_at = time.time()
         self._wait_for = wait_for
-        self._settled = threading.Event()
+        self.settled = threading.Event()
         self._receipt: Receipt | None = None
         self._error: ReplicastError | None = None
 
     def done(self) -> bool:
         """Whether `result` would return or raise at once."""
-        return self._settled.is_set()
-
-    def wait(self, timeout_secs: float) -> bool:
-        """Blocks until the ticket is settled, at most `timeout_secs`. Returns whether it is."""
-        return self._settled.wait(timeout_secs)
+        return self.settled.is_set()
 
     def result(self, timeout: float | None = None) -> Receipt:
         """Blocks until every worker has applied the update and the digests agree, at most `timeout` seconds.
@@ -57,7 +53,7 @@ class Ticket:
         another thread.
         """
         started = time.monotonic()
-        if not self._wait_for(self, timeout) and not self._settled.is_set():
+        if not self._wait_for(self, timeout) and not self.settled.is_set():
             is_up = timeout is not None and time.monotonic() - started >= timeout
             raise UpdatePending(self._where(timeout if is_up else None), stage=self.stage, update_id=self.id)
         if self._error is not None:
@@ -102,13 +98,13 @@ class Ticket:
             case _:
                 self._error = UpdateRefused("It was refused in an earlier attempt of the job")
         self.stage = tell.stage
-        self._settled.set()
+        self.settled.set()
 
     def fail(self, stage: Stage, error: ReplicastError) -> None:
         """Settles the ticket with an error. The first outcome is final."""
         if not self.done():
             self._error, self.stage = error, stage
-            self._settled.set()
+            self.settled.set()
 
 
 def log_trial(receipt: Receipt) -> None:

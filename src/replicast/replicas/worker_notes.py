@@ -29,9 +29,9 @@ from replicast.errors import FileDamaged, JobFailed, ReplicastError, printable
 from replicast.files import RunDir, below, write_quickly
 from replicast.processes import this_machine
 from replicast.replicas.inbox import Inbox
+from replicast.replicas.job_checkpoints import numbers
 from replicast.replicas.position import Position
 from replicast.replicas.requests import Requests
-from replicast.replicas.saving import numbers
 from replicast.replicas.session import Session
 from replicast.storage import inbox
 from replicast.storage.claims import Fence, sees_group
@@ -250,7 +250,8 @@ class RunFiles:
         self.training = False
         self.position: Callable[[], Position | None] = lambda: None
         self._pace = Pace()
-        session.on_note = self._distant.receive
+        self.on_inbox = self._inbox.on_outcome
+        self.on_note = self._distant.receive
 
     def start(self) -> None:
         """Starts the thread, if this worker or worker 0 has a run directory."""

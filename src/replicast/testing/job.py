@@ -33,7 +33,7 @@ from replicast.core.records import Snapshot
 from replicast.errors import FileDamaged, JobFailed, ReplicasDiverged
 from replicast.replicas.channel import Channel
 from replicast.replicas.exchange import Exchange
-from replicast.replicas.replica import Writer
+from replicast.replicas.replica import WorkerHooks
 from replicast.replicas.session import Session
 from replicast.storage.journal import Journal, MemoryJournal
 from replicast.transport import MemoryTransport
@@ -50,11 +50,10 @@ QUICK = Timeouts(
 """Long enough for a machine with much to do, and short enough for a test that hangs."""
 
 
-class Worker:
+class Worker(WorkerHooks):
     """One worker: its session, its state, and what it has applied.
 
     Attributes:
-        writer: On worker 0: writes the coordinator's entries.
         applied: The step and the id of each update that this worker has applied, in order.
         reports: The reports of the audits for which all workers stopped.
         left: Why the state was not saved when this worker was told to exit; empty if it was.
@@ -62,11 +61,11 @@ class Worker:
 
     def __init__(self, job: Job, rank: int) -> None:
         self.rank = rank
+        self.job = job
         self.coordination = MemoryCoordination(job.store)
         self.transport = MemoryTransport(job.board, rank)
         start = job.checkpoints[-1] if job.checkpoints else None
         self.state = MemoryState(job.start if start is None else start.state[0], job.schema)
-        self.writer = Writer(job.journal, list(job.checkpoints), job.save) if rank == 0 else None
         self.failure: JobFailed | None = None
         self.applied: list[tuple[int, str]] = []
         self.reports: list[AuditResult] = []
@@ -76,21 +75,17 @@ class Worker:
             Channel(self.coordination, "test", rank, job.size),
             self.transport,
             self.state,
-            writer=self.writer,
+            self,
+            journal=job.journal if rank == 0 else None,
+            saved=job.checkpoints,
             attempt=job.attempt,
             timeouts=job.timeouts,
             limits=job.limits,
             guard=job.guard,
             audit_policy=job.audit_policy,
-            check=self._check,
         )
         if start is not None:
             self.session.start_from(start)
-        replica = self.session.replica
-        replica.on_applied = self._note_applied
-        replica.on_report = self._note_report
-        replica.on_leave = self._leave
-        replica.take_snapshot = self._take_snapshot
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def start(self) -> None:
@@ -111,7 +106,7 @@ class Worker:
         """Takes a planned snapshot for a checkpoint and continues. Call it on all workers at one boundary."""
         on_trial = self.session.replica.on_trial
         id_ = self.session.next_report("save")
-        self.session.report(id_, (lambda: None) if on_trial else self._take_snapshot(str(id_)))
+        self.session.report(id_, (lambda: None) if on_trial else self.take_snapshot(str(id_)))
 
     def audit_in_passing(self) -> None:
         """Takes part in a planned audit and continues. Call it on all workers at one boundary."""
@@ -127,27 +122,47 @@ class Worker:
         while (act := self._todo.get()) is not None:
             act()
 
-    def _note_applied(self, id_: str) -> None:
-        self.applied.append((self.session.step, id_))
+    # What the session asks of it.
 
-    def _note_report(self, report: AuditResult, raises: bool) -> None:
-        self.reports.append(report)
-        if raises:
-            names = ", ".join(one.variable for one in report.differences)
-            self.session.raise_later(ReplicasDiverged(f"The replicas differ in {names}", step=report.step))
+    def check(self) -> None:
+        """Raises once another worker has died."""
+        if self.failure is not None:
+            raise self.failure
 
-    def _leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
-        self.left = problem
-
-    def _take_snapshot(self, id_: str, due: bool = True, again: bool = False) -> Callable[[], Snapshot]:
+    def take_snapshot(self, id_: str, due: bool = True, again: bool = False) -> Callable[[], Snapshot]:
+        """Copies the state; worker 0's copy is the checkpoint."""
         replica, step = self.session.replica, self.session.step
         digest, holds = replica.digest(), frozenset(replica.holds)
         values = {name: value.copy() for name, value in self.state.values.items()}
         return lambda: Snapshot(step, digest, holds, values if self.rank == 0 else None)
 
-    def _check(self) -> None:
-        if self.failure is not None:
-            raise self.failure
+    def write_checkpoint(self, saved: Saved) -> WriteOutcome:
+        """Keeps a checkpoint in memory."""
+        self.job.checkpoints.append(saved)
+        return WriteOutcome.DURABLE
+
+    def on_applied(self, id_: str) -> None:
+        """Notes an update in `applied`."""
+        self.applied.append((self.session.step, id_))
+
+    def on_report(self, report: AuditResult, raises: bool) -> None:
+        """Notes an audit in `reports`."""
+        self.reports.append(report)
+        if raises:
+            names = ", ".join(one.variable for one in report.differences)
+            self.session.raise_later(ReplicasDiverged(f"The replicas differ in {names}", step=report.step))
+
+    def on_leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
+        """Notes in `left` that all workers exit."""
+        self.left = problem
+
+    def on_ended(self, ended: Ended) -> None:
+        """Notes an operation in the job's `ended`."""
+        self.job.ended.append(ended)
+
+    def on_inbox(self, ticket: str, tell: Tell) -> None:
+        """Notes an outcome in the job's `outcomes`."""
+        self.job.outcomes[ticket] = tell
 
 
 class Job:
@@ -205,8 +220,6 @@ class Job:
         self._numbers = itertools.count(1)
         self._begins = begins
         self.workers = [Worker(self, rank) for rank in range(size)]
-        self.workers[0].session.on_ended = self.ended.append
-        self.workers[0].session.on_inbox = self.outcomes.__setitem__
 
     def __enter__(self) -> Self:
         for worker in self.workers:
@@ -238,11 +251,6 @@ class Job:
             limits=self.limits,
             audit_policy=self.audit_policy,
         )
-
-    def save(self, saved: Saved) -> WriteOutcome:
-        """Keeps a checkpoint."""
-        self.checkpoints.append(saved)
-        return WriteOutcome.DURABLE
 
     def push(self, update: Update, at_step: int | None = None, trial: Trial | None = None) -> str:
         """Proposes an update from outside the job; `outcomes` will contain its outcome.

@@ -101,7 +101,7 @@ def test_a_tie_is_decided_by_checkpoint_and_journal() -> None:
             asked.append(name)
             return right
 
-        job.workers[0].session.replica.expectation = expectation
+        job.workers[0].expected_fingerprint = expectation
         (difference,) = audit(job).differences
         assert asked == ["dense/bias"]
         assert (difference.reference, difference.rule) == (2, "checkpoint and journal")
@@ -258,7 +258,7 @@ def test_values_that_a_worker_cannot_take_are_reported_without_distances() -> No
 def test_workers_that_have_not_trained_equally_far_are_not_healed() -> None:
     with Job(2) as job:
         for worker in job.workers:
-            worker.session.replica.trained = lambda worker=worker: worker.rank
+            worker.trained = lambda worker=worker: worker.rank
         flip(job.workers[1], "dense/bias")
         assert [report.outcome for report in what_an_audit_raises(job, "heal")] == ["raised", "raised"]
 

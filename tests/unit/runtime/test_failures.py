@@ -186,7 +186,9 @@ def test_a_full_disk_refuses_the_update_and_the_job_continues(entry: type[Entry]
         bad = job.workers[1].session.propose(bias(1.0, id="bad"))
         job.train(3)
         assert FULL in str(refusal(bad))
-        computed = job.on_all(lambda worker: worker.session.propose_function("f", adding(1.0), 1, None))
+        computed = job.on_all(
+            lambda worker: worker.session.proposals.propose_function("f", adding(1.0), 1, None)
+        )
         journal.raises[entry] = NotWritten(FULL)
         job.train(3)
         assert FULL in str(refusal(computed[0]))

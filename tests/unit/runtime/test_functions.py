@@ -20,7 +20,9 @@ from tests.unit.runtime.playing import adding, bias, bias_of, refusal
 def propose_on_all(
     job: Job, id_: str, function: Any, source: int, at_step: int | None = None
 ) -> list[Ticket]:
-    return job.on_all(lambda worker: worker.session.propose_function(id_, function, source, at_step))
+    return job.on_all(
+        lambda worker: worker.session.proposals.propose_function(id_, function, source, at_step)
+    )
 
 
 def test_a_function_runs_once_on_its_source_with_the_live_values() -> None:
@@ -86,10 +88,10 @@ def test_a_function_that_gives_no_update_is_refused_and_changes_nothing(function
 def test_a_worker_that_proposes_a_function_after_it_was_decided_is_told(broken: bool) -> None:
     with Job(2) as job:
         function = adding(np.nan if broken else 1.0)
-        first = job.workers[0].session.propose_function("f", function, 0, None)
+        first = job.workers[0].session.proposals.propose_function("f", function, 0, None)
         job.train(3)
-        assert first.wait(DEADLINE_SECS)
-        second = job.workers[1].session.propose_function("f", function, 0, None)
+        assert first.settled.wait(DEADLINE_SECS)
+        second = job.workers[1].session.proposals.propose_function("f", function, 0, None)
         if broken:
             assert str(refusal(second)) == str(refusal(first))
         else:
@@ -98,7 +100,7 @@ def test_a_worker_that_proposes_a_function_after_it_was_decided_is_told(broken: 
 
 def test_a_function_that_its_source_never_proposes_is_refused_at_the_end_of_training() -> None:
     with Job(2) as job:
-        ticket = job.workers[0].session.propose_function("f", adding(1.0), source=1, at_step=None)
+        ticket = job.workers[0].session.proposals.propose_function("f", adding(1.0), source=1, at_step=None)
         job.train(2)
         error = refusal(ticket)
         assert "Worker 1, on which the function was to run, did not propose it" in str(error)
@@ -211,8 +213,8 @@ def test_a_function_that_takes_too_long_is_refused_and_leaves_nothing_behind(loo
             eventually(tickets[0].done)
             return {"bias": values["bias"] + 1}
 
-        tickets.append(job.workers[0].session.propose_function("f", slow, 1, None))
-        tickets.append(job.workers[1].session.propose_function("f", slow, 1, None))
+        tickets.append(job.workers[0].session.proposals.propose_function("f", slow, 1, None))
+        tickets.append(job.workers[1].session.proposals.propose_function("f", slow, 1, None))
         job.train(3)
         error = refusal(tickets[0])
         assert f"Worker 1 did not compute the update within {QUICK.compute_secs} s" in str(error)
@@ -263,7 +265,7 @@ def test_a_function_runs_while_all_rest_at_the_end_of_their_scripts() -> None:
         job.train(3)
 
         def end_of_script(worker: Worker) -> Any:
-            ticket = worker.session.propose_function("one", adding(1.0), 0, None)
+            ticket = worker.session.proposals.propose_function("one", adding(1.0), 0, None)
             worker.session.rest("close")
             return ticket.result(0)
 

@@ -28,7 +28,7 @@ def test_what_a_function_returns_is_measured_against_the_values_of_its_boundary(
     with Job(2, guard=Guard(max_relative_change=0.5)) as job:
         session = job.workers[1].session
         tickets = {
-            id_: session.propose_function(id_, lambda v, f=f: {"kernel": v["kernel"] * f}, 1, None)
+            id_: session.proposals.propose_function(id_, lambda v, f=f: {"kernel": v["kernel"] * f}, 1, None)
             for id_, f in {"double": np.float32(2.0), "slightly": np.float32(1.1)}.items()
         }
         job.train(12)

@@ -36,7 +36,7 @@ def propose(job: Job, update: Update, rank: int = 0) -> int:
 
 def revert(job: Job, number: int, rank: int = 0, **options: Any) -> int:
     id_ = f"revert-{number}-{job.attempt}-{job.workers[rank].session.step}"
-    return committed(job, job.workers[rank].session.propose_revert(id_, number, **options))
+    return committed(job, job.workers[rank].session.proposals.propose_revert(id_, number, **options))
 
 
 def overwriting() -> Update:

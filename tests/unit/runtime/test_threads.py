@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 
-from replicast.replicas.threads import Threads
+from replicast.replicas.lanes import WorkerThreads
 
 
 class Value:
@@ -14,7 +14,7 @@ class Value:
 
 
 def test_a_lane_that_waits_holds_nothing_of_its_last_task() -> None:
-    threads = Threads()
+    threads = WorkerThreads()
     lane = threads.lane("test")
     value, done = Value(), threading.Event()
     gone = threading.Event()

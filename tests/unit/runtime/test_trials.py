@@ -179,7 +179,7 @@ def test_a_function_can_be_on_trial() -> None:
         run = Run(job)
 
         def propose(worker: Worker) -> None:
-            run.tickets.append(worker.session.propose_function("f", adding(1.0), 1, None, TRIAL))
+            run.tickets.append(worker.session.proposals.propose_function("f", adding(1.0), 1, None, TRIAL))
 
         run.train(20, {4: propose})
         assert [outcome_of(ticket).outcome for ticket in run.tickets] == ["reverted"] * 2

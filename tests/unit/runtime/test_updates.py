@@ -212,7 +212,7 @@ def test_replicas_that_differ_are_named_in_the_error() -> None:
 def test_workers_that_have_not_trained_equally_far_are_told_that_one_has_missed_a_boundary() -> None:
     with Job(2) as job:
         for worker in job.workers:
-            worker.session.replica.trained = lambda worker=worker: worker.session.step + worker.rank
+            worker.trained = lambda worker=worker: worker.session.step + worker.rank
         ticket = job.workers[0].session.propose(bias(1.0))
         job.train(3)
         with pytest.raises(ReplicasDiverged, match="one has missed a boundary"):
@@ -267,8 +267,10 @@ def test_no_bytes_stay_in_memory_whatever_came_of_an_update() -> None:
         pushed = job.push(bias(1.0, id="pushed"))
         twice = job.push(bias(1.0, id="pushed"))
         job.withdraw("withdrawn")
-        computed = session.propose_function("computed", lambda now: {"bias": now["bias"] * 2}, 1, None)
-        wrong = session.propose_function("wrong", lambda now: {"bias": now["kernel"]}, 1, None)
+        computed = session.proposals.propose_function(
+            "computed", lambda now: {"bias": now["bias"] * 2}, 1, None
+        )
+        wrong = session.proposals.propose_function("wrong", lambda now: {"bias": now["kernel"]}, 1, None)
         job.train(4)
         job.workers[2].state.values["dense/kernel"][:] = 0
         job.on_all(lambda worker: worker.session.rest("sync", 0))
@@ -277,7 +279,7 @@ def test_no_bytes_stay_in_memory_whatever_came_of_an_update() -> None:
         job.workers[2].state.values["dense/kernel"][:] = 0
         job.on_all(lambda worker: worker.session.rest("audit", "warn"))
         for ticket in (*tickets, taken_back, computed, wrong):
-            assert ticket.wait(DEADLINE_SECS)
+            assert ticket.settled.wait(DEADLINE_SECS)
         assert [ticket.stage for ticket in tickets] == [Stage.VERIFIED] * 3 + [Stage.REFUSED] * 2
         assert (taken_back.stage, computed.stage, wrong.stage) == (
             Stage.WITHDRAWN,

@@ -124,23 +124,23 @@ def test_a_worker_that_is_late_does_not_wait_for_the_bytes_of_a_withdrawn_update
     with Job(2) as job:
         quick, late = job.workers
         goes_on, prepared, asked_for = threading.Event(), list[str](), list[str]()
-        note_quick, note_late = (worker.session.replica.on_stage for worker in job.workers)
+        prepare_quick, prepare_late = (worker.session.replica.prepare for worker in job.workers)
         receive = late.transport.receive
 
-        def noting_quick(id_: str, stage: str) -> None:
-            note_quick(id_, stage)
+        def noting_quick(id_: str, *more: Any) -> None:
+            prepare_quick(id_, *more)
             prepared.append(id_)
 
-        def noting_late(id_: str, stage: str) -> None:
-            note_late(id_, stage)
-            if (id_, stage) == ("first", "prepared"):
+        def noting_late(id_: str, *more: Any) -> None:
+            prepare_late(id_, *more)
+            if id_ == "first":
                 goes_on.wait(DEADLINE_SECS)
 
         def receiving(parcel: Parcel, *more: Any) -> Any:
             asked_for.append(parcel.id)
             return receive(parcel, *more)
 
-        quick.session.replica.on_stage, late.session.replica.on_stage = noting_quick, noting_late
+        quick.session.replica.prepare, late.session.replica.prepare = noting_quick, noting_late
         late.transport.receive = receiving  # type: ignore[method-assign]
         first = quick.session.propose(bias(1.0, id="first"))
         for worker in (quick, late):  # that of worker 1 shows that it has heard of the end of the other one

@@ -1,4 +1,4 @@
-"""When a job is audited, which variables may differ, and where reports are written.
+"""Audits of a running job: when they are made, which variables may differ, and where reports are written.
 
 The training threads digest the state at the boundaries of the plan, and continue. Worker 0 compares. It
 examines a difference at one of the next boundaries, where all workers stop (`core/operations/audit.py`).
@@ -6,6 +6,7 @@ examines a difference at one of the next boundaries, where all workers stop (`co
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import logging
@@ -52,10 +53,18 @@ class AuditPlan:
         checked_policy(self.policy)
 
 
-class Auditing:
+class Audits:
     """One worker's audits. For its training thread, unless a method says otherwise."""
 
-    def __init__(self, session: Session, schema: Schema, run_dir: RunDir | None, plan: AuditPlan) -> None:
+    def __init__(
+        self,
+        session: Session,
+        schema: Schema,
+        run_dir: RunDir | None,
+        plan: AuditPlan,
+        answer: Callable[[AuditReport], None] = lambda report: None,
+    ) -> None:
+        """`answer` tells those outside the job who have asked for an audit. On worker 0."""
         self._session = session
         self._schema = schema
         self._run_dir = run_dir
@@ -66,20 +75,13 @@ class Auditing:
         self._warned = False
         self._reports: deque[AuditReport] = deque(maxlen=MOST_REPORTS)
         self._adding = threading.Lock()
-        self.answer: Callable[[AuditReport], None] = lambda report: None
-        """Worker 0: answers those outside the job who have asked for it."""
-        session.replica.on_report = self._on_report
+        self._answer = answer
         self.plan(plan)
 
     @property
     def reports(self) -> Sequence[AuditReport]:
-        """The reports of all audits so far, the latest last. Any thread."""
+        """The latest last. Any thread."""
         return tuple(self._reports)
-
-    @property
-    def policy(self) -> Policy:
-        """What happens when replicas differ. Any thread."""
-        return self._plan.policy
 
     def plan(self, plan: AuditPlan) -> None:
         """Sets when to audit. All workers call it; blocks until they have."""
@@ -98,13 +100,11 @@ class Auditing:
         self._follow(plan)
 
     def after_step(self, steps: int) -> None:
-        """Called at a boundary: audits if one is due."""
         every, step = self._plan.every, self._session.step
         if every is not None and step // every > (step - steps) // every:
             self._audit_in_passing()
 
     def after_epoch(self) -> None:
-        """Called at the end of an epoch: audits if the plan says so."""
         if self._plan.ends and self._plan.every is not None:
             self._audit_in_passing()
 
@@ -129,7 +129,7 @@ class Auditing:
             raise ClusterError(f"The audit could not be carried out: {report.problem}")
         return self._add(report)
 
-    def ended(self, ended: Ended) -> None:
+    def on_ended(self, ended: Ended) -> None:
         """Worker 0, in the lane "release": an audit is over."""
         result = ended.outcome.result
         if isinstance(result, AuditResult):
@@ -142,13 +142,12 @@ class Auditing:
         self._session.set_audit_policy(plan.policy)
 
     def _audit_in_passing(self) -> None:
-        alone = self._session.size == 1
-        if not alone and self._audited_at != self._session.step:
+        if self._session.size > 1 and self._audited_at != self._session.step:
             self._audited_at = self._session.step
             seen = self._session.replica.examine_quietly()
             self._session.report(self._session.next_report("audit"), lambda: seen)
 
-    def _on_report(self, report: AuditResult, raises: bool) -> None:
+    def on_report(self, report: AuditResult, raises: bool) -> None:
         """Called for an audit for which all workers are stopped: records it before any worker raises."""
         added = self._add(report)
         if raises:
@@ -166,7 +165,7 @@ class Auditing:
                 log = logger.debug if report.equal else logger.warning
                 log("%s", "\n".join(report.lines()))
                 self._write(report)
-                self.answer(report)
+                self._answer(report)
             return report
 
     def _public(self, found: AuditResult) -> AuditReport:
@@ -239,16 +238,7 @@ def declared(schema: Schema, patterns: Sequence[str], *, local_statistics: bool)
 
 # The value of a variable according to checkpoint and journal: decides an audit without a majority.
 
-MOST_BYTES = 2**30
-"""The most bytes to read from the journal for one variable, since all workers wait meanwhile."""
-
-
-class _Place(NamedTuple):
-    """The circumstances of an audit. While they are the same, what was read before stays valid."""
-
-    step: int
-    holds: frozenset[int]
-    checkpoints_changed_at: int | None
+MOST_BYTES = 2**30  # to read from the journal for one variable: all workers wait meanwhile
 
 
 class _Basis(NamedTuple):
@@ -272,7 +262,7 @@ class Expectation:
         self._run_dir = run_dir
         self._durable = durable
         self._store = CheckpointStore(run_dir)
-        self._found_at: _Place | None = None
+        self._found_at: tuple[int, frozenset[int], int | None] | None = None
         self._found: _Basis | None = None
 
     def fingerprint(self, name: str) -> str | None:
@@ -287,8 +277,12 @@ class Expectation:
 
     def _basis(self) -> _Basis | None:
         """Reads checkpoint and journal, once for all variables of an audit."""
-        holds = frozenset(self._session.replica.holds)
-        place = _Place(self._session.step, holds, self._checkpoints_changed_at())
+        holds, checkpoints_changed_at = frozenset(self._session.replica.holds), None
+        with contextlib.suppress(OSError):
+            # Adding or removing a checkpoint is a rename in this directory.
+            checkpoints_changed_at = self._store.directory.stat().st_mtime_ns
+        # While these are the same, what was read before stays valid.
+        place = self._session.step, holds, checkpoints_changed_at
         if place != self._found_at:
             self._found_at, self._found = place, None
             try:
@@ -296,13 +290,6 @@ class Expectation:
             except (ReplicastError, OSError) as error:
                 logger.warning("expected values cannot be read from checkpoint and journal: %s", error)
         return self._found
-
-    def _checkpoints_changed_at(self) -> int | None:
-        try:
-            # Adding or removing a checkpoint is a rename in this directory.
-            return self._store.directory.stat().st_mtime_ns
-        except OSError:
-            return None
 
     def _read(self, holds: frozenset[int]) -> _Basis | None:
         last = self._store.last()

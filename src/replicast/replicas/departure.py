@@ -16,30 +16,29 @@ from collections.abc import Callable, Sequence
 
 from replicast.config import TOLD_TO_END
 from replicast.errors import ClusterError, ReplicastError
+from replicast.replicas.job_checkpoints import Checkpoints
 from replicast.replicas.session import Session
 from replicast.sigterm import on_sigterm
 
 logger = logging.getLogger("replicast")
 
-WRONG_CALLS = 100
-"""How often the end of a script retries while another worker is still at another call."""
+WRONG_CALLS = 100  # how often the end of a script retries while another worker is still at another call
 
 
-def told_to_end(leavings: Sequence[Leaving]) -> None:
+def told_to_end(departures: Sequence[Departure]) -> None:
     """Handles SIGTERM: models in training leave at one boundary; outside of training the process exits."""
-    training = [one for one in leavings if one.is_training()]
+    training = [one for one in departures if one.is_training()]
     for one in training:
         one.ask()
-    if not training and not any(one.left or one.ends for one in leavings):
+    if not training and not any(one.left or one.ends for one in departures):
         logger.warning("this worker was told to exit outside of a training: nothing is saved")
         sys.exit(TOLD_TO_END)
 
 
-def leave_on_sigterm(leaving: Leaving, leavings: list[Leaving]) -> None:
+def leave_on_sigterm(departure: Departure, departures: list[Departure]) -> None:
     """Makes this model and all others of the script leave on SIGTERM."""
-    leavings.append(leaving)
-    leaving.companions = leavings
-    if not on_sigterm(lambda: told_to_end(leavings)):
+    departures.append(departure)
+    if not on_sigterm(lambda: told_to_end(departures)):
         logger.warning(
             "On SIGTERM this worker saves nothing: only the main thread can set a signal handler, and this "
             "Replicas was created in another thread. Call replicas.leave() when the machine is to be taken "
@@ -47,28 +46,31 @@ def leave_on_sigterm(leaving: Leaving, leavings: list[Leaving]) -> None:
         )
 
 
-class Leaving:
-    """One worker's part in leaving. For the training thread; `ask` for any thread and signal handler."""
+class Departure:
+    """One model's part in leaving. For the training thread; `ask` for any thread and signal handler.
+
+    `companions` are those of all models of the script. `answer` tells those outside the job who have asked
+    the workers to exit why the state was not saved, or nothing.
+    """
 
     def __init__(
         self,
         session: Session,
-        save: Callable[[], str],
-        why_not_saved: Callable[[], str],
+        checkpoints: Checkpoints,
+        companions: list[Departure],
         *,
-        has_run_dir: bool,
+        is_training: Callable[[], bool],
+        has_trained: Callable[[], bool],
+        answer: Callable[[str], None],
     ) -> None:
         self._session = session
-        self._save = save
-        self._why_not_saved = why_not_saved
-        self._has_run_dir = has_run_dir
+        self._checkpoints = checkpoints
+        self._companions = companions
+        self._has_trained = has_trained
+        self._answer = answer
         self._ends = False
-        self.companions: list[Leaving] = [self]
-        self.is_training: Callable[[], bool] = lambda: False
-        self.has_trained: Callable[[], bool] = lambda: False
+        self.is_training = is_training
         self.left = False
-        self.answer: Callable[[str], None] = lambda problem: None
-        session.replica.on_leave = self._leave
 
     @property
     def ends(self) -> bool:
@@ -101,17 +103,17 @@ class Leaving:
             else:
                 return
 
-    def _leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
+    def leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
         """Called at a boundary of all workers, after the save; then the process exits."""
-        if not self._has_run_dir:
+        if not self._checkpoints.has_place:
             problem = "There is no run directory"
         elif problem:
-            problem = self._why_not_saved() or problem
+            problem = self._checkpoints.why_not_written() or problem
         self._say(problem)
         if asked_by:
-            self.answer(problem)
-        for other in self.companions:
-            if not other.left and other.has_trained():
+            self._answer(problem)
+        for other in self._companions:
+            if not other.left and other._has_trained():
                 other._save_too()
         # Worker 0 hosts the coordination service: the others may still read from it.
         with contextlib.suppress(ReplicastError):
@@ -120,7 +122,7 @@ class Leaving:
     def _save_too(self) -> None:
         """Saves this model while another one leaves. All workers do so, and worker 0 reports the result."""
         try:
-            problem = self._save()
+            problem = self._checkpoints.save_before_leaving()
         except (ReplicastError, OSError) as error:
             problem = str(error)
         with contextlib.suppress(ReplicastError):
@@ -130,6 +132,6 @@ class Leaving:
 
     def _say(self, problem: str) -> None:
         self.left = True
-        which = f" ({self._session.exchange.name})" if len(self.companions) > 1 else ""
+        which = f" ({self._session.exchange.name})" if len(self._companions) > 1 else ""
         said = f"the state is not saved. {problem}" if problem else "the state is saved"
         logger.warning("worker %d was told to exit: %s%s", self._session.rank, said, which)

@@ -1,0 +1,481 @@
+"""One worker of a model that all workers have built: how it joins them, and what its parts tell each other.
+
+`JoinedWorker` makes every part and is what the session calls back (`WorkerHooks`): who is told what stands
+in this file. The constructor meets the other workers in these rounds, each with `join_secs`, and an error
+names the worker that is missing: the schema, the accelerator, the attempt, the transport's connections, the
+group, the audit plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from replicast.config import ATTEMPT, progress_target, read_launch
+from replicast.core.entries import Saved
+from replicast.core.events import Ended, WriteOutcome
+from replicast.core.messages import Tell
+from replicast.core.operation import Timeouts
+from replicast.core.records import Snapshot
+from replicast.errors import ClusterError, FileDamaged, JobFailed, NotSupported, ReplicastError
+from replicast.files import RunDir, below
+from replicast.replicas.channel import Channel
+from replicast.replicas.departure import Departure, leave_on_sigterm
+from replicast.replicas.exchange import Exchange
+from replicast.replicas.job_audits import AuditPlan, Audits, Expectation, declared
+from replicast.replicas.job_checkpoints import Checkpoints, numbers
+from replicast.replicas.progress import ProgressReports
+from replicast.replicas.replica import WorkerHooks
+from replicast.replicas.session import Session
+from replicast.replicas.training_progress import Training
+from replicast.replicas.worker_notes import RunFiles
+from replicast.storage.checkpoint_format import saved_of
+from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.claims import Fence, last_claim
+from replicast.storage.journal import FileJournal, Journal, MemoryJournal
+from replicast.storage.liveness import check_free
+from replicast.storage.run_files import (
+    FORMAT,
+    WITHOUT_CALLBACK,
+    Change,
+    RunInfo,
+    State,
+    clean_run,
+    read_run_info,
+    write_change,
+    write_run_info,
+)
+from replicast.training import KerasState, Strategy, optimizers_by_name
+from replicast.transport import open_transport
+from replicast.update.guard import Guard
+from replicast.update.schema import Limits
+
+logger = logging.getLogger("replicast")
+
+
+class JoinedWorker(WorkerHooks):
+    """Methods are for the training thread, except those that the session calls."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer | None,
+        strategy: Strategy,
+        *,
+        name: str,
+        run_dir: RunDir | None,
+        durable: bool,
+        limits: Limits,
+        timeouts: Timeouts,
+        guard: Guard | None,
+        audits: AuditPlan,
+        may_differ: Sequence[str],
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._strategy = strategy
+        self._run_dir = run_dir
+        self._optimizers = _built_optimizers(model, optimizer, strategy)
+        self._uncounted_since: int | None = None
+        self.has_trained = False
+        self.called_by: object = None  # the callback of the current `fit`
+        self.state = KerasState(model, self._optimizers)
+        if guard is not None:
+            guard.check_patterns(self.state.schema)
+        free = declared(self.state.schema, may_differ, local_statistics=strategy.statistics == "local")
+        rank, size, secs = strategy.rank, strategy.size, timeouts.join_secs
+
+        watched = ""
+        if rank == 0 and run_dir is not None:
+            watched = check_free(run_dir, read_launch(os.environ).take_over, tell=logger.warning)
+            # Before the others hear from this worker: until then none of them writes.
+            with contextlib.suppress(OSError):  # If the disk has a problem, the first write reports it.
+                clean_run(run_dir)
+        exchange = Exchange(strategy.coordination, name, rank, size, strategy.has_left)
+        _check_same_model(exchange, self.state, secs)
+        accelerated = exchange.agree("accelerator", str(self.state.on_accelerator), secs)
+        self.state.fingerprints_on_device = str(True) in accelerated.values()  # same kind: comparable
+        self._attempt = attempt_of(run_dir, exchange, secs)
+        self.transport = open_transport(
+            strategy.coordination, rank, size, os.environ, name, strategy.check_job
+        )
+
+        # Only worker 0 claims the run directory and writes.
+        fence: Fence | None = None
+        journal: Journal | None = None
+        store = None if run_dir is None else CheckpointStore(run_dir)
+        if rank == 0:
+            journal = MemoryJournal()
+        if rank == 0 and run_dir is not None:
+            # Again: the others may have let this worker wait, and another job may have begun.
+            check_free(run_dir, watched, tell=logger.warning)
+            fence = Fence(run_dir, self._attempt)
+            _warn_if_other_size(run_dir, size)
+            info = RunInfo(FORMAT, self.state.schema, size, self._attempt, time.time(), journaled=durable)
+            write_run_info(fence, info)
+            journal = FileJournal(run_dir, fence) if durable else journal
+            store = CheckpointStore(run_dir, fence)
+            store.clean()
+        group = exchange.agree("group", "" if fence is None else fence.identity, secs)[0]
+
+        self.session = Session(
+            exchange,
+            Channel(strategy.coordination, name, rank, size),
+            self.transport,
+            self.state,
+            self,
+            journal=journal,
+            saved=[saved_of(manifest) for manifest in store.list()]
+            if rank == 0 and store is not None
+            else (),
+            attempt=self._attempt,
+            timeouts=timeouts,
+            limits=limits,
+            guard=guard,
+            may_differ=free,
+            audit_policy=audits.policy,
+        )
+        self.training = Training(self.session, self.state)
+        self.checkpoints = Checkpoints(self.session, self.state, self.training, store, self._attempt)
+        self.run_files = RunFiles(
+            self.session,
+            run_dir,
+            self._attempt,
+            fence,
+            None if rank == 0 else group,
+            launcher_reads=_launcher_reads(run_dir),
+        )
+        self.run_files.position = lambda: self.training.position
+        self.run_files.requests.may_save = lambda: not self.checkpoints.is_busy
+        self._expectation: Expectation | None = None
+        if rank == 0 and run_dir is not None:
+            self._expectation = Expectation(self.session, self.state, run_dir, durable=durable)
+        self.departure = Departure(
+            self.session,
+            self.checkpoints,
+            strategy.leavings,
+            is_training=lambda: self.run_files.training,
+            has_trained=lambda: self.has_trained,
+            answer=self._answer_leave,
+        )
+        self.audits = Audits(self.session, self.state.schema, run_dir, audits, self._answer_audit)
+        self.session.start()
+        self.run_files.start()
+        self._progress = self._progress_reports()
+        self._progress.start()
+        self._states = RunStates(run_dir, rank, size, self._attempt)
+        self._states.starting()
+        # Even before training: a worker that is told to exit then tells the others, and exits with its code.
+        leave_on_sigterm(self.departure, strategy.leavings)
+
+    def _progress_reports(self) -> ProgressReports:
+        """Reports for a scheduler, if the environment asks for them."""
+        session, run_files = self.session, self.run_files
+        return ProgressReports(
+            progress_target(os.environ, session.rank),
+            rank=session.rank,
+            attempt=self._attempt,
+            step=lambda: session.step,
+            training=lambda: run_files.training,
+            position=lambda: self.training.position,
+            metrics=lambda: numbers(run_files.logs or {}),
+        )
+
+    # Trainings and boundaries.
+
+    def together(self) -> Session:
+        """For operations of all workers, between steps: first resumes unfinished work of earlier attempts."""
+        self.count_steps()
+        self.session.begin()
+        return self.session
+
+    def begin_training(self) -> None:
+        """Called on all workers. Resumes the journal's updates."""
+        now = optimizers_by_name(self._model, self._optimizer)
+        if {name: id(one) for name, one in now.items()} != {
+            name: id(one) for name, one in self._optimizers.items()
+        }:
+            raise NotSupported(
+                "A model that was compiled again",
+                reason="it has a new optimizer, which this Replicas does not know",
+                remedy="Call close() on this Replicas, and create a new replicast.Replicas(model) after "
+                "compile",
+            )
+        if self.has_trained:
+            self.count_steps()
+        else:
+            self.together()
+            self.has_trained = True
+        self.session.arrive(self.session.step)
+        self.run_files.training = True
+        self._strategy.take_start(self._model)  # the restored position is for this `fit`, not a later one
+
+    def boundary(self, *, steps: int, logs: Mapping[str, Any] | None, batches: int) -> None:
+        """As `Replicas.boundary`."""
+        session = self.session
+        self.run_files.training = True
+        if logs is not None:
+            self.run_files.logs = logs
+        self._strategy.wait_for_device()
+        self.checkpoints.report()
+        self.training.used(batches)
+        session.proposals.training_continues()
+        step = session.step + steps
+        session.replica.measures.note(step, steps, logs)
+        session.arrive(step)
+        self.audits.after_step(steps)
+        self.checkpoints.after_step(steps)
+
+    def end_training(self) -> None:
+        """Called on all workers. All proposals are settled when it returns."""
+        session = self.together()  # of a script that has proposed and not trained, too
+        self.checkpoints.report()
+        self.audits.after_training()
+        try:
+            session.rest("close")  # also finishes a checkpoint that needs another boundary
+        finally:
+            self.audits.training_ended()
+        session.wait_for_outcomes()
+        self.checkpoints.settle()
+        self.checkpoints.check()
+        self.run_files.training = False
+
+    def begin_epoch(self, epoch: int | None) -> None:
+        """Called on all workers. The order of the data follows from the epoch's number."""
+        self._strategy.begin_epoch(epoch)
+
+    # A `fit` without our callback trains steps that no boundary counts. The optimizer has counted them, so
+    # that later updates are recorded at their true step.
+
+    def fit_without_callback(self) -> None:
+        if self._uncounted_since is None:
+            self._uncounted_since = self._iterations()
+        self.run_files.waiting_for = WITHOUT_CALLBACK
+
+    def count_steps(self, known: int = 0) -> None:
+        """Called between steps: counts the steps of such a `fit` as one boundary."""
+        since, self._uncounted_since = self._uncounted_since, None
+        if since is None:
+            return
+        self.run_files.waiting_for = ""
+        steps = self._iterations() - since - known
+        if steps > 0:
+            self.session.arrive(self.session.step + steps)
+
+    def _iterations(self) -> int:
+        return max((int(each.iterations.numpy()) for each in self._optimizers.values()), default=0)
+
+    # The end.
+
+    def close(self, *, at_exit: bool) -> None:
+        """Settles open proposals together with all workers, and stops the threads."""
+        self.run_files.training = False
+        try:
+            self.count_steps()
+            self.run_files.send_last()
+            self.checkpoints.report()
+            self.departure.settle()
+            self.checkpoints.settle()
+        except ReplicastError as error:
+            logger.debug("the updates could not be settled at the end: %s", error)
+        told_to = self.departure.left
+        if not told_to:
+            self.training.warn_of_what_was_left()
+        self.session.stop()
+        self.run_files.finish()
+        self._progress.stop(finished=not told_to)
+        self._states.ended(self.session.step, told_to=told_to, at_exit=at_exit)
+        if not self.departure.ends:  # at the end of the script it stays: SIGTERM need not exit then
+            self._strategy.leavings.remove(self.departure)
+
+    def script_ends(self) -> None:
+        """The script has come to its end: no model of it need be told to exit any more."""
+        if self.departure not in self._strategy.leavings:  # closed before, and the script went on
+            self._strategy.leavings.append(self.departure)
+        for each in self._strategy.leavings:
+            each.ends = True
+
+    def abandon(self) -> None:
+        """The process exits, in whatever state it is. Waits for nobody."""
+        self.session.abandon()
+        self.run_files.note_end()
+        self._progress.stop(finished=False)
+        self._states.abandoned(self.session.step, self._strategy.failure)
+        self.departure.ends = True  # it exits anyway: SIGTERM need not
+
+    # What the session asks and tells.
+
+    def check(self) -> None:
+        self._strategy.check_job()
+
+    def trained(self) -> int:
+        return self._strategy.transfers_started()
+
+    def take_snapshot(self, id_: str, due: bool, again: bool) -> Callable[[], Snapshot]:
+        return self.checkpoints.take_snapshot(id_, due, again)
+
+    def write_checkpoint(self, saved: Saved) -> WriteOutcome:
+        return self.checkpoints.write(saved)
+
+    def expected_fingerprint(self, name: str) -> str | None:
+        return None if self._expectation is None else self._expectation.fingerprint(name)
+
+    def on_report(self, report: Any, raises: bool) -> None:
+        self.audits.on_report(report, raises)
+
+    def on_leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
+        self.departure.leave(problem, asked_by)
+
+    def on_long_wait(self, step: int | None) -> None:
+        if step is None:
+            self._strategy.goes_on()
+        else:
+            self._strategy.stands(step)
+
+    def on_ended(self, ended: Ended) -> None:
+        if ended.kind in ("save", "leave"):
+            self.checkpoints.on_ended(ended)
+        elif ended.kind == "audit":
+            self.audits.on_ended(ended)
+        if self._run_dir is not None:
+            self.run_files.requests.ended(self._run_dir, ended)
+
+    def on_inbox(self, ticket: str, tell: Tell) -> None:
+        self.run_files.on_inbox(ticket, tell)
+
+    def on_note(self, rank: int, text: str) -> None:
+        self.run_files.on_note(rank, text)
+
+    def _answer_audit(self, report: Any) -> None:
+        if self._run_dir is not None:
+            self.run_files.requests.audited(self._run_dir, report.requests, report.step, report.to_json())
+
+    def _answer_leave(self, problem: str) -> None:
+        if self._run_dir is not None and self.session.rank == 0:
+            self.run_files.requests.left(self._run_dir, problem)
+
+
+def _built_optimizers(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer | None, strategy: Strategy
+) -> dict[str, keras.optimizers.Optimizer]:
+    with strategy.scope():
+        optimizers = optimizers_by_name(model, optimizer)
+        for one in optimizers.values():
+            if not one.built:
+                one.build(model.trainable_variables)
+    return optimizers
+
+
+def _check_same_model(exchange: Exchange, state: KerasState, timeout_secs: float) -> None:
+    schemas = exchange.agree("schema", state.schema.digest(), timeout_secs)
+    differing = [worker for worker, digest in schemas.items() if digest != schemas[0]]
+    if differing:
+        raise ClusterError(
+            f"The model of worker {differing[0]} has other variables than that of worker 0",
+            remedy="Build the same model on every worker",
+            received=f"schema {schemas[differing[0]]}, worker 0: {schemas[0]}",
+        )
+
+
+def _warn_if_other_size(run_dir: RunDir, size: int) -> None:
+    with contextlib.suppress(ReplicastError, OSError):
+        before = read_run_info(run_dir).workers
+        if before != size:
+            logger.warning("%s: the previous attempt had %d workers, this one has %d", run_dir, before, size)
+
+
+def _launcher_reads(run_dir: RunDir | None) -> bool:
+    """Whether the launcher of this host reads the notes in this directory, which it has made."""
+    launch = read_launch(os.environ)
+    return launch.launched and run_dir is not None and below(run_dir).as_path().absolute() == launch.run_dir
+
+
+def attempt_of(
+    run_dir: RunDir | None, exchange: Exchange, timeout_secs: float, environ: Mapping[str, str] = os.environ
+) -> int:
+    """The number of this attempt, from 0: the launcher's, else one more than the last in the run directory.
+
+    All workers call it. Worker 0 looks into the run directory and tells the others, who may not see it.
+    Without a launcher are jobs under Kubernetes, Ray or a plain TF_CONFIG.
+    """
+    if ATTEMPT in environ:
+        return read_launch(environ).attempt
+    counted = 0
+    if exchange.rank == 0 and run_dir is not None:
+        with contextlib.suppress(FileDamaged, OSError):  # Reported when the run directory is claimed.
+            last = last_claim(run_dir)
+            counted = 0 if last is None else last.attempt + 1
+    return int(exchange.agree("attempt", str(counted), timeout_secs)[0])
+
+
+class RunStates:
+    """Worker 0 writes down what becomes of a job that no launcher watches (`storage/run_files.py`).
+
+    Does nothing on other workers, or under a launcher.
+    """
+
+    def __init__(self, run_dir: RunDir | None, rank: int, workers: int, attempt: int) -> None:
+        writes = rank == 0 and not read_launch(os.environ).launched
+        self._run_dir = run_dir if writes else None
+        self._workers = workers
+        self._attempt = attempt
+
+    def starting(self) -> None:
+        """The workers have met."""
+        self._write(State.STARTING)
+
+    def ended(self, step: int, *, told_to: bool, at_exit: bool) -> None:
+        """The script has come to its end, or all workers were told to save and exit.
+
+        At the exit of the process it may have raised: a job of one worker is closed all the same. An exit by
+        `sys.exit` cannot be told from the end of the script.
+        """
+        if at_exit and not told_to and getattr(sys, "last_value", None) is not None:
+            self.abandoned(step, None)
+        else:
+            self._write(State.STOPPED if told_to else State.FINISHED, step, "SIGTERM" if told_to else "")
+
+    def abandoned(self, step: int, failure: JobFailed | None) -> None:
+        """The process exits without having come to the end."""
+        error = getattr(sys, "last_value", None)  # what ended the script, set before exit handlers run
+        if failure is not None and failure.worker not in (None, 0):
+            self._write(State.FAILED, step, str(failure), failure.worker)
+        elif isinstance(error, KeyboardInterrupt):
+            self._write(State.STOPPED, step, "Ctrl-C")
+        else:
+            self._write(State.FAILED, step, _said(error), 0)
+
+    def _write(
+        self, state: State, step: int | None = None, reason: str = "", worker: int | None = None
+    ) -> None:
+        if self._run_dir is None:
+            return
+        change = Change(
+            state,
+            self._attempt,
+            by="worker 0",
+            workers=self._workers,
+            step=step,
+            worker=worker,
+            reason=reason,
+        )
+        try:
+            write_change(self._run_dir, change)
+        except OSError as error:
+            logger.warning("the state of the job cannot be written: %s", error)
+
+
+def _said(error: BaseException | None) -> str:
+    """What ended the script, in one line: TensorFlow's errors have hundreds."""
+    if error is None:
+        return "it exited before its end"
+    lines = "".join(traceback.format_exception_only(error)).split("\n")
+    return next((line.strip() for line in lines if line.strip()), type(error).__name__)
