@@ -31,17 +31,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made_run()
 
 
-def test_what_waits_can_be_withdrawn_by_the_beginning_of_its_id(run: Path) -> None:
-    invoke("push", run, "--set", "learning_rate=0.1")
-    (waiting,) = inbox.waiting(run)
-    result = invoke("withdraw", run, waiting.id[:6])
-    assert result.exit_code == 0
-    assert f"withdrawn {waiting.id}" in result.output
-    assert list((run / "inbox").iterdir()) == []
-    gone = invoke("withdraw", run, waiting.id)
-    assert (gone.exit_code, "There is no update" in gone.output) == (1, True)
-
-
 @pytest.mark.parametrize("stage", [Stage.PREPARED, Stage.SCHEDULED])
 def test_what_a_job_has_taken_and_not_committed_is_withdrawn_by_the_job(
     run: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch

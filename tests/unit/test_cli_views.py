@@ -1,4 +1,4 @@
-"""`replicast status`, `log`, `show` and `inspect` on a run directory with a fake job."""
+"""`replicast status`, `log`, `show`, `inspect` and `audit`: how they look, and how they end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,7 +16,6 @@ import pytest
 import safetensors.numpy
 
 from replicast.cli import runs, texts
-from replicast.client.examination import values_of, views_of
 from replicast.client.notes import age
 from replicast.core.records import Stage
 from replicast.storage import inbox
@@ -29,13 +29,23 @@ from replicast.storage.run_files import (
     write_run_info,
     write_worker_note,
 )
-from replicast.update.audit_report import AuditReport
+from replicast.update.audit_report import Deviation, Difference
 from replicast.update.edits import BFLOAT16
 from replicast.update.schema import Schema, Variable
 from replicast.update.update import Update
 from tests.unit.played_job import BIAS, SCHEMA, PlayedJob, heard_of, invoke, made_run, tensors
+from tests.unit.test_audit import report
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
+
+EQUAL: dict[str, Any] = {
+    "differences": (),
+    "outcome": "equal",
+    "healed": (),
+    "requests": (),
+    "declared": (),
+    "attempt": 0,
+}
 
 
 @pytest.fixture
@@ -65,6 +75,13 @@ def filled(run: Path) -> None:
     append_metrics(run, 5, {"loss": 0.125, "accuracy": math.nan})
 
 
+def note(
+    run: Path, rank: int, *, attempt: int = 0, step: int = 5, secs_ago: float = 0.0, waiting_for: str = ""
+) -> None:
+    at = time.time() - secs_ago
+    write_worker_note(run, WorkerNote(rank, 1, "box", step, attempt, at, not waiting_for, waiting_for))
+
+
 def fits(output: str) -> bool:
     return max(len(line.rstrip()) for line in output.splitlines()) <= 80 and "\x1b" not in output
 
@@ -91,6 +108,25 @@ def test_status_shows_workers_metrics_updates_and_what_waits(run: Path) -> None:
         assert text in result.output, text
 
 
+@pytest.mark.parametrize(
+    ("attempt", "secs_ago", "waiting_for", "said"),
+    [
+        (1, 0.0, "", "0 s ago"),
+        (0, 55.0, "", "no note in this attempt yet"),
+        (1, 55.0, "", "not seen for 55 s"),
+        (1, 79.0, ENDED, "exited 79 s ago"),
+        (1, 2.0, "worker 0", "2 s ago, waits for worker 0"),
+    ],
+)
+def test_status_says_how_each_worker_is(
+    run: Path, attempt: int, secs_ago: float, waiting_for: str, said: str
+) -> None:
+    note(run, 0, attempt=1)
+    note(run, 1, attempt=attempt, secs_ago=secs_ago, waiting_for=waiting_for)
+    line = next(line for line in invoke("status", run).output.splitlines() if line.lstrip().startswith("1  "))
+    assert line.rstrip().endswith(said)
+
+
 def test_status_says_who_is_missing(run: Path) -> None:
     heard_of(run, secs_ago=12.2)
     output = invoke("status", run).output
@@ -99,24 +135,6 @@ def test_status_says_who_is_missing(run: Path) -> None:
     assert "no update has been committed yet" in output
     (run / "workers" / "1.json").unlink()
     assert "never seen" in invoke("status", run).output
-
-
-def test_status_does_not_show_a_worker_of_the_attempt_before_as_a_lost_one(run: Path) -> None:
-    for rank, attempt, secs_ago in ((0, 1, 0.0), (1, 0, 55.0)):
-        written = time.time() - secs_ago
-        write_worker_note(run, WorkerNote(rank, 1, "box", 5, attempt, written, training=True, waiting_for=""))
-    output = invoke("status", run).output
-    assert "no note in this attempt yet" in output
-    assert "not seen for" not in output
-
-
-def test_status_says_that_a_worker_has_ended(run: Path) -> None:
-    for rank in range(2):
-        note = WorkerNote(rank, 1, "box", 5, 0, time.time() - 79, training=False, waiting_for=ENDED)
-        write_worker_note(run, note)
-    output = invoke("status", run).output
-    assert output.count("exited 79 s ago") == 2
-    assert "waits for" not in output
 
 
 def operation(**fields: object) -> dict[str, object]:
@@ -183,24 +201,6 @@ def test_show_lists_the_receipt_of_every_attempt(run: Path) -> None:
     assert [receipt["attempt"] for receipt in shown["receipts"]] == [0, 1]
 
 
-def test_status_as_json_can_be_read_by_any_tool(run: Path) -> None:
-    filled(run)
-
-    def no_constant(name: str) -> float:
-        raise AssertionError(f"{name} is no JSON")
-
-    found = json.loads(invoke("status", run, "--json").output, parse_constant=no_constant)
-    assert (found["running"], found["size"]) == (True, 2)
-    assert [(worker["rank"], worker["step"]) for worker in found["workers"]] == [(0, 5), (1, 5)]
-    assert found["metrics"]["values"] == {"loss": 0.125, "accuracy": "nan"}
-    assert [(update["id"], update["stage"]) for update in found["updates"]] == [
-        ("first", "verified"),
-        ("second", "committed"),
-    ]
-    assert [(update["id"][:6], update["stage"]) for update in found["waiting"]] == [("fourth", "proposed")]
-    assert found["refused"][0]["refusal"]["worker"] == 1
-
-
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_watching_refreshes_until_ctrl_c(
     run: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
@@ -218,6 +218,35 @@ def test_watching_refreshes_until_ctrl_c(
     assert result.output.count("run: 2 workers" if not options else '"run": "run"') == 3
 
 
+def test_json_has_one_object_per_line_that_any_tool_can_read(run: Path) -> None:
+    filled(run)
+
+    def objects(*words: object) -> list[Any]:
+        lines = invoke(*words, "--json").output.splitlines()
+        return [
+            json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON")) for line in lines
+        ]
+
+    (seen,) = objects("status", run)
+    assert (seen["running"], seen["size"]) == (True, 2)
+    assert [(worker["rank"], worker["step"]) for worker in seen["workers"]] == [(0, 5), (1, 5)]
+    assert seen["metrics"]["values"] == {"loss": 0.125, "accuracy": "nan"}
+    assert [update["id"] for update in seen["updates"]] == ["first", "second"]
+    assert [(update["id"][:6], update["stage"]) for update in seen["waiting"]] == [("fourth", "proposed")]
+    assert seen["refused"][0]["refusal"]["worker"] == 1
+    first, second = objects("log", run)
+    assert (first["sequence"], first["step"], first["stage"]) == (1, 7, "verified")
+    assert first["digests"] == {"0": "a" * 32, "1": "a" * 32}
+    assert (first["author"], first["stall_secs"]) == ("ann@box", 0.003)
+    assert (second["stage"], second["digests"], second["verified_at"]) == ("committed", None, None)
+    (shown,) = objects("show", run, 1)
+    bias = shown["edits"][0]
+    assert (bias["variable"], bias["shape"], bias["dtype"]) == ("model/dense/bias", [3], "float32")
+    assert bias["values"] == {"size": 3, "nonfinite": 0, "minimum": 0, "maximum": 2, "norm": math.sqrt(5)}
+    (shown,) = objects("show", run, "third")
+    assert shown["refusal"]["received"] == "28 bytes free"
+
+
 def test_the_log_is_a_table_that_fits(run: Path) -> None:
     assert "The journal is empty" in invoke("log", run).output
     filled(run)
@@ -228,16 +257,6 @@ def test_the_log_is_a_table_that_fits(run: Path) -> None:
     for text in ("model/dense/bias", "(+1)", "reset 1 slots", "0.25 s", "4000 committed"):
         assert text in flat, text
     assert "first" not in invoke("log", run, "-n", 1, "--json").output
-
-
-def test_the_log_as_json_has_record_and_receipt_in_one_line(run: Path) -> None:
-    filled(run)
-    first, second = map(json.loads, invoke("log", run, "--json").output.splitlines())
-    assert (first["sequence"], first["step"], first["stage"]) == (1, 7, "verified")
-    assert first["digests"] == {"0": "a" * 32, "1": "a" * 32}
-    assert (first["author"], first["stall_secs"]) == ("ann@box", 0.003)
-    assert (second["sequence"], second["step"], second["stage"]) == (2, 4000, "committed")
-    assert (second["digests"], second["verified_at"]) == (None, None)
 
 
 def test_show_tells_everything_of_a_committed_update(run: Path) -> None:
@@ -263,17 +282,6 @@ def test_show_tells_everything_of_a_committed_update(run: Path) -> None:
     assert "assign rows (2)" in scheduled
 
 
-def test_show_as_json_has_the_edits_with_their_numbers(run: Path) -> None:
-    filled(run)
-    shown = json.loads(invoke("show", run, 1, "--json").output)
-    assert (shown["id"], shown["stage"], len(shown["digests"])) == ("first", "verified", 2)
-    bias = shown["edits"][0]
-    assert (bias["variable"], bias["shape"], bias["dtype"]) == ("model/dense/bias", [3], "float32")
-    assert bias["values"] == {"size": 3, "nonfinite": 0, "minimum": 0, "maximum": 2, "norm": math.sqrt(5)}
-    rows = json.loads(invoke("show", run, 2, "--json").output)["edits"][0]
-    assert (rows["operation"], rows["rows"], rows["shape"]) == ("assign_rows", 2, [2, 2])
-
-
 def test_show_tells_of_updates_that_wait_or_were_refused(run: Path) -> None:
     filled(run)
     waiting = invoke("show", run, "fourth")
@@ -281,7 +289,6 @@ def test_show_tells_of_updates_that_wait_or_were_refused(run: Path) -> None:
     assert "optimizer/learning_rate" in waiting.output or "learning_rate" in waiting.output
     refused = invoke("show", run, "third")
     assert (refused.exit_code, "Worker 1 has no room" in refused.output) == (0, True)
-    assert json.loads(invoke("show", run, "third", "--json").output)["refusal"]["received"] == "28 bytes free"
 
 
 def test_show_says_when_nothing_or_too_much_is_meant(run: Path) -> None:
@@ -387,28 +394,6 @@ def test_inspect_takes_saved_updates_and_payloads_of_the_journal(run: Path) -> N
     assert invoke("inspect", "none.safetensors", "--as", "add", "--run", run).exit_code == 1
 
 
-def test_the_norm_of_a_low_rank_is_that_of_the_product() -> None:
-    random = np.random.default_rng(1)
-    a, b = random.normal(size=(7, 2)).astype("f4"), random.normal(size=(2, 5)).astype("f4")
-    (view,) = views_of(Update().add_low_rank("x", a, b).edits, None)
-    assert view.values is not None
-    assert view.values.norm == pytest.approx(np.linalg.norm(a.astype("f8") @ b.astype("f8")))
-    assert (view.shape, view.rank) == ((7, 5), 2)
-
-
-def test_numbers_leave_out_what_is_not_finite() -> None:
-    numbers = values_of(np.array([[3, math.nan], [-4, math.inf]], BFLOAT16))
-    assert (numbers.size, numbers.nonfinite, numbers.minimum, numbers.maximum, numbers.norm) == (
-        4,
-        2,
-        -4,
-        3,
-        5,
-    )
-    assert math.isnan(values_of(np.empty(0, "f4")).minimum)
-    assert values_of(np.array([True, False])).maximum == 1
-
-
 def test_sizes_and_times_are_short() -> None:
     assert [texts.size(n) for n in (0, 999, 1000, 99_960, 999_600, 5_000_000_000_000)] == [
         "0 B",
@@ -437,7 +422,7 @@ def test_what_a_new_start_has_yet_to_come_to_is_committed_and_not_verified(run: 
     first = json.loads(invoke("log", run, "--json").output.splitlines()[0])
     assert first["stage"] == Stage.VERIFIED
     for step, stage in ((first["step"] - 1, Stage.COMMITTED), (first["step"], Stage.VERIFIED)):
-        write_worker_note(run, WorkerNote(0, 100, "box", step, 1, time.time(), training=True, waiting_for=""))
+        note(run, 0, attempt=1, step=step)
         assert json.loads(invoke("log", run, "--json").output.splitlines()[0])["stage"] == stage
 
 
@@ -459,14 +444,15 @@ def test_the_log_is_in_the_order_in_which_updates_are_applied(run: Path) -> None
     assert [one["id"] for one in json.loads(invoke("status", run, "--json").output)["updates"]] == listed
 
 
-def test_status_says_that_the_last_audit_is_of_an_earlier_attempt(run: Path) -> None:
-    audit = AuditReport(1, 7, time.time(), 2, 6, 148, 7, 7, (), (), "equal", (), 0.01, ())
-    append_audit(run, audit)
-    assert "attempt" not in invoke("status", run).output.splitlines()[-3]
-    for rank in range(2):
-        write_worker_note(run, WorkerNote(rank, 1, "box", 5, 1, time.time(), training=True, waiting_for=""))
+def test_status_shows_the_last_audit_and_that_it_is_of_an_earlier_attempt(run: Path) -> None:
+    assert "audit" not in invoke("status", run).output
+    append_audit(run, report(time=time.time(), **EQUAL))
     said = " ".join(invoke("status", run).output.split())
-    assert "in attempt 0: none since the restart" in said
+    assert "audit 3 at step 300: 8 variables are equal on 3 workers (0 s ago)" in said
+    assert json.loads(invoke("status", run, "--json").output)["audit"]["step"] == 300
+    for rank in range(2):
+        note(run, rank, attempt=1)
+    assert "in attempt 0: none since the restart" in " ".join(invoke("status", run).output.split())
 
 
 def test_in_a_pipe_no_name_is_broken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,16 +468,50 @@ def test_in_a_pipe_no_name_is_broken(run: Path, monkeypatch: pytest.MonkeyPatch)
     assert name in invoke("push", run, "--set", f"{name}=1", "--dry-run").output
 
 
-def test_a_learning_rate_that_is_not_positive_is_warned_of_in_a_dry_run(run: Path) -> None:
-    for value in ("-3", "0"):
-        result = invoke("push", run, "--set", f"learning_rate={value}", "--dry-run")
-        assert result.exit_code == 0
-        assert f"Warning: optimizer/learning_rate would be {value}." in result.output
-        assert "No problems found" not in result.output
-    assert "No problems found" in invoke("push", run, "--set", "learning_rate=3", "--dry-run").output
+def test_without_an_audit_it_says_so_and_suggests_one_while_the_job_runs(run: Path) -> None:
+    result = invoke("audit", run)
+    assert (result.exit_code, "give --now" in result.output) == (0, True)
+    assert invoke("audit", run, "--json").output == ""
+    heard_of(run, secs_ago=60)
+    result = invoke("audit", run)
+    assert (result.exit_code, "--now" in result.output) == (0, False)
+    assert "No audit was made. Not running: last heard of" in result.output
 
 
-def test_an_abbreviation_suggests_the_variable_that_is_meant(run: Path) -> None:
-    for name in ("lr", "optimizer/lr"):
-        output = invoke("push", run, "--set", f"{name}=0.1").output
-        assert "expected: perhaps optimizer/learning_rate" in output
+def test_the_list_of_audits_says_when_what_who_since_when_and_what_was_done(run: Path) -> None:
+    append_audit(run, report(number=1, step=200, **EQUAL))
+    append_audit(run, report(requests=(), time=time.time()))
+    result = invoke("audit", run)
+    assert result.exit_code == 0
+    first, second, *details = result.output.splitlines()
+    assert first == "1970-01-01  audit 1 at step 200: 8 variables are equal on 3 workers"
+    assert second.startswith(time.strftime("%H:%M:"))
+    for said in ("audit 3 at step 300", "some step from 201 to 290", "healed by update 17"):
+        assert said in second
+    assert details[0].startswith("    model/dense/kernel: worker 1 differs from workers 0 and 2 (majority)")
+    assert "worker 1: 1 of 12 elements" in details[1]
+    (line,) = invoke("audit", run, "--json", "--last", 1).output.splitlines()
+    assert json.loads(line)["number"] == 3
+
+
+def test_a_long_audit_is_cut_and_hostile_text_and_times_are_harmless(run: Path) -> None:
+    append_audit(run, report(number=1, time=1e300, **EQUAL))
+    found = tuple(
+        Difference(f"model/\x1b[31m{n}", ((0,), (1,)), 0, "coordinator", {1: Deviation(1, 2, 0, 0, (0,))})
+        for n in range(9)
+    )
+    append_audit(run, report(differences=found, outcome="warned", healed=(), last_equal=None, requests=()))
+    result = invoke("audit", run)
+    assert (result.exit_code, "\x1b" in result.output) == (1, False)
+    for said in ("audit 1", "since step 290 or before", "and 9 more lines"):
+        assert said in result.output
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"), [(EQUAL, 0), ({}, 0), ({"outcome": "warned"}, 1), ({"outcome": "raised"}, 1)]
+)
+def test_the_exit_code_of_an_audit_says_whether_replicas_differ_still(
+    run: Path, fields: dict[str, Any], code: int
+) -> None:
+    append_audit(run, report(**fields | {"requests": ()}))
+    assert invoke("audit", run).exit_code == code

@@ -1,0 +1,524 @@
+"""`replicast push`: its options, what it says while it waits, and how it ends, with a job that is played."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from replicast.cli.updates import live_line
+from replicast.client import connect
+from replicast.core.records import Stage
+from replicast.storage import inbox
+from replicast.storage.claims import Fence
+from replicast.storage.run_files import ENDED, WITHOUT_CALLBACK, Change, State, write_change
+from replicast.strictjson import sealed, unsealed
+from replicast.update.schema import planned
+from replicast.update.trial import Trial, TrialOutcome
+from replicast.update.update import Update
+from tests.unit.played_job import (
+    BIAS,
+    LONG_AGO,
+    SCHEMA,
+    PlayedJob,
+    heard_of,
+    heard_of_always,
+    invoke,
+    made_run,
+    meanwhile,
+    pushed,
+    tensors,
+)
+
+pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
+
+SET = ("--set", "learning_rate=0.1", "--id", "x")
+REVERTED = TrialOutcome(1, "reverted", 57, "loss", 0.5, 0.75, "loss was 0.5 before, and 0.75 in the trial")
+HOSTILE = "\x1b[2Jgone\x07 [red]text[/red] [/nonsense]\rover"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "110")
+    return made_run()
+
+
+@pytest.fixture
+def job(run: Path, monkeypatch: pytest.MonkeyPatch) -> PlayedJob:
+    """A job that acts whenever `push --wait` pauses."""
+    played = PlayedJob(run)
+    meanwhile(monkeypatch, played.act)
+    return played
+
+
+def flat(output: str) -> str:
+    return " ".join(output.split())
+
+
+def is_harmless(output: str) -> bool:
+    return not any(character in output for character in "\x1b\x07\r") and "[red]text" in output
+
+
+def test_no_command_loads_tensorflow_when_it_works(run: Path) -> None:
+    code = (
+        "import sys\nfrom replicast.cli import main\n"
+        "def do(*words):\n"
+        "    try: main(words, prog_name='replicast')\n"
+        "    except SystemExit as end: assert end.code in (0, 3), (words, end.code)\n"
+        "do('push', 'run', '--set', 'learning_rate=0.1', '--id', 'x', '--wait', '--timeout', '0')\n"
+        "do('status', 'run'); do('log', 'run'); do('show', 'run', 'x')\n"
+        "do('inspect', 'run/inbox/x.safetensors', '--run', 'run'); do('withdraw', 'run', 'x')\n"
+        "do('audit', 'run'); do('audit', 'run', '--now', '--timeout', '0')\n"
+        "assert not [name for name in ('tensorflow', 'keras') if name in sys.modules]"
+    )
+    with heard_of_always(run):
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_one_number_is_assigned_and_the_id_is_printed(run: Path) -> None:
+    result = invoke("push", run, "--set", "learning_rate=5e-4", "--note", "slower", "--at-step", 9)
+    assert result.exit_code == 0
+    update, at_step = pushed(run)
+    assert f"pushed {update.id}\n" in result.output
+    assert f"replicast show run {update.id}" in result.output
+    assert (update.note, at_step, "@" in update.author) == ("slower", 9, True)
+    (edit,) = planned(update, SCHEMA).edits
+    assert (edit.operation, edit.variable) == ("assign", "optimizer/learning_rate")
+    assert edit.arrays["value"] == np.float32(5e-4)
+
+
+def test_a_whole_number_stays_whole(run: Path) -> None:
+    assert invoke("push", run, "--set", f"iteration={2**62 + 1}").exit_code == 0
+    assert planned(pushed(run)[0], SCHEMA).edits[0].arrays["value"] == 2**62 + 1
+
+
+def test_operations_become_one_update_in_the_order_of_the_command_line(run: Path) -> None:
+    factors = {"dense__kernel.a": np.ones((4, 1), np.float32), "dense__kernel.b": np.ones((1, 3), np.float32)}
+    low, bias = tensors("low", **factors), tensors("bias", dense__bias=BIAS)
+    Update(note="saved", author="ann").add("dense/bias", BIAS).save("saved.safetensors")
+    result = invoke(
+        "push", run, "--add", bias, "--scale", "dense/kernel=0.5", "--add-low-rank", low, "--add", bias,
+        "--set", "learning_rate=1", "--blend", bias, "--weight", 0.25, "--update", "saved.safetensors",
+        "--assign", bias, "--scale", "dense/bias=2",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    update, _ = pushed(run)
+    assert [f"{edit.operation} {edit.variable} {edit.factor}" for edit in update.edits] == [
+        "add dense/bias None",
+        "scale dense/kernel 0.5",
+        "add_low_rank dense/kernel None",
+        "add dense/bias None",
+        "assign learning_rate None",
+        "blend dense/bias 0.25",
+        "add dense/bias None",
+        "assign dense/bias None",
+        "scale dense/bias 2.0",
+    ]
+    assert (update.note, update.author) == ("saved", "ann")
+
+
+def test_a_saved_update_keeps_its_id_and_flags_unless_others_are_given(run: Path) -> None:
+    update = Update(id="mine", note="why", author="ann", allow_nonfinite=True)
+    update.add("dense/bias", BIAS * np.nan).save("saved.safetensors")
+    assert invoke("push", run, "--update", "saved.safetensors", "--reset-slots").exit_code == 0
+    found, _ = pushed(run)
+    assert (found.id, found.note, found.author) == ("mine", "why", "ann")
+    assert (found.allow_nonfinite, found.reset_slots) == (True, True)
+    assert invoke("withdraw", run, "mine").exit_code == 0
+    options = ("--id", "other", "--note", "new", "--author", "bob")
+    assert invoke("push", run, "--update", "saved.safetensors", *options).exit_code == 0
+    found, _ = pushed(run)
+    assert (found.id, found.note, found.author, found.reset_slots) == ("other", "new", "bob", False)
+
+
+def test_a_trial_is_pushed_with_what_it_is_judged_by(run: Path) -> None:
+    words = ("--trial-steps", 50, "--trial-metric", "accuracy", "--max-increase", 0.05, "--trial-mode", "max")
+    assert invoke("push", run, *SET, *words).exit_code == 0
+    (waiting,) = inbox.waiting(run)
+    assert inbox.read(waiting.path).trial == Trial(50, "accuracy", 0.05, "max")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "Say what to change"),
+        (["--blend", "bias.safetensors"], "--blend and --weight must be given together"),
+        (["--add", "bias.safetensors", "--weight", "1"], "--blend and --weight must be given together"),
+        (["--set", "learning_rate"], "NAME=NUMBER"),
+        (["--set", "=1"], "NAME=NUMBER"),
+        (["--set", "learning_rate=much"], "NAME=NUMBER"),
+        (["--scale", "missing.safetensors"], "NAME=FACTOR or an existing file"),
+        (["--add", "missing.safetensors"], "does not exist"),
+        ([*SET, "--at-step", "-1"], "--at-step"),
+        ([*SET, "--max-increase", 0.1], "--trial-steps"),
+        ([*SET, "--max-increase", 0.0], "--trial-steps"),
+        ([*SET, "--trial-metric", "loss"], "--trial-steps"),
+        ([*SET, "--trial-mode", "min"], "--trial-steps"),
+        ([*SET, "--trial-steps", 0], "--trial-steps"),
+        ([*SET, "--trial-steps", 5, "--max-increase", "nan"], "nan"),
+    ],
+)
+def test_a_wrong_command_line_is_a_usage_error(run: Path, arguments: list[str], expected: str) -> None:
+    tensors("bias", dense__bias=BIAS)
+    result = invoke("push", run, *arguments)
+    assert (result.exit_code, expected in result.output) == (2, True), result.output
+    assert inbox.waiting(run) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["push", "@", *SET], ["show", "@", "1"], ["withdraw", "@", "x"], ["status", "@"], ["log", "@"]),
+        *(["audit", "@"], ["inspect", "bias.safetensors", "--as", "add", "--run", "@"]),
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_is_not_a_run_directory_is_a_usage_error(run: Path, words: list[str]) -> None:
+    tensors("bias", dense__bias=BIAS)
+    Path("empty").mkdir()
+    Path("logs").mkdir()
+    (Path("logs") / "launcher-2.lock").touch()  # Of the second host of a job; worker 0 is on the first.
+    for path, expected in {
+        "nowhere": "There is no directory nowhere",
+        ".": "Perhaps: run.",
+        "empty": "has no run.json yet: is the job still starting?",
+        "logs": "is not shared with the first host",
+    }.items():
+        result = invoke(*(path if word == "@" else word for word in words))
+        assert (result.exit_code, expected in flat(result.output)) == (2, True), result.output
+
+
+def test_every_problem_is_listed_with_variable_expected_and_received(run: Path) -> None:
+    bad = tensors("bad", dense__bias=np.ones(4, np.float32), dense__kernl=BIAS, learning_rate=np.float32([1]))
+    for more in ((), ("--dry-run",)):
+        result = invoke("push", run, "--add", bad, "--set", "learning_rate=nan", *more)
+        assert (result.exit_code, result.output.count("Refused: ")) == (1, 4)
+        for text in (
+            "expected: (3,)",
+            "received: (4,)",
+            "perhaps model/dense/kernel",
+            "or --allow-nonfinite",
+        ):
+            assert text in result.output
+        assert "=True" not in result.output, "an argument of Python"
+    assert inbox.waiting(run) == []
+    assert invoke("push", run, "--set", "learning_rate=inf", "--allow-nonfinite").exit_code == 0
+
+
+def test_damaged_files_and_files_of_the_other_kind_are_refused(run: Path) -> None:
+    bias = tensors("bias", dense__bias=BIAS)
+    Path("short.safetensors").write_bytes(bias.read_bytes()[:-1])
+    Update().add("dense/bias", BIAS).save("saved.safetensors")
+    np.savez("many.npz", bias=BIAS)
+    np.save("one.npy", BIAS)
+    for arguments, expected in (
+        (["--add", "short.safetensors"], "truncated"),
+        (["--add", "many.npz"], "is a ZIP archive"),
+        (["--add", "one.npy"], "is a NumPy file"),
+        (["--add", "saved.safetensors"], "--update"),
+        (["--update", bias], "--add"),
+        (["--add-rows", bias], "dense/bias.indices"),
+        (["--set", "learning_rate=1", "--id", "../x"], "id is not valid"),
+    ):
+        result = invoke("push", run, *arguments)
+        assert (result.exit_code, expected in result.output) == (1, True), result.output
+    assert inbox.waiting(run) == []
+
+
+def test_a_dry_run_shows_what_would_be_done_and_pushes_nothing(run: Path) -> None:
+    good = invoke("push", run, "--scale", "dense/kernel=0.5", "--reset-slots", "--dry-run")
+    for text in ("model/dense/kernel", "optimizer/kernel_momentum", "No problems found", "may have a guard"):
+        assert text in good.output
+    assert (good.exit_code, "On trial" in good.output) == (0, False)
+    warned = invoke(
+        "push", run, "--set", "learning_rate=-3", "--trial-steps", 50, "--max-increase", 0.05, "--dry-run"
+    )
+    assert warned.exit_code == 0
+    assert "Warning: optimizer/learning_rate would be -3." in warned.output
+    assert "On trial: 50 steps, loss, at most 5 % worse." in warned.output
+    assert "No problems" not in warned.output
+    assert inbox.waiting(run) == []
+
+
+def test_a_name_with_control_characters_cannot_reach_the_terminal(run: Path) -> None:
+    evil = tensors("evil", **{f"{HOSTILE}": BIAS})
+    for more in ((), ("--dry-run",)):
+        result = invoke("push", run, "--add", evil, *more)
+        assert (result.exit_code, is_harmless(result.output)) == (1, True)
+
+
+def test_waiting_ends_with_the_receipt(run: Path, job: PlayedJob) -> None:
+    result = invoke("push", run, *SET, "--wait", "--at-step", 40)
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines() == [
+        "pushed x",
+        "proposed",
+        "prepared",
+        "scheduled for step 40",
+        "committed at step 40",
+        "applied",
+        "verified: number 1, applied at step 40",
+        f"  digest {'a' * 32}, the same on 2 workers",
+        "  0.25 s from proposed to applied by all; training paused for 3.0 ms",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fate", "said"),
+    [
+        (Stage.REFUSED, "Refused: Worker 1 has no room\n  worker: 1\n  received: 28 bytes free"),
+        (Stage.FAILED, f"Failed: worker 1 differs\n  digest worker 0: {'a' * 32}; worker 1: {'b' * 32}"),
+    ],
+)
+def test_an_update_that_ends_badly_is_told_with_its_reason(
+    run: Path, job: PlayedJob, fate: Stage, said: str
+) -> None:
+    job.fate = fate
+    result = invoke("push", run, *SET, "--wait")
+    assert (result.exit_code, said in result.output) == (1, True), result.output
+
+
+def test_when_time_is_up_the_update_stays_and_can_be_withdrawn(run: Path) -> None:
+    result = invoke("push", run, *SET, "--wait", "--timeout", 0)
+    assert result.exit_code == 3
+    assert "0 s have passed: update x is proposed" in result.output
+    assert "replicast withdraw run x" in result.output
+    assert [entry.id for entry in inbox.waiting(run)] == ["x"]
+
+
+def test_push_wait_and_status_say_that_the_training_has_no_callback(run: Path) -> None:
+    heard_of(run, waiting_for=WITHOUT_CALLBACK)
+    for words in (("push", run, *SET, "--wait", "--timeout", 0), ("status", run)):
+        assert "waits for a boundary: its fit has no replicas.callback()" in flat(invoke(*words).output)
+
+
+def test_an_update_that_is_committed_is_not_pushed_again_and_is_said_to_be_applied(run: Path) -> None:
+    assert invoke("push", run, *SET).exit_code == 0
+    played = PlayedJob(run)
+    played.stops_at = Stage.COMMITTED
+    played.act_all()
+    result = invoke("push", run, *SET, "--wait", "--timeout", 0)
+    assert result.exit_code == 3
+    assert "already in the journal, as number 1" in result.output
+    assert "pushed x" not in result.output
+    assert "x is committed at step 7.\nEvery worker applies it.\n" in result.output
+
+
+def interrupted(*_arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_waiting_says_that_the_update_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meanwhile(monkeypatch, interrupted)
+    result = invoke("push", run, *SET, "--wait")
+    assert result.exit_code == 130
+    assert "Stopped waiting: update x is proposed" in result.output
+    assert "replicast withdraw run x" in result.output
+
+
+def test_ctrl_c_before_it_is_written_pushes_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicast.cli.updates.update_of", interrupted)
+    result = invoke("push", run, *SET)
+    assert (result.exit_code, result.output, inbox.waiting(run)) == (
+        130,
+        "Stopped. Nothing was pushed.\n",
+        [],
+    )
+
+
+def test_a_push_to_a_job_that_is_not_running_names_the_option_for_the_next_start(
+    run: Path, job: PlayedJob
+) -> None:
+    heard_of(run, LONG_AGO)
+    refused = invoke("push", run, *SET)
+    assert (refused.exit_code, "--next-start" in refused.output, inbox.waiting(run)) == (1, True, [])
+    waited = invoke("push", run, *SET, "--wait", "--next-start")
+    assert waited.exit_code == 0
+    assert "It will take the update when it is started again" in flat(waited.output)
+    assert "To withdraw it: replicast withdraw run x" in waited.output
+    told = "proposed. The job is not running: the update waits in the inbox, and the next start that trains"
+    assert told in waited.output
+    invoke("push", run, "--set", "learning_rate=1", "--next-start")
+    assert "1 in the inbox, for the next start that trains" in invoke("status", run).output
+
+
+def test_a_push_to_a_job_whose_clock_is_behind_is_taken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard_of(run, secs_ago=60)
+    listened = meanwhile(monkeypatch, lambda _secs: heard_of(run, secs_ago=59))
+    result = invoke("push", run, *SET)
+    assert (result.exit_code, "not running" in result.output, sum(listened) < 1.5) == (0, False, True)
+
+
+def test_what_a_job_that_has_ended_left_in_the_inbox_is_said_to_wait_for_the_next_start(run: Path) -> None:
+    invoke("push", run, *SET)
+    assert "1 in the inbox\n" in invoke("status", run).output
+    heard_of(run, waiting_for=ENDED)
+    assert "1 in the inbox, for the next start that trains" in invoke("status", run).output
+
+
+def new_run(state: State, **fields: Any) -> Path:
+    """The directory of a job whose workers have not met yet."""
+    run = Path("new")
+    run.mkdir()
+    write_change(run, Change(state, 0, **fields))
+    return run
+
+
+def test_a_push_during_the_first_start_is_accepted_and_the_job_checks_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(State.STARTING, workers=2)
+    Fence(run, attempt=0).release()  # a group that has no run.json yet
+    arguments = "push", run, "--set", "learning_rate=0.1", "--id"
+    for more in (["--dry-run"], []):
+        told = invoke(*arguments, "x", *more)
+        assert told.exit_code == 0, told.output
+        assert "Starting: no worker has been heard of yet" in told.output
+        assert "The job checks this when its workers have met" in flat(told.output)
+        assert "damaged" not in told.output
+    pulled = invoke("pull", run, "dense/bias", "-o", "a.npy")
+    assert (pulled.exit_code, "known when its workers have met" in pulled.output) == (1, True)
+    assert invoke("show", run, "x").exit_code == 0
+
+    def starts(_secs: float) -> None:
+        made_run(run)
+        PlayedJob(run).act_all()
+
+    moments = meanwhile(monkeypatch, lambda secs: starts(secs) if len(moments) == 1 else None)
+    waited = invoke(*arguments, "y", "--wait")
+    assert (waited.exit_code, "verified: number 2" in waited.output) == (0, True), waited.output
+
+
+def test_a_first_start_that_has_failed_takes_no_push_unless_it_is_for_the_next_one(run: Path) -> None:
+    run = new_run(State.FAILED, reason="no GPU")
+    refused = invoke("push", run, *SET)
+    assert (refused.exit_code, "Failed: no GPU" in refused.output) == (1, True), refused.output
+    assert invoke("push", run, *SET, "--next-start").exit_code == 0
+    assert [one.id for one in inbox.waiting(run)] == ["x"]
+
+
+def test_the_first_of_several_runs_of_a_script_names_the_one_that_is_running(run: Path) -> None:
+    heard_of(run, 35.0)
+    later = made_run(run / "replicas-2")
+    told = f"Another Replicas of the same script is running: give {later} instead"
+    for command in (["push", run, *SET], ["status", run]):
+        assert told in flat(invoke(*command).output), command
+    heard_of(later, 35.0)
+    assert "Another Replicas" not in invoke("status", run).output
+
+
+def test_a_full_disk_is_told_without_a_traceback(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(inbox, "write_durably", full)
+    result = invoke("push", run, *SET)
+    assert (result.exit_code, "No space left on device" in result.output) == (1, True)
+
+
+def test_a_run_of_a_later_format_is_refused(run: Path) -> None:
+    (path,) = run.glob("groups/*/run.json")
+    path.write_bytes(sealed(unsealed(path.read_bytes()) | {"format": 99}))
+    result = invoke("push", run, *SET)
+    assert (result.exit_code, "Received: 99" in result.output) == (1, True)
+
+
+# Trials
+
+
+def committed(run: Path, outcome: TrialOutcome | None) -> None:
+    """What a job leaves of an update that was on trial."""
+    job = PlayedJob(run)
+    job.fate, job.outcome = Stage.REVERTED, outcome
+    job.stops_at = Stage.COMMITTED if outcome is None else None
+    update = Update(id="x", author="me").assign("learning_rate", 0.1)
+    inbox.submit(run, update, trial=Trial(50, max_increase=0.05))
+    job.act_all()
+
+
+def test_an_update_that_is_on_trial_is_listed_and_shown_as_such(run: Path) -> None:
+    committed(run, None)
+    assert "on trial: 50 steps, loss, at most 5 % worse" in invoke("log", run).output
+    assert "50 steps, loss, at most 5 % worse" in invoke("show", run, 1).output
+    described = json.loads(invoke("log", run, "--json").output)
+    assert described["trial"] == {**Trial(50, max_increase=0.05).to_json(), "before": 0.5}
+
+
+def test_how_a_trial_ended_is_listed_and_shown_and_has_its_own_exit_code(run: Path) -> None:
+    committed(run, REVERTED)
+    said = f"reverted at step 57: all replicas are back at their state before the update ({REVERTED.reason})"
+    wait = ("push", run, *SET, "--wait", "--timeout", 5)
+    for command in (("log", run), ("status", run), ("show", run, "x"), wait):
+        output = invoke(*command).output
+        assert "verified" not in output, "all replicas have the state of before"
+        assert said in flat(output) or command[0] in ("log", "status"), command
+        assert "reverted" in output
+    assert invoke(*wait).exit_code == 4
+    described = json.loads(invoke("log", run, "--json").output)
+    assert (described["stage"], described["outcome"]) == ("reverted", REVERTED.to_json())
+
+
+def test_what_files_say_of_a_trial_reaches_no_terminal_raw(run: Path) -> None:
+    committed(run, replace(REVERTED, reason=HOSTILE, metric=HOSTILE))
+    wait = ("push", run, *SET, "--wait", "--timeout", 5)
+    for command in (("log", run), ("status", run), ("show", run, "x"), wait):
+        assert is_harmless(flat(invoke(*command).output)), command
+
+
+def test_a_wait_behind_a_trial_is_reported_and_reaches_no_terminal_raw(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = ("push", run, *SET, "--wait", "--timeout", 0.1)
+    assert invoke(*wait).exit_code == 3
+    inbox.note_stage(run, "x", Stage.PROPOSED, waits_for="the trial of update 3, until step 55")
+    assert "is proposed and waits for the trial of update 3, until step 55" in invoke(*wait).output
+    inbox.note_stage(run, "x", Stage.PROPOSED, waits_for=HOSTILE)
+    assert is_harmless(invoke(*wait).output)
+    shown: list[object] = []
+    monkeypatch.setattr(Status, "update", lambda _self, text: shown.append(text))
+    with live_line(Console(file=io.StringIO(), force_terminal=True)) as show:
+        for view, brief in connect(run).follow("x", 0.0):
+            show(view, brief)
+    (text,) = shown
+    assert isinstance(text, Text), "a string is searched for markup"
+    assert is_harmless(text.plain)
+
+
+def test_names_of_directories_reach_no_terminal_raw(run: Path) -> None:
+    name = HOSTILE.replace("/", "")
+    made_run(Path("beside") / name)
+    said = invoke("status", "beside")
+    assert (said.exit_code, is_harmless(said.output)) == (2, True)
+    inside = made_run(run / f"replicas-{name}")
+    heard_of(run, secs_ago=60)
+    for words in (("status", run), ("status", inside), ("checkpoint", "list", "beside")):
+        assert is_harmless(flat(invoke(*words).output)), words
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_waiting_for_a_trial_says_until_when_it_lasts_and_where_its_verdict_will_be(
+    run: Path, job: PlayedJob, ends: bool
+) -> None:
+    job.outcome = TrialOutcome(1, "kept", 57, "loss", 0.5, 0.5, "loss was 0.5 before the update")
+    job.stops_at = None if ends else Stage.APPLIED
+    result = invoke("push", run, *SET, "--trial-steps", 50, "--wait", "--timeout", 60 if ends else 5)
+    lines = result.output.splitlines()
+    assert "applied at step 7, on trial until step 57" in lines
+    if ends:
+        assert (result.exit_code, lines[-1]) == (0, "  kept at step 57: loss was 0.5 before the update")
+        return
+    assert (result.exit_code, "Every worker applies it" in result.output) == (3, False)
+    assert "update x is applied at step 7, on trial until step 57, the job is at step 5." in result.output
+    assert "For the verdict: replicast show run x" in result.output
