@@ -27,10 +27,9 @@ from replicast.client import (
     Series,
     UpdateView,
 )
-from replicast.client.examination import examine
 from replicast.core.entries import Receipt
 from replicast.core.records import Stage
-from replicast.errors import NoAnswer, NotFound, RequestRefused, UpdateRefused
+from replicast.errors import NoAnswer, NotFound, RequestRefused, UpdateIdInUse, UpdateRefused
 from replicast.storage.run_files import WorkerNote
 from replicast.update.audit_report import AuditReport
 from replicast.update.schema import Schema, planned
@@ -74,12 +73,10 @@ class MemoryRun(Run):
         self._audits: list[AuditReport] = []
 
     def brief(self) -> Brief:
-        """As `Run.brief`."""
         state = "training" if self.running else "lost"
         return Brief(self.where, state, f"{state}, step {self.step}", self.running, self.step, 2, time.time())
 
     def status(self) -> Overview:
-        """As `Run.status`."""
         self.reads += 1
         brief, now = self.brief(), time.time()
         notes = tuple(
@@ -103,16 +100,13 @@ class MemoryRun(Run):
         )
 
     def schema(self) -> Schema:
-        """As `Run.schema`."""
         return self._schema
 
     def log(self, last: int | None = None) -> list[UpdateView]:
-        """As `Run.log`."""
         found = [view for view in self._views.values() if view.sequence is not None]
         return found if last is None else found[-last:]
 
     def show(self, which: str | int, max_bytes: int | None = None) -> UpdateView:
-        """As `Run.show`."""
         given = str(which)
         found = [view for view in self._views.values() if given in (view.id, str(view.sequence))]
         found = found or [view for view in self._views.values() if given and view.id.startswith(given)]
@@ -121,15 +115,12 @@ class MemoryRun(Run):
         return found[0]
 
     def look(self, update_id: str, thoroughly: bool = False) -> UpdateView:
-        """As `Run.look`."""
         return self._views.get(update_id, UpdateView(id=update_id, stage=Stage.PROPOSED))
 
     def audits(self, last: int = 10) -> list[AuditReport]:
-        """As `Run.audits`."""
         return self._audits[-last:]
 
     def audit(self, timeout: float = 300.0, author: str = "") -> AuditReport:
-        """As `Run.audit`."""
         self._ask("audit", author)
         report = AuditReport(
             number=len(self._audits) + 1,
@@ -150,10 +141,6 @@ class MemoryRun(Run):
         self._audits.append(report)
         return report
 
-    def examine(self, update: Update) -> Examination:
-        """As `Run.examine`."""
-        return examine(update, self._schema)
-
     def push(
         self,
         update: Update,
@@ -161,12 +148,11 @@ class MemoryRun(Run):
         trial: Trial | None = None,
         next_start: bool = False,
     ) -> Pushed:
-        """As `Run.push`."""
         plan = planned(update, self._schema)
         known = self._updates.get(update.id)
         if known is not None:
             if known.content_digest() != update.content_digest():
-                raise UpdateRefused("Another update with this id is in the journal", received=update.id)
+                raise UpdateIdInUse("Another update with this id is in the journal", received=update.id)
             return Pushed(self, update.id, self._views[update.id].sequence)
         if not self.running and not next_start:
             raise UpdateRefused("The job is not running")
@@ -194,7 +180,6 @@ class MemoryRun(Run):
         return Pushed(self, update.id)
 
     def withdraw(self, update_id: str) -> UpdateView:
-        """As `Run.withdraw`."""
         view = self.show(update_id)
         if view.stage is not Stage.SCHEDULED:
             raise UpdateRefused(f"It is too late: the update is {view.stage}")
@@ -211,7 +196,6 @@ class MemoryRun(Run):
         next_start: bool = False,
         author: str = "",
     ) -> Pushed | Examination:
-        """As `Run.revert`; for updates that add."""
         view = self.show(which)
         edits = self._updates[view.id].edits
         inverse = Update(note=note, author=author)
@@ -226,7 +210,6 @@ class MemoryRun(Run):
         timeout: float = 300.0,
         max_bytes: int | None = None,
     ) -> Pulled:
-        """As `Run.pull`."""
         variable = self._schema.resolve(name)
         if max_bytes is not None and rows is None and variable.nbytes > max_bytes:
             raise RequestRefused(f"These are too many values of {variable.name}")
@@ -240,28 +223,23 @@ class MemoryRun(Run):
         )
 
     def checkpoint(self, timeout: float = 300.0, author: str = "") -> int:
-        """As `Run.checkpoint`."""
         self._ask("checkpoint", author)
         return self.step
 
     def stop(self, timeout: float = 300.0, author: str = "") -> int:
-        """As `Run.stop`."""
         self._ask("stop", author)
         return self.step
 
     def metrics(self, since: int | None = None, points: int = 2000) -> Metrics:
-        """As `Run.metrics`: the position is the number of steps that were told."""
         steps = np.arange(min(since or 0, self.steps), self.steps)
         times = steps.astype(np.float64)
         series = Series(steps, times, np.reciprocal(times + 1.0)).decimated(points)
         return Metrics({"loss": series} if len(series) else {}, self.steps, since)
 
     def checkpoints(self) -> list[CheckpointView]:
-        """As `Run.checkpoints`."""
         return []
 
     def log_lines(self, worker: int, lines: int = 200, attempt: int | None = None) -> list[str]:
-        """As `Run.log_lines`."""
         if worker not in self.lines or attempt not in (None, 0):
             raise NotFound(f"There is no log of worker {worker}")
         return self.lines[worker][-lines:]

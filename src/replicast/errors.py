@@ -7,6 +7,7 @@ ReplicastError
 ├── NotSupported        this cannot work on several workers; the message says what can
 ├── JobFailed           another worker failed, exited early or did not arrive in time
 ├── UpdateRefused       an update was not accepted; nothing was changed anywhere
+│   └── UpdateIdInUse   another update has the same id
 ├── UpdateFailed        an update was committed, or may have been, and then failed
 │   └── ReplicasDiverged    the workers' digests differ
 ├── UpdatePending       an update is not applied yet, and waiting longer here cannot help
@@ -14,24 +15,77 @@ ReplicastError
 ├── PayloadRemoved      the values of an update are not kept any more
 ├── NotFound            there is no such run, update, variable or log
 ├── NoAnswer            the job is not running, or has not answered in time
+├── RequestRefused      the job, or its server, answered why it does not do what it was asked for
 ├── RequestFailed       a request did not arrive: no server, no right to it, an inbox that cannot be written
 └── FileDamaged         a file is damaged, cannot be read, or is not what it should be
 
-Each has its details as fields, so that code does not have to parse the message.
+Each has its details as fields, so that code does not have to parse the message. `to_json` and `from_json`
+carry an error to another process, where it is raised as the same type: a constructor takes fields by name.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+_LABELS = {"path": "Checkpoint", "step": "Step", "variable": "Variable", "worker": "Worker"}
+_LABELS |= {"expected": "Expected", "received": "Received"}
 
 
 class ReplicastError(Exception):
-    """The base class of all errors of this package."""
+    """The base class of all errors of this package.
 
-    ag_pass_through = True
-    """Or TensorFlow would replace it with one of its own in a `tf.function` of the user."""
+    Attributes:
+        problem: What is wrong, in one sentence.
+    """
+
+    ag_pass_through = (
+        True  # Or TensorFlow would replace it with one of its own in a `tf.function` of the user.
+    )
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+    def _say(self, problem: str, remedy: str | None = None, **details: object) -> None:
+        """Sets the message: the problem, what is known of it, and what to do; one sentence each."""
+        labelled = [f"{_LABELS[name]}: {value}" for name, value in details.items() if value is not None]
+        self.args = (" ".join(_sentence(part) for part in (problem, *labelled, remedy) if part),)
+
+    def to_json(self) -> dict[str, Any]:
+        """The type and the fields as JSON values, for a caller in another process."""
+        fields = {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+        told: dict[str, Any] = {"type": type(self).__name__}
+        for name, value in fields.items():
+            told[name] = value if value is None or isinstance(value, int | dict) else str(value)
+        return told
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Reads what `to_json` of this class or of a subclass wrote; ignores what later versions add."""
+        kind: Any = _kinds(cls).get(str(fields.get("type")), cls)
+        given = {"problem": "No reason is given", **fields}
+        names = [name for name in inspect.signature(kind).parameters if name in given]
+        made: Self = kind(**{name: _plain(name, given[name]) for name in names})
+        return made
+
+
+def _kinds(cls: type[ReplicastError]) -> dict[str, type[ReplicastError]]:
+    found = {cls.__name__: cls}
+    for kind in cls.__subclasses__():
+        found |= _kinds(kind)
+    return found
+
+
+def _plain(name: str, value: object) -> object:
+    """A field that another process sent, as the type that it must have."""
+    if name == "digests" and isinstance(value, Mapping):
+        return {int(rank): str(digest) for rank, digest in value.items() if str(rank).isdecimal()}
+    if value is None or name in ("worker", "step", "status"):
+        return value if isinstance(value, int) else None
+    return str(value)
 
 
 class ClusterError(ReplicastError):
@@ -43,12 +97,10 @@ class ClusterError(ReplicastError):
     """
 
     def __init__(self, problem: str, *, received: object = None, remedy: str = "") -> None:
-        parts = [problem if problem.endswith((".", "?")) else f"{problem}."]
-        if remedy:
-            parts.append(remedy if remedy.endswith(".") else f"{remedy}.")
-        if received is not None:
-            parts.append(f"Received: {received}")
-        super().__init__(" ".join(parts))
+        super().__init__(problem)
+        self._say(problem, remedy)
+        if received is not None:  # At the end, without a full stop: it may be a whole TF_CONFIG.
+            self.args = (f"{self.args[0]} Received: {received}",)
         self.received = received
         self.remedy = remedy
 
@@ -61,7 +113,8 @@ class LaunchRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
     """
 
     def __init__(self, problem: str, *, remedy: str) -> None:
-        super().__init__(f"{problem}. {remedy}.")
+        super().__init__(problem)
+        self._say(problem, remedy)
         self.remedy = remedy
 
 
@@ -78,8 +131,10 @@ class NotSupported(ReplicastError):  # noqa: N818 - reads as a sentence: raise N
     """
 
     def __init__(self, what: str, *, reason: str, remedy: str) -> None:
-        super().__init__(f"{what} is not supported here: {reason}. {remedy}.")
+        super().__init__(f"{what} is not supported here: {reason}")
+        self._say(self.problem, remedy)
         self.what = what
+        self.reason = reason
         self.remedy = remedy
 
 
@@ -90,8 +145,8 @@ class JobFailed(ReplicastError):  # noqa: N818 - the job failed, not this proces
         worker: The rank of the worker that failed first, if known.
     """
 
-    def __init__(self, message: str, *, worker: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, problem: str, *, worker: int | None = None) -> None:
+        super().__init__(problem)
         self.worker = worker
 
 
@@ -99,7 +154,6 @@ class UpdateRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
     """An update was not accepted. Nothing was changed on any worker.
 
     Attributes:
-        problem: What is wrong, in one sentence.
         variable: The variable concerned, if any.
         expected: What would have been accepted.
         received: What was found instead.
@@ -117,46 +171,17 @@ class UpdateRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
         worker: int | None = None,
         remedy: str | None = None,
     ) -> None:
-        labelled = {"Variable": variable, "Worker": worker, "Expected": expected, "Received": received}
-        parts = [problem, *(f"{label}: {value}" for label, value in labelled.items() if value is not None)]
-        if remedy is not None:
-            parts.append(remedy)
-        super().__init__(" ".join(_sentence(part) for part in parts))
-        self.problem = problem
+        super().__init__(problem)
+        self._say(problem, remedy, variable=variable, worker=worker, expected=expected, received=received)
         self.variable = variable
         self.expected = expected
         self.received = received
         self.worker = worker
         self.remedy = remedy
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values, for an author in another process."""
-        return {
-            "problem": self.problem,
-            "variable": self.variable,
-            "expected": self.expected,
-            "received": self.received,
-            "worker": self.worker,
-            "remedy": self.remedy,
-        }
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> UpdateRefused:
-        """Reads what `to_json` wrote. Ignores the fields of later versions."""
-
-        def text(name: str) -> str | None:
-            value = fields.get(name)
-            return None if value is None else str(value)
-
-        worker = fields.get("worker")
-        return cls(
-            str(fields.get("problem", "The update was refused")),
-            variable=text("variable"),
-            expected=text("expected"),
-            received=text("received"),
-            worker=worker if isinstance(worker, int) else None,
-            remedy=text("remedy"),
-        )
+class UpdateIdInUse(UpdateRefused):
+    """Another update, with other content, has the same id. Nothing was changed on any worker."""
 
 
 class UpdateFailed(ReplicastError):  # noqa: N818 - the update failed
@@ -170,13 +195,13 @@ class UpdateFailed(ReplicastError):  # noqa: N818 - the update failed
 
     def __init__(
         self,
-        message: str,
+        problem: str,
         *,
         update_id: str | None = None,
         worker: int | None = None,
         step: int | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(problem)
         self.update_id = update_id
         self.worker = worker
         self.step = step
@@ -191,14 +216,14 @@ class ReplicasDiverged(UpdateFailed):
 
     def __init__(
         self,
-        message: str,
+        problem: str,
         *,
         digests: Mapping[int, str] | None = None,
         update_id: str | None = None,
         worker: int | None = None,
         step: int | None = None,
     ) -> None:
-        super().__init__(message, update_id=update_id, worker=worker, step=step)
+        super().__init__(problem, update_id=update_id, worker=worker, step=step)
         self.digests = dict(digests) if digests is not None else {}
 
 
@@ -210,8 +235,8 @@ class UpdatePending(ReplicastError):  # noqa: N818 - the update is pending, whic
         stage: Its current stage.
     """
 
-    def __init__(self, message: str, *, stage: str | None = None, update_id: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, problem: str, *, stage: str | None = None, update_id: str | None = None) -> None:
+        super().__init__(problem)
         self.stage = stage
         self.update_id = update_id
 
@@ -220,7 +245,6 @@ class CheckpointError(ReplicastError):
     """A checkpoint is missing, incomplete, or does not match the model.
 
     Attributes:
-        problem: What is wrong, in one sentence.
         path: The checkpoint's directory, if it concerns one.
         step: The requested step, if a step was requested.
         variable: The variable concerned, if any.
@@ -240,18 +264,9 @@ class CheckpointError(ReplicastError):
         received: str | None = None,
         remedy: str | None = None,
     ) -> None:
-        labelled = {
-            "Checkpoint": path,
-            "Step": step,
-            "Variable": variable,
-            "Expected": expected,
-            "Received": received,
-        }
-        parts = [problem, *(f"{label}: {value}" for label, value in labelled.items() if value is not None)]
-        if remedy is not None:
-            parts.append(remedy)
-        super().__init__(" ".join(_sentence(part) for part in parts))
-        self.problem = problem
+        super().__init__(problem)
+        details = {"path": path, "step": step, "variable": variable}
+        self._say(problem, remedy, **details, expected=expected, received=received)
         self.path = None if path is None else Path(str(path))
         self.step = step
         self.variable = variable
@@ -282,15 +297,10 @@ class FileDamaged(ReplicastError):  # noqa: N818 - reads as a sentence: raise Fi
         received: str | None = None,
         remedy: str | None = None,
     ) -> None:
-        labelled = {"Expected": expected, "Received": received}
-        headline = f"{path} {verdict}: {problem}" if problem else f"{path} {verdict}"
-        parts = [headline, *(f"{label}: {value}" for label, value in labelled.items() if value is not None)]
-        if remedy is not None:
-            parts.append(remedy)
-        super().__init__(" ".join(_sentence(part) for part in parts))
+        super().__init__(problem)
         self.path = Path(str(path))
-        self.problem = problem
         self.verdict = verdict
+        self._say(self.headline, remedy, expected=expected, received=received)
         self.expected = expected
         self.received = received
         self.remedy = remedy
@@ -318,8 +328,8 @@ class PayloadRemoved(ReplicastError):  # noqa: N818 - reads as a sentence: raise
         *,
         remedy: str = "Call replicas.restore() before training, or use another run directory",
     ) -> None:
-        said = f"The values of update {update_id} are not kept any more: {problem}"
-        super().__init__(f"{_sentence(said)} {_sentence(remedy)}")
+        super().__init__(problem)
+        self._say(f"The values of update {update_id} are not kept any more: {problem}", remedy)
         self.update_id = update_id
         self.remedy = remedy
 
@@ -333,7 +343,17 @@ class NoAnswer(ReplicastError):  # noqa: N818 - reads as a sentence: raise NoAns
 
 
 class RequestRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise RequestRefused
-    """The job was asked for something, and has answered why it does not do it."""
+    """The job was asked for something, and it or its server has answered why it does not do it.
+
+    Attributes:
+        remedy: What to do about it.
+    """
+
+    def __init__(self, problem: str, *, remedy: str | None = None) -> None:
+        super().__init__(problem)
+        if remedy is not None:
+            self._say(problem, remedy)
+        self.remedy = remedy
 
 
 class RequestFailed(ReplicastError):  # noqa: N818 - reads as a sentence: raise RequestFailed
@@ -343,8 +363,8 @@ class RequestFailed(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
         status: The status code of the server's answer; None when there was no answer.
     """
 
-    def __init__(self, message: str, *, status: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, problem: str, *, status: int | None = None) -> None:
+        super().__init__(problem)
         self.status = status
 
 

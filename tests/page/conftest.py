@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from replicast.page.app import App
-from replicast.page.runs import Find
-from replicast.page.settings import Settings
+from replicast.page.live import Find
+from replicast.page.server import Settings
 from tests.memory_run import MemoryRun
 from tests.unit.played_job import SCHEMA
 

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from replicast.page.app import App
-from replicast.page.runs import Find
-from replicast.page.server import Server, configured, listen
-from replicast.page.settings import Settings
+from replicast.page.live import Find
+from replicast.page.server import Server, Settings, configured, listen
 from replicast.testing.job import eventually
 
 
@@ -23,7 +22,7 @@ def served(find: Find, settings: Settings) -> Iterator[str]:
     """Serves in a thread of this process; gives the address."""
     app = App(find, settings)
     with listen(settings) as listener:
-        server = Server(configured(app, settings), app)
+        server = Server(configured(app, settings), app.stop)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

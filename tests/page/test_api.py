@@ -7,20 +7,20 @@ import shutil
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
+from msgspec.structs import replace
 
 from replicast.client import connect
-from replicast.page import reading
-from replicast.page.endpoints import ENDPOINTS
+from replicast.page import app as api
+from replicast.page.app import ROWS, RUN
+from replicast.page.live import runs_in
 from replicast.page.openapi import description
-from replicast.page.runs import runs_in
-from replicast.page.settings import MAX_FILES
+from replicast.page.server import MAX_FILES
 from replicast.storage.run_files import State, append_metrics
 from replicast.update.update import Update
 from tests.memory_run import MemoryRun
@@ -83,7 +83,7 @@ def test_a_new_run_under_the_name_of_a_removed_one_shows_nothing_of_it(serve: Se
             assert len(client.get(f"{FIRST}/status").json()["restarts"]) == len(restarts) == 2
             shutil.rmtree(tmp_path / "first")
             client.post(f"{FIRST}/audit", headers=BEARER)  # An action: what was read before is forgotten.
-    assert client.get(f"{FIRST}/status").json()["restarts"] == [asdict(one) for one in restarts]
+    assert client.get(f"{FIRST}/status").json()["restarts"] == [one.to_json() for one in restarts]
 
 
 def test_a_plain_file_is_pushed_and_ends_with_its_receipt(client: Client, run: MemoryRun) -> None:
@@ -183,7 +183,7 @@ def test_a_scheduled_update_can_be_withdrawn_and_an_applied_one_reverted(
 def test_audit_checkpoint_and_stop_answer_with_what_the_job_did(client: Client, run: MemoryRun) -> None:
     assert client.post(f"{FIRST}/audit", headers=BEARER).json()["equal"] is True
     assert client.post(f"{FIRST}/checkpoint", headers=BEARER).json() == {"step": 100}
-    assert client.post(f"{FIRST}/stop", json={"timeout_secs": 1}, headers=BEARER).json() == {"step": 100}
+    assert client.post(f"{FIRST}/stop", json={"timeout": 1}, headers=BEARER).json() == {"step": 100}
     assert run.done == ["audit", "checkpoint", "stop"]
 
 
@@ -204,32 +204,35 @@ def test_a_job_that_is_not_running_is_a_504(client: Client, run: MemoryRun) -> N
 
 def test_values_can_be_read_by_row(client: Client) -> None:
     path = f"{FIRST}/variables/dense/kernel"
-    answer = client.get(path, params={"rows": "0,2-3"}, headers=BEARER).json()
+    answer = client.get(path, params={"rows": "0,2:4"}, headers=BEARER).json()
     assert (answer["name"], answer["rows"], answer["values"]) == (
         "model/dense/kernel",
         [0, 2, 3],
         [[0.0] * 3] * 3,
     )
-    assert client.get(path, params={"rows": "0-99999999"}, headers=BEARER).status_code == 400
+    assert client.get(path, params={"rows": "0:100000000"}, headers=BEARER).status_code == 400
 
 
 def test_values_that_are_too_many_for_json_come_as_a_file_and_larger_ones_by_row(
     client: Client, run: MemoryRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = f"{FIRST}/variables/dense/kernel"
-    monkeypatch.setattr(reading, "MAX_JSON_BYTES", 47)  # One less than it has.
+    monkeypatch.setattr(api, "MAX_JSON_BYTES", 47)  # One less than it has.
     refused = client.get(path, headers=BEARER)
     assert (refused.status_code, run.done) == (422, [])
-    assert refused.json()["error"]["remedy"] == "Name rows, as in rows=0-99, or add format=safetensors"
+    assert refused.json()["error"]["remedy"] == "Name rows, as in rows=0:100, or add format=safetensors"
     file = client.get(path, params={"format": "safetensors"}, headers=BEARER)
     assert file.headers["content-type"] == "application/octet-stream"
     (values,) = safetensors.numpy.load(file.content).values()
     assert (values.shape, values.dtype) == ((4, 3), np.float32)
-    monkeypatch.setattr(reading, "MAX_VALUES_BYTES", 47)
+    monkeypatch.setattr(api, "MAX_VALUES_BYTES", 47)
     for _ in range(2 * MAX_FILES):  # Those that are refused, and those that have ended, hold up no others.
         refused = client.get(path, params={"format": "safetensors"}, headers=BEARER)
-        assert (refused.status_code, refused.json()["error"]["remedy"]) == (422, "Name rows, as in rows=0-99")
-        query = {"format": "safetensors", "rows": "1-2"}
+        assert (refused.status_code, refused.json()["error"]["remedy"]) == (
+            422,
+            "Name rows, as in rows=0:100",
+        )
+        query = {"format": "safetensors", "rows": "1:3"}
         assert client.get(path, params=query, headers=BEARER).status_code == 200
 
 
@@ -239,10 +242,10 @@ def test_only_so_many_files_of_values_are_in_memory_at_a_time(
     client, pull, goes_on = serve(), run.pull, threading.Event()
     begun = threading.Semaphore(0)
 
-    def slow(*arguments: Any) -> Any:
+    def slow(**arguments: Any) -> Any:
         begun.release()
         assert goes_on.wait(60)
-        return pull(*arguments)
+        return pull(**arguments)
 
     monkeypatch.setattr(run, "pull", slow)
     path = f"{FIRST}/variables/dense/kernel?format=safetensors"
@@ -280,7 +283,7 @@ def test_of_a_large_update_only_the_header_is_read(serve: Serve, tmp_path: Path)
 def test_a_list_of_updates_with_very_many_edits_tells_those_of_the_latest(
     client: Client, run: MemoryRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "MAX_EDITS", 5)
+    monkeypatch.setattr(api, "MAX_EDITS", 5)
     for number in range(3):
         run.push(Update(id=f"u{number}").add("dense/bias", DELTA).scale("dense/kernel", 2))
     found = client.get(f"{FIRST}/updates").json()["updates"]
@@ -299,10 +302,10 @@ def test_no_answer_is_made_on_the_event_loop(
         return real(*arguments, **options)
 
     monkeypatch.setattr(json, "dumps", noting)
-    for one in ENDPOINTS:
+    for one in ROWS:
         if one.method == "GET":
-            path = one.path.format(run="first", update="x", worker=0, variable="dense/bias")
-            assert client.get(path, headers=BEARER).status_code == 200
+            path = one.target({"which": "x", "update_id": "x", "worker": 0, "name": "dense/bias"})
+            assert client.get(FIRST + path, headers=BEARER).status_code == 200
     assert set(threads) == {"page-call"}
     assert len(threads) >= 11
 
@@ -359,9 +362,15 @@ def test_lengths_and_bodies_with_numbers_of_thousands_of_digits_are_refused(clie
 
 def test_openapi_describes_every_endpoint(client: Client) -> None:
     described = client.get("/openapi.json").json()
-    assert described == description()
-    for endpoint in ENDPOINTS:
-        assert described["paths"][endpoint.path][endpoint.method.lower()]["summary"]
+    assert described == description(ROWS)
+    for one in ROWS:
+        entry = described["paths"][RUN + one.path][one.method.lower()]
+        assert entry["summary"]
+        assert all(
+            parameter["description"]
+            for parameter in entry["parameters"]
+            if parameter["name"] in one.parameters
+        )
 
 
 def test_prometheus_can_read_it(client: Client, run: MemoryRun) -> None:

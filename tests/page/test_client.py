@@ -12,9 +12,9 @@ import safetensors.numpy
 
 from replicast.client import Run, connect
 from replicast.errors import NotFound, RequestFailed, RequestRefused, UpdateRefused
-from replicast.page import reading
-from replicast.page.runs import runs_in
-from replicast.page.settings import Settings
+from replicast.page import app as api
+from replicast.page.live import runs_in
+from replicast.page.server import Settings
 from replicast.update.update import Update
 from tests.memory_run import MemoryRun
 from tests.page.conftest import TOKEN
@@ -85,7 +85,7 @@ def test_values_come_as_they_are_and_too_many_are_refused(
     assert (pulled.array.dtype, pulled.array.shape, pulled.source) == (np.float32, (4, 3), "job")
     with pytest.raises(RequestRefused, match="at most 47 bytes"):
         served_run.pull("dense/kernel", max_bytes=47)
-    monkeypatch.setattr(reading, "MAX_VALUES_BYTES", 47)
+    monkeypatch.setattr(api, "MAX_VALUES_BYTES", 47)
     with pytest.raises(RequestRefused, match="too many values of model/dense/kernel"):
         served_run.pull("dense/kernel")
     assert served_run.pull("dense/kernel", [0]).array.shape == (1, 3)

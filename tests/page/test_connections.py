@@ -15,8 +15,7 @@ from uvicorn.server import ServerState
 
 from replicast.page import server
 from replicast.page.app import App
-from replicast.page.server import HEAD_SECS, READ_SECS, Connection, configured
-from replicast.page.settings import Settings
+from replicast.page.server import HEAD_SECS, READ_SECS, Connection, Settings, configured
 from tests.memory_run import MemoryRun
 from tests.page.conftest import TOKEN
 from tests.page.live import served

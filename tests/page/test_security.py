@@ -10,18 +10,15 @@ import pytest
 
 from replicast.errors import ServeRefused
 from replicast.page import security
-from replicast.page.endpoints import ENDPOINTS
-from replicast.page.settings import Settings, read_token
+from replicast.page.app import ROWS
+from replicast.page.server import Settings, read_token
 from tests.memory_run import MemoryRun
 from tests.page.conftest import BEARER, TOKEN, Client, Serve
 
 FIRST = "/api/runs/first"
-ACTIONS = [one.path.format(run="first", update="x") for one in ENDPOINTS if one.method == "POST"]
-READS = [
-    one.path.format(run="first", update="x", worker=0, variable="dense/bias")
-    for one in ENDPOINTS
-    if one.method == "GET"
-]
+_PARTS = {"which": "x", "update_id": "x", "worker": 0, "name": "dense/bias"}
+ACTIONS = [FIRST + one.target(_PARTS) for one in ROWS if one.method == "POST"]
+READS = ["/api/runs", *(FIRST + one.target(_PARTS) for one in ROWS if one.method == "GET")]
 
 
 @pytest.fixture

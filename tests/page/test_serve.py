@@ -11,8 +11,8 @@ import pytest
 
 from replicast.cli import serve as command
 from replicast.page.app import App
-from replicast.page.runs import runs_in
-from replicast.page.settings import Settings
+from replicast.page.live import runs_in
+from replicast.page.server import Settings
 from replicast.storage.run_files import append_metrics
 from tests.page.conftest import BEARER, TOKEN, Client
 from tests.page.live import Serving

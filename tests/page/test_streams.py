@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 from replicast.errors import FileDamaged
-from replicast.page import watch as watching
-from replicast.page.events import Streams
-from replicast.page.problems import HttpError
-from replicast.page.settings import Settings
-from replicast.page.threads import Threads
-from replicast.page.watch import Watch
+from replicast.page import live as watching
+from replicast.page.answers import HttpError
+from replicast.page.live import Streams, Watch
+from replicast.page.server import Settings, Threads
 from tests.memory_run import MemoryRun
 from tests.page.live import served
 
@@ -141,7 +139,7 @@ def test_a_run_that_cannot_be_read_is_told_and_comes_back(
         return told, again
 
     told, again = asyncio.run(damage())
-    assert b'"problem":"run.json is damaged: it is gone."' in told
+    assert b'"message":"run.json is damaged: it is gone."' in told
     assert b'"unreadable":null' in again
 
 

@@ -29,8 +29,8 @@ from replicast.cli.texts import (
 from replicast.client import Run
 from replicast.client.directory import DirectoryRun
 from replicast.client.report import report as make_report
+from replicast.client.run import Overview
 from replicast.client.updates import UpdateView
-from replicast.client.views import Overview
 from replicast.core.entries import Receipt
 from replicast.core.records import Stage
 from replicast.errors import printable

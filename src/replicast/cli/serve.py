@@ -76,9 +76,8 @@ def serve(
     """
     check_installed()
     from replicast.page.app import App
-    from replicast.page.runs import runs_in
-    from replicast.page.server import address_of, listen, run
-    from replicast.page.settings import Settings, read_token
+    from replicast.page.live import runs_in
+    from replicast.page.server import Settings, address_of, listen, read_token, run
 
     settings = Settings(
         host=host,

@@ -32,8 +32,8 @@ from replicast.cli.options import (
 from replicast.cli.texts import is_live, make_console, make_table, print_examination, print_problems
 from replicast.client import Pushed, Run
 from replicast.client.examination import examine, values_of
+from replicast.client.run import Brief
 from replicast.client.updates import UpdateView
-from replicast.client.views import Brief
 from replicast.core.records import Stage
 from replicast.errors import printable
 from replicast.files import tensor_chunks, write_durably

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from replicast.client.connecting import connect
+from replicast.client.connection import connect
 from replicast.client.examination import EditView, Examination
 from replicast.client.metrics import Metrics, Series
 from replicast.client.notes import is_run
-from replicast.client.run import Pushed, Run
+from replicast.client.run import Brief, CheckpointView, Overview, Pulled, Pushed, Run
 from replicast.client.updates import UpdateView
-from replicast.client.views import Brief, CheckpointView, Overview, Pulled
 
 __all__ = [
     "Brief",

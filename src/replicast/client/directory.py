@@ -6,14 +6,16 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import islice
-from typing import Any
+from typing import Any, cast
+
+from msgspec import structs
 
 from replicast.client.examination import Examination, examine, views_of
 from replicast.client.metrics import Metrics, MetricsFile
 from replicast.client.notes import POLL_SECS, Seen, described_run, running_beside, schema_of, see
 from replicast.client.requests import ask, audit, pull
 from replicast.client.reverting import examine_revert, submit_revert
-from replicast.client.run import Pushed, Run
+from replicast.client.run import Brief, CheckpointView, LastMetrics, Overview, Pulled, Pushed, Restart, Run
 from replicast.client.submission import submit
 from replicast.client.updates import (
     UpdateView,
@@ -25,7 +27,6 @@ from replicast.client.updates import (
     scheduled_views,
     waiting_views,
 )
-from replicast.client.views import Brief, CheckpointView, Overview, Pulled, Restart
 from replicast.client.withdrawal import withdraw
 from replicast.errors import FileDamaged, NotFound, PayloadRemoved, RequestRefused, UpdateRefused
 from replicast.files import RunDir, RunPath, below, read_json
@@ -117,7 +118,7 @@ class DirectoryRun(Run):
             attempt=now.attempt if info is None else max(info.attempt, now.attempt),
             journaled=info is None or info.journaled,
             workers=tuple(seen.notes),
-            metrics=last_metrics(self.path),
+            metrics=cast("LastMetrics | None", last_metrics(self.path)),
             audit=next(iter(last_audits(self.path, 1)), None),
             operations=tuple(read_operations(self.path)) if brief.running else (),
             changes=tuple(asdict(one) for one in told[-_LAST_CHANGES:]),
@@ -190,7 +191,7 @@ class DirectoryRun(Run):
             seen = see(self.path)
             said = read_state(self.path, seen.notes, seen.now).sentence
             told = f"{said}. The job checks this when its workers have met and its variables are known"
-            return replace(examine(update, None), warnings=(told,))
+            return structs.replace(examine(update, None), warnings=(told,))
         return examine(update, info.schema)
 
     def push(

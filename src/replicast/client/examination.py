@@ -4,23 +4,58 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
+import msgspec
 import numpy as np
 
 from replicast.errors import UpdateRefused
 from replicast.strictjson import reading
 from replicast.update.edits import RESETS, Array, Edit, EditKind
 from replicast.update.schema import Schema, Variable, planned
-from replicast.update.update import Update, factor_to_json
+from replicast.update.update import Update
 
 _POSITIVE = "A learning rate that trains is positive"
 _CHUNK = 2**20  # Elements that are widened to float64 at a time.
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
+class Record(msgspec.Struct, frozen=True):
+    """What a run tells: the same fields in Python, as JSON, and over HTTP."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {name: json_value(getattr(self, name)) for name in self.__struct_fields__}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: The fields do not describe it.
+        """
+        with reading(cls.__name__, fields):
+            # Not strict: a number that is not finite is text.
+            return msgspec.convert(
+                fields, cls, strict=False, str_keys=True, dec_hook=lambda kind, value: kind.from_json(value)
+            )
+
+
+def json_value(value: Any) -> Any:
+    """Any part of a result as a JSON value; numbers that are not finite become text."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case dict():
+            return {str(name): json_value(one) for name, one in value.items()}
+        case list() | tuple():
+            return [json_value(one) for one in value]
+        case _ if hasattr(value, "to_json"):
+            return value.to_json()
+        case _:
+            return value
+
+
+class Values(Record, frozen=True):
     """The values of an array in short: how many are not finite; of the others, extremes and 2-norm."""
 
     size: int
@@ -29,15 +64,8 @@ class Values:
     maximum: float
     norm: float
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Values:
-        """The values that an edit's JSON has: what is not finite is text there."""
-        rest = (float(fields[name]) for name in ("minimum", "maximum", "norm"))
-        return cls(int(fields["size"]), int(fields["nonfinite"]), *rest)
 
-
-@dataclass(frozen=True, slots=True)
-class EditView:
+class EditView(Record, frozen=True):
     """One edit, for people."""
 
     variable: str
@@ -50,33 +78,8 @@ class EditView:
     rank: int | None
     values: Values | None
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        fields = asdict(self) | {"factor": factor_to_json(self.factor)}
-        if self.values is not None:
-            fields["values"] = {name: factor_to_json(value) for name, value in fields["values"].items()}
-        return fields
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> EditView:
-        """Reads what `to_json` wrote."""
-        with reading("edit", fields):
-            factor, values, shape = fields["factor"], fields["values"], fields["shape"]
-            return cls(
-                variable=str(fields["variable"]),
-                operation=EditKind(fields["operation"]),
-                factor=None if factor is None else float(factor),
-                shape=None if shape is None else tuple(map(int, shape)),
-                dtype=str(fields["dtype"]),
-                nbytes=int(fields["nbytes"]),
-                rows=fields["rows"],
-                rank=fields["rank"],
-                values=None if values is None else Values.from_json(values),
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Examination:
+class Examination(Record, frozen=True):
     """What an update would do to a run, without doing it."""
 
     edits: tuple[EditView, ...]
@@ -88,26 +91,6 @@ class Examination:
     def nbytes(self) -> int:
         """The size of all values."""
         return sum(edit.nbytes for edit in self.edits)
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return {
-            "edits": [edit.to_json() for edit in self.edits],
-            "problems": [problem.to_json() for problem in self.problems],
-            "warnings": list(self.warnings),
-            "notes": list(self.notes),
-        }
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Examination:
-        """Reads what `to_json` wrote."""
-        with reading("examination", fields):
-            return cls(
-                tuple(EditView.from_json(edit) for edit in fields["edits"]),
-                tuple(UpdateRefused.from_json(problem) for problem in fields["problems"]),
-                tuple(map(str, fields["warnings"])),
-                tuple(map(str, fields.get("notes", ()))),
-            )
 
 
 def examine(update: Update, schema: Schema | None) -> Examination:

@@ -13,8 +13,8 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from replicast.client.directory import DirectoryRun
 from replicast.client.metrics import Metrics, Series
+from replicast.client.run import CheckpointView
 from replicast.client.updates import UpdateView
-from replicast.client.views import CheckpointView
 from replicast.core.entries import Receipt
 from replicast.storage.claims import Chain, read_chain
 from replicast.storage.run_files import Change, changes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from replicast.client.author import this_user
 from replicast.client.notes import Seen, not_running_text, polls, schema_of, see
-from replicast.client.views import Pulled
+from replicast.client.run import Pulled
 from replicast.errors import CheckpointError, NoAnswer, NotFound, RequestFailed, RequestRefused, UpdateRefused
 from replicast.files import RunDir, below
 from replicast.storage import requests

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from replicast.client.author import this_user
 from replicast.client.examination import Examination, examine

@@ -1,30 +1,519 @@
-"""The interface of a run: the same methods for a run directory and for a served run."""
+"""What somebody outside can ask of a run: one table, and every face is made from it.
+
+A row of the table is a method of `Run` with `@operation`. It says once what there is to say: the name, the
+parameters with their types, limits, defaults and help (the docstring's `Args`), the result, the errors
+(`Raises`), and the HTTP method and path. `OPERATIONS` holds the rows by name. From a row follow
+
+    DirectoryRun    does it: the one place where an operation is implemented (directory.py)
+    ServedRun       sends it over HTTP; written once for all rows (connection.py)
+    the page        one route with its checks and its entry in /openapi.json (page/api.py)
+    the commands    names, limits and help of their options (cli/)
+
+so that a new operation is a method here and a method of `DirectoryRun`.
+
+Always true:
+
+- GET only reads: an answer may be shared between callers, and is asked for again when the server is away.
+  POST acts, needs the token, and is asked for once: the caller must know whether it was done. Two exceptions:
+  a push is sent again, since its id makes that a no-op; reading values stops all workers (`stops_workers`),
+  and needs the token.
+- A parameter that limits an answer or a wait (`clipped`) may be larger in Python than over HTTP, where it is
+  lowered to what the server allows. Any other value outside its type is refused with 400.
+- Rows are text over HTTP, the same text as on the command line: `3,5,10:20`, where 20 is not included.
+- A result is JSON by its `to_json`, inside `{key: …}` where it is a list or a number. Numbers that are not
+  finite are text.
+- An error arrives as the type that was raised (`errors.py`); its HTTP status follows from that type.
+"""
+
+# mypy: disable-error-code="empty-body"
+# The rows of `Run` have no body: `operation` gives them one.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import functools
+import inspect
+import json
+import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast, get_args, get_origin, get_type_hints
+from urllib.parse import quote
 
-from replicast.client.examination import Examination
-from replicast.client.metrics import Metrics
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from replicast import errors
+from replicast.client.examination import Examination, Record, examine, json_value
+from replicast.client.metrics import MAX_POINTS, Metrics
 from replicast.client.notes import ticks
 from replicast.client.updates import UpdateView
-from replicast.client.views import Brief, CheckpointView, Overview, Pulled
 from replicast.core.entries import Receipt
 from replicast.core.records import Stage
-from replicast.errors import ReplicasDiverged, UpdateFailed, UpdatePending, UpdateRefused
+from replicast.errors import NotFound, ReplicasDiverged, UpdateFailed, UpdatePending, UpdateRefused
 from replicast.files import RunPath
+from replicast.storage.run_files import WorkerNote, absent_secs
+from replicast.strictjson import parse_integer
+from replicast.tensorfiles import tensor_chunks
 from replicast.update.audit_report import AuditReport
+from replicast.update.edits import Array
 from replicast.update.schema import Schema
-from replicast.update.trial import Trial
-from replicast.update.update import Update
+from replicast.update.trial import MAX_INCREASE, MAX_METRIC_NAME, MAX_STEPS, Trial
+from replicast.update.update import MAX_STEP, MAX_TEXT, Update
 
-FOREVER_SECS = 10 * 365 * 86_400.0
-"""The timeout of `Pushed.result` without one."""
+FOREVER_SECS = 10 * 365 * 86_400.0  # The timeout of `Pushed.result` without one.
+MAX_LOG = 1000  # Updates in one answer of a server.
+MAX_ROWS = 10_000_000
+MAX_SERVED_ROWS = 10_000
+MAX_RANK = 10**6
+PULLED = "pulled"  # The entry of a file of pulled values that says what they are.
 
 
-class Run(ABC):
+def clipped(least: float, most: float) -> Meta:
+    """The limits of a parameter that a server lowers to the largest value it allows."""
+    return Meta(ge=least, le=most, extra={"clipped": True})
+
+
+Secs = Annotated[float, clipped(0, 300)]
+Step = Annotated[int, Meta(ge=0, le=MAX_STEP - 1)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+UpdateId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+Rank = Annotated[int, Meta(ge=0, le=MAX_RANK)]
+RowsText = Annotated[str, Meta(pattern=r"^\d{1,15}(:\d{1,15})?(,\d{1,15}(:\d{1,15})?)*$", max_length=4000)]
+
+
+class TrialOptions(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What can be said over HTTP about an update that is proposed, and in Python by `Update` and `Trial`."""
+
+    dry_run: bool = False
+    id: UpdateId | None = None
+    note: Text | None = None
+    author: Text | None = None
+    trial_steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)] | None = None
+    trial_metric: Annotated[str, Meta(min_length=1, max_length=MAX_METRIC_NAME)] = "loss"
+    trial_max_increase: Annotated[float, Meta(ge=-MAX_INCREASE, le=MAX_INCREASE)] = 0.0
+    trial_mode: Literal["min", "max"] = "min"
+
+    def trial(self) -> Trial | None:
+        """The condition of its trial, if any."""
+        if self.trial_steps is None:
+            return None
+        return Trial(self.trial_steps, self.trial_metric, self.trial_max_increase, self.trial_mode)
+
+    @staticmethod
+    def of(trial: Trial | None) -> dict[str, Any]:
+        """The options for a trial."""
+        return {} if trial is None else {f"trial_{name}": value for name, value in trial.to_json().items()}
+
+
+class PushOptions(TrialOptions, forbid_unknown_fields=True, kw_only=True):
+    """What to do with the tensors of a plain file; without an operation the file is a saved update."""
+
+    operation: (
+        Literal["add", "assign", "scale", "blend", "add_rows", "assign_rows", "add_low_rank"] | None
+    ) = None
+    weight: Annotated[float, Meta(ge=0, le=1)] | None = None
+    reset_slots: bool = False
+    allow_nonfinite: bool = False
+
+
+class RateOptions(TrialOptions, forbid_unknown_fields=True, kw_only=True):
+    """A new learning rate. Where there are several, name the variable."""
+
+    value: Annotated[float, Meta(gt=0)]
+    variable: Annotated[str, Meta(min_length=1, max_length=1000)] = "learning_rate"
+    at_step: Step | None = None
+    next_start: bool = False
+
+
+class PullOptions(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The form of the values: numbers, or a file, which may be larger."""
+
+    format: Literal["json", "safetensors"] = "json"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of an operation; `default` is `inspect.Parameter.empty` where there is none."""
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One row of the table."""
+
+    name: str
+    method: Literal["GET", "POST"]
+    path: str  # Below the run's own address.
+    declared: Callable[..., Any]
+    key: str = ""  # Of a result that is no object.
+    local: tuple[str, ...] = ()  # Parameters that are not sent as such.
+    options: type[Struct] | None = None  # Further ones, over HTTP only.
+    takes_file: bool = False
+    stops_workers: bool = False
+    takes_secs: float = 0.0  # How long the job may take to answer, where no `timeout` says it.
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """Those of the method, in order."""
+        kinds, said = get_type_hints(self.declared, include_extras=True), self._section("Args")
+        given = list(inspect.signature(self.declared).parameters.values())[1:]
+        return {
+            one.name: Parameter(one.name, kinds[one.name], one.default, said.get(one.name, ""))
+            for one in given
+        }
+
+    @functools.cached_property
+    def returns(self) -> Any:
+        """The type of the result."""
+        return get_type_hints(self.declared).get("return")
+
+    @property
+    def summary(self) -> str:
+        """What it does, in a sentence."""
+        return (self.declared.__doc__ or "").strip().partition("\n")[0]
+
+    @property
+    def errors(self) -> dict[type[errors.ReplicastError], str]:
+        """What it may raise, and when."""
+        return {getattr(errors, name): text for name, text in self._section("Raises").items()}
+
+    @property
+    def proposes(self) -> bool:
+        """Whether it hands an update to the job."""
+        return self.returns is Pushed or Pushed in get_args(self.returns)
+
+    @functools.cached_property
+    def in_path(self) -> tuple[str, ...]:
+        """The parameters that are part of the path."""
+        return tuple(re.findall(r"\{(\w+)\}", self.path))
+
+    @functools.cached_property
+    def fields(self) -> type[Struct]:
+        """The parameters beside the path, as a query or a JSON object has them."""
+        made: list[Any] = []
+        for one in self.parameters.values():
+            if one.name not in (*self.in_path, *self.local):
+                kind = RowsText | None if one.name == "rows" else one.kind
+                made.append((one.name, kind) if one.default is _REQUIRED else (one.name, kind, one.default))
+        bases = () if self.options is None else (self.options,)
+        return msgspec.defstruct(self.name, made, bases=bases, forbid_unknown_fields=True, kw_only=True)
+
+    def target(self, arguments: Mapping[str, Any]) -> str:
+        """The path for some arguments.
+
+        Raises:
+            NotFound: It cannot be said in an address.
+        """
+        parts = {}
+        for name in self.in_path:
+            text = str(arguments[name])
+            if text in ("", ".", ".."):
+                raise NotFound(f"There is no {self.in_path[0]} {text!r}.")
+            parts[name] = quote(text, safe="/" if name == "name" else "")
+        return self.path.format(**parts)
+
+    def content(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments beside the path as they are sent, within the server's limits."""
+        sent = {}
+        for name, value in arguments.items():
+            if value is None or name in (*self.in_path, *self.local):
+                continue
+            limit = most_of(self.parameters[name].kind)
+            if name == "rows":
+                value = rows_text(value)
+            sent[name] = value if limit is None else min(value, limit)
+        return sent
+
+    def encoded(self, result: Any) -> Any:
+        """A result as JSON values."""
+        value = json_value(result)
+        return {self.key: value} if self.key else value
+
+    def decoded(self, answer: Any) -> Any:
+        """The result that JSON values describe."""
+        value = answer[self.key] if self.key else answer
+        if get_origin(self.returns) is list:
+            (kind,) = get_args(self.returns)
+            return [_read(kind, one) for one in value]
+        return _read(self.returns, value)
+
+    def _section(self, title: str) -> dict[str, str]:
+        """The entries of a section of the docstring (Google style), by name."""
+        text = inspect.getdoc(self.declared) or ""
+        _, _, rest = text.partition(f"\n{title}:\n")
+        found: dict[str, str] = {}
+        for line in rest.split("\n\n")[0].splitlines():
+            if line[:4] == "    " and line[4:5] != " ":
+                name, _, said = line.strip().partition(": ")
+                found[name] = said
+            elif found:
+                found[name] += f" {line.strip()}"
+        return found
+
+
+OPERATIONS: dict[str, Operation] = {}
+_REQUIRED = inspect.Parameter.empty
+
+
+def operation(method: Literal["GET", "POST"], path: str, **more: Any) -> Callable[[_Method], _Method]:
+    """Puts a method of `Run` into the table; by itself, the method asks `Run.perform`."""
+
+    def add(declared: _Method) -> _Method:
+        row = OPERATIONS[declared.__name__] = Operation(declared.__name__, method, path, declared, **more)
+        signature = inspect.signature(declared)
+
+        @functools.wraps(declared)
+        def ask(self: Run, *args: Any, **named: Any) -> Any:
+            bound = signature.bind(self, *args, **named)
+            bound.apply_defaults()
+            arguments = dict(bound.arguments)
+            del arguments["self"]
+            return self.perform(row, arguments)
+
+        return cast("_Method", ask)
+
+    return add
+
+
+def most_of(kind: Any) -> float | None:
+    """The largest value of a clipped parameter."""
+    for one in (kind, *get_args(kind)):
+        for meta in getattr(one, "__metadata__", ()):
+            if isinstance(meta, Meta) and (meta.extra or {}).get("clipped"):
+                return meta.le
+    return None
+
+
+def _read(kind: Any, value: Any) -> Any:
+    return kind.from_json(value) if hasattr(kind, "from_json") else msgspec.convert(value, kind)
+
+
+def rows_of(text: str, most: int = MAX_ROWS) -> tuple[int, ...]:
+    """The rows that a text such as `3,5,10:20` names, in the given order.
+
+    Raises:
+        ValueError: It names none, or more than `most`.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, colon, end = part.strip().partition(":")
+        try:
+            start = parse_integer(first)
+            stop = parse_integer(end) if colon else start + 1
+        except ValueError as error:
+            said = f"Rows are given as 3,5,10:20, where 20 is not included; {error}"
+            raise ValueError(f"{said}. Received: {part[:80]}") from error
+        if not 0 <= start < stop or len(found) + stop - start > most:
+            raise ValueError(f"A range has rows, at most {most} in all. Received: {part[:80]}")
+        found.extend(range(start, stop))
+    return tuple(found)
+
+
+def rows_text(rows: Sequence[int]) -> str:
+    """Rows as `rows_of` reads them."""
+    return ",".join(f"{start}:{stop}" if stop - start > 1 else str(start) for start, stop in ranges_of(rows))
+
+
+def ranges_of(rows: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Single rows as ranges, in the given order: each from its first row to the one behind its last."""
+    ranges: list[tuple[int, int]] = []
+    for row in rows:
+        if ranges and ranges[-1][1] == row:
+            ranges[-1] = ranges[-1][0], row + 1
+        else:
+            ranges.append((row, row + 1))
+    return tuple(ranges)
+
+
+# What a run tells.
+
+
+class Brief(Record, frozen=True):
+    """The state of a run in short: cheap to read, also for many runs.
+
+    Attributes:
+        run: Its directory or address.
+        state: training, waiting (running, not in a training loop), lost, finished, never started, …
+        sentence: The same in plain words.
+        running: Whether a worker was heard of lately.
+        step: The last step that a worker has finished; None before the first note.
+        workers: How many the job has.
+        heard_at: When a worker was last heard of, in seconds since 1970.
+        waits_for: Why no update is applied although the job trains, if that is so.
+    """
+
+    run: str
+    state: str
+    sentence: str
+    running: bool
+    step: int | None
+    workers: int
+    heard_at: float | None
+    waits_for: str = ""
+
+
+class Restart(Record, frozen=True):
+    """A later start of a job.
+
+    Attributes:
+        attempt: Its number, as the launcher counts.
+        at: When worker 0 took over the run, in seconds since 1970.
+    """
+
+    attempt: int
+    at: float
+
+
+class LastMetrics(TypedDict):
+    """The last values of the metrics."""
+
+    step: int
+    time: float
+    values: dict[str, float]
+
+
+class Overview(Record, frozen=True, kw_only=True):
+    """A run at one moment: what its workers last said, its metrics, its last audit, and its updates.
+
+    Attributes:
+        run: Its directory or address.
+        time: The moment, in seconds since 1970, by the clock of the job.
+        state: As in `Brief`.
+        sentence: As in `Brief`.
+        running: Whether a worker was heard of lately.
+        size: How many workers the job has.
+        attempt: The current attempt of the job, or the last one.
+        journaled: Whether the job keeps a journal.
+        workers: What each worker last said.
+        metrics: The last ones: `step`, `time`, `values`.
+        audit: The last audit. It may be one of an earlier attempt.
+        operations: What the job has in progress.
+        updates: The last committed ones.
+        scheduled: Those that wait for their step.
+        waiting: Those that wait in the inbox.
+        refused: The last ones that were refused.
+        changes: What became of the job: the last lines of states.jsonl.
+        restarts: When the job was started again; the last ones, oldest first.
+        restarted: How often the launcher has restarted the job.
+        problem: What is wrong with the journal or states.jsonl: what damaged files said is missing above.
+    """
+
+    run: str
+    time: float
+    state: str
+    sentence: str
+    running: bool
+    size: int
+    attempt: int
+    journaled: bool
+    workers: tuple[WorkerNote, ...]
+    metrics: LastMetrics | None
+    audit: AuditReport | None
+    operations: tuple[Mapping[str, Any], ...]
+    updates: tuple[UpdateView, ...] = ()
+    scheduled: tuple[UpdateView, ...] = ()
+    waiting: tuple[UpdateView, ...] = ()
+    refused: tuple[UpdateView, ...] = ()
+    changes: tuple[Mapping[str, Any], ...] = ()
+    restarts: tuple[Restart, ...] = ()
+    restarted: int = 0
+    problem: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values; of each worker also how long ago it was heard of."""
+        made = super().to_json()
+        for note in made["workers"]:
+            silent = self.time - note["time"]
+            note |= {"age_secs": silent, "absent": silent > absent_secs(self.size)}
+        return made
+
+
+class CheckpointView(Record, frozen=True, kw_only=True):
+    """A checkpoint of a run.
+
+    Attributes:
+        step: The boundary whose state it is.
+        epoch: The epoch in which it was made.
+        batch: The number of finished batches of that epoch.
+        sequence: The last update of the journal that it contains; 0 for none.
+        attempt: The attempt of the job that made it.
+        created_at: Seconds since 1970.
+        nbytes: The size of its state.
+        state_digest: The digest of its state.
+        metrics: The metrics at that step.
+        patched_by: The id of the update that made it from another checkpoint; empty if none did.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    sequence: int
+    attempt: int
+    created_at: float
+    nbytes: int
+    state_digest: str
+    metrics: Mapping[str, float]
+    patched_by: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pulled:
+    """The values of one variable, or of some of its rows.
+
+    Attributes:
+        name: Its full name.
+        step: The boundary whose values they are.
+        digest: The digest of these values; of a running job, worker 0's.
+        source: "job", or "checkpoint N" when none is running.
+        array: The values.
+        rows: The rows that were asked for; None for all.
+        digests: Of these values on each worker of a running job, by rank: they differ if the replicas do.
+    """
+
+    name: str
+    step: int
+    digest: str
+    source: str
+    array: Array
+    rows: tuple[int, ...] | None = None
+    digests: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def differing(self) -> tuple[int, ...]:
+        """The workers whose values are not those of worker 0, which are the ones given here."""
+        return tuple(sorted(rank for rank, digest in self.digests.items() if digest != self.digest))
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the values."""
+        return {
+            "name": self.name,
+            "step": self.step,
+            "digest": self.digest,
+            "source": self.source,
+            "shape": list(np.shape(self.array)),
+            "dtype": self.array.dtype.name,
+            "rows": None if self.rows is None else list(self.rows),
+            "digests": {str(rank): digest for rank, digest in self.digests.items()},
+        }
+
+    def file_chunks(self) -> Iterator[bytes | memoryview]:
+        """The values as a safetensors file, piece by piece; its metadata has everything else."""
+        return tensor_chunks({self.name: self.array}, {PULLED: json.dumps(self.to_json())})
+
+
+# The table.
+
+
+class Run:
     """A run. Every method may be called from any thread; none needs TensorFlow.
 
     Attributes:
@@ -35,28 +524,34 @@ class Run(ABC):
     """
 
     where: str
-    path: RunPath | None = None
-    """Its directory, if this process reads it there."""
-    poll_secs: float
-    """The interval between two reads of an update that somebody waits for."""
+    path: RunPath | None = None  # Its directory, if this process reads it there.
+    poll_secs: float  # The interval between two reads of an update that somebody waits for.
 
-    @abstractmethod
+    def perform(self, operation: Operation, arguments: dict[str, Any]) -> Any:
+        """Does what a row of the table says, where a class does not do it in a method of its own."""
+        raise NotImplementedError(f"{type(self).__name__} has no {operation.name}")
+
+    @operation("GET", "")
     def brief(self) -> Brief:
         """The state of the run in short. Cheap: does not read the journal."""
 
-    @abstractmethod
+    @operation("GET", "/status")
     def status(self) -> Overview:
         """Workers, metrics, what is under way, updates and what waits."""
 
-    @abstractmethod
+    @operation("GET", "/schema", key="variables")
     def schema(self) -> Schema:
         """The variables that an update may change."""
 
-    @abstractmethod
-    def log(self, last: int | None = None) -> list[UpdateView]:
-        """The committed updates in the order in which they are applied; only the `last` ones if given."""
+    @operation("GET", "/updates", key="updates")
+    def log(self, last: Annotated[int, clipped(1, MAX_LOG)] | None = None) -> list[UpdateView]:
+        """The committed updates, in the order in which they are applied.
 
-    @abstractmethod
+        Args:
+            last: Only so many of the last ones. A served run lists at most the last 1,000.
+        """
+
+    @operation("GET", "/updates/{which}", local=("max_bytes",))
     def show(self, which: str | int, max_bytes: int | None = None) -> UpdateView:
         """Everything known about one update, with a summary of the values of its edits.
 
@@ -68,7 +563,7 @@ class Run(ABC):
             NotFound: There is none, or several may be meant.
         """
 
-    @abstractmethod
+    @operation("GET", "/updates/{update_id}/stage")
     def look(self, update_id: str, thoroughly: bool = False) -> UpdateView:
         """The current stage of one update, by its full id. Cheap, for polling.
 
@@ -80,12 +575,16 @@ class Run(ABC):
             NotFound: Nothing is known of it: it was withdrawn before a job took it, or has another id.
         """
 
-    @abstractmethod
-    def audits(self, last: int = 10) -> list[AuditReport]:
-        """The last audits, oldest first."""
+    @operation("GET", "/audits", key="audits")
+    def audits(self, last: Annotated[int, clipped(1, 1000)] = 10) -> list[AuditReport]:
+        """The last audits, oldest first.
 
-    @abstractmethod
-    def audit(self, timeout: float = 300.0, author: str = "") -> AuditReport:
+        Args:
+            last: The number of reports.
+        """
+
+    @operation("POST", "/audit")
+    def audit(self, timeout: Secs = 300.0, author: Text = "") -> AuditReport:
         """Asks the job for an audit at its next step; blocks at most `timeout` seconds.
 
         Args:
@@ -96,15 +595,15 @@ class Run(ABC):
             NoAnswer: The job is not running, has ended, or has not made one in time.
         """
 
-    @abstractmethod
     def examine(self, update: Update) -> Examination:
         """What an update would do, and all that is wrong with it. Nothing is sent to the job."""
+        return examine(update, self.schema())
 
-    @abstractmethod
+    @operation("POST", "/updates", local=("update", "trial"), options=PushOptions, takes_file=True)
     def push(
         self,
         update: Update,
-        at_step: int | None = None,
+        at_step: Step | None = None,
         trial: Trial | None = None,
         next_start: bool = False,
     ) -> Pushed:
@@ -123,7 +622,7 @@ class Run(ABC):
                 running and `next_start` is not given.
         """
 
-    @abstractmethod
+    @operation("POST", "/updates/{update_id}/withdraw", takes_secs=30.0)
     def withdraw(self, update_id: str) -> UpdateView:
         """Takes back an update that is not committed yet; a running job is asked, for at most 30 s.
 
@@ -136,15 +635,15 @@ class Run(ABC):
             NoAnswer: The job has taken it and does not answer.
         """
 
-    @abstractmethod
+    @operation("POST", "/updates/{which}/revert")
     def revert(
         self,
         which: str | int,
-        note: str = "",
+        note: Text = "",
         dry_run: bool = False,
         force: bool = False,
         next_start: bool = False,
-        author: str = "",
+        author: Text = "",
     ) -> Pushed | Examination:
         """Asks the job for a new update that undoes one that was applied.
 
@@ -162,12 +661,12 @@ class Run(ABC):
                 variables, or the job is not running.
         """
 
-    @abstractmethod
+    @operation("GET", "/variables/{name}", local=("max_bytes",), options=PullOptions, stops_workers=True)
     def pull(
         self,
         name: str,
         rows: Sequence[int] | None = None,
-        timeout: float = 300.0,
+        timeout: Secs = 300.0,
         max_bytes: int | None = None,
     ) -> Pulled:
         """The values of a variable at one step of the running job, or in the last checkpoint when none runs.
@@ -184,8 +683,8 @@ class Run(ABC):
             RequestRefused: These are too many values, for the job or for `max_bytes`.
         """
 
-    @abstractmethod
-    def checkpoint(self, timeout: float = 300.0, author: str = "") -> int:
+    @operation("POST", "/checkpoint", key="step")
+    def checkpoint(self, timeout: Secs = 300.0, author: Text = "") -> int:
         """Asks the job to save a checkpoint now; returns its step.
 
         Args:
@@ -197,8 +696,8 @@ class Run(ABC):
             RequestRefused: The job cannot save one: a trial is under way, or the disk is full.
         """
 
-    @abstractmethod
-    def stop(self, timeout: float = 300.0, author: str = "") -> int:
+    @operation("POST", "/stop", key="step")
+    def stop(self, timeout: Secs = 300.0, author: Text = "") -> int:
         """Asks the job to save a checkpoint and to end, as SIGTERM does; returns the step at which it did.
 
         Its launcher does not start it again.
@@ -212,8 +711,12 @@ class Run(ABC):
             RequestRefused: The job has stopped, and could not save a checkpoint.
         """
 
-    @abstractmethod
-    def metrics(self, since: int | None = None, points: int = 2000) -> Metrics:
+    @operation("GET", "/metrics")
+    def metrics(
+        self,
+        since: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None,
+        points: Annotated[int, clipped(1, MAX_POINTS)] = 2000,
+    ) -> Metrics:
         """The metrics of the training, decimated so that spikes stay visible.
 
         Args:
@@ -221,12 +724,17 @@ class Run(ABC):
             points: The largest number of points of each series.
         """
 
-    @abstractmethod
+    @operation("GET", "/checkpoints", key="checkpoints")
     def checkpoints(self) -> list[CheckpointView]:
         """The checkpoints that are complete, in the order of their steps."""
 
-    @abstractmethod
-    def log_lines(self, worker: int, lines: int = 200, attempt: int | None = None) -> list[str]:
+    @operation("GET", "/logs/{worker}", key="lines")
+    def log_lines(
+        self,
+        worker: Rank,
+        lines: Annotated[int, clipped(1, 5000)] = 200,
+        attempt: Annotated[int, Meta(ge=0, le=10**9)] | None = None,
+    ) -> list[str]:
         """The last lines that a worker has printed, oldest first.
 
         Args:
@@ -269,6 +777,10 @@ class Pushed:
 
     def __repr__(self) -> str:
         return f"<Pushed {self.id} to {self.run.where}>"
+
+    def to_json(self) -> dict[str, Any]:
+        """What is known of it at once."""
+        return {"id": self.id, "number": self.number, "warning": self.warning}
 
     def view(self) -> UpdateView:
         """Where it is now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from replicast.client.author import this_user
 from replicast.client.notes import Seen, described_run, running_beside, see
 from replicast.client.updates import damage_text
-from replicast.errors import UpdateRefused
+from replicast.errors import UpdateIdInUse, UpdateRefused
 from replicast.files import RunDir, below
 from replicast.storage import inbox
 from replicast.storage.run_files import read_state
@@ -48,7 +48,7 @@ def _number_in_journal(journal: Updates, update: Update, plan: Update) -> int | 
         if record.id == update.id:
             if record.digest in (update.content_digest(), plan.content_digest()):
                 return number
-            raise UpdateRefused(
+            raise UpdateIdInUse(
                 f"Another update with this id is in the journal, as number {number}",
                 expected="a new id, or the same content",
                 received=update.id,

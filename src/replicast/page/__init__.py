@@ -1,11 +1,11 @@
 """The page of a run and its HTTP interface: `replicast serve`. Needs the extra `replicast[page]`.
 
-    settings.py    address, token, limits          security.py   Host, Origin, token, rate limits, headers
-    runs.py        which runs are served           watch.py      one reader per run for all who look
-    endpoints.py   every address of the API        openapi.py    their description
-    reading.py     GET                             actions.py    POST; upload.py streams a file to disk
-    events.py      server-sent events              prometheus.py GET /metrics
-    assets.py      the page's own files            server.py     uvicorn
+    app.py         a route for every operation of client/run.py; the page's own files
+    openapi.py     their description             answers.py   JSON, and errors with their status
+    security.py    Host, Origin, token, rate limits, headers
+    server.py      settings, limits, uvicorn, threads, uploads
+    live.py        which runs are served; one reader per run for all who look; server-sent events
+    prometheus.py  GET /metrics
 
 It knows a run only through `replicast.client.Run`, so it can die, restart or live elsewhere.
 """

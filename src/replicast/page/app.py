@@ -1,34 +1,240 @@
-"""The web application: every address, what answers it, and the checks before."""
+"""The web application: a route for every operation in the table (client/run.py), and the page's files.
+
+A request has passed the checks of security.py. Its arguments are checked by the types of the table; then it
+is answered by one function for all rows, or by one of those below that know a limit which only a server has.
+Files are read, jobs are asked and JSON is made in threads: nothing slow happens on the event loop. What is
+read is shared for a second between all who ask for the same (live.py).
+"""
 
 from __future__ import annotations
 
+import asyncio
+import gzip
+import hashlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
+from msgspec import Struct
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from replicast.page import assets, prometheus
-from replicast.page.context import Context
-from replicast.page.endpoints import CONVERTORS, ENDPOINTS, RUN, Endpoint
-from replicast.page.events import Streams
-from replicast.page.jsontext import dumped
+from replicast.client import Examination, Pulled, Pushed, Run, UpdateView
+from replicast.client.run import MAX_LOG, MAX_SERVED_ROWS, OPERATIONS, Operation, RateOptions, rows_of
+from replicast.client.uploads import new_upload, update_in
+from replicast.errors import RequestRefused
+from replicast.page import prometheus
+from replicast.page.answers import HttpError, dumped, http_error
+from replicast.page.live import Find, Runs, SlotResponse, Streams, Watch
 from replicast.page.openapi import description
-from replicast.page.problems import HttpError, http_error
-from replicast.page.requests import Nothing, converted, parsed
-from replicast.page.runs import Find, Runs
 from replicast.page.security import Access, SecurityMiddleware
-from replicast.page.settings import Settings
-from replicast.page.upload import small_body
+from replicast.page.server import (
+    MAX_DETAILS_BYTES,
+    MAX_EDITS,
+    MAX_JSON_BYTES,
+    MAX_VALUES_BYTES,
+    Settings,
+    small_body,
+    uploaded,
+)
+from replicast.update.edits import EditKind
+from replicast.update.update import Update
 
 logger = logging.getLogger("replicast")
+
+RUN = "/api/runs/{run}"
+_T = TypeVar("_T")
+_KEPT_SECS = {"schema": 10.0, "checkpoints": 3.0, "show": 0.0, "look": 0.0}  # Others: a second.
+_RUNNING_SECS, _RESTING_SECS = 2.0, 15.0
+_PIECE_BYTES = 256 * 1024
+
+
+def set_learning_rate(_run: Run) -> Pushed | Examination:
+    """Assigns a learning rate on every worker; with `dry_run` only says what it would do."""
+    raise NotImplementedError
+
+
+RATE = Operation("set_learning_rate", "POST", "/learning-rate", set_learning_rate, options=RateOptions)
+ROWS = (*OPERATIONS.values(), RATE)
+
+
+class _Nothing(Struct, forbid_unknown_fields=True):
+    """No parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request about a run, checked: `arguments` are those of the method of `Run`, `options` the rest."""
+
+    request: Request
+    settings: Settings
+    runs: Runs
+    watch: Watch
+    row: Operation
+    arguments: dict[str, Any]
+    options: Any
+
+    @property
+    def author(self) -> str:
+        """Who asks: as given, or the machine that the request comes from."""
+        client = self.request.client
+        given: str | None = getattr(self.options, "author", None)
+        return given if given else f"page@{'unknown' if client is None else client.host}"
+
+    async def act(self, act: Callable[[], _T]) -> _T:
+        """Runs a call that may wait for the job; the next read sees what it did."""
+        try:
+            return await self.runs.actors.call(act)
+        finally:
+            self.watch.forget()
+
+
+async def _answer(asked: Asked) -> Any:
+    """Calls the method of `Run` of the same name."""
+    row, arguments, perform = asked.row, asked.arguments, getattr(asked.watch.run, asked.row.name)
+    if "author" in row.parameters:
+        arguments["author"] = asked.author
+
+    def encoded() -> Any:
+        return row.encoded(perform(**arguments))
+
+    if row.method == "POST":
+        return await asked.act(encoded)
+    kept = _KEPT_SECS.get(row.name, 1.0)
+    if not kept:
+        return await asked.runs.readers.call(encoded)
+    return await asked.watch.text((row.name, *arguments.values()), encoded, kept)
+
+
+async def _brief(asked: Asked) -> dict[str, Any]:
+    return await _briefly(asked.watch, asked.settings)
+
+
+async def _briefly(watch: Watch, settings: Settings) -> dict[str, Any]:
+    """How a run is, in a few words; read less often while it rests."""
+    found: dict[str, Any] = await watch.read("brief", lambda: watch.run.brief().to_json(), _RUNNING_SECS)
+    if not found["running"]:
+        watch.keep("brief", _RESTING_SECS)
+    return {"name": watch.name, "actions": settings.token is not None, **found}
+
+
+async def _status(asked: Asked) -> dict[str, Any]:
+    return await asked.watch.status()
+
+
+async def _log(asked: Asked) -> bytes:
+    run, last = asked.watch.run, asked.arguments["last"] or MAX_LOG
+    return await asked.watch.text(("log", last), lambda: {"updates": _listed(run.log(last))})
+
+
+def _listed(views: list[UpdateView]) -> list[dict[str, Any]]:
+    """Updates as JSON values. Where they have very many edits, those of the latest ones are told."""
+    told, left = [], MAX_EDITS
+    for view in reversed(views):
+        left_out = len(view.edits) if len(view.edits) > left else 0
+        view = replace(view, edits=()) if left_out else view
+        left -= len(view.edits)
+        told.append(view.to_json() | {"edits_left_out": left_out})
+    return told[::-1]
+
+
+async def _show(asked: Asked) -> Any:
+    asked.arguments["max_bytes"] = MAX_DETAILS_BYTES
+    return await _answer(asked)
+
+
+async def _pull(asked: Asked) -> dict[str, Any] | Response:
+    run, arguments, is_file = asked.watch.run, asked.arguments, asked.options.format == "safetensors"
+    files, most = asked.runs.files, MAX_VALUES_BYTES if is_file else MAX_JSON_BYTES
+
+    def read() -> Pulled:
+        try:
+            return run.pull(**arguments, max_bytes=most)
+        except RequestRefused as error:
+            larger = "" if is_file else ", or add format=safetensors"
+            raise RequestRefused(error.problem, remedy=f"Name rows, as in rows=0:100{larger}") from error
+
+    if not is_file:
+        return await asked.act(lambda: _with_values(read()))
+    files.take()
+    try:
+        return SlotResponse(files, _pieces(await asked.act(read)), "application/octet-stream")
+    except BaseException:
+        files.give_back()
+        raise
+
+
+async def _pieces(pulled: Pulled) -> AsyncIterator[bytes]:
+    for chunk in pulled.file_chunks():
+        for start in range(0, len(chunk), _PIECE_BYTES):
+            yield bytes(chunk[start : start + _PIECE_BYTES])
+
+
+def _with_values(pulled: Pulled) -> dict[str, Any]:
+    """An array as nested lists of numbers that JSON can say."""
+    array = pulled.array if pulled.array.dtype.kind in "biu" else pulled.array.astype("float64")
+    return pulled.to_json() | {"values": array.tolist()}
+
+
+async def _push(asked: Asked) -> dict[str, Any]:
+    options, run = asked.options, asked.watch.run
+    temporary = new_upload(run.path or run.where)
+    most = asked.settings.max_upload_bytes
+    async with uploaded(asked.request, temporary, asked.runs.readers, most) as path:
+
+        def propose() -> dict[str, Any]:
+            update = update_in(
+                path,
+                operation=None if options.operation is None else EditKind(options.operation),
+                weight=options.weight,
+                id=options.id,
+                note=options.note,
+                author=asked.author,
+                reset_slots=options.reset_slots,
+                allow_nonfinite=options.allow_nonfinite,
+            )
+            return _proposed(asked, update)
+
+        return await asked.act(propose)
+
+
+async def _set_learning_rate(asked: Asked) -> dict[str, Any]:
+    options = asked.options
+    update = Update(id=options.id, note=options.note or "", author=asked.author)
+    return await asked.act(lambda: _proposed(asked, update.assign(options.variable, options.value)))
+
+
+def _proposed(asked: Asked, update: Update) -> dict[str, Any]:
+    run, options = asked.watch.run, asked.options
+    try:
+        trial = options.trial()
+    except ValueError as error:
+        raise HttpError(400, str(error)) from error
+    if options.dry_run:
+        return run.examine(update).to_json()
+    return run.push(update, options.at_step, trial, options.next_start).to_json()
+
+
+_ANSWERS: dict[str, Callable[[Asked], Awaitable[Any]]] = {
+    "brief": _brief,
+    "status": _status,
+    "log": _log,
+    "show": _show,
+    "pull": _pull,
+    "push": _push,
+    "set_learning_rate": _set_learning_rate,
+}
 
 
 class App(Starlette):
@@ -57,51 +263,46 @@ class App(Starlette):
         self.stop()
 
     def _routes(self) -> list[Route]:
-        described = dumped(description())
-        api = [
-            Route(
-                _route_path(one.path),
-                _checked(partial(self._answer, one)),
-                methods=[one.method],
-                name=one.name,
-            )
-            for one in ENDPOINTS
+        def route(path: str, answer: Callable[[Request], Awaitable[Response]], method: str = "GET") -> Route:
+            return Route(path, _checked(answer), methods=[method])
+
+        # The name of a variable has slashes.
+        rows = [
+            route(RUN + row.path.replace("{name}", "{name:path}"), partial(self._perform, row), row.method)
+            for row in ROWS
         ]
         return [
-            *api,
-            Route(f"{RUN}/events", _checked(self._follow)),
-            Route("/metrics", _checked(self._prometheus)),
-            Route("/healthz", _checked(self._health)),
-            Route(
-                "/openapi.json",
-                _checked(lambda _request: _later(Response(described, media_type="application/json"))),
-            ),
-            Route("/static/{name}", _checked(self._asset)),
-            Route("/", _checked(self._page)),
-            Route("/{run}", _checked(self._page)),
+            *rows,
+            route("/api/runs", self._list),
+            route(f"{RUN}/events", self._follow),
+            route("/metrics", self._prometheus),
+            route("/healthz", self._health),
+            route("/openapi.json", partial(self._openapi, dumped(description(ROWS)).encode())),
+            route("/static/{name}", self._asset),
+            route("/", self._asset),
+            route("/{run}", self._asset),
         ]
 
-    async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
-        run = request.path_params.get("run")
-        watch = None if run is None else await self._runs.named(run)
-        is_json = endpoint.method == "POST" and endpoint.body != "file"
-        body: Any = endpoint.body if is_json else Nothing
-        context = Context(
-            request=request,
-            settings=self._settings,
-            runs=self._runs,
-            run=watch,
-            path={name: str(value) for name, value in request.path_params.items()},
-            query=converted(dict(request.query_params), endpoint.query),
-            body=parsed(await small_body(request) if is_json else b"", body),
-        )
-        answer = await endpoint.answer(context)
+    async def _perform(self, row: Operation, request: Request) -> Response:
+        watch = await self._runs.named(request.path_params["run"])
+        arguments, options = await _arguments(row, request)
+        asked = Asked(request, self._settings, self._runs, watch, row, arguments, options)
+        answer = await _ANSWERS.get(row.name, _answer)(asked)
         if isinstance(answer, Response):
             return answer
-        is_examined = isinstance(answer, dict) and "problems" in answer
+        is_proposed = row.proposes and "edits" not in answer
         # In a thread: it may be long.
-        text = answer if isinstance(answer, bytes) else await context.read(lambda: dumped(answer).encode())
-        return Response(text, 200 if is_examined else endpoint.status, media_type="application/json")
+        text = answer if isinstance(answer, bytes) else await self._dumped(answer)
+        return Response(text, 201 if is_proposed else 200, media_type="application/json")
+
+    async def _dumped(self, answer: Any) -> bytes:
+        return await self._runs.readers.call(lambda: dumped(answer).encode())
+
+    async def _list(self, request: Request) -> Response:
+        _converted(dict(request.query_params), _Nothing)
+        watches = await self._runs.all()
+        found = await asyncio.gather(*(_briefly(watch, self._settings) for watch in watches))
+        return Response(await self._dumped(list(found)), media_type="application/json")
 
     async def _follow(self, request: Request) -> Response:
         return self._streams.follow(await self._runs.named(request.path_params["run"]))
@@ -113,18 +314,50 @@ class App(Starlette):
     async def _health(self, _request: Request) -> Response:
         return PlainTextResponse("ok\n")
 
+    async def _openapi(self, described: bytes, _request: Request) -> Response:
+        return Response(described, media_type="application/json")
+
     async def _asset(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        return await self._runs.readers.call(lambda: assets.asset(name, request.headers))
-
-    async def _page(self, request: Request) -> Response:
-        return await self._runs.readers.call(lambda: assets.asset(assets.PAGE, request.headers))
+        name = request.path_params.get("name", PAGE)
+        return await self._runs.readers.call(lambda: asset(name, request.headers))
 
 
-def _route_path(path: str) -> str:
-    for name, convertor in CONVERTORS.items():
-        path = path.replace(f"{{{name}}}", f"{{{name}:{convertor}}}")
-    return path
+async def _arguments(row: Operation, request: Request) -> tuple[dict[str, Any], Struct]:
+    """The arguments of a row's method, and all that came beside the path, both checked."""
+    arguments: dict[str, Any] = {}
+    for name in row.in_path:
+        arguments[name] = request.path_params[name]
+        if name == "worker":
+            try:
+                arguments[name] = msgspec.convert(arguments[name], row.parameters[name].kind, strict=False)
+            except msgspec.ValidationError as error:
+                raise HttpError(404, "There is no such worker", received=arguments[name][:200]) from error
+    query = dict(request.query_params)
+    if row.method == "GET" or row.takes_file:
+        options = _converted(query, row.fields)
+    else:
+        _converted(query, _Nothing)
+        content = await small_body(request)
+        try:
+            options = msgspec.json.decode(content if content.strip() else b"{}", type=row.fields)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise HttpError(400, f"The body is not valid: {error}") from error
+    for name in row.parameters:
+        if hasattr(options, name):
+            arguments[name] = getattr(options, name)
+    if arguments.get("rows") is not None:
+        try:
+            arguments["rows"] = rows_of(arguments["rows"], MAX_SERVED_ROWS)
+        except ValueError as error:
+            raise HttpError(400, str(error)) from error
+    return arguments, options
+
+
+def _converted(given: dict[str, str], kind: type[Struct]) -> Struct:
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise HttpError(400, f"A parameter is not valid: {error}", received=str(given)[:500]) from error
 
 
 def _checked(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -142,10 +375,6 @@ def _checked(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Requ
     return respond
 
 
-async def _later(response: Response) -> Response:
-    return response
-
-
 async def _unknown_address(_request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
@@ -156,3 +385,55 @@ async def _unknown_address(_request: Request, error: Exception) -> Response:
 async def _failed(_request: Request, error: Exception) -> Response:
     logger.error("A request failed: this is a defect", exc_info=error)
     return HttpError(500, "The server failed", remedy="Its log says why").response()
+
+
+# The page's own files, and plotly's JavaScript from the installed package: nothing comes from outside.
+
+STATIC = Path(__file__).parent / "static"
+PLOTLY = "plotly.js"
+PAGE = "index.html"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+
+@lru_cache(maxsize=64)
+def _content(name: str) -> tuple[bytes, bytes, str]:
+    """A file as it is and compressed, and its tag. Blocks."""
+    path = plotly_file() if name == PLOTLY else STATIC / name
+    if path is None:
+        raise HttpError(503, "plotly is not installed", remedy="pip install 'replicast[page]'")
+    plain = path.read_bytes()
+    return plain, gzip.compress(plain, 6, mtime=0), hashlib.sha256(plain).hexdigest()[:32]
+
+
+def plotly_file() -> Path | None:
+    """Plotly's JavaScript, as its Python package brings it."""
+    spec = find_spec("plotly")
+    found = None if spec is None or spec.origin is None else Path(spec.origin).parent
+    return None if found is None else found / "package_data" / "plotly.min.js"
+
+
+@lru_cache(maxsize=1)
+def asset_names() -> frozenset[str]:
+    """The files that can be asked for."""
+    return frozenset({PLOTLY, *(path.name for path in STATIC.iterdir() if path.suffix in _TYPES)})
+
+
+def asset(name: str, headers: Headers) -> Response:
+    """The answer to a request for one of the files. Blocks."""
+    if name not in asset_names():
+        raise HttpError(404, "There is no such file", received=name)
+    plain, compressed, digest = _content(name)
+    tag = f'"{digest}"'
+    answer = {"ETag": tag, "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
+    if tag in headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=answer)
+    takes_gzip = "gzip" in headers.get("accept-encoding", "")
+    if takes_gzip:
+        answer["Content-Encoding"] = "gzip"
+    media = _TYPES[Path(name).suffix]
+    return Response(compressed if takes_gzip else plain, headers=answer | {"Content-Type": media})

@@ -1,15 +1,16 @@
-"""The description of the API, made from the table of endpoints."""
+"""The description of the API, made from the table of operations (client/run.py)."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from replicast import __version__
-from replicast.page.endpoints import ENDPOINTS, Endpoint
-from replicast.page.requests import MAX_RANK, Nothing
+from replicast.client.run import MAX_RANK, Operation
 
 _ERRORS = {
     400: "A parameter or the body is not valid",
@@ -34,6 +35,7 @@ _ERROR = {
             "type": "object",
             "required": ["problem"],
             "properties": {
+                "type": {"type": "string", "description": "The class of the error in Python, if it has one"},
                 "problem": {"type": "string", "description": "What is wrong, in one sentence"},
                 "variable": {"type": "string"},
                 "worker": {"type": "integer"},
@@ -44,21 +46,22 @@ _ERROR = {
         }
     },
 }
-_FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
-_PARTS = {
-    "run": ("The name of a run, as /api/runs lists it", {"type": "string"}),
-    "update": ("The number of an update, its id, or the beginning of its id", {"type": "string"}),
-    "worker": ("The rank of a worker", {"type": "integer", "minimum": 0, "maximum": MAX_RANK}),
-    "variable": ("The name of a variable; any unique suffix works", {"type": "string"}),
+_RUN = {
+    "name": "run",
+    "in": "path",
+    "required": True,
+    "description": "The name of a run, as /api/runs lists it",
+    "schema": {"type": "string"},
 }
+_NOT_IN_JSON = ("array", "details", "path")
+_FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
-def description() -> dict[str, Any]:
+def description(rows: Iterable[Operation]) -> dict[str, Any]:
     """The document at /openapi.json."""
-    paths: dict[str, dict[str, Any]] = {}
-    for endpoint in ENDPOINTS:
-        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint)
-    paths |= _others()
+    paths = _others()
+    for row in rows:
+        paths.setdefault(f"/api/runs/{{run}}{row.path}", {})[row.method.lower()] = _operation(row)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -76,59 +79,73 @@ def description() -> dict[str, Any]:
     }
 
 
-def _operation(endpoint: Endpoint) -> dict[str, Any]:
-    answer = (
-        {"type": "array", "items": {"type": "object"}}
-        if endpoint.returns is None
-        else {"type": "object", "required": list(endpoint.returns)}
-    )
-    responses: dict[str, Any] = {str(endpoint.status): _json(answer, "The answer")}
-    if endpoint.sends_files:
+def _operation(row: Operation) -> dict[str, Any]:
+    if row.proposes:
+        responses = {
+            "201": _json({"type": "object", "required": ["id"]}, "It was handed to the job"),
+            "200": _json(
+                {"type": "object", "required": ["edits", "problems"]},
+                "With dry_run: what it would do, and all that is wrong with it",
+            ),
+        }
+    else:
+        responses = {"200": _json({"type": "object", "required": _required(row)}, "The answer")}
+    if row.name == "pull":
         responses["200"]["content"] |= _FILE
-    if endpoint.status == 201:
-        responses["201"] = _json({"type": "object", "required": ["id"]}, "It was handed to the job")
-        examined = {"type": "object", "required": ["edits", "problems"]}
-        responses["200"] = _json(examined, "With dry_run: what it would do, and all that is wrong with it")
-    responses |= {str(code): {"$ref": f"#/components/responses/{code}"} for code in _ERRORS}
+    fields = _inlined(row.fields)
+    query = fields if row.method == "GET" or row.takes_file else {}
     described: dict[str, Any] = {
-        "operationId": endpoint.name,
-        "summary": endpoint.summary,
-        "parameters": [*_path_parameters(endpoint), *_query_parameters(endpoint)],
-        "responses": responses,
-        "security": [{"token": []}]
-        if endpoint.method == "POST" or endpoint.asks_the_job
-        else [{}, {"token": []}],
+        "operationId": row.name,
+        "summary": row.summary,
+        "parameters": [_RUN, *_path_parameters(row), *_query_parameters(row, query)],
+        "responses": responses | {str(code): {"$ref": f"#/components/responses/{code}"} for code in _ERRORS},
+        "security": [{"token": []}] if row.method == "POST" or row.stops_workers else [{}, {"token": []}],
     }
-    if endpoint.body == "file":
+    if row.takes_file:
         described["requestBody"] = {"required": True, "content": _FILE}
-    elif endpoint.body is not Nothing:
-        content = {"application/json": {"schema": _inlined(endpoint.body)}}
-        described["requestBody"] = {"content": content}
+    elif row.method == "POST" and fields["properties"]:
+        described["requestBody"] = {"content": {"application/json": {"schema": fields}}}
     return described
 
 
-def _path_parameters(endpoint: Endpoint) -> list[dict[str, Any]]:
+def _required(row: Operation) -> list[str]:
+    """The names that every answer has."""
+    if row.key:
+        return [row.key]
+    is_struct = issubclass(row.returns, msgspec.Struct)
+    fields = msgspec.structs.fields(row.returns) if is_struct else dataclasses.fields(row.returns)
+    return [one.name for one in fields if one.name not in _NOT_IN_JSON]
+
+
+def _path_parameters(row: Operation) -> list[dict[str, Any]]:
     return [
-        {"name": name, "in": "path", "required": True, "description": text, "schema": schema}
-        for name, (text, schema) in _PARTS.items()
-        if f"{{{name}}}" in endpoint.path
+        {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "description": row.parameters[name].help,
+            "schema": {"type": "integer", "minimum": 0, "maximum": MAX_RANK}
+            if name == "worker"
+            else {"type": "string"},
+        }
+        for name in row.in_path
     ]
 
 
-def _query_parameters(endpoint: Endpoint) -> list[dict[str, Any]]:
-    described = _inlined(endpoint.query)
+def _query_parameters(row: Operation, fields: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
             "in": "query",
-            "required": name in described.get("required", ()),
+            "required": name in fields.get("required", ()),
             "schema": _without_null(schema),
+            "description": row.parameters[name].help if name in row.parameters else "",
         }
-        for name, schema in described.get("properties", {}).items()
+        for name, schema in fields.get("properties", {}).items()
     ]
 
 
-def _inlined(kind: type[msgspec.Struct] | str) -> dict[str, Any]:
+def _inlined(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """The schema of a structure that refers to no other."""
     _, components = msgspec.json.schema_components([kind])
     (schema,) = components.values()
@@ -155,7 +172,6 @@ def _error_response(text: str) -> dict[str, Any]:
 
 def _others() -> dict[str, Any]:
     """What answers in something else than JSON, or is not about one run."""
-    run = {"name": "run", "in": "path", "required": True, "schema": {"type": "string"}}
     errors = {
         str(code): {"$ref": f"#/components/responses/{code}"} for code in (401, 404, 421, 429, 500, 503)
     }
@@ -165,9 +181,14 @@ def _others() -> dict[str, Any]:
         described = {"operationId": name, "summary": summary, "responses": {"200": answer, **errors}}
         return {"get": described | {"security": [{}, {"token": []}]} | more}
 
+    listed = get("list_runs", "All runs, each in a few words", "application/json")
+    answer = {"type": "array", "items": {"type": "object"}}
+    listed["get"]["responses"]["200"]["content"]["application/json"]["schema"] = answer
+    listed["get"]["responses"]["400"] = {"$ref": "#/components/responses/400"}
     summary = "Server-sent events: `status` with the changed parts of the status, `metrics` with new points"
     return {
-        "/api/runs/{run}/events": get("events", summary, "text/event-stream", parameters=[run]),
+        "/api/runs": listed,
+        "/api/runs/{run}/events": get("events", summary, "text/event-stream", parameters=[_RUN]),
         "/metrics": get("prometheus", "All runs, in the text format of Prometheus", "text/plain"),
         "/healthz": get("health", "Whether the server answers", "text/plain"),
     }

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from replicast.page.watch import Watch
+from replicast.page.live import Watch
 from replicast.storage.run_files import State
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from replicast.config import TOKEN
 from replicast.names import is_address
-from replicast.page.problems import HttpError
-from replicast.page.settings import ACTIONS_PER_MINUTE, FAILED_TOKENS_PER_MINUTE, Settings, is_loopback
+from replicast.page.answers import HttpError
+from replicast.page.server import ACTIONS_PER_MINUTE, FAILED_TOKENS_PER_MINUTE, Settings, is_loopback
 
 EMPTY_STYLE = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
 """The hash of nothing: plotly adds an empty style element and fills it by script, which is allowed."""

@@ -11,17 +11,145 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import math
+import os
+import secrets
 import signal
 import socket
-from typing import cast
+import stat
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import uvicorn
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from replicast.config import TOKEN
 from replicast.errors import ServeRefused
-from replicast.page.app import App
-from replicast.page.settings import MAX_HEADER_BYTES, Settings, is_loopback
+from replicast.files import RunPath, make_durably
+from replicast.page.answers import HttpError
+from replicast.strictjson import parse_integer
+
+# How a page is served: address, token, limits. Checked before anything listens.
+
+MIN_TOKEN_LENGTH = 16
+MAX_UPLOAD_BYTES = 4 * 2**30
+MAX_BODY_BYTES = 64 * 1024
+MAX_HEADER_BYTES = 16 * 1024
+MAX_STREAMS = 256
+MAX_JSON_BYTES = 256 * 1024
+"""Of the values in one answer as JSON, which takes ten times as much, and holds up others meanwhile."""
+MAX_VALUES_BYTES = 256 * 2**20
+"""Of the values in one answer as a file, of which there are at most `MAX_FILES` at a time."""
+MAX_FILES = 2
+MAX_DETAILS_BYTES = 16 * 2**20
+"""Of an update whose values are summarized for everybody who may read."""
+MAX_EDITS = 20_000
+"""In one list of updates."""
+ACTIONS_PER_MINUTE = 60
+FAILED_TOKENS_PER_MINUTE = 10
+_MAX_TOKEN_FILE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a page is served."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    token: str | None = None
+    private: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    trusted_proxies: tuple[str, ...] = ()
+    certfile: Path | None = None
+    keyfile: Path | None = None
+    max_upload_bytes: int = MAX_UPLOAD_BYTES
+
+    def __post_init__(self) -> None:
+        if self.token is not None and len(self.token) < MIN_TOKEN_LENGTH:
+            raise ServeRefused(
+                f"The token has {len(self.token)} characters",
+                remedy=f"Use at least {MIN_TOKEN_LENGTH} random ones; --token-file makes a file of them",
+            )
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
+            raise ServeRefused(
+                "The token has characters that a header cannot carry",
+                remedy="Use letters and digits; --token-file makes a new file by itself",
+            )
+        if not is_loopback(self.host) and self.token is None:
+            raise ServeRefused(
+                f"{self.host} can be reached from other machines",
+                remedy=f"Give a token, by --token-file or {TOKEN}, or listen on 127.0.0.1",
+            )
+        if self.private and self.token is None:
+            raise ServeRefused("--private needs a token", remedy=f"Give one by --token-file or {TOKEN}")
+        for proxy in self.trusted_proxies:
+            try:
+                ipaddress.ip_network(proxy)
+            except ValueError as error:
+                raise ServeRefused(
+                    f"--trusted-proxy expects an address or a network ({error})",
+                    remedy="For example: 127.0.0.1, or 10.0.0.0/24",
+                ) from error
+        if (self.certfile is None) != (self.keyfile is None):
+            raise ServeRefused("TLS needs a certificate and its key", remedy="Give --certfile and --keyfile")
+        for path in (self.certfile, self.keyfile):
+            if path is not None and not os.access(path, os.R_OK):
+                raise ServeRefused(f"{path} cannot be read", remedy="Check the path and its permissions")
+
+    def is_proxy(self, peer: str) -> bool:
+        """Whether requests of this peer come from a proxy that was named."""
+        try:
+            address = ipaddress.ip_address(peer)
+        except ValueError:
+            return False
+        # A server that listens on :: sees IPv4 peers as ::ffff:1.2.3.4.
+        address = getattr(address, "ipv4_mapped", None) or address
+        return any(address in ipaddress.ip_network(proxy) for proxy in self.trusted_proxies)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address, or whether a peer is on this machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def read_token(token_file: Path | None, environ: Mapping[str, str]) -> str | None:
+    """The token: from a file, which is made when it does not exist, or from the environment."""
+    if token_file is None:
+        return environ.get(TOKEN, "").strip() or None
+    try:
+        if not token_file.exists():
+            _make_token_file(token_file)
+        status = token_file.stat()
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            raise ServeRefused(f"Other users may read {token_file}", remedy=f"Run: chmod 600 {token_file}")
+        with token_file.open("rb") as file:
+            text = file.read(_MAX_TOKEN_FILE_BYTES).decode("ascii", "replace").strip()
+    except OSError as error:
+        raise ServeRefused(
+            f"{token_file} cannot be used as a token file ({error.strerror})",
+            remedy="Check the path and its permissions",
+        ) from error
+    if not text:
+        raise ServeRefused(f"{token_file} is empty", remedy="Remove it, and a new one is made")
+    return text
+
+
+def _make_token_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_urlsafe(32) + "\n")
+
 
 _SHUTDOWN_SECS = 3
 MAX_CONNECTIONS = 800
@@ -130,13 +258,13 @@ def _order(one: Connection) -> tuple[bool, float]:
 class Server(uvicorn.Server):
     """Ends the streams of an application before it waits for its connections."""
 
-    def __init__(self, config: uvicorn.Config, app: App) -> None:
+    def __init__(self, config: uvicorn.Config, end_streams: Callable[[], None]) -> None:
         super().__init__(config)
-        self._app = app
+        self._end_streams = end_streams
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Called when the server is told to end."""
-        self._app.stop()
+        self._end_streams()
         await super().shutdown(sockets)
 
 
@@ -165,7 +293,7 @@ def address_of(settings: Settings, listener: socket.socket) -> str:
     return f"{scheme}://{host}:{listener.getsockname()[1]}/"
 
 
-def configured(app: App, settings: Settings) -> uvicorn.Config:
+def configured(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     """How uvicorn serves an application."""
 
     class Served(Connection):
@@ -190,9 +318,128 @@ def configured(app: App, settings: Settings) -> uvicorn.Config:
     )
 
 
-def run(app: App, settings: Settings, listener: socket.socket) -> None:
+def run(app: Any, settings: Settings, listener: socket.socket) -> None:
     """Serves until SIGINT or SIGTERM. Only in the main thread."""
-    server = Server(configured(app, settings), app)
+    server = Server(configured(app, settings), app.stop)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again when all is ended
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(server.serve(sockets=[listener]))
+
+
+# Blocking calls in daemon threads: one that waits for a job does not keep the server from ending.
+
+_T = TypeVar("_T")
+
+
+class Threads:
+    """Runs blocking calls, at most so many at a time; further ones wait."""
+
+    def __init__(self, most: int) -> None:
+        self._slots = asyncio.Semaphore(most)
+
+    async def call(self, act: Callable[[], _T]) -> _T:
+        """Runs `act` in a thread, and returns or raises what it does."""
+        async with self._slots:
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[_T] = loop.create_future()
+            threading.Thread(target=_run, args=(act, loop, future), name="page-call", daemon=True).start()
+            return await future
+
+
+def _run(act: Callable[[], Any], loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> None:
+    result, error = None, None
+    try:
+        result = act()
+    except BaseException as raised:
+        error = raised
+
+    def settle() -> None:
+        if future.done():  # Nobody waits any more.
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(settle)
+
+
+# A file on its way in: straight to disk beside the inbox, piece by piece, never whole in memory.
+
+STALL_SECS = 30.0
+"""An upload that makes no progress for so long is given up."""
+
+
+@asynccontextmanager
+async def uploaded(
+    request: Request, temporary: RunPath, threads: Threads, max_bytes: int
+) -> AsyncIterator[RunPath]:
+    """The body of a request in a file, which is gone afterwards."""
+    _check_length(request, max_bytes)
+    descriptor = await threads.call(lambda: _created(temporary))
+    try:
+        try:
+            received = 0
+            async for chunk in pieces(request):
+                received += len(chunk)
+                if received > max_bytes:
+                    raise too_large(max_bytes)
+                await threads.call(partial(_write, descriptor, chunk))
+        finally:
+            await threads.call(partial(os.close, descriptor))
+        yield temporary
+    finally:  # Removing gigabytes takes time.
+        await threads.call(partial(temporary.unlink, missing_ok=True))
+
+
+async def small_body(request: Request) -> bytes:
+    """The body of a request that is a small JSON object."""
+    _check_length(request, MAX_BODY_BYTES)
+    content = b""
+    async for chunk in pieces(request):
+        content += chunk
+        if len(content) > MAX_BODY_BYTES:
+            raise too_large(MAX_BODY_BYTES)
+    return content
+
+
+async def pieces(request: Request) -> AsyncIterator[bytes]:
+    """The pieces of a body, each within its time."""
+    stream = request.stream()
+    while True:
+        try:
+            chunk = await asyncio.wait_for(anext(stream, None), STALL_SECS)
+        except TimeoutError:
+            raise HttpError(408, f"Nothing has arrived for {STALL_SECS:g} s") from None
+        except ClientDisconnect:
+            raise HttpError(400, "The connection was closed before all had arrived") from None
+        if chunk is None:
+            return
+        if chunk:
+            yield chunk
+
+
+def too_large(max_bytes: int) -> HttpError:
+    """The answer to a body that is too large."""
+    return HttpError(413, "The body is too large", expected=f"at most {max_bytes} bytes")
+
+
+def _check_length(request: Request, max_bytes: int) -> None:
+    try:
+        length = parse_integer(request.headers.get("content-length", "0"))
+    except ValueError as error:
+        raise HttpError(400, f"Content-Length cannot be used: {error}") from error
+    if not 0 <= length <= max_bytes:
+        raise too_large(max_bytes)
+
+
+def _created(path: RunPath) -> int:
+    make_durably(path.parent)
+    return path.open(os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+
+def _write(descriptor: int, chunk: bytes) -> None:
+    rest = memoryview(chunk)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]

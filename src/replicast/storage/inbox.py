@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from replicast.core.records import Stage
-from replicast.errors import FileDamaged, UpdateRefused, refusal_of
+from replicast.errors import FileDamaged, UpdateIdInUse, UpdateRefused, refusal_of
 from replicast.files import (
     RunDir,
     RunPath,
@@ -90,7 +90,7 @@ def submit(
     path = _inbox(run_dir) / f"{update.id}{_UPDATE}"
     step = _checked_step(at_step)
     if path.exists():
-        is_other = UpdateRefused(
+        is_other = UpdateIdInUse(
             "Another update with this id waits in the inbox",
             expected="a unique id, or the same content",
             received=update.id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,13 +12,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from replicast.client import Examination, Run
-from replicast.errors import NoAnswer, NotFound, ReplicastError, UpdateRefused
-from replicast.update.trial import Trial
+import msgspec
+
+from replicast.client import Run
+from replicast.client.run import OPERATIONS, rows_of
+from replicast.errors import ReplicastError
+from replicast.page.answers import http_error
 from replicast.update.update import Update
 
 TOKEN = "a token of the tests"
-Query = dict[str, str]
 
 
 class AnswerError(Exception):
@@ -75,26 +78,26 @@ class Handler(BaseHTTPRequestHandler):
         try:
             if self.command == "POST" and self.headers.get("Authorization") != f"Bearer {self.server.token}":
                 raise AnswerError(401, "This needs the token")
-            status, answer = (
-                201 if path.endswith("/updates") and length else 200,
-                self._found(path, query, content),
-            )
+            answer = self._found(path, query, content)
         except AnswerError as error:
             return self._send(error.status, {"error": {"problem": str(error)}}, **error.headers)
         except ReplicastError as error:
-            return self._send(*told(error))
-        return self._send(status, answer)
+            known = http_error(error)
+            assert known is not None
+            return self._send(known.status, known.body())
+        return self._send(200, answer)
 
-    def _found(self, path: str, query: Query, content: bytes) -> Any:
-        run = self.server.run
+    def _found(self, path: str, query: dict[str, str], content: bytes) -> Any:
         if path == "/api/runs":
-            return [{"name": "first", **run.brief().to_json()}]
+            return [{"name": "first", **self.server.run.brief().to_json()}]
         if path.partition("/api/runs/first")[0]:
             raise AnswerError(404, "There is no run with this name")
-        rest = path.removeprefix("/api/runs/first")
-        if self.command == "GET":
-            return read(run, rest, query)
-        return act(run, rest, query, content, self.server.work)
+        is_file = self.headers.get("Content-Type") == "application/octet-stream"
+        file = self.server.work / "uploaded.safetensors"
+        if is_file:
+            file.write_bytes(content)
+        given = query if is_file or self.command == "GET" else json.loads(content)
+        return answered(self.server.run, self.command, path.removeprefix("/api/runs/first"), given, file)
 
     def _send(self, status: int, answer: Any, **headers: str) -> None:
         content = answer if isinstance(answer, bytes) else json.dumps(answer, allow_nan=False).encode()
@@ -105,72 +108,26 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-def read(run: Run, path: str, query: Query) -> Any:
-    numbers = {name: int(value) for name, value in query.items() if value.isdigit()}
-    kind, _, rest = path.removeprefix("/").partition("/")
-    match kind:
-        case "":
-            return {"name": "first", **run.brief().to_json()}
-        case "status":
-            return run.status().to_json()
-        case "schema":
-            return {"variables": run.schema().to_json()}
-        case "metrics":
-            return run.metrics(numbers.get("since"), numbers.get("points", 2000)).to_json()
-        case "updates" if not rest:
-            return {"updates": [view.to_json() for view in run.log(numbers.get("last"))]}
-        case "updates":
-            is_exact, thoroughly = query.get("exact") == "true", query.get("thoroughly") == "true"
-            return (run.look(rest, thoroughly) if is_exact else run.show(rest)).to_json()
-        case "audits":
-            return {"audits": [one.to_json() for one in run.audits(numbers["last"])]}
-        case "checkpoints":
-            return {"checkpoints": [one.to_json() for one in run.checkpoints()]}
-        case "logs":
-            lines = run.log_lines(int(rest), numbers["lines"], numbers.get("attempt"))
-            return {"worker": int(rest), "lines": lines}
-        case "variables":
-            rows = [int(row) for row in query["rows"].split(",")] if "rows" in query else None
-            pulled = run.pull(rest, rows, float(query["timeout"]))
-            assert query["format"] == "safetensors"
-            return b"".join(pulled.file_chunks())
-    raise AnswerError(404, "There is no such address")
-
-
-def act(run: Run, path: str, query: Query, content: bytes, work: Path) -> Any:
-    if path == "/updates":
-        file = work / "uploaded.safetensors"
-        file.write_bytes(content)
-        at_step = int(query["at_step"]) if "at_step" in query else None
-        trial = None
-        if "trial_steps" in query:
-            worse, mode = float(query["trial_max_increase"]), query["trial_mode"]
-            trial = Trial(int(query["trial_steps"]), query["trial_metric"], worse, mode)  # type: ignore[arg-type]
-        pushed = run.push(Update.load(file), at_step, trial, query.get("next_start") == "true")
-        return {"id": pushed.id, "number": pushed.number, "warning": pushed.warning}
-    body = json.loads(content)
-    if path == "/audit":
-        return run.audit(body["timeout_secs"], body["author"]).to_json()
-    if path in ("/checkpoint", "/stop"):
-        return {"step": getattr(run, path[1:])(body["timeout_secs"], body["author"])}
-    _, _, which, action = path.split("/")
-    if action == "withdraw":
-        return run.withdraw(which).to_json()
-    dry_run, next_start, author = (
-        body.get("dry_run", False),
-        body.get("next_start", False),
-        body.get("author", ""),
-    )
-    found = run.revert(which, body["note"], dry_run, body["force"], next_start, author)
-    return found.to_json() if isinstance(found, Examination) else {"id": found.id, "number": found.number}
-
-
-def told(error: ReplicastError) -> tuple[int, dict[str, Any]]:
-    if isinstance(error, UpdateRefused):
-        fields = {name: value for name, value in error.to_json().items() if value is not None}
-        return 409 if "Another update" in error.problem else 422, {"error": fields}
-    status = {NotFound: 404, NoAnswer: 504}.get(type(error), 503)
-    return status, {"error": {"problem": str(error)}}
+def answered(run: Run, method: str, path: str, given: dict[str, Any], file: Path) -> Any:
+    """What a run answers, by the table of operations."""
+    for row in OPERATIONS.values():
+        pattern = row.path.replace("{name}", "(?P<name>.+)")
+        found = re.fullmatch(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", pattern), path)
+        if row.method == method and found is not None:
+            break
+    else:
+        raise AnswerError(404, "There is no such address")
+    options = msgspec.convert(given, row.fields, strict=False)
+    arguments: dict[str, Any] = {
+        name: int(text) if name == "worker" else text for name, text in found.groupdict().items()
+    }
+    arguments |= {name: getattr(options, name) for name in row.parameters if hasattr(options, name)}
+    if row.name == "push":
+        arguments |= {"update": Update.load(file), "trial": options.trial()}  # type: ignore[attr-defined]
+    if arguments.get("rows") is not None:
+        arguments["rows"] = rows_of(arguments["rows"])
+    result = getattr(run, row.name)(**arguments)
+    return b"".join(result.file_chunks()) if row.name == "pull" else row.encoded(result)
 
 
 @contextmanager

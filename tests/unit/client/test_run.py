@@ -11,8 +11,17 @@ import pytest
 
 import replicast
 from replicast.client import Run, connect
+from replicast.client.directory import DirectoryRun
+from replicast.client.run import OPERATIONS, rows_of, rows_text
 from replicast.core.records import Stage
-from replicast.errors import NoAnswer, NotFound, ReplicasDiverged, UpdatePending, UpdateRefused
+from replicast.errors import (
+    NoAnswer,
+    NotFound,
+    ReplicasDiverged,
+    ReplicastError,
+    UpdatePending,
+    UpdateRefused,
+)
 from replicast.storage import inbox, requests
 from replicast.storage.requests import Answer
 from replicast.storage.run_files import append_audit, append_metrics
@@ -297,3 +306,24 @@ def test_the_variables_of_a_run_are_known(run: Run) -> None:
 
 def test_connect_is_a_name_of_the_package(directory: Path) -> None:
     assert replicast.connect(directory).where == str(directory)
+
+
+def test_a_directory_does_all_that_the_table_lists_and_each_parameter_is_explained() -> None:
+    for name, row in OPERATIONS.items():
+        assert getattr(DirectoryRun, name) is not getattr(Run, name)
+        assert row.summary
+        assert all(one.help for one in row.parameters.values()), name
+        assert all(issubclass(one, ReplicastError) for one in row.errors)
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"), [("3", (3,)), ("3,5,7", (3, 5, 7)), ("9,10:13,0", (9, 10, 11, 12, 0))]
+)
+def test_rows_are_read_as_they_are_written(text: str, rows: tuple[int, ...]) -> None:
+    assert rows_of(text) == rows_of(rows_text(rows)) == rows
+
+
+@pytest.mark.parametrize("text", ["", "1-2", "-1", "5:5", "5:4", "1,,2", "x", "0:99999999999"])
+def test_rows_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="Received"):
+        rows_of(text)

@@ -83,7 +83,7 @@ def test_what_the_server_does_not_accept_is_told(server: Served, status: int, sa
     real = server.run
 
     class Refusing:
-        def push(self, *_arguments: object) -> None:
+        def push(self, **_arguments: object) -> None:
             raise AnswerError(status, "no", **({"Retry_After": "7"} if status == 429 else {}))
 
     server.run = Refusing()  # type: ignore[assignment]
@@ -207,7 +207,7 @@ def test_the_only_run_of_a_server_needs_no_name(server: Served) -> None:
 
 def test_another_server_is_not_taken_for_one_of_ours(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     run = connect(f"{server.address}/first")
-    monkeypatch.setattr("tests.unit.client.serving.read", lambda *_arguments: {"hello": "world"})
+    monkeypatch.setattr("tests.unit.client.serving.answered", lambda *_arguments: {"hello": "world"})
     for ask in (run.status, run.brief, run.schema, run.log, run.metrics, run.checkpoints):
         with pytest.raises(RequestFailed, match="cannot be used"):
             ask()

@@ -124,7 +124,7 @@ export class Actions {
     for (let last = ""; ;) {
       let view = null;
       try {
-        view = await get(`${this.base}/updates/${encodeURIComponent(id)}?exact=1&thoroughly=${Date.now() - began > 10_000 ? 1 : 0}`);
+        view = await get(`${this.base}/updates/${encodeURIComponent(id)}/stage?thoroughly=${Date.now() - began > 10_000 ? 1 : 0}`);
       } catch (error) {
         if (error instanceof Refused && error.status !== 503) throw error;
         dialog.busy("The server does not answer; trying again …");
@@ -186,7 +186,7 @@ export class Actions {
     const dialog = new Dialog(title, text, [this.author()]);
     dialog.ask(label, async (data) => {
       dialog.busy("The job was asked. It answers at its next step …");
-      const answer = await post(`${this.base}/${path}`, { timeout_secs: 120, ...author(data) });
+      const answer = await post(`${this.base}/${path}`, { timeout: 120, ...author(data) });
       dialog.done(receipt(answer), true);
       this.context.changed();
     }, tone);

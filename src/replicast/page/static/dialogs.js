@@ -124,7 +124,7 @@ export class Dialog {
 
 /** Why something was not done. */
 export function problemView(error) {
-  return el("div", { class: "note bad", role: "alert" }, el("p", {}, el("strong", {}, error.problem)),
+  return el("div", { class: "note bad", role: "alert" }, el("p", {}, el("strong", {}, error.verdict ? error.message : error.problem)),
     pairs([["variable", error.variable], ["worker", error.worker], ["expected", error.expected], ["received", error.received], ["what to do", error.remedy]]));
 }
 

@@ -110,7 +110,7 @@ class RunPage {
   draw() {
     const status = this.status;
     if (!status) return;
-    banner("unreadable", status.unreadable ? `The run cannot be read: ${status.unreadable.problem}` : "", true);
+    banner("unreadable", status.unreadable ? `The run cannot be read: ${status.unreadable.message ?? status.unreadable.problem}` : "", true);
     if (!status.workers) return;
     banner("journal", status.problem ?? "");
     banner("job", jobBanner(status), status.state !== "failed");

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
-from replicast.client import Run
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from replicast.client import Run, is_run
+from replicast.client.directory import DirectoryRun
 from replicast.errors import printable
-from replicast.page.jsontext import dumped
-from replicast.page.problems import HttpError, error_body, http_error
-from replicast.page.threads import Threads
+from replicast.files import RunPath
+from replicast.page.answers import HttpError, dumped, http_error
+from replicast.page.server import MAX_FILES, MAX_STREAMS, Threads
 
 logger = logging.getLogger("replicast")
 
@@ -139,7 +145,7 @@ class Watch:
             if problem is None:
                 logger.exception("The run %s cannot be read", printable(self.name))
                 problem = HttpError(500, "The server failed", remedy="Its log says why")
-            return self._changed(await self._parts_of({"unreadable": error_body(problem)["error"]}))
+            return self._changed(await self._parts_of({"unreadable": problem.body()["error"]}))
 
     async def _parts_of(self, status: dict[str, Any]) -> dict[str, str]:
         """The parts of the status as JSON."""
@@ -179,3 +185,153 @@ def _put(queue: asyncio.Queue[bytes | None], event: bytes | None) -> bool:
         queue.put_nowait(None)
         return False
     return True
+
+
+# Answers in pieces: server-sent events, and large values. Each holds a slot until its end.
+
+QUIET_SECS = 15.0
+"""After so long without an event, a comment shows both sides that the connection is alive."""
+
+
+class Slots:
+    """So many answers at a time.
+
+    A slot is taken at the check: if it were taken when the answer begins, any number of requests could
+    pass the check before the first answer has begun.
+    """
+
+    def __init__(self, most: int, problem: str, remedy: str) -> None:
+        self._free = most
+        self._problem = problem
+        self._remedy = remedy
+
+    def take(self) -> None:
+        """Takes a slot; raises `HttpError` if none is free."""
+        if self._free <= 0:
+            raise HttpError(503, self._problem, remedy=self._remedy, headers={"Retry-After": "30"})
+        self._free -= 1
+
+    def give_back(self) -> None:
+        """Gives a slot back."""
+        self._free += 1
+
+
+class SlotResponse(StreamingResponse):
+    """An answer that gives its slot back at its end, also when it ends before its first piece."""
+
+    def __init__(
+        self, slots: Slots, pieces: AsyncIterator[bytes | memoryview], media_type: str, **headers: str
+    ) -> None:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        super().__init__(pieces, media_type=media_type, headers=names)
+        self._slots = slots
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the answer."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._slots.give_back()
+
+
+class Streams:
+    """The open streams of this server, of all runs."""
+
+    def __init__(self, most: int = MAX_STREAMS) -> None:
+        self._slots = Slots(most, "Too many browsers follow this server", "Close some")
+
+    def follow(self, watch: Watch) -> StreamingResponse:
+        """A stream of the events of a run. The caller must send it: that gives its slot back."""
+        self._slots.take()
+        return SlotResponse(self._slots, _events(watch), "text/event-stream", X_Accel_Buffering="no")
+
+
+async def _events(watch: Watch) -> AsyncIterator[bytes]:
+    async with watch.stream() as queue:
+        yield b"retry: 1000\n\n"
+        while True:
+            try:
+                event = await asyncio.wait_for(queue.get(), QUIET_SECS)
+            except TimeoutError:
+                event = b": still here\n\n"
+            if event is None:
+                return
+            yield event
+
+
+# Which runs are served: one run directory, or all in a directory. Only what is listed can be named.
+
+MOST_RUNS = 500
+_READERS = 8
+_ACTORS = 16
+
+Find = Callable[[], Mapping[str, Run]]
+"""The runs that there are, by name."""
+
+
+class Runs:
+    """The runs that are served, each with its one reader."""
+
+    def __init__(self, find: Find) -> None:
+        self._find = find
+        self.readers = Threads(_READERS)
+        self.actors = Threads(_ACTORS)
+        self.files = Slots(MAX_FILES, "Too many files of values are being sent", "Try again later")
+        self._watches: dict[str, Watch] = {}
+
+    async def all(self) -> list[Watch]:
+        """All runs, by name."""
+        found = await self.readers.call(self._find)
+        for name in [name for name, watch in self._watches.items() if found.get(name) is not watch.run]:
+            self._watches.pop(name).stop()
+        for name, run in found.items():
+            if name not in self._watches:
+                self._watches[name] = Watch(name, run, self.readers)
+        return [self._watches[name] for name in sorted(found)]
+
+    async def named(self, name: str) -> Watch:
+        # At every request: somebody may have put a link where the run was, or removed it.
+        known = self._watches.get(name)
+        if known is None or not await self.readers.call(partial(_is_there, known.run)):
+            await self.all()
+        if name not in self._watches:
+            raise HttpError(404, "There is no run with this name", received=name, remedy="See /api/runs")
+        return self._watches[name]
+
+    def stop(self) -> None:
+        """Ends every stream."""
+        for watch in self._watches.values():
+            watch.stop()
+
+
+def runs_in(path: Path) -> Find:
+    """Finds the run at a path, or else the runs in the directory that it names."""
+    opened: dict[RunPath, Run] = {}
+
+    def find() -> dict[str, Run]:
+        root = RunPath(path.resolve())
+        places = [root] if is_run(root) else _children(root)
+        for place in places:
+            if place not in opened:
+                opened[place] = DirectoryRun(place)
+        return {place.name: opened[place] for place in places}
+
+    return find
+
+
+def _is_there(run: Run) -> bool:
+    return run.path is not None and run.path.is_dir()
+
+
+def _children(root: RunPath) -> list[RunPath]:
+    """The runs in a directory, the newest ones if there are very many.
+
+    Each is a path below this directory, so that no later access follows a link in its place either.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        for path in root.iterdir():
+            with contextlib.suppress(OSError):  # One that cannot be read hides no other.
+                if not path.name.startswith(".") and path.is_dir() and is_run(path):
+                    found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)[:MOST_RUNS]]

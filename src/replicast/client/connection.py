@@ -1,0 +1,352 @@
+"""`replicast.connect`: from what a person gives to the run that is meant, in a directory or at an address.
+
+`ServedRun` sends any row of the table (run.py) over HTTP: one connection for each request, bounded in time
+and size. Reading is tried again for a few seconds, since servers are restarted; an action never, but for a
+push, whose id makes the second one a no-op. An error that the server tells is raised here as the same type.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import ssl
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from dataclasses import replace as with_name
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+import msgspec
+from msgspec.structs import replace
+
+from replicast.client.author import this_user
+from replicast.client.directory import DirectoryRun
+from replicast.client.examination import Examination
+from replicast.client.notes import is_run, ticks
+from replicast.client.run import (
+    OPERATIONS,
+    PULLED,
+    Brief,
+    Operation,
+    Overview,
+    Pulled,
+    Pushed,
+    Run,
+    TrialOptions,
+)
+from replicast.config import TOKEN
+from replicast.errors import FileDamaged, NotFound, ReplicastError, RequestFailed, RequestRefused
+from replicast.files import RunDir, below
+from replicast.strictjson import parse_json, parse_object
+from replicast.tensorfiles import parse_tensors
+from replicast.update.trial import Trial
+from replicast.update.update import Update
+
+TOKEN_FILE = "REPLICAST_TOKEN_FILE"
+_CALL_SECS = 30.0  # For an answer, beside the time that the job may take.
+_RETRY_SECS, _RETRY_EVERY_SECS = 10.0, 1.0
+_PIECE_BYTES = 2**20
+_MAX_ANSWER_BYTES = 2**30
+_MAX_TOKEN_FILE_BYTES = 4096
+_MEANINGS = {
+    401: f"It asks for a token: set {TOKEN}, or name a file with it in {TOKEN_FILE}",
+    403: "It does not allow this",
+    413: "It does not take so much at once",
+    421: "It is not known under this name",
+    429: "It has had too many requests",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a run is served."""
+
+    scheme: str
+    netloc: str
+    prefix: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.netloc}{self.prefix}/{quote(self.name)}".rstrip("/")
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """The address that a person gives."""
+        try:
+            parts = urlsplit(text)
+            is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_usable = False
+        if not is_usable or parts.query or parts.fragment:
+            raise RequestFailed(
+                f"This is no address of a run, such as https://host:8080/first. Received: {text}"
+            )
+        if "@" in parts.netloc:
+            raise RequestFailed(f"A token does not belong into an address, which is logged: set {TOKEN}")
+        prefix, _, name = parts.path.rstrip("/").rpartition("/")
+        return cls(parts.scheme, parts.netloc, prefix, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    method: str
+    target: str
+    wait_secs: float = _CALL_SECS
+    body: tuple[bytes | memoryview, ...] | None = None
+    kind: str = "application/json"
+    accept: str = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpClient:
+    """Sends requests to a server of runs."""
+
+    address: Address
+    token: str | None = field(default=None, repr=False)
+
+    def ask(self, call: _Call, retry_secs: float = 0.0) -> Any:
+        where = f"{self.address.scheme}://{self.address.netloc}"
+        for is_last in ticks(retry_secs, _RETRY_EVERY_SECS):
+            try:
+                return self._once(call)
+            except ssl.SSLCertVerificationError as error:
+                raise RequestFailed(
+                    f"The certificate of {where} cannot be trusted ({error.verify_message}). "
+                    "For one of your own, set SSL_CERT_FILE to its certificate authority"
+                ) from error
+            except (OSError, http.client.HTTPException) as error:
+                if is_last:
+                    raise RequestFailed(f"{where} cannot be reached ({_why(error)})") from error
+        raise RequestFailed(f"{where} was not asked")  # Not reached: the last attempt returns or raises.
+
+    def _once(self, call: _Call) -> Any:
+        headers = {"Accept": call.accept}
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {self.token}"
+        if call.body is not None:
+            headers["Content-Type"] = call.kind
+            headers["Content-Length"] = str(sum(memoryview(chunk).nbytes for chunk in call.body))
+        with contextlib.closing(self._connection(call.wait_secs)) as connection:
+            # A server may answer before it has everything, for example that it is too large.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                body = None if call.body is None else _pieces(call.body)
+                connection.request(call.method, f"{self.address.prefix}{call.target}", body, headers)
+            answer = connection.getresponse()
+            content = answer.read(_MAX_ANSWER_BYTES)
+            if answer.status >= 300:
+                raise _error_of(answer.status, content, self.address, answer.getheader("Retry-After"))
+            if call.accept != "application/json":
+                return content
+            try:
+                return parse_json(content)
+            except ValueError as error:
+                raise RequestFailed(
+                    f"{self.address} is not a server of replicast: its answer is no JSON"
+                ) from error
+
+    def _connection(self, wait_secs: float) -> http.client.HTTPConnection:
+        if self.address.scheme == "http":
+            return http.client.HTTPConnection(self.address.netloc, timeout=wait_secs)
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(self.address.netloc, timeout=wait_secs, context=context)
+
+
+class ServedRun(Run):
+    """A run at an address: every row of the table, over HTTP."""
+
+    poll_secs = 0.5
+
+    def __init__(self, address: Address, token: str | None = None) -> None:
+        self._client = HttpClient(address, token)
+        name = address.name if address.name else self._only_run(address)
+        self.where = str(with_name(address, name=name))
+        self._path = f"/api/runs/{quote(name, safe='')}"
+        with _understood():  # Asks once, so that a mistyped address fails quickly.
+            Brief.from_json(self._client.ask(_Call("GET", self._path)))
+
+    def _only_run(self, address: Address) -> str:
+        listed = self._client.ask(_Call("GET", "/api/runs"))
+        names = [str(one.get("name")) for one in listed if isinstance(one, dict)]
+        if len(names) == 1:
+            return names[0]
+        if not names:
+            raise NotFound(f"{address} serves no run.")
+        raise NotFound(f"{address} serves {len(names)} runs. Name one: {address}/{names[0]}, for example.")
+
+    def perform(self, operation: Operation, arguments: dict[str, Any]) -> Any:
+        """Sends a request, and reads the result or raises the error."""
+        if "author" in arguments:
+            arguments["author"] = arguments["author"] or this_user()
+        content = operation.content(arguments)
+        wait_secs = content.get("timeout", operation.takes_secs) + _CALL_SECS
+        target = self._path + operation.target(arguments)
+        if operation.method == "GET":
+            call = _Call("GET", target + _query(content), wait_secs)
+        else:
+            call = _Call("POST", target, wait_secs, (json.dumps(content).encode(),))
+        answer = self._client.ask(call, _RETRY_SECS if operation.method == "GET" else 0.0)
+        with _understood():
+            if operation.proposes:
+                return self._pushed(answer)
+            result = operation.decoded(answer)
+        return replace(result, run=self.where) if isinstance(result, Brief | Overview) else result
+
+    def push(
+        self,
+        update: Update,
+        at_step: int | None = None,
+        trial: Trial | None = None,
+        next_start: bool = False,
+    ) -> Pushed:
+        """As `Run.push`. The arrays are sent as they are in memory, without a copy of the whole."""
+        row = OPERATIONS["push"]
+        sent = row.content({"at_step": at_step, "next_start": next_start}) | TrialOptions.of(trial)
+        chunks = tuple(update.signed(this_user()).file_chunks())
+        target = self._path + row.path + _query(sent)
+        call = _Call("POST", target, _CALL_SECS, chunks, "application/octet-stream")
+        with _understood():
+            pushed: Pushed = self._pushed(self._client.ask(call, _RETRY_SECS))
+        return pushed
+
+    def pull(
+        self,
+        name: str,
+        rows: Sequence[int] | None = None,
+        timeout: float = 300.0,
+        max_bytes: int | None = None,
+    ) -> Pulled:
+        """As `Run.pull`; the server has a limit of its own."""
+        row, arguments = OPERATIONS["pull"], {"name": name, "rows": rows, "timeout": timeout}
+        sent = row.content(arguments) | {"format": "safetensors"}
+        target = self._path + row.target(arguments) + _query(sent)
+        call = _Call("GET", target, sent["timeout"] + _CALL_SECS, accept="application/octet-stream")
+        with _understood():
+            pulled = _pulled(self._client.ask(call, _RETRY_SECS))
+        if max_bytes is not None and pulled.array.nbytes > max_bytes:
+            raise RequestRefused(f"Expected: at most {max_bytes} bytes. Received: {pulled.array.nbytes}")
+        return pulled
+
+    def _pushed(self, told: Mapping[str, Any]) -> Any:
+        if "edits" in told:
+            return Examination.from_json(told)
+        number = told.get("number")
+        return Pushed(
+            self, str(told["id"]), None if number is None else int(number), str(told.get("warning", ""))
+        )
+
+
+def connect(run: RunDir, *, token: str | None = None, token_file: Path | str | None = None) -> Run:
+    """The run in a directory, or at the address at which it is served.
+
+    Args:
+        run: The --run-dir of the job, or an address such as "https://host:8080/first".
+        token: For an address: what the server asks for.
+        token_file: A file with the token. Default: the environment's REPLICAST_TOKEN, or the file that
+            REPLICAST_TOKEN_FILE names.
+
+    Raises:
+        NotFound: There is no such run, or its job has not begun yet; names those near it.
+        RequestFailed: The address cannot be used, its server cannot be reached, or does not accept the token.
+    """
+    if is_address(run):
+        return ServedRun(Address.parse(str(run)), read_token(token, token_file, os.environ))
+    if is_run(run):
+        return DirectoryRun(run)
+    path = below(run)
+    if not path.is_dir():
+        raise NotFound(f"There is no directory {path}. Give the --run-dir of the job.")
+    try:
+        children = sorted(path.iterdir())
+    except OSError as error:
+        raise NotFound(f"The directory {path} cannot be read ({error.strerror}).") from error
+    near = [str(child) for child in (*children, below(path.as_path().parent)) if is_run(child)][-5:]
+    if near:
+        raise NotFound(f"{path} is not a run directory. Perhaps: {', '.join(near)}.")
+    if path.glob("launcher-*.lock") and not (path / "launcher-0.lock").exists():
+        raise NotFound(f"{path} has only logs here: it is not shared with the first host. Run this there.")
+    raise NotFound(f"{path} has no run.json yet: is the job still starting?")
+
+
+def is_address(run: RunDir) -> bool:
+    """Whether a run is given by its address, and not by its directory."""
+    return isinstance(run, str) and run.startswith(("http://", "https://"))
+
+
+def read_token(token: str | None, token_file: Path | str | None, environ: Mapping[str, str]) -> str | None:
+    """The token: as given, from the file that is given, or from the environment."""
+    if token is None and token_file is None:
+        token, token_file = environ.get(TOKEN) or None, environ.get(TOKEN_FILE) or None
+    if token is None and token_file is not None:
+        try:
+            with Path(token_file).open("rb") as opened:
+                token = opened.read(_MAX_TOKEN_FILE_BYTES).decode("ascii", "replace")
+        except OSError as error:
+            raise RequestFailed(f"The token file {token_file} cannot be read ({error.strerror})") from error
+    token = None if token is None else token.strip()
+    if token is not None and not (token.isascii() and token.isprintable()):
+        raise RequestFailed("The token has characters that a header cannot carry")
+    return token
+
+
+def _why(error: OSError | http.client.HTTPException) -> str:
+    if isinstance(error, TimeoutError):
+        return "it did not answer in time"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _query(given: Mapping[str, object]) -> str:
+    words = {name: str(one).lower() if isinstance(one, bool) else one for name, one in given.items()}
+    return f"?{urlencode(words)}" if words else ""
+
+
+def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    for chunk in chunks:
+        rest = memoryview(chunk).cast("B")
+        for start in range(0, len(rest), _PIECE_BYTES):
+            yield rest[start : start + _PIECE_BYTES]
+
+
+@contextlib.contextmanager
+def _understood() -> Iterator[None]:
+    """Turns what goes wrong while an answer is read into one error."""
+    try:
+        yield
+    except (AttributeError, FileDamaged, KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
+        raise RequestFailed(
+            f"The server's answer cannot be used: has it another version? ({error})"
+        ) from error
+
+
+def _pulled(content: bytes) -> Pulled:
+    file = parse_tensors(memoryview(content), "the answer", max_tensors=1)
+    told = parse_object(file.metadata[PULLED])
+    rows = told.get("rows")
+    return Pulled(
+        name=str(told["name"]),
+        step=int(told["step"]),
+        digest=str(told["digest"]),
+        source=str(told["source"]),
+        array=file.tensors[told["name"]],
+        rows=None if rows is None else tuple(map(int, rows)),
+        digests={int(rank): str(digest) for rank, digest in told.get("digests", {}).items()},
+    )
+
+
+def _error_of(status: int, content: bytes, address: Address, retry_after: str | None) -> ReplicastError:
+    """The error that a server's answer tells: one of ours by its type, or else what HTTP says."""
+    try:
+        told = parse_json(content)["error"]
+        problem = str(told["problem"])
+    except (ValueError, TypeError, KeyError):
+        told, problem = {}, ""
+    if "type" in told:
+        return ReplicastError.from_json(told)
+    if status == 404:
+        return NotFound(problem if problem else f"There is nothing at {address}")
+    parts = [f"{address} has answered {status}", _MEANINGS.get(status, ""), problem]
+    parts += [f"Expected: {told['expected']}"] if status in (400, 413) and "expected" in told else []
+    parts += [f"Try again in {retry_after} s"] if retry_after else []
+    return RequestFailed(". ".join(part for part in parts if part), status=status)
