@@ -28,6 +28,7 @@ from replicast.paths import (
     make_durably,
     open_plain,
     read_small,
+    rename_new,
     sync_directory,
 )
 from replicast.strictjson import json_bytes, parse_object, unsealed
@@ -79,8 +80,10 @@ _MOST_HOLES_BYTES = 64 * 2**20
 """How much less than its size a file from outside may take on disk. Not 0: ZFS stores zeros as holes."""
 
 
-def write_durably(path: RunPath | Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Writes a file that is complete even after a power failure."""
+def write_durably(
+    path: RunPath | Path, chunks: Iterable[bytes | memoryview], *, replace: bool = True
+) -> None:
+    """Writes a file that is complete even after a power failure. `replace=False`: FileExistsError."""
     path = _as_entry(path)
     with path.parent.entered() as directory:
         with _temporary(path, directory) as (descriptor, temporary):
@@ -89,7 +92,8 @@ def write_durably(path: RunPath | Path, chunks: Iterable[bytes | memoryview]) ->
             faults.point("write")
             os.fsync(descriptor)
             faults.point("rename")
-            os.rename(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+            rename = os.rename if replace else rename_new
+            rename(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)
         os.fsync(directory)
 
 

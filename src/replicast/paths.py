@@ -11,6 +11,7 @@ A module of its own, since the launcher needs it before it may import numpy, whi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
@@ -24,6 +25,8 @@ from typing import TypeAlias
 from replicast.errors import printable
 
 WALKED = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux only; `os` has none.
+_RENAME_NOREPLACE = 1
 _LINK = "it is a symbolic link, and links in a run directory are not followed"
 
 
@@ -109,10 +112,10 @@ class RunPath:
                 if not exist_ok or not stat.S_ISDIR(_mode_of(name, directory)):
                     raise
 
-    def rename(self, target: RunPath) -> None:
-        """Gives it another name. What had that name is replaced; a link itself, not what it leads to."""
+    def rename(self, target: RunPath, *, replace: bool = True) -> None:
+        """Gives it another name. What had that name, or a link, is replaced; or FileExistsError."""
         with self._place() as (directory, name), target._place() as (other, new):
-            os.rename(name, new, src_dir_fd=directory, dst_dir_fd=other)
+            (os.rename if replace else rename_new)(name, new, src_dir_fd=directory, dst_dir_fd=other)
 
     def unlink(self, *, missing_ok: bool = False) -> None:
         """Removes this file, or this link."""
@@ -194,6 +197,19 @@ def check_name(name: str) -> None:
         encoded = b""
     if encoded in (b"", b".", b"..") or b"/" in encoded or b"\0" in encoded:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+
+
+def rename_new(name: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+    """Like os.rename, but raises FileExistsError if there is something with the new name."""
+    if _renameat2 is not None:
+        if not _renameat2(src_dir_fd, os.fsencode(name), dst_dir_fd, os.fsencode(new), _RENAME_NOREPLACE):
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise OSError(number, os.strerror(number), name)
+    # NFS cannot do it in one step. Killed between these two, the file has both names.
+    os.link(name, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, follow_symlinks=False)
+    os.unlink(name, dir_fd=src_dir_fd)
 
 
 def _mode_of(name: str, directory: int) -> int:

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-from replicast.storage import inbox, requests
-from replicast.storage.requests import Answer
+from replicast.core.records import Stage
+from replicast.storage import inbox
+from replicast.storage.inbox import InboxAnswer
 from replicast.storage.run_files import (
     ENDED,
     FORMAT,
@@ -95,11 +96,11 @@ class PlayedRun:
             values = {"loss": loss, "accuracy": 1 - loss / 2.4, "val_loss": loss * 1.08 + 0.02}
             append_metrics(self.path, self.step, values)
         self._take()
-        for path in requests.waiting(self.path):
-            id_ = requests.id_of(path)
+        for path in inbox.requests(self.path):
+            id_ = inbox.id_of(path)
             report = self.audit(id_)
-            answer = Answer("audit", "", True, self.step, self.attempt, time.time(), details=report.to_json())
-            requests.answer(self.path, id_, answer)
+            answer = InboxAnswer(Stage.VERIFIED, time.time(), self.step, details=report.to_json())
+            inbox.answer(self.path, id_, answer)
         if self.step % 100 == 0:
             self.audit()
         self.write_notes(time.time())

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -21,6 +20,7 @@ from replicast.errors import UpdateRefused
 from replicast.processes import this_process
 from replicast.storage import inbox
 from replicast.storage.claims import Fence
+from replicast.storage.inbox import InboxAnswer
 from replicast.storage.journal import FileJournal
 from replicast.storage.run_files import FORMAT, RunInfo, WorkerNote, write_run_info, write_worker_note
 from replicast.storage.updates import undo
@@ -74,11 +74,14 @@ class PlayedJob:
         for _ in self.take():
             pass
 
-    def withdraw(self, update_id: str) -> None:
-        """What a job does that is asked to withdraw an update, and can."""
-        self._journal.write(Withdrawn(update_id))
-        inbox.note_stage(self.run, update_id, Stage.WITHDRAWN)
-        inbox.done(self.run / "inbox" / f"{update_id}.safetensors")
+    def withdraw(self) -> None:
+        """What a job does that is asked to withdraw updates, and can."""
+        for path in inbox.requests(self.run):
+            update_id = inbox.read_request(path).name
+            self._journal.write(Withdrawn(update_id))
+            inbox.note_stage(self.run, update_id, Stage.WITHDRAWN)
+            (self.run / "inbox" / f"{update_id}.safetensors").unlink(missing_ok=True)
+            inbox.answer(self.run, inbox.id_of(path), InboxAnswer(Stage.WITHDRAWN, time.time(), 7))
 
     def replay(self, sequence: int = 1) -> None:
         """What a restarted job does at the step of an update."""
@@ -135,7 +138,7 @@ class PlayedJob:
                 if stage is self.stops_at:
                     return
             self._end(id_, sequence, step)
-            inbox.done(waiting.path)
+            waiting.path.unlink(missing_ok=True)
 
     def _end(self, id_: str, sequence: int, step: int) -> None:
         outcome = self.outcome
@@ -146,11 +149,10 @@ class PlayedJob:
             )
         receipt = self.receipt(id_, sequence, step)
         self._journal.write(receipt)
-        failed, done = (
-            {"reason": "worker 1 differs"},
-            {"receipt": msgspec.json.decode(msgspec.json.encode(receipt))},
-        )
-        inbox.note_stage(self.run, id_, self.fate, **(failed if self.fate is Stage.FAILED else done))
+        if self.fate is Stage.FAILED:
+            inbox.note_stage(self.run, id_, self.fate, problem="worker 1 differs")
+        else:
+            inbox.note_stage(self.run, id_, self.fate, receipt=receipt)
 
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[float], object]) -> list[float]:

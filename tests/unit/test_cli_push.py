@@ -420,7 +420,7 @@ def test_the_first_of_several_runs_of_a_script_names_the_one_that_is_running(run
 
 
 def test_a_full_disk_is_told_without_a_traceback(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_arguments: object) -> None:
+    def full(*_arguments: object, **_options: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(inbox, "write_durably", full)

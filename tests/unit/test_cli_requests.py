@@ -18,14 +18,15 @@ import safetensors.numpy
 
 import replicast
 from replicast.core.entries import Before, Committed, Payload
+from replicast.core.records import Stage
 from replicast.errors import NoAnswer, NotFound, RequestRefused
 from replicast.launcher.run_directory import what_is_taken_over
-from replicast.storage import inbox, requests
+from replicast.storage import inbox
 from replicast.storage.checkpoint_format import Draft
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence
+from replicast.storage.inbox import InboxAnswer
 from replicast.storage.journal import FileJournal
-from replicast.storage.requests import Answer
 from replicast.storage.run_files import (
     ENDED,
     FORMAT,
@@ -82,18 +83,19 @@ def flat(output: str) -> str:
 class Answering:
     """A job that answers every request."""
 
-    def __init__(self, run: Path, done: bool = True, problem: str = "", **details: Any) -> None:
-        self.run, self.done, self.problem, self.details = run, done, problem, details
+    def __init__(self, run: Path, stage: Stage = Stage.VERIFIED, problem: str = "", **details: Any) -> None:
+        self.run, self.stage, self.problem, self.details = run, stage, problem, details
         self.values: np.ndarray | None = None
-        self.asked: list[requests.Request] = []
+        self.asked: list[inbox.InboxRequest] = []
 
     def act(self, _secs: float) -> None:
-        for path in requests.waiting(self.run):
-            request = requests.read(path)
-            assert isinstance(request, requests.Request)
+        for path in inbox.requests(self.run):
+            request = inbox.read_request(path)
             self.asked.append(request)
-            answer = Answer(request.kind, request.author, self.done, 700, 0, 1.0, self.problem, self.details)
-            requests.answer(self.run, request.id, answer, self.values)
+            answer = InboxAnswer(
+                self.stage, 1.0, 700, self.problem, request.kind, request.author, details=self.details
+            )
+            inbox.answer(self.run, request.id, answer, self.values)
 
 
 @pytest.mark.parametrize("digits", [19, 4300, 4301])
@@ -314,7 +316,7 @@ def test_a_checkpoint_now_says_its_step_or_why_there_is_none(
     meanwhile(monkeypatch, job.act)
     result = invoke("checkpoint", "now", run)
     assert (result.exit_code, result.output) == (0, "saved the checkpoint of step 700\n")
-    job.done, job.problem = False, "A trial is under way"
+    job.stage, job.problem = Stage.REFUSED, "A trial is under way"
     result = invoke("checkpoint", "now", run)
     assert (result.exit_code, "at step 700: A trial is under way" in result.output) == (1, True), (
         result.output
@@ -322,11 +324,11 @@ def test_a_checkpoint_now_says_its_step_or_why_there_is_none(
 
 
 def test_a_stop_says_where_and_whether_the_state_is_saved(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Answering(run, saved=True)
+    job = Answering(run)
     meanwhile(monkeypatch, job.act)
     result = invoke("stop", run)
     assert (result.exit_code, result.output) == (0, "stopped at step 700: the state is saved\n")
-    found = requests.stopped_by(run, 0)
+    found = inbox.stopped_by(run, 0)
     assert found is not None, "the launcher reads who has stopped the job"
     assert found.author == job.asked[0].author
     job.problem = "There is no run directory"
@@ -343,7 +345,7 @@ def test_a_job_that_does_not_answer_is_exit_code_3(run: Path, words: tuple[str, 
     result = invoke(*arguments, "--timeout", 0)
     assert result.exit_code == 3, result.output
     assert "have passed without" in result.output
-    assert not list(requests.waiting(run))
+    assert not inbox.requests(run)
 
 
 def test_what_only_a_running_job_can_do_is_not_waited_for(run: Path) -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -68,7 +67,7 @@ def filled(run: Path) -> None:
     inbox.submit(run, Update(id="second").assign_rows("embeddings", [1, 3], np.ones((2, 2), BFLOAT16)), 4000)
     job.act_all()
     job.fate = Stage.REFUSED
-    inbox.done(run / "inbox" / "second.safetensors")
+    (run / "inbox" / "second.safetensors").unlink(missing_ok=True)
     inbox.submit(run, Update(id="third").assign("learning_rate", 1))
     job.act_all()
     inbox.submit(run, Update(id="fourth" + "x" * 60).assign("learning_rate", 1))
@@ -304,7 +303,7 @@ def test_show_says_when_nothing_or_too_much_is_meant(run: Path) -> None:
 
 
 def test_an_update_of_a_job_without_a_journal_is_known_by_its_note(run: Path) -> None:
-    receipt = msgspec.to_builtins(PlayedJob(run).receipt("x", 1, 7), str_keys=True)
+    receipt = PlayedJob(run).receipt("x", 1, 7)
     inbox.note_stage(run, "x", Stage.VERIFIED, receipt=receipt)
     result = invoke("show", run, "x")
     assert (result.exit_code, "a" * 32 in result.output) == (0, True)

@@ -173,7 +173,7 @@ def test_of_a_large_file_in_the_inbox_the_header_is_read_first(
             act()
     with pytest.raises(FileDamaged):
         Update.load(entry.path)
-    assert inbox.stage_of(tmp_path, "large") is None
+    assert inbox.answer_of(tmp_path, "large") is None
 
 
 def test_a_link_in_the_inbox_is_refused_wherever_it_leads(tmp_path: Path) -> None:

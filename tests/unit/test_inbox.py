@@ -1,7 +1,15 @@
+"""The inbox: what lies in it, races between a job and a withdrawal, and worker 0, which reads it."""
+
+from __future__ import annotations
+
 import contextlib
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,25 +19,42 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from replicast import paths
 from replicast.core.entries import Committed, Payload, Refused, Saved, Scheduled
+from replicast.core.events import Ended
 from replicast.core.records import Pending, Proposal, Stage
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import below, make_durably, write_durably
-from replicast.replicas.inbox import Inbox
+from replicast.paths import RunPath
+from replicast.processes import this_process
+from replicast.replicas.inbox_reader import RETRY_SECS, InboxReader
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence
+from replicast.storage.inbox import InboxAnswer, Kind
 from replicast.storage.journal import FileJournal
-from replicast.testing.job import Job
+from replicast.testing.job import DEADLINE_SECS, Job, eventually
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 from tests.unit.checkpoint.samples import draft_of, state_of
 
+BIAS, TABLE = "dense/bias", "table/embeddings"
 ONES = np.ones(3, np.float32)
 
 
 def update_of(name: str, value: float = 1.0) -> Update:
     return Update(id=name, note="why").add("x", ONES * np.float32(value))
+
+
+def stage_of(run: Path, id_: str) -> Stage | None:
+    found = inbox.answer_of(run, id_)
+    return None if found is None else found.stage
+
+
+def reader_of(job: Job) -> InboxReader:
+    reader = InboxReader(job.workers[0].session, job.attempt, lambda _path, what, error: None)
+    job.workers[0].on_inbox = reader.on_outcome
+    return reader
 
 
 def test_what_is_submitted_waits_and_can_be_read(tmp_path: Path) -> None:
@@ -42,8 +67,8 @@ def test_what_is_submitted_waits_and_can_be_read(tmp_path: Path) -> None:
     assert (read.update.content_digest(), read.update.id) == (update_of("a").content_digest(), "a")
     assert (read.at_step, read.trial) == (7, None)
     assert inbox.read(inbox.submit(tmp_path, update_of("b"))).at_step is None
-    inbox.done(path)
-    inbox.done(path)
+    path.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
     assert [entry.id for entry in inbox.waiting(tmp_path)] == ["b"]
 
 
@@ -164,12 +189,9 @@ def test_a_refusal_reaches_its_author_with_every_field(tmp_path: Path) -> None:
 
 def test_a_second_try_after_a_refusal_starts_anew(tmp_path: Path) -> None:
     inbox.refuse(tmp_path, inbox.submit(tmp_path, update_of("a")), UpdateRefused("Disk full"))
-    inbox.note_stage(tmp_path, "a", Stage.REFUSED)
     inbox.submit(tmp_path, update_of("a", 2.0))
     assert inbox.refusals(tmp_path) == {}
-    stage = inbox.stage_of(tmp_path, "a")
-    assert stage is not None
-    assert stage["stage"] == Stage.PROPOSED
+    assert stage_of(tmp_path, "a") == Stage.PROPOSED
 
 
 def test_hostile_files_are_refused_and_moved_away(tmp_path: Path) -> None:
@@ -190,19 +212,6 @@ def test_hostile_files_are_refused_and_moved_away(tmp_path: Path) -> None:
         inbox.refuse(tmp_path, entry.path, raised.value)
     assert inbox.waiting(tmp_path) == []
     assert len(inbox.refusals(tmp_path)) == 7
-
-
-def test_stages_are_noted_over_each_other(tmp_path: Path) -> None:
-    assert inbox.stage_of(tmp_path, "a") is None
-    inbox.note_stage(tmp_path, "a", Stage.PREPARED)
-    inbox.note_stage(tmp_path, "a", Stage.COMMITTED, step=7)
-    found = inbox.stage_of(tmp_path, "a")
-    assert found is not None
-    assert (found["stage"], found["step"]) == ("committed", 7)
-    (tmp_path / "inbox" / "a.stage.json").write_text("")
-    assert inbox.stage_of(tmp_path, "a") is None
-    assert inbox.stage_of(tmp_path, "../inbox/a") is None
-    assert inbox.waiting(tmp_path) == []
 
 
 @pytest.mark.parametrize("content", ['{"reason": 3}', "", "[" * 1000])
@@ -261,21 +270,13 @@ def test_a_revert_has_no_edits_of_its_own(tmp_path: Path) -> None:
         inbox.read(path)
 
 
-def test_a_withdrawal_that_cannot_be_removed_hides_no_other(tmp_path: Path) -> None:
-    for name in ("a", "b", "c"):
-        inbox.request_withdrawal(tmp_path, name)
-    (tmp_path / "inbox" / "b.withdraw.json").unlink()
-    (tmp_path / "inbox" / "b.withdraw.json").mkdir()
-    assert sorted(inbox.take_withdrawals(tmp_path)) == ["a", "c"]
-
-
 def test_a_note_that_is_a_link_hides_no_other_old_note(tmp_path: Path) -> None:
     for name in ("a", "c"):
         inbox.note_stage(tmp_path, name, Stage.VERIFIED)
-        os.utime(tmp_path / "inbox" / f"{name}.stage.json", (0, 0))
-    (tmp_path / "inbox" / "b.stage.json").symlink_to("b.stage.json")
+        os.utime(tmp_path / "inbox" / f"{name}.answer.json", (0, 0))
+    (tmp_path / "inbox" / "b.answer.json").symlink_to("b.answer.json")
     inbox.clean(tmp_path)
-    assert [path.name for path in (tmp_path / "inbox").iterdir()] == ["b.stage.json"]
+    assert [path.name for path in (tmp_path / "inbox").iterdir()] == ["b.answer.json"]
 
 
 @contextlib.contextmanager
@@ -314,10 +315,9 @@ def test_what_a_header_or_the_size_on_disk_shows_to_be_wrong_is_refused_without_
     sparse_file(tmp_path, Update(id="shape").add("dense/bias", bias), {"0.value": (2**23,)})
     sparse_file(tmp_path, Update(id="name").add("dense/bais", bias), {"0.value": (2**23,)})
     with Job(2) as job, traced_memory() as peak:
-        taken = Inbox(job.workers[0].session, lambda path, what, error: pytest.fail(f"{what}: {error}"))
-        job.workers[0].on_inbox = taken.on_outcome
-        taken.propose(tmp_path)
-        taken.propose(tmp_path)
+        reader = reader_of(job)
+        reader.look(tmp_path, training=True)
+        reader.look(tmp_path, training=True)
         assert peak() < 2**23
     refused = {id_: str(error) for id_, error in inbox.refusals(tmp_path).items()}
     assert "has holes" in refused.pop("holes")
@@ -347,17 +347,427 @@ def test_a_job_that_ends_says_which_updates_it_leaves_in_the_inbox(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Job(2) as job:
-        inboxes = [Inbox(worker.session, lambda *_: None) for worker in job.workers]
-        job.workers[0].on_inbox = inboxes[0].on_outcome
-        for one in inboxes:
-            one.settle_last(tmp_path)
+        reader_of(job).finish(tmp_path)
         assert not caplog.messages
         (tmp_path / "inbox").mkdir()
         for name in ("late", "l\nter"):
             write_durably(tmp_path / "inbox" / f"{name}.safetensors", update_of("late").file_chunks())
-        for one in inboxes:
-            one.settle_last(tmp_path)
+        reader_of(job).finish(tmp_path)
     (said,) = [record.getMessage() for record in caplog.records if "inbox" in record.getMessage()]
     assert said.startswith("not applied, because no step was trained since: 2 updates wait in the inbox")
     assert "'late'" in said
     assert "\n" not in said
+
+
+# Taking and withdrawing race.
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def between(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[], object]) -> list[object]:
+    """Lets something happen before the inbox calls one of its functions; returns its result."""
+    real, happened, acts = getattr(inbox, name), [], [act]
+
+    def first_act(*arguments: object, **options: object) -> object:
+        if acts:
+            happened.append(acts.pop()())
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(inbox, name, first_act)
+    return happened
+
+
+def test_withdrawing_between_the_jobs_note_and_its_reading_is_too_late(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = inbox.submit(run, Update(id="x").assign("learning_rate", 1))
+    happened = between(monkeypatch, "read", lambda: inbox.withdraw(run, "x", job_is_running=lambda: True))
+    assert inbox.take(run, path) is not None
+    assert happened == [False]
+
+
+def test_taking_between_the_withdrawals_rename_and_its_look_finds_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = inbox.submit(run, Update(id="x").assign("learning_rate", 1))
+    happened = between(monkeypatch, "_is_taken", lambda: inbox.take(run, path))
+    assert inbox.withdraw(run, "x", job_is_running=lambda: True)
+    assert happened == [None]
+    assert inbox.take(run, path) is None
+
+
+def test_withdrawing_between_the_jobs_look_at_the_header_and_its_note_loses_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = inbox.submit(run, Update(id="x").assign("learning_rate", 1))
+    withdraw = lambda: inbox.withdraw(run, "x", job_is_running=lambda: True)  # noqa: E731
+    happened = between(monkeypatch, "note_stage", withdraw)
+    assert inbox.take(run, path) is None
+    assert happened == [True]
+
+
+def test_a_withdrawal_or_an_answer_takes_no_path(run: Path) -> None:
+    inbox.note_stage(run, "x", Stage.PREPARED)
+    assert not inbox.withdraw(run, "../inbox/x", job_is_running=lambda: False)
+    assert inbox.answer_of(run, "../inbox/x") is None
+    (run / "inbox" / "x.answer.json").write_text("damaged")
+    assert inbox.answer_of(run, "x") is None
+
+
+def test_notes_of_updates_that_left_long_ago_are_removed(run: Path) -> None:
+    for name in ("waits", "left", "young"):
+        path = inbox.submit(run, Update(id=name).assign("learning_rate", 1))
+        if name != "waits":
+            path.unlink(missing_ok=True)
+    (run / "inbox" / ".tmp-half").touch()
+    for name in ("waits.answer.json", "left.answer.json", ".tmp-half"):
+        os.utime(run / "inbox" / name, (1000, 1000))
+    inbox.clean(run)
+    left = sorted(path.name for path in (run / "inbox").iterdir())
+    assert left == ["waits.answer.json", "waits.safetensors", "young.answer.json"]
+
+
+_KILLED = """
+import os, signal, sys
+from replicast.storage import inbox
+inbox.withdraw(sys.argv[1], "x", job_is_running=lambda: os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+@pytest.fixture
+def killed(run: Path) -> Path:
+    """A run in which a withdrawal was killed between its two renames: the job has taken the update."""
+    inbox.submit(run, update_of("x"))
+    elsewhere = this_process() | {"host": "another"}
+    inbox.note_stage(run, "x", Stage.PROPOSED, taken_by=elsewhere)
+    for path in (run / "inbox").iterdir():
+        os.utime(path, (1000, 1000))  # So old that what is temporary is removed.
+    ended = subprocess.run([sys.executable, "-c", _KILLED, run], check=False, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    assert inbox.waiting(run) == [], "it was not killed while the update is aside"
+    return run
+
+
+def test_an_update_whose_withdrawal_was_killed_is_taken_by_the_job(killed: Path) -> None:
+    inbox.clean(killed)
+    inbox.put_back(killed)
+    (waiting,) = inbox.waiting(killed)
+    taken = inbox.take(killed, waiting.path)
+    assert (waiting.id, taken is not None and taken.update.id) == ("x", "x")
+    assert [path.name for path in (killed / "inbox").glob("*.aside")] == []
+
+
+def test_an_update_whose_withdrawal_was_killed_can_be_withdrawn_again(killed: Path) -> None:
+    inbox.put_back(killed)
+    assert inbox.withdraw(killed, "x", job_is_running=lambda: False)
+    inbox.put_back(killed)
+    assert inbox.waiting(killed) == []
+
+
+@pytest.mark.parametrize("in_one_step", [True, False], ids=["renameat2", "link"])
+def test_what_is_put_back_does_not_replace_what_was_submitted_again_in_that_moment(
+    killed: Path, monkeypatch: pytest.MonkeyPatch, in_one_step: bool
+) -> None:
+    rename, renamed = RunPath.rename, []
+
+    def submit_just_before(path: RunPath, target: RunPath, *, replace: bool = True) -> None:
+        if not replace:
+            inbox.submit(killed, update_of("x", 2.0))
+        rename(path, target, replace=replace)
+        renamed.append(target.name)
+
+    if not in_one_step:  # as on NFS
+        monkeypatch.setattr(paths, "_renameat2", None)
+    monkeypatch.setattr(RunPath, "rename", submit_just_before)
+    inbox.put_back(killed)
+    (waiting,) = inbox.waiting(killed)
+    assert inbox.read(waiting.path).update.content_digest() == update_of("x", 2.0).content_digest()
+    assert len(renamed) == 1, "the second rename was refused"
+    assert not list((killed / "inbox").glob("*.aside"))
+
+
+@pytest.mark.parametrize(("value", "refused"), [(1.0, False), (2.0, True)])
+def test_of_two_who_submit_the_same_id_at_once_the_second_replaces_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch, value: float, refused: bool
+) -> None:
+    between(monkeypatch, "write_durably", lambda: inbox.submit(run, update_of("x")))
+    with pytest.raises(UpdateRefused) if refused else contextlib.nullcontext():
+        inbox.submit(run, update_of("x", value))
+    (waiting,) = inbox.waiting(run)
+    assert inbox.read(waiting.path).update.content_digest() == update_of("x").content_digest()
+
+
+def test_a_withdrawal_says_that_it_is_too_late_when_the_job_puts_the_update_back(run: Path) -> None:
+    inbox.submit(run, update_of("x"))
+    inbox.note_stage(run, "x", Stage.PROPOSED, taken_by=this_process() | {"host": "another"})
+
+    def put_back() -> bool:
+        inbox.put_back(run)
+        return False
+
+    assert not inbox.withdraw(run, "x", job_is_running=put_back)
+    assert [one.id for one in inbox.waiting(run)] == ["x"]
+
+
+# The other requests.
+
+
+class Asked:
+    """A job with the requests of its worker 0, and authors outside it."""
+
+    def __init__(self, job: Job, run_dir: Path) -> None:
+        self.job, self.run_dir = job, run_dir
+        self.ended: list[Ended] = []
+        self.of_job = reader_of(job)
+        job.workers[0].on_ended = self._ended
+
+    def _ended(self, ended: Ended) -> None:
+        self.ended.append(ended)
+        self.of_job.ended(ended)
+
+    def ask(self, kind: Kind, secs: float = 60.0, **arguments: Any) -> str:
+        return inbox.ask(self.run_dir, kind, author="me", timeout_secs=secs, **arguments).id
+
+    def look(self, *, training: bool = True) -> None:
+        self.of_job.look(self.run_dir, training=training)
+        self.settle()
+
+    def settle(self) -> None:
+        self.of_job.take_outcomes(self.run_dir)
+        self.of_job.settle(self.run_dir)
+
+    def answered(self, id_: str) -> InboxAnswer | None:
+        self.settle()
+        return inbox.answer_of(self.run_dir, id_)
+
+    def answer(self, id_: str) -> InboxAnswer:
+        """The job trains until it has answered."""
+        self.look()
+        self.job.train(3)
+        eventually(lambda: self.answered(id_))
+        found = inbox.answer_of(self.run_dir, id_)
+        assert found is not None
+        return found
+
+    def values(self, id_: str, shape: tuple[int, ...]) -> Any:
+        return inbox.values_of(self.run_dir, id_, shape, "float32")
+
+    def refusal(self, id_: str) -> str:
+        self.look()
+        eventually(lambda: self.answered(id_))
+        found = inbox.answer_of(self.run_dir, id_)
+        assert found is not None
+        assert found.stage is Stage.REFUSED
+        return found.problem
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    monkeypatch.setattr("replicast.replicas.inbox_reader.LOOK_SECS", DEADLINE_SECS)  # one look sees all
+    with Job(2) as job:
+        yield Asked(job, tmp_path)
+
+
+def test_an_answer_names_who_asked_the_step_and_the_attempt(asked: Asked) -> None:
+    found = asked.answer(asked.ask("save"))
+    assert (found.kind, found.author, found.stage, found.attempt) == ("save", "me", Stage.VERIFIED, 0)
+    assert found.step == asked.job.checkpoints[-1].step
+    assert inbox.requests(asked.run_dir) == []
+
+
+def test_a_pull_gives_the_values_of_one_boundary_and_their_digest_on_every_worker(asked: Asked) -> None:
+    asked.job.on_all(lambda worker: worker.state.values[BIAS].__iadd__(3))
+    id_ = asked.ask("pull", name="bias")
+    found = asked.answer(id_)
+    assert found.details["name"] == BIAS
+    assert found.details["equal"]
+    assert len(found.details["digests"]) == 2
+    np.testing.assert_array_equal(asked.values(id_, (3,)), np.full(3, 3, np.float32))
+    assert inbox.waiting(asked.run_dir) == [], "the values are no update"
+
+
+def test_a_pull_of_rows_gives_these_rows_in_their_order(asked: Asked) -> None:
+    for worker in asked.job.workers:
+        worker.state.values[TABLE] = np.arange(16, dtype=np.float32).reshape(8, 2)
+    id_ = asked.ask("pull", name=TABLE, rows=((6, 8), (0, 1)))
+    asked.answer(id_)
+    assert asked.values(id_, (3, 2)).tolist() == [[12, 13], [14, 15], [0, 1]]
+
+
+def test_a_pull_says_when_the_workers_have_different_values(asked: Asked) -> None:
+    asked.job.workers[1].state.values[BIAS][:] = 9
+    id_ = asked.ask("pull", name=BIAS)
+    found = asked.answer(id_)
+    assert not found.details["equal"]
+    assert asked.values(id_, (3,)).tolist() == [0, 0, 0]
+
+
+def test_an_unknown_variable_is_refused_with_suggestions(asked: Asked) -> None:
+    assert "perhaps dense/bias" in asked.refusal(asked.ask("pull", name="dense/bais"))
+    assert "There is no such row" in asked.refusal(asked.ask("pull", name=TABLE, rows=((7, 9),)))
+
+
+def test_two_pulls_are_answered_one_after_the_other(asked: Asked) -> None:
+    first, second = asked.ask("pull", name=BIAS), asked.ask("pull", name=TABLE)
+    asked.answer(min(first, second))
+    asked.answer(max(first, second))
+    assert asked.values(second, (8, 2)).shape == (8, 2)
+    with pytest.raises(FileDamaged, match="other values"):
+        asked.values(second, (8, 3))
+
+
+def test_a_request_waits_while_no_training_runs_until_its_deadline_has_passed(asked: Asked) -> None:
+    patient, late = asked.ask("audit"), asked.ask("audit", secs=-1.0)
+    asked.look(training=False)
+    assert "deadline" in asked.refusal(late)
+    assert inbox.answer_of(asked.run_dir, patient) is None
+
+
+@pytest.mark.parametrize("hours", [-3, 3])
+def test_a_request_is_not_late_because_the_author_s_clock_is_another_one(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    asked.look()
+    with monkeypatch.context() as there:
+        moment = time.time() + hours * 3600
+        there.setattr("time.time", lambda: moment)
+        id_, late = asked.ask("save"), asked.ask("audit", secs=-1.0)
+    assert "deadline" in asked.refusal(late)
+    assert asked.answer(id_).stage is Stage.VERIFIED
+
+
+def test_a_request_that_waits_when_the_job_restarts_is_answered_by_the_next_attempt(
+    asked: Asked, tmp_path: Path
+) -> None:
+    id_ = asked.ask("save")
+    asked.look()  # taken by the job, which dies before its next boundary
+    with asked.job.next_attempt() as again:
+        found = Asked(again, tmp_path).answer(id_)
+    assert (found.stage, found.attempt) == (Stage.VERIFIED, 1)
+
+
+def test_whoever_still_waits_when_the_job_ends_is_told_so(asked: Asked) -> None:
+    asked.look()
+    id_ = asked.ask("audit")
+    asked.of_job.finish(asked.run_dir)
+    assert "The job has ended at step 0" in asked.refusal(id_)
+
+
+def test_whoever_stops_the_job_is_answered_before_it_exits(asked: Asked) -> None:
+    id_ = asked.ask("leave")
+    asked.look()
+    asked.of_job.left(asked.run_dir, "")
+    found = inbox.stopped_by(asked.run_dir, 0)
+    assert found == inbox.answer_of(asked.run_dir, id_)
+    assert found is not None
+    assert (found.author, found.problem) == ("me", "")
+    assert inbox.stopped_by(asked.run_dir, 1) is None
+
+
+HOSTILE: dict[str, Any] = {
+    "empty": b"",
+    "no-json": b"{",
+    "a-list": b"[]",
+    "too-deep": b'{"kind":' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+    "huge": b'{"kind": "' + b"a" * 2**21 + b'"}',
+    "other-kind": {"kind": "format the disk"},
+    "withdraw-nothing": {"kind": "withdraw"},
+    "no-deadline": {"deadline": "tomorrow"},
+    "infinite": b'{"kind": "save", "author": "", "requested_at": 0, "deadline": 1e999}',
+    "long-author": {"author": "a" * 300},
+    "surrogate": {"author": "\ud800"},
+    "surrogate-kind": {"kind": "\ud800"},
+    "surrogate-name": {"kind": "pull", "name": "\ud800"},
+    "pull-of-nothing": {"kind": "pull"},
+    "name-of-nothing": {"name": "dense/bias"},
+    "rows-backwards": {"kind": "pull", "name": BIAS, "rows": [[3, 1]]},
+    "many-rows": {"kind": "pull", "name": BIAS, "rows": [[0, 1]] * 10_001},
+    "negative-row": {"kind": "pull", "name": BIAS, "rows": [[-1, 2]]},
+    "late": {"deadline": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_no_request_is_refused_with_a_reason_and_delays_no_other(asked: Asked, name: str) -> None:
+    content = HOSTILE[name]
+    if isinstance(content, dict):
+        usual = {"kind": "save", "author": "you", "requested_at": 0.0, "deadline": time.time() + 60}
+        content = json.dumps(usual | content).encode()
+    good = asked.ask("audit")
+    (asked.run_dir / "inbox" / "0-bad.request.json").write_bytes(content)
+    assert asked.refusal("0-bad")
+    eventually(lambda: not (asked.run_dir / "inbox" / "0-bad.request.json").exists())
+    asked.look()
+    asked.job.train(3)
+    eventually(lambda: any(good in ended.asked_by for ended in asked.ended))
+
+
+def test_what_cannot_be_read_or_removed_is_answered_once(asked: Asked) -> None:
+    inbox = asked.run_dir / "inbox"
+    good = asked.ask("save")
+    (inbox / "a-directory.request.json").mkdir()
+    os.mkfifo(inbox / "a-pipe.request.json")
+    (inbox / "a-link.request.json").symlink_to("/dev/zero")
+    assert asked.answer(good).stage is Stage.VERIFIED
+    for name in ("a-directory", "a-pipe", "a-link"):
+        assert "Not a valid request" in asked.refusal(name)
+    answer = inbox / "a-directory.answer.json"
+    before = answer.stat().st_mtime_ns
+    asked.look()
+    asked.job.train(1)
+    assert answer.stat().st_mtime_ns == before
+
+
+def test_answers_that_nobody_fetches_are_removed_after_an_hour(asked: Asked) -> None:
+    id_ = asked.ask("pull", name=BIAS)
+    asked.answer(id_)
+    assert inbox.requests(asked.run_dir) == []
+    for path in (asked.run_dir / "inbox").glob(f"{id_}.*"):
+        os.utime(path, (0, 0))
+    inbox.clean(asked.run_dir)
+    assert not list((asked.run_dir / "inbox").iterdir())
+
+
+def test_an_author_who_gives_up_leaves_nothing_behind(asked: Asked) -> None:
+    id_ = asked.ask("audit")
+    inbox.forget(asked.run_dir, id_)
+    asked.look()
+    assert not list((asked.run_dir / "inbox").iterdir())
+
+
+def test_an_answer_that_the_disk_does_not_take_is_written_later(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failures = inbox.write_durably, [OSError(28, "No space left on device")]
+
+    def write(path: Path, chunks: Any) -> None:
+        if failures:
+            raise failures.pop()
+        real(path, chunks)
+
+    monkeypatch.setattr(inbox, "write_durably", write)
+    id_ = asked.ask("pull", name="nothing")
+    asked.look()
+    eventually(lambda: not failures)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + RETRY_SECS + 1)
+    assert "There is no variable" in asked.refusal(id_)
+
+
+def test_a_withdrawal_is_answered_when_the_job_has_done_or_refused_it(asked: Asked) -> None:
+    path = inbox.submit(asked.run_dir, Update(id="later").add(BIAS, ONES), at_step=10**6)
+    asked.look()
+    eventually(lambda: asked.settle() or stage_of(asked.run_dir, "later") is Stage.SCHEDULED)
+    later, unknown = asked.ask("withdraw", name="later"), asked.ask("withdraw", name="unknown")
+    assert asked.answer(later).stage is Stage.WITHDRAWN
+    assert (stage_of(asked.run_dir, "later"), path.exists()) == (Stage.WITHDRAWN, False)
+    assert "unknown, or committed already" in asked.refusal(unknown)
+
+
+def test_a_request_that_is_not_valid_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(UpdateRefused, match="names a variable"):
+        inbox.ask(tmp_path, "pull", author="me", timeout_secs=1.0)
+    assert not list(tmp_path.iterdir())

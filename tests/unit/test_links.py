@@ -23,7 +23,7 @@ from replicast.launcher.launcher import PageAddress, page_beside
 from replicast.launcher.run_directory import locked, make_attempt_dir, next_attempt
 from replicast.launcher.screen import Output
 from replicast.paths import RunPath, below
-from replicast.storage import inbox, requests
+from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal
@@ -250,13 +250,12 @@ WRITES: dict[tuple[str, str], Callable[[Path], Any]] = {
     ("inbox", "note"): lambda run: inbox.note_stage(run, "u1", Stage.PROPOSED),
     ("inbox", "withdraw"): withdraw,
     ("inbox", "put back"): inbox.put_back,
-    ("inbox", "withdrawals"): inbox.take_withdrawals,
     ("inbox", "refuse"): lambda run: inbox.refuse(run, below(run) / "inbox" / "u1.safetensors", ValueError()),
     ("refused", "refuse"): lambda run: inbox.refuse(
         run, below(run) / "inbox" / "u1.safetensors", ValueError()
     ),
     ("inbox", "clean"): inbox.clean,
-    ("inbox", "ask"): lambda run: requests.submit(run, "save", author="ana", timeout_secs=1.0),
+    ("inbox", "ask"): lambda run: inbox.ask(run, "save", author="ana", timeout_secs=1.0),
     ("groups", "claim"): lambda run: Fence(run, attempt=1),
     ("groups", "journal"): write_entry,
     ("groups", "updates"): Updates,
@@ -279,7 +278,6 @@ def run(tmp_path: Path) -> Path:
     inbox.submit(path, Update(id="done").add("dense/bias", ONES))
     job.act_all()
     inbox.submit(path, Update(id="u1").add("dense/bias", ONES))
-    inbox.request_withdrawal(path, "u1")
     job.fence.release()
     arrays = state_of()
     CheckpointStore(path).write(draft_of(arrays, 5), arrays.items())
@@ -511,10 +509,10 @@ def every_operation(run: Path) -> None:
     store.prune(1)
     append_metrics(run, 1, {"loss": 1.0})
     client.status(), client.log(), client.show(1), client.metrics(), client.checkpoints(), client.audits()
-    requests.submit(run, "save", author="ana", timeout_secs=1.0)
-    for path in requests.waiting(run):
-        requests.read(path)
-    requests.clean(run), inbox.clean(run)
+    inbox.ask(run, "save", author="ana", timeout_secs=1.0)
+    for path in inbox.requests(run):
+        inbox.read_request(path)
+    inbox.clean(run)
     make_attempt_dir(below(run) / "logs", 1)
     write_log(run)
     client.log_lines(0)

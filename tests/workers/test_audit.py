@@ -17,7 +17,7 @@ import pytest
 import replicast
 from replicast.replicas import job_audits as auditing
 from replicast.replicas.job_audits import AuditPlan, Audits
-from replicast.storage import requests
+from replicast.storage import inbox
 from replicast.storage.run_files import append_audit, last_audits
 from replicast.storage.updates import committed_updates
 from replicast.testing.job import Job, Worker, eventually
@@ -287,7 +287,7 @@ def raised(strategy: Any, run_dir: Path) -> Any:
 
     def act(step: int) -> None:
         if step == 2 and strategy.rank == 0:
-            asked.append(requests.submit(run_dir, "audit", author="me", timeout_secs=600.0).id)
+            asked.append(inbox.ask(run_dir, "audit", author="me", timeout_secs=600.0).id)
 
     def corrupt(step: int) -> None:
         if step == 3 and strategy.rank == 1:
@@ -298,14 +298,14 @@ def raised(strategy: Any, run_dir: Path) -> Any:
 
         def answered() -> bool:
             time.sleep(0.01)  # what a step would take: the worker's other threads need some time as well
-            return strategy.rank != 0 or requests.read_answer(run_dir, asked[0]) is not None
+            return strategy.rank != 0 or inbox.answer_of(run_dir, asked[0]) is not None
 
         fit(model, [replicas.callback(), AtStep(act), Until(meeting, answered)], 2, epochs=100_000)
         strictly = replicas.callback(audit_every=5, on_divergence="raise")
         with pytest.raises(replicast.ReplicasDiverged) as caught:
             fit(model, [strictly, AtStep(corrupt)], 50)
         healed = replicas.audit("heal")
-        answer = None if strategy.rank else requests.read_answer(run_dir, asked[0])
+        answer = None if strategy.rank else inbox.answer_of(run_dir, asked[0])
         return str(caught.value), caught.value.step, healed, replicas.digests(), answer
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from replicast.core.records import Stage
 from replicast.errors import JobFailed, UpdateRefused
-from replicast.replicas import inbox as inbox_of_worker_0
+from replicast.replicas import inbox_reader
 from replicast.replicas import worker_notes as run_files
 from replicast.replicas.worker_notes import RunFiles
 from replicast.storage import inbox
@@ -32,7 +32,7 @@ from tests.workers.test_updates import replicas_of
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setattr(run_files, "LOOK_SECS", 0.01)
-    monkeypatch.setattr(inbox_of_worker_0, "ASIDE_SECS", 3600.0)
+    monkeypatch.setattr(inbox_reader, "RETRY_SECS", 3600.0)
     with Job(1) as job:
         yield job
 
@@ -43,7 +43,7 @@ def bias(amount: float, **options: Any) -> Update:
 
 def keeping_of(job: Job, run: Path, fence: Fence | None = None) -> RunFiles:
     keeping = RunFiles(job.workers[0].session, run, 0, fence)
-    job.workers[0].on_inbox = keeping.on_inbox
+    job.workers[0].on_inbox = keeping.inbox.on_outcome
     keeping.training = True
     return keeping
 
@@ -57,7 +57,7 @@ def train_until(job: Job, condition: Callable[[], object]) -> None:
 
 
 def stage_of(run: Path, update_id: str) -> object:
-    return (inbox.stage_of(run, update_id) or {}).get("stage")
+    return getattr(inbox.answer_of(run, update_id), "stage", None)
 
 
 def test_a_group_that_was_thought_dead_leaves_the_inbox_alone_and_its_next_boundary_says_why(
@@ -127,9 +127,9 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
     """The second arguments with which a function of the inbox is called from now on."""
     real, calls = getattr(inbox, name), []
 
-    def counted(*arguments: object) -> object:
+    def counted(*arguments: object, **options: object) -> object:
         calls.append(arguments[-1] if len(arguments) == 1 else arguments[1])
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(inbox, name, counted)
     return calls
@@ -182,7 +182,7 @@ def test_an_entry_that_cannot_leave_the_inbox_keeps_no_other_from_its_word(
 def test_an_entry_that_was_set_aside_is_tried_again(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inbox_of_worker_0, "ASIDE_SECS", 0.05)
+    monkeypatch.setattr(inbox_reader, "RETRY_SECS", 0.05)
     block(tmp_path, "bad")
     bad = inbox.submit(tmp_path, Update(id="bad").scale("of/another/model", 2.0))
     refused = count_calls(monkeypatch, "refuse")
@@ -264,11 +264,12 @@ def test_an_update_that_a_job_has_taken_for_a_later_step_is_given_back_when_it_i
     path = inbox.submit(tmp_path, bias(1.0, id="later"), at_step=10**6)
     keeping_of(job, tmp_path).start()
     eventually(lambda: stage_of(tmp_path, "later") == Stage.SCHEDULED)
-    inbox.request_withdrawal(tmp_path, "later")
+    asked = inbox.ask(tmp_path, "withdraw", author="me", timeout_secs=600.0, name="later")
     train_until(job, lambda: stage_of(tmp_path, "later") == Stage.WITHDRAWN)
     eventually(lambda: not path.exists())
     assert inbox.refusals(tmp_path) == {}
-    assert inbox.take_withdrawals(tmp_path) == []
+    eventually(lambda: stage_of(tmp_path, asked.id) == Stage.WITHDRAWN)
+    assert inbox.requests(tmp_path) == []
 
 
 def begin(strategy: Any, directory: Path) -> list[str]:

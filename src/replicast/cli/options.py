@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from replicast.client import Run, connect
-from replicast.client.author import this_user
+from replicast.client.inbox_author import this_user
 from replicast.errors import NotFound, UpdateRefused, printable
 from replicast.files import parse_tensors, read_tensor_bytes
 from replicast.paths import below

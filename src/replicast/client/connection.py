@@ -22,9 +22,9 @@ from urllib.parse import quote, urlencode, urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from replicast.client.author import this_user
 from replicast.client.directory import DirectoryRun
 from replicast.client.examination import Examination
+from replicast.client.inbox_author import this_user
 from replicast.client.notes import is_run, ticks
 from replicast.client.run import (
     OPERATIONS,

@@ -11,12 +11,10 @@ from typing import Any, cast
 from msgspec import structs
 
 from replicast.client.examination import Examination, examine, views_of
+from replicast.client.inbox_author import ask, audit, examine_revert, pull, submit, submit_revert, withdraw
 from replicast.client.metrics import Metrics, MetricsFile
 from replicast.client.notes import POLL_SECS, Seen, described_run, running_beside, schema_of, see
-from replicast.client.requests import ask, audit, pull
-from replicast.client.reverting import examine_revert, submit_revert
 from replicast.client.run import Brief, CheckpointView, LastMetrics, Overview, Pulled, Pushed, Restart, Run
-from replicast.client.submission import submit
 from replicast.client.updates import (
     UpdateView,
     committed_views,
@@ -27,7 +25,6 @@ from replicast.client.updates import (
     scheduled_views,
     waiting_views,
 )
-from replicast.client.withdrawal import withdraw
 from replicast.errors import FileDamaged, NotFound, PayloadRemoved, RequestRefused, UpdateRefused
 from replicast.files import RunDir, RunPath, below, read_json
 from replicast.storage.checkpoints import CheckpointStore
@@ -231,15 +228,15 @@ class DirectoryRun(Run):
         return pull(self.path, name, rows, timeout, max_bytes)
 
     def checkpoint(self, timeout: float = 300.0, author: str = "") -> int:
-        return ask(self.path, "save", timeout, author)[0].step
+        return ask(self.path, "save", timeout, author)[0].done_at
 
     def stop(self, timeout: float = 300.0, author: str = "") -> int:
         answer, _ = ask(self.path, "leave", timeout, author)
         if answer.problem:
             raise RequestRefused(
-                f"The job has stopped at step {answer.step}, without a checkpoint: {answer.problem}"
+                f"The job has stopped at step {answer.done_at}, without a checkpoint: {answer.problem}"
             )
-        return answer.step
+        return answer.done_at
 
     def metrics(self, since: int | None = None, points: int = 2000) -> Metrics:
         return self._metrics.read(since, points)

@@ -171,20 +171,20 @@ def noted_view(run: RunDir, update_id: str) -> UpdateView | None:
 
     The note is all that is left of an update in a job whose journal is in memory.
     """
-    note = inbox.stage_of(run, update_id)
+    note = inbox.answer_of(run, update_id)
     if note is None:
         return None
-    receipt, at = _receipt_in(note), note.get("time")
+    receipt = note.receipt
     return UpdateView(
         id=update_id,
-        stage=_stage_in(note),
-        at=float(at) if isinstance(at, int | float) else 0.0,
-        step=_step_in(note, "step") if receipt is None else receipt.step,
+        stage=note.stage,
+        at=note.time,
+        step=note.step if receipt is None else receipt.step,
         receipts=() if receipt is None else (receipt,),
         outcome=None if receipt is None else receipt.trial,
-        reason=str(note.get("reason", "")),
-        waits_for=str(note.get("waits_for", "")),
-        trial_until=_step_in(note, "trial_until"),
+        reason=note.problem,
+        waits_for=note.waits_for,
+        trial_until=note.trial_until,
     )
 
 
@@ -261,9 +261,10 @@ def _committed_view(run: RunDir, update: CommittedUpdate, attempt: int, reached:
     if receipt is not None and receipt.attempt < attempt and update.step > reached:
         stage = Stage.COMMITTED  # The job was restarted before its step, and will apply it again there.
     elif receipt is None or stage is Stage.FAILED:
-        note = inbox.stage_of(run, update.id) or {}
-        reason = str(note.get("reason", ""))
-        if receipt is None and _stage_in(note) is Stage.APPLIED:
+        note = inbox.answer_of(run, update.id)
+        if note is not None:
+            reason = note.problem
+        if note is not None and receipt is None and note.stage is Stage.APPLIED:
             stage = Stage.APPLIED
     at = update.committed_at if receipt is None else receipt.verified_at
     return UpdateView(
@@ -287,22 +288,3 @@ def _outcome(update: CommittedUpdate) -> TrialOutcome | None:
     kept: Any = "kept" if decided.kept else "reverted"
     measured = update.before, decided.during
     return TrialOutcome(update.sequence, kept, decided.step, trial.metric, *measured, decided.reason)
-
-
-def _stage_in(note: Mapping[str, Any]) -> Stage:
-    try:
-        return Stage(note["stage"])
-    except (KeyError, ValueError):
-        return Stage.PROPOSED
-
-
-def _step_in(note: Mapping[str, Any], name: str) -> int | None:
-    step = note.get(name)
-    return step if type(step) is int else None
-
-
-def _receipt_in(note: Mapping[str, Any]) -> Receipt | None:
-    with contextlib.suppress(ValueError):
-        if isinstance(note.get("receipt"), dict):
-            return described(Receipt, "receipt", note["receipt"])
-    return None

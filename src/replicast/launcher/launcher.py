@@ -360,10 +360,10 @@ def _trains(run_dir: RunDir, attempt: int) -> bool:
 
 def _stopped_by(run_dir: RunDir, attempt: int) -> tuple[str, int] | None:
     """Who has asked the job to stop, and at which step it did; None if nobody has."""
-    from replicast.storage.requests import stopped_by  # Imports numpy: not at start-up.
+    from replicast.storage.inbox import stopped_by  # Imports numpy: not at start-up.
 
     told = stopped_by(run_dir, attempt)
-    return None if told is None else (told.author, told.step)
+    return None if told is None else (told.author, told.done_at)
 
 
 # --- The page beside a job: `replicast serve` as a child. It ends with the launcher, and does no harm ------

@@ -31,8 +31,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from replicast.client import Examination, Pulled, Pushed, Run, UpdateView
+from replicast.client.inbox_author import new_upload, update_in
 from replicast.client.run import MAX_LOG, MAX_SERVED_ROWS, OPERATIONS, Operation, RateOptions, rows_of
-from replicast.client.uploads import new_upload, update_in
 from replicast.errors import RequestRefused
 from replicast.page import prometheus
 from replicast.page.answers import HttpError, dumped, http_error

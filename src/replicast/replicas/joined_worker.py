@@ -152,9 +152,9 @@ class JoinedWorker(WorkerHooks):
             fence,
             None if rank == 0 else group,
             launcher_reads=_launcher_reads(run_dir),
+            may_save=lambda: not self.checkpoints.is_busy,
         )
         self.run_files.position = lambda: self.training.position
-        self.run_files.requests.may_save = lambda: not self.checkpoints.is_busy
         self._expectation: Expectation | None = None
         if rank == 0 and run_dir is not None:
             self._expectation = Expectation(self.session, self.state, run_dir, durable=durable)
@@ -345,22 +345,21 @@ class JoinedWorker(WorkerHooks):
             self.checkpoints.on_ended(ended)
         elif ended.kind == "audit":
             self.audits.on_ended(ended)
-        if self._run_dir is not None:
-            self.run_files.requests.ended(self._run_dir, ended)
+        self.run_files.inbox.ended(ended)
 
     def on_inbox(self, ticket: str, tell: Tell) -> None:
-        self.run_files.on_inbox(ticket, tell)
+        self.run_files.inbox.on_outcome(ticket, tell)
 
     def on_note(self, rank: int, text: str) -> None:
         self.run_files.on_note(rank, text)
 
     def _answer_audit(self, report: Any) -> None:
         if self._run_dir is not None:
-            self.run_files.requests.audited(self._run_dir, report.requests, report.step, report.to_json())
+            self.run_files.inbox.audited(self._run_dir, report.requests, report.step, report.to_json())
 
     def _answer_leave(self, problem: str) -> None:
         if self._run_dir is not None and self.session.rank == 0:
-            self.run_files.requests.left(self._run_dir, problem)
+            self.run_files.inbox.left(self._run_dir, problem)
 
 
 def _built_optimizers(

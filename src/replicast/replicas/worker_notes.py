@@ -28,12 +28,10 @@ from replicast import import_environment
 from replicast.errors import FileDamaged, JobFailed, ReplicastError, printable
 from replicast.files import RunDir, below, write_quickly
 from replicast.processes import this_machine
-from replicast.replicas.inbox import Inbox
+from replicast.replicas.inbox_reader import InboxReader
 from replicast.replicas.job_checkpoints import numbers
 from replicast.replicas.position import Position
-from replicast.replicas.requests import Requests
 from replicast.replicas.session import Session
-from replicast.storage import inbox
 from replicast.storage.claims import Fence, sees_group
 from replicast.storage.run_files import ENDED, WorkerNote, append_metrics, sent_every_secs, write_worker_note
 from replicast.strictjson import parse_object
@@ -230,6 +228,7 @@ class RunFiles:
         group: str | None = None,
         *,
         launcher_reads: bool = False,
+        may_save: Callable[[], bool] = lambda: True,
     ) -> None:
         self._session = session
         self._unseen_group = group
@@ -240,17 +239,15 @@ class RunFiles:
         self._operations: list[dict[str, Any]] = []
         self._last_metrics_step = -1
         self._warned: set[RunDir] = set()
-        self._inbox = Inbox(session, self._warn)
+        self.inbox = InboxReader(session, attempt, self._warn, may_save)
         self._distant = DistantNotes(attempt, self._warn)
         self._sender = NoteSender(session, self._note)
         self._noting = threading.Lock()
-        self.requests = Requests(session, attempt)
         self.waiting_for = ""
         self.logs: Mapping[str, Any] | None = None
         self.training = False
         self.position: Callable[[], Position | None] = lambda: None
         self._pace = Pace()
-        self.on_inbox = self._inbox.on_outcome
         self.on_note = self._distant.receive
 
     def start(self) -> None:
@@ -279,12 +276,10 @@ class RunFiles:
         self._write_last(
             self._write_note,
             self._write_metrics,
-            self._inbox.take_outcomes,
-            self._inbox.settle_last,
             self._write_operations,
         )
         if self._session.rank == 0:
-            self._write_last(self.requests.finish)
+            self._write_last(self.inbox.take_outcomes, self.inbox.finish)
             if not self._job_has_failed():
                 self._write_last(self._distant.end)
         if self._fence is not None:
@@ -298,8 +293,6 @@ class RunFiles:
     def _run(self) -> None:
         noted = 0.0
         is_first = self._session.rank == 0
-        if is_first:
-            self._with_files(inbox.clean)
         while not self._session.threads.stopping.wait(LOOK_SECS):
             now = time.monotonic()
             if now - noted >= NOTE_SECS:
@@ -309,11 +302,9 @@ class RunFiles:
             if is_first:
                 self._with_files(
                     self._distant.write,
-                    lambda run_dir: self._inbox.propose(run_dir) if self.training else None,
-                    lambda run_dir: self.requests.look(run_dir, training=self.training),
-                    lambda run_dir: self._inbox.withdraw(run_dir) if self.training else None,
-                    self._inbox.take_outcomes,
-                    self._inbox.settle,
+                    lambda run_dir: self.inbox.look(run_dir, training=self.training),
+                    self.inbox.take_outcomes,
+                    self.inbox.settle,
                 )
 
     def _write_last(self, *acts: Callable[[RunDir], None]) -> None:

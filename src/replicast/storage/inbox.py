@@ -1,32 +1,45 @@
-"""The inbox of a run directory: how updates from outside enter a job, and how their authors get answers.
+"""The inbox of a run directory: requests from outside to a job, and the job's answers.
 
-inbox/<id>.safetensors      a waiting update; renamed into place once it is complete
-inbox/<id>.stage.json       its stage; kept for an hour after the end, for authors that still wait
-inbox/<id>.withdraw.json    asks the job that has taken the update to withdraw it
-inbox/<id>.<random>.aside   the update while somebody withdraws it
-refused/<id>.json           why it was refused; the update's file is next to it
+    inbox/<id>.safetensors      push or revert: the update; its header also has its step and trial
+    inbox/<id>.request.json     withdraw, audit, save, leave or pull: an `InboxRequest`
+    inbox/<id>.answer.json      an `InboxAnswer`: how far the request is, and in the end what came of it
+    inbox/<id>.answer.tensors   the values that were pulled, as safetensors; written before the answer
+    inbox/<id>.<random>.aside   an update while somebody withdraws it
+    refused/<id>.json           why an update was refused; its file is next to it
 
-Taking and withdrawing an update may race. The job first notes that it has taken the update and then opens the
-file; a withdrawal first renames the file and then reads the note. So the second of the two sees the first.
+**Life of a request.** It is renamed into place when it is complete, and stays until it has its outcome, so
+that the next attempt answers what a job that died has left. First the answer is written, then the request is
+removed: a crash between the two repeats the answer. An update that is proposed again is applied once, since
+the journal knows its id. Answers are kept for an hour, for authors that still wait.
+
+**Anybody may write here.** What is no request is refused, alone. Before memory is allocated for values, all
+that the header and the size of a file tell is checked. Names are escaped wherever they are shown.
+
+**Taking and withdrawing an update may race.** The job first notes that it has taken the update and then opens
+the file; a withdrawal first renames the file and then reads the note. So the second sees the first.
 
 A withdrawal may be killed while the update is aside. So anybody may put it back at any time, and the job does
-before it looks for updates. The one operation on the file that is aside decides: the update is withdrawn if
-the withdrawal removes it, and waits if it is put back first. Each withdrawal uses a name of its own: it must
-not remove what was put back, taken and set aside again by another.
+before it looks for updates. One rename decides: the update is withdrawn if the withdrawal still finds it
+under its own name, which is random, and removes it; it waits if somebody else has renamed it before. What is
+put back never replaces a file: an update that was submitted again with the same id in the meantime counts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import shlex
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
+import msgspec
+import numpy.typing as npt
+
+from replicast.core.entries import Receipt
 from replicast.core.records import Stage
 from replicast.errors import FileDamaged, UpdateIdInUse, UpdateRefused, refusal_of
 from replicast.files import (
@@ -39,25 +52,36 @@ from replicast.files import (
     outline_of,
     parse_tensors,
     read_json,
+    read_small,
     read_tensor_bytes,
     remove_leftovers,
     sync_directory,
+    tensor_chunks,
     write_durably,
     write_quickly,
 )
 from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.updates import has_promised, refused
+from replicast.strictjson import described, parse_object
 from replicast.update.trial import Trial
-from replicast.update.update import MAX_STEP, MAX_TENSORS, Update, checked_id
+from replicast.update.update import MAX_STEP, MAX_TENSORS, Update, checked_text
 
-_UPDATE, _STAGE, _WITHDRAW, _ASIDE = ".safetensors", ".stage.json", ".withdraw.json", ".aside"
+_UPDATE, _REQUEST, _ASIDE = ".safetensors", ".request.json", ".aside"
+_ANSWER, _VALUES = ".answer.json", ".answer.tensors"  # not `.safetensors`: every such file is an update
+_TENSOR = "values"
 _KEEP_SECS = 3600.0
-_MAX_NOTE_BYTES = 4 * 2**20
+_MAX_REQUEST_BYTES = 2**20
+_MAX_ANSWER_BYTES = 64 * 2**20
+_MAX_AUTHOR = 200
+_MOST_RANGES = 10_000
+
+Kind: TypeAlias = Literal["withdraw", "audit", "save", "leave", "pull"]
+Rows: TypeAlias = tuple[tuple[int, int], ...]  # ranges, each from its first row to the one behind its last
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingUpdate:
     """An update that waits in the inbox."""
 
     id: str
@@ -68,13 +92,50 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """An update submitted from outside the job."""
+    """What somebody has pushed: an update, or the number of one to revert."""
 
     update: Update
     at_step: int | None = None
     trial: Trial | None = None
     reverts: int | None = None
     forced: bool = False
+
+
+class InboxRequest(msgspec.Struct, frozen=True):
+    """What else somebody outside asks a running job for."""
+
+    kind: Kind
+    author: str
+    requested_at: float
+    deadline: float
+    name: str = ""  # the variable to pull, or the id of the update to withdraw
+    rows: Annotated[Rows, msgspec.Meta(max_length=_MOST_RANGES)] = ()
+    id: str = ""
+
+
+class InboxAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How far a request is, or what came of it: VERIFIED, WITHDRAWN or REFUSED; an update has more stages."""
+
+    stage: Stage
+    time: float
+    step: int | None = None
+    problem: str = ""  # why it was refused or has failed; of a stop: why the state is not saved
+    kind: str = ""
+    author: str = ""
+    attempt: int = 0
+    details: dict[str, Any] = {}
+    # Of an update:
+    taken_by: dict[str, Any] | None = None
+    waits_for: str = ""
+    trial_until: int | None = None
+    receipt: Receipt | None = None  # without a journal on disk, its author finds it nowhere else
+
+    @property
+    def done_at(self) -> int:
+        return 0 if self.step is None else self.step
+
+
+# The author's side.
 
 
 def submit(
@@ -87,24 +148,10 @@ def submit(
     forced: bool = False,
 ) -> RunPath:
     """Puts an update into the inbox, atomically and durably. Submitting the same update again is a no-op."""
+    submitted = Submitted(update, _checked_step(at_step), trial, reverts, forced)
     path = _inbox(run_dir) / f"{update.id}{_UPDATE}"
-    step = _checked_step(at_step)
     if path.exists():
-        is_other = UpdateIdInUse(
-            "Another update with this id waits in the inbox",
-            expected="a unique id, or the same content",
-            received=update.id,
-        )
-
-        def check_size(other: Update) -> None:
-            if other.nbytes != update.nbytes:
-                raise is_other
-
-        other = read(path, check=check_size)
-        wanted = (update.content_digest(), step, trial, reverts)
-        if (other.update.content_digest(), other.at_step, other.trial, other.reverts) != wanted:
-            raise is_other
-        return path
+        return _same(path, submitted)
     make_durably(path.parent)
     # Before the update is in place: after that, the job writes its stage. An old refusal no longer applies.
     (_refused(run_dir) / f"{update.id}.json").unlink(missing_ok=True)
@@ -112,80 +159,111 @@ def submit(
     extra: dict[str, Any] = {} if trial is None else {"trial": trial.to_json()}
     if reverts is not None:
         extra |= {"reverts": reverts, "forced": forced}
-    write_durably(path, update.file_chunks({"at_step": step, **extra}))
+    try:
+        write_durably(path, update.file_chunks({"at_step": submitted.at_step, **extra}), replace=False)
+    except FileExistsError:  # somebody else has submitted this id in the meantime
+        return _same(path, submitted)
     return path
 
 
-def waiting(run_dir: RunDir) -> list[Waiting]:
-    """The updates that wait in the inbox, oldest first, without those still being written."""
-    found = []
-    for path in _inbox(run_dir).glob(f"*{_UPDATE}"):
-        if path.name.startswith("."):
-            continue
-        with contextlib.suppress(FileNotFoundError):  # It was removed in the meantime.
-            status = path.stat()
-            name = path.name.removesuffix(_UPDATE)
-            found.append(Waiting(name, path, status.st_size, status.st_mtime))
-    return sorted(found, key=lambda entry: (entry.submitted_at, entry.id))
-
-
-def read(
-    path: RunPath, max_bytes: int | None = None, check: Callable[[Update], None] = lambda _update: None
-) -> Submitted:
-    """Reads an update from the inbox, with its step and trial.
-
-    Anybody may have put it there: before memory is allocated for its values, all that its header and its size
-    say is checked, and that it is on disk.
-    """
-    content = read_tensor_bytes(
-        path,
-        max_tensors=MAX_TENSORS,
-        max_bytes=max_bytes,
-        follow=False,
-        holes=False,
-        check=lambda outline: check(_submitted(path, outline).update),
+def _same(path: RunPath, submitted: Submitted) -> RunPath:
+    """Refuses an update whose id another one has that waits already."""
+    is_other = UpdateIdInUse(
+        "Another update with this id waits in the inbox",
+        expected="a unique id, or the same content",
+        received=submitted.update.id,
     )
-    return _submitted(path, parse_tensors(content, path.name, max_tensors=MAX_TENSORS))
+
+    def check_size(other: Update) -> None:
+        if other.nbytes != submitted.update.nbytes:
+            raise is_other
+
+    def content(one: Submitted) -> tuple[object, ...]:
+        return one.update.content_digest(), one.at_step, one.trial, one.reverts
+
+    if content(read(path, check=check_size)) != content(submitted):
+        raise is_other
+    return path
 
 
-def _submitted(path: RunPath, file: TensorFile) -> Submitted:
-    """The update in a file of the inbox, or its outline in the outline of a file."""
-    run_dir = path.parent.parent
-    later = _refused(run_dir) / path.name
-    command = f"replicast push {shlex.quote(str(run_dir))} --add {shlex.quote(str(later))}"
-    remedy = f"Say what to do with them, for example: {command}"
-    update, description = Update.of_file(file, path.name, remedy)
-    if path.name != f"{update.id}{_UPDATE}":
-        raise UpdateRefused(
-            "The file in the inbox must be named like the update in it",
-            expected=f"{update.id}{_UPDATE}",
-            received=path.name,
-        )
-    step, trial = _checked_step(description.get("at_step")), _checked_trial(description.get("trial"))
-    reverts, forced = _checked_step(description.get("reverts")), description.get("forced", False)
-    if reverts is not None and (update.edits or step is not None or trial is not None):
-        raise UpdateRefused("A revert has no edits, step or trial of its own", received=repr(update)[:200])
-    return Submitted(update, step, trial, reverts, forced is True)
-
-
-def take(
+def ask(
     run_dir: RunDir,
-    path: RunPath,
-    max_bytes: int | None = None,
-    check: Callable[[Update], None] = lambda _update: None,
-) -> Submitted | None:
-    """Reads an update that the job will propose: `withdraw` cannot remove it any more. Only worker 0.
+    kind: Kind,
+    *,
+    author: str,
+    timeout_secs: float,
+    now: float | None = None,
+    name: str = "",
+    rows: Rows = (),
+) -> InboxRequest:
+    """Asks the running job for something."""
+    now = time.time() if now is None else now
+    request = InboxRequest(kind, author[:_MAX_AUTHOR], now, now + timeout_secs, name, rows, uuid.uuid4().hex)
+    _check(request)
+    make_durably(_inbox(run_dir))
+    write_quickly(_inbox(run_dir) / f"{request.id}{_REQUEST}", msgspec.json.encode(request).decode())
+    return request
 
-    The header is checked first: of what is not an update, or not one for this job, nothing is noted.
-    """
+
+def forget(run_dir: RunDir, id_: str) -> None:
+    """Removes a request that nobody waits for any more, or its answer. No-op if both are gone."""
+    for suffix in (_REQUEST, _ANSWER, _VALUES):
+        with contextlib.suppress(OSError):
+            (_inbox(run_dir) / f"{id_}{suffix}").unlink()
+
+
+def answer_of(run_dir: RunDir, id_: str) -> InboxAnswer | None:
+    """The last answer to a request; None if there is none, or it cannot be read."""
+    path = _inbox(run_dir) / f"{id_}{_ANSWER}"
     try:
-        check(_submitted(path, outline_of(path, max_tensors=MAX_TENSORS)).update)
-        note_stage(run_dir, path.name.removesuffix(_UPDATE), Stage.PROPOSED, taken_by=this_process())
-        return read(path, max_bytes, check)  # Checks again: it may be another file by now.
+        return described(InboxAnswer, "answer", read_json(path, max_bytes=_MAX_ANSWER_BYTES))
+    except (FileDamaged, ValueError):  # Written without a sync: a power failure may have damaged it.
+        return None
+
+
+def values_of(run_dir: RunDir, id_: str, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+    """The values that were pulled."""
+    path = _inbox(run_dir) / f"{id_}{_VALUES}"
+
+    def check(outline: TensorFile) -> None:
+        found = {name: (array.shape, array.dtype.name) for name, array in outline.tensors.items()}
+        if found != {_TENSOR: (shape, dtype)}:
+            expected = f"{_TENSOR} of shape {shape}, {dtype}"
+            raise FileDamaged(path, "other values", expected=expected, received=str(found)[:200])
+
+    content = read_tensor_bytes(path, max_tensors=1, follow=False, check=check)
+    return parse_tensors(content, path.name, max_tensors=1).tensors[_TENSOR]
+
+
+def stopped_by(run_dir: RunDir, attempt: int) -> InboxAnswer | None:
+    """The answer to the request because of which an attempt of the job has stopped; None if there is none."""
+    for path in _inbox(run_dir).glob(f"*{_ANSWER}"):
+        found = answer_of(run_dir, path.name.removesuffix(_ANSWER))
+        left = ("leave", attempt, Stage.VERIFIED)
+        if found is not None and (found.kind, found.attempt, found.stage) == left:
+            return found
+    return None
+
+
+def refusals(run_dir: RunDir) -> dict[str, UpdateRefused]:
+    """Why updates were refused, by id. A damaged file yields an error that says so, and hides no other."""
+    paths = sorted(_refused(run_dir).glob("*.json"))
+    return {
+        path.name.removesuffix(".json"): _reason_in(path) for path in paths if not path.name.startswith(".")
+    }
+
+
+def _reason_in(path: RunPath) -> UpdateRefused:
+    try:
+        reason = read_json(path, max_bytes=_MAX_ANSWER_BYTES).get("reason")
     except FileDamaged as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return None
-        raise
+        return UpdateRefused(f"The reason cannot be read: {error}")
+    if not isinstance(reason, dict):
+        return UpdateRefused(f"The reason cannot be read: {path} has none")
+    return UpdateRefused.from_json(reason)
+
+
+# Withdrawing an update that no job has taken.
 
 
 def withdraw(run_dir: RunDir, update_id: str, *, job_is_running: Callable[[], bool]) -> bool:
@@ -193,7 +271,7 @@ def withdraw(run_dir: RunDir, update_id: str, *, job_is_running: Callable[[], bo
     if Path(update_id).name != update_id:
         return False
     path = _inbox(run_dir) / f"{update_id}{_UPDATE}"
-    aside = path.with_name(f"{update_id}.{secrets.token_hex(8)}{_ASIDE}")
+    aside = _aside(path, update_id)
     try:
         path.rename(aside)
     except FileNotFoundError:
@@ -210,7 +288,7 @@ def withdraw(run_dir: RunDir, update_id: str, *, job_is_running: Callable[[], bo
         aside.unlink()
     except FileNotFoundError:  # It was put back, and may be taken by now.
         return False
-    (_inbox(run_dir) / f"{update_id}{_STAGE}").unlink(missing_ok=True)
+    (_inbox(run_dir) / f"{update_id}{_ANSWER}").unlink(missing_ok=True)
     sync_directory(path.parent)
     return True
 
@@ -226,99 +304,26 @@ def put_back(run_dir: RunDir) -> None:
 
 
 def _put_back(aside: RunPath) -> None:
-    path = aside.with_name(f"{aside.name.rsplit('.', 2)[0]}{_UPDATE}")
-    with contextlib.suppress(
-        FileNotFoundError
-    ):  # Its withdrawal has just ended, or somebody else puts it back.
-        if path.exists():  # Submitted again since: that one counts.
-            aside.unlink()
-        else:
-            aside.rename(path)
-
-
-def request_withdrawal(run_dir: RunDir, update_id: str) -> RunPath:
-    """Asks a running job to withdraw an update that it has taken and not yet applied."""
-    path = _inbox(run_dir) / f"{checked_id(update_id)}{_WITHDRAW}"
-    make_durably(path.parent)
-    write_quickly(path, json.dumps({"requested_at": time.time()}))
-    return path
-
-
-def take_withdrawals(run_dir: RunDir) -> list[str]:
-    """Reads and removes all withdrawal requests; returns the ids of their updates. Only worker 0."""
-    found = []
-    for path in _inbox(run_dir).glob(f"*{_WITHDRAW}"):
-        update_id = path.name.removesuffix(_WITHDRAW)
-        with contextlib.suppress(OSError):  # Gone, or something that is not a request: others are read.
-            path.unlink()
-            found.append(update_id)
-    return found
-
-
-def clean(run_dir: RunDir) -> None:
-    """Removes the notes of updates that left the inbox long ago, and half-written files."""
-    inbox = _inbox(run_dir)
-    remove_leftovers(inbox)
-    for path in list(inbox.glob(f"*{_STAGE}")):
-        update = path.with_name(f"{path.name.removesuffix(_STAGE)}{_UPDATE}")
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime >= _KEEP_SECS and not update.exists():
-                path.unlink()
-
-
-def refuse(run_dir: RunDir, path: RunPath, error: Exception, *, durably: bool = True) -> None:
-    """Writes why an update is refused, then moves its file out of the inbox."""
-    refused = _refused(run_dir)
-    make_durably(refused)
-    reason = json_bytes({"reason": refusal_of(error).to_json(), "refused_at": time.time()})
-    update_id = path.name.removesuffix(_UPDATE)
-    if durably:
-        write_durably(refused / f"{update_id}.json", [reason])
-    else:
-        write_quickly(refused / f"{update_id}.json", reason.decode())
-    with contextlib.suppress(FileNotFoundError):
-        path.rename(refused / path.name)
-        if durably:
-            sync_directory(refused)
-    if durably or (_inbox(run_dir) / f"{update_id}{_STAGE}").exists():
-        note_stage(run_dir, update_id, Stage.REFUSED)
-
-
-def done(path: RunPath) -> None:
-    """Removes an update that the job has taken. No-op if it is gone already."""
-    path.unlink(missing_ok=True)
-
-
-def refusals(run_dir: RunDir) -> dict[str, UpdateRefused]:
-    """Why updates were refused, by id. A damaged file yields an error that says so, and hides no other."""
-    found = {}
-    for path in sorted(_refused(run_dir).glob("*.json")):
-        if not path.name.startswith("."):
-            found[path.name.removesuffix(".json")] = _reason_in(path)
-    return found
-
-
-def note_stage(run_dir: RunDir, update_id: str, stage: Stage, **fields: Any) -> None:
-    """Writes the stage of an update, for its author outside the job."""
-    path = _inbox(run_dir) / f"{update_id}{_STAGE}"
-    make_durably(path.parent)
-    write_quickly(path, json.dumps({**fields, "stage": str(stage), "time": time.time()}))
-
-
-def stage_of(run_dir: RunDir, update_id: str) -> dict[str, Any] | None:
-    """The last note about an update; None if there is none, or it cannot be read."""
-    if Path(update_id).name != update_id:
-        return None
+    update_id = aside.name.rsplit(".", 2)[0]
+    ours = _aside(aside, update_id)
     try:
-        return read_json(_inbox(run_dir) / f"{update_id}{_STAGE}", max_bytes=_MAX_NOTE_BYTES)
-    except FileDamaged:  # Written without a sync: a power failure may have damaged it.
-        return None
+        aside.rename(ours)  # From now on its withdrawal does not find it, and has no effect.
+    except FileNotFoundError:  # Its withdrawal has just ended, or somebody else puts it back.
+        return
+    try:
+        ours.rename(aside.with_name(f"{update_id}{_UPDATE}"), replace=False)
+    except FileExistsError:  # Submitted again since: that one counts.
+        ours.unlink(missing_ok=True)
+
+
+def _aside(path: RunPath, update_id: str) -> RunPath:
+    return path.with_name(f"{update_id}.{secrets.token_hex(8)}{_ASIDE}")
 
 
 def _is_taken(run_dir: RunDir, update_id: str, *, job_is_running: Callable[[], bool]) -> bool:
-    taker = (stage_of(run_dir, update_id) or {}).get("taken_by")
-    if isinstance(taker, dict):
-        alive = is_alive(taker) if is_on_this_host(taker) else None
+    noted = answer_of(run_dir, update_id)
+    if noted is not None and noted.taken_by is not None:
+        alive = is_alive(noted.taken_by) if is_on_this_host(noted.taken_by) else None
         if job_is_running() if alive is None else alive:
             return True
     # A job that died may have committed or scheduled it: the next attempt applies it in any case.
@@ -328,22 +333,178 @@ def _is_taken(run_dir: RunDir, update_id: str, *, job_is_running: Callable[[], b
     return update_id in pending and update_id not in refused(run_dir)
 
 
-def _reason_in(path: RunPath) -> UpdateRefused:
+# What waits.
+
+
+def waiting(run_dir: RunDir) -> list[WaitingUpdate]:
+    """The updates that wait in the inbox, oldest first, without those still being written."""
+    found = []
+    for path in _named(run_dir, _UPDATE):
+        with contextlib.suppress(FileNotFoundError):  # It was removed in the meantime.
+            status = path.stat()
+            found.append(WaitingUpdate(id_of(path), path, status.st_size, status.st_mtime))
+    return sorted(found, key=lambda entry: (entry.submitted_at, entry.id))
+
+
+def requests(run_dir: RunDir) -> list[RunPath]:
+    """The files of the other requests that wait for an answer."""
+    return sorted(_named(run_dir, _REQUEST))
+
+
+def id_of(path: RunPath) -> str:
+    """The id of a request, according to its file's name."""
+    return path.name.removesuffix(_UPDATE).removesuffix(_REQUEST)
+
+
+def read(
+    path: RunPath, max_bytes: int | None = None, check: Callable[[Update], None] = lambda _update: None
+) -> Submitted:
+    """Reads an update from the inbox, with its step and trial; `check` sees its header before its values."""
+    content = read_tensor_bytes(
+        path,
+        max_tensors=MAX_TENSORS,
+        max_bytes=max_bytes,
+        follow=False,
+        holes=False,
+        check=lambda outline: check(_submitted(path, outline).update),
+    )
+    return _submitted(path, parse_tensors(content, path.name, max_tensors=MAX_TENSORS))
+
+
+def _submitted(path: RunPath, file: TensorFile) -> Submitted:
+    """The update in a file of the inbox, or its outline in the outline of a file."""
+    run_dir = path.parent.parent
+    later = _refused(run_dir) / path.name
+    command = f"replicast push {shlex.quote(str(run_dir))} --add {shlex.quote(str(later))}"
+    update, extra = Update.of_file(file, path.name, f"Say what to do with them, for example: {command}")
+    if path.name != f"{update.id}{_UPDATE}":
+        raise UpdateRefused(
+            "The file in the inbox must be named like the update in it",
+            expected=f"{update.id}{_UPDATE}",
+            received=path.name,
+        )
+    step, trial = _checked_step(extra.get("at_step")), _checked_trial(extra.get("trial"))
+    reverts, forced = _checked_step(extra.get("reverts")), extra.get("forced", False)
+    if reverts is not None and (update.edits or step is not None or trial is not None):
+        raise UpdateRefused("A revert has no edits, step or trial of its own", received=repr(update)[:200])
+    return Submitted(update, step, trial, reverts, forced is True)
+
+
+def read_request(path: RunPath) -> InboxRequest:
+    """Reads a request. Raises `UpdateRefused` for what is none, and FileNotFoundError if it is gone."""
     try:
-        reason = read_json(path, max_bytes=_MAX_NOTE_BYTES).get("reason")
+        request = described(
+            InboxRequest, "request", parse_object(read_small(path, max_bytes=_MAX_REQUEST_BYTES))
+        )
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UpdateRefused(f"Not a valid request: {error}") from error
+    _check(request)
+    return msgspec.structs.replace(request, id=id_of(path))
+
+
+# The job's side: only worker 0.
+
+
+def take(
+    run_dir: RunDir,
+    path: RunPath,
+    max_bytes: int | None = None,
+    check: Callable[[Update], None] = lambda _update: None,
+) -> Submitted | None:
+    """Reads an update that the job will propose: `withdraw` cannot remove it any more.
+
+    The header is checked first: of what is not an update, or not one for this job, nothing is noted.
+    """
+    try:
+        check(_submitted(path, outline_of(path, max_tensors=MAX_TENSORS)).update)
+        note_stage(run_dir, id_of(path), Stage.PROPOSED, taken_by=this_process())
+        return read(path, max_bytes, check)  # Checks again: it may be another file by now.
     except FileDamaged as error:
-        return UpdateRefused(f"The reason cannot be read: {error}")
-    if not isinstance(reason, dict):
-        return UpdateRefused(f"The reason cannot be read: {path} has none")
-    return UpdateRefused.from_json(reason)
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
 
 
-def _inbox(run_dir: RunDir) -> RunPath:
-    return below(run_dir) / "inbox"
+def note_stage(run_dir: RunDir, update_id: str, stage: Stage, **fields: Any) -> None:
+    """Writes how far an update is, for its author outside the job. Without a sync: it is noted often."""
+    make_durably(_inbox(run_dir))
+    answer = InboxAnswer(stage, time.time(), **fields)
+    write_quickly(_inbox(run_dir) / f"{update_id}{_ANSWER}", _encoded(answer).decode())
 
 
-def _refused(run_dir: RunDir) -> RunPath:
-    return below(run_dir) / "refused"
+def refuse(run_dir: RunDir, path: RunPath, error: Exception, *, durably: bool = True) -> None:
+    """Writes why an update is refused, then moves its file out of the inbox."""
+    refused = _refused(run_dir)
+    make_durably(refused)
+    reason = json_bytes({"reason": refusal_of(error).to_json(), "refused_at": time.time()})
+    if durably:
+        write_durably(refused / f"{id_of(path)}.json", [reason])
+    else:
+        write_quickly(refused / f"{id_of(path)}.json", reason.decode())
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(refused / path.name)
+        if durably:
+            sync_directory(refused)
+    (_inbox(run_dir) / f"{id_of(path)}{_ANSWER}").unlink(missing_ok=True)
+
+
+def answer(run_dir: RunDir, id_: str, given: InboxAnswer, values: npt.NDArray[Any] | None = None) -> None:
+    """Answers a request, durably, then removes it. No-op if its author has given up."""
+    path = _inbox(run_dir) / f"{id_}{_REQUEST}"
+    if not path.exists():
+        return
+    if values is not None:
+        write_durably(path.with_name(f"{id_}{_VALUES}"), tensor_chunks({_TENSOR: values}, {}))
+    write_durably(path.with_name(f"{id_}{_ANSWER}"), [_encoded(given)])
+    path.unlink(missing_ok=True)
+
+
+def clean(run_dir: RunDir) -> None:
+    """Removes half-written files, and answers of an hour ago whose request is gone."""
+    inbox = _inbox(run_dir)
+    remove_leftovers(inbox)
+    for suffix in (_ANSWER, _VALUES):
+        for path in inbox.glob(f"*{suffix}"):
+            update = path.with_name(f"{path.name.removesuffix(suffix)}{_UPDATE}")
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime >= _KEEP_SECS and not update.exists():
+                    path.unlink()
+
+
+def check_rows(rows: Rows, name: str, shape: tuple[int, ...]) -> None:
+    """Checks that a variable has these rows."""
+    if rows and not shape:
+        raise UpdateRefused("A scalar variable has no rows", variable=name)
+    beyond = [stop - 1 for _, stop in rows if stop > shape[0]]
+    if beyond:
+        raise UpdateRefused(
+            "There is no such row",
+            variable=name,
+            expected=f"0 to {shape[0] - 1}" if shape[0] else "none: the variable has no rows",
+            received=str(beyond[0]),
+        )
+
+
+def _check(request: InboxRequest) -> None:
+    if (request.kind in ("pull", "withdraw")) != bool(request.name):
+        raise UpdateRefused("A pull names a variable, a withdrawal an update, and no other request any")
+    if any(not 0 <= start < stop for start, stop in request.rows):
+        raise UpdateRefused(
+            "Rows are ranges, each from a row to a later one", received=str(request.rows)[:200]
+        )
+    checked_text("author", request.author, _MAX_AUTHOR)
+    checked_text("name", request.name, 1000)
+
+
+def _encoded(answer: InboxAnswer) -> bytes:
+    # What it quotes need not be valid Unicode. A number that is not finite becomes null: not measured.
+    texts = {
+        name: getattr(answer, name).encode(errors="backslashreplace").decode()
+        for name in ("problem", "waits_for")
+    }
+    return msgspec.json.encode(msgspec.structs.replace(answer, **texts))
 
 
 def _checked_step(value: Any) -> int | None:
@@ -361,3 +522,15 @@ def _checked_trial(value: Any) -> Trial | None:
         return Trial.from_json(value)
     except (AttributeError, TypeError, ValueError) as error:
         raise UpdateRefused(f"The trial is not valid: {error}", received=repr(value)[:200]) from error
+
+
+def _named(run_dir: RunDir, suffix: str) -> list[RunPath]:
+    return [path for path in _inbox(run_dir).glob(f"*{suffix}") if not path.name.startswith(".")]
+
+
+def _inbox(run_dir: RunDir) -> RunPath:
+    return below(run_dir) / "inbox"
+
+
+def _refused(run_dir: RunDir) -> RunPath:
+    return below(run_dir) / "refused"

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from replicast.client import Run, connect
+from replicast.core.records import Stage
 from replicast.errors import NoAnswer, RequestFailed
-from replicast.storage import requests
-from replicast.storage.requests import Answer
+from replicast.storage import inbox
+from replicast.storage.inbox import InboxAnswer
 from replicast.storage.run_files import WorkerNote, append_audit, write_worker_note
 from tests.unit.played_job import LONG_AGO, heard_of, invoke, made_run, meanwhile
 from tests.unit.test_audit import report
@@ -32,11 +33,11 @@ def run(directory: Path) -> Run:
 
 def answers(directory: Path, **fields: Any) -> None:
     """What a job does that is asked for an audit."""
-    for path in requests.waiting(directory):
-        made = report(**fields | {"requests": (requests.id_of(path),)})
+    for path in inbox.requests(directory):
+        made = report(**fields | {"requests": (inbox.id_of(path),)})
         append_audit(directory, made)
-        answer = Answer("audit", "me", True, made.step, 0, 1.0, details=made.to_json())
-        requests.answer(directory, requests.id_of(path), answer)
+        answer = InboxAnswer(Stage.VERIFIED, 1.0, made.step, details=made.to_json())
+        inbox.answer(directory, inbox.id_of(path), answer)
 
 
 def test_only_the_report_that_answers_the_request_counts(
@@ -66,7 +67,7 @@ def test_a_job_that_ends_meanwhile_is_not_waited_for_and_its_last_word_counts(
     else:
         with pytest.raises(NoAnswer, match="ended without an audit"):
             run.audit()
-    assert not list(requests.waiting(directory))
+    assert not list(inbox.requests(directory))
 
 
 def note(directory: Path, rank: int, step: int = 5, *, training: bool = True, age: float = 0.0) -> None:
@@ -92,7 +93,7 @@ def test_a_deadline_that_passes_says_who_is_waited_for(
     note(directory, 1, **second)
     with pytest.raises(NoAnswer, match=said):
         run.audit(timeout=0)
-    assert not list(requests.waiting(directory))
+    assert not list(inbox.requests(directory))
 
 
 def test_ctrl_c_withdraws_the_request(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +103,7 @@ def test_ctrl_c_withdraws_the_request(directory: Path, monkeypatch: pytest.Monke
     meanwhile(monkeypatch, interrupt)
     result = invoke("audit", directory, "--now")
     assert (result.exit_code, result.output) == (130, "Stopped.\n")
-    assert not list(requests.waiting(directory))
+    assert not list(inbox.requests(directory))
 
 
 def test_a_request_that_cannot_be_written_is_refused(run: Run, directory: Path) -> None:

@@ -22,8 +22,8 @@ from replicast.errors import (
     UpdatePending,
     UpdateRefused,
 )
-from replicast.storage import inbox, requests
-from replicast.storage.requests import Answer
+from replicast.storage import inbox
+from replicast.storage.inbox import InboxAnswer
 from replicast.storage.run_files import append_audit, append_metrics
 from replicast.update.audit_report import AuditReport
 from replicast.update.trial import Trial
@@ -262,9 +262,9 @@ def test_audits_are_listed_and_one_can_be_asked_for(
     assert [one.number for one in run.audits(last=2)] == [2, 3]
 
     def answers(_secs: float) -> None:
-        for path in requests.waiting(directory):
-            answer = Answer("audit", "me", True, 7, 0, 1.0, details=report(4).to_json())
-            requests.answer(directory, requests.id_of(path), answer)
+        for path in inbox.requests(directory):
+            answer = InboxAnswer(Stage.VERIFIED, 1.0, 7, details=report(4).to_json())
+            inbox.answer(directory, inbox.id_of(path), answer)
 
     meanwhile(monkeypatch, answers)
     assert run.audit(timeout=120).number == 4
