@@ -8,6 +8,8 @@ text and containers of them is encoded, and only records are created when decodi
 from __future__ import annotations
 
 import base64
+import json
+from collections.abc import Callable
 from typing import Any, dataclass_transform
 
 import msgspec
@@ -26,11 +28,18 @@ class Record(msgspec.Struct, frozen=True, tag=True):
         _TYPES[cls.__name__] = cls
 
 
-def fields_of(record: object) -> dict[str, Any]:
-    """The fields as JSON values, without the name of the class. A number that is not finite becomes None."""
-    fields: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(record))
-    fields.pop("type", None)
+def fields_of(record: object, nonfinite: Callable[[str], Any] = lambda _: None) -> dict[str, Any]:
+    """The fields as JSON values, without the names of classes.
+
+    `nonfinite` gives what stands for NaN, Infinity and -Infinity, which JSON does not have.
+    """
+    text = json.dumps(msgspec.to_builtins(record, str_keys=True))
+    fields: dict[str, Any] = json.loads(text, parse_constant=nonfinite, object_hook=_without_type)
     return fields
+
+
+def _without_type(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in fields.items() if name != "type" or one not in _TYPES}
 
 
 def encode(value: Any) -> str:

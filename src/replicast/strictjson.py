@@ -82,14 +82,16 @@ def unsealed(content: bytes) -> dict[str, Any]:
     return parse_object(body)
 
 
-def described(kind: type[_Described], what: str, fields: Mapping[str, Any]) -> _Described:
-    """Creates a dataclass from the fields of a JSON object; types are checked, never converted.
+def described(
+    kind: type[_Described], what: str, fields: Mapping[str, Any], *, strict: bool = True
+) -> _Described:
+    """Creates a record from the fields of a JSON object; types are checked, and converted only if not strict.
 
-    A field whose type is not a dataclass is read by the `from_json` method of its type.
+    A field whose type is neither a dataclass nor a struct is read by the `from_json` method of its type.
     """
     with reading(what, fields):
         return msgspec.convert(
-            fields, kind, str_keys=True, dec_hook=lambda type_, value: type_.from_json(value)
+            fields, kind, strict=strict, str_keys=True, dec_hook=lambda type_, value: type_.from_json(value)
         )
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from replicast.core.entries import Committed, Decided, Entry, History, Payload, Saved, Scheduled
 from replicast.core.events import Ended
 from replicast.core.messages import Propose, Tell
-from replicast.core.operations.audit import AuditResult
 from replicast.core.operations.pull import Pulled
 from replicast.core.records import Proposal, Stage
+from replicast.update.audit_report import AuditReport
 from tests.simulator.clock import Clock
 from tests.simulator.disk import Disk
 from tests.simulator.model import check_before, check_reverts, model, needs_before
@@ -113,7 +113,7 @@ class Checks:
             raise StoryFailed(f"a false alarm: {kind} {outcome}")
         if kind == "audit" and outcome.stage is not Stage.VERIFIED:
             self._unhealed.add(attempt)
-        if isinstance(outcome.result, AuditResult):
+        if isinstance(outcome.result, AuditReport):
             self._check_report(replicas, outcome.result)
         if isinstance(outcome.result, Pulled):
             self._check_pulled(replicas, ended.id, outcome.result)
@@ -132,7 +132,7 @@ class Checks:
         if "did not report" in problem and result.workers != (forgetful,):
             raise StoryFailed(f"no worker has left it out: {problem}")
 
-    def _check_report(self, replicas: Sequence[SimulatedReplica], report: AuditResult) -> None:
+    def _check_report(self, replicas: Sequence[SimulatedReplica], report: AuditReport) -> None:
         """Checks the report of an audit."""
         for one in report.differences:
             if len(replicas) < 2 * max(map(len, one.groups)) and 2 * len(one.groups[0]) < len(replicas):

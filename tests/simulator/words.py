@@ -10,7 +10,7 @@ from replicast.core import entries as n
 from replicast.core import messages as m
 from replicast.core.operation import Outcome
 from replicast.core.operations.attempt import Exit
-from replicast.core.operations.audit import AuditResult, Compare, Examine, Expected, Report
+from replicast.core.operations.audit import Compare, Examine, Expected, Report
 from replicast.core.operations.function import Compute
 from replicast.core.operations.pull import TakeRows
 from replicast.core.operations.revert import Invert, WriteBefore
@@ -19,6 +19,7 @@ from replicast.core.operations.sync import Digest, Publish
 from replicast.core.operations.trial import BeginTrial, End, Measure
 from replicast.core.operations.update import Apply, Discard, Load, Prepare
 from replicast.core.records import Applied, Proposal, Published, Refusal, ReportId, Seen, Snapshot
+from replicast.update.audit_report import AuditReport
 from tests.simulator.replica import InMemory
 
 
@@ -140,11 +141,11 @@ def _value(thing: Any) -> str:
             return f"refused: {problem}"
         case Outcome(stage, Refusal(problem)):
             return f"{stage}: {problem}"
-        case Outcome(stage, AuditResult() as report):
+        case Outcome(stage, AuditReport() as report):
             return f"{stage}, {_value(report)}"
         case Outcome(stage):
             return str(stage)
-        case AuditResult(outcome=outcome, differences=differences, healed=healed):
+        case AuditReport(outcome=outcome, differences=differences, healed=healed):
             differ = ", ".join(one.variable for one in differences)
             by = f" by update {', '.join(map(str, healed))}" if healed else ""
             return f"{f'{differ} differed, ' if differ else ''}{outcome}{by}"

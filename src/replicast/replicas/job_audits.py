@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from replicast.core.events import Ended
-from replicast.core.operations.audit import AuditResult
 from replicast.core.records import Refusal
 from replicast.errors import ClusterError, ReplicasDiverged, ReplicastError
 from replicast.files import RunDir
@@ -27,7 +28,7 @@ from replicast.storage.checkpoint_format import Manifest, saved_of
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.run_files import append_audit
 from replicast.storage.updates import CommittedUpdate, committed_updates, load_update
-from replicast.update.audit_report import AuditReport, Declared, Difference, Policy, checked_policy
+from replicast.update.audit_report import AuditReport, Policy, checked_policy
 from replicast.update.edits import FLOAT_DTYPES, Array, apply_edit
 from replicast.update.schema import Schema
 from replicast.update.state import State
@@ -132,7 +133,7 @@ class Audits:
     def on_ended(self, ended: Ended) -> None:
         """Worker 0, in the lane "release": an audit is over."""
         result = ended.outcome.result
-        if isinstance(result, AuditResult):
+        if isinstance(result, AuditReport):
             self._add(result)
         elif isinstance(result, Refusal):
             logger.warning("an audit could not be carried out: %s", result.problem)
@@ -147,19 +148,20 @@ class Audits:
             seen = self._session.replica.examine_quietly()
             self._session.report(self._session.next_report("audit"), lambda: seen)
 
-    def on_report(self, report: AuditResult, raises: bool) -> None:
+    def on_report(self, report: AuditReport, raises: bool) -> None:
         """Called for an audit for which all workers are stopped: records it before any worker raises."""
         added = self._add(report)
         if raises:
             self._session.raise_later(diverged(added, on_trial=self._session.replica.on_trial))
 
-    def _add(self, found: AuditResult) -> AuditReport:
+    def _add(self, found: AuditReport) -> AuditReport:
         """Once for each report, by the thread that has it first: on worker 0 a lane or training."""
         with self._adding:
             known = next((one for one in self._reports if one.number == found.number), None)
             if known is not None:
                 return known
-            report = self._public(found)
+            nbytes = sum(variable.nbytes for variable in self._schema)
+            report = replace(found, variables=len(self._schema), nbytes=nbytes)
             self._reports.append(report)
             if self._session.rank == 0:
                 log = logger.debug if report.equal else logger.warning
@@ -167,27 +169,6 @@ class Audits:
                 self._write(report)
                 self._answer(report)
             return report
-
-    def _public(self, found: AuditResult) -> AuditReport:
-        return AuditReport(
-            number=found.number,
-            step=found.step,
-            time=found.time,
-            workers=self._session.size,
-            variables=len(self._schema),
-            nbytes=sum(variable.nbytes for variable in self._schema),
-            found_at=found.found_at,
-            last_equal=found.last_equal,
-            differences=tuple(
-                Difference(one.variable, one.groups, one.reference, one.rule, one.deviations)
-                for one in found.differences
-            ),
-            declared=tuple(Declared(name, differs) for name, differs in found.free.items()),
-            outcome=found.outcome,  # type: ignore[arg-type]
-            healed=found.healed,
-            digest_secs=found.digest_secs,
-            requests=found.asked_by,
-        )
 
     def _write(self, report: AuditReport) -> None:
         """Writes a report. A full disk does not stop the training."""

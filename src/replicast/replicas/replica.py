@@ -24,8 +24,8 @@ from replicast.replicas.parcels import NO_LIMITS, Function, Parcels, computed_up
 from replicast.storage.journal import Journal
 from replicast.storage.updates import Undo, changes_since, inverse_of
 from replicast.transport import Parcel
-from replicast.update.audit_report import deviation
 from replicast.update.digest import digest_array
+from replicast.update.distance import deviation
 from replicast.update.edits import Edit
 from replicast.update.guard import Guard
 from replicast.update.inverse import bytes_to_keep, parts_to_keep, update_before

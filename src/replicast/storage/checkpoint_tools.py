@@ -26,7 +26,7 @@ from replicast.storage.checkpoint_files import (
 )
 from replicast.storage.checkpoint_format import Draft, Manifest, dtype_of
 from replicast.storage.claims import checkpoint_parts
-from replicast.update.audit_report import Distance, distance
+from replicast.update.distance import Distance, distance
 from replicast.update.edits import Array, Edit, EditKind, apply_edit
 from replicast.update.schema import Schema, Variable, planned
 from replicast.update.update import Update, factor_to_json

@@ -14,6 +14,8 @@ from enum import StrEnum
 from itertools import islice
 from typing import Any
 
+import msgspec
+
 from replicast.errors import FileDamaged, ReplicastError
 from replicast.files import (
     RunDir,
@@ -255,7 +257,7 @@ class _LineFromTheEnd:
 def append_audit(run_dir: RunDir, report: AuditReport) -> None:
     """Appends the report of an audit. Only worker 0."""
     with contextlib.suppress(ReplicastError, OSError):  # audit numbers start over with each attempt
-        report = replace(report, attempt=read_run_info(run_dir).attempt)
+        report = msgspec.structs.replace(report, attempt=read_run_info(run_dir).attempt)
     append_line(below(run_dir) / "audits.jsonl", json.dumps(report.to_json()))
 
 

@@ -28,7 +28,6 @@ from replicast.core.entries import Saved
 from replicast.core.events import Ended, WriteOutcome
 from replicast.core.messages import Tell
 from replicast.core.operation import Timeouts
-from replicast.core.operations.audit import AuditResult
 from replicast.core.records import Snapshot
 from replicast.errors import FileDamaged, JobFailed, ReplicasDiverged
 from replicast.replicas.channel import Channel
@@ -37,6 +36,7 @@ from replicast.replicas.replica import WorkerHooks
 from replicast.replicas.session import Session
 from replicast.storage.journal import Journal, MemoryJournal
 from replicast.transport import MemoryTransport
+from replicast.update.audit_report import AuditReport
 from replicast.update.guard import Guard
 from replicast.update.schema import Limits, Schema
 from replicast.update.state import MemoryState
@@ -68,7 +68,7 @@ class Worker(WorkerHooks):
         self.state = MemoryState(job.start if start is None else start.state[0], job.schema)
         self.failure: JobFailed | None = None
         self.applied: list[tuple[int, str]] = []
-        self.reports: list[AuditResult] = []
+        self.reports: list[AuditReport] = []
         self.left: str | None = None
         self.session = Session(
             Exchange(self.coordination, "test", rank, job.size, job.gone.__contains__),
@@ -145,7 +145,7 @@ class Worker(WorkerHooks):
         """Notes an update in `applied`."""
         self.applied.append((self.session.step, id_))
 
-    def on_report(self, report: AuditResult, raises: bool) -> None:
+    def on_report(self, report: AuditReport, raises: bool) -> None:
         """Notes an audit in `reports`."""
         self.reports.append(report)
         if raises:

@@ -1,49 +1,66 @@
-"""Audit reports: which replicas differ, in which variables, by how much, and since when.
+"""Audits: which replicas differ, in which variables, by how much, since when, and whose value counts. Pure.
 
-An audit compares the digests of every variable of the state between all workers, at one boundary. This module
-holds the data, its text form and the distances; `reference_value.py` chooses whose value is right.
+An audit compares the digests of every variable of the state between all workers, at one boundary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-import numpy as np
+from msgspec import field
 
-from replicast.codec import Record
-from replicast.strictjson import reading
-from replicast.update.edits import FLOAT_DTYPES, Array
-from replicast.update.update import factor_to_json
+from replicast.codec import Record, fields_of
+from replicast.strictjson import described
 
-# The distance between two arrays: in bits, and in numbers.
+# Which workers agree on a variable, and which worker's value is the reference.
 
-_PIECE_BYTES = 2**20  # In float64 and with temporary arrays, a piece takes up to forty times its size.
+Rule: TypeAlias = Literal["majority", "checkpoint and journal", "coordinator"]  # why it is the reference
+Groups: TypeAlias = dict[str, tuple[int, ...]]  # of one variable: the workers that have each digest
 
 
-@dataclass(frozen=True, slots=True)
-class Distance:
-    """The distance between two arrays of the same shape and dtype."""
+def groups_of(digests: Mapping[int, Sequence[str]], names: Iterable[str]) -> dict[str, Groups]:
+    """Groups the workers by digest, for each variable on which not all workers agree."""
+    names = list(names)
+    for rank, reported in digests.items():
+        if len(reported) != len(names):
+            raise ValueError(
+                f"Worker {rank} must report one digest for each of {len(names)} variables. "
+                f"Received: {len(reported)}"
+            )
+    found: dict[str, Groups] = {}
+    for place, name in enumerate(names):
+        groups: dict[str, list[int]] = {}
+        for rank in sorted(digests):
+            groups.setdefault(digests[rank][place], []).append(rank)
+        if len(groups) > 1:
+            ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))
+            found[name] = {digest: tuple(ranks) for digest, ranks in ordered}
+    return found
 
-    differing: int = 0
-    first: int | None = None
-    one_is_nan: int = 0
-    absolute: float = 0.0
-    relative: float = 0.0
 
-    def then(self, other: Distance, start: int) -> Distance:
-        """Combines the distance so far with that of the next piece, which starts at index `start`."""
-        if other.first is None:
-            return self
-        return Distance(
-            self.differing + other.differing,
-            start + other.first if self.first is None else self.first,
-            self.one_is_nan + other.one_is_nan,
-            max(self.absolute, other.absolute),
-            max(self.relative, other.relative),
-        )
+def reference_of(groups: Groups, expected: Callable[[], str | None] = lambda: None) -> tuple[int, Rule]:
+    """Chooses the worker whose value of a variable is the reference, and says why.
+
+    The value of the strict majority. Without a majority, the value with the expected digest; otherwise that
+    of the coordinator, worker 0, which is always among the workers.
+    """
+    workers = sum(len(ranks) for ranks in groups.values())
+    for ranks in groups.values():
+        if 2 * len(ranks) > workers:
+            return min(ranks), "majority"
+    digest = expected()
+    if digest is not None and digest in groups:
+        return min(groups[digest]), "checkpoint and journal"
+    return min(min(ranks) for ranks in groups.values()), "coordinator"
+
+
+def reference_first(groups: Groups, reference: int) -> tuple[tuple[int, ...], ...]:
+    """The groups of a `Difference`: the reference's group first, then the others in the same order."""
+    return tuple(sorted(groups.values(), key=lambda ranks: reference not in ranks))
+
+
+# The report.
 
 
 class Deviation(Record):
@@ -82,95 +99,9 @@ class Deviation(Record):
             return f"{elements}{where}; the values are equal, the bits differ"
         return f"{elements}{where}, {'by at most ' if self.largest_absolute else ''}{self.largest}"
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return {
-            "count": self.count,
-            "of": self.of,
-            "largest_absolute": factor_to_json(self.largest_absolute),
-            "largest_relative": factor_to_json(self.largest_relative),
-            "first_index": None if self.first_index is None else list(self.first_index),
-            "one_is_nan": self.one_is_nan,
-        }
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Deviation:
-        """Reads what `to_json` wrote."""
-        with reading("deviation", fields):
-            index = fields["first_index"]
-            return cls(
-                count=int(fields["count"]),
-                of=int(fields["of"]),
-                largest_absolute=float(fields["largest_absolute"]),
-                largest_relative=float(fields["largest_relative"]),
-                first_index=None if index is None else tuple(int(place) for place in index),
-                one_is_nan=int(fields["one_is_nan"]),
-            )
-
-
-def distance(left: Array, right: Array) -> Distance:
-    """Compares two arrays of the same shape and dtype, piece by piece."""
-    left, right = (np.ascontiguousarray(side).reshape(-1) for side in (left, right))
-    length = _PIECE_BYTES // left.dtype.itemsize
-    found = Distance()
-    for start in range(0, left.size, length):
-        found = found.then(_of_piece(left[start : start + length], right[start : start + length]), start)
-    return found
-
-
-def deviation(mine: Array, reference: Array) -> Deviation:
-    """Compares a value of any dtype with the reference, in bits and in numbers."""
-    if (mine.shape, mine.dtype) != (reference.shape, reference.dtype):
-        raise ValueError(
-            f"Only values of the same shape and dtype can be compared, here {reference.dtype} "
-            f"{reference.shape}. Received: {mine.dtype} {mine.shape}"
-        )
-    found = distance(mine, reference)
-    index = None
-    if found.first is not None:
-        index = tuple(int(place) for place in np.unravel_index(found.first, mine.shape))
-    return Deviation(found.differing, mine.size, found.absolute, found.relative, index, found.one_is_nan)
-
-
-def _of_piece(left: Array, right: Array) -> Distance:
-    bits = np.dtype(f"u{left.dtype.itemsize}")
-    where = left.view(bits) != right.view(bits)
-    if not where.any():
-        return Distance()
-    numbers = _largest(left[where], right[where])
-    return Distance(int(np.count_nonzero(where)), int(np.argmax(where)), *numbers)
-
-
-def _largest(left: Array, right: Array) -> tuple[int, float, float]:
-    """The number of elements that are NaN on one side only; the largest absolute and relative difference."""
-    one_is_nan = 0
-    with np.errstate(all="ignore"):
-        if left.dtype.name in FLOAT_DTYPES:
-            left, right = left.astype(np.float64), right.astype(np.float64)
-            one_is_nan = int(np.count_nonzero(np.isnan(left) != np.isnan(right)))
-            numbers = ~(np.isnan(left) | np.isnan(right))
-            left, right = left[numbers], right[numbers]
-            absolute = np.abs(left - right)
-        else:
-            # The difference of integers may wrap around; as an unsigned integer it is right.
-            unsigned = np.dtype(f"u{left.dtype.itemsize}")
-            forth, back = (
-                pair[0].view(unsigned) - pair[1].view(unsigned) for pair in ((left, right), (right, left))
-            )
-            absolute = np.where(left > right, forth, back).astype(np.float64)
-        if not absolute.size:
-            return one_is_nan, 0.0, 0.0
-        larger = np.maximum(np.abs(left.astype(np.float64)), np.abs(right.astype(np.float64)))
-        relative = np.where(np.isinf(absolute), np.inf, absolute / np.where(larger == 0, 1.0, larger))
-    return one_is_nan, float(absolute.max()), float(relative.max())
-
-
-Policy: TypeAlias = Literal["raise", "heal", "warn"]
-"""What to do when replicas differ."""
-Outcome: TypeAlias = Literal["equal", "warned", "raised", "healed"]
-"""How an audit ended."""
-OUTCOMES: Mapping[Policy, Outcome] = MappingProxyType({"raise": "raised", "heal": "healed", "warn": "warned"})
-"""The outcome of an audit that found a difference, by its policy."""
+Policy: TypeAlias = Literal["raise", "heal", "warn"]  # what to do when replicas differ
+AuditOutcome: TypeAlias = Literal["equal", "warned", "raised", "healed"]
 
 
 def checked_policy(policy: str) -> Policy:
@@ -180,15 +111,14 @@ def checked_policy(policy: str) -> Policy:
     return cast("Policy", policy)
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Record):
     """A variable that is not the same on all workers."""
 
     variable: str
     groups: tuple[tuple[int, ...], ...]
     reference: int
     rule: str
-    differing: Mapping[int, Deviation]
+    differing: Mapping[int, Deviation] = field(default_factory=dict)
 
     @property
     def minority(self) -> tuple[int, ...]:
@@ -207,58 +137,32 @@ class Difference:
         differ = "differs" if len(self.minority) == 1 else "differ"
         return f"{self.variable}: {workers_text(self.minority)} {differ} from {rest} ({self.why})"
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values; ranks that are keys become strings, as JSON requires."""
-        return {
-            "variable": self.variable,
-            "groups": [list(group) for group in self.groups],
-            "reference": self.reference,
-            "rule": self.rule,
-            "differing": {str(rank): found.to_json() for rank, found in self.differing.items()},
-        }
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Difference:
-        """Reads what `to_json` wrote."""
-        with reading("difference", fields):
-            return cls(
-                variable=str(fields["variable"]),
-                groups=tuple(tuple(int(rank) for rank in group) for group in fields["groups"]),
-                reference=int(fields["reference"]),
-                rule=str(fields["rule"]),
-                differing={
-                    int(rank): Deviation.from_json(found) for rank, found in fields["differing"].items()
-                },
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Declared:
+class Declared(Record):
     """A variable that is declared as allowed to differ between workers."""
 
     variable: str
     differs: bool
 
 
-@dataclass(frozen=True, slots=True)
-class AuditReport:
+class AuditReport(Record):
     """What one audit found and did. The same on every worker."""
 
     number: int
     step: int
     time: float
-    workers: int
-    variables: int
-    nbytes: int
     found_at: int
-    last_equal: int | None
-    differences: tuple[Difference, ...]
-    declared: tuple[Declared, ...]
-    outcome: Outcome
-    healed: tuple[int, ...]
-    digest_secs: float
-    requests: tuple[str, ...]
-    attempt: int | None = field(default=None, compare=False)
+    last_equal: int | None = None
+    outcome: AuditOutcome = "equal"
+    differences: tuple[Difference, ...] = ()
+    declared: tuple[Declared, ...] = ()
+    healed: tuple[int, ...] = ()
+    digest_secs: float = 0.0
+    requests: tuple[str, ...] = ()
+    workers: int = 0
+    variables: int = 0
+    nbytes: int = 0
+    attempt: int | None = None
 
     @property
     def equal(self) -> bool:
@@ -336,52 +240,12 @@ class AuditReport:
         return "\n".join(line.rstrip() for line in padded)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values, and whether the replicas were equal."""
-        return {
-            "number": self.number,
-            "step": self.step,
-            "time": self.time,
-            "equal": self.equal,
-            "outcome": self.outcome,
-            "workers": self.workers,
-            "variables": self.variables,
-            "nbytes": self.nbytes,
-            "found_at": self.found_at,
-            "last_equal": self.last_equal,
-            "differences": [one.to_json() for one in self.differences],
-            "declared": [{"variable": one.variable, "differs": one.differs} for one in self.declared],
-            "healed": list(self.healed),
-            "digest_secs": self.digest_secs,
-            "requests": list(self.requests),
-            "attempt": self.attempt,
-        }
+        """The fields as JSON values, and whether the replicas were equal. An infinite difference is text."""
+        return fields_of(self, nonfinite=str) | {"equal": self.equal}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> AuditReport:
-        """Reads what `to_json` wrote."""
-        with reading("audit", fields):
-            if fields["outcome"] not in get_args(Outcome):
-                raise ValueError(f"unknown outcome: {fields['outcome']!r}")
-            last_equal, attempt = fields["last_equal"], fields.get("attempt")
-            return cls(
-                number=int(fields["number"]),
-                step=int(fields["step"]),
-                time=float(fields["time"]),
-                workers=int(fields["workers"]),
-                variables=int(fields["variables"]),
-                nbytes=int(fields["nbytes"]),
-                found_at=int(fields["found_at"]),
-                last_equal=None if last_equal is None else int(last_equal),
-                differences=tuple(Difference.from_json(one) for one in fields["differences"]),
-                declared=tuple(
-                    Declared(str(one["variable"]), bool(one["differs"])) for one in fields["declared"]
-                ),
-                outcome=fields["outcome"],
-                healed=tuple(int(sequence) for sequence in fields["healed"]),
-                digest_secs=float(fields["digest_secs"]),
-                requests=tuple(str(request) for request in fields["requests"]),
-                attempt=None if attempt is None else int(attempt),
-            )
+        return described(cls, "audit", fields, strict=False)
 
 
 def what_follows(policy: Policy) -> str:

@@ -10,26 +10,26 @@ import numpy as np
 import pytest
 
 from replicast.core.entries import Payload
-from replicast.core.operations.audit import AuditResult
 from replicast.core.records import Refusal, Stage
 from replicast.errors import ReplicasDiverged, UpdateRefused
 from replicast.storage.journal import MemoryJournal, NotWritten
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
+from replicast.update.audit_report import AuditReport
 from tests.unit.runtime.playing import flip
 
 
-def audit(job: Job, policy: str = "heal") -> AuditResult:
+def audit(job: Job, policy: str = "heal") -> AuditReport:
     """All workers call for an audit between steps; what they were told, all the same."""
     reports = job.on_all(lambda worker: worker.session.rest("audit", policy))
     assert reports == reports[:1] * job.size
-    assert isinstance(reports[0], AuditResult)
+    assert isinstance(reports[0], AuditReport)
     return reports[0]
 
 
-def what_an_audit_raises(job: Job, policy: str) -> list[AuditResult]:
+def what_an_audit_raises(job: Job, policy: str) -> list[AuditReport]:
     """The report that each worker was given before it raised."""
 
-    def ask(worker: Worker) -> AuditResult:
+    def ask(worker: Worker) -> AuditReport:
         with pytest.raises(ReplicasDiverged):
             worker.session.rest("audit", policy)
         return worker.reports[-1]
@@ -37,10 +37,10 @@ def what_an_audit_raises(job: Job, policy: str) -> list[AuditResult]:
     return job.on_all(ask)
 
 
-def ended_reports(job: Job) -> list[AuditResult]:
+def ended_reports(job: Job) -> list[AuditReport]:
     """Of all audits that have ended, as worker 0 hears of them; also those for which nobody stopped."""
     results = [ended.outcome.result for ended in job.ended if ended.kind == "audit"]
-    return [result for result in results if isinstance(result, AuditResult)]
+    return [result for result in results if isinstance(result, AuditReport)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -65,7 +65,7 @@ def test_one_flipped_bit_is_located_and_healed_whichever_worker_has_it(size: int
         assert (difference.variable, difference.reference) == ("dense/kernel", reference)
         assert difference.rule == ("coordinator" if size == 2 else "majority")
         assert difference.groups[1:] == ((other,),)
-        found = difference.deviations[other]
+        found = difference.differing[other]
         assert (found.count, found.of, found.first_index) == (1, 12, (2, 1))
         assert (report.outcome, report.healed) == ("healed", (1,))
         assert job.values() == [job.values()[reference]] * size
@@ -115,7 +115,7 @@ def test_warn_tells_and_changes_nothing() -> None:
         values = job.values()
         report = audit(job, "warn")
         assert report.outcome == "warned"
-        assert report.differences[0].deviations[1].count == 1
+        assert report.differences[0].differing[1].count == 1
         assert job.values() == values
         assert job.journal.history().committed == {}
         eventually(lambda: not job.board.buffers)
@@ -191,7 +191,7 @@ def test_an_audit_that_was_asked_for_is_answered_with_who_asked_while_training_c
         job.train(30)
         eventually(lambda: ended_reports(job))
         report = ended_reports(job)[0]
-        assert (report.asked_by, report.outcome) == (("request-1",), "equal")
+        assert (report.requests, report.outcome) == (("request-1",), "equal")
         assert job.workers[1].reports == [report]
 
 
@@ -218,10 +218,16 @@ def test_what_may_differ_is_listed_and_never_healed() -> None:
         flip(job.workers[1], "dense/bias")
         report = audit(job, "raise")
         assert report.outcome == "equal"
-        assert dict(report.free) == {"dense/bias": True, "optimizer/learning_rate": False}
+        assert {one.variable: one.differs for one in report.declared} == {
+            "dense/bias": True,
+            "optimizer/learning_rate": False,
+        }
         job.train(4, lambda worker, step: worker.audit_in_passing() if step == 2 else None)
         eventually(lambda: len(ended_reports(job)) == 2)
-        assert dict(ended_reports(job)[1].free) == {"dense/bias": True, "optimizer/learning_rate": False}
+        assert {one.variable: one.differs for one in ended_reports(job)[1].declared} == {
+            "dense/bias": True,
+            "optimizer/learning_rate": False,
+        }
         assert job.journal.history().committed == {}
 
 
@@ -236,7 +242,7 @@ def test_a_disk_that_is_full_makes_heal_raise_instead() -> None:
         flip(job.workers[1], "dense/bias")
         report = what_an_audit_raises(job, "heal")[0]
         assert (report.outcome, report.healed) == ("raised", ())
-        assert report.differences[0].deviations[1].count == 1
+        assert report.differences[0].differing[1].count == 1
         job.train(3)
         eventually(lambda: not job.board.buffers)
 
@@ -251,7 +257,7 @@ def test_values_that_a_worker_cannot_take_are_reported_without_distances() -> No
         job.workers[1].transport.receive = no_room  # type: ignore[method-assign]
         report = what_an_audit_raises(job, "heal")[0]
         assert report.outcome == "raised"
-        assert [(one.variable, dict(one.deviations)) for one in report.differences] == [("dense/bias", {})]
+        assert [(one.variable, dict(one.differing)) for one in report.differences] == [("dense/bias", {})]
         eventually(lambda: not job.board.buffers)
 
 
@@ -343,9 +349,9 @@ def test_every_bit_counts_forevery_dtype() -> None:
         bad["zero"][1] = -0.0
         bad["nan"].view(np.uint32)[0] ^= 1
         report = audit(job)
-        where = {one.variable: one.deviations[1].first_index for one in report.differences}
+        where = {one.variable: one.differing[1].first_index for one in report.differences}
         expected = {**dict.fromkeys(kinds, (1, 1)), "bfloat16": (4,), "bool": (2,), "zero": (1,), "nan": (0,)}
         assert where == expected
-        assert all(one.deviations[1].count == 1 for one in report.differences)
+        assert all(one.differing[1].count == 1 for one in report.differences)
         assert report.outcome == "healed"
         assert job.values() == job.values()[:1] * 3

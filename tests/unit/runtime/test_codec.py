@@ -50,7 +50,8 @@ from replicast.core.operations import (
 from replicast.core.records import Applied, Proposal, Published, Refusal, ReportId, Seen, Snapshot, Stage
 from replicast.replicas.channel import Note
 from replicast.transport import Parcel, Piece
-from replicast.update.audit_report import deviation
+from replicast.update.audit_report import AuditReport, Declared, Difference
+from replicast.update.distance import deviation
 from replicast.update.trial import Trial, TrialOutcome
 
 PARCEL = Parcel("test-1-1", 1, 128, (Piece("float32", (4, 3), 0), Piece("bfloat16", (), 64)), "ab" * 16)
@@ -70,15 +71,15 @@ RECEIPT = Receipt(
     (7, 7),
 )
 REFUSAL = Refusal("There is no room", (1,), {"problem": "There is no room", "worker": 1, "variable": None})
-DIFFERENCE = audit.DifferentVariable(
+DIFFERENCE = Difference(
     "dense/bias",
     ((0, 2), (1,)),
     0,
     "majority",
     {1: deviation(np.zeros(3, np.float32), np.ones(3, np.float32))},
 )
-REPORT = audit.AuditResult(
-    1, 20, 1e9, 20, 10, "healed", (DIFFERENCE,), {"seed": True}, (4,), 0.01, ("request-1",)
+REPORT = AuditReport(
+    1, 20, 1e9, 20, 10, "healed", (DIFFERENCE,), (Declared("seed", True),), (4,), 0.01, ("request-1",)
 )
 ORDERS: list[Any] = [
     update.Load("fix", "digest"),

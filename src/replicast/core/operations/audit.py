@@ -19,10 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from msgspec import field
 from msgspec.structs import replace
 
-from replicast.codec import Record
 from replicast.core.messages import Order, Replica
 from replicast.core.operation import (
     Ask,
@@ -39,35 +37,17 @@ from replicast.core.operation import (
 from replicast.core.operations.sync import Publish
 from replicast.core.operations.update import Apply, Prepare, committed, discarded, payload_of, verified
 from replicast.core.records import Proposal, Refusal, Refuse, ReportId, Seen, Stage
-from replicast.update.reference_value import groups_of, reference_first, reference_of
+from replicast.update.audit_report import (
+    AuditOutcome,
+    AuditReport,
+    Declared,
+    Difference,
+    groups_of,
+    reference_first,
+    reference_of,
+)
 
 Reports = dict[int, Seen]
-
-
-class DifferentVariable(Record):
-    """A variable that is not the same on all workers."""
-
-    variable: str
-    groups: tuple[tuple[int, ...], ...]
-    reference: int
-    rule: str
-    deviations: Mapping[int, Any] = field(default_factory=dict)
-
-
-class AuditResult(Record):
-    """The result of an audit, the same on all workers."""
-
-    number: int
-    step: int
-    time: float
-    found_at: int
-    last_equal: int | None
-    outcome: str = "equal"
-    differences: tuple[DifferentVariable, ...] = ()
-    free: Mapping[str, bool] = field(default_factory=dict)
-    healed: tuple[int, ...] = ()
-    digest_secs: float = 0.0
-    asked_by: tuple[str, ...] = ()
 
 
 class Audit(Operation):
@@ -93,7 +73,7 @@ class Audit(Operation):
         if policy == "raise" and job.resting_for() == "sync":
             policy = "warn"  # all workers are about to be made equal
         seen = yield Ask(Examine(), None, job.timeouts.compute_secs, "compare its state")
-        report = replace(_report(job, step, seen), asked_by=self.asked_by)
+        report = replace(_report(job, step, seen), requests=self.asked_by)
         differences = yield from self._differences(job, seen)
         if differences:
             report = yield from self._looked_into(job, report, differences, seen, policy)
@@ -119,7 +99,7 @@ class Audit(Operation):
         job.audits.differ(step)
         return None
 
-    def _differences(self, job: JobView, seen: Reports) -> Part[tuple[DifferentVariable, ...]]:
+    def _differences(self, job: JobView, seen: Reports) -> Part[tuple[Difference, ...]]:
         """The variables that differ, each with its reference."""
         names = tuple(seen[0].digests)
         groups = groups_of({rank: tuple(one.digests.values()) for rank, one in seen.items()}, names)
@@ -131,19 +111,19 @@ class Audit(Operation):
         for name, of in groups.items():
             digest = expected.get(name)
             reference, rule = reference_of(of, lambda digest=digest: digest)  # type: ignore[misc]
-            found.append(DifferentVariable(name, reference_first(of, reference), reference, rule))
+            found.append(Difference(name, reference_first(of, reference), reference, rule))
         return tuple(found)
 
     def _looked_into(
         self,
         job: JobView,
-        report: AuditResult,
-        differences: tuple[DifferentVariable, ...],
+        report: AuditReport,
+        differences: tuple[Difference, ...],
         seen: Reports,
         policy: str,
-    ) -> Part[AuditResult]:
+    ) -> Part[AuditReport]:
         """Measures the deviations; with "heal", makes the replicas equal."""
-        outcomes = {"heal": "healed", "raise": "raised", "warn": "warned"}
+        outcomes: dict[str, AuditOutcome] = {"heal": "healed", "raise": "raised", "warn": "warned"}
         report = replace(report, found_at=job.audits.differ(report.step), differences=differences)
         updates: list[Proposal] = []
         try:
@@ -160,7 +140,7 @@ class Audit(Operation):
         return replace(report, outcome="raised") if policy == "heal" else report
 
     def _borrow(
-        self, job: JobView, differences: tuple[DifferentVariable, ...], updates: list[Proposal]
+        self, job: JobView, differences: tuple[Difference, ...], updates: list[Proposal]
     ) -> Part[None]:
         """Every worker fetches the reference values; adds one update to `updates` per reference worker."""
         for source in sorted({one.reference for one in differences}):
@@ -173,7 +153,7 @@ class Audit(Operation):
             prepare = Prepare(id_, made.digest, made.content)
             yield Ask(prepare, None, job.timeouts.prepare_secs, "fetch the reference values")
 
-    def _healed(self, job: JobView, report: AuditResult, updates: list[Proposal]) -> Part[AuditResult]:
+    def _healed(self, job: JobView, report: AuditReport, updates: list[Proposal]) -> Part[AuditReport]:
         """Commits the fetched values as updates, and applies them while all are stopped."""
         healed: list[int] = []
         for update in updates:
@@ -193,23 +173,25 @@ class Audit(Operation):
         return replace(report, healed=tuple(healed))
 
 
-def _report(job: JobView, step: int, seen: Reports) -> AuditResult:
+def _report(job: JobView, step: int, seen: Reports) -> AuditReport:
     """The report of an audit without differences so far."""
-    free = {name: len({one.free[name] for one in seen.values()}) > 1 for name in seen[0].free}
-    return AuditResult(
+    return AuditReport(
         job.audits.next_number(),
         step,
         max(one.time for one in seen.values()),
         step,
         job.audits.last_equal,
-        free=free,
+        declared=tuple(
+            Declared(name, len({one.free[name] for one in seen.values()}) > 1) for name in seen[0].free
+        ),
         digest_secs=max(one.secs for one in seen.values()),
+        workers=job.size,
     )
 
 
 def _compared(
-    job: JobView, differences: tuple[DifferentVariable, ...], updates: list[Proposal]
-) -> Part[tuple[DifferentVariable, ...]]:
+    job: JobView, differences: tuple[Difference, ...], updates: list[Proposal]
+) -> Part[tuple[Difference, ...]]:
     """How far each worker deviates from the reference values."""
     found: dict[int, dict[str, Any]] = {rank: {} for rank in range(job.size)}
     sources = sorted({one.reference for one in differences})
@@ -222,7 +204,7 @@ def _compared(
     return tuple(
         replace(
             one,
-            deviations={
+            differing={
                 rank: found[rank][one.variable]
                 for group in one.groups[1:]
                 for rank in group
@@ -233,7 +215,7 @@ def _compared(
     )
 
 
-def _note(differences: tuple[DifferentVariable, ...]) -> str:
+def _note(differences: tuple[Difference, ...]) -> str:
     """The note of an update that heals."""
     names = ", ".join(one.variable for one in differences[:5])
     more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
@@ -270,7 +252,7 @@ class Compare(Order):
 class Report(Order):
     """Worker, in the training thread: receive the report of the audit."""
 
-    report: AuditResult
+    report: AuditReport
     raises: bool
 
     def perform(self, replica: Replica) -> None:
