@@ -1,6 +1,6 @@
 """Records: one definition is the Python type, the message between processes, and the line on disk.
 
-A record is an immutable msgspec struct. Encoded, it carries the name of its class as `type`, so that a field
+A record is an immutable msgspec struct. Encoded, it carries the name of its class as `$record`, so that a field
 of any type, such as the answer to an order, is decoded as what it was. Nothing but records, enums, numbers,
 text and containers of them is encoded, and only records are created when decoding: nothing is unpickled.
 """
@@ -14,11 +14,12 @@ from typing import Any, dataclass_transform
 
 import msgspec
 
+_TAG = "$record"  # no name that a field, a variable or a metric has
 _TYPES: dict[str, type[Record]] = {}
 
 
 @dataclass_transform(frozen_default=True)
-class Record(msgspec.Struct, frozen=True, tag=True):
+class Record(msgspec.Struct, frozen=True, tag=True, tag_field=_TAG):
     """Base class of immutable records. `msgspec.structs.replace` makes a changed copy."""
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -39,7 +40,8 @@ def fields_of(record: object, nonfinite: Callable[[str], Any] = lambda _: None) 
 
 
 def _without_type(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: one for name, one in fields.items() if name != "type" or one not in _TYPES}
+    fields.pop(_TAG, None)
+    return fields
 
 
 def encode(value: Any) -> str:
@@ -70,4 +72,4 @@ def _revived(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     fields = {name: _revived(one) for name, one in value.items()}
-    return msgspec.convert(fields, _TYPES[fields["type"]]) if "type" in fields else fields
+    return msgspec.convert(fields, _TYPES[fields[_TAG]]) if _TAG in fields else fields

@@ -70,7 +70,11 @@ RECEIPT = Receipt(
     2,
     (7, 7),
 )
-REFUSAL = Refusal("There is no room", (1,), {"problem": "There is no room", "worker": 1, "variable": None})
+REFUSAL = Refusal(
+    "There is no room",
+    (1,),
+    {"type": "UpdateRefused", "problem": "There is no room", "worker": 1, "variable": None},
+)
 DIFFERENCE = Difference(
     "dense/bias",
     ((0, 2), (1,)),
@@ -180,12 +184,12 @@ def packed(value: Any) -> str:
 @pytest.mark.parametrize(
     "text",
     [
-        packed({"type": "Popen", "args": "ls"}),
-        packed({"type": "Stop"}),
-        packed({"type": "Stop", "meeting": "1"}),
-        packed({"type": "Tell", "id": "fix", "tickets": [], "stage": "somewhere"}),
-        packed({"type": 3}),
-        packed({"type": "Stop", "meeting": 1})[:-4],
+        packed({"$record": "Popen", "args": "ls"}),
+        packed({"$record": "Stop"}),
+        packed({"$record": "Stop", "meeting": "1"}),
+        packed({"$record": "Tell", "id": "fix", "tickets": [], "stage": "somewhere"}),
+        packed({"$record": 3}),
+        packed({"$record": "Stop", "meeting": 1})[:-4],
         "not base64",
     ],
 )
