@@ -1,8 +1,9 @@
 """Records: one definition is the Python type, the message between processes, and the line on disk.
 
-A record is an immutable msgspec struct. Encoded, it carries the name of its class as `$record`, so that a field
-of any type, such as the answer to an order, is decoded as what it was. Nothing but records, enums, numbers,
-text and containers of them is encoded, and only records are created when decoding: nothing is unpickled.
+A record is an immutable msgspec struct. Encoded, it carries the name of its class as `$record`, so that a
+field of any type, such as the answer to an order, is decoded as what it was. Nothing but records, enums,
+numbers, text and containers of them is encoded, and only records are created when decoding: nothing is
+unpickled.
 """
 
 from __future__ import annotations
