@@ -1,9 +1,8 @@
 """Records: one definition is the Python type, the message between processes, and the line on disk.
 
-A record is an immutable msgspec struct. Encoded, it carries the name of its class as `$record`, so that a
+A record is an immutable msgspec struct. Encoded, it carries the name of its class as `type`, so that a
 field of any type, such as the answer to an order, is decoded as what it was. Nothing but records, enums,
-numbers, text and containers of them is encoded, and only records are created when decoding: nothing is
-unpickled.
+numbers, text and containers of them is encoded, and only records are created when decoding.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from typing import Any, dataclass_transform
 
 import msgspec
 
-_TAG = "$record"  # no name that a field, a variable or a metric has
 _TYPES: dict[str, type[Record]] = {}
 
 
 @dataclass_transform(frozen_default=True)
-class Record(msgspec.Struct, frozen=True, tag=True, tag_field=_TAG):
+class Record(msgspec.Struct, frozen=True, tag=True):
     """Base class of immutable records. `msgspec.structs.replace` makes a changed copy."""
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -41,8 +39,7 @@ def fields_of(record: object, nonfinite: Callable[[str], Any] = lambda _: None) 
 
 
 def _without_type(fields: dict[str, Any]) -> dict[str, Any]:
-    fields.pop(_TAG, None)
-    return fields
+    return {name: one for name, one in fields.items() if name != "type" or one not in _TYPES}
 
 
 def encode(value: Any) -> str:
@@ -58,7 +55,7 @@ def decode(text: str) -> Any:
     """Decodes the output of `encode`; raises ValueError for anything else."""
     try:
         return _revived(msgspec.msgpack.decode(base64.b64decode(text, validate=True)))
-    except (ValueError, KeyError) as error:  # no such record, or one with other fields
+    except ValueError as error:  # a record with other fields, or no record at all
         raise ValueError(f"Not a message ({error}). Received: {text[:200]}") from error
 
 
@@ -73,4 +70,6 @@ def _revived(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     fields = {name: _revived(one) for name, one in value.items()}
-    return msgspec.convert(fields, _TYPES[fields[_TAG]]) if _TAG in fields else fields
+    name = fields.get("type")
+    kind = _TYPES.get(name) if isinstance(name, str) else None  # other values may have a `type` too
+    return fields if kind is None else msgspec.convert(fields, kind)

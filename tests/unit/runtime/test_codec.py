@@ -181,15 +181,17 @@ def packed(value: Any) -> str:
     return base64.b64encode(msgspec.msgpack.encode(value)).decode("ascii")
 
 
+def test_only_records_are_created() -> None:
+    assert decode(packed({"type": "Popen", "args": "ls"})) == {"type": "Popen", "args": "ls"}
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        packed({"$record": "Popen", "args": "ls"}),
-        packed({"$record": "Stop"}),
-        packed({"$record": "Stop", "meeting": "1"}),
-        packed({"$record": "Tell", "id": "fix", "tickets": [], "stage": "somewhere"}),
-        packed({"$record": 3}),
-        packed({"$record": "Stop", "meeting": 1})[:-4],
+        packed({"type": "Stop"}),
+        packed({"type": "Stop", "meeting": "1"}),
+        packed({"type": "Tell", "id": "fix", "tickets": [], "stage": "somewhere"}),
+        packed({"type": "Stop", "meeting": 1})[:-4],
         "not base64",
     ],
 )
