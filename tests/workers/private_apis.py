@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,8 @@ import replicast
 from replicast.launcher.checks import release
 
 SOURCE = Path(replicast.__file__).parent
-OURS = ("training", "coordination.py")
-"""Where private APIs may be used."""
-NOT_PRIVATE = frozenset({"_exit", "_getframe", "_replace"})
-"""Names with an underscore that Python documents."""
+OURS = ("training", "coordination.py")  # where private APIs may be used
+NOT_PRIVATE = frozenset({"_exit", "_getframe", "_replace"})  # names with an underscore that Python documents
 
 
 @dataclass(frozen=True)
@@ -69,267 +68,120 @@ class PrivateApi:
         )
 
 
-_CONTEXT = "tensorflow.python.eager.context"
-_LAUNCHER = "tensorflow.python.distribute.cross_device_utils.CollectiveReplicaLauncher"
-_EXTENDED = "tensorflow.python.distribute.collective_all_reduce_strategy.CollectiveAllReduceExtended"
-_ADAPTERS = "keras.src.trainers.data_adapters"
-_ITERATOR = "keras.src.trainers.epoch_iterator.EpochIterator"
-_SEND = ("self", "input_tensor", "control_input", "options")
+_SHORT = {
+    "<context>": "tensorflow.python.eager.context",
+    "<values>": "tensorflow.python.distribute.values",
+    "<launcher>": "tensorflow.python.distribute.cross_device_utils.CollectiveReplicaLauncher",
+    "<extended>": "tensorflow.python.distribute.collective_all_reduce_strategy.CollectiveAllReduceExtended",
+    "<adapters>": "keras.src.trainers.data_adapters",
+    "<iterator>": "keras.src.trainers.epoch_iterator.EpochIterator",
+}
+_ROW = re.compile(r"(?P<name>[^ :(]+)(\((?P<given>.*)\))?( \[Keras (?P<since>[\d.]+)\])?: (?P<needed>.*)")
 
-NAMES = [
-    PrivateApi(
-        f"{_CONTEXT}.Context.set_config_key_value",
-        "coordination.py",
-        "writes a key of the coordination service unless it is there",
-        ("self", "key", "value"),
-    ),
-    PrivateApi(
-        f"{_CONTEXT}.Context.get_config_key_value",
-        "coordination.py",
-        "waits for a key, at most so many milliseconds",
-        ("self", "key", "timeout_in_ms"),
-    ),
-    PrivateApi(
-        f"{_CONTEXT}.Context.delete_config_key_value", "coordination.py", "removes a key", ("self", "key")
-    ),
-    PrivateApi(
-        f"{_CONTEXT}.Context.get_task_states",
-        "coordination.py",
-        "returns the error of each task that the service has lost, by job and index",
-        ("self", "job_configs"),
-    ),
-    PrivateApi(
-        f"{_CONTEXT}.Context.abort_collective_ops",
-        "coordination.py",
-        "ends transfers that wait for a worker that has failed",
-        ("self", "code", "message"),
-    ),
-    PrivateApi(f"{_CONTEXT}.context", "coordination.py", "the context of this process", ()),
-    PrivateApi(f"{_CONTEXT}.global_seed", "training/variables.py", "the seed that the user has set", ()),
-    PrivateApi(
-        f"{_LAUNCHER}.__init__",
-        "training/collectives.py",
-        "makes a launcher like another one",
-        ("self", "group_key", "group_size", "collective_keys", "device", "options"),
-    ),
-    PrivateApi(
-        f"{_EXTENDED}._update_config_proto",
-        "training/collectives.py",
-        "its result configures the server and the coordination service",
-        ("self", "config_proto"),
-    ),
-    PrivateApi(
-        f"{_LAUNCHER}.all_reduce",
-        "training/collectives.py",
-        "starts every dense transfer, and is given its tensor first",
-        _SEND,
-    ),
-    PrivateApi(
-        f"{_LAUNCHER}._all_gather",
-        "training/collectives.py",
-        "starts every sparse transfer, and is given its tensor first",
-        ("self", "input_tensor", "options"),
-    ),
-    PrivateApi(
-        f"{_LAUNCHER}._next_instance_key",
-        "training/collectives.py",
-        "is where a transfer draws its key",
-        ("self",),
-    ),
-    PrivateApi(
-        f"{_EXTENDED}.__init__",
-        "training/collectives.py",
-        "makes what is behind MultiWorkerMirroredStrategy",
-        ("self", "container_strategy", "cluster_resolver", "communication_options", "devices"),
-    ),
-    PrivateApi(
-        f"{_EXTENDED}._call_for_each_replica",
-        "training/collectives.py",
-        "runs a function in the thread of each replica",
-        ("self", "fn", "args", "kwargs"),
-    ),
-    PrivateApi(
-        f"{_EXTENDED}._use_merge_call",
-        "training/collectives.py",
-        "says whether optimizers merge replicas, which they cannot inside tf.cond",
-        ("self",),
-    ),
-    PrivateApi(
-        f"{_EXTENDED}._create_variable",
-        "training/collectives.py",
-        "makes every variable of the scope",
-        ("self", "next_creator", "kwargs"),
-    ),
-    PrivateApi(
-        f"{_EXTENDED}._get_variable_creator_initial_value",
-        "training/collectives.py",
-        "broadcasts worker 0's initial value",
-        ("self", "replica_id", "device", "primary_var", "kwargs"),
-    ),
-    PrivateApi(
-        f"{_EXTENDED}._replica_ctx_all_reduce",
-        "training/collectives.py",
-        "is how an optimizer sums its gradients",
-        ("self", "reduce_op", "value", "options"),
-    ),
-    PrivateApi(
-        "tensorflow.python.framework.auto_control_deps_utils.get_read_write_resource_inputs",
-        "training/variables.py",
-        "tells which variables an operation writes",
-        ("op",),
-    ),
-    PrivateApi(
-        f"{_ITERATOR}.catch_stop_iteration",
-        "training/feeding.py",
-        "surrounds all steps of fit, evaluate and predict",
-        ("self",),
-    ),
-    PrivateApi(
-        "keras.src.callbacks.callback_list",
-        "training/feeding.py",
-        "to recognise its frames, which call callbacks",
-    ),
-    PrivateApi(_ITERATOR, "training/keras_call.py", "its constructor asks a strategy for the data of a call"),
-    PrivateApi(f"{_ADAPTERS}.array_data_adapter.ArrayDataAdapter", "training/strategy.py", "holds arrays"),
-    PrivateApi(
-        f"{_ADAPTERS}.generator_data_adapter.GeneratorDataAdapter", "training/resuming.py", "a generator"
-    ),
-    PrivateApi(f"{_ADAPTERS}.py_dataset_adapter.PyDatasetAdapter", "training/resuming.py", "a PyDataset"),
-    PrivateApi(f"{_ADAPTERS}.tf_dataset_adapter.TFDatasetAdapter", "training/strategy.py", "a tf.data"),
-    PrivateApi(
-        "tensorflow.python.distribute.values.MirroredVariable",
-        "training/variables.py",
-        "the class of variables that are equal on all workers",
-    ),
-    PrivateApi(
-        "tensorflow.python.distribute.values.SyncOnReadVariable",
-        "training/variables.py",
-        "the class of variables that each worker writes",
-    ),
-    PrivateApi(
-        "tensorflow.python.distribute.values.SyncOnReadVariable._update_replica",
-        "training/variables.py",
-        "how a replica writes such a variable",
-    ),
-    PrivateApi(
-        "tensorflow.python.distribute.values.SyncOnReadVariable._get_cross_replica",
-        "training/variables.py",
-        "how such a variable is read outside a step",
-    ),
-    PrivateApi(
-        "tensorflow.python.ops.resource_variable_ops.ResourceVariable",
-        "training/variables.py",
-        "a variable that is none of the strategy's, also when it is created in the scope",
-    ),
-    PrivateApi(
-        "tensorflow.python.distribute.values_util.is_saving_non_distributed",
-        "training/variables.py",
-        "whether a model is being exported without its strategy",
-    ),
-    PrivateApi(
-        "tensorflow.python.distribute.values.SyncOnReadVariable._get",
-        "training/variables.py",
-        "how a replica reads such a variable",
-    ),
-    PrivateApi(
-        "tensorflow.python.distribute.values.SyncOnReadVariable._gather_saveables_for_checkpoint",
-        "training/variables.py",
-        "what a tf.train.Checkpoint saves of such a variable",
-    ),
-    PrivateApi(
-        "tensorflow.python.distribute.values._SyncOnReadSaveable.restore",
-        "training/variables.py",
-        "how a tf.train.Checkpoint restores such a variable",
-    ),
-    PrivateApi(
-        "tensorflow.python.distribute.values.DistributedVariable._primary",
-        "training/variables.py",
-        "the variable on this worker",
-    ),
-    PrivateApi(
-        "tensorflow.python.data.ops.iterator_ops.OwnedIterator",
-        "training/feeding.py",
-        "what iter(dataset) makes",
-    ),
-    PrivateApi(
-        "keras.src.backend.tensorflow.trainer",
-        "training/keras_call.py",
-        "the module of the class that has fit",
-    ),
-    PrivateApi("keras.src.saving.saving_lib", "training/keras_call.py", "to recognise its frames"),
-    PrivateApi(
-        "tensorflow.python.eager.record.could_possibly_record",
-        "training/step.py",
-        "whether a tape is recording",
-        (),
-    ),
-    PrivateApi(
-        "keras.src.trainers.compile_utils.CompileMetrics.metrics",
-        "training/step_metrics.py",
-        "the metrics of compile, one by one",
-    ),
-    PrivateApi("keras.Model._flatten_layers", "training/variables.py", "all layers at any depth"),
-    PrivateApi("keras.callbacks.ModelCheckpoint._get_file_path", "training/writing.py", "where it writes"),
-    PrivateApi("keras.callbacks.ModelCheckpoint._save_model", "training/writing.py", "when it writes"),
-    PrivateApi(
-        "keras.Variable._initialize",
-        "training/variables.py",
-        "makes TensorFlow's variable behind one of Keras",
-    ),
-    PrivateApi(
-        f"{_EXTENDED}._container_strategy",
-        "training/collectives.py",
-        "the strategy that it is of",
-    ),
-    PrivateApi(
-        "keras.optimizers.LossScaleOptimizer._tf_apply",
-        "training/collectives.py",
-        "refuses to work in a scope outside of strategy.run",
-        ("self", "grads", "trainable_variables"),
-    ),
-    PrivateApi(
-        "keras.optimizers.LossScaleOptimizer._common_apply",
-        "training/collectives.py",
-        "applies the gradients if they are finite",
-        ("self", "grads", "trainable_variables"),
-    ),
-    PrivateApi(
-        "keras.src.backend.common.global_state",
-        "training/variables.py",
-        "holds the generator of unseeded draws, for each thread",
-    ),
-    PrivateApi(
-        "keras.src.random.seed_generator.GLOBAL_SEED_GENERATOR",
-        "training/variables.py",
-        "the name of that generator",
-    ),
-    PrivateApi(
-        "keras.src.saving.saving_lib.save_model", "training/writing.py", "writes every .keras file or folder"
-    ),
-    PrivateApi(
-        "keras.src.saving.saving_lib.save_weights_only", "training/writing.py", "writes every .weights.h5"
-    ),
-    PrivateApi("keras.src.legacy.saving.legacy_h5_format", "training/writing.py", "to replace its function"),
-    PrivateApi(
-        "keras.src.legacy.saving.legacy_h5_format.save_model_to_hdf5",
-        "training/writing.py",
-        "writes every .h5 file",
-    ),
-    PrivateApi("keras.src.utils.io_utils", "training/writing.py", "to replace its function"),
-    PrivateApi(
-        "keras.src.utils.io_utils.ask_to_proceed_with_overwrite",
-        "training/writing.py",
-        "asks whether to replace a file",
-        ("filepath",),
-    ),
-    PrivateApi(
-        "keras.utils.Progbar._estimate_step_duration",
-        "training/resuming.py",
-        "the time per batch that a progress bar shows",
-        ("self", "current", "now"),
-    ),
-]
-"""Functions and classes, by the names they are found under."""
+
+def _table(text: str) -> list[PrivateApi]:
+    """Each file of ours, and below it what it uses: name(parameters) [first version of Keras]: what for."""
+    found: list[PrivateApi] = []
+    file = ""
+    for line in re.sub(r"\n {6,}", " ", text.strip()).splitlines():
+        if not line.startswith(" "):
+            file = line
+            continue
+        row = _ROW.fullmatch(line.strip())
+        assert row is not None, line
+        name = re.sub("<.*>", lambda short: _SHORT[short[0]], row["name"])
+        given = None if row["given"] is None else tuple(filter(None, row["given"].split(", ")))
+        since = tuple(map(int, row["since"].split("."))) if row["since"] else ()
+        found.append(PrivateApi(name, file, row["needed"], given, since))
+    return found
+
+
+# Functions and classes, by the names they are found under.
+NAMES = _table("""
+coordination.py
+  <context>.Context.set_config_key_value(self, key, value):
+      writes a key of the coordination service unless it is there
+  <context>.Context.get_config_key_value(self, key, timeout_in_ms):
+      waits for a key, at most so many milliseconds
+  <context>.Context.delete_config_key_value(self, key): removes a key
+  <context>.Context.get_task_states(self, job_configs):
+      returns the error of each task that the service has lost, by job and index
+  <context>.Context.abort_collective_ops(self, code, message):
+      ends transfers that wait for a worker that has failed
+  <context>.context(): the context of this process
+training/variables.py
+  <context>.global_seed(): the seed that the user has set
+  <values>.MirroredVariable: the class of variables that are equal on all workers
+  <values>.SyncOnReadVariable: the class of variables that each worker writes
+  <values>.SyncOnReadVariable._update_replica: how a replica writes such a variable
+  <values>.SyncOnReadVariable._get_cross_replica: how such a variable is read outside a step
+  tensorflow.python.ops.resource_variable_ops.ResourceVariable:
+      a variable that is none of the strategy's, also when it is created in the scope
+  tensorflow.python.distribute.values_util.is_saving_non_distributed:
+      whether a model is being exported without its strategy
+  <values>.SyncOnReadVariable._get: how a replica reads such a variable
+  <values>.SyncOnReadVariable._gather_saveables_for_checkpoint:
+      what a tf.train.Checkpoint saves of such a variable
+  <values>._SyncOnReadSaveable.restore: how a tf.train.Checkpoint restores such a variable
+  <values>.DistributedVariable._primary: the variable on this worker
+  keras.Model._flatten_layers: all layers at any depth
+  keras.Variable._initialize: makes TensorFlow's variable behind one of Keras
+  keras.src.backend.common.global_state: holds the generator of unseeded draws, for each thread
+  keras.src.random.seed_generator.GLOBAL_SEED_GENERATOR: the name of that generator
+training/collectives.py
+  <launcher>.__init__(self, group_key, group_size, collective_keys, device, options):
+      makes a launcher like another one
+  <extended>._update_config_proto(self, config_proto):
+      its result configures the server and the coordination service
+  <launcher>.all_reduce(self, input_tensor, control_input, options):
+      starts every dense transfer, and is given its tensor first
+  <launcher>._all_gather(self, input_tensor, options):
+      starts every sparse transfer, and is given its tensor first
+  <launcher>._next_instance_key(self): is where a transfer draws its key
+  <extended>.__init__(self, container_strategy, cluster_resolver, communication_options, devices):
+      makes what is behind MultiWorkerMirroredStrategy
+  <extended>._call_for_each_replica(self, fn, args, kwargs): runs a function in the thread of each replica
+  <extended>._use_merge_call(self): says whether optimizers merge replicas, which they cannot inside tf.cond
+  <extended>._create_variable(self, next_creator, kwargs): makes every variable of the scope
+  <extended>._get_variable_creator_initial_value(self, replica_id, device, primary_var, kwargs):
+      broadcasts worker 0's initial value
+  <extended>._replica_ctx_all_reduce(self, reduce_op, value, options): is how an optimizer sums its gradients
+  <extended>._container_strategy: the strategy that it is of
+  keras.optimizers.LossScaleOptimizer._tf_apply(self, grads, trainable_variables):
+      refuses to work in a scope outside of strategy.run
+  keras.optimizers.LossScaleOptimizer._common_apply(self, grads, trainable_variables):
+      applies the gradients if they are finite
+training/step.py
+  tensorflow.python.framework.auto_control_deps_utils.get_read_write_resource_inputs(op):
+      tells which variables an operation writes
+  tensorflow.python.eager.record.could_possibly_record(): whether a tape is recording
+training/feeding.py
+  <iterator>.catch_stop_iteration(self): surrounds all steps of fit, evaluate and predict
+  keras.src.callbacks.callback_list: to recognise its frames, which call callbacks
+  <adapters>.array_data_adapter.ArrayDataAdapter: holds arrays
+  tensorflow.python.data.ops.iterator_ops.OwnedIterator: what iter(dataset) makes
+training/keras_call.py
+  <iterator>: its constructor asks a strategy for the data of a call
+  keras.src.backend.tensorflow.trainer: the module of the class that has fit
+  keras.src.saving.saving_lib: to recognise its frames
+training/resuming.py
+  <adapters>.generator_data_adapter.GeneratorDataAdapter: a generator
+  <adapters>.py_dataset_adapter.PyDatasetAdapter: a PyDataset
+  <adapters>.tf_dataset_adapter.TFDatasetAdapter: a tf.data
+  keras.utils.Progbar._estimate_step_duration(self, current, now):
+      the time per batch that a progress bar shows
+training/step_metrics.py
+  keras.src.trainers.compile_utils.CompileMetrics.metrics: the metrics of compile, one by one
+training/writing.py
+  keras.callbacks.ModelCheckpoint._get_file_path: where it writes
+  keras.callbacks.ModelCheckpoint._save_model: when it writes
+  keras.src.saving.saving_lib.save_model: writes every .keras file or folder
+  keras.src.saving.saving_lib.save_weights_only: writes every .weights.h5
+  keras.src.legacy.saving.legacy_h5_format: to replace its function
+  keras.src.legacy.saving.legacy_h5_format.save_model_to_hdf5: writes every .h5 file
+  keras.src.utils.io_utils: to replace its function
+  keras.src.utils.io_utils.ask_to_proceed_with_overwrite(filepath): asks whether to replace a file
+""")
 
 WRAPPER = "MeanMetricWrapper"
 ARRAYS, GENERATOR, PY_DATASET = "ArrayDataAdapter", "GeneratorDataAdapter", "PyDatasetAdapter"
@@ -338,61 +190,63 @@ MODEL, BACKUP, MIRRORED = "keras.Model", "BackupAndRestore", "MirroredVariable"
 BOARD = "TensorBoard"
 REDUCTION, OPTIMIZER, DATASET, SEEDED = "CollectiveAllReduce", "Optimizer", "Dataset", "Context"
 
-FIELDS = [
-    PrivateApi(f"{WRAPPER}._fn", "training/step_metrics.py", "the function whose values it averages"),
-    PrivateApi(
-        f"{MODEL}._loss_tracker", "training/step.py", "the metric that Keras weights by its first input"
-    ),
-    PrivateApi("Tensor._keras_mask", "training/step_metrics.py", "the mask of what a model returns"),
-    PrivateApi(f"{ARRAYS}._inputs", "training/strategy.py", "the arrays, which each worker slices"),
-    PrivateApi(f"{ARRAYS}._shuffle", "training/strategy.py", "what fit was told about the order"),
-    PrivateApi(f"{ARRAYS}.batch_size", "training/strategy.py", "the rows of a batch"),
-    PrivateApi(f"{GENERATOR}._first_batches", "training/strategy.py", "what was taken to see the shapes"),
-    PrivateApi(f"{PY_DATASET}.py_dataset", "training/resuming.py", "the PyDataset of the user"),
-    PrivateApi(f"{PY_DATASET}.enqueuer", "training/resuming.py", "whether batches are read ahead"),
-    PrivateApi(f"{PY_DATASET}.shuffle", "training/resuming.py", "whether the order of batches is drawn"),
-    PrivateApi(f"{PY_DATASET}.num_batches", "training/resuming.py", "how many there are"),
-    PrivateApi(
-        f"{PY_DATASET}._epoch",
-        "training/resuming.py",
-        "from Keras 3.16 on, the number from which it draws the order of batches",
-        since_keras=(3, 16),
-    ),
-    PrivateApi(f"{ITERATOR}.data_adapter", "training/resuming.py", "what the user passed as data"),
-    PrivateApi(f"{ITERATOR}.steps_per_epoch", "training/resuming.py", "how many batches an epoch has"),
-    PrivateApi(f"{ITERATOR}.steps_per_execution", "training/resuming.py", "how many batches a call takes"),
-    PrivateApi(f"{ITERATOR}._num_batches", "training/resuming.py", "the length of the data"),
-    PrivateApi(f"{ITERATOR}._current_iterator", "training/resuming.py", "the iterator that fit goes on with"),
-    PrivateApi(f"{ITERATOR}._steps_seen", "training/resuming.py", "how much of it was used"),
-    PrivateApi(f"{ITERATOR}._distributed_dataset", "training/resuming.py", "what the strategy made of it"),
-    PrivateApi(f"{STRATEGY}._cross_device_ops", "training/collectives.py", "transfers between devices"),
-    PrivateApi(f"{STRATEGY}._host_cross_device_ops", "training/collectives.py", "transfers between hosts"),
-    PrivateApi(f"{STRATEGY}._local_device_type", "training/strategy.py", "CPU or GPU"),
-    PrivateApi(f"{STRATEGY}._num_workers", "training/collectives.py", "whether there are other workers"),
-    PrivateApi(f"{STRATEGY}._num_replicas_in_sync", "training/strategy.py", "the number of workers"),
-    PrivateApi(f"{REDUCTION}._launchers", "training/collectives.py", "the list of launchers to replace"),
-    PrivateApi(f"{LAUNCHER}._group_key", "training/collectives.py", "to make a launcher like it"),
-    PrivateApi(f"{LAUNCHER}._group_size", "training/collectives.py", "to make a launcher like it"),
-    PrivateApi(f"{LAUNCHER}._collective_keys", "training/collectives.py", "to make a launcher like it"),
-    PrivateApi(f"{LAUNCHER}._device", "training/collectives.py", "to make a launcher like it"),
-    PrivateApi(f"{LAUNCHER}._options", "training/collectives.py", "to make a launcher like it"),
-    PrivateApi(f"{OPTIMIZER}._distribution_strategy", "training/strategy.py", "in which scope it was made"),
-    PrivateApi(f"{STRATEGY}._task_id", "training/collectives.py", "which worker this is"),
-    PrivateApi(f"{OPTIMIZER}._trainable_variables", "training/collectives.py", "what it was built with"),
-    PrivateApi(f"{MODEL}._distribute_strategy", "training/strategy.py", "in which scope it was made"),
-    PrivateApi(f"{MODEL}._compile_loss", "training/variables.py", "whether Keras has built the loss"),
-    PrivateApi(f"{MODEL}._compile_metrics", "training/variables.py", "whether Keras has built the metrics"),
-    PrivateApi(f"{BACKUP}._training_metadata_path", "training/writing.py", "where it notes the epoch"),
-    PrivateApi(f"{BOARD}._should_trace", "training/writing.py", "whether it profiles"),
-    PrivateApi(f"{MIRRORED}._distribute_strategy", "training/variables.py", "the strategy that made it"),
-    PrivateApi(f"{DATASET}._variant_tensor", "training/feeding.py", "to make a dataset of our own class"),
-    PrivateApi(f"{SEEDED}._rng", "training/variables.py", "is another one when a seed is set again"),
-]
-"""Fields of objects. `test_private_apis.py` makes the objects."""
+# Fields of objects. `test_private_apis.py` makes the objects.
+FIELDS = _table("""
+training/step_metrics.py
+  MeanMetricWrapper._fn: the function whose values it averages
+  keras.Model._loss_tracker: the metric that Keras weights by its first input
+  Tensor._keras_mask: the mask of what a model returns
+training/feeding.py
+  ArrayDataAdapter._inputs: the arrays, which each worker slices
+  ArrayDataAdapter._shuffle: what fit was told about the order
+  ArrayDataAdapter.batch_size: the rows of a batch
+  GeneratorDataAdapter._first_batches: what was taken to see the shapes
+  Dataset._variant_tensor: to make a dataset of our own class
+training/resuming.py
+  PyDatasetAdapter.py_dataset: the PyDataset of the user
+  PyDatasetAdapter.enqueuer: whether batches are read ahead
+  PyDatasetAdapter.shuffle: whether the order of batches is drawn
+  PyDatasetAdapter.num_batches: how many there are
+  PyDatasetAdapter._epoch [Keras 3.16]:
+      from Keras 3.16 on, the number from which it draws the order of batches
+  EpochIterator.data_adapter: what the user passed as data
+  EpochIterator.steps_per_epoch: how many batches an epoch has
+  EpochIterator.steps_per_execution: how many batches a call takes
+  EpochIterator._num_batches: the length of the data
+  EpochIterator._current_iterator: the iterator that fit goes on with
+  EpochIterator._steps_seen: how much of it was used
+  EpochIterator._distributed_dataset: what the strategy made of it
+training/collectives.py
+  Strategy.extended._cross_device_ops: transfers between devices
+  Strategy.extended._host_cross_device_ops: transfers between hosts
+  Strategy.extended._num_workers: whether there are other workers
+  CollectiveAllReduce._launchers: the list of launchers to replace
+  CollectiveReplicaLauncher._group_key: to make a launcher like it
+  CollectiveReplicaLauncher._group_size: to make a launcher like it
+  CollectiveReplicaLauncher._collective_keys: to make a launcher like it
+  CollectiveReplicaLauncher._device: to make a launcher like it
+  CollectiveReplicaLauncher._options: to make a launcher like it
+  Strategy.extended._task_id: which worker this is
+  Optimizer._trainable_variables: what it was built with
+training/strategy.py
+  Strategy.extended._local_device_type: CPU or GPU
+  Strategy.extended._num_replicas_in_sync: the number of workers
+  keras.Model._distribute_strategy: in which scope it was made
+training/variables.py
+  Optimizer._distribution_strategy: in which scope it was made
+  keras.Model._compile_loss: whether Keras has built the loss
+  keras.Model._compile_metrics: whether Keras has built the metrics
+  MirroredVariable._distribute_strategy: the strategy that made it
+  Context._rng: is another one when a seed is set again
+training/writing.py
+  BackupAndRestore._training_metadata_path: where it notes the epoch
+  TensorBoard._should_trace: whether it profiles
+""")
 
 INITIAL_EPOCH = PrivateApi(
     "keras.Model._initial_epoch", "training/resuming.py", "fit begins with it, read after on_train_begin"
 )
+# How Keras calls us, and in which order.
 LOCALS = {
     "fit": PrivateApi(
         "keras.Model.fit",
@@ -420,7 +274,7 @@ LOCALS = {
         "takes one batch to see its shapes, in fit",
     ),
     "iterators": PrivateApi(
-        f"{_ITERATOR}._enumerate_iterator",
+        "keras.src.trainers.epoch_iterator.EpochIterator._enumerate_iterator",
         "training/resuming.py",
         "makes two iterators an epoch where it knows the length, and uses the first; else one",
     ),
@@ -435,7 +289,6 @@ LOCALS = {
         "what remembers something of a weight is named after it, in the order of the weights",
     ),
 }
-"""How Keras calls us, and in which order."""
 
 ALL = [*NAMES, *FIELDS, INITIAL_EPOCH, *LOCALS.values()]
 

@@ -112,11 +112,6 @@ def test_only_lengths_that_are_known_are_compared() -> None:
         refuse_other_lengths({0: Sample("training data", length=5), 2: Sample("training data", length=6)})
 
 
-def test_a_sample_survives_its_way_to_another_worker() -> None:
-    sample = sample_of_arrays("training data", (np.zeros((3, 2)), np.array(["a", "é", "c"], dtype=object)))
-    assert Sample.from_text(sample.to_text()) == sample
-
-
 def spec(*shape: int | None) -> tf.TensorSpec:
     return tf.TensorSpec(shape)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -182,7 +183,8 @@ class Job:
             self.meetings.append(rank)
             return {rank: message}
 
-        return Functions(rank, meet, MemoryCoordination(self.store), lambda: (0, 0), self.counter)
+        turns: Any = SimpleNamespace(meet=meet, position=lambda: (0, 0))
+        return Functions(rank, MemoryCoordination(self.store), turns, self.counter)
 
     def function(self) -> None:
         """What Keras keeps of a step."""

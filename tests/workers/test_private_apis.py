@@ -100,7 +100,10 @@ def test_every_private_api_that_we_use_is_known_here_and_used_where_it_may_be() 
     known = {part for api in private_apis.ALL for part in api.name.split(".")}
     for name, file in private_apis.used():
         assert name in known, f"src/replicast/{file} uses {name}: add it to {private_apis.__name__}"
-        assert file.startswith(private_apis.OURS), f"{name} in {file}: private APIs belong to the strategy"
+        assert file.startswith(private_apis.OURS), f"{name} in {file}: private APIs belong to training/"
+    for api in (*private_apis.NAMES, *private_apis.FIELDS):
+        source = (private_apis.SOURCE / api.used_in).read_text()
+        assert api.last in source, f"{private_apis.__name__}: {api.used_in} does not use {api.name}"
 
 
 def test_a_transfer_draws_its_key_where_we_give_ours() -> None:

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from replicast.training.sparse_gradients import SliceExchange, sum_over_workers
+from replicast.training.collectives import sum_over_workers
 from tests.pool import Pool
 
 BATCH = np.array([[1, 5, 2, 2], [7, 1, 0, 3], [2, 9, 4, 1]], "int32")
@@ -76,9 +76,6 @@ def as_two_equal_workers(values: list[Any], averaged: list[bool]) -> list[Any]:
     return [doubled(value) for value in values]
 
 
-TWO_EQUAL_WORKERS = SliceExchange(2, as_two_equal_workers, lambda tensor: tf.concat([tensor, tensor], 0))
-
-
 def slices_found(_: None, shape: list[int | None]) -> dict[str, int]:
     table = keras.layers.Embedding(20, 2)
     table.build()
@@ -90,7 +87,8 @@ def slices_found(_: None, shape: list[int | None]) -> dict[str, int]:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(lookup(table, x) ** 2)
             gradient = tape.gradient(loss, weight)
-            total = sum_over_workers([gradient], TWO_EQUAL_WORKERS)[0]
+            gather = lambda tensor: tf.concat([tensor, tensor], 0)  # noqa: E731
+            (total,) = sum_over_workers([gradient], [False], 2, as_two_equal_workers, gather)
             difference = tf.convert_to_tensor(total) - 2 * tf.convert_to_tensor(gradient)
             return tf.size(total.indices), tf.reduce_max(tf.abs(difference))
 

@@ -3,30 +3,19 @@
 This package and `replicast.coordination` are the only places that use private TensorFlow or Keras APIs. Each
 use says why in a comment, and `tests/workers/test_private_apis.py` fails when one of them changes.
 
-    strategy       the public class; implements for several workers what Keras asks of a strategy
-    collectives    tensor exchange between workers, with keys that work inside loops
-    step           one training step of a Keras model: weighted gradients, exact metrics, equal statistics
-    slices         row-sparse gradients summed to the slices of one process
-    metrics        how a step updates each metric; which of the values that it returns are their results
-    rows           which arrays of a batch are rows, how many there are, a placeholder if there are none
-    writes         which variables a step writes
-    building       variables that a model creates while its step is traced
-    outside        variables created outside the scope: moved into it, or refused
-    optimizers     the optimizers of a model and of its layers
-    replicated     the variables of a job, which read like those of one process
-    caller         which Keras call is running, on which model, with which callbacks
-    inputs         how the data of a Keras call is divided, by the kind of data
+    strategy       the public class; what Keras asks of a strategy, for several workers; the start of a worker
+    keras_call     which Keras call is running, on which model, with which callbacks
     feeding        each worker's share of every batch, without a transfer per step
     samples        comparison of the workers' data
+    step           one training step of a Keras model: weighted gradients, exact metrics, equal statistics
+    step_metrics   how a step updates each metric; which of the values that it returns are their results
+    origins        what a tensor of a step comes from: rows, common values, constants, a call
+    collectives    tensor exchange between workers, with keys that work inside loops
     functions      comparison of what the workers compute, when a step is traced
-    writing        files that one worker writes for all
-    callbacks      callbacks that write files
-    variables      the state of a model: its variables by name, and how edits change them
-    device_digest  digests of variables computed on an accelerator
-    resuming       where `fit` continues after a restore
-    passes         where a custom training loop continues after a restore
-    progress       the progress bar of a resumed epoch
-    seeds          the same shuffle and the same unseeded draws on every worker
+    variables      the variables of a job: how they read, where they are created, who holds them, shared seeds
+    writing        files that one worker writes for all; callbacks that write files
+    resuming       where `fit`, or a custom training loop, continues after a restore
+    keras_state    the state of a model: its variables by name, how edits change them, their digests
 """
 
 import gc

@@ -1,4 +1,19 @@
-"""Tensor exchange between workers: TensorFlow's collectives, with keys that work inside loops."""
+"""Tensor exchange between workers: sums, weighted means and concatenations of all workers' tensors.
+
+Every collective runs on every worker, in the same order, and the n-th one of a worker belongs to the n-th one
+of all others. That holds because all workers trace and run the same code; nothing else is checked before a
+transfer.
+
+Inside graphs, the workers of one host sum through shared memory (`SharedSums`). All else is left to
+TensorFlow's collectives, which match transfers by a key. Keys work inside loops because they come from a
+counter in the graph (`CountingLauncher`). Both kinds of transfer advance this counter, when the values to
+send exist and before they wait: so `turns.py` can compare how far the workers are, and detect one that waits
+in vain.
+
+Replaced in TensorFlow: its launchers of collectives, and the class behind MultiWorkerMirroredStrategy, the
+only place where they can be replaced. Replaced in Keras: `LossScaleOptimizer._tf_apply`
+(`_scale_losses_between_steps`).
+"""
 
 from __future__ import annotations
 
@@ -13,21 +28,30 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+
+# Private: the launcher that draws the keys, and the class behind MultiWorkerMirroredStrategy.
 from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
 from replicast.allreduce import SEVERAL_HOSTS, Exchange, Form, Plan, open_exchange
-from replicast.allreduce import Exchange as AllReduce
 from replicast.coordination import Coordination
 from replicast.errors import NotSupported
 from replicast.lifetime import Lifetime
-from replicast.training.connecting import REGISTER_SECS
 from replicast.training.keras_call import compiled_model, keras_looks_at_attributes, optimizer_that_sums
-from replicast.training.sparse_gradients import SliceExchange, one_list_if_equal, sum_over_workers
+from replicast.training.origins import Kind, kind_of, lookups_of
 from replicast.training.variables import creator_in_scope, replicated, sharing_seed_generator
 
-# Weighted means with TensorFlow's collectives, which only sum, and not every dtype.
+logger = logging.getLogger("replicast")
 
+# How long TensorFlow may take to connect the workers, all of which have met. Its own limit is an hour. Before
+# it connects, each worker initializes its devices, for which a GPU's driver may need many seconds.
+REGISTER_SECS = 60.0
+# Far above the keys that TensorFlow uses to create variables, which start at 100. Transfers between steps and
+# inside steps use separate key ranges: if one worker is still in its loop when another has left it, the two
+# wait for each other, which is noticed, and never mix their values.
+FIRST_KEY = 500_000_000
+FIRST_KEY_BETWEEN_STEPS = 100_000_000
+# Dtypes that TensorFlow's collectives do not support, and a dtype that holds all of their values.
 CARRIERS = {
     tf.bfloat16: tf.float32,
     tf.uint8: tf.int32,
@@ -36,53 +60,19 @@ CARRIERS = {
     tf.int16: tf.int32,
     tf.uint32: tf.int64,
 }
-"""Dtypes that TensorFlow's collectives do not support, and a dtype that holds all of their values."""
-
-
-def weighted_with(
-    all_reduce: Callable[[list[Any]], list[Any]], parts: list[Any], means: list[bool], weight: tf.Tensor
-) -> list[Any]:
-    """Sums values over the workers; some of them are averaged. One collective for each dtype."""
-    weighted = [_times(part, weight) if mean else part for part, mean in zip(parts, means, strict=True)]
-    carried = [_cast(value, CARRIERS.get(value.dtype, value.dtype)) for value in (*weighted, weight)]
-    summed: dict[int, Any] = {}
-    for dtype in dict.fromkeys(value.dtype for value in carried):
-        places = [place for place, value in enumerate(carried) if value.dtype == dtype]
-        summed.update(zip(places, all_reduce([carried[place] for place in places]), strict=True))
-    totals = [_cast(summed[place], part.dtype) for place, part in enumerate(parts)]
-    all_weights = summed[len(parts)]
-    return [_over(t, all_weights) if mean else t for t, mean in zip(totals, means, strict=True)]
-
-
-def _times(value: Any, factor: tf.Tensor) -> Any:
-    """The product, which is 0 for a worker without rows even if its value is NaN."""
-    return _mapped(value, lambda v: tf.math.multiply_no_nan(v, tf.cast(factor, v.dtype)))
-
-
-def _over(value: Any, total: tf.Tensor) -> Any:
-    return _mapped(value, lambda v: v / tf.cast(total, v.dtype))
-
-
-def _cast(value: Any, dtype: tf.DType) -> Any:
-    return value if value.dtype == dtype else _mapped(value, lambda v: tf.cast(v, dtype))
-
-
-def _mapped(value: Any, function: Callable[[tf.Tensor], tf.Tensor]) -> Any:
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(function(value.values), value.indices, value.dense_shape)
-    return function(value)
-
-
-# Sums over the workers of one host inside a graph: `replicast.allreduce` as one operation of TensorFlow.
-#
-# `tf.numpy_function` gives the function the tensors' own memory, and takes the results over without a copy.
-
-SUMMED_AS = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
-"""Half-precision values are summed in float32, in rank order, and rounded once."""
+_GATHERED_AS = {**CARRIERS, tf.float16: tf.float32, tf.bool: tf.int32}
+# Shared memory: half-precision values are summed in float32, in rank order, and rounded once.
+_SUMMED_AS = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
+_NUMBERS = frozenset(np.dtype(code).type for code in "bBhHiIlqLQfdFD")
+_ON_ACCELERATOR = "computes on an accelerator"
 
 
 class SharedSums:
-    """Sums, weighted means and concatenations over the workers. Only inside graphs."""
+    """Sums, weighted means and concatenations over the workers of one host. Only inside graphs.
+
+    One operation for all values: `tf.numpy_function` gives `replicast.allreduce` the tensors' own memory, and
+    takes the results over without a copy.
+    """
 
     def __init__(self, exchange: Exchange, counter: tf.Variable) -> None:
         self._exchange = exchange
@@ -90,8 +80,7 @@ class SharedSums:
 
     @staticmethod
     def supports(values: Sequence[Any]) -> bool:
-        """Whether this can sum these tensors and row-sparse gradients."""
-        return all(SUMMED_AS.get(v.dtype, v.dtype).as_numpy_dtype in _NUMBERS for v in values)
+        return all(_SUMMED_AS.get(v.dtype, v.dtype).as_numpy_dtype in _NUMBERS for v in values)
 
     def sum(self, values: Sequence[Any]) -> list[Any]:
         """The sum of each value over the workers; for row-sparse gradients, all workers' slices."""
@@ -99,27 +88,30 @@ class SharedSums:
 
     def combine(self, values: Sequence[Any], weighted: Sequence[bool], weight: tf.Tensor) -> list[Any]:
         """The sum of each value over the workers, or its weighted mean."""
-        tensors: list[tf.Tensor] = []
-        forms: list[Form] = []
+        sent: list[tuple[tf.Tensor, bool, bool]] = []  # and whether it is gathered, and weighted
         for value, mean in zip(values, weighted, strict=True):
             sparse = isinstance(value, tf.IndexedSlices)
             given = value.values if sparse else value
-            tensors.append(tf.cast(given, SUMMED_AS.get(given.dtype, given.dtype)))
-            forms.append(_form(tensors[-1], gathered=sparse, weighted=mean))
+            sent.append((tf.cast(given, _SUMMED_AS.get(given.dtype, given.dtype)), sparse, mean))
             if sparse:
-                tensors.append(value.indices)
-                forms.append(_form(value.indices, gathered=True))
-        results = iter(self._call(forms, weight, tensors))
-        return [_like(value, results) for value in values]
+                sent.append((value.indices, True, False))
+        results = iter(self._call(sent, weight))
+
+        def like(value: Any) -> Any:
+            result = tf.cast(next(results), value.dtype)
+            if not isinstance(value, tf.IndexedSlices):
+                return result
+            return tf.IndexedSlices(result, next(results), value.dense_shape)
+
+        return [like(value) for value in values]
 
     def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """All workers' tensors, each concatenated along the first axis; they may have different lengths."""
-        return self._call([_form(tensor, gathered=True) for tensor in tensors], tf.constant(1.0), tensors)
+        return self._call([(tensor, True, False) for tensor in tensors], tf.constant(1.0))
 
-    def _call(
-        self, forms: Sequence[Form], weight: tf.Tensor, tensors: Sequence[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        plan = Plan(forms)
+    def _call(self, sent: Sequence[tuple[tf.Tensor, bool, bool]], weight: tf.Tensor) -> list[tf.Tensor]:
+        tensors = [tensor for tensor, _, _ in sent]
+        plan = Plan([Form(np.dtype(tensor.dtype.as_numpy_dtype), *how) for tensor, *how in sent])
 
         def combine(weight: Any, *arrays: Any) -> list[Any]:
             return self._exchange.combine(plan, float(weight), [np.asarray(array) for array in arrays])
@@ -130,45 +122,13 @@ class SharedSums:
                 results = tf.numpy_function(combine, [weight, *tensors], [t.dtype for t in tensors])
             with tf.control_dependencies(results):
                 self._counter.assign_add(0, read_value=False)
-        for form, tensor, result in zip(forms, tensors, results, strict=True):
-            result.set_shape([None, *tensor.shape[1:]] if form.gathered else tensor.shape)
+        for (tensor, gathered, _), result in zip(sent, results, strict=True):
+            result.set_shape([None, *tensor.shape[1:]] if gathered else tensor.shape)
         return list(results)
 
 
-_NUMBERS = frozenset(np.dtype(code).type for code in "bBhHiIlqLQfdFD")
-
-
-def _form(tensor: tf.Tensor, *, gathered: bool, weighted: bool = False) -> Form:
-    return Form(np.dtype(tensor.dtype.as_numpy_dtype), gathered, weighted)
-
-
-def _like(value: Any, results: Any) -> Any:
-    """The next result, with the kind and dtype of the value."""
-    result = tf.cast(next(results), value.dtype)
-    if not isinstance(value, tf.IndexedSlices):
-        return result
-    return tf.IndexedSlices(result, next(results), value.dense_shape)
-
-
-# Private: the launcher that draws the keys, and the class behind MultiWorkerMirroredStrategy, which is the
-# only place to replace its launchers.
-
-
-logger = logging.getLogger("replicast")
-
-FIRST_KEY = 500_000_000
-FIRST_KEY_BETWEEN_STEPS = 100_000_000
-"""Both are far above the keys that TensorFlow uses to create variables, which start at 100.
-
-Transfers between steps and inside steps use separate key ranges. If one worker is still in its loop when
-another has left it, the two wait for each other, which is noticed, and never mix their values.
-"""
-
-_GATHERED_AS = {**CARRIERS, tf.float16: tf.float32, tf.bool: tf.int32}
-
-
 class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
-    """Draws each collective's key from a counter variable, in the graph.
+    """Sums through shared memory where that is possible; else draws each key from a counter, in the graph.
 
     All workers must use the same key for the same collective. TensorFlow draws it in Python when a function
     is called and passes it in, which does not reach a function nested in control flow: `steps_per_execution`
@@ -186,30 +146,24 @@ class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
         self._tensor: Any = None
 
     def all_reduce(self, input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in TensorFlow; through shared memory where that is possible."""
-        shared = self._owner.shared_sums([input_tensor])
-        if shared is not None:
+        if shared := self._owner.shared_sums([input_tensor]):
             return shared.sum([input_tensor])[0]
         self._tensor = input_tensor
         return super().all_reduce(input_tensor, *args, **kwargs)
 
     def batch_all_reduce(self, input_tensor_packs: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensor for pack in input_tensor_packs for tensor in pack]
-        shared = self._owner.shared_sums(tensors)
-        if shared is not None:
+        if shared := self._owner.shared_sums(tensors):
             return shared.sum(tensors)
         return super().batch_all_reduce(input_tensor_packs, *args, **kwargs)
 
     def all_reduce_indexed_slices(self, input_slices: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `all_reduce`, for row-sparse gradients."""
-        shared = self._owner.shared_sums([input_slices])
-        if shared is not None:
+        if shared := self._owner.shared_sums([input_slices]):
             return shared.sum([input_slices])[0]
         return super().all_reduce_indexed_slices(input_slices, *args, **kwargs)
 
     def _all_gather(self, input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        shared = self._owner.shared_sums([input_tensor])
-        if shared is not None:
+        if shared := self._owner.shared_sums([input_tensor]):
             return shared.gather([input_tensor])[0]
         self._tensor = input_tensor
         return super()._all_gather(input_tensor, *args, **kwargs)
@@ -227,8 +181,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
 
     Collectives count their keys (`CountingLauncher`); an optimizer may run inside `tf.cond`
     (`_use_merge_call`, `_create_variable`); row-sparse gradients are summed to the slices of one process
-    (`slices.py`); gradients are not summed twice (`summed_already`); outside of `strategy.run`, an optimizer
-    applies the mean of the workers' gradients (`update`).
+    (`sum_over_workers`); gradients are not summed twice (`summed_already`); outside of `strategy.run`, an
+    optimizer applies the mean of the workers' gradients (`update`).
     """
 
     def __init__(
@@ -239,10 +193,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         self._in_keras_step = False
         self._warned = False
         self._creating = False
-        self.alone = False
-        """Whether a step runs that is written for one process, and must see one replica."""
-        self.variables_created = 0
-        """The number of variables created in the scope."""
+        self.alone = False  # whether a step runs that is written for one process, and must see one replica
+        self.variables_created = 0  # in the scope
         super().__init__(container, cluster_resolver, options)
         if len(self.worker_devices) != 1:
             raise NotSupported(
@@ -253,10 +205,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
             )
         with tf.init_scope(), tf.device("CPU:0"):
             self.keys = tf.Variable(FIRST_KEY, dtype=tf.int32, trainable=False)
+        # Called before each transfer outside of a graph; returns its number.
         self.next_turn: Callable[[], int] = itertools.count(1).__next__
-        """Called before each transfer outside of a graph; returns its number."""
-        self.compiles: Callable[[keras.Model], None] = lambda model: None
-        """Called at least once with each model that is compiled in the scope."""
         self._shared: SharedSums | None = None
         _scale_losses_between_steps()
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
@@ -272,7 +222,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         service.heartbeat_timeout_in_ms = int(self._heartbeat_secs * 1000)
         return updated
 
-    def sum_through(self, exchange: AllReduce) -> None:
+    def sum_through(self, exchange: Exchange) -> None:
         """Makes all transfers in graphs go through shared memory, if it supports their dtypes.
 
         Those outside of graphs, between steps, stay with TensorFlow, and have keys of their own.
@@ -290,6 +240,11 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         The same on all workers at the same line of the script.
         """
         return int(self.keys.numpy()) - FIRST_KEY + self.variables_created
+
+    def in_run(self) -> bool:
+        """Whether this thread is inside `strategy.run`."""
+        context = tf.distribute.get_replica_context()
+        return context is not None and context.strategy is self._container_strategy()
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         call = super()._call_for_each_replica
@@ -310,7 +265,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
             return next_creator(**kwargs)
         model = compiled_model()
         if model is not None:
-            self.compiles(model)
+            self._container_strategy().see_compiled(model)
         self.variables_created += 1  # each is a transfer, of worker 0's initial value
         # TensorFlow assigns ONLY_FIRST_REPLICA variables with a merge even if the strategy has none.
         # Optimizers count their steps in such a variable, inside tf.cond when the loss is scaled. With one
@@ -371,22 +326,24 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         # A single worker has nothing to send, and XLA cannot compile a transfer on CPUs (`jit_compile=True`).
         if self._summed_already or self._num_workers == 1:
             return value
-        if self._in_keras_step:
-            self._refuse_unknown_optimizer()
+        optimizer = optimizer_that_sums() if self._in_keras_step else None
+        if optimizer is not None:
+            raise NotSupported(
+                f"An optimizer ({type(optimizer).__name__}) that train_step uses but the model does not hold",
+                reason="its gradients would be clipped on each worker before they are combined",
+                remedy="Make it an attribute of the model or of a layer, directly or in a list or dict",
+            )
         reduce = super()._replica_ctx_all_reduce
         if reduce_op != tf.distribute.ReduceOp.SUM:
             return reduce(reduce_op, value, options)
-        shared = self.shared_sums(tf.nest.flatten(value))
-        return sum_over_workers(
-            value,
-            SliceExchange(
-                workers=self._num_workers,
-                all_reduce=lambda parts, _: (
-                    shared.sum(parts) if shared else reduce(reduce_op, parts, options)
-                ),
-                all_gather=self._gather,
-            ),
-        )
+        flat = tf.nest.flatten(value)
+        shared = self.shared_sums(flat)
+
+        def add(parts: list[Any], _: list[bool]) -> list[Any]:
+            return shared.sum(parts) if shared else list(reduce(reduce_op, parts, options))
+
+        sums = sum_over_workers(flat, [False] * len(flat), self._num_workers, add, self._gather)
+        return tf.nest.pack_sequence_as(value, sums)
 
     def weighted_sums(self, values: list[Any], averaged: list[bool], weight: tf.Tensor) -> list[Any]:
         """Sums values over the workers in one transfer; some of them are averaged."""
@@ -395,10 +352,9 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         def combine(parts: list[Any], means: list[bool]) -> list[Any]:
             if shared is not None:
                 return shared.combine(parts, means, weight)
-            return weighted_with(functools.partial(reduce, tf.distribute.ReduceOp.SUM), parts, means, weight)
+            return _weighted_with(functools.partial(reduce, tf.distribute.ReduceOp.SUM), parts, means, weight)
 
-        exchange = SliceExchange(workers=self._num_workers, all_reduce=combine, all_gather=self._gather)
-        return list(sum_over_workers(values, exchange, averaged))
+        return sum_over_workers(values, averaged, self._num_workers, combine, self._gather)
 
     def gather_rows(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """The rows of all workers, in their order: each tensor joined along its first axis."""
@@ -409,15 +365,6 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
 
     def _gather(self, tensor: tf.Tensor) -> tf.Tensor:
         return tf.distribute.get_replica_context().all_gather(tensor, axis=0)
-
-    def _refuse_unknown_optimizer(self) -> None:
-        optimizer = optimizer_that_sums()
-        if optimizer is not None:
-            raise NotSupported(
-                f"An optimizer ({type(optimizer).__name__}) that train_step uses but the model does not hold",
-                reason="its gradients would be clipped on each worker before they are combined",
-                remedy="Make it an attribute of the model or of a layer, directly or in a list or dict",
-            )
 
     def update(
         self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True
@@ -437,16 +384,17 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
                 args = (*self.means(args[:1], [var]), *args[1:])
         return super().update(var, fn, args, kwargs, group)
 
-    def in_run(self) -> bool:
-        """Whether this thread is inside `strategy.run`."""
-        context = tf.distribute.get_replica_context()
-        return context is not None and context.strategy is self._container_strategy()
-
     def means(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The means of the workers' gradients in a loop without `strategy.run`; None stays None."""
         if self._num_workers == 1:
             return list(gradients)
-        self._warn_once()
+        if not self._warned and self._task_id == 0:
+            logger.warning(
+                "An optimizer is used outside of strategy.run(): each worker computes every batch of its "
+                "loop, and the mean of the workers' gradients is applied. To share the work, call the step "
+                "with strategy.run() in a tf.function and divide the loss by the global batch size."
+            )
+        self._warned = True
         pairs = zip(gradients, variables, strict=True)
         return [None if gradient is None else self._mean(gradient, variable) for gradient, variable in pairs]
 
@@ -455,17 +403,31 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         with self._container_strategy().scope():
             mean = self.reduce_to(tf.distribute.ReduceOp.MEAN, carried, variable)
         if isinstance(mean, tf.IndexedSlices):
-            mean = one_list_if_equal(mean, self._num_workers)
+            mean = _one_list_if_equal(mean, self._num_workers)
         return tf.cast(mean, gradient.dtype)
 
-    def _warn_once(self) -> None:
-        if not self._warned and self._task_id == 0:
-            logger.warning(
-                "An optimizer is used outside of strategy.run(): each worker computes every batch of its "
-                "loop, and the mean of the workers' gradients is applied. To share the work, call the step "
-                "with strategy.run() in a tf.function and divide the loss by the global batch size."
-            )
-        self._warned = True
+
+class Transfer:
+    """Values that are summed or averaged over the workers together."""
+
+    def __init__(self, extended: ReplicatedExtended, rows: tf.Tensor) -> None:
+        self._extended = extended
+        self._rows = rows
+        self._values: list[Any] = []
+        self._averaged: list[bool] = []
+        self._combined: list[Any] = []
+
+    def add(self, values: list[Any], *, averaged: bool = False) -> Callable[[], list[Any]]:
+        """Adds values to the transfer; returns a function that returns the results after `send`."""
+        first, after = len(self._values), len(self._values) + len(values)
+        self._values += values
+        self._averaged += [averaged] * len(values)
+        return lambda: self._combined[first:after]
+
+    def send(self) -> None:
+        """Combines the values. Blocks until every worker has sent the same kinds of values."""
+        if self._values:  # a step may have nothing to combine, on all workers alike
+            self._combined = self._extended.weighted_sums(self._values, self._averaged, self._rows)
 
 
 def _check_in_job(variable: Any) -> None:
@@ -502,11 +464,6 @@ def _scale_losses_between_steps() -> None:
     keras.optimizers.LossScaleOptimizer._tf_apply = apply_mean
 
 
-# Decides, once and for all workers together, whether they sum through shared memory.
-
-_ON_ACCELERATOR = "computes on an accelerator"
-
-
 def sum_through_shared_memory(
     extended: ReplicatedExtended, coordination: Coordination, rank: int, lifetime: Lifetime, wanted: bool
 ) -> bool:
@@ -522,18 +479,159 @@ def sum_through_shared_memory(
     exchange = open_exchange(
         coordination, rank, extended._num_workers, os.environ, unwilling=unwilling, check=lifetime.check
     )
-    if isinstance(exchange, str):
-        if rank == 0 and wanted:
-            text = "TensorFlow's collectives sum the gradients, not shared memory: %s"
-            logger.log(_level(exchange), text, exchange)
-        return False
-    extended.sum_through(exchange)
-    lifetime.dead_worker = exchange.dead_worker
-    return True
+    if isinstance(exchange, Exchange):
+        extended.sum_through(exchange)
+        lifetime.dead_worker = exchange.dead_worker
+        return True
+    if rank == 0 and wanted:
+        # Between accelerators TensorFlow's collectives are the right way, and between hosts the only one.
+        expected = logging.INFO if exchange == SEVERAL_HOSTS else logging.WARNING
+        level = logging.DEBUG if exchange.endswith(_ON_ACCELERATOR) else expected
+        logger.log(level, "TensorFlow's collectives sum the gradients, not shared memory: %s", exchange)
+    return False
 
 
-def _level(reason: str) -> int:
-    """Between accelerators TensorFlow's collectives are the right way, and between hosts the only one."""
-    if reason.endswith(_ON_ACCELERATOR):
-        return logging.DEBUG
-    return logging.INFO if reason == SEVERAL_HOSTS else logging.WARNING
+# Weighted means with TensorFlow's collectives, which only sum, and not every dtype.
+
+
+def _weighted_with(
+    all_reduce: Callable[[list[Any]], list[Any]], parts: list[Any], means: list[bool], weight: tf.Tensor
+) -> list[Any]:
+    """Sums values over the workers; some of them are averaged. One collective for each dtype."""
+    # A worker without rows has 0 of the mean, even if its value is NaN.
+    weighted = [
+        _mapped(part, lambda v: tf.math.multiply_no_nan(v, tf.cast(weight, v.dtype))) if mean else part
+        for part, mean in zip(parts, means, strict=True)
+    ]
+    carried = [_cast(value, CARRIERS.get(value.dtype, value.dtype)) for value in (*weighted, weight)]
+    summed: dict[int, Any] = {}
+    for dtype in dict.fromkeys(value.dtype for value in carried):
+        places = [place for place, value in enumerate(carried) if value.dtype == dtype]
+        summed.update(zip(places, all_reduce([carried[place] for place in places]), strict=True))
+    totals = [_cast(summed[place], part.dtype) for place, part in enumerate(parts)]
+    all_weights = summed[len(parts)]
+    return [
+        _mapped(total, lambda v: v / tf.cast(all_weights, v.dtype)) if mean else total
+        for total, mean in zip(totals, means, strict=True)
+    ]
+
+
+def _cast(value: Any, dtype: tf.DType) -> Any:
+    return value if value.dtype == dtype else _mapped(value, lambda v: tf.cast(v, dtype))
+
+
+def _mapped(value: Any, function: Callable[[tf.Tensor], tf.Tensor]) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(function(value.values), value.indices, value.dense_shape)
+    return function(value)
+
+
+# Row-sparse gradients.
+#
+# The gradient of a lookup is a list of slices: one for each index that was looked up, including repeats.
+# Clipping by norm, and optimizers that square gradients, use single slices. So the sum must have the slices
+# that one process has on the whole batch. Which slices those are depends on where the indices come from:
+#
+#     ROWS      ids from the batch             the slices of all workers, concatenated
+#     SHARED    positions, constants           the same list on every worker, summed slice by slice
+#     UNIQUE    distinct ids from the batch    one slice for each index that any worker has
+#     UNKNOWN   no graph to inspect, as with   decided by the values: indices that are distinct, and
+#               `run_eagerly=True`, or inside  equal on all workers, count as SHARED
+#               a `tf.function` of the script
+#
+# TensorFlow always does the first, which gives a position embedding two slices where one process has one.
+
+
+def sum_over_workers(
+    values: list[Any],
+    averaged: list[bool],
+    workers: int,
+    all_reduce: Callable[[list[Any], list[bool]], list[Any]],
+    all_gather: Callable[[tf.Tensor], tf.Tensor],
+) -> list[Any]:
+    """The sums, or means, of tensors and row-sparse gradients over all workers, in one `all_reduce`."""
+    if not any(isinstance(value, tf.IndexedSlices) for value in values):
+        return list(all_reduce(values, averaged))
+    parts = [_lookups(value) for value in values]
+    sent = [part.values if kind is Kind.SHARED else part for value in parts for kind, part in value]
+    means = [mean for value, mean in zip(parts, averaged, strict=True) for _ in value]
+    received = iter(all_reduce(sent, means))
+
+    def whole(kind: Kind, part: Any, total: Any) -> Any:
+        if kind is Kind.SHARED:
+            return tf.IndexedSlices(total, part.indices, part.dense_shape)
+        if kind is Kind.UNIQUE:
+            return _one_for_each_index(total)
+        if kind is Kind.ROWS:
+            return total
+        lengths = all_gather(tf.reshape(tf.size(part.indices), [1]))
+
+        def lists_are_equal() -> tf.Tensor:
+            # Repeated indices may be ids from the batch that happen to be equal on all workers.
+            lists = tf.reshape(total.indices, [workers, -1])
+            distinct = tf.size(tf.unique(lists[0])[0]) == tf.size(lists[0])
+            return tf.reduce_all(lists == lists[0]) & distinct
+
+        values, indices = tf.cond(
+            tf.cond(tf.reduce_all(lengths == lengths[0]), lists_are_equal, lambda: tf.constant(False)),
+            lambda: (_one_for_each_index(total).values, _one_for_each_index(total).indices),
+            lambda: (total.values, total.indices),
+        )
+        return tf.IndexedSlices(values, indices, part.dense_shape)
+
+    sums = [[whole(kind, part, next(received)) for kind, part in value] for value in parts]
+    return [_joined(value) for value in sums]
+
+
+def _lookups(value: Any) -> list[tuple[Kind, Any]]:
+    """The slices of each lookup, if the step uses a table more than once; a dense tensor is one part."""
+    if not isinstance(value, tf.IndexedSlices):
+        return [(Kind.ROWS, value)]
+    if tf.executing_eagerly():
+        return [(Kind.UNKNOWN, value)]
+    lists = lookups_of(value.indices)
+    if len(lists) == 1:
+        return [(kind_of(lists[0]), value)]
+    lengths = [tf.size(indices) for indices in lists]
+    pairs = zip(tf.split(value.values, lengths), tf.split(value.indices, lengths), strict=True)
+    parts = [tf.IndexedSlices(*pair, value.dense_shape) for pair in pairs]
+    return [(kind_of(indices), part) for indices, part in zip(lists, parts, strict=True)]
+
+
+def _joined(parts: list[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    values, indices = (
+        tf.concat([getattr(part, name) for part in parts], 0) for name in ("values", "indices")
+    )
+    return tf.IndexedSlices(values, indices, parts[0].dense_shape)
+
+
+def _one_for_each_index(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    indices, places = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _one_list_if_equal(slices: tf.IndexedSlices, workers: int) -> tf.IndexedSlices:
+    """Adds the workers' slices one by one if all workers have the same indices; otherwise returns them all.
+
+    For custom training loops without `strategy.run`: the indices are equal if every worker computes the whole
+    batch. Unlike UNKNOWN above, this accepts repeated indices, which a whole batch may have, and needs no
+    transfer. All workers see all slices, so all decide alike.
+    """
+    length = tf.shape(slices.indices)[0] // workers
+
+    def lists(parts: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(
+            parts[: workers * length], tf.concat([[workers, length], tf.shape(parts)[1:]], axis=0)
+        )
+
+    table = lists(slices.indices)
+    whole = workers * length == tf.shape(slices.indices)[0]
+    values, indices = tf.cond(
+        whole & tf.reduce_all(table == table[0]),
+        lambda: (tf.reduce_sum(lists(slices.values), axis=0), table[0]),
+        lambda: (slices.values, slices.indices),
+    )
+    return tf.IndexedSlices(values, indices, slices.dense_shape)

@@ -15,22 +15,27 @@ import logging
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+# Private: the module whose functions call callbacks, to recognize its frames; Keras' adapters of its inputs,
+# to distinguish the kinds of data.
 from keras.src.callbacks import callback_list
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+# Private: the class of `iter(dataset)`, the only kind of iterator that Keras passes to its graphs.
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
-from replicast.coordination import Coordination
 from replicast.errors import NotSupported
 from replicast.training.keras_call import KerasCall, only_looks_at_shapes
 from replicast.training.samples import (
+    PARTS,
     WHAT,
     Comparison,
     Sample,
@@ -40,6 +45,18 @@ from replicast.training.samples import (
     sampled,
 )
 from replicast.training.variables import Seeds
+from replicast.turns import Turns
+
+logger = logging.getLogger("replicast")
+
+PREFETCHED_BATCHES = 2
+LARGE_SHARE_BYTES = 1 << 20
+# The losses of Keras whose value for a row depends on other rows, and what to do.
+_MIXING = {
+    "Circle": "gather the embeddings and labels of all workers in compute_loss",
+    "Dice": "leave out axis 0, for one value per row: Dice(axis=(1, 2, 3))",
+    "Tversky": "leave out axis 0, for one value per row: Tversky(axis=(1, 2, 3))",
+}
 
 # The rows of a batch: which of its arrays have them, how many there are, a placeholder if there are none.
 #
@@ -61,8 +78,6 @@ from replicast.training.variables import Seeds
 # step's transfer, but many layers fail on an empty batch (a convolution) or return NaN (a mean). So such a
 # worker computes one row of zeros, which is ignored: its weight is 0, and what it adds to metrics is
 # discarded.
-
-PARTS = ("x", "y", "sample_weight")
 
 
 def named_leaves(structure: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -110,17 +125,15 @@ class Division:
 
     def __init__(self, spec: Any, first_batch: Any = None) -> None:
         inputs, labels = _arrays(spec)
-        self.counted = labels or inputs
-        """The arrays whose first dimension is the number of rows."""
+        self.counted = labels or inputs  # the arrays whose first dimension is the number of rows
         self._arrays = [*inputs, *labels]
         fixed = {place: _fixed_length(array) for place, _, array in self._arrays}
         rows = {fixed[place] for place, _, _ in self.counted} - {None}
         if len(rows) > 1:
             raise self._refusal()
-        self.rows = next(iter(rows), None)
-        """The number of rows, if it is fixed."""
+        self.rows = next(iter(rows), None)  # if it is fixed
+        # By place, whether an array has rows; None if the first batch tells it.
         self.kinds: dict[int, bool | None] = dict.fromkeys((place for place, _, _ in self.counted), True)
-        """By place, whether an array has rows; None if the first batch tells it."""
         if labels:
             unfixed = any(fixed[place] is None for place, _, _ in inputs)
             for place, _, _ in inputs:
@@ -204,7 +217,7 @@ def at_least_one_row(data: Any, rows: tf.Tensor) -> Any:
             return leaf
         shape = tf.shape(leaf)
         zeros = functools.partial(tf.zeros, tf.concat([[1], shape[1:]], axis=0), leaf.dtype)
-        # A conditional even if there are certainly no rows: `slices.py` must recognize rows of a batch here,
+        # A conditional even if there are certainly no rows: `origins.py` must recognize rows of a batch here,
         # as on the workers that have some.
         whole = tf.cond((shape[0] > 0) | (rows > 0), lambda: leaf, zeros)
         whole.set_shape([1 if leaf.shape[0] == 0 else None, *leaf.shape[1:]])
@@ -238,8 +251,16 @@ def predicting_all_rows(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         fixed = _fixed_length([*labels, *inputs][0][2]) if inputs or labels else None
         outputs = function(at_least_one_row(data, rows))
         for name, output in named_leaves(outputs, "output"):
-            if isinstance(output, tf.Tensor) and output.shape.rank is not None:
-                _refuse_without_rows(name, output, fixed)
+            if not isinstance(output, tf.Tensor) or output.shape.rank is None:
+                continue
+            length = output.shape[0] if output.shape.rank else None
+            whole = length is not None and (fixed is None or length % max(fixed, 1) != 0)
+            if output.shape.rank == 0 or whole:
+                raise NotSupported(
+                    f"predict with an output that has no rows: {name} has the shape {output.shape}",
+                    reason="each worker computes it from its own rows of the batch, and predict joins rows",
+                    remedy="Return one entry per row, or call the model itself on the whole batch: model(x)",
+                )
 
         def of_the_share(output: Any) -> Any:
             known = isinstance(output, tf.Tensor) and output.shape.rank is not None
@@ -248,14 +269,6 @@ def predicting_all_rows(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return tf.nest.map_structure(of_the_share, outputs)
 
     return predict
-
-
-_MIXING = {
-    "Circle": "gather the embeddings and labels of all workers in compute_loss",
-    "Dice": "leave out axis 0, for one value per row: Dice(axis=(1, 2, 3))",
-    "Tversky": "leave out axis 0, for one value per row: Tversky(axis=(1, 2, 3))",
-}
-"""The losses of Keras whose value for a row depends on other rows, and what to do."""
 
 
 def losses_that_mix_rows(loss: Any) -> dict[str, str]:
@@ -274,25 +287,6 @@ def losses_that_mix_rows(loss: Any) -> dict[str, str]:
     return found
 
 
-def _refuse_without_rows(name: str, output: tf.Tensor, rows: int | None) -> None:
-    """Refuses an output that `predict` cannot join: the workers' parts are joined row by row."""
-    length = output.shape[0] if output.shape.rank else None
-    whole = length is not None and (rows is None or length % max(rows, 1) != 0)
-    if output.shape.rank == 0 or whole:
-        raise NotSupported(
-            f"predict with an output that has no rows: {name} has the shape {output.shape}",
-            reason="each worker computes it from its own rows of the batch, and predict joins rows",
-            remedy="Return one entry per row, or call the model itself on the whole batch: model(x)",
-        )
-
-
-# Private: the class of `iter(dataset)`, the only kind of iterator that Keras passes to its graphs.
-
-
-PREFETCHED_BATCHES = 2
-LARGE_SHARE_BYTES = 1 << 20
-
-
 @dataclass(frozen=True, slots=True)
 class Start:
     """Where a pass over the data continues."""
@@ -309,11 +303,6 @@ class DataPosition:
     passes: int
     batches: int
     epoch: int
-
-
-def from_the_start() -> Start | None:
-    """The pass starts at its first batch."""
-    return None
 
 
 def rows_of_share(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
@@ -349,7 +338,7 @@ class Share(tf.data.Dataset):
         size: int,
         *,
         opened: Callable[[], object],
-        start: Callable[[], Start | None] = from_the_start,
+        start: Callable[[], Start | None] = lambda: None,
         first_batch: Any = None,
         at_most: int | None = None,
         ahead: bool = True,
@@ -367,7 +356,11 @@ class Share(tf.data.Dataset):
 
         self._share = share_of(self._batches)
         self._first_share = self._share if report is None else share_of(sampled(self._batches, report))
-        self._shapes = _shapes(self._share.element_spec) if first_batch is None else first_batch
+        self._shapes = first_batch  # or types, from which Keras can build a model; None if a shape is unknown
+        if first_batch is None:
+            shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(self._share.element_spec)]
+            if all(shape is not None and shape.rank is not None for shape in shapes):
+                self._shapes = self._share.element_spec
         # Private: a dataset is created from its variant tensor; there is no public way to wrap one.
         super().__init__(self._share._variant_tensor)
 
@@ -384,14 +377,22 @@ class Share(tf.data.Dataset):
             return iter([self._shapes])
         self._opened()
         start = self._start()
-        if start is not None:
-            return self._pass_over(self._from(start))
-        share, self._first_share = self._first_share, self._share
-        return self._pass_over(share)
+        if start is None:
+            share, self._first_share = self._first_share, self._share
+            return self._pass_over(share)
+        # A `fit` without the callback, which starts with its first epoch.
+        if self.is_infinite():
+            return self._rest(DataPosition(0, start.batches, epoch=0))
+        # If the length is known, Keras creates two iterators per epoch and uses the first.
+        per_epoch = 2 if self._share.cardinality() != tf.data.UNKNOWN_CARDINALITY else 1
+        return self._rest(DataPosition(per_epoch * start.epoch, start.batch, epoch=start.epoch))
 
     def at(self, position: DataPosition) -> Iterator[Any]:
         """The rest of a pass. Skipped batches are read and discarded; skipped passes draw their shuffles."""
         self._opened()
+        return self._rest(position)
+
+    def _rest(self, position: DataPosition) -> Iterator[Any]:
         for _ in range(position.passes):
             iter(self._share)  # draws the order of its pass
         return self._pass_over(self._share.skip(position.batches) if position.batches else self._share)
@@ -400,18 +401,7 @@ class Share(tf.data.Dataset):
         return iter(share) if self._shapes is None else Pass(share, self._shapes)
 
     def is_infinite(self) -> bool:
-        """Whether the data is infinite."""
         return bool(self._share.cardinality() == tf.data.INFINITE_CARDINALITY)
-
-    def _from(self, start: Start) -> tf.data.Dataset:
-        """The rest of the pass, for a `fit` without the callback, which starts with its first epoch."""
-        if self.is_infinite():
-            return self._share.skip(start.batches)
-        # If the length is known, Keras creates two iterators per epoch and uses the first.
-        per_epoch = 2 if self._share.cardinality() != tf.data.UNKNOWN_CARDINALITY else 1
-        for _ in range(per_epoch * start.epoch):
-            iter(self._share)
-        return self._share.skip(start.batch)
 
 
 class ArrayShare:
@@ -434,8 +424,8 @@ class ArrayShare:
         seed: tuple[int, ...],
         opened: Callable[[], object],
         in_graph: bool,
-        start: Callable[[], Start | None] = from_the_start,
-        epoch: Callable[[], int | None] = lambda: None,
+        start: Callable[[], Start | None],
+        epoch: Callable[[], int | None],
     ) -> None:
         self._start = start
         self._epoch_told = epoch
@@ -519,12 +509,6 @@ def shares_of_order(
         yield batch[slice(*rows_of_share(len(batch), rank, size))]
 
 
-def can_gather(arrays: Any) -> bool:
-    """Whether `ArrayShare` supports these: only dense arrays, no None."""
-    leaves = tf.nest.flatten(arrays)
-    return all(isinstance(leaf, (np.ndarray, tf.Tensor)) and leaf.ndim > 0 for leaf in leaves)
-
-
 def _divided(batches: tf.data.Dataset, rank: int, size: int, division: Division) -> tf.data.Dataset:
     """One worker's rows of every batch; what is not rows, whole."""
 
@@ -558,44 +542,22 @@ def _divided(batches: tf.data.Dataset, rank: int, size: int, division: Division)
     return batches.map(lambda *parts: take(tf.constant(nothing), parts if of_tuples else parts[0])[1])
 
 
-def _shapes(spec: Any) -> Any:
-    """Shapes and dtypes, from which Keras can build a model; None if a shape is unknown."""
-    leaves = tf.nest.flatten(spec)
-    if any(getattr(leaf, "shape", None) is None or leaf.shape.rank is None for leaf in leaves):
-        return None
-    return spec
-
-
-# Divides the data of a Keras call among the workers, by the kind of data.
-
-# Private: the module whose functions call callbacks, to recognize its frames.
-
-# Private: Keras' adapters of its inputs, to distinguish the kinds of data.
-
-
-logger = logging.getLogger("replicast")
-
-
-@dataclass(frozen=True, slots=True)
 class Inputs:
-    """Divides the data of Keras calls among the workers, and compares the workers' data."""
+    """Divides the data of Keras calls among the workers, by its kind, and compares the workers' data."""
 
-    rank: int
-    size: int
-    coordination: Coordination
-    meet: Callable[[str], dict[int, str]]
-    check_job: Callable[[], None]
-    next_name: Callable[[str], str]
-    seeds: Seeds
-    take_start: Callable[[keras.Model], Start | None]
-    epoch: Callable[[], int | None]
-    _warned: weakref.WeakKeyDictionary[keras.Model, set[str]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
+    def __init__(self, strategy: Any, turns: Turns) -> None:
+        self._strategy = strategy
+        self._rank, self._size = strategy.rank, strategy.size
+        self._meet = turns.meet if strategy.size > 1 else lambda message: {0: message}
+        self._seeds = Seeds(strategy.coordination, strategy.rank)
+        self._warned: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
 
     def are_arrays(self, call: KerasCall) -> bool:
-        """Whether the data of this call is arrays in memory, whose rows can be gathered."""
-        return isinstance(call.adapter, ArrayDataAdapter) and can_gather(call.adapter._inputs)
+        """Whether the data is arrays in memory whose rows can be gathered: dense, and no None."""
+        if not isinstance(call.adapter, ArrayDataAdapter):
+            return False
+        leaves = tf.nest.flatten(call.adapter._inputs)
+        return all(isinstance(leaf, (np.ndarray, tf.Tensor)) and leaf.ndim > 0 for leaf in leaves)
 
     def share_of_arrays(self, call: KerasCall) -> ArrayShare:
         """This worker's rows of the arrays of a call."""
@@ -605,81 +567,59 @@ class Inputs:
         self._explain_errors(call, lambda: min(sample.length or 0, adapter.batch_size))
         return ArrayShare(
             adapter._inputs,
-            rank=self.rank,
-            size=self.size,
+            rank=self._rank,
+            size=self._size,
             batch_size=adapter.batch_size,
             shuffle=adapter._shuffle,
-            seed=self.seeds.next(),
+            seed=self._seeds.next(),
             opened=compared.open_pass,
             start=self._start_of(call),
-            epoch=self.epoch if call.method == "fit" else lambda: None,
+            epoch=(lambda: self._strategy.epoch) if call.method == "fit" else (lambda: None),
             in_graph=getattr(call.model, "steps_per_execution", 1) > 1,
         )
 
     def share_of_batches(self, dataset: tf.data.Dataset, call: KerasCall, *, divided: bool = False) -> Share:
         """This worker's rows of every batch of a dataset."""
-        first_batches = getattr(call.adapter, "_first_batches", None)
+        adapter = call.adapter
+        first_batches = getattr(adapter, "_first_batches", None)
+        first_batch = first_batches[0] if first_batches else None
         at_most = None
         # `fit` continues one pass from epoch to epoch; the other methods start one each time.
-        if isinstance(call.adapter, GeneratorDataAdapter) and call.method != "fit" and call.steps is not None:
+        if isinstance(adapter, GeneratorDataAdapter) and call.method != "fit" and call.steps is not None:
             # Private: Keras reads a generator ahead, and loses what it has read ahead when a pass ends.
             (dataset,) = dataset._inputs()
             at_most = call.steps
-        compared = self._comparison(call, _sample_of_pipeline(call, first_batches, divided=divided))
+        if first_batches:
+            sample = sample_of_batch(_what(call), first_batch)
+        else:
+            shuffled = isinstance(adapter, PyDatasetAdapter) and adapter.shuffle
+            length = adapter.num_batches if call.steps is None else None
+            order = order_of_batches() if shuffled else ""
+            sample = Sample(_what(call), length=length, order=order, divided=divided)
+        compared = self._comparison(call, sample)
         if not divided:
-            known = _static_rows(first_batches[0] if first_batches else dataset.element_spec)
+            batch = first_batch if first_batches else dataset.element_spec
+            shapes = [tf.TensorShape(getattr(leaf, "shape", None)) for leaf in tf.nest.flatten(batch)]
+            known = next((shape[0] for shape in shapes if shape.rank), None)
             self._explain_errors(call, lambda: known or compared.first_rows)
         return Share(
             dataset,
-            0 if divided else self.rank,
-            1 if divided else self.size,
+            0 if divided else self._rank,
+            1 if divided else self._size,
             opened=compared.open_pass,
             start=self._start_of(call),
-            first_batch=first_batches[0] if first_batches else None,
+            first_batch=first_batch,
             at_most=at_most,
+            # Only a pass that is used to its end reads ahead. Otherwise reading ahead would draw the next
+            # order from a shuffled, repeated dataset, and take batches from a generator.
             ahead=call.steps is None or at_most is not None,
-            report=None if first_batches or divided or self.size == 1 else compared.report_first_batch,
+            report=None if first_batches or divided or self._size == 1 else compared.report_first_batch,
         )
 
     def share_of_loop(self, dataset: tf.data.Dataset) -> Share:
         """This worker's rows of every batch of a dataset for a custom training loop."""
         endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-        return Share(dataset, self.rank, self.size, opened=lambda: None, ahead=not endless)
-
-    def _explain_errors(self, call: KerasCall, rows: Callable[[], int | None]) -> None:
-        """Adds to an error in a step of this call that the batch was divided.
-
-        A model in whose code the size of a batch is fixed, or whose data has a first axis that is not rows,
-        fails with an error of TensorFlow about shapes that says nothing about it.
-        """
-        if self.size == 1:
-            return
-        kind, iterator = type(call.iterator), weakref.ref(call.iterator)  # which holds this function
-
-        @contextlib.contextmanager
-        def explained() -> Iterator[None]:
-            with kind.catch_stop_iteration(iterator()):
-                try:
-                    yield
-                except (ValueError, tf.errors.InvalidArgumentError) as error:
-                    note = _note(rows(), self.rank, self.size)
-                    if note not in getattr(error, "__notes__", ()) and not _of_a_callback(error):
-                        error.add_note(note)
-                    raise
-
-        call.iterator.catch_stop_iteration = explained
-
-    def _comparison(self, call: KerasCall, sample: Sample) -> Comparison:
-        return Comparison(
-            sample,
-            rank=self.rank,
-            size=self.size,
-            meet=self.meet,
-            coordination=self.coordination,
-            key=f"replicast/{self.next_name('first-batch')}",
-            check_job=self.check_job,
-            warn=functools.partial(self.warn_once, call.model, call.method),
-        )
+        return Share(dataset, self._rank, self._size, opened=lambda: None, ahead=not endless)
 
     def warn_once(self, model: keras.Model, subject: str, message: str) -> None:
         """Logs a warning about a model, unless it was logged before."""
@@ -688,47 +628,53 @@ class Inputs:
             warned.add(subject)
             logger.warning(message)
 
+    def _comparison(self, call: KerasCall, sample: Sample) -> Comparison:
+        warn = functools.partial(self.warn_once, call.model, call.method)
+        return Comparison(sample, self._strategy, self._meet, warn)
+
     def _start_of(self, call: KerasCall) -> Callable[[], Start | None]:
-        return functools.partial(self.take_start, call.model) if call.method == "fit" else from_the_start
+        # Not the call itself, whose iterator holds the share.
+        return (
+            functools.partial(self._strategy.take_start, call.model) if call.method == "fit" else lambda: None
+        )
 
+    def _explain_errors(self, call: KerasCall, rows_of_batch: Callable[[], int | None]) -> None:
+        """Adds to an error in a step of this call that the batch was divided.
 
-def _sample_of_pipeline(call: KerasCall, first_batches: Any, *, divided: bool) -> Sample:
-    """The sample that is known before the first pass."""
-    what, adapter = _what(call), call.adapter
-    if first_batches:
-        return sample_of_batch(what, first_batches[0])
-    shuffled = isinstance(adapter, PyDatasetAdapter) and adapter.shuffle
-    return Sample(
-        what,
-        length=adapter.num_batches if call.steps is None else None,
-        order=order_of_batches() if shuffled else "",
-        divided=divided,
-    )
+        A model in whose code the size of a batch is fixed, or whose data has a first axis that is not rows,
+        fails with an error of TensorFlow about shapes that says nothing about it.
+        """
+        if self._size == 1:
+            return
+        kind, iterator = type(call.iterator), weakref.ref(call.iterator)  # which holds this function
 
+        def note() -> str:
+            rows = rows_of_batch()
+            first, after = rows_of_share(rows or 0, self._rank, self._size)
+            has = f": of {rows} rows, worker {self._rank} has {after - first}" if rows else ""
+            return (
+                f"replicast has divided each batch among {self._size} workers{has}. If the code of the model "
+                "expects all rows of a batch (a batch size that is fixed in it, or a first axis that is not "
+                "rows), take the size from the input, as with keras.ops.shape(x)[0], or feed each worker "
+                "batches of its own: a tf.data.Dataset whose auto_shard_policy is OFF."
+            )
 
-def _static_rows(batch: Any) -> int | None:
-    """The number of rows of a batch, or of its types, if it is known."""
-    shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(batch)]
-    return next((shape[0] for shape in map(tf.TensorShape, shapes) if shape.rank), None)
+        @contextlib.contextmanager
+        def explained() -> Iterator[None]:
+            with kind.catch_stop_iteration(iterator()):
+                try:
+                    yield
+                except (ValueError, tf.errors.InvalidArgumentError) as error:
+                    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+                    modules = {frame.f_globals.get("__name__") for frame in frames}
+                    # Not if a callback raised it, which is code of the user but not of the model.
+                    if callback_list.__name__ not in modules and note() not in getattr(
+                        error, "__notes__", ()
+                    ):
+                        error.add_note(note())
+                    raise
 
-
-def _note(rows: int | None, rank: int, size: int) -> str:
-    first, after = rows_of_share(rows or 0, rank, size)
-    divided = f"each batch among {size} workers" + (
-        f": of {rows} rows, worker {rank} has {after - first}" if rows else ""
-    )
-    return (
-        f"replicast has divided {divided}. If the code of the model expects all rows of a batch (a batch "
-        "size that is fixed in it, or a first axis that is not rows), take the size from the input, as with "
-        "keras.ops.shape(x)[0], or feed each worker batches of its own: a tf.data.Dataset whose "
-        "auto_shard_policy is OFF."
-    )
-
-
-def _of_a_callback(error: BaseException) -> bool:
-    """Whether code of the user that is not the model raised an error."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__") == callback_list.__name__ for frame, _ in frames)
+        call.iterator.catch_stop_iteration = explained
 
 
 def _what(call: KerasCall) -> str:

@@ -39,38 +39,31 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import tensorflow as tf
 import xxhash
 
 from replicast.coordination import Coordination
 from replicast.errors import NotSupported
+from replicast.training.origins import outside, tensors_in
+from replicast.turns import Turns
 
 logger = logging.getLogger("replicast")
 
 MARK = "replicast_per_worker"
 _WRITES = re.compile(r"Assign|Resource(Sparse)?Apply|ResourceScatter|ResourceStridedSliceAssign|Collective")
-_OF_ONE_WORKER = frozenset(
-    {
-        "seed",
-        "seed2",
-        "shared_name",
-        "container",
-        "token",
-        "config",
-        "config_proto",
-        "executor_type",
-        "message",
-    }
-)
-"""Attributes that may differ: names, a function's number in its process, seeds."""
-_EXACT = 1e-12
+# Attributes that may differ: names, a function's number in its process, seeds.
+_OF_ONE_WORKER = re.compile(r"_.*|seed2?|shared_name|container|token|config(_proto)?|executor_type|message")
+# Relative to the norm of a value: processors of two kinds do not round `np.sin` alike.
 _ROUNDING = {"float64": 1e-5, "float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-1}
-"""Relative to the norm of a value: processors of two kinds do not round `np.sin` alike."""
+_EXACT = 1e-12
 _MAX_DIMENSIONS = 8
 _KEPT_KEYS = 8
-_TRACE_SECS = 60.0
-"""How long to wait for the trace of a worker that has published its digest and is about to send it."""
+_TRACE_SECS = (
+    60.0  # how long to wait for the trace of a worker that has published its digest and is about to send it
+)
+_WEIGHTS = np.arange(1, 65537) * 0.6180339887498949 % 1.0 + 0.5
 
 
 def per_worker(value: Any) -> tf.Tensor:
@@ -95,18 +88,10 @@ def per_worker(value: Any) -> tf.Tensor:
 class Functions:
     """Compares the traces of this worker with the other workers'."""
 
-    def __init__(
-        self,
-        rank: int,
-        meet: Callable[[str], dict[int, str]],
-        coordination: Coordination,
-        position: Callable[[], tuple[int, int]],
-        counter: tf.Variable,
-    ) -> None:
+    def __init__(self, rank: int, coordination: Coordination, turns: Turns, counter: tf.Variable) -> None:
         self._rank = rank
-        self._meet = meet
         self._coordination = coordination
-        self._position = position
+        self._turns = turns
         self._counter = counter
         self._met: weakref.WeakSet[Any] = weakref.WeakSet()
         self._traces: Counter[tuple[str, str]] = Counter()
@@ -115,8 +100,12 @@ class Functions:
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # TensorFlow has no types
     def compare(self, step: Step | None, outputs: Any) -> None:
         """Compares a step that has just been traced."""
-        if step is None or (step.function is None and not self._has_transfer(step.graph)):
-            return  # not one that all workers certainly run together
+        if step is None:
+            return
+        if step.function is None and all(
+            outside(taken) is not self._counter.handle for taken, _ in step.graph.captures
+        ):
+            return  # without a transfer, it is not one that all workers certainly run together
         first = step.function is not None and step.function not in self._met
         try:
             trace = OwnTrace(step, outputs)
@@ -132,18 +121,18 @@ class Functions:
 
     def _compare_with_all(self, name: str, trace: OwnTrace | None) -> None:
         """Two rounds: the digests, and only if they differ everything."""
-        heard = self._meet("" if trace is None else f"{trace.digest} {trace.signature}")
+        heard = self._turns.meet("" if trace is None else f"{trace.digest} {trace.signature}")
         said = set(filter(None, heard.values()))
         if len(said) < 2:
             return
         comparable = len({text.partition(" ")[2] for text in said}) == 1
-        heard = self._meet("" if trace is None else trace.to_text(operations=comparable))
-        refusal = _refusal(name, {worker: Trace.from_text(text) for worker, text in heard.items() if text})
+        heard = self._turns.meet("" if trace is None else trace.to_text(operations=comparable))
+        refusal = _refusal(name, {worker: _decoded(text) for worker, text in heard.items() if text})
         if refusal is not None:
             raise refusal
 
     def _compare_with_first(self, step: Step, trace: OwnTrace) -> None:
-        traced = ("-".join(map(str, self._position())), step.name)
+        traced = ("-".join(map(str, self._turns.position())), step.name)
         self._traces = Counter({traced: self._traces[traced] + 1})
         key = f"replicast/function/{traced[0]}/{self._traces[traced]}/{_digest([step.name])}"
         if self._coordination.put(key, json.dumps([self._rank, trace.digest])):
@@ -160,14 +149,11 @@ class Functions:
         if text is None:  # the other worker has died between the two keys: the job ends anyway
             return
         texts = sorted({worker: text, self._rank: trace.to_text()}.items())
-        refusal = _refusal(step.name, {rank: Trace.from_text(said) for rank, said in texts})
+        refusal = _refusal(step.name, {rank: _decoded(said) for rank, said in texts})
         if refusal is not None and step.function is not None:
             raise refusal
         if refusal is not None:
             logger.warning(str(refusal).replace(" is not supported here", " was traced in a custom loop"))
-
-    def _has_transfer(self, graph: Any) -> bool:
-        return any(_origin(outside) is self._counter.handle for outside, _ in graph.captures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +179,7 @@ class Step:
         return Step(name, function, args, graph, graph.version)
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(msgspec.Struct, frozen=True, array_like=True):
     """A value in a graph that is not computed: a constant, or a tensor that was captured."""
 
     used_by: str
@@ -206,7 +191,6 @@ class Leaf:
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
         return int(np.prod(self.shape))
 
     def is_as(self, other: Leaf, rows: int = 1, others_rows: int = 1) -> bool:
@@ -226,8 +210,7 @@ class Leaf:
         return self.dtype.startswith("int") and len(self.shape) < 2 and self.elements <= _MAX_DIMENSIONS
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(msgspec.Struct, frozen=True, array_like=True):
     """What one worker's trace computes."""
 
     signature: str
@@ -235,13 +218,6 @@ class Trace:
     structure: str
     operations: list[list[str]]
     leaves: list[Leaf]
-
-    @staticmethod
-    def from_text(text: str) -> Trace:
-        """Reads what `OwnTrace.to_text` wrote."""
-        said = json.loads(zlib.decompress(base64.b85decode(text)))
-        signature, rows, structure, operations, leaves = said
-        return Trace(signature, rows, structure, operations, [Leaf(*leaf) for leaf in leaves])
 
     def difference(self, other: Trace) -> str:
         """The first thing in which two traces differ; empty if there is none."""
@@ -274,46 +250,52 @@ class OwnTrace:
     """This worker's trace of a step."""
 
     def __init__(self, step: Step, outputs: Any) -> None:
-        inputs = [tensor for tensor in _flat(step.args) if isinstance(tensor, tf.Tensor)]
+        inputs = [tensor for tensor in tensors_in(step.args) if isinstance(tensor, tf.Tensor)]
         rows = next((tensor.shape[0] for tensor in inputs if tensor.shape.rank), None)
-        results = [tensor for tensor in _flat(outputs) if isinstance(tensor, tf.Tensor)]
+        results = [tensor for tensor in tensors_in(outputs) if isinstance(tensor, tf.Tensor)]
         self._reader = _Reader(step.graph, step.version)
         structure = self._reader.read([tensor.name for tensor in results if tensor.graph is step.graph])
-        self.signature = signature = " ".join(f"{tensor.dtype.name}{tensor.shape}" for tensor in inputs)
-        self._said = [signature, max(1, rows or 1), structure]
+        self.signature = " ".join(f"{tensor.dtype.name}{tensor.shape}" for tensor in inputs)
+        self._rows = max(1, rows or 1)
+        self._structure = structure
         leaves = sorted(f"{place} {value.digest}" for _, place, value in self._reader.leaves)
-        self.digest = _digest([signature, structure, *leaves])
+        self.digest = _digest([self.signature, structure, *leaves])
 
     def to_text(self, *, operations: bool = True) -> str:
-        """All of it, as compressed JSON; the operations only if they can be compared."""
+        """All of it as compressed text; the operations only if they can be compared."""
         found = {(value.kind, value.digest): value for _, _, value in self._reader.leaves}
         described = {key: value.described() for key, value in found.items()}  # most are a few small numbers
         leaves = [
-            [used_by, place[:12], *described[value.kind, value.digest]]
+            Leaf(used_by, place[:12], *described[value.kind, value.digest])
             for used_by, place, value in self._reader.leaves
         ]
-        said = json.dumps([*self._said, self._reader.operations if operations else [], leaves])
-        return base64.b85encode(zlib.compress(said.encode(), 1)).decode()
+        named = self._reader.operations if operations else []
+        trace = Trace(self.signature, self._rows, self._structure, named, leaves)
+        return base64.b85encode(zlib.compress(msgspec.msgpack.encode(trace), 1)).decode()
+
+
+def _decoded(text: str) -> Trace:
+    return msgspec.msgpack.decode(zlib.decompress(base64.b85decode(text)), type=Trace)
 
 
 class _Value:
     """The value of a leaf."""
 
-    def __init__(self, dtype: str, shape: list[int], digest: str, read: Callable[[], Any]) -> None:
-        self.digest = digest
+    def __init__(self, dtype: str, shape: list[int], content: bytes, read: Callable[[], Any]) -> None:
+        self.digest = xxhash.xxh3_128_hexdigest(content)
         self.kind = f"{dtype}{shape}"
         self._dtype = dtype
         self._shape = shape
         self._read = read
 
-    def described(self) -> list[Any]:
+    def described(self) -> tuple[str, list[int], float, float]:
         """Type, shape, and numbers that are about equal for values that are about equal."""
         if self._dtype == "string":
-            return [self._dtype, self._shape, float(int(self.digest[:12], 16)), 0.0]
+            return self._dtype, self._shape, float(int(self.digest[:12], 16)), 0.0
         array = np.ravel(np.asarray(self._read()))
         if array.dtype.kind == "c":
             array = np.concatenate([array.real, array.imag])
-        return [self._dtype, self._shape, *_mix(array)]
+        return self._dtype, self._shape, *_mix(array)
 
 
 class _Reader:
@@ -326,7 +308,7 @@ class _Reader:
     def __init__(self, graph: Any, version: int) -> None:
         self._definition = graph.as_graph_def(from_version=version)
         self._library = {function.signature.name: function for function in self._definition.library.function}
-        self._captured = {inside.op.name: _origin(outside) for outside, inside in graph.captures}
+        self._captured = {inside.op.name: outside(taken) for taken, inside in graph.captures}
         self._functions: dict[str, str] = {}
         self.operations: list[list[str]] = []
         self.leaves: list[tuple[str, str, _Value]] = []
@@ -369,7 +351,7 @@ class _Reader:
 
     def _attributes(self, node: Any) -> Iterator[str]:
         for name in sorted(node.attr):
-            if name.startswith("_") or name in _OF_ONE_WORKER:
+            if _OF_ONE_WORKER.fullmatch(name):
                 continue
             attribute = node.attr[name]
             functions = [attribute.func] if attribute.HasField("func") else list(attribute.list.func)
@@ -420,17 +402,6 @@ def _refusal(step: str, traces: Mapping[int, Trace]) -> NotSupported | None:
     )
 
 
-def _origin(tensor: Any) -> Any:
-    """The tensor outside of all graphs that a graph has captured, also through graphs around it."""
-    while tf.is_symbolic_tensor(tensor):
-        captures = getattr(tensor.graph, "captures", ())
-        outside = next((outside for outside, inside in captures if inside is tensor), None)
-        if outside is None:
-            return None
-        tensor = outside
-    return tensor
-
-
 def _is_declared(name: str, origin: Any) -> bool:
     # TensorFlow gives a step's own number in the job as a constant of this name.
     marked = name.rpartition("/")[2].startswith((MARK, "replica_id_in_sync_group"))
@@ -445,15 +416,15 @@ def _value_of(node: Any, origin: Any) -> _Value | None:
         shape = [dimension.size for dimension in proto.tensor_shape.dim]
         if dtype == "string" and (not shape or any(b"/" in text for text in proto.string_val)):
             return None  # a message or a path
-        content = proto.SerializeToString(deterministic=True)
-        return _Value(dtype, shape, xxhash.xxh3_128_hexdigest(content), lambda: tf.make_ndarray(proto))
+        return _Value(
+            dtype, shape, proto.SerializeToString(deterministic=True), lambda: tf.make_ndarray(proto)
+        )
     if origin is None or origin.dtype in (tf.resource, tf.variant):
         return None
     array = np.asarray(origin)
-    content = (
-        repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array).tobytes()
-    )
-    return _Value(origin.dtype.name, list(array.shape), xxhash.xxh3_128_hexdigest(content), lambda: array)
+    text = array.dtype == object
+    content = repr(array.tolist()).encode() if text else np.ascontiguousarray(array).tobytes()
+    return _Value(origin.dtype.name, list(array.shape), content, lambda: array)
 
 
 def _inputs(node: Any) -> list[str]:
@@ -486,10 +457,6 @@ def _inputs_first(nodes: Mapping[str, Any], wanted: Iterable[str]) -> Iterator[s
             yield name
 
 
-def _flat(structure: Any) -> list[Any]:
-    return list(tf.nest.flatten(structure, expand_composites=True))
-
-
 def _digest(parts: Iterable[str]) -> str:
     return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
 
@@ -497,15 +464,10 @@ def _digest(parts: Iterable[str]) -> str:
 def _mix(array: np.ndarray[Any, Any]) -> tuple[float, float]:
     """A sum with another weight for each element, which tells values apart up to rounding; and the norm."""
     mix = square = 0.0
-    for index, first in enumerate(
-        range(0, array.size, len(_WEIGHTS))
-    ):  # a large constant is not copied whole
+    for index, first in enumerate(range(0, array.size, len(_WEIGHTS))):  # a large one is not copied whole
         part = array[first : first + len(_WEIGHTS)].astype(np.float64)
         if not np.isfinite(part).all():  # a mask of attention: any numbers will do, if all take the same
             part = np.nan_to_num(part, nan=0.5, posinf=3.0, neginf=-3.0)
         mix += float(part @ _WEIGHTS[: len(part)]) * _WEIGHTS[index % len(_WEIGHTS)]
         square += float(part @ part)
     return float(mix), square**0.5
-
-
-_WEIGHTS = np.arange(1, 65537) * 0.6180339887498949 % 1.0 + 0.5

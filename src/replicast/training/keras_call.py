@@ -14,19 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+
+# Private: the module of the class that has `fit`, whose name differs between versions of Keras; and the
+# module and the class whose constructor calls `experimental_distribute_dataset`, to recognize their frames.
 from keras.src.backend.tensorflow import trainer
 from keras.src.saving import saving_lib
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-# Private: the module of the class that has `fit`, whose name differs between versions of Keras.
-
-# Private: the module, and the class whose constructor calls `experimental_distribute_dataset`, to recognize
-# their frames.
-
+# The class that has `fit`: keras.Model is one of its subclasses.
 Trainer = next(kind for kind in keras.Model.__mro__ if kind.__module__ == trainer.__name__)
-"""The class that has `fit`: keras.Model is one of its subclasses."""
-FRAMES_OF_A_VARIABLE = 40
-"""The maximum number of frames between a call in Keras and the variable creation that it causes."""
+FRAMES_OF_A_VARIABLE = 40  # at most, between a call in Keras and the variable creation that it causes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +50,13 @@ def keras_call() -> KerasCall | None:
         return None
     # `fit` opens its validation data after its training data, which this variable then holds.
     validates = outer.f_code.co_name == "fit" and "epoch_iterator" in outer.f_locals
-    steps = iterator.steps_per_epoch
+    steps, execution = iterator.steps_per_epoch, iterator.steps_per_execution
     return KerasCall(
         model=model,
         method="validation" if validates else outer.f_code.co_name,
         iterator=iterator,
         adapter=iterator.data_adapter,
-        steps=None
-        if steps is None
-        else -(-steps // iterator.steps_per_execution) * iterator.steps_per_execution,
+        steps=None if steps is None else -(-steps // execution) * execution,
         callbacks=outer.f_locals.get("callbacks"),
     )
 
@@ -86,15 +81,10 @@ def keras_scales_a_loss() -> bool:
 
 def optimizer_that_sums() -> keras.optimizers.Optimizer | None:
     """The optimizer whose gradients are about to be summed; None if something else is summed."""
-    frame: Any = sys._getframe(2)
-    for _ in range(16):  # all_reduce, and what TensorFlow wraps around it
-        if frame is None:
-            return None
-        if frame.f_code.co_name == "_all_reduce_sum_gradients":
-            optimizer = frame.f_locals.get("self")
-            return optimizer if isinstance(optimizer, keras.optimizers.Optimizer) else None
-        frame = frame.f_back
-    return None
+    # `all_reduce`, and what TensorFlow wraps around it
+    frame = _frame_of("_all_reduce_sum_gradients", 16)
+    optimizer = None if frame is None else frame.f_locals.get("self")
+    return optimizer if isinstance(optimizer, keras.optimizers.Optimizer) else None
 
 
 def only_looks_at_shapes() -> bool:
@@ -103,14 +93,8 @@ def only_looks_at_shapes() -> bool:
     It does so before every `fit` and `evaluate` under a strategy. If the batch were taken from the real
     input, it and the prefetched batches after it would be missing from a generator's data.
     """
-    frame: Any = sys._getframe(2)
-    for _ in range(4):  # __iter__ < _enumerate_iterator < __next__ < _maybe_symbolic_build
-        if frame is None:
-            return False
-        if frame.f_code.co_name == "_maybe_symbolic_build":
-            return True
-        frame = frame.f_back
-    return False
+    # __iter__ < _enumerate_iterator < __next__ < _maybe_symbolic_build
+    return _frame_of("_maybe_symbolic_build", 4) is not None
 
 
 def compiled_model() -> keras.Model | None:
@@ -118,7 +102,7 @@ def compiled_model() -> keras.Model | None:
 
     `compile` creates the metric that tracks the loss, so every model compiled in the scope is seen.
     """
-    frame = _frame_of("compile")
+    frame = _frame_of("compile", FRAMES_OF_A_VARIABLE)
     model = None if frame is None else frame.f_locals.get("self")
     return model if isinstance(model, keras.Model) else None
 
@@ -128,13 +112,14 @@ def keras_looks_at_attributes() -> bool:
 
     It does so for every optimizer that it saves or loads.
     """
-    frame = _frame_of("get_attr_skipset")
+    frame = _frame_of("get_attr_skipset", FRAMES_OF_A_VARIABLE)
     return frame is not None and frame.f_globals.get("__name__") == saving_lib.__name__
 
 
-def _frame_of(function: str) -> Any:
+def _frame_of(function: str, furthest: int) -> Any:
+    """The nearest frame of this function around the caller of the caller, at most so many frames away."""
     frame: Any = sys._getframe(3)
-    for _ in range(FRAMES_OF_A_VARIABLE):
+    for _ in range(furthest):
         if frame is None or frame.f_code.co_name == function:
             return frame
         frame = frame.f_back

@@ -9,25 +9,40 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
+import xxhash
 
 from replicast.tensorfiles import ALIGNMENT
-from replicast.training.device_digest import device_digests
-from replicast.training.variables import component, global_seed_generator, held_optimizers, is_distributed
+from replicast.training.variables import (
+    component,
+    global_seed_generator,
+    held_optimizers,
+    is_distributed,
+    unused_name,
+)
 from replicast.update.digest import begun_digest, digest_array, digest_state, name_of
 from replicast.update.edits import Edit, EditKind, factor_as
 from replicast.update.schema import Schema, Variable
 from replicast.update.state import Arrays, Held, State, touched_parts
 
+# Dtypes for which Python's buffer protocol has no format.
 _NOT_IN_BUFFERS = frozenset({tf.bfloat16.as_numpy_dtype, tf.float16.as_numpy_dtype})
-"""Dtypes for which Python's buffer protocol has no format."""
-_NO_MOMENT = "average"
-"""The averaged weights that an optimizer keeps with `use_ema` are weights, not moments of gradients."""
+_NO_MOMENT = (
+    "average"  # averaged weights, which an optimizer keeps with `use_ema`: weights, not moments of gradients
+)
+# See "Digests on an accelerator" below.
+CHUNK = 2**20  # elements at a time, so that the integers of a large variable take only a few megabytes
+STEP = 0x9E3779B97F4A7C15
+OFFSETS = (0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
+ODDS = (0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
+MIXINGS = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
+_AS_INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 class KerasState(State):
@@ -65,15 +80,10 @@ class KerasState(State):
             for name, one in components.items()
         }
         self.on_accelerator = any("CPU" not in one.device for one in components.values())
-        """Whether a variable is not in host memory."""
-        self.fingerprints_on_device = self.on_accelerator
-        """Whether fingerprints are computed on the variables' device; the same on all workers of a job."""
+        self.fingerprints_on_device = self.on_accelerator  # the same on all workers of a job
 
     def _add(self, path: str, variable: keras.Variable) -> str:
-        name, number = path, 1
-        while name in self._variables:
-            number += 1
-            name = f"{path}#{number}"
+        name = unused_name(path, self._variables)
         self._variables[name] = variable
         return name
 
@@ -187,15 +197,12 @@ def as_tensor(array: npt.NDArray[Any]) -> tf.Tensor:
 
     `assign` then takes ownership of the memory: nothing else may use it.
     """
-    if array.size == 0 or array.dtype == bool or not _can_be_shared(array):
+    shared = array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0
+    if array.size == 0 or array.dtype == bool or not shared:
         return tf.constant(array)
     if name_of(array.dtype) == "bfloat16":  # numpy's DLPack export does not support it
         return tf.bitcast(as_tensor(array.view(np.uint16)), tf.bfloat16)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
-
-
-def _can_be_shared(array: npt.NDArray[Any]) -> bool:
-    return bool(array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0)
 
 
 def _change(variable: tf.Variable, edit: Edit) -> None:
@@ -281,3 +288,87 @@ def _slots(model: keras.Model, optimizer: Any) -> dict[int, tuple[int, float]]:
                     owned[id(variable)] = (id(weight), accumulated if kind == "accumulator" else 0.0)
                 break
     return owned
+
+
+# Digests on an accelerator: 16 bytes per variable are copied to the host.
+#
+# The bits of each element, as an integer w, and its index i in row-major order give two 64-bit numbers:
+#
+#     x = (w + offset) * (2 * i * step + odd)        every index has a different odd multiplier
+#     x = (x ^ x >>> 32) * mixing; x = x ^ x >>> 29
+#
+# Each is a bijection of w, so a change of one element always changes the digest, and a change of several
+# almost certainly does. The numbers are summed with wrap-around, so the result does not depend on the order
+# in which the hardware adds. The name of the dtype and the shape are mixed in as in `update/digest.py`. These
+# digests are not xxh3: workers of one job compare them with each other; they are not for files.
+
+
+def device_digests(tensors: Mapping[str, tf.Tensor]) -> dict[str, str]:
+    """Digests each tensor on its device. Equal bits give equal digests on all devices."""
+    lanes = {name: _lanes(tensor) for name, tensor in tensors.items()}
+    found = dict.fromkeys(tensors, "")
+    # All computations start before the first result is read, and each device copies its results at once.
+    for device in sorted({each.device for each in lanes.values()}):
+        names = [name for name, each in lanes.items() if each.device == device]
+        with tf.device(device):
+            together = tf.stack([lanes[name] for name in names])
+        for name, sums in zip(names, together.numpy(), strict=True):
+            head = f"{tensors[name].dtype.name}{tensors[name].shape.as_list()}".encode()
+            found[name] = xxhash.xxh3_128(head + sums.astype("<i8").tobytes()).hexdigest()
+    return found
+
+
+def _lanes(tensor: tf.Tensor) -> tf.Tensor:
+    """The two sums of a tensor, as a tensor of shape [2] on the same device."""
+    with tf.device(tensor.device):
+        flat = tf.reshape(tensor, [-1])
+        length = int(flat.shape[0])
+        places = _places(tensor.device)
+        sums = tf.zeros([2], tf.int64)
+        for start in range(0, length, CHUNK):
+            chunk = flat if length <= CHUNK else flat[start : start + CHUNK]
+            begin = tf.constant(_wrapped(2 * start * STEP), tf.int64)
+            # The bits of each element as a signed integer: accelerators lack operations for unsigned ones.
+            bits = chunk if chunk.dtype == tf.bool else tf.bitcast(chunk, _AS_INTEGERS[chunk.dtype.size])
+            sums += _lanes_of_chunk(tf.cast(bits, tf.int64), places, begin)
+        return sums
+
+
+@cache
+def _places(device: str) -> tf.Tensor:
+    """What each index of a chunk adds to the multiplier. Cached, because `tf.range` computes on the host."""
+    with np.errstate(over="ignore"):
+        steps = np.arange(CHUNK, dtype=np.int64) * np.int64(_wrapped(2 * STEP))
+    with tf.device(device):
+        return tf.identity(tf.constant(steps))
+
+
+def _sums(words: tf.Tensor, places: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
+    multipliers = places[: tf.size(words)] + begin
+    sums = []
+    for offset, odd, mixing in zip(OFFSETS, ODDS, MIXINGS, strict=True):
+        mixed = (words + _wrapped(offset)) * (multipliers + _wrapped(odd))
+        mixed = _shifted(mixed, 32) * tf.constant(_wrapped(mixing), tf.int64)
+        sums.append(tf.reduce_sum(_shifted(mixed, 29)))
+    return tf.stack(sums)
+
+
+_lanes_of_chunk = tf.function(
+    _sums,
+    input_signature=[tf.TensorSpec(shape, tf.int64) for shape in ([None], [None], [])],
+    autograph=False,
+)
+
+
+def _shifted(numbers: tf.Tensor, bits: int) -> tf.Tensor:
+    """Each number xor itself shifted right, without the sign bits that an arithmetic shift copies."""
+    shifted = tf.bitwise.right_shift(numbers, tf.constant(bits, tf.int64))
+    return tf.bitwise.bitwise_xor(
+        numbers, tf.bitwise.bitwise_and(shifted, tf.constant((1 << (64 - bits)) - 1, tf.int64))
+    )
+
+
+def _wrapped(number: int) -> int:
+    """A number as a signed 64-bit integer, wrapped around."""
+    number &= 2**64 - 1
+    return number - 2**64 if number >= 2**63 else number

@@ -17,6 +17,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+
+# Private: what `fit` iterates over; there is no public way to start in the middle of it.
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
@@ -25,10 +27,10 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 
 from replicast.training.feeding import ArrayShare, DataPosition, Share
 
-# Private: what `fit` iterates over; there is no public way to start in the middle of it.
-
-
 POSITIONED = (ArrayDataAdapter, GeneratorDataAdapter, PyDatasetAdapter, TFDatasetAdapter)
+Batches = (
+    Any  # any iterable: preferably a `tf.data.Dataset`, but also a distributed dataset, a list or a generator
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +243,8 @@ def _must_be_read(iterator: EpochIterator) -> bool:
         return True
     if iterator.steps_per_epoch is None or not isinstance(iterator.data_adapter, TFDatasetAdapter):
         return False
-    return iterator._num_batches is None and not _is_infinite(iterator._distributed_dataset)
+    data = iterator._distributed_dataset
+    return iterator._num_batches is None and not (isinstance(data, Share) and data.is_infinite())
 
 
 def _is_read_ahead_of_changes(adapter: PyDatasetAdapter, steps: int | None) -> bool:
@@ -252,10 +255,6 @@ def _is_read_ahead_of_changes(adapter: PyDatasetAdapter, steps: int | None) -> b
     if adapter.enqueuer is not None:
         return bool(changes or adapter.shuffle)
     return changes and steps is not None and steps != adapter.num_batches
-
-
-def _is_infinite(data: Any) -> bool:
-    return isinstance(data, Share) and data.is_infinite()
 
 
 def _opened_at(data: Any, position: DataPosition) -> Iterator[Any]:
@@ -290,51 +289,30 @@ def _repeat_epochs(adapter: PyDatasetAdapter, epochs: int, lengths: Lengths) -> 
 
 
 def callbacks_of(model: keras.Model) -> list[keras.callbacks.Callback] | None:
-    """The list of callbacks of the running `fit`, in order; a callback appended to it is called last.
-
-    Private: `fit` keeps them only in a local variable.
-    """
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
-            found = frame.f_locals.get("callbacks")
-            if isinstance(found, keras.callbacks.CallbackList):
-                called: list[keras.callbacks.Callback] = found.callbacks
-                return called
-        frame = frame.f_back
-    return None
+    """The list of callbacks of the running `fit`, in order; a callback appended to it is called last."""
+    found = _local_of_fit(model, "callbacks", keras.callbacks.CallbackList)
+    return None if found is None else found[0].callbacks
 
 
 def _running_fit(model: keras.Model) -> tuple[EpochIterator, int] | None:
-    """The iterator of the running `fit`, and its `initial_epoch`.
+    """The iterator of the running `fit`, and its `initial_epoch`."""
+    found = _local_of_fit(model, "epoch_iterator", EpochIterator)
+    return None if found is None else (found[0], int(found[1].get("initial_epoch", 0)))
 
-    Private: `fit` keeps both only in local variables.
-    """
-    frame: Any = sys._getframe(1)
+
+def _local_of_fit(model: keras.Model, name: str, kind: type) -> tuple[Any, dict[str, Any]] | None:
+    """A local variable of the running `fit`, and all of them. Private: `fit` keeps these nowhere else."""
+    frame: Any = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
-            iterator = frame.f_locals.get("epoch_iterator")
-            if isinstance(iterator, EpochIterator):
-                return iterator, int(frame.f_locals.get("initial_epoch", 0))
+            found = frame.f_locals.get(name)
+            if isinstance(found, kind):
+                return found, frame.f_locals
         frame = frame.f_back
     return None
 
 
 # Positions the data of a custom training loop after a restore.
-
-Batches = Any
-"""Any iterable: preferably a `tf.data.Dataset`, but also a distributed dataset, a list or a generator."""
-
-
-class Rest(Iterable[Any]):
-    """A pass without its first batches, which are read and discarded."""
-
-    def __init__(self, batches: Iterable[Any], done: int) -> None:
-        self._batches = batches
-        self._done = done
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._batches), self._done, None)
 
 
 def length_of(batches: Batches) -> int:
@@ -351,7 +329,20 @@ def rest_of(batches: Batches, passes: int, done: int) -> Batches:
             iter(batches)  # each pass draws an order: skip those of the earlier passes
     if not done:
         return batches
-    return batches.skip(done) if isinstance(batches, tf.data.Dataset) else Rest(batches, done)
+    if isinstance(batches, tf.data.Dataset):
+        return batches.skip(done)
+    return _Rest(batches, done)
+
+
+class _Rest(Iterable[Any]):
+    """A pass without its first batches, which are read and discarded."""
+
+    def __init__(self, batches: Iterable[Any], done: int) -> None:
+        self._batches = batches
+        self._done = done
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._batches), self._done, None)
 
 
 def position_problem(batches: Batches) -> str:
@@ -379,24 +370,17 @@ class ResumedProgress(keras.callbacks.ProgbarLogger):
         self._done = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Starts a bar."""
         super().on_epoch_begin(epoch, logs)
-        self._done = self._resumed.get(epoch, 0)
-        if self._done:
-            self._time_only_remaining()
-            self.progbar.update(self._done)
+        self._done = done = self._resumed.get(epoch, 0)
+        if done:
+            # The batches that were done before do not count for the time per batch. Private: Keras divides
+            # the time since the bar was created by all batches, and has no option for it.
+            estimate = self.progbar._estimate_step_duration
+            self.progbar._estimate_step_duration = lambda current, now: estimate(current - done, now)
+            self.progbar.update(done)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts a batch."""
         super().on_train_batch_end(self._done + batch, logs)
-
-    def _time_only_remaining(self) -> None:
-        """Excludes the batches that were done before from the time per batch.
-
-        Private: Keras divides the time since the bar was created by all batches, and has no option for it.
-        """
-        estimate, done = self.progbar._estimate_step_duration, self._done
-        self.progbar._estimate_step_duration = lambda current, now: estimate(current - done, now)
 
 
 def count_done_batches(

@@ -13,55 +13,42 @@ to open it. The first batch of a pipeline is reported from the pipeline's own th
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import tensorflow as tf
 import xxhash
 
-from replicast.coordination import Coordination
 from replicast.errors import JobFailed, NotSupported
 
 logger = logging.getLogger("replicast")
 
+PARTS = ("x", "y", "sample_weight")
 ROWS_OF_ARRAYS = 64
-FIRST_BATCH_SECS = 60.0
-"""How long worker 0 waits for another worker's first batch. The step would wait for it anyway."""
+FIRST_BATCH_SECS = 60.0  # how long worker 0 waits for another worker's; the step would wait for it anyway
 WHAT = {
     "fit": "training data",
     "validation": "validation data",
     "evaluate": "data for evaluate",
     "predict": "data for predict",
 }
-_PARTS = ("x", "y", "sample_weight")
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True):
     """A description of one worker's data for the other workers."""
 
     what: str
     length: int | None = None
     unit: str = "batches"
     order: str = ""
-    digests: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, str] = {}
     divided: bool = False
     labelled: bool = False
-
-    def to_text(self) -> str:
-        """As JSON."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_text(text: str) -> Sample:
-        """From JSON."""
-        return Sample(**json.loads(text))
 
 
 class Comparison:
@@ -70,26 +57,17 @@ class Comparison:
     def __init__(
         self,
         own: Sample,
-        *,
-        rank: int,
-        size: int,
+        strategy: Any,
         meet: Callable[[str], dict[int, str]],
-        coordination: Coordination,
-        key: str,
-        check_job: Callable[[], None],
         warn: Callable[[str], None],
     ) -> None:
         self._own = own
-        self._rank = rank
-        self._size = size
+        self._strategy = strategy
         self._meet = meet
-        self._coordination = coordination
-        self._key = key
-        self._check_job = check_job
         self._warn = warn
+        self._key = f"replicast/{strategy.next_name('first-batch')}"
         self._compared = False
-        self.first_rows: int | None = None
-        """The number of rows of the first batch, once a pipeline has read it."""
+        self.first_rows: int | None = None  # the rows of the first batch, once a pipeline has read it
 
     def open_pass(self) -> None:
         """Waits for the other workers before a pass; before the first one, compares the samples."""
@@ -97,18 +75,19 @@ class Comparison:
             self._meet("")
             return
         self._compared = True
-        heard = self._meet(self._own.to_text())
-        samples = {worker: Sample.from_text(text) for worker, text in sorted(heard.items()) if text}
+        heard = self._meet(msgspec.json.encode(self._own).decode())
+        samples = {worker: _decoded(text) for worker, text in sorted(heard.items()) if text}
         refuse_other_lengths(samples)
         self._compare(samples, "a sample of its rows" if self._own.unit == "rows" else "its first batch")
 
     def report_first_batch(self, parts: Mapping[str, Sequence[np.ndarray[Any, Any]]]) -> None:
         """Compares the first batch of a pipeline. Worker 0 waits for the others, at most 60 s."""
         self.first_rows = next((len(a) for part in parts.values() for a in part if a.ndim), None)
+        rank, coordination = self._strategy.rank, self._strategy.coordination
         try:
-            sample = Sample(self._own.what, order=self._own.order, **_of_batch(parts))
-            self._coordination.put(f"{self._key}/{self._rank}", sample.to_text())
-            if self._rank == 0:
+            sample = _sample(self._own.what, parts, self._own.order)
+            coordination.put(f"{self._key}/{rank}", msgspec.json.encode(sample).decode())
+            if rank == 0:
                 self._compare({0: sample, **self._reported()}, "its first batch")
         except JobFailed:
             logger.debug("the first batch was not compared: the job has failed", exc_info=True)
@@ -117,30 +96,42 @@ class Comparison:
 
     def _reported(self) -> dict[int, Sample]:
         ends = time.monotonic() + FIRST_BATCH_SECS
-        texts = {worker: self._wait_for(worker, ends) for worker in range(1, self._size)}
-        for worker in range(self._size):
-            self._coordination.delete(f"{self._key}/{worker}")
-        return {worker: Sample.from_text(text) for worker, text in texts.items() if text is not None}
-
-    def _wait_for(self, worker: int, ends: float) -> str | None:
-        text = None
-        while text is None and time.monotonic() < ends:
-            self._check_job()
-            text = self._coordination.get(f"{self._key}/{worker}", 1.0)
-        if text is None:
+        coordination, found = self._strategy.coordination, {}
+        for worker in range(1, self._strategy.size):
+            text = None
+            while text is None and time.monotonic() < ends:
+                self._strategy.check_job()
+                text = coordination.get(f"{self._key}/{worker}", 1.0)
+            if text is not None:
+                found[worker] = _decoded(text)
+                continue
             logger.warning(
-                "Worker %d did not read its first batch of %s within %.0f s: it is not compared with "
-                "worker 0's",
+                "Worker %d did not read its first batch of %s within %.0f s: it is not compared",
                 worker,
                 self._own.what,
                 FIRST_BATCH_SECS,
             )
-        return text
+        for worker in range(self._strategy.size):
+            coordination.delete(f"{self._key}/{worker}")
+        return found
 
     def _compare(self, samples: Mapping[int, Sample], compared: str) -> None:
         found = differing_parts(samples)
-        if self._rank == 0 and found:
-            self._warn(_warning(self._own.what, found, compared))
+        if self._strategy.rank != 0 or not found:
+            return
+        workers = ", ".join(str(worker) for worker in found)
+        parts = ", ".join(dict.fromkeys(part for differing in found.values() for part in differing))
+        self._warn(
+            f"The workers have different {self._own.what} (worker 0 and worker {workers} differ in {parts} "
+            f"of {compared}). Each worker takes its own rows of its own batch, so some examples may be used "
+            "twice in an epoch and others not at all. Give every worker all of the data, in the same order: "
+            "call keras.utils.set_random_seed(n) first or pass a seed to dataset.shuffle(), and do not divide "
+            "the data by rank. To divide a tf.data.Dataset yourself, set its auto_shard_policy to OFF."
+        )
+
+
+def _decoded(text: str) -> Sample:
+    return msgspec.json.decode(text, type=Sample)
 
 
 def differing_parts(samples: Mapping[int, Sample]) -> dict[int, list[str]]:
@@ -186,8 +177,12 @@ def sample_of_arrays(what: str, arrays: Any) -> Sample:
     """A sample of arrays in memory: their length, and some rows."""
     rows = int(tf.nest.flatten(arrays)[0].shape[0])
     some = np.unique(np.linspace(0, max(rows - 1, 0), ROWS_OF_ARRAYS).astype(np.int64))[:rows]
+
+    def rows_of(array: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(tf.gather(array, some)) if isinstance(array, tf.Tensor) else np.asarray(array[some])
+
     digests = {
-        name: digest_of_batch([_rows_of(leaf, some) for leaf in tf.nest.flatten(part)])
+        name: digest_of_batch([rows_of(leaf) for leaf in tf.nest.flatten(part)])
         for name, part in _parts_of(arrays).items()
     }
     return Sample(what, length=rows, unit="rows", digests=digests)
@@ -199,7 +194,7 @@ def sample_of_batch(what: str, batch: Any) -> Sample:
         name: [np.asarray(leaf) for leaf in tf.nest.flatten(part, expand_composites=True)]
         for name, part in _parts_of(batch).items()
     }
-    return Sample(what, **_of_batch(parts))
+    return _sample(what, parts)
 
 
 def order_of_batches() -> str:
@@ -212,8 +207,12 @@ def sampled(
 ) -> tf.data.Dataset:
     """The same batches; also reports the first one of a pass, from the pipeline's own thread."""
 
+    def tensors_of(part: Any) -> list[tf.Tensor]:
+        leaves = tf.nest.flatten(part, expand_composites=True)
+        return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.dtype != tf.variant]
+
     def look(number: tf.Tensor, batch: Any) -> Any:
-        leaves = [(name, leaf) for name, part in _parts_of(batch).items() for leaf in _tensors_of(part)]
+        leaves = [(name, leaf) for name, part in _parts_of(batch).items() for leaf in tensors_of(part)]
 
         def report_leaves(*values: np.ndarray[Any, Any]) -> np.int64:
             parts: dict[str, list[np.ndarray[Any, Any]]] = {}
@@ -244,32 +243,13 @@ def digest_of_batch(components: Sequence[np.ndarray[Any, Any]]) -> str:
     return digest.hexdigest()
 
 
-def _of_batch(parts: Mapping[str, Sequence[np.ndarray[Any, Any]]]) -> dict[str, Any]:
+def _sample(what: str, parts: Mapping[str, Sequence[np.ndarray[Any, Any]]], order: str = "") -> Sample:
+    # Whether the targets identify the examples.
     labelled = any(target.ndim > 0 and bool(np.any(target != target[:1])) for target in parts.get("y", ()))
-    return {"digests": {name: digest_of_batch(part) for name, part in parts.items()}, "labelled": labelled}
+    digests = {name: digest_of_batch(part) for name, part in parts.items()}
+    return Sample(what, order=order, digests=digests, labelled=labelled)
 
 
 def _parts_of(batch: Any) -> dict[str, Any]:
     """The inputs, targets and weights of a batch, by name."""
-    return dict(zip(_PARTS, batch, strict=False)) if isinstance(batch, tuple) else {"x": batch}
-
-
-def _tensors_of(part: Any) -> list[tf.Tensor]:
-    leaves = tf.nest.flatten(part, expand_composites=True)
-    return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.dtype != tf.variant]
-
-
-def _rows_of(array: Any, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return np.asarray(tf.gather(array, rows)) if isinstance(array, tf.Tensor) else np.asarray(array[rows])
-
-
-def _warning(what: str, found: Mapping[int, list[str]], compared: str) -> str:
-    workers = ", ".join(str(worker) for worker in found)
-    parts = ", ".join(dict.fromkeys(part for differing in found.values() for part in differing))
-    return (
-        f"The workers have different {what} (worker 0 and worker {workers} differ in {parts} of "
-        f"{compared}). Each worker takes its own rows of its own batch, so some examples may be used twice "
-        "in an epoch and others not at all. Give every worker all of the data, in the same order: call "
-        "keras.utils.set_random_seed(n) first or pass a seed to dataset.shuffle(), and do not divide the "
-        "data by rank. To divide a tf.data.Dataset yourself, set its auto_shard_policy to OFF."
-    )
+    return dict(zip(PARTS, batch, strict=False)) if isinstance(batch, tuple) else {"x": batch}

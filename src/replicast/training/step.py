@@ -12,6 +12,14 @@ statistics. Here, one step on each of N workers, where worker r has n_r rows, is
 A custom `train_step` may read the weights that it has just changed, and may clip, log or combine gradients
 before it applies them. So its gradients are transferred where its tape returns them (`tape_returning`), and
 all that follows sees those of the whole batch; the rest goes in a second transfer.
+
+All workers trace the same code, so they have the same transfers in the same order: the rows of a metric that
+is not one of Keras, where it is updated; the gradients of each tape or optimizer, where they are computed;
+then the rest. A worker without rows takes part in all of them, with a row of zeros whose weight is 0.
+
+What is replaced, until the step is traced, because Keras and TensorFlow have no hook there: `apply` of the
+model's optimizers and `update_state` and `result` of its metrics, on these objects; `GradientTape.gradient`,
+on its class, because the script creates the tape.
 """
 
 from __future__ import annotations
@@ -21,31 +29,33 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import tensorflow as tf
+
+# Private: whether a tape is recording; and which variables an operation writes. There is no public way to
+# ask.
 from tensorflow.python.eager import record
+from tensorflow.python.framework import auto_control_deps_utils
 
-from replicast.training.collectives import ReplicatedExtended
-from replicast.training.feeding import at_least_one_row, first_input_is_whole, rows_of, with_unknown_rows
-from replicast.training.step_metrics import MetricResults, MetricUpdates
-from replicast.training.variables import (
-    SummedVariable,
-    Writes,
-    added_by_keras_step,
-    component,
-    local,
-    optimizers_of,
-)
-
-# Private: whether a tape is recording; there is no public way to ask.
-
+from replicast.training.collectives import ReplicatedExtended, Transfer
+from replicast.training.feeding import at_least_one_row, rows_of, with_unknown_rows
+from replicast.training.origins import CommonTensors, is_of_some_rows
+from replicast.training.step_metrics import StepMetrics, precise, replaced
+from replicast.training.variables import added_by_keras_step, component, held_optimizers, local
 
 logger = logging.getLogger("replicast")
 
+# Rows are counted in units of 1024, so that a gradient times its rows stays in the range of float16.
 ROWS_UNIT = 1024.0
-"""Rows are counted in units of 1024, so that a gradient times its rows stays in the range of float16."""
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_FILLED_FROM_ROWS = (
+    "%s comes out of a step with another value on each worker: each fills it from its own rows. The step "
+    "replaces it with the mean over the workers, unless it is an integer. That is right for a running mean, "
+    "and wrong for a queue, a range or a counter. Update it from the rows of all workers instead: "
+    "rows = tf.distribute.get_replica_context().all_gather(rows, axis=0)"
+)
 
 
 class Agreed:
@@ -70,11 +80,18 @@ class KerasStep:
         self._model = model
         self._function = function
         self._average_statistics = average
-        self._applies_last = _is_stock(model)
+        # A loss that is a sum gives every example the same weight already; another weight would be wrong.
+        losses = [loss for loss in tf.nest.flatten(getattr(model, "loss", None)) if loss is not None]
+        reductions = [getattr(loss, "reduction", "sum_over_batch_size") for loss in losses]
+        self._sums_its_loss = any(reduction in ("sum", "none", None) for reduction in reductions)
+        # In a stock step nothing can read the weights after they were changed: one transfer at the end will
+        # do.
+        names = ("train_step", "compute_metrics", "get_metrics_result")
+        methods = [getattr(getattr(model, name), "__func__", None) for name in names]
+        self._applies_last = methods == [getattr(keras.Model, name) for name in names]
         self._rows = tf.constant(0.0)
         self._watch = Writes([])
         self._kept: list[tuple[Callable[..., Any], list[Any], Any]] = []
-        self._counted: list[keras.Variable] = []
         self._clips_own = False
         self._common = CommonTensors()
 
@@ -82,80 +99,54 @@ class KerasStep:
         """Runs the step on this worker's share and returns its result for the whole batch."""
         # Until the results are computed: a state that is read in another step is taken to be in parts.
         with added_by_keras_step(v.value for v in self._model.metrics_variables):
-            return waiting_for_data(fed_as_by_keras(self._model, self._run))(data)
+            return fed_as_by_keras(self._model, self._run)(data)
 
     def _run(self, data: Any) -> Any:
         rows = rows_of(data)
         self._rows = tf.cast(rows, tf.float32) / ROWS_UNIT
-        metrics = list(self._model.metrics_variables)
-        states = {id(v): (value := local(v), total_before(v, value)) for v in metrics}
-        self._watch = watch = Writes([*metrics, *self._assignable()])
-        updates = MetricUpdates(self._model.metrics, rows, self._extended.gather_rows, self._means)
-        results = MetricResults(self._model.metrics)
+        metrics = StepMetrics(self._model, data, self._extended.gather_rows, self._means)
+        self._watch = watch = Writes([*metrics.variables, *self._assignable()])
         with contextlib.ExitStack() as stack:
             stack.enter_context(watch)
-            stack.enter_context(results)
-            stack.enter_context(updates)
-            for optimizer in optimizers_of(self._model):
-                stack.enter_context(applying_with(optimizer, self._apply))
-            if not self._applies_last:  # a stock step only applies its gradients: one transfer at the end
+            stack.enter_context(metrics.watched())
+            for optimizer in held_optimizers(self._model).values():
+                # Keras clips, accumulates and decides about float16 overflow on a worker's own gradients and
+                # sums last: workers then clip differently, and with float16 one of them skips the step while
+                # the others wait for it.
+                summing = functools.partial(self._apply, optimizer.apply)
+                stack.enter_context(replaced(optimizer, "apply", summing))
+            if not self._applies_last:
                 stack.enter_context(tape_returning(self._of_the_whole_batch))
-            stack.enter_context(self._extended.keras_step(alone=not _sums_its_loss(self._model)))
+            stack.enter_context(self._extended.keras_step(alone=not self._sums_its_loss))
             logs = self._function(at_least_one_row(data, rows))
-        written = [v for v in metrics if watch.wrote(v)]
-        others = watch.written()[len(written) :]
-        self._counted = [v for v in others if v.dtype not in _FLOATS]
-        assigned = [v for v in others if v.dtype in _FLOATS and (v.trainable or self._average_statistics)]
-        add_states = functools.partial(self._add_states, written, states, updates, data)
-        return self._whole_batch(logs, results, add_states, assigned)
+        states = {id(v) for v in metrics.variables}
+        others = [v for v in watch.written if id(v) not in states]
+        counted = [v for v in others if v.dtype not in _FLOATS]
+        statistics = [v for v in others if v.dtype in _FLOATS and (v.trainable or self._average_statistics)]
 
-    def _add_states(
-        self,
-        written: list[Any],
-        states: dict[int, Any],
-        updates: MetricUpdates,
-        data: Any,
-        transfer: Transfer,
-    ) -> Callable[[], None]:
-        """Adds the states that metrics have after the step; returns a function that assigns them."""
-        rows, whole_first = rows_of(data), first_input_is_whole(data)
-        is_first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
-        of_all_rows, of_scalars = updates.from_all_rows(), updates.from_scalars()
-        tracker = getattr(self._model, "_loss_tracker", None)
-        tracked = set() if tracker is None or whole_first is None else {id(v) for v in tracker.variables}
-        flags = transfer.add([tf.cast(whole_first & (rows > 0), tf.int32)] if tracked else [])
-
-        def state_of(variable: keras.Variable) -> Callable[[], tf.Tensor]:
-            before, total = states[id(variable)]
-            after = tf.where(rows > 0, local(variable), before)
-            if id(variable) in of_all_rows or variable.aggregation == "only_first_replica":
-                value = _carried(local(variable) if id(variable) in of_all_rows else after)
-                first = transfer.add([tf.where(is_first, value, tf.zeros_like(value))])
-                return lambda: first()[0]
-            if variable.aggregation != "sum":
-                mean = transfer.add([tf.cast(after, tf.float32)], averaged=True)
-                return lambda: mean()[0]
-            if id(variable) in of_scalars:
-                return by_mean(before, total, after)
-            added = transfer.add([_difference(total, after)])
-            if id(variable) not in tracked:
-                return lambda: total + added()[0]
-            mean_of = by_mean(before, total, after)
-            return lambda: tf.where(flags()[0] > 0, mean_of(), total + added()[0])
-
-        def by_mean(before: tf.Tensor, total: tf.Tensor, after: tf.Tensor) -> Callable[[], tf.Tensor]:
-            parts = transfer.add([_difference(total, before)])  # zero, unless each worker holds a part
-            mean = transfer.add([_precise(_difference(before, after))], averaged=True)
-            return lambda: total + parts()[0] + tf.cast(mean()[0], total.dtype)
-
-        found = [(variable, state_of(variable)) for variable in written]
-
-        def assign() -> None:
-            for variable, state in found:
-                component(variable).assign(tf.cast(state(), variable.value.dtype))
-                mark_whole(variable)
-
-        return assign
+        own = [value for value in tf.nest.flatten(logs) if not metrics.is_result(value)]
+        transfer = Transfer(self._extended, self._rows)
+        gradients = [
+            transfer.add([g for g in kept if g is not None], averaged=not self._sums_its_loss)
+            for _, kept, _ in self._kept
+        ]
+        assign_states = metrics.add_states([v for v in watch.written if id(v) in states], transfer)
+        compared = [*statistics, *counted]
+        means = transfer.add([precise(local(v)) for v in compared], averaged=True)
+        mean_logs = transfer.add([tf.cast(v, tf.float32) for v in own], averaged=True)
+        transfer.send()
+        for (apply, kept, variables), summed in zip(self._kept, gradients, strict=True):
+            each = iter(summed())
+            with self._extended.summed_already():
+                apply([g if g is None else next(each) for g in kept], variables)
+        assign_states()
+        self._warn_of_differences(compared, means())
+        for variable, mean in zip(statistics, means(), strict=False):
+            variable.assign(mean)
+        each = iter(mean_logs())
+        return tf.nest.map_structure(
+            lambda v: metrics.recomputed(v) if metrics.is_result(v) else next(each), logs
+        )
 
     def _means(self, scalars: list[tf.Tensor]) -> list[tf.Tensor]:
         return self._extended.weighted_sums(scalars, [True] * len(scalars), self._rows)
@@ -172,15 +163,52 @@ class KerasStep:
         # Only compared: there is no mean of integers. Seeds are the same on all workers.
         return numbers + [v for v in variables if "int" in v.dtype and v.name != "seed_generator_state"]
 
-    def _apply(self, apply: Callable[..., Any], gradients: list[Any], variables: Any) -> None:
+    def _apply(self, apply: Callable[..., Any], grads: Any, trainable_variables: Any = None) -> None:
         """Replaces `apply` of the model's optimizers."""
+        gradients = list(grads)
         if self._applies_last:
-            self._kept.append((apply, gradients, variables))
+            self._kept.append((apply, gradients, trainable_variables))
             return
         self._warn_of_clipping(gradients)
         whole = self._of_the_whole_batch(gradients, from_tape=False)
         with self._watch.ignoring(), self._extended.summed_already():
-            apply(whole, variables)
+            apply(whole, trainable_variables)
+
+    def _of_the_whole_batch(self, gradients: list[Any], *, from_tape: bool = True) -> list[Any]:
+        """The gradients over the rows of all workers. Those that are common already are not sent again.
+
+        What was computed from common gradients and from this worker's rows is averaged: the common part has
+        been summed, and its mean over the workers is itself.
+        """
+        origins = [self._common.origin(gradient, from_tape) for gradient in gradients]
+        if all(origin == "common" for origin in origins):
+            return gradients
+        transfer = Transfer(self._extended, self._rows)
+        sent: dict[int, Callable[[], list[Any]]] = {}
+        rows_are_common: set[int] = set()
+        for place, (gradient, origin) in enumerate(zip(gradients, origins, strict=True)):
+            if origin == "mixed" and self._has_common_rows(gradient, from_tape):
+                # A sum of slices would have each of these rows once per worker.
+                rows_are_common.add(place)
+                sent[place] = transfer.add([gradient.values], averaged=True)
+            elif origin != "common":
+                averaged = origin == "mixed" or not self._sums_its_loss
+                sent[place] = transfer.add([gradient], averaged=averaged)
+        transfer.send()
+        whole = list(gradients)
+        for place, received in sent.items():
+            (whole[place],) = received()
+            if place in rows_are_common:
+                slices = gradients[place]
+                whole[place] = tf.IndexedSlices(whole[place], slices.indices, slices.dense_shape)
+        self._common.add(whole)
+        return whole
+
+    def _has_common_rows(self, gradient: Any, from_tape: bool) -> bool:
+        """Whether it is row-sparse, with the same rows on all workers: not a worker's own, times a factor."""
+        if not isinstance(gradient, tf.IndexedSlices):
+            return False
+        return tf.executing_eagerly() or self._common.origin(gradient.indices, from_tape) == "common"
 
     def _warn_of_clipping(self, gradients: list[Any]) -> None:
         if self._clips_own or tf.executing_eagerly() or not any(map(self._common.misses_clipping, gradients)):
@@ -194,87 +222,23 @@ class KerasStep:
                 "optimizer"
             )
 
-    def _of_the_whole_batch(self, gradients: list[Any], *, from_tape: bool = True) -> list[Any]:
-        """The gradients over the rows of all workers. Those that are common already are not sent again.
-
-        What was computed from common gradients and from this worker's rows is averaged: the common part has
-        been summed, and its mean over the workers is itself.
-        """
-        origins = [self._common.origin(gradient, from_tape) for gradient in gradients]
-        if all(origin == "common" for origin in origins):
-            return gradients
-        transfer, sums = Transfer(self._extended, self._rows), _sums_its_loss(self._model)
-        whole: list[Any] = []
-        for gradient, origin in zip(gradients, origins, strict=True):
-            if origin == "common":
-                whole.append(lambda gradient=gradient: gradient)
-            elif origin == "mixed" and self._has_common_rows(gradient, from_tape):
-                # A sum of slices would have each of these rows once per worker.
-                values = transfer.add([gradient.values], averaged=True)
-                whole.append(lambda g=gradient, v=values: tf.IndexedSlices(v()[0], g.indices, g.dense_shape))
-            else:
-                sent = transfer.add([gradient], averaged=origin == "mixed" or not sums)
-                whole.append(lambda sent=sent: sent()[0])
-        transfer.send()
-        whole = [result() for result in whole]
-        self._common.add(whole)
-        return whole
-
-    def _add_gradients(self, transfer: Transfer, gradients: list[Any]) -> Callable[[], list[Any]]:
-        """Every example has the same weight on every worker."""
-        present = [g for g in gradients if g is not None]
-        return transfer.add(present, averaged=not _sums_its_loss(self._model))
-
-    def _apply_summed(
-        self, apply: Callable[..., Any], gradients: list[Any], summed: list[Any], variables: Any
-    ) -> None:
-        each = iter(summed)
-        with self._extended.summed_already():
-            apply([g if g is None else next(each) for g in gradients], variables)
-
-    def _has_common_rows(self, gradient: Any, from_tape: bool) -> bool:
-        """Whether it is row-sparse, with the same rows on all workers: not a worker's own, times a factor."""
-        if not isinstance(gradient, tf.IndexedSlices):
-            return False
-        return tf.executing_eagerly() or self._common.origin(gradient.indices, from_tape) == "common"
-
-    def _whole_batch(
-        self,
-        logs: Any,
-        results: MetricResults,
-        add_states: Callable[[Transfer], Callable[[], None]],
-        statistics: list[keras.Variable],
-    ) -> Any:
-        own = [value for value in tf.nest.flatten(logs) if value not in results]
-        transfer = Transfer(self._extended, self._rows)
-        gradients = [self._add_gradients(transfer, kept) for _, kept, _ in self._kept]
-        assign_states = add_states(transfer)
-        compared = [*statistics, *self._counted]
-        means = transfer.add([_precise(local(v)) for v in compared], averaged=True)
-        mean_logs = transfer.add([tf.cast(v, tf.float32) for v in own], averaged=True)
-        transfer.send()
-        for (apply, kept, variables), summed in zip(self._kept, gradients, strict=True):
-            self._apply_summed(apply, kept, summed(), variables)
-        assign_states()
-        self._warn_of_differences(compared, means())
-        for variable, mean in zip(statistics, means(), strict=False):
-            variable.assign(mean)
-        each = iter(mean_logs())
-        return tf.nest.map_structure(lambda v: results.recompute(v) if v in results else next(each), logs)
-
     def _warn_of_differences(self, variables: list[keras.Variable], means: list[tf.Tensor]) -> None:
         """Worker 0 warns once of a variable that each worker has filled from its own rows: a queue, a range.
 
         Its mean over the workers is right for a running mean, and for nothing else.
         """
-        running = {id(v) for layer in self._model._flatten_layers() for v in _running_means(layer)}
+        layers = [
+            one for one in self._model._flatten_layers() if isinstance(one, keras.layers.BatchNormalization)
+        ]
+        statistics = [v for layer in layers for v in layer.non_trainable_variables]
+        running = {id(v) for v in statistics if v.name in ("moving_mean", "moving_variance")}
         unknown = [(v, mean) for v, mean in zip(variables, means, strict=True) if id(v) not in running]
         # XLA cannot compile a call of Python.
         compiled = getattr(self._model, "jit_compile", False) is True
         if not unknown or compiled or tf.distribute.get_strategy().rank != 0:
             return
         # The mean of equal values is rounded. A worker without rows has computed a row of zeros.
-        distances = [tf.reduce_max(tf.abs(_precise(local(v)) - mean)) for v, mean in unknown]
+        distances = [tf.reduce_max(tf.abs(precise(local(v)) - mean)) for v, mean in unknown]
         limits = [1e-5 * tf.reduce_max(tf.abs(mean)) for _, mean in unknown]
         differs = tf.logical_and(tf.stack(distances) > tf.stack(limits), self._rows > 0)
         told: set[str] = set()
@@ -289,183 +253,25 @@ class KerasStep:
         tf.cond(tf.reduce_any(differs), lambda: tf.numpy_function(tell, [differs], tf.bool), lambda: False)
 
 
-_FILLED_FROM_ROWS = (
-    "%s comes out of a step with another value on each worker: each fills it from its own rows. The step "
-    "replaces it with the mean over the workers, unless it is an integer. That is right for a running mean, "
-    "and wrong for a queue, a range or a counter. Update it from the rows of all workers instead: "
-    "rows = tf.distribute.get_replica_context().all_gather(rows, axis=0)"
-)
-
-
-def _running_means(layer: Any) -> list[keras.Variable]:
-    if not isinstance(layer, keras.layers.BatchNormalization):
-        return []
-    return [v for v in layer.non_trainable_variables if v.name in ("moving_mean", "moving_variance")]
-
-
 def fed_as_by_keras(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wraps a step so that the losses of a model's outputs count every batch alike.
+    """Wraps a step so that it is fed with its data as Keras means it, and not before.
 
-    Keras weights the loss that it tracks for each output by the static number of rows, if there is one. A
-    short last batch has none, because it is the second shape that is traced, and would count as one row. The
-    arrays that Keras itself feeds have none.
+    None of its operations runs before its data exists. The step that finds no data left fails, but operations
+    that do not depend on the data may already have run: if the number of rows is known while tracing, Keras
+    would count the rows of a missing batch.
+
+    The losses of a model's outputs count every batch alike. Keras weights the loss that it tracks for each
+    output by the static number of rows, if there is one. A short last batch has none, because it is the
+    second shape that is traced, and would count as one row. The arrays that Keras itself feeds have none.
     """
 
     def fed(data: Any) -> Any:
-        has_losses_of_outputs = any(metric.name.endswith("_loss") for metric in model.metrics)
-        return step(with_unknown_rows(data) if has_losses_of_outputs else data)
-
-    return fed
-
-
-def waiting_for_data(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wraps a step so that none of its operations runs before its data exists.
-
-    The step that finds no data left fails, but operations that do not depend on the data may already have
-    run: if the number of rows is known while tracing, Keras would count the rows of a missing batch.
-    """
-
-    def waiting(data: Any) -> Any:
         leaves = [x for x in tf.nest.flatten(data, expand_composites=True) if isinstance(x, tf.Tensor)]
         with tf.control_dependencies([] if tf.executing_eagerly() else leaves[:1]):
-            return step(data)
+            has_losses_of_outputs = any(metric.name.endswith("_loss") for metric in model.metrics)
+            return step(with_unknown_rows(data) if has_losses_of_outputs else data)
 
-    return waiting
-
-
-class Transfer:
-    """Values that are summed or averaged over the workers together."""
-
-    def __init__(self, extended: ReplicatedExtended, rows: tf.Tensor) -> None:
-        self._extended = extended
-        self._rows = rows
-        self._values: list[Any] = []
-        self._averaged: list[bool] = []
-        self._combined: list[Any] = []
-
-    def add(self, values: list[Any], *, averaged: bool = False) -> Callable[[], list[Any]]:
-        """Adds values to the transfer; returns a function that returns the results after `send`."""
-        first, after = len(self._values), len(self._values) + len(values)
-        self._values += values
-        self._averaged += [averaged] * len(values)
-        return lambda: self._combined[first:after]
-
-    def send(self) -> None:
-        """Combines the values. Blocks until every worker has sent the same kinds of values."""
-        if self._values:  # a step may have nothing to combine, on all workers alike
-            self._combined = self._extended.weighted_sums(self._values, self._averaged, self._rows)
-
-
-class CommonTensors:
-    """The gradients of the whole batch in one step, and what was computed from them.
-
-    In a graph, the origin of a tensor is found by walking back from it. Eagerly there is no graph: what an
-    optimizer gets counts as mixed, and is averaged once more, which does not change a common value.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[Any] = []  # so that no id and no name is used again
-        self._names: set[tuple[int, str]] = set()
-
-    def add(self, gradients: list[Any]) -> None:
-        """Records gradients that are the same on all workers."""
-        self._kept += gradients
-        if not tf.executing_eagerly():
-            self._names.update((id(tensor.graph), tensor.name) for tensor in _tensors(gradients))
-
-    def origin(self, gradient: Any, from_tape: bool) -> Literal["common", "mixed", "local"]:
-        """What a gradient was computed from: common tensors, this worker's rows ("local"), or both."""
-        if gradient is None or any(gradient is kept for kept in self._kept):
-            return "common"
-        if tf.executing_eagerly():
-            return "local" if from_tape or not self._kept else "mixed"
-        from_common = from_rows = False
-        waiting, seen = _tensors([gradient]), set()
-        while waiting:
-            tensor = waiting.pop()
-            graph = id(tensor.graph)
-            if (graph, tensor.name) in self._names:
-                from_common = True
-            elif (graph, tensor.op.name) not in seen:
-                seen.add((graph, tensor.op.name))
-                outside = _captured(tensor)
-                from_rows = from_rows or (not outside and _may_differ(tensor))
-                waiting += outside or tensor.op.inputs
-        return ("mixed" if from_common else "local") if from_rows else "common"
-
-    def misses_clipping(self, gradient: Any) -> bool:
-        """Whether a script has clipped what a function, loop or branch returned, and that is local."""
-        clips, calls, seen = False, False, set()
-        waiting = [] if gradient is None else [(tensor, False) for tensor in _tensors([gradient])]
-        while waiting:
-            tensor, behind_call = waiting.pop()
-            if (id(tensor.graph), tensor.name) in self._names:
-                return False
-            if tensor.op.name in seen:
-                continue
-            seen.add(tensor.op.name)
-            if tensor.op.type == "Placeholder" and not behind_call:
-                return False  # The gradient was computed here.
-            calls = calls or tensor.op.type in _CALLS
-            clips = clips or (not behind_call and tensor.op.type in _CLIPS)
-            behind = behind_call or tensor.op.type in _CALLS
-            waiting += [(one, behind) for one in tensor.op.inputs]
-        return clips and calls
-
-
-def _tensors(values: list[Any]) -> list[tf.Tensor]:
-    return [tensor for tensor in tf.nest.flatten(values, expand_composites=True) if tensor is not None]
-
-
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If", "StatelessIf")
-_CLIPS = ("ClipByValue", "Minimum", "Maximum", "L2Loss", "Sqrt", "Rsqrt")
-
-
-def _captured(tensor: tf.Tensor) -> list[tf.Tensor]:
-    """The tensor outside of a branch or loop that a placeholder in it stands for, as the only element."""
-    if tensor.op.type != "Placeholder" or tensor.dtype == tf.resource:
-        return []
-    captures = getattr(tensor.graph, "captures", ())
-    return [outer for outer, inner in captures if inner is tensor and tf.is_symbolic_tensor(outer)]
-
-
-def _is_of_some_rows(target: Any) -> bool:
-    """Whether a loss comes from a part of the rows only: of one row, or of a few, in a loop of Python."""
-    found, seen = False, set()
-    waiting = _tensors([target])
-    while waiting:
-        operation = waiting.pop().op
-        if operation.name in seen or operation.type in ("Shape", "Size", "Rank"):
-            continue
-        seen.add(operation.name)
-        if _takes_some_rows(operation):
-            found = True
-        elif operation.outputs and _may_differ(operation.outputs[0]):
-            return False
-        else:
-            waiting += operation.inputs
-    return found
-
-
-def _takes_some_rows(operation: tf.Operation) -> bool:
-    if operation.type == "StridedSlice":
-        masks = [operation.get_attr(name) & 1 for name in ("ellipsis_mask", "new_axis_mask")]
-        whole = operation.get_attr("begin_mask") & 1 and operation.get_attr("end_mask") & 1
-        return not any(masks) and not whole
-    if operation.type == "Unpack":
-        return bool(operation.get_attr("axis") == 0)
-    axis = {"Split": 0, "SplitV": 2}.get(operation.type)
-    return axis is not None and tf.get_static_value(operation.inputs[axis]) == 0
-
-
-def _may_differ(tensor: tf.Tensor) -> bool:
-    """Whether an operation may give each worker another value from the same inputs: data, stateful ones.
-
-    Weights are equal on all workers.
-    """
-    if tensor.op.type == "Placeholder":
-        return bool(tensor.dtype != tf.resource)
-    return tensor.op.op_def.is_stateful and tensor.op.type not in ("ReadVariableOp", "ResourceGather")
+    return fed
 
 
 @contextlib.contextmanager
@@ -481,14 +287,22 @@ def tape_returning(whole_batch: Callable[[list[Any]], list[Any]]) -> Iterator[No
       some of the rows: they may be of one row each, and the workers may have different numbers of rows.
       Eagerly, such a loss is not recognized.
     """
-    stock, thread, graph = tf.GradientTape.gradient, threading.get_ident(), _graph()
+
+    def graph_here() -> Any:
+        return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+    stock, thread, graph = tf.GradientTape.gradient, threading.get_ident(), graph_here()
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # TensorFlow has no types
     def gradient(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         found = stock(tape, target, sources, *args, **kwargs)
-        nested = threading.get_ident() != thread or _graph() is not graph or _in_vectorized_map()
-        of_some_rows = not nested and graph is not None and _is_of_some_rows(target)
-        if nested or of_some_rows or record.could_possibly_record():
+        if threading.get_ident() != thread or graph_here() is not graph or record.could_possibly_record():
+            return found
+        # The body of a vectorized map has no graph of its own, but a name scope.
+        scopes = [] if graph is None else graph.get_name_scope().split("/")
+        if any(scope.startswith("loop_body") for scope in scopes):
+            return found
+        if graph is not None and is_of_some_rows(target):
             return found
         values, by = tf.nest.flatten(found), tf.nest.flatten(sources)
         variables = [place for place, source in enumerate(by) if not isinstance(source, tf.Tensor)]
@@ -503,78 +317,59 @@ def tape_returning(whole_batch: Callable[[list[Any]], list[Any]]) -> Iterator[No
         tf.GradientTape.gradient = stock
 
 
-def _graph() -> Any:
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+class Writes:
+    """Finds which of some variables are written inside its `with` block, in the order of the candidates.
 
-
-def _in_vectorized_map() -> bool:
-    """By the name scope in which TensorFlow traces the body: it has no graph of its own."""
-    scope = "" if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_name_scope()
-    return any(part.startswith("loop_body") for part in scope.split("/"))
-
-
-def total_before(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
-    """The total of a metric's state before a step; zeros if it is in parts, which the step sums too."""
-    state = variable.value
-    return state.zero_unless_whole(value) if isinstance(state, SummedVariable) else value
-
-
-def mark_whole(variable: keras.Variable) -> None:
-    """Records that a metric's variable holds the state of the whole job, on every worker."""
-    if isinstance(variable.value, SummedVariable):
-        variable.value.mark_whole()
-
-
-@contextlib.contextmanager
-def applying_with(
-    optimizer: keras.optimizers.Optimizer, act: Callable[[Callable[..., Any], list[Any], Any], None]
-) -> Iterator[None]:
-    """Inside, the optimizer's `apply` calls `act` with the original `apply`, the gradients and variables.
-
-    Keras clips, accumulates and decides about float16 overflow on a worker's own gradients and sums last:
-    workers then clip differently, and with float16 one of them skips the step while the others wait for it.
-    Keras has no hook in between, so `apply` is replaced during the step, on this optimizer object, never on
-    its class.
+    In a graph, it inspects the operations that were added. Eagerly, where there is no graph, it compares
+    values, and a variable counts as written if it changed on any worker.
     """
-    apply, own = optimizer.apply, vars(optimizer).get("apply")
 
-    def sum_and_apply(grads: Any, trainable_variables: Any = None) -> None:
-        act(apply, list(grads), trainable_variables)
+    def __init__(self, candidates: list[keras.Variable]) -> None:
+        self.written: list[keras.Variable] = []
+        self._candidates = candidates
+        self._before: list[Any] = []
+        self._first = 0
+        self._ignored: list[tuple[Any, range]] = []
 
-    object.__setattr__(optimizer, "apply", sum_and_apply)
-    try:
+    def __enter__(self) -> Writes:
+        if tf.executing_eagerly():
+            self._before = [local(v) for v in self._candidates]
+        else:
+            self._first = len(_operations())
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None and self._candidates:
+            flags = self._changed_values() if tf.executing_eagerly() else self._written_in_graph()
+            self.written = [v for v, flag in zip(self._candidates, flags, strict=True) if flag]
+
+    @contextlib.contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Ignores what is written inside. Only in a graph; has no effect eagerly."""
+        first = len(_operations())
         yield
-    finally:
-        object.__delattr__(optimizer, "apply")
-        if own is not None:
-            object.__setattr__(optimizer, "apply", own)
+        self._ignored.append((tf.compat.v1.get_default_graph(), range(first, len(_operations()))))
+
+    def _written_in_graph(self) -> list[bool]:
+        graph = tf.compat.v1.get_default_graph()
+        outside = {id(inner): id(outer) for outer, inner in graph.captures}
+        handles: set[int] = set()
+        ignored = {place for where, places in self._ignored if where is graph for place in places}
+        for place, operation in enumerate(_operations()):
+            if place < self._first or place in ignored:
+                continue
+            _, writes = auto_control_deps_utils.get_read_write_resource_inputs(operation)
+            handles.update(outside.get(id(handle), id(handle)) for handle in writes)
+        return [id(component(v).handle) in handles for v in self._candidates]
+
+    def _changed_values(self) -> Any:
+        changed = [
+            tf.reduce_any(tf.not_equal(before, local(v)))
+            for before, v in zip(self._before, self._candidates, strict=True)
+        ]
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.stack(changed), tf.float32)).numpy()
 
 
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
-
-
-def _is_stock(model: keras.Model) -> bool:
-    """Whether nothing in the step can read the weights after they were changed."""
-    names = ("train_step", "compute_metrics", "get_metrics_result")
-    methods = [getattr(getattr(model, name), "__func__", None) for name in names]
-    return methods == [getattr(keras.Model, name) for name in names]
-
-
-def _difference(before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
-    """What a step added to a state; zero where an infinity did not change."""
-    return tf.where(before == after, tf.zeros_like(after), after - before)
-
-
-def _carried(value: tf.Tensor) -> tf.Tensor:
-    return tf.cast(value, tf.int32) if value.dtype == tf.bool else value
-
-
-def _precise(value: tf.Tensor) -> tf.Tensor:
-    """The value in a dtype whose rounding, repeated in every step, does not shift a mean."""
-    return value if value.dtype == tf.float64 else tf.cast(value, tf.float32)
-
-
-def _sums_its_loss(model: keras.Model) -> bool:
-    """Whether the loss is a sum: every example already has the same weight, and another would be wrong."""
-    losses = [loss for loss in tf.nest.flatten(getattr(model, "loss", None)) if loss is not None]
-    return any(getattr(loss, "reduction", "sum_over_batch_size") in ("sum", "none", None) for loss in losses)
+def _operations() -> list[tf.Operation]:
+    return [] if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_operations()

@@ -1,16 +1,29 @@
-"""`replicast.Strategy`: MultiWorkerMirroredStrategy as Keras 3 needs it."""
+"""`replicast.Strategy`: MultiWorkerMirroredStrategy as Keras 3 needs it.
+
+Keras asks three things of a strategy, and a model's `fit` is otherwise Keras' own code:
+
+    experimental_distribute_dataset   this worker's rows of every batch          `feeding`
+    run                               the step, with the result of the batch     `step`
+    reduce                            the value, which is that of the job then   `reduce`
+
+The start of a worker, in this order: it meets the others, TensorFlow connects them, and it is watched.
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import functools
 import gc
 import os
+import signal
 import sys
+import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import keras
@@ -18,15 +31,18 @@ import tensorflow as tf
 
 from replicast import rendezvous
 from replicast.config import HEARTBEAT_SECS, Cluster, heartbeat_timeout_secs, read_cluster, start_timeout_secs
-from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination
+from replicast.coordination import (
+    Coordination,
+    MemoryCoordination,
+    ServiceCoordination,
+    unregistered_workers,
+)
 from replicast.errors import ClusterError, JobFailed, NotSupported
 from replicast.lifetime import Lifetime
 from replicast.port_filter import port_limit
 from replicast.script_digest import main_script
 from replicast.training import feeding
-from replicast.training.collectives import ReplicatedExtended, sum_through_shared_memory
-from replicast.training.connecting import connecting
-from replicast.training.feeding import Inputs, losses_that_mix_rows, predicting_all_rows
+from replicast.training.collectives import REGISTER_SECS, ReplicatedExtended, sum_through_shared_memory
 from replicast.training.functions import Functions, Step
 from replicast.training.keras_call import (
     KerasCall,
@@ -37,89 +53,91 @@ from replicast.training.keras_call import (
     only_looks_at_shapes,
     predicting_model,
 )
-from replicast.training.step import Agreed, KerasStep, fed_as_by_keras, waiting_for_data
+from replicast.training.step import Agreed, KerasStep, fed_as_by_keras
 from replicast.training.variables import (
-    Seeds,
     SummedVariable,
     creating_in_scope,
+    held_optimizers,
     is_built,
     may_fail,
-    optimizers_of,
     take_over,
     trace_once,
 )
 from replicast.training.writing import Callbacks, Writing, write_once
 
-# The start of a worker, in this order: it meets the others, TensorFlow connects them, and it is watched.
+_SIGACTION_BYTES = 512  # more than a `struct sigaction` has anywhere
 
 
-def meet(cluster: Cluster | None) -> float:
-    """Blocks until all workers are here, at most `REPLICAST_START_TIMEOUT`; returns the heartbeat timeout."""
-    if cluster is None or cluster.size == 1:
-        return HEARTBEAT_SECS
-    return rendezvous.meet(
-        cluster,
-        start_timeout_secs(os.environ),
-        _tell,
-        heartbeat_timeout_secs(os.environ),
-        main_script(),
-    )
-
-
-def connect(
+def _connect(
     strategy: tf.distribute.Strategy,
     cluster: Cluster | None,
     options: tf.distribute.experimental.CommunicationOptions | None,
 ) -> tuple[ReplicatedExtended, float]:
-    """TensorFlow connects the workers, which have met; afterwards its port accepts only trusted networks."""
+    """Meets the other workers, and lets TensorFlow connect them; returns the heartbeat timeout too.
+
+    Afterwards TensorFlow's port accepts only trusted networks.
+    """
     limit_port = port_limit(cluster, os.environ)
-    heartbeat_secs = meet(cluster)
-    with connecting(cluster):
-        extended = ReplicatedExtended(
-            strategy,
-            tf.distribute.cluster_resolver.TFConfigClusterResolver(),
-            options or tf.distribute.experimental.CommunicationOptions(),
-            heartbeat_secs,
-        )
+    heartbeat_secs = HEARTBEAT_SECS
+    if cluster is not None and cluster.size > 1:
+
+        def tell(line: str) -> None:
+            sys.stderr.write(line)
+            sys.stderr.flush()
+
+        timeout_secs, own_heartbeat = start_timeout_secs(os.environ), heartbeat_timeout_secs(os.environ)
+        heartbeat_secs = rendezvous.meet(cluster, timeout_secs, tell, own_heartbeat, main_script())
+    try:
+        with _kept(signal.SIGTERM), _ended_by_ctrl_c():
+            extended = ReplicatedExtended(
+                strategy,
+                tf.distribute.cluster_resolver.TFConfigClusterResolver(),
+                options or tf.distribute.experimental.CommunicationOptions(),
+                heartbeat_secs,
+            )
+    except (tf.errors.DeadlineExceededError, tf.errors.UnavailableError) as error:
+        if cluster is None:
+            raise
+        missing = [one for one in unregistered_workers(str(error), cluster.chiefs) if one < cluster.size]
+        names = ", ".join(f"worker {worker} ({cluster.addresses[worker]})" for worker in missing)
+        raise ClusterError(
+            f"All workers had met, but TensorFlow could not connect worker {cluster.rank} with {names} "
+            f"within {REGISTER_SECS:.0f} s",
+            remedy="A process or a host was lost, or stopped, in this moment: start all workers again",
+        ) from error
     limit_port()
     return extended, heartbeat_secs
 
 
-def watch(
-    cluster: Cluster | None,
-    transfers_started: Callable[[], int],
-    trained_alone: Callable[[], bool],
-    heartbeat_secs: float,
-) -> tuple[Coordination, Lifetime]:
-    """The keys that all workers share, and the watcher, which ends this worker if a call for one hangs.
-
-    The watcher starts before any other code can make such a call.
-    """
-    if cluster is None or cluster.size == 1:
-        alone = MemoryCoordination(MemoryCoordination.Store())
-        return alone, Lifetime(alone, 0, 1, transfers_started)
-    coordination = ServiceCoordination(chiefs=cluster.chiefs)
-    lifetime = Lifetime(
-        coordination,
-        cluster.rank,
-        cluster.size,
-        transfers_started,
-        heartbeat_secs=heartbeat_secs,
-        trained_alone=trained_alone,
-    )
-    lifetime.begin()
-    return coordination, lifetime
+# TensorFlow connects the workers in one call that holds Python's lock until all of them are connected: no
+# thread and no signal handler of Python runs meanwhile. It takes less than a second, unless a worker or its
+# host is lost just then. So Ctrl-C ends the process at once. SIGTERM does not: before it connects, TensorFlow
+# installs a handler of its own, which ends nothing. Afterwards SIGTERM does again what it did before.
 
 
-def _tell(line: str) -> None:
-    sys.stderr.write(line)
-    sys.stderr.flush()
+@contextlib.contextmanager
+def _kept(signum: int) -> Iterator[None]:
+    # Not with the module `signal`, which can do this in the main thread only, and only for its own handlers.
+    libc, before = ctypes.CDLL(None), ctypes.create_string_buffer(_SIGACTION_BYTES)
+    libc.sigaction(signum, None, before)
+    try:
+        yield
+    finally:
+        libc.sigaction(signum, before, None)
 
 
-_LEFT_TO_TENSORFLOW = (
-    tf.data.experimental.AutoShardPolicy.FILE,
-    tf.data.experimental.AutoShardPolicy.HINT,
-)
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT)
+    if not is_main or handler is not signal.default_int_handler:  # ignored, or the script's own
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -159,62 +177,57 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
                 "tensorflow": always with those.
             communication_options: As for `tf.distribute.MultiWorkerMirroredStrategy`.
         """
-        _check_options(statistics, all_reduce)
-        _check_backend()
+        if statistics not in ("mean", "local"):
+            raise ValueError(f'statistics must be "mean" or "local". Received: {statistics!r}')
+        if all_reduce not in ("auto", "tensorflow"):
+            raise ValueError(f'all_reduce must be "auto" or "tensorflow". Received: {all_reduce!r}')
+        if keras.backend.backend() != "tensorflow":
+            raise ClusterError(
+                "replicast needs Keras on the TensorFlow backend",
+                received=f"backend {keras.backend.backend()!r}",
+                remedy="Set KERAS_BACKEND=tensorflow before you import keras",
+            )
         cluster = read_cluster(os.environ)
         self._rank, self._size = (0, 1) if cluster is None else (cluster.rank, cluster.size)
-        extended, heartbeat_secs = connect(self, cluster, communication_options)
+        extended, heartbeat_secs = _connect(self, cluster, communication_options)
         # Skips MultiWorkerMirroredStrategy's constructor, which would create its own `extended`.
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
         self.statistics = statistics
-        """How moving statistics are treated: "mean" or "local"."""
+        # How steps sum over the workers: the same on all of them.
         self.all_reduce: Literal["shared memory", "tensorflow"] = "tensorflow"
-        """How steps sum over the workers: the same on all of them."""
+        # For each open `Replicas`, the part that lets the job leave; in the same order on all workers.
         self.leavings: list[Any] = []
-        """For each open `Replicas`, the part that lets the job leave; in the same order on all workers."""
+        # Called at the start of every `fit` with its model, and with the callbacks as they were passed.
         self.on_fit: list[Callable[[Any, Any], None]] = []
-        """Called at the start of every `fit` with its model, and with the callbacks as they were passed."""
-        extended.compiles = self._see_compiled
         self._named: Counter[str] = Counter()
         self._start: tuple[weakref.ref[keras.Model], feeding.Start] | None = None
-        self._epoch: int | None = None
-        self._coordination, self._lifetime = watch(
-            cluster, extended.transfers_started, _a_model_was_trained, heartbeat_secs
-        )
-        self._writing = Writing(self._coordination, self._rank, self._lifetime)
-        self._callbacks = Callbacks(self._rank, self._size, self._writing)
-        self._inputs = self._make_inputs()
-        self._functions = Functions(
-            self._rank,
-            self._lifetime.turns.meet,
+        self.epoch: int | None = None  # the current one of `fit`, if it is known: its shuffle follows from it
+        self._coordination: Coordination = MemoryCoordination(MemoryCoordination.Store())
+        if cluster is not None and cluster.size > 1:
+            self._coordination = ServiceCoordination(chiefs=cluster.chiefs)
+        self._lifetime = Lifetime(
             self._coordination,
-            self._lifetime.turns.position,
-            extended.keys,
-        )
-        if self._size > 1:
-            self._join_others(all_reduce == "auto")
-
-    def _join_others(self, shared_memory: bool) -> None:
-        """What only a job of several workers needs. Waits for all of them, at most two minutes."""
-        write_once(self._writing)
-        self.extended.next_turn = self._lifetime.turns.take
-        if sum_through_shared_memory(
-            self.extended, self._coordination, self._rank, self._lifetime, shared_memory
-        ):
-            self.all_reduce = "shared memory"
-
-    def _make_inputs(self) -> Inputs:
-        return Inputs(
             self._rank,
             self._size,
-            self._coordination,
-            meet=self._lifetime.turns.meet if self._size > 1 else _meet_alone,
-            check_job=self.check_job,
-            next_name=self.next_name,
-            seeds=Seeds(self._coordination, self._rank),
-            take_start=self.take_start,
-            epoch=lambda: self._epoch,
+            extended.transfers_started,
+            heartbeat_secs=heartbeat_secs,
+            trained_alone=_a_model_was_trained,
         )
+        if self._size > 1:
+            # Before any other code can make a call of the service, which may hang: the watcher then ends this
+            # worker.
+            self._lifetime.begin()
+        self._writing = Writing(self._coordination, self._rank, self._lifetime)
+        self._callbacks = Callbacks(self._rank, self._size, self._writing)
+        self._inputs = feeding.Inputs(self, self._lifetime.turns)
+        self._functions = Functions(self._rank, self._coordination, self._lifetime.turns, extended.keys)
+        if self._size > 1:
+            write_once(self._writing)
+            extended.next_turn = self._lifetime.turns.take
+            if sum_through_shared_memory(
+                extended, self._coordination, self._rank, self._lifetime, wanted=all_reduce == "auto"
+            ):
+                self.all_reduce = "shared memory"
 
     @property
     def rank(self) -> int:
@@ -290,7 +303,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     def begin_epoch(self, epoch: int | None) -> None:
         """Sets the current epoch of `fit`, from which its shuffle is derived; None if it is unknown."""
-        self._epoch = epoch
+        self.epoch = epoch
 
     def take_start(self, model: keras.Model) -> feeding.Start | None:
         """Returns the position at which this model's data continues, and clears it: only one pass uses it."""
@@ -330,28 +343,25 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         fn = _without_function(fn)
         model, predicting = getattr(fn, "__self__", None), predicting_model()
+        step, is_step = fn, predicting is None and isinstance(model, Trainer)
         traced = None
         if self._size > 1:
             traced = self._traced(fn if predicting is None else predicting.predict_step, args)
-        if predicting is not None:
-            step = predicting_all_rows(fn) if self._size > 1 else fn
-            outputs = super().run(creating_in_scope(self, step), args, kwargs, options)
-            self._functions.compare(traced, outputs)
-            return outputs
-        if not isinstance(model, Trainer):
-            outputs = super().run(fn, args, kwargs, options)
-            self._functions.compare(traced, outputs)
-            return outputs
-        self._refuse_what_cannot_work(model)
-        if self._size == 1:
-            step = waiting_for_data(fed_as_by_keras(model, fn))
-            return super().run(creating_in_scope(self, step), args, kwargs, options)
-        if not is_built(model):
-            trace_once(functools.partial(super().run, creating_in_scope(self, fn)), (args,))
-        keras_step = KerasStep(self.extended, model, fn, self.statistics == "mean")
-        outputs = super().run(creating_in_scope(self, keras_step), args, kwargs, options)
+        if is_step:
+            self._refuse_what_cannot_work(model)
+            if self._size == 1:
+                step = fed_as_by_keras(model, fn)
+            else:
+                if not is_built(model):
+                    trace_once(functools.partial(super().run, creating_in_scope(self, fn)), (args,))
+                step = KerasStep(self.extended, model, fn, self.statistics == "mean")
+        elif predicting is not None and self._size > 1:
+            step = feeding.predicting_all_rows(fn)
+        if is_step or predicting is not None:
+            step = creating_in_scope(self, step)
+        outputs = super().run(step, args, kwargs, options)
         self._functions.compare(traced, outputs)
-        return keras.tree.map_structure(Agreed, outputs)
+        return keras.tree.map_structure(Agreed, outputs) if is_step and self._size > 1 else outputs
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # TensorFlow has no types
     def _traced(self, fn: Any, args: Any) -> Step | None:
@@ -391,7 +401,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
                 return self._inputs.share_of_arrays(call)
         policy = dataset.options().experimental_distribute.auto_shard_policy
         divided = policy == tf.data.experimental.AutoShardPolicy.OFF
-        if policy in _LEFT_TO_TENSORFLOW or (divided and call is None):
+        policies = tf.data.experimental.AutoShardPolicy
+        if policy in (policies.FILE, policies.HINT) or (divided and call is None):
             return super().experimental_distribute_dataset(dataset, options)
         if call is None:
             return self._inputs.share_of_loop(dataset)
@@ -399,7 +410,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         # `fit` would use only a part of the data.
         return self._inputs.share_of_batches(dataset, call, divided=divided)
 
-    def _see_compiled(self, model: keras.Model) -> None:
+    def see_compiled(self, model: keras.Model) -> None:
+        """Called at least once with each model that is compiled in the scope."""
         # Private: a model stores the scope of its creation here; there is no argument for it. A model that
         # was created outside, such as a clone, and is compiled inside joins the job.
         if model._distribute_strategy is None:
@@ -409,7 +421,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     def _warn_of_losses(self, model: Any) -> None:
         """Worker 0 warns once of a loss that mixes the rows of a batch."""
-        for name, warning in losses_that_mix_rows(getattr(model, "loss", None)).items():
+        for name, warning in feeding.losses_that_mix_rows(getattr(model, "loss", None)).items():
             if self._rank == 0:
                 self._inputs.warn_once(model, name, warning)
 
@@ -439,30 +451,10 @@ def _without_function(fn: Any) -> Any:
     return types.MethodType(method.__func__, model) if isinstance(model, Trainer) else fn
 
 
-def _check_options(statistics: str, all_reduce: str) -> None:
-    if statistics not in ("mean", "local"):
-        raise ValueError(f'statistics must be "mean" or "local". Received: {statistics!r}')
-    if all_reduce not in ("auto", "tensorflow"):
-        raise ValueError(f'all_reduce must be "auto" or "tensorflow". Received: {all_reduce!r}')
-
-
-def _check_backend() -> None:
-    if keras.backend.backend() != "tensorflow":
-        raise ClusterError(
-            "replicast needs Keras on the TensorFlow backend",
-            received=f"backend {keras.backend.backend()!r}",
-            remedy="Set KERAS_BACKEND=tensorflow before you import keras",
-        )
-
-
 def _a_model_was_trained() -> bool:
     """Whether a model has been trained in this process.
 
     A model created and compiled outside the scope never reaches the strategy: it is only found afterwards.
     """
     models = [thing for thing in gc.get_objects() if issubclass(type(thing), keras.Model)]
-    return any(int(o.iterations.numpy()) > 0 for model in models for o in optimizers_of(model))
-
-
-def _meet_alone(message: str) -> dict[int, str]:
-    return {0: message}
+    return any(int(o.iterations.numpy()) > 0 for model in models for o in held_optimizers(model).values())

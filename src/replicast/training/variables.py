@@ -18,22 +18,32 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
+
+# Private: Keras keeps the generator of unseeded draws under a name of its global state, which no public
+# function reads or sets.
 from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+
+# Private: the classes of a strategy's variables, how one is saved, and whether a model without them is being
+# exported; there is no public way to subclass them or to ask.
 from tensorflow.python.distribute import values_util
 from tensorflow.python.distribute.values import MirroredVariable, SyncOnReadVariable, _SyncOnReadSaveable
+
+# Private: whether the user has set a global seed, and whether it was set again: `tf.random` does not tell.
 from tensorflow.python.eager import context
-from tensorflow.python.framework import auto_control_deps_utils
+
+# Private: a variable that bypasses creators; in a scope, `tf.Variable` would create one of the strategy.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed, NotSupported, ReplicastError
 from replicast.training.functions import per_worker
 
-# Private: the classes of a strategy's variables, how one is saved, and whether a model without them is being
-# exported; there is no public way to subclass them or to ask.
+logger = logging.getLogger("replicast")
 
-# Private: a variable that bypasses creators; in a scope, `tf.Variable` would create one of the strategy.
+_ARGUMENTS = ("trainable", "name", "dtype", "constraint", "synchronization", "aggregation", "shape")
+_LONGEST = 1000  # a longer list or dict holds data, not optimizers; a step that uses one in it is refused
+AGREE_SECS = 600.0
 
 
 class _Converted:
@@ -75,8 +85,7 @@ class SummedVariable(_Converted, SyncOnReadVariable):
 
     def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None) -> None:
         super().__init__(strategy, values, aggregation, var_policy)
-        self.in_keras_step = False
-        """Whether a Keras step, which sums what the workers add to this variable, is being traced or run."""
+        self.in_keras_step = False  # a step that sums what the workers add to this variable, is traced or run
         with tf.init_scope(), tf.device(self._primary.device):
             self._whole = ResourceVariable(True, trainable=False, name="whole")
 
@@ -216,10 +225,6 @@ def replicated(variable: Any) -> Any:
 # that the first step then creates become variables of the job, as if they had been created in
 # `strategy.scope()`.
 
-logger = logging.getLogger("replicast")
-
-_ARGUMENTS = ("trainable", "name", "dtype", "constraint", "synchronization", "aggregation", "shape")
-
 
 @contextlib.contextmanager
 def may_fail(scope: Any) -> Iterator[None]:
@@ -293,11 +298,6 @@ def trace_once(step: Callable[..., Any], args: Any) -> None:
         logger.debug("The step will create its variables when it runs: %s", error)
 
 
-# Detects which variables a piece of code writes.
-
-# Private: TensorFlow's own answer to "which variables does this operation write?"; there is no public one.
-
-
 def component(variable: keras.Variable) -> tf.Variable:
     """The TensorFlow variable behind a Keras variable on this worker."""
     value = variable.value
@@ -309,78 +309,7 @@ def local(variable: keras.Variable) -> tf.Tensor:
     return component(variable).read_value()
 
 
-def _operations() -> list[tf.Operation]:
-    return [] if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_operations()
-
-
-class Writes:
-    """Detects which of some variables are written inside its `with` block.
-
-    In a graph, it inspects the operations that were added. Eagerly, where there is no graph, it compares
-    values, and a variable counts as written if it changed on any worker.
-    """
-
-    def __init__(self, candidates: list[keras.Variable]) -> None:
-        self._candidates = candidates
-        self._written: set[int] = set()
-        self._before: list[Any] = []
-        self._first = 0
-        self._ignored: list[tuple[Any, range]] = []
-
-    def __enter__(self) -> Writes:
-        if tf.executing_eagerly():
-            self._before = [local(v) for v in self._candidates]
-        else:
-            self._first = len(_operations())
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None:
-            self._written = self._changed_values() if tf.executing_eagerly() else self._written_in_graph()
-
-    @contextlib.contextmanager
-    def ignoring(self) -> Iterator[None]:
-        """Ignores what is written inside. Only in a graph; has no effect eagerly."""
-        first = len(_operations())
-        yield
-        self._ignored.append((tf.compat.v1.get_default_graph(), range(first, len(_operations()))))
-
-    def wrote(self, variable: keras.Variable) -> bool:
-        """Whether this variable was written."""
-        return id(variable) in self._written
-
-    def written(self) -> list[keras.Variable]:
-        """The variables that were written, in the order of the candidates."""
-        return [v for v in self._candidates if id(v) in self._written]
-
-    def _written_in_graph(self) -> set[int]:
-        graph = tf.compat.v1.get_default_graph()
-        outside = {id(inner): id(outer) for outer, inner in graph.captures}
-        handles: set[int] = set()
-        ignored = {place for where, places in self._ignored if where is graph for place in places}
-        for place, operation in enumerate(_operations()):
-            if place < self._first or place in ignored:
-                continue
-            _, writes = auto_control_deps_utils.get_read_write_resource_inputs(operation)
-            handles.update(outside.get(id(handle), id(handle)) for handle in writes)
-        return {id(v) for v in self._candidates if id(component(v).handle) in handles}
-
-    def _changed_values(self) -> set[int]:
-        if not self._candidates:
-            return set()
-        changed = [
-            tf.reduce_any(tf.not_equal(before, local(v)))
-            for before, v in zip(self._before, self._candidates, strict=True)
-        ]
-        context = tf.distribute.get_replica_context()
-        flags = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.stack(changed), tf.float32))
-        return {id(v) for v, flag in zip(self._candidates, flags.numpy(), strict=True) if flag}
-
-
 # The optimizers of a model: its attributes, and those in its layers, lists and dicts.
-
-_LONGEST = 1000
-"""A longer list or dict holds data, not optimizers. A step that uses an optimizer in it is refused."""
 
 
 def held_optimizers(model: Any) -> dict[str, keras.optimizers.Optimizer]:
@@ -391,50 +320,35 @@ def held_optimizers(model: Any) -> dict[str, keras.optimizers.Optimizer]:
     "dense_1/optimizer", "optimizers/0". A duplicate name gets a number: "optimizer#2".
     """
     found: dict[str, keras.optimizers.Optimizer] = {}
-    ids: set[int] = set()
-    for name, optimizer in _all_held(model):
-        if id(optimizer) not in ids:
-            ids.add(id(optimizer))
-            found[_unused(name, found)] = optimizer
+    seen: dict[int, Any] = {}
+
+    def look_inside(name: str, value: Any) -> None:
+        if id(value) in seen:
+            return
+        if isinstance(value, keras.optimizers.Optimizer):
+            seen[id(value)] = value
+            found[unused_name(name, found)] = value
+        elif isinstance(value, Mapping | list | tuple) and len(value) <= _LONGEST:
+            seen[id(value)] = value
+            for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+                look_inside(f"{name}/{key}", item)
+
+    look_inside("optimizer", getattr(model, "optimizer", None))
+    # Private: all layers at any depth; the public `layers` are those of the first level.
+    layers = [("", model), *((f"{one.name}/", one) for one in model._flatten_layers(include_self=False))]
+    for prefix, holder in layers:
+        for name, value in list(vars(holder).items()):
+            look_inside(prefix + name.lstrip("_"), value)
     return found
 
 
-def optimizers_of(model: Any) -> list[keras.optimizers.Optimizer]:
-    """The optimizers of a model and of all of its layers, each once."""
-    return list(held_optimizers(model).values())
-
-
-def _unused(name: str, used: Mapping[str, Any]) -> str:
+def unused_name(name: str, used: Mapping[str, Any]) -> str:
+    """The name, or the name with a number if it is used already: kernel, kernel#2, kernel#3."""
     unused, number = name, 1
     while unused in used:
         number += 1
         unused = f"{name}#{number}"
     return unused
-
-
-def _all_held(model: Any) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
-    seen: dict[int, Any] = {}
-    yield from _inside("optimizer", getattr(model, "optimizer", None), seen)
-    yield from _attributes("", model, seen)
-    # Private: all layers at any depth; the public `layers` are those of the first level.
-    for layer in model._flatten_layers(include_self=False):
-        yield from _attributes(f"{layer.name}/", layer, seen)
-
-
-def _attributes(
-    prefix: str, holder: Any, seen: dict[int, Any]
-) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
-    for name, value in list(vars(holder).items()):
-        yield from _inside(prefix + name.lstrip("_"), value, seen)
-
-
-def _inside(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
-    if isinstance(value, keras.optimizers.Optimizer):
-        yield name, value
-    elif isinstance(value, Mapping | list | tuple) and id(value) not in seen and len(value) <= _LONGEST:
-        seen[id(value)] = value
-        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _inside(f"{name}/{key}", item, seen)
 
 
 # Variables created outside `strategy.scope()`: moved into the job where that is safe, else refused.
@@ -446,7 +360,7 @@ def take_over(strategy: tf.distribute.Strategy, model: Any) -> None:
     Before the first step nothing depends on the identity of these variables, so they can still become
     variables of the job, with worker 0's values. All workers call this: each moved variable is a transfer.
     """
-    for optimizer in optimizers_of(model):
+    for optimizer in held_optimizers(model).values():
         for one in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
             if one._distribution_strategy is strategy:
                 continue
@@ -480,14 +394,6 @@ def is_distributed(variable: keras.Variable) -> bool:
 
 
 # Seeds that all workers share, so that all shuffle and draw alike.
-
-# Private: Keras keeps the generator of unseeded draws under a name of its global state, which no public
-# function reads or sets.
-
-# Private: whether the user has set a global seed, and whether it was set again: `tf.random` does not tell.
-
-
-AGREE_SECS = 600.0
 
 
 class Seeds:

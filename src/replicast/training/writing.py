@@ -34,6 +34,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 import xxhash
+
+# Private: `keras.saving.save_model` and `save_weights` call these by the names of their modules, however a
+# script has imported them; there is no public function below them. `save_model(overwrite=False)` asks by
+# `io_utils` whether a file that exists is to be replaced.
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 from keras.src.utils import io_utils
@@ -42,26 +46,13 @@ from replicast.coordination import Coordination
 from replicast.errors import JobFailed, ReplicastError
 from replicast.lifetime import Lifetime
 
-# Private: `keras.saving.save_model` and `save_weights` call these by the names of their modules, however a
-# script has imported them; there is no public function below them.
-
-# Private: `save_model(overwrite=False)` asks by it whether a file that exists is to be replaced.
-
-
 logger = logging.getLogger("replicast")
 
-ARRIVE_SECS = 20.0
-"""How much later than another worker worker 0 may reach the same write."""
+ARRIVE_SECS = 20.0  # how much later than another worker worker 0 may reach the same write
 WRITE_SECS = 3600.0
 POLL_SECS = 0.5
 REMIND_SECS = 30.0
-POSITIONS_KEPT = 3
-"""A worker deletes its keys of a position after this many later positions."""
-
-_thread = threading.local()
-_writing: Writing | None = None
-"""Decides who writes what Keras writes in this process."""
-
+POSITIONS_KEPT = 3  # a worker deletes its keys of a position after this many later positions
 _METHODS = (
     (keras.Model, ("save", "save_weights", "export")),
     (keras.export.ExportArchive, ("write_out",)),
@@ -71,6 +62,18 @@ _FUNCTIONS = (
     (saving_lib, "save_weights_only"),
     (legacy_h5_format, "save_model_to_hdf5"),
 )
+_NO_BACKUP = "no backup"
+_UNSET = object()
+# By method of a model: the last method that Keras calls on its callbacks.
+_ENDS = {
+    "fit": "on_train_end",
+    "validation": "on_train_end",
+    "evaluate": "on_test_end",
+    "predict": "on_predict_end",
+}
+
+_thread = threading.local()
+_writing: Writing | None = None  # decides who writes what Keras writes in this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,14 @@ class Writing:
             return write()
         claim = self.claim(path, kind)
         if claim.worker == self.rank:
-            return self._write(claim, str(path), write)
+            try:
+                with writing_alone(), self._lifetime.turns.alone(f"writing {path}"):
+                    result = write()
+            except BaseException as error:  # also Ctrl-C: the others must not wait for this file
+                self.put_key(f"{claim.key}/done", json.dumps(_described(error)))
+                raise
+            self.put_key(f"{claim.key}/done", json.dumps(None))
+            return result
         text = self.wait_for_key(f"{claim.key}/done", claim.worker, f"write {path}")
         problem = json.loads(text or "null")
         if problem is not None:
@@ -189,22 +199,9 @@ class Writing:
             self._delete_old_keys(position)
         return f"replicast/write/{position[0]}-{position[1]}"
 
-    def _write(self, claim: Claim, path: str, write: Callable[[], Any]) -> Any:
-        try:
-            with writing_alone(), self._lifetime.turns.alone(f"writing {path}"):
-                result = write()
-        except BaseException as error:  # also Ctrl-C: the others must not wait for this file
-            self.put_key(f"{claim.key}/done", json.dumps(_described(error)))
-            raise
-        self.put_key(f"{claim.key}/done", json.dumps(None))
-        return result
-
     def _delete_old_keys(self, position: tuple[int, int]) -> None:
-        """Deletes this worker's keys of positions that all workers have passed.
-
-        A transfer or turn ends only if all workers join it: once this worker is two positions further, all
-        have left the first.
-        """
+        # A transfer or turn ends only if all workers join it: once this worker is two positions further, all
+        # have left the first.
         with self._lock:
             self._positions.append(position)
             old = []
@@ -327,16 +324,6 @@ def _failed_write(problem: dict[str, Any], worker: int, path: str) -> Exception:
 # A callback belongs to the user: attributes that are replaced for a call of `fit` are restored when the
 # call ends. The callback can then be copied, pickled, given another path and used again.
 
-_NO_BACKUP = "no backup"
-_UNSET = object()
-_ENDS = {
-    "fit": "on_train_end",
-    "validation": "on_train_end",
-    "evaluate": "on_test_end",
-    "predict": "on_predict_end",
-}
-"""By method of a model: the last method that Keras calls on its callbacks."""
-
 
 class Callbacks:
     """Prepares the callbacks of a call of `fit`, `evaluate` or `predict`, until that call ends."""
@@ -394,14 +381,15 @@ class Callbacks:
         """Whether another worker writes this log; the call then ends here once that log is complete."""
         # Every worker calls `fit`, and worker 0 tells when it has no more logs, so no timeout is needed.
         claim = self._writing.claim(path, "log", arrive_secs=WRITE_SECS)
-        self._restore_at(callback, end, functools.partial(self._complete, claim, path))
-        return claim.worker != self._rank
 
-    def _complete(self, claim: Claim, path: Any) -> None:
-        if claim.worker == self._rank:
-            self._writing.put_key(f"{claim.key}/complete", "")
-        else:
-            self._writing.wait_for_key(f"{claim.key}/complete", claim.worker, f"complete {path}")
+        def complete() -> None:
+            if claim.worker == self._rank:
+                self._writing.put_key(f"{claim.key}/complete", "")
+            else:
+                self._writing.wait_for_key(f"{claim.key}/complete", claim.worker, f"complete {path}")
+
+        self._restore_at(callback, end, complete)
+        return claim.worker != self._rank
 
     def _restore_at(self, callback: Any, end: str, last: Callable[[], None] = lambda: None) -> None:
         """Restores the callback after Keras has called its method `end`; calls `last` before that."""
@@ -461,9 +449,7 @@ class Callbacks:
         type(callback).on_train_begin(callback, logs)
 
     def _back_up_once(self, callback: Any) -> None:
-        def save() -> None:
-            type(callback)._save_model(callback)
-
+        save = functools.partial(type(callback)._save_model, callback)
         self._writing.once(callback.backup_dir, save, kind="backup")
 
     def _delete_together(self, callback: Any, logs: Any = None) -> None:
