@@ -125,8 +125,8 @@ class Comparison:
             f"The workers have different {self._own.what} (worker 0 and worker {workers} differ in {parts} "
             f"of {compared}). Each worker takes its own rows of its own batch, so some examples may be used "
             "twice in an epoch and others not at all. Give every worker all of the data, in the same order: "
-            "call keras.utils.set_random_seed(n) first or pass a seed to dataset.shuffle(), and do not divide "
-            "the data by rank. To divide a tf.data.Dataset yourself, set its auto_shard_policy to OFF."
+            "call keras.utils.set_random_seed(n) first or pass a seed to dataset.shuffle(), and do not "
+            "divide the data by rank. To divide a tf.data.Dataset yourself, set its auto_shard_policy to OFF."
         )
 
 
