@@ -369,7 +369,6 @@ class Share(tf.data.Dataset):
 
     @property
     def element_spec(self) -> Any:
-        """The types of this worker's part of a batch."""
         return self._share.element_spec
 
     def __iter__(self) -> Iterator[Any]:
@@ -560,7 +559,6 @@ class Inputs:
         return all(isinstance(leaf, (np.ndarray, tf.Tensor)) and leaf.ndim > 0 for leaf in leaves)
 
     def share_of_arrays(self, call: KerasCall) -> ArrayShare:
-        """This worker's rows of the arrays of a call."""
         adapter = call.adapter
         sample = sample_of_arrays(_what(call), adapter._inputs)
         compared = self._comparison(call, sample)
@@ -622,7 +620,6 @@ class Inputs:
         return Share(dataset, self._rank, self._size, opened=lambda: None, ahead=not endless)
 
     def warn_once(self, model: keras.Model, subject: str, message: str) -> None:
-        """Logs a warning about a model, unless it was logged before."""
         warned = self._warned.setdefault(model, set())
         if subject not in warned:
             warned.add(subject)

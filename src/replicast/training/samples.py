@@ -153,7 +153,6 @@ def differing_parts(samples: Mapping[int, Sample]) -> dict[int, list[str]]:
 
 
 def refuse_other_lengths(samples: Mapping[int, Sample]) -> None:
-    """Checks that all workers have the same number of rows or batches."""
     known = {worker: sample for worker, sample in samples.items() if sample.length is not None}
     if len({(sample.length, sample.unit, sample.what) for sample in known.values()}) < 2:
         return

@@ -202,11 +202,12 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._named: Counter[str] = Counter()
         self._start: tuple[weakref.ref[keras.Model], feeding.Start] | None = None
         self.epoch: int | None = None  # the current one of `fit`, if it is known: its shuffle follows from it
-        self._coordination: Coordination = MemoryCoordination(MemoryCoordination.Store())
+        # The key-value store that all workers of this job share.
+        self.coordination: Coordination = MemoryCoordination(MemoryCoordination.Store())
         if cluster is not None and cluster.size > 1:
-            self._coordination = ServiceCoordination(chiefs=cluster.chiefs)
+            self.coordination = ServiceCoordination(chiefs=cluster.chiefs)
         self._lifetime = Lifetime(
-            self._coordination,
+            self.coordination,
             self._rank,
             self._size,
             extended.transfers_started,
@@ -217,15 +218,15 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             # Before any other code can make a call of the service, which may hang: the watcher then ends this
             # worker.
             self._lifetime.begin()
-        self._writing = Writing(self._coordination, self._rank, self._lifetime)
+        self._writing = Writing(self.coordination, self._rank, self._lifetime)
         self._callbacks = Callbacks(self._rank, self._size, self._writing)
         self._inputs = feeding.Inputs(self, self._lifetime.turns)
-        self._functions = Functions(self._rank, self._coordination, self._lifetime.turns, extended.keys)
+        self._functions = Functions(self._rank, self.coordination, self._lifetime.turns, extended.keys)
         if self._size > 1:
             write_once(self._writing)
             extended.next_turn = self._lifetime.turns.take
             if sum_through_shared_memory(
-                extended, self._coordination, self._rank, self._lifetime, wanted=all_reduce == "auto"
+                extended, self.coordination, self._rank, self._lifetime, wanted=all_reduce == "auto"
             ):
                 self.all_reduce = "shared memory"
 
@@ -238,11 +239,6 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
     def size(self) -> int:
         """The number of workers."""
         return self._size
-
-    @property
-    def coordination(self) -> Coordination:
-        """The key-value store that all workers of this job share."""
-        return self._coordination
 
     def next_name(self, kind: str) -> str:
         """The next name of this kind: the same on every worker at the same line of the script."""
@@ -277,11 +273,9 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         return self._lifetime.has_left(worker)
 
     def before_leaving(self, act: Callable[[], None], always: Callable[[], None]) -> None:
-        """Registers functions to call at the end of the script.
+        """At the end of the script, calls `act`, unless the job has failed, and then `always`, in any case.
 
-        Args:
-            act: Called unless the job has failed; may wait for the other workers.
-            always: Called after it, and also if the job has failed; must not wait for another worker.
+        `act` may wait for the other workers, `always` must not.
         """
         if self._size > 1:
             self._lifetime.before_leaving(act)
@@ -293,11 +287,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
     def start_data_at(self, model: keras.Model, epoch: int, batch: int, batches: int) -> None:
         """Makes the next pass of this model's `fit` continue at a position in its data.
 
-        Args:
-            model: The model that is fitted.
-            epoch: The epoch of the pass.
-            batch: How many batches of that epoch were used.
-            batches: How many batches were used in total, for infinite data.
+        `batch` batches of `epoch` were used, and `batches` in total, which counts for infinite data.
         """
         self._start = (weakref.ref(model), feeding.Start(epoch, batch, batches))
 
@@ -329,7 +319,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         return 1 if self.extended.alone or between_steps else int(self.extended._num_replicas_in_sync)
 
     def scope(self) -> Any:
-        """As in TensorFlow. Keras also enters it to build a model, which may fail: see `building`."""
+        """As in TensorFlow. Keras also enters it to build a model, which may fail: see `may_fail`."""
         scope, model = super().scope(), model_to_build()
         if model is None:
             return scope
@@ -399,9 +389,9 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             self._prepare(call)
             if self._inputs.are_arrays(call):
                 return self._inputs.share_of_arrays(call)
-        policy = dataset.options().experimental_distribute.auto_shard_policy
-        divided = policy == tf.data.experimental.AutoShardPolicy.OFF
         policies = tf.data.experimental.AutoShardPolicy
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+        divided = policy == policies.OFF
         if policy in (policies.FILE, policies.HINT) or (divided and call is None):
             return super().experimental_distribute_dataset(dataset, options)
         if call is None:
@@ -416,19 +406,17 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         # was created outside, such as a clone, and is compiled inside joins the job.
         if model._distribute_strategy is None:
             model._distribute_strategy = self
-        if self._size > 1:
-            self._warn_of_losses(model)
+        self._warn_of_losses(model)
 
     def _warn_of_losses(self, model: Any) -> None:
-        """Worker 0 warns once of a loss that mixes the rows of a batch."""
-        for name, warning in feeding.losses_that_mix_rows(getattr(model, "loss", None)).items():
-            if self._rank == 0:
+        if self._size > 1 and self._rank == 0:
+            for name, warning in feeding.losses_that_mix_rows(getattr(model, "loss", None)).items():
                 self._inputs.warn_once(model, name, warning)
 
     def _prepare(self, call: KerasCall) -> None:
         self._refuse_what_cannot_work(call.model)
+        self._warn_of_losses(call.model)
         if self._size > 1:
-            self._warn_of_losses(call.model)
             self._callbacks.prepare(call.callbacks, call.method)
         for tell in self.on_fit if call.method == "fit" else ():
             tell(call.model, call.callbacks)

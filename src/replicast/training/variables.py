@@ -109,7 +109,6 @@ class SummedVariable(_Converted, SyncOnReadVariable):
         return super().assign_sub(value, *args, **kwargs)
 
     def mark_whole(self) -> None:
-        """Records that each worker now holds the total."""
         self._whole.assign(True, read_value=False)
 
     def zero_unless_whole(self, value: tf.Tensor) -> tf.Tensor:
@@ -132,15 +131,12 @@ class SummedVariable(_Converted, SyncOnReadVariable):
         return tf.cond(self._whole, self._primary.read_value, sum_parts)
 
     def _between_steps(self) -> bool:
-        return not self._in_step() and not values_util.is_saving_non_distributed()
-
-    def _in_step(self) -> bool:
-        context = tf.distribute.get_replica_context()
-        return context is not None and context.strategy is self._distribute_strategy
+        in_step = self._distribute_strategy.extended.in_run()
+        return not in_step and not values_util.is_saving_non_distributed()
 
     def _in_custom_step(self) -> bool:
-        several = self._distribute_strategy.size > 1
-        return several and self._in_step() and not self.in_keras_step
+        strategy = self._distribute_strategy
+        return strategy.size > 1 and strategy.extended.in_run() and not self.in_keras_step
 
     def _once(self, value: Any) -> Any:
         """The value to add on this worker; if the variable is in parts, zeros except on worker 0."""

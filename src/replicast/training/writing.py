@@ -27,7 +27,6 @@ import types
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +75,6 @@ _thread = threading.local()
 _writing: Writing | None = None  # decides who writes what Keras writes in this process
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Which worker writes a path at one position of the script."""
-
-    key: str
-    worker: int
-
-
 class Writing:
     """Decides which worker writes each file, and makes the others wait for it."""
 
@@ -105,42 +96,49 @@ class Writing:
         """
         if getattr(_thread, "writes", False):  # part of a larger write
             return write()
-        claim = self.claim(path, kind)
-        if claim.worker == self.rank:
+        key, worker = self.claim(path, kind)
+        if worker == self.rank:
             try:
                 with writing_alone(), self._lifetime.turns.alone(f"writing {path}"):
                     result = write()
             except BaseException as error:  # also Ctrl-C: the others must not wait for this file
-                self.put_key(f"{claim.key}/done", json.dumps(_described(error)))
+                self.put_key(f"{key}/done", json.dumps(_described(error)))
                 raise
-            self.put_key(f"{claim.key}/done", json.dumps(None))
+            self.put_key(f"{key}/done", json.dumps(None))
             return result
-        text = self.wait_for_key(f"{claim.key}/done", claim.worker, f"write {path}")
-        problem = json.loads(text or "null")
+        problem = json.loads(self.wait_for_key(f"{key}/done", worker, f"write {path}") or "null")
         if problem is not None:
-            raise _failed_write(problem, claim.worker, str(path))
+            raise _failed_write(problem, worker, str(path))
         if self.rank == 0 and kind == "file" and not Path(path).exists():
             with writing_alone():  # it is on another host's disk, and worker 0 needs what it saves on its own
                 return write()
         return None
 
-    def claim(self, path: Any, kind: str, arrive_secs: float = ARRIVE_SECS) -> Claim:
+    def claim(self, path: Any, kind: str, arrive_secs: float = ARRIVE_SECS) -> tuple[str, int]:
         """Decides which worker writes this path here: worker 0 if it claims it, else the first that does.
 
-        Blocks until worker 0 has made a claim of its own, has passed this position, or the time is up.
+        Returns the key of the path at this position, and the worker. Blocks until worker 0 has made a claim
+        of its own, has passed this position, or the time is up.
         """
         # The absolute path: workers in different directories may use the same relative path.
         name = xxhash.xxh3_64(str(Path(path).absolute()).encode()).hexdigest()
         key, turn = self.next_key(name), self.next_key(kind)
         if self.rank != 0:
-            self._let_worker_0_go_first(key, (turn, f"{self._where()}/{kind}/end"), str(path), arrive_secs)
+            signs = (turn, f"{self._where()}/{kind}/end")
+            waits = self._waits(0, f"reach the point where it may write {path}")
+            while self._coordination.get(key, POLL_SECS / 10) is None:
+                if any(self._coordination.get(sign, POLL_SECS / 2) is not None for sign in signs):
+                    break
+                if next(waits) > arrive_secs or self._lifetime.has_gone_on(0):
+                    logger.info("worker 0 does not write %s; worker %d does", path, self.rank)
+                    break
         if self.put_key(key, str(self.rank)):
             worker = self.rank
         else:
             worker = int(self.wait_for_key(key, 0, f"write {path}"))
         if self.rank == 0:
             self.put_key(turn, str(path))
-        return Claim(key, worker)
+        return key, worker
 
     def end_claims(self, kind: str) -> None:
         """Publishes that worker 0 has made all of its claims of this kind here: nobody waits for more."""
@@ -163,33 +161,24 @@ class Writing:
 
     def wait_for_key(self, key: str, worker: int, what: str) -> str:
         """Waits for a key of another worker, at most an hour; logs every 30 s which worker it waits for."""
-        began = reminded = time.monotonic()
+        waits = self._waits(worker, what)
         while (value := self._coordination.get(key, POLL_SECS)) is None:
-            self._lifetime.check()
+            if next(waits) > WRITE_SECS:
+                raise JobFailed(f"worker {worker} did not {what} in {WRITE_SECS:.0f} s", worker=worker)
             if self._lifetime.has_gone_on(worker):
                 return self._coordination.get(key, POLL_SECS) or ""
-            reminded = self._remind(reminded, worker, what)
-            if time.monotonic() - began > WRITE_SECS:
-                raise JobFailed(f"worker {worker} did not {what} in {WRITE_SECS:.0f} s", worker=worker)
         return value
 
-    def _let_worker_0_go_first(self, key: str, signs: tuple[str, ...], path: str, arrive_secs: float) -> None:
+    def _waits(self, worker: int, what: str) -> Iterator[float]:
+        """Yields how long it has waited, and logs every 30 s for whom; raises if the job has failed."""
         began = reminded = time.monotonic()
-        while self._coordination.get(key, POLL_SECS / 10) is None:
-            if any(self._coordination.get(sign, POLL_SECS / 2) is not None for sign in signs):
-                return
+        while True:
             self._lifetime.check()
-            reminded = self._remind(reminded, 0, f"reach the point where it may write {path}")
-            if self._lifetime.has_gone_on(0) or time.monotonic() - began > arrive_secs:
-                logger.info("worker 0 does not write %s; worker %d does", path, self.rank)
-                return
-
-    def _remind(self, reminded: float, worker: int, what: str) -> float:
-        """Logs every 30 s which worker this worker waits for; returns the time of the last log line."""
-        if time.monotonic() - reminded < REMIND_SECS:
-            return reminded
-        logger.warning("worker %d waits for worker %d to %s", self.rank, worker, what)
-        return time.monotonic()
+            now = time.monotonic()
+            if now - reminded >= REMIND_SECS:
+                logger.warning("worker %d waits for worker %d to %s", self.rank, worker, what)
+                reminded = now
+            yield now - began
 
     def _where(self) -> str:
         position = self._lifetime.turns.position()
@@ -339,7 +328,7 @@ class Callbacks:
 
     def prepare(self, callbacks: Any, method: str) -> None:
         """Makes one worker write each file that these callbacks write."""
-        for callback in filter(_writes, _each(callbacks)):
+        for callback in _callbacks_that_write(callbacks):
             if method != "validation":
                 self._restore(callback)  # the previous call may have raised before it restored it
             if callback not in self._changes:
@@ -380,16 +369,16 @@ class Callbacks:
     def _is_written_elsewhere(self, callback: Any, path: Any, end: str) -> bool:
         """Whether another worker writes this log; the call then ends here once that log is complete."""
         # Every worker calls `fit`, and worker 0 tells when it has no more logs, so no timeout is needed.
-        claim = self._writing.claim(path, "log", arrive_secs=WRITE_SECS)
+        key, worker = self._writing.claim(path, "log", arrive_secs=WRITE_SECS)
 
         def complete() -> None:
-            if claim.worker == self._rank:
-                self._writing.put_key(f"{claim.key}/complete", "")
+            if worker == self._rank:
+                self._writing.put_key(f"{key}/complete", "")
             else:
-                self._writing.wait_for_key(f"{claim.key}/complete", claim.worker, f"complete {path}")
+                self._writing.wait_for_key(f"{key}/complete", worker, f"complete {path}")
 
         self._restore_at(callback, end, complete)
-        return claim.worker != self._rank
+        return worker != self._rank
 
     def _restore_at(self, callback: Any, end: str, last: Callable[[], None] = lambda: None) -> None:
         """Restores the callback after Keras has called its method `end`; calls `last` before that."""
@@ -463,19 +452,15 @@ class Callbacks:
         self._writing.once(callback.backup_dir, end, kind="backup")
 
 
-def _each(callbacks: Any) -> Iterator[keras.callbacks.Callback]:
-    for callback in keras.tree.flatten(callbacks):
-        if isinstance(callback, keras.callbacks.CallbackList):
-            yield from _each(callback.callbacks)
-        elif isinstance(callback, keras.callbacks.Callback):
-            yield callback
-
-
-def _writes(callback: keras.callbacks.Callback) -> bool:
+def _callbacks_that_write(callbacks: Any) -> Iterator[keras.callbacks.Callback]:
     kinds = keras.callbacks
     orbax = getattr(kinds, "OrbaxCheckpoint", ())  # not in every Keras 3
     logs = (kinds.CSVLogger, kinds.TensorBoard, kinds.RemoteMonitor)
-    return isinstance(callback, (*logs, kinds.BackupAndRestore, kinds.ModelCheckpoint, orbax))
+    for callback in keras.tree.flatten(callbacks):
+        if isinstance(callback, kinds.CallbackList):
+            yield from _callbacks_that_write(callback.callbacks)
+        elif isinstance(callback, (*logs, kinds.BackupAndRestore, kinds.ModelCheckpoint, orbax)):
+            yield callback
 
 
 def _path_in_a_directory(callback: Any, *args: Any, **kwargs: Any) -> str:
