@@ -22,7 +22,8 @@ from typing import IO, Any, Protocol
 
 from benchmarks.results import TORCH_PYTHON
 from benchmarks.runner import Entry, Times
-from replicast.launcher import HeldPorts, bootstrap, hold_free_ports
+from replicast.launcher import bootstrap
+from replicast.launcher.plan import HeldPorts, hold_free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 START_SECS = 120.0

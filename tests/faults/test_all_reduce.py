@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from replicast.config import PEER_FAILED
-from replicast.launcher import hold_free_ports
+from replicast.launcher.plan import hold_free_ports
 
 DEADLINE_SECS = 100
 

@@ -17,10 +17,7 @@ from replicast.launcher.hosts_leader import (
     HostTimeouts,
     Leader,
     Member,
-    Over,
     Report,
-    Restart,
-    Start,
     Waiting,
     read_message,
 )
@@ -40,7 +37,7 @@ class Launcher:
     connected_to: str = ""
     running: int | None = None
     said: list[Command] = field(default_factory=list)
-    over: Over | None = None
+    over: Order | None = None
     ends_in_secs: float = 0.3
     connected_at: float = 0.0
     sent_at: float = -9.0
@@ -49,7 +46,7 @@ class Launcher:
 
     @property
     def code(self) -> int | None:
-        return None if self.over is None else self.over.order.code
+        return None if self.over is None else self.over.code
 
 
 class World:
@@ -146,9 +143,16 @@ class World:
         by_node = {launcher.node: launcher.code for launcher in [*self.ended, *self.present()]}
         return [by_node.get(node) for node in range(self.hosts)]
 
-    def said(self, node: int, kind: type[Command]) -> list[Command]:
+    def said(self, node: int) -> list[Command]:
         everyone = [*self.ended, *self.present()]
-        return [one for it in everyone if it.node == node for one in it.said if isinstance(one, kind)]
+        return [one for it in everyone if it.node == node for one in it.said]
+
+    def orders(self, node: int, phase: Phase) -> list[Order]:
+        """What a host was told: RUN starts an attempt, WAIT announces a restart, OVER ends the job."""
+        return [one for one in self.said(node) if isinstance(one, Order) and one.phase is phase]
+
+    def waits(self, node: int) -> list[Waiting]:
+        return [one for one in self.said(node) if isinstance(one, Waiting)]
 
     def reached(self, one: int, other: int) -> bool:
         return one == other or not {one, other} & self.cut
@@ -254,18 +258,17 @@ class World:
     def _do(self, launcher: Launcher, commands: list[Command]) -> None:
         for command in commands:
             launcher.said.append(command)
-            if isinstance(command, Start):
-                self._start(launcher, command.order.attempt)
-            elif isinstance(command, End):
+            if isinstance(command, End):
                 self._end_later(launcher, launcher.member.report.failure)
-            elif isinstance(command, Over):
+            elif isinstance(command, Order) and command.phase is Phase.RUN:
+                self._start(launcher, command.attempt)
+            elif isinstance(command, Order) and command.phase is Phase.OVER:
                 assert launcher.running is None, "a launcher left its workers"
-                assert command.order.phase is Phase.OVER
                 launcher.over = command
                 if launcher.leader is None:
                     self._leave(launcher)
             else:
-                assert isinstance(command, Restart | Waiting)
+                assert isinstance(command, Waiting) or command.phase is Phase.WAIT
 
     def _start(self, launcher: Launcher, attempt: int) -> None:
         others = [one.running for one in self.present() if one.running not in (None, attempt)]

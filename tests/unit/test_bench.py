@@ -23,7 +23,7 @@ from replicast.cli.bench import (
 )
 from replicast.demo import FLOOR, MEASURES
 from replicast.errors import LaunchRefused
-from replicast.launcher import EndTimeouts
+from replicast.launcher.group import EndTimeouts
 
 Progress = Callable[[int, int, str], None]
 TWO_ROUNDS = [Figure(name, (0.01 * place, 0.02 * place)) for place, name in enumerate(MEASURES, 1)]

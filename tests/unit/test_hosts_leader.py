@@ -20,11 +20,7 @@ from replicast.launcher.hosts_leader import (
     Identity,
     Leader,
     Member,
-    Over,
     Report,
-    Restart,
-    Start,
-    Waiting,
     difference,
     host_timeouts,
     read_message,
@@ -45,17 +41,12 @@ def started(hosts: int = 2, *, max_restarts: int = 3, seed: int = 0) -> World:
 def restarts_seen(world: World) -> list[list[tuple[int, int]]]:
     """Attempt and count of every restart, as each host's screen shows them."""
     return [
-        [
-            (one.order.attempt, one.order.restarts)
-            for one in world.said(node, Restart)
-            if isinstance(one, Restart)
-        ]
-        for node in range(world.hosts)
+        [(one.attempt, one.restarts) for one in world.orders(node, Phase.WAIT)] for node in range(world.hosts)
     ]
 
 
 def causes(world: World) -> list[Exit | None]:
-    return [over.order.failure for node in range(world.hosts) for over in world.said(node, Over)]  # type: ignore[union-attr]
+    return [over.failure for node in range(world.hosts) for over in world.orders(node, Phase.OVER)]
 
 
 def test_a_death_on_any_host_restarts_all_hosts_within_a_second() -> None:
@@ -145,7 +136,7 @@ def test_the_first_cause_stays_the_first_though_its_host_is_lost_then() -> None:
 def test_a_launcher_that_ended_its_workers_for_want_of_the_first_does_not_report_a_good_end() -> None:
     member = Member(1, 0, 3, HostTimeouts(), 0.0)
     run = Order(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=3, hosts=("a", "b"))
-    assert member.on_order(run, 0.1) == [Start(run)]
+    assert member.on_order(run, 0.1) == [run]
     assert [type(one) for one in member.on_time(40.0)] == [End]
     member.on_group_end(None, 41.0, left_behind=False)
     assert member.report.failure is not None
@@ -188,7 +179,7 @@ def test_a_failure_that_was_reported_is_not_reported_again_when_the_wait_after_i
     world = started(2)
     world.kill(1)
     world.run(5.0)
-    assert len(world.said(0, Restart)) == 1
+    assert len(world.orders(0, Phase.WAIT)) == 1
     world.signal(0, signal.SIGINT)
     world.run(3.0)
     assert world.codes()[0] == 130
@@ -212,7 +203,7 @@ def test_a_signal_to_one_launcher_stops_all_without_a_restart(node: int, signum:
     world.run(3.0)
     assert world.codes() == [code, code]
     assert restarts_seen(world) == [[], []]
-    assert [over.order.stopped_on for over in (*world.said(0, Over), *world.said(1, Over))] == [node, node]  # type: ignore[union-attr]
+    assert [over.stopped_on for host in (0, 1) for over in world.orders(host, Phase.OVER)] == [node, node]
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -233,7 +224,7 @@ def test_a_job_that_is_stopped_during_a_cut_says_how_long_and_of_whom_nothing_is
     world.run(20.0)
     world.signal(node, signal.SIGINT)
     world.run(3.0)
-    (over,) = (one.order for one in world.said(node, Over) if isinstance(one, Over))
+    (over,) = world.orders(node, Phase.OVER)
     assert (over.code, over.unreached) == (130, (1 - node,))
     if node == 0:
         assert over.failure is not None
@@ -244,7 +235,7 @@ def test_a_job_that_is_stopped_on_all_hosts_knows_of_all() -> None:
     world = started(2)
     world.signal(1, signal.SIGINT)
     world.run(3.0)
-    assert [over.order.unreached for node in (0, 1) for over in world.said(node, Over)] == [(), ()]  # type: ignore[union-attr]
+    assert [over.unreached for node in (0, 1) for over in world.orders(node, Phase.OVER)] == [(), ()]
 
 
 def test_why_the_host_that_did_not_come_was_refused_is_said_instead_of_a_question() -> None:
@@ -334,7 +325,7 @@ def test_a_launcher_that_comes_back_at_once_does_not_run_its_last_attempt_again(
     assert leader.order.phase is Phase.END, "this order is the first that the new launcher hears"
     member = Member(1, 1, 3, HostTimeouts(), 2.1)
     stale = replace(leader.order, phase=Phase.RUN)
-    assert not any(isinstance(one, Start) for one in member.on_order(stale, 2.1)), "there are logs of it"
+    assert stale not in member.on_order(stale, 2.1), "there are logs of it"
 
 
 def test_a_host_that_finished_long_ago_waits_for_the_first_launcher_to_come_back() -> None:
@@ -352,7 +343,7 @@ def test_a_host_that_finished_long_ago_waits_for_the_first_launcher_to_come_back
 def test_the_first_launcher_does_not_take_itself_for_lost_after_it_was_stopped() -> None:
     member = Member(0, 0, 0, HostTimeouts(), 0.0)
     order = Order(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=0, hosts=("a", "b"))
-    assert [type(one) for one in member.on_order(order, 0.0)] == [Start]
+    assert member.on_order(order, 0.0) == [order]
     died = Exit(host=0, worker=0, code=3)
     assert member.on_group_end(died, 100.0, left_behind=False) == [], "it decides when it has looked around"
 
@@ -383,8 +374,7 @@ def test_a_host_that_does_not_come_is_named_and_the_job_ends() -> None:
     world.boot(0, 1)
     world.run(60.0)
     assert world.codes() == [None, None, None]
-    waits = [one for one in world.said(1, Waiting) if isinstance(one, Waiting)]
-    assert [one.missing for one in waits] == [(2,), (2,)], "after 10 s and 30 s later"
+    assert [one.missing for one in world.waits(1)] == [(2,), (2,)], "after 10 s and 30 s later"
     world.run(70.0)
     assert world.codes() == [PEER, PEER, None]
     assert {cause.host for cause in causes(world) if cause} == {2}
@@ -395,7 +385,7 @@ def test_a_launcher_whose_first_one_does_not_come_says_so_and_ends() -> None:
     world = World(2)
     world.boot(1)
     world.run(119.0)
-    assert [one.missing for one in world.said(1, Waiting)] == [(0,)] * 4  # type: ignore[union-attr]
+    assert [one.missing for one in world.waits(1)] == [(0,)] * 4
     world.run(3.0)
     assert world.codes() == [None, PEER]
     assert causes(world)[0].host == 0  # type: ignore[union-attr]
@@ -406,7 +396,7 @@ def test_why_the_first_launcher_is_not_reached_is_said_until_it_answers() -> Non
     world.boot(1)
     world.of(1).member.on_unreachable("h0:5: Name or service not known")
     world.run(60.0)
-    assert {one.why for one in world.said(1, Waiting)} == {"h0:5: Name or service not known"}  # type: ignore[union-attr]
+    assert {one.why for one in world.waits(1)} == {"h0:5: Name or service not known"}
     world.boot(0)
     world.run(1.0)
     world.kill(0)
@@ -421,7 +411,7 @@ def test_a_launcher_that_is_stopped_before_the_first_one_came_names_its_own_host
     world.signal(1, 2)
     world.run(5.0)
     assert world.codes() == [None, 130]
-    assert [over.order.stopped_on for over in world.said(1, Over)] == [1]  # type: ignore[union-attr]
+    assert [over.stopped_on for over in world.orders(1, Phase.OVER)] == [1]
 
 
 def test_a_late_host_starts_the_job() -> None:
@@ -483,7 +473,7 @@ def test_both_sides_wait_the_whole_join_timeout_from_when_the_other_counts_as_lo
     world.fail(ends_by_itself, code=PEER)
     world.run(timeouts.silent_secs + timeouts.join_secs - 14.0 - 1.5)
     assert world.codes() == [None, None]
-    waits = [one for node in (0, 1) for one in world.said(node, Waiting) if isinstance(one, Waiting)]
+    waits = [one for node in (0, 1) for one in world.waits(node)]
     assert [one.at_most_secs > one.secs >= 10.0 for one in waits if one.missing] == [True, True]
     world.cut = set()
     world.run(1.5)

@@ -32,11 +32,8 @@ from replicast.launcher.hosts_leader import (
     Member,
     Message,
     Notices,
-    Over,
     Refused,
     Report,
-    RunName,
-    Start,
     Waiting,
 )
 from replicast.launcher.hosts_link import (
@@ -168,7 +165,7 @@ class Service:
 
 def test_a_group_that_must_end_as_soon_as_it_is_started_is_told_so() -> None:
     end = End(Exit(host=0, worker=0, code=3), stopped_by=signal.SIGTERM)
-    service = Service(Start(ORDER), end)
+    service = Service(ORDER, end)
     with (
         Interruptions() as interruptions,
         contextlib.closing(make_screen(io.StringIO(), io.StringIO(), tee=frozenset(), environ={})) as screen,
@@ -362,7 +359,7 @@ def test_another_launcher_finds_the_first_one_when_a_slow_dns_server_has_answere
         waiting = next_of(late, Waiting)
         assert "no DNS server has resolved the name yet" in waiting.why
         resolver.set()
-        next_of(late, Start)
+        assert next_of(late, Order).phase is Phase.RUN
 
 
 def test_a_launcher_says_when_no_dns_server_answers(
@@ -397,7 +394,7 @@ def test_the_first_launcher_of_another_job_is_not_refused_and_no_stranger_can_ha
 ) -> None:
     listener = listen(("127.0.0.1", 0))
     with first_of(replace(IDENTITY, hosts=("127.0.0.1", "127.0.0.2")), listener):
-        assert isinstance(answer_to(listener.getsockname()[:2], question, AskName(node=1)), RunName)
+        assert isinstance(answer_to(listener.getsockname()[:2], question, AskName(node=1)), Order)
 
 
 def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
@@ -420,17 +417,17 @@ def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
             said: list[Event] = [next_of(asking, Tell)]
             eventually(lambda: len(tries) >= 3)
             clock.added_secs = timeouts.join_secs
-            while not isinstance(said[-1], Over):
+            while not isinstance(said[-1], Order):
                 said += [event for event in next_events(asking) if not isinstance(event, Waiting)]
         problem = "the other host has another secret of the job. Set REPLICAST_JOB_SECRET"
         line, over = said
         assert isinstance(line, Tell)
         assert line.text.startswith(f"127.0.0.1:{endpoint[1]}: {problem}")
         assert line.text.endswith("; this launcher keeps trying")
-        assert isinstance(over, Over)
-        assert over.order.failure is not None
-        assert over.order.failure.why.startswith("it did not come within 100 s (127.0.0.1:")
-        assert over.order.failure.why.endswith("the other host has another secret of the job)")
+        assert isinstance(over, Order)
+        assert over.failure is not None
+        assert over.failure.why.startswith("it did not come within 100 s (127.0.0.1:")
+        assert over.failure.why.endswith("the other host has another secret of the job)")
         told = [event.text for event in next_events(link) if isinstance(event, Tell)]
         assert len(told) == 1, "however often it came"
         assert told[0].startswith(f"refused a launcher at 127.0.0.1: {problem}")

@@ -1,14 +1,12 @@
-"""`replicast run`: reads the options, refuses what cannot work, and hands the job to the supervisor."""
+"""`replicast run`: reads the options, refuses what cannot work, and hands the job to the launcher."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -100,7 +98,28 @@ _PORTS_SECS = 5.0
 )
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(**typed: Any) -> None:
+def run(
+    workers: int,
+    module: bool,
+    run_dir: Path | None,
+    log_dir: Path | None,
+    max_restarts: int,
+    standby: bool,
+    tee: str | None,
+    grace: float,
+    heartbeat: float | None,
+    hosts: str | None,
+    nnodes: str | None,
+    node_rank: int | None,
+    rdzv_endpoint: str | None,
+    join_timeout: float,
+    secret_file: Path | None,
+    port: int,
+    serve: str | None,
+    take_over: bool,
+    program: str,
+    arguments: tuple[str, ...],
+) -> None:
     """Start the workers of a job on this machine and supervise them.
 
     Every worker runs PROGRAM with its ARGUMENTS and finds TF_CONFIG, RANK, WORLD_SIZE and LOCAL_RANK in its
@@ -124,26 +143,45 @@ def run(**typed: Any) -> None:
     the signal that ended it; 130 after Ctrl-C, 143 after SIGTERM or a stop; 75 when a machine was lost or did
     not come; 2 when nothing was started.
     """
-    options = _Options(**typed)
-    _check_program(options)
-    job = _job(options)
-    secret = read_secret(os.environ, options.secret_file) if job.endpoint is not None else b""
-    heartbeat_secs = heartbeat_timeout_secs(os.environ) if options.heartbeat is None else options.heartbeat
-    tee = parse_tee(options.tee, job)
-    page = PageAddress.parse(options.serve) if options.serve is not None else None
-    _check_ports(job)
-    between = host_timeouts(join_secs=options.join_timeout, heartbeat_secs=heartbeat_secs)
-    directory = _run_directory(options, job, secret, between)
+    (check_module if module else check_script)(program)
+    if standby and not max_restarts:
+        raise LaunchRefused(
+            "--standby keeps processes for restarts, and there are none", remedy="Add --max-restarts K"
+        )
+    argv = (sys.executable, *(["-m"] if module else []), program, *arguments)
+    job = place_on_hosts(
+        Job(argv=argv, workers=workers, port=port, given=read_cluster(os.environ)),
+        hosts=hosts,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        rdzv_endpoint=rdzv_endpoint,
+    )
+    secret = read_secret(os.environ, secret_file) if job.endpoint is not None else b""
+    heartbeat_secs = heartbeat_timeout_secs(os.environ) if heartbeat is None else heartbeat
+    shown = parse_tee(tee, job)
+    page = PageAddress.parse(serve) if serve is not None else None
+    if job.fixed_ports is not None:
+        # Refused before a run directory is made. After a kill -9 of the launcher before this one, its workers
+        # may take a moment to give back their memory, and hold their ports until then.
+        hold_ports(job.fixed_ports, within_secs=_PORTS_SECS if job.endpoint is not None else 0.0).release()
+    between = host_timeouts(join_secs=join_timeout, heartbeat_secs=heartbeat_secs)
+    if run_dir is None and job.endpoint is not None and job.node_rank > 0:
+        told = ask_run_name(job, secret, between, os.environ)
+        if isinstance(told, int):  # The job was over before there was an answer.
+            sys.exit(told)
+        run_dir = RUNS / told
+    name = program.rpartition(".")[2] if module else Path(program).stem
+    directory = make_run_dir(run_dir, program=name, now=datetime.now())
     settings = Settings(
         run_dir=directory,
-        log_dir=below(directory) / "logs" if options.log_dir is None else below(options.log_dir.absolute()),
-        tee=tee,
-        max_restarts=options.max_restarts,
-        timeouts=EndTimeouts(stop_secs=options.grace, frozen_secs=heartbeat_secs),
-        standby=options.standby,
+        log_dir=below(directory) / "logs" if log_dir is None else below(log_dir.absolute()),
+        tee=shown,
+        max_restarts=max_restarts,
+        timeouts=EndTimeouts(stop_secs=grace, frozen_secs=heartbeat_secs),
+        standby=standby,
         secret=secret,
         host_timeouts=between,
-        take_over=options.take_over,
+        take_over=take_over,
     )
     environ = {**os.environ, HEARTBEAT_TIMEOUT: f"{heartbeat_secs:g}"}  # Children get it without secrets.
     with contextlib.ExitStack() as beside:
@@ -152,79 +190,3 @@ def run(**typed: Any) -> None:
             click.echo(f"replicast: {line}", err=True)
         code = supervise(job, settings, environ)
     sys.exit(code)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """What was typed; each field is named for its option."""
-
-    workers: int
-    module: bool
-    run_dir: Path | None
-    log_dir: Path | None
-    max_restarts: int
-    standby: bool
-    tee: str | None
-    grace: float
-    heartbeat: float | None
-    hosts: str | None
-    nnodes: str | None
-    node_rank: int | None
-    rdzv_endpoint: str | None
-    join_timeout: float
-    secret_file: Path | None
-    port: int
-    serve: str | None
-    take_over: bool
-    program: str
-    arguments: tuple[str, ...]
-
-
-def _check_program(options: _Options) -> None:
-    (check_module if options.module else check_script)(options.program)
-    if options.standby and not options.max_restarts:
-        raise LaunchRefused(
-            "--standby keeps processes for restarts, and there are none", remedy="Add --max-restarts K"
-        )
-
-
-def _job(options: _Options) -> Job:
-    """What to run, and on which hosts."""
-    job = Job(
-        argv=(sys.executable, *(["-m"] if options.module else []), options.program, *options.arguments),
-        workers=options.workers,
-        port=options.port,
-        given=read_cluster(os.environ),
-    )
-    return place_on_hosts(
-        job,
-        hosts=options.hosts,
-        nnodes=options.nnodes,
-        node_rank=options.node_rank,
-        rdzv_endpoint=options.rdzv_endpoint,
-    )
-
-
-def _check_ports(job: Job) -> None:
-    """Refuses a job whose ports are in use, before a run directory is made.
-
-    After a kill -9 of the launcher before this one, its workers may take a moment to give back their memory,
-    and hold their ports until then.
-    """
-    if job.fixed_ports is not None:
-        hold_ports(job.fixed_ports, within_secs=_PORTS_SECS if job.endpoint is not None else 0.0).release()
-
-
-def _run_directory(options: _Options, job: Job, secret: bytes, timeouts: HostTimeouts) -> Path:
-    """Makes the run directory; launchers of other hosts may have to ask the first one for its name.
-
-    Exits with the code of the job if it is over before there is an answer.
-    """
-    chosen = options.run_dir
-    if chosen is None and job.endpoint is not None and job.node_rank > 0:
-        told = ask_run_name(job, secret, timeouts, os.environ)
-        if isinstance(told, int):
-            sys.exit(told)
-        chosen = RUNS / told
-    name = options.program.rpartition(".")[2] if options.module else Path(options.program).stem
-    return make_run_dir(chosen, program=name, now=datetime.now())

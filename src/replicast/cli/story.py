@@ -33,7 +33,8 @@ import replicast.demo
 from replicast.cli import Failed
 from replicast.config import SECRETS, without
 from replicast.errors import LaunchRefused
-from replicast.launcher import bootstrap, make_run_dir
+from replicast.launcher import bootstrap
+from replicast.launcher.run_directory import make_run_dir
 
 TRAIN = Path(replicast.demo.__file__).with_name("train.py")
 WORKERS = 2

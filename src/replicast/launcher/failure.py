@@ -15,6 +15,7 @@ import enum
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TextIO
@@ -26,7 +27,7 @@ from msgspec.structs import replace
 from replicast.config import FAULTS, PEER_FAILED, TOLD_TO_END
 from replicast.errors import printable
 from replicast.faults import Fault
-from replicast.launcher.screen import cropped, is_chatter, without_colours
+from replicast.launcher.screen import Screen, cropped, is_chatter, without_colours
 from replicast.paths import RunDir, RunPath, below
 
 UNKILLABLE = 1  # The exit code when workers could not be killed.
@@ -119,6 +120,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     missing: tuple[Index, ...] = ()
     unreached: tuple[Index, ...] = ()  # hosts of whose workers nothing is known
     session: str = ""  # of the first launcher
+    run_name: str = ""  # the name of its run directory
 
     @property
     def is_last_attempt(self) -> bool:
@@ -275,7 +277,7 @@ def _after_and_log(exited: Exit, hosts: Hosts) -> str:
     return f"after {duration(exited.ran_secs)}. Log{where}: {log}"
 
 
-def others_line(end: GroupEnd, first: Exit | None) -> str:
+def others_line(end: GroupEnd, first: Exit) -> str:
     """How the other workers exited; empty if there are none."""
 
     def how(one: Exit) -> str:
@@ -287,7 +289,7 @@ def others_line(end: GroupEnd, first: Exit | None) -> str:
             return "exited too"
         return "had finished" if one.code == 0 else f"failed after it ({one.how})"
 
-    others = [one for one in end.exits if first is None or one.worker != first.worker]
+    others = [one for one in end.exits if one.worker != first.worker]
     parts = [f"worker {one.worker} {how(one)}" for one in sorted(others, key=lambda one: one.worker or 0)]
     parts += [f"worker {worker} could not be killed" for worker in end.left_behind]
     return f"replicast: {', '.join(parts)}." if parts else ""
@@ -329,6 +331,22 @@ def interruption_line(order: Order, end: GroupEnd, hosts: Hosts = ONE_HOST) -> s
     unknown = f"; nothing is known of those on {unreached}" if unreached else ""
     name = signal_name(order.signal or signal.SIGTERM)
     return f"replicast: stopped by {name}{hosts.on(order.stopped_on)}; {rest}{unknown}"
+
+
+def report(order: Order, end: GroupEnd | None, hosts: Hosts, screen: Screen, told_by: str = "") -> None:
+    """Says who failed first, how the others ended, and who stopped the job; `end` is None if nothing ran."""
+    failure = order.failure
+    if failure is not None and failure.was_told_to and end is not None:
+        screen.tell(sigterm_line(failure, told_by, hosts))
+    elif failure is not None:
+        if failure.worker is not None:
+            screen.tell(failure_box(failure, hosts, sys.stderr))
+        screen.tell(failure_line(failure, hosts))
+    others = "" if end is None or failure is None else others_line(end, failure)
+    if others:
+        screen.tell(others)
+    if order.signal is not None:
+        screen.tell(interruption_line(order, end or GroupEnd(), hosts))
 
 
 def faults_line(faults: Sequence[Fault]) -> str:

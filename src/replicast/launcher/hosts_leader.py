@@ -98,15 +98,9 @@ class Report(_Told, frozen=True):
 
 
 class AskName(_Told, frozen=True):
-    """A launcher without `--run-dir` asks the first one for the name of the run directory."""
+    """A launcher without `--run-dir` asks for an order, which has the name of the run directory."""
 
     node: int
-
-
-class RunName(_Told, frozen=True):
-    """The first launcher's answer."""
-
-    name: str
 
 
 class FirstOf(_Told, frozen=True):
@@ -122,7 +116,7 @@ class Refused(_Told, frozen=True):
     why: str
 
 
-Message = Hello | Report | Order | AskName | RunName | FirstOf | Refused
+Message = Hello | Report | Order | AskName | FirstOf | Refused
 
 
 def read_message(fields: Mapping[str, Any], nodes: int) -> Message:
@@ -180,13 +174,9 @@ def _shown(value: object, separator: str = " ") -> str:
 
 
 # --- What the main thread of a launcher learns -----------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start the workers of an attempt."""
-
-    order: Order
+#
+# An `Order` itself, by its phase: RUN, start the workers of this attempt; WAIT, the attempt before it has
+# failed on all hosts, and it follows when all are ready; OVER, the job is over. Or one of these:
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,20 +189,6 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Restart:
-    """The attempt has failed on all hosts, and another one follows when all are ready."""
-
-    order: Order
-
-
-@dataclass(frozen=True, slots=True)
-class Over:
-    """The job is over."""
-
-    order: Order
-
-
-@dataclass(frozen=True, slots=True)
 class Waiting:
     """Hosts have been waited for."""
 
@@ -222,7 +198,7 @@ class Waiting:
     why: str = ""
 
 
-Command = Start | End | Restart | Over | Waiting
+Command = Order | End | Waiting
 
 
 # --- Whether the other side is there ---------------------------------------------------------------------
@@ -290,7 +266,13 @@ class Leader:
     """
 
     def __init__(
-        self, hosts: Sequence[str], session: str, max_restarts: int, timeouts: HostTimeouts, now: float
+        self,
+        hosts: Sequence[str],
+        session: str,
+        max_restarts: int,
+        timeouts: HostTimeouts,
+        now: float,
+        run_name: str = "",
     ) -> None:
         self._timeouts = timeouts
         self._hosts = [_Host(timeouts) for _ in hosts]
@@ -305,6 +287,7 @@ class Leader:
             max_restarts=max_restarts,
             hosts=self._names,
             missing=tuple(range(len(hosts))),
+            run_name=run_name,
         )
 
     def refusal(self, node: int, session: str, now: float) -> str:
@@ -524,7 +507,7 @@ class Member:
         if order.phase is Phase.RUN:
             if is_new and self.report.signal is None:
                 self._begin(order, running=True)
-                commands.append(Start(order))
+                commands.append(order)
             return commands  # Else the workers here have finished, those of other hosts have not.
         since = min(self._missing_since.values(), default=self._ended_at)
         return [*commands, *self._wait(now, since, order.missing)]
@@ -584,7 +567,7 @@ class Member:
 
     def _restart(self, order: Order) -> list[Command]:
         told, self._told_restart = self._told_restart, True
-        return [] if told else [Restart(order)]
+        return [] if told else [replace(order, phase=Phase.WAIT)]
 
     def _end_now(self) -> list[Command]:
         order = self._order
@@ -644,7 +627,7 @@ class Member:
         ):  # Its workers are being ended; `on_time` or the next order comes back to this.
             return []
         self.is_over = True
-        return [Over(over)]
+        return [over]
 
 
 # --- What is said of launchers that do not belong together -----------------------------------------------

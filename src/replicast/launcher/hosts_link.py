@@ -35,7 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 from msgspec.structs import replace
@@ -55,12 +55,8 @@ from replicast.launcher.hosts_leader import (
     Member,
     Message,
     Notices,
-    Over,
     Refused,
     Report,
-    Restart,
-    RunName,
-    Start,
     Waiting,
     difference,
     read_message,
@@ -113,7 +109,7 @@ class NotWelcome:
     by: str = "The first launcher"
 
 
-Event = Command | Broken | Tell | NotWelcome | RunName
+Event = Command | Broken | Tell | NotWelcome
 
 
 # --- Lines and connections -------------------------------------------------------------------------------
@@ -384,11 +380,11 @@ class First:
         run_name: str,
     ) -> None:
         now, session = time.monotonic(), secrets.token_hex(8)
-        self.leader = Leader(names, session, identity.max_restarts, timeouts, now)
+        self.leader = Leader(names, session, identity.max_restarts, timeouts, now, run_name)
         self.member = Member(0, next_attempt, identity.max_restarts, timeouts, now)
         self.timeouts = timeouts
         self._identity, self._secret = identity, secret
-        self._listener, self._run_name = listener, run_name
+        self._listener = listener
         # It listens already: of two launchers that take themselves for the first, one finds the other.
         self._rivals = Rivals(identity.hosts, listener.getsockname()[1], identity.port, secret)
         self._connections: list[Connection] = []
@@ -484,7 +480,7 @@ class First:
             self.leader.on_joined(message.node, message.session, message.address, now)
             connection.send(self.leader.order)
         elif isinstance(message, AskName):
-            connection.send(RunName(name=self._run_name))
+            connection.send(self.leader.order)
         elif isinstance(message, Report) and connection.hello is not None:
             self.leader.on_report(connection.hello.node, message, now)
         elif isinstance(message, FirstOf):
@@ -616,9 +612,8 @@ class Other:
                 if isinstance(message, Refused):
                     return [NotWelcome(message.why)]
                 if isinstance(message, Order):
-                    events += self.member.on_order(message, now)
-                if isinstance(message, RunName):
-                    events.append(message)
+                    is_member = self._identity is not None
+                    events += self.member.on_order(message, now) if is_member else [message]
                 if isinstance(message, Malformed):
                     text = f"{self._shown}: ignored an invalid message: {message.why}"
                     events += map(Tell, self._of_first.say(text, now))
@@ -752,8 +747,6 @@ def _wake(end: socket.socket) -> None:
 
 # --- The attempts of a job on several hosts, as the main thread of one launcher sees them -----------------
 
-_Awaited = TypeVar("_Awaited", Start, Restart, RunName)
-
 
 class HostsAttempts:
     """Decides together with the launchers of the other hosts. Only in the main thread."""
@@ -767,27 +760,25 @@ class HostsAttempts:
         self._events: list[Event] = []
         self._stopped_by: signal.Signals | None = None
 
-    def ask_run_name(self) -> str | Order:
-        """Waits until the first launcher has told the name of the run directory, at most the time to join."""
-        found = self._wait_for(RunName)
-        if isinstance(found, Over):
-            return found.order
+    def ask(self) -> Order:
+        """Waits until the first launcher has told its order, at most the time to join."""
+        order = self._wait_for(*Phase)
         came = [one for one in self._interruptions.take() if one in STOP_SIGNALS]
         stopped_by = next(iter(came), self._stopped_by)  # At the same time: nobody will see it later.
-        return found.name if stopped_by is None else self._interrupted(stopped_by)
+        return order if stopped_by is None or order.phase is Phase.OVER else self._interrupted(stopped_by)
 
     def begin(self) -> Order:
         """Waits until all hosts are ready, at most the time to join; the job may be over before."""
-        found = self._wait_for(Start)
-        if isinstance(found, Start) and not self._job.hosts:
-            self.hosts = Hosts(found.order.hosts, self._job.node_rank)
-        return found.order
+        order = self._wait_for(Phase.RUN)
+        if order.phase is Phase.RUN and not self._job.hosts:
+            self.hosts = Hosts(order.hosts, self._job.node_rank)
+        return order
 
     def decide(self, end: GroupEnd) -> Order:
         """Waits until the workers of all hosts have exited."""
         failure, left = self._from_here(end.first_failure), bool(end.left_behind)
         self._link.post(lambda member, now: member.on_group_end(failure, now, left_behind=left))
-        order = self._wait_for(Restart).order
+        order = self._wait_for(Phase.WAIT)
         if order.failure is None:
             order = replace(order, failure=failure)
         if end.interrupted_by is not None and order.signal is None:
@@ -832,15 +823,15 @@ class HostsAttempts:
             return False
         return failure.host == self._job.node_rank
 
-    def _wait_for(self, kind: type[_Awaited]) -> _Awaited | Over:
-        """Waits for an event or the end of the job; a second Ctrl-C does not wait."""
+    def _wait_for(self, *phases: Phase) -> Order:
+        """Waits for such an order or the end of the job; a second Ctrl-C does not wait."""
         with selectors.PollSelector() as selector:
             selector.register(self._link, selectors.EVENT_READ)
             selector.register(self._interruptions, selectors.EVENT_READ)
             while True:
                 while self._events:
                     event = self._events.pop(0)
-                    if isinstance(event, (kind, Over)):
+                    if isinstance(event, Order) and event.phase in (*phases, Phase.OVER):
                         self._link.put_back(self._events)  # An `End`, for the group that is started now.
                         self._events = []
                         return event
@@ -849,7 +840,7 @@ class HostsAttempts:
                 self._events += self._link.take()
                 for signum in self._interruptions.take():
                     if signum is signal.SIGINT and self._stopped_by is not None:
-                        return Over(self._interrupted(signum))
+                        return self._interrupted(signum)
                     if signum in STOP_SIGNALS:
                         self.tell_signal(signum)
 

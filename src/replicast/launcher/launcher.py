@@ -32,17 +32,13 @@ from replicast.launcher.failure import (
     absent_line,
     duration,
     end_of,
-    failure_box,
-    failure_line,
     faults_line,
-    interruption_line,
     local_order,
-    others_line,
     reason,
+    report,
     restart_line,
     short_path,
     signal_name,
-    sigterm_line,
 )
 from replicast.launcher.group import EndTimeouts, Group
 from replicast.launcher.hosts_leader import HostTimeouts
@@ -127,7 +123,15 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
         ):
             if line:
                 screen.tell(line)
-        return _Supervision(job, settings, environ, screen, interruptions, standbys, peers).run(first)
+        return _Supervision(
+            job=job,
+            settings=settings,
+            environ=environ,
+            screen=screen,
+            interruptions=interruptions,
+            standbys=standbys,
+            peers=peers,
+        ).run(first)
 
 
 def _wait_for_other_hosts_job(job: Job, settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
@@ -146,165 +150,135 @@ def _wait_for_other_hosts_job(job: Job, settings: Settings, environ: Mapping[str
     return {**without(environ, TAKE_OVER), **({TAKE_OVER: allowed} if allowed else {})}
 
 
+@dataclass(slots=True, kw_only=True)
 class _Supervision:
     """One attempt after another, until the job is over."""
 
-    def __init__(
-        self,
-        job: Job,
-        settings: Settings,
-        environ: Mapping[str, str],
-        screen: Screen,
-        interruptions: Interruptions,
-        standbys: StandbySet | None,
-        peers: HostsAttempts | None,
-    ) -> None:
-        self._began = time.monotonic()
-        self._job, self._settings, self._environ = job, settings, environ
-        self._screen, self._interruptions = screen, interruptions
-        self._standbys, self._peers = standbys, peers
-        self._is_first = True
+    job: Job
+    settings: Settings
+    environ: Mapping[str, str]
+    screen: Screen
+    interruptions: Interruptions
+    standbys: StandbySet | None
+    peers: HostsAttempts | None
+    began: float = field(default_factory=time.monotonic)
+    has_started: bool = False
+
+    @property
+    def hosts(self) -> Hosts:
+        return ONE_HOST if self.peers is None else self.peers.hosts
 
     def run(self, order: Order) -> int:
         """Returns the exit code of the launcher."""
         while True:
-            end = None
-            if self._peers is not None:
-                order = self._peers.begin()
-            begun = order
+            if self.peers is not None:
+                order = self.peers.begin()
+            attempt, end = order.attempt, None
             if order.phase is not Phase.OVER:
                 end = self._run_attempt(order)
-                order = local_order(order, end) if self._peers is None else self._peers.decide(end)
+                order = local_order(order, end) if self.peers is None else self.peers.decide(end)
                 if any(ended.code for ended in end.exits):
-                    _remove_shared_memory(self._environ)
-            report(order, end, self._hosts, self._screen, self._settings.run_dir, begun.attempt)
+                    _remove_shared_memory(self.environ)
             if order.phase is Phase.OVER:
-                self._finish(begun.attempt, order, has_run=end is not None)
+                self._finish(attempt, order, end)
                 return order.code
-            failure = order.failure
-            why = "" if failure is None else reason(failure, self._hosts)
-            self._note("restarting", order.attempt, failure, why)
-            self._screen.tell(restart_line(order, self._hosts))
-
-    @property
-    def _hosts(self) -> Hosts:
-        return ONE_HOST if self._peers is None else self._peers.hosts
+            report(order, end, self.hosts, self.screen)
+            why = "" if order.failure is None else reason(order.failure, self.hosts)
+            self._note("restarting", order.attempt, order.failure, why)
+            self.screen.tell(restart_line(order, self.hosts))
 
     def _run_attempt(self, order: Order) -> GroupEnd:
-        job = replace(self._job, hosts=order.hosts) if order.hosts else self._job
-        attempt_dir = make_attempt_dir(self._settings.log_dir, order.attempt)
+        job = replace(self.job, hosts=order.hosts) if order.hosts else self.job
+        attempt_dir = make_attempt_dir(self.settings.log_dir, order.attempt)
         fixed = job.fixed_ports
         with hold_free_ports(job.workers) if fixed is None else hold_ports(fixed) as ports:
             plans = plan_workers(
                 job,
                 ports=ports.numbers,
                 attempt=order.attempt,
-                run_dir=self._settings.run_dir,
-                log_dir=self._settings.log_dir,
-                machine=this_machine(self._environ),
-                environ=self._environ,
+                run_dir=self.settings.run_dir,
+                log_dir=self.settings.log_dir,
+                machine=this_machine(self.environ),
+                environ=self.environ,
             )
             line = (
                 f"replicast: {_who(job)}, attempt {order.attempt}, logs in {short_path(attempt_dir)}; "
                 "starting, which takes some seconds"
             )
-            if self._standbys is not None:
+            if self.standbys is not None:
                 more = "1 more process" if job.workers == 1 else f"{job.workers} more processes"
                 line += f"; --standby: {more} once it trains, about 0.3 GB each, no core while they wait"
-            self._screen.tell(line)
+            self.screen.tell(line)
             group = Group(
                 plans,
-                screen=self._screen,
-                tee=self._settings.tee,
-                timeouts=self._settings.timeouts,
-                interruptions=self._interruptions,
-                standbys=self._standbys,
-                peers=self._peers,
+                screen=self.screen,
+                tee=self.settings.tee,
+                timeouts=self.settings.timeouts,
+                interruptions=self.interruptions,
+                standbys=self.standbys,
+                peers=self.peers,
             )
-            return group.run(self._environ, lambda: self._started(order))
+            return group.run(self.environ, lambda: self._started(order))
 
     def _started(self, order: Order) -> None:
         """The workers were started: this loads numpy or starts processes, for which they need not wait."""
-        if self._is_first:
+        if not self.has_started:
             self._note("starting", order.attempt)
-        self._is_first = False
-        if self._standbys is not None:
-            self._standbys.begin(order.attempt, is_last=order.is_last_attempt)
+        self.has_started = True
+        if self.standbys is not None:
+            self.standbys.begin(order.attempt, is_last=order.is_last_attempt)
 
-    def _finish(self, attempt: int, order: Order, *, has_run: bool) -> None:
-        """Notes how the job ended."""
-        failure, step = order.failure, None
-        if has_run:
-            step = _last_step(self._settings.run_dir, attempt)
-        else:
-            attempt = order.attempt
+    def _finish(self, attempt: int, order: Order, end: GroupEnd | None) -> None:
+        """Says how the job ended, and notes it; `end` is None if nothing ran."""
+        failure = order.failure
+        was_told_to = failure is not None and failure.was_told_to
+        by = _stopped_by(self.settings.run_dir, attempt) if was_told_to else None
+        report(
+            order, end, self.hosts, self.screen, "" if by is None else f"stopped by {by[0]} at step {by[1]}"
+        )
+        step = None if end is None else _last_step(self.settings.run_dir, attempt)
         if order.code == 0:
-            if has_run and self._settings.tee:
-                self._screen.tell(self._finished_line(attempt, order.restarts, step))
+            if end is not None and self.settings.tee:
+                restarts = order.restarts
+                after = f" after {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
+                facts = [_who(self.job), *([] if step is None else [f"step {step}"])]
+                facts.append(duration(time.monotonic() - self.began))
+                logs = short_path(self.settings.log_dir / f"attempt-{attempt}")
+                self.screen.tell(f"replicast: finished{after}: {', '.join(facts)}, logs in {logs}")
             self._note("finished", attempt, step=step)
         elif order.signal is not None:
             self._note("stopped", attempt, why=signal_name(order.signal), step=step)
-        elif failure is not None and failure.was_told_to:
-            by = _stopped_by(self._settings.run_dir, attempt)
+        elif failure is not None and was_told_to:
             why = f"SIGTERM to worker {failure.worker}" if by is None else by[0]
             self._note("stopped", attempt, why=why, step=step)
         else:
-            why = "workers could not be killed" if failure is None else reason(failure, self._hosts)
+            why = "workers could not be killed" if failure is None else reason(failure, self.hosts)
             self._note("failed", attempt, failure, why, step)
-
-    def _finished_line(self, attempt: int, restarts: int, step: int | None) -> str:
-        after = f" after {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
-        facts = [_who(self._job), *([] if step is None else [f"step {step}"])]
-        facts.append(duration(time.monotonic() - self._began))
-        logs = short_path(self._settings.log_dir / f"attempt-{attempt}")
-        return f"replicast: finished{after}: {', '.join(facts)}, logs in {logs}"
 
     def _note(
         self, state: str, attempt: int, failure: Exit | None = None, why: str = "", step: int | None = None
     ) -> None:
         """Writes the state of the job. The launcher of worker 0 does; those of other hosts write nothing."""
-        if 0 not in self._job.ranks:
+        if 0 not in self.job.ranks:
             return
         from replicast.storage.run_files import Change, State, write_change  # Imports numpy: not at start-up.
 
         lost_worker = None
         if failure is not None:
-            lost_worker = failure.host * self._job.workers if failure.worker is None else failure.worker
+            lost_worker = failure.host * self.job.workers if failure.worker is None else failure.worker
         change = Change(
             State(state),
             attempt,
-            workers=self._job.world_size,
+            workers=self.job.world_size,
             step=step,
             worker=lost_worker,
             reason=why,
             last_lines=() if failure is None else failure.lines,
         )
         try:
-            write_change(self._settings.run_dir, change)
+            write_change(self.settings.run_dir, change)
         except OSError as error:
-            self._screen.tell(f"replicast: the state of the job cannot be written ({error.strerror})")
-
-
-def report(
-    order: Order, end: GroupEnd | None, hosts: Hosts, screen: Screen, run_dir: RunDir, attempt: int
-) -> None:
-    """Says who failed first, how the others ended, and who stopped the job; `end` is None if nothing ran."""
-    failure = order.failure
-    if failure is not None:
-        if failure.was_told_to and end is not None:
-            by = _stopped_by(run_dir, attempt)
-            screen.tell(
-                sigterm_line(failure, "" if by is None else f"stopped by {by[0]} at step {by[1]}", hosts)
-            )
-        else:
-            if failure.worker is not None:
-                screen.tell(failure_box(failure, hosts, sys.stderr))
-            screen.tell(failure_line(failure, hosts))
-        others = "" if end is None else others_line(end, failure)
-        if others:
-            screen.tell(others)
-    if order.signal is not None:
-        screen.tell(interruption_line(order, end or GroupEnd(), hosts))
+            self.screen.tell(f"replicast: the state of the job cannot be written ({error.strerror})")
 
 
 def ask_run_name(job: Job, secret: bytes, timeouts: HostTimeouts, environ: Mapping[str, str]) -> str | int:
@@ -319,11 +293,11 @@ def ask_run_name(job: Job, secret: bytes, timeouts: HostTimeouts, environ: Mappi
         make_link(job, None, secret=secret, timeouts=timeouts) as link,
     ):
         attempts = HostsAttempts(link, job, screen, interruptions)
-        found = attempts.ask_run_name()
-        if isinstance(found, Order):
-            report(found, None, attempts.hosts, screen, Path(), 0)
-            return found.code
-    return Path(found).name
+        order = attempts.ask()
+        if order.phase is Phase.OVER:
+            report(order, None, attempts.hosts, screen)
+            return order.code
+    return Path(order.run_name).name
 
 
 def _remove_shared_memory(environ: Mapping[str, str]) -> None:
