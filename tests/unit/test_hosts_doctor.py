@@ -11,21 +11,23 @@ from replicast.launcher.checks import Check, Verdict
 from replicast.launcher.hosts_doctor import Evidence, Facts, Found, diagnose
 
 GOOD, NOTE, BROKEN = Verdict.GOOD, Verdict.NOTE, Verdict.BROKEN
-VERSIONS = {"Python": "3.11.2", "TensorFlow": "2.21.0", "Keras": "3.15.1", "replicast": "0.1.0"}
 HOSTS = ("h1", "h2")
+ITSELF = {
+    "Python": "3.11.2",
+    "TensorFlow": "tensorflow 2.21.0",
+    "Shared memory": "1 GiB",
+    "Cores and GPUs": "8",
+}
 
 
-def facts(node: int, **changes: Any) -> Facts:
+def facts(node: int, *changed: Check, **changes: Any) -> Facts:
+    by_subject = {subject: Check(subject, GOOD, found) for subject, found in ITSELF.items()}
+    checks = tuple({**by_subject, **{one.subject: one for one in changed}}.values())
     known: dict[str, Any] = {
         "node": node,
-        "name": HOSTS[node],
-        "versions": VERSIONS,
         "addresses": ("10.0.0.1", "10.0.0.2"),
-        "shared_bytes": 2**30,
-        "cores": 8,
-        "gpus": 0,
+        "checks": checks,
         "run_dir": "writable",
-        "trusted": "10.0.0.0/24",
     }
     return Facts(**{**known, **changes})
 
@@ -39,8 +41,8 @@ def check_of(evidence: Evidence, subject: str) -> Check:
     return found
 
 
-def second(**changes: Any) -> Evidence:
-    return replace(WELL, facts={0: facts(0), 1: facts(1, **changes)})
+def second(*changed: Check, **changes: Any) -> Evidence:
+    return replace(WELL, facts={0: facts(0), 1: facts(1, *changed, **changes)})
 
 
 def test_hosts_that_are_alike_are_good() -> None:
@@ -54,7 +56,6 @@ def test_hosts_that_are_alike_are_good() -> None:
         (replace(WELL, facts={0: facts(0)}), "Names", GOOD, "on every host, of those that came"),
         (replace(WELL, facts={0: facts(0)}), "Ports", GOOD, "from every host, of those that came"),
         (replace(WELL, facts={0: facts(0)}), "Python", GOOD, "on all, of those that came"),
-        (second(trusted=""), "Open ports", NOTE, "h2: any process that can reach the workers' ports"),
         (second(addresses=("10.0.0.1", "127.0.1.1")), "Names", BROKEN, "h2 is 127.0.1.1 on h2"),
         (second(addresses=("", "10.0.0.2")), "Names", BROKEN, "h1 has no address on h2"),
         (second(addresses=("10.9.0.1", "10.0.0.2")), "Names", NOTE, "h1 is 10.0.0.1 on h1, 10.9.0.1 on h2"),
@@ -68,17 +69,18 @@ def test_hosts_that_are_alike_are_good() -> None:
         (replace(WELL, found={0: FOUND}), "Ports", NOTE, "not known from h2"),
         (replace(WELL, clocks={0: 0.0, 1: -75.0}), "Clocks", NOTE, "75.0 s apart: h1 +0.0 s, h2 -75.0 s"),
         (
-            second(versions={**VERSIONS, "TensorFlow": "2.20.0"}),
+            second(Check("TensorFlow", GOOD, "tensorflow 2.20.0")),
             "TensorFlow",
             BROKEN,
-            "2.21.0 on h1; 2.20.0 on h2",
+            "tensorflow 2.21.0 on h1; tensorflow 2.20.0 on h2",
         ),
-        (second(versions={**VERSIONS, "Keras": ""}), "Keras", BROKEN, "not installed on h2"),
-        (second(versions={**VERSIONS, "Python": "3.11.9"}), "Python", NOTE, "3.11.9 on h2"),
-        (second(versions={**VERSIONS, "Python": "3.12.0"}), "Python", BROKEN, "3.12.0 on h2"),
-        (second(shared_bytes=2**20), "Shared memory", NOTE, "1 MiB free at least, on h2"),
-        (second(shared_bytes=None), "Shared memory", BROKEN, "none on h2"),
-        (second(cores=4), "Cores and GPUs", NOTE, "8 and none on h1; 4 and none on h2"),
+        (second(Check("Python", GOOD, "3.11.9")), "Python", NOTE, "3.11.9 on h2"),
+        (second(Check("Python", GOOD, "3.12.0")), "Python", BROKEN, "3.12.0 on h2"),
+        (second(Check("Python", BROKEN, "3.11.1")), "Python", BROKEN, "3.11.1 on h2"),
+        (second(Check("Shared memory", GOOD, "2 GiB")), "Shared memory", GOOD, "1 GiB on h1; 2 GiB on h2"),
+        (second(Check("Shared memory", NOTE, "1 MiB")), "Shared memory", NOTE, "1 MiB on h2"),
+        (second(Check("Cores and GPUs", GOOD, "4")), "Cores and GPUs", NOTE, "8 on h1; 4 on h2"),
+        (second(checks=()), "Shared memory", NOTE, "not known on h2"),
         (
             replace(WELL, found={0: FOUND, 1: Found(reach=FOUND.reach, sees_mark=False)}),
             "Run directory",

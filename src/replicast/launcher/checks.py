@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from replicast.config import SECRETS, TRUSTED_NETWORKS, read_cluster, trusted_networks, without
+from replicast.config import SECRETS, SHM_DIR, TRUSTED_NETWORKS, read_cluster, trusted_networks, without
 from replicast.errors import ClusterError
 from replicast.launcher.plan import (
     Machine,
@@ -32,8 +32,7 @@ from replicast.launcher.plan import (
 # By its name: run as a script, its neighbours would hide modules of Python.
 _PROBE = "replicast.launcher.probe"
 _DEEP_SECS, _END_SECS, _CONNECT_SECS = 120.0, 30.0, 1.0
-_SHARED_MEMORY = Path("/dev/shm")
-LITTLE_SHARED_MEMORY = 256 * 2**20
+_LITTLE_SHARED_MEMORY = 256 * 2**20
 
 
 class Verdict(enum.Enum):
@@ -56,21 +55,24 @@ class Check:
 
 def all_checks(environ: Mapping[str, str]) -> list[Check]:
     """Everything that can be checked without starting a worker."""
+    return [*machine_checks(environ), *check_cluster(environ), check_free_ports()]
+
+
+def machine_checks(environ: Mapping[str, str]) -> list[Check]:
+    """What a machine is, whatever the job."""
+    shared_memory = Path(environ.get(SHM_DIR) or "/dev/shm")
     return [
         check_python(sys.version_info[:3]),
         check_tensorflow(installed("tensorflow", "tensorflow-cpu")),
         check_keras(installed("keras", "keras-nightly")),
         check_backend(environ),
-        *check_cluster(environ),
-        check_free_ports(),
         check_exposure(environ, outside_addresses()),
-        check_shared_memory(_SHARED_MEMORY, lambda place: shutil.disk_usage(place).free),
+        check_shared_memory(shared_memory, lambda place: shutil.disk_usage(place).free),
         check_machine(this_machine(environ)),
     ]
 
 
 def check_python(version: Sequence[int]) -> Check:
-    """Python itself."""
     found = ".".join(map(str, version))
     if tuple(version[:2]) >= (3, 11):
         return Check("Python", Verdict.GOOD, found)
@@ -91,7 +93,6 @@ def check_keras(versions: Mapping[str, str]) -> Check:
 
 
 def check_backend(environ: Mapping[str, str]) -> Check:
-    """The backend that Keras will choose."""
     home = environ.get("KERAS_HOME")
     settings = (Path(home) if home is not None else Path.home() / ".keras") / "keras.json"
     backend, where = environ.get("KERAS_BACKEND"), "KERAS_BACKEND"
@@ -133,7 +134,6 @@ def check_address(address: str, look: Callable[[str, int], str]) -> Check:
 
 
 def check_free_ports() -> Check:
-    """Whether local workers can get ports."""
     try:
         with hold_free_ports(2) as ports:
             return Check("Free ports", Verdict.GOOD, "for example " + ", ".join(map(str, ports.numbers)))
@@ -164,18 +164,16 @@ def check_exposure(environ: Mapping[str, str], addresses: Sequence[str]) -> Chec
 
 
 def check_shared_memory(place: Path, free_bytes: Callable[[Path], int]) -> Check:
-    """Whether workers on one machine can share memory."""
     if not place.is_dir() or not os.access(place, os.W_OK):
         return Check("Shared memory", Verdict.BROKEN, f"{place} is missing or not writable", "Mount a tmpfs")
     free = free_bytes(place)
     found = f"{free / 2**20:,.0f} MiB free in {place}"
-    if free < LITTLE_SHARED_MEMORY:
+    if free < _LITTLE_SHARED_MEMORY:
         return Check("Shared memory", Verdict.NOTE, found, "In a container: docker run --shm-size=2g")
     return Check("Shared memory", Verdict.GOOD, found)
 
 
 def check_machine(machine: Machine) -> Check:
-    """How many workers this machine is good for."""
     verdict, found = Verdict.GOOD, f"{machine.cores} and {len(machine.gpus) or 'none'}"
     if machine.gpus:
         fit = f"-n {len(machine.gpus)} gives each worker one GPU"
@@ -251,7 +249,6 @@ def _check_own_port(address: str) -> Check:
 
 
 def installed(*names: str) -> dict[str, str]:
-    """The versions of those distributions that are installed."""
     versions = {}
     for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -16,9 +16,7 @@ import ipaddress
 import os
 import secrets
 import selectors
-import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,13 +26,12 @@ from typing import TypeVar
 
 import msgspec
 
-from replicast.config import TRUSTED_NETWORKS, shared_memory_directory
 from replicast.errors import ClusterError
-from replicast.launcher.checks import LITTLE_SHARED_MEMORY, Check, Verdict, installed
+from replicast.launcher.checks import Check, Verdict, machine_checks
 from replicast.launcher.hosts_leader import FirstOf, Notices, Refused, two_firsts
 from replicast.launcher.hosts_link import STEP_SECS, NotAuthentic, NotWelcome, Rivals, Wire, shown_address
 from replicast.launcher.hosts_setup import listen
-from replicast.launcher.plan import Job, this_machine
+from replicast.launcher.plan import Job
 from replicast.names import NAMES_SECS, Dialer, Lookups
 from replicast.paths import RunDir, below
 from replicast.processes import accept_problem
@@ -44,6 +41,11 @@ _LOOK_SECS_PER_HOST = 3.0
 _PAUSE_SECS = 0.2
 _PINGS = 5
 _FAR_APART_SECS = 1.0
+_SAME_VERSION = (Verdict.BROKEN, "Install the same version everywhere")
+_IF_DIFFERENT = {
+    **dict.fromkeys(("Python", "TensorFlow", "Keras", "replicast"), _SAME_VERSION),
+    "Cores and GPUs": (Verdict.NOTE, "-n is the same on all hosts: the smallest one decides"),
+}
 
 
 # --- What the hosts tell each other ----------------------------------------------------------------------
@@ -57,15 +59,10 @@ class Facts(_Step, frozen=True):
     """A host by itself."""
 
     node: int
-    name: str
-    versions: dict[str, str]
     addresses: tuple[str, ...]  # those of all hosts, as it resolves their names
-    shared_bytes: int | None
-    cores: int
-    gpus: int
+    checks: tuple[Check, ...]
     run_dir: str = ""
     port: str = ""  # why its port cannot be used
-    trusted: str = ""
 
 
 class Clock(_Step, frozen=True):
@@ -149,32 +146,19 @@ def gather_facts(
     node: int, hosts: Sequence[str], environ: Mapping[str, str], run_dir: RunDir | None, port: str
 ) -> Facts:
     """Looks at this machine. Blocks until the names of the hosts are resolved, at most `NAMES_SECS`."""
-    machine, lookups = this_machine(environ), Lookups(hosts)
+    lookups, addresses = Lookups(hosts), []
     lookups.wait(NAMES_SECS)
-    addresses, shared_bytes = [], None
     for host in hosts:
         try:
             addresses.append(next(iter(lookups.addresses(host) or []), ""))
         except OSError:
             addresses.append("")
-    with contextlib.suppress(ClusterError, OSError):
-        shared_bytes = shutil.disk_usage(shared_memory_directory(environ)).free
     return Facts(
         node=node,
-        name=socket.gethostname(),
-        versions={
-            "Python": ".".join(map(str, sys.version_info[:3])),
-            "TensorFlow": " and ".join(installed("tensorflow", "tensorflow-cpu").values()),
-            "Keras": " and ".join(installed("keras", "keras-nightly").values()),
-            "replicast": metadata.version("replicast"),
-        },
         addresses=tuple(addresses),
-        shared_bytes=shared_bytes,
-        cores=machine.cores,
-        gpus=len(machine.gpus),
+        checks=(Check("replicast", Verdict.GOOD, metadata.version("replicast")), *machine_checks(environ)),
         run_dir="" if run_dir is None else _state_of(run_dir),
         port=port,
-        trusted=environ.get(TRUSTED_NETWORKS, ""),
     )
 
 
@@ -432,11 +416,8 @@ def diagnose(evidence: Evidence) -> list[Check]:
         _presence(evidence),
         _names(evidence),
         _ports(evidence),
-        _exposure(evidence),
         _clocks(evidence),
-        *(_version(evidence, what) for what in ("Python", "TensorFlow", "Keras", "replicast")),
-        _shared_memory(evidence),
-        _resources(evidence),
+        *(_merged(evidence, check.subject) for check in evidence.facts[0].checks),
         *_run_dir(evidence),
     ]
 
@@ -499,18 +480,6 @@ def _ports(evidence: Evidence) -> Check:
     return Check("Ports", Verdict.GOOD, found)
 
 
-def _exposure(evidence: Evidence) -> Check:
-    open_to_all = [evidence.hosts[node] for node, facts in evidence.facts.items() if not facts.trusted]
-    if open_to_all:
-        found = (
-            f"{', '.join(open_to_all)}: any process that can reach the workers' ports can run code in them"
-        )
-        remedy = f"Set {TRUSTED_NETWORKS} to the job's networks, or use a firewall: SECURITY.md"
-        return Check("Open ports", Verdict.NOTE, found, remedy)
-    trusted = {node: facts.trusted for node, facts in evidence.facts.items()}
-    return Check("Open ports", Verdict.GOOD, f"{TRUSTED_NETWORKS}={_by_value(evidence, trusted)}")
-
-
 def _clocks(evidence: Evidence) -> Check:
     if len(evidence.clocks) < 2:
         return Check("Clocks", Verdict.GOOD, "nothing to compare")
@@ -522,38 +491,28 @@ def _clocks(evidence: Evidence) -> Check:
     return Check("Clocks", Verdict.NOTE, f"{apart:.1f} s apart: {offsets}", remedy)
 
 
-def _version(evidence: Evidence, what: str) -> Check:
-    versions = {node: facts.versions.get(what, "") for node, facts in evidence.facts.items()}
-    shown = _by_value(evidence, {node: version or "not installed" for node, version in versions.items()})
-    if not all(versions.values()):
-        return Check(what, Verdict.BROKEN, shown, "Install it there")
-    if len(set(versions.values())) == 1:
-        return Check(what, Verdict.GOOD, shown)
-    releases = {tuple(version.split(".")[:2]) for version in versions.values()}
-    if what == "Python" and len(releases) == 1:
-        return Check(what, Verdict.NOTE, shown, "The same version everywhere is safer")
-    return Check(what, Verdict.BROKEN, shown, "Install the same version everywhere")
-
-
-def _shared_memory(evidence: Evidence) -> Check:
-    free = {node: facts.shared_bytes for node, facts in evidence.facts.items()}
-    none = [evidence.hosts[node] for node, size in free.items() if size is None]
-    if none:
-        return Check(
-            "Shared memory", Verdict.BROKEN, f"none on {', '.join(none)}", "Mount a tmpfs on /dev/shm"
+def _merged(evidence: Evidence, subject: str) -> Check:
+    """What each host has found of itself, grouped: "2.21.0 on all", or "2.21.0 on h1, h3; 2.20.0 on h2"."""
+    of_hosts = {
+        evidence.hosts[node]: next(
+            (check for check in facts.checks if check.subject == subject),
+            Check(subject, Verdict.NOTE, "not known"),
         )
-    least, node = min((size, node) for node, size in free.items() if size is not None)
-    found = f"{least / 2**20:,.0f} MiB free at least, on {evidence.hosts[node]}"
-    if least < LITTLE_SHARED_MEMORY:
-        return Check("Shared memory", Verdict.NOTE, found, "In a container: docker run --shm-size=2g")
-    return Check("Shared memory", Verdict.GOOD, found)
-
-
-def _resources(evidence: Evidence) -> Check:
-    shown = {node: f"{facts.cores} and {facts.gpus or 'none'}" for node, facts in evidence.facts.items()}
-    verdict = Verdict.GOOD if len(set(shown.values())) == 1 else Verdict.NOTE
-    remedy = "" if verdict is Verdict.GOOD else "-n is the same on all hosts: the smallest one decides"
-    return Check("Cores and GPUs", verdict, _by_value(evidence, shown), remedy)
+        for node, facts in evidence.facts.items()
+    }
+    worst = max(of_hosts.values(), key=lambda check: list(Verdict).index(check.verdict))
+    groups: dict[str, list[str]] = {}
+    for host, check in of_hosts.items():
+        groups.setdefault(check.found, []).append(host)
+    if len(groups) == 1:
+        return Check(subject, worst.verdict, f"{worst.found} on all{_limit(evidence)}", worst.remedy)
+    shown = "; ".join(f"{found} on {', '.join(hosts)}" for found, hosts in groups.items())
+    verdict, remedy = _IF_DIFFERENT.get(subject, (worst.verdict, worst.remedy))
+    if subject == "Python" and len({tuple(version.split(".")[:2]) for version in groups}) == 1:
+        verdict, remedy = Verdict.NOTE, "The same version everywhere is safer"
+    if worst.verdict is Verdict.BROKEN:
+        verdict, remedy = worst.verdict, worst.remedy
+    return Check(subject, verdict, shown, remedy)
 
 
 def _run_dir(evidence: Evidence) -> list[Check]:
@@ -569,13 +528,3 @@ def _run_dir(evidence: Evidence) -> list[Check]:
     found = f"{', '.join(blind)}: not the one of {evidence.hosts[0]}"
     remedy = "Works: worker 0 reads and writes for all. Logs stay on each host; `push` and `status` run on "
     return [Check("Run directory", Verdict.NOTE, found, remedy + evidence.hosts[0])]
-
-
-def _by_value(evidence: Evidence, values: Mapping[int, str]) -> str:
-    """A value per host, grouped: "2.21.0 on all", or "2.21.0 on h1, h3; 2.20.0 on h2"."""
-    groups: dict[str, list[str]] = {}
-    for node, value in values.items():
-        groups.setdefault(value, []).append(evidence.hosts[node])
-    if len(groups) == 1:
-        return f"{next(iter(groups))} on all{_limit(evidence)}"
-    return "; ".join(f"{value} on {', '.join(names)}" for value, names in groups.items())
