@@ -47,6 +47,7 @@ from replicast.launcher.hosts_link import (
     NotAuthentic,
     NotWelcome,
     Other,
+    Part,
     Tell,
     Wire,
 )
@@ -197,32 +198,19 @@ def service_of(
     secret: bytes = b"secret",
     timeouts: HostTimeouts | None = None,
 ) -> First:
-    return First(
-        names=identity.hosts or ("a", "b"),
-        identity=identity,
-        secret=secret,
-        next_attempt=0,
-        timeouts=timeouts or HostTimeouts(),
-        listener=listener,
-        run_name="the-run",
+    job = dataclasses.replace(JOB, hosts=identity.hosts, nnodes=2, node_rank=0)
+    part = Part(
+        job=job, identity=identity, secret=secret, timeouts=timeouts or HostTimeouts(), run_name="the-run"
     )
+    return First(part, identity, listener)
 
 
 def other(
     endpoint: tuple[str, int], timeouts: HostTimeouts, identity: Identity | None, secret: bytes = b"secret"
 ) -> Link:
     """The link of another launcher; without an identity it only asks for the name of the run."""
-    return Link(
-        Other(
-            node=1,
-            nodes=2,
-            identity=identity,
-            secret=secret,
-            next_attempt=0,
-            timeouts=timeouts,
-            endpoint=endpoint,
-        )
-    )
+    job = dataclasses.replace(JOB, endpoint=endpoint)
+    return Link(Other(Part(job=job, identity=identity, secret=secret, timeouts=timeouts)))
 
 
 def run_name(endpoint: tuple[str, int]) -> str:

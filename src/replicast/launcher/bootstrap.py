@@ -24,7 +24,6 @@ def die_with(launcher: int) -> None:
 
 
 def main() -> None:
-    """Execs the program in the arguments."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])

@@ -36,8 +36,6 @@ _LITTLE_SHARED_MEMORY = 256 * 2**20
 
 
 class Verdict(enum.Enum):
-    """How a check came out."""
-
     GOOD = "✓"  # Nothing to do.
     NOTE = "!"  # Works, but worth knowing.
     BROKEN = "✗"  # Must be fixed first.
@@ -54,7 +52,6 @@ class Check:
 
 
 def all_checks(environ: Mapping[str, str]) -> list[Check]:
-    """Everything that can be checked without starting a worker."""
     return [*machine_checks(environ), *check_cluster(environ), check_free_ports()]
 
 

@@ -85,8 +85,6 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 @dataclass(frozen=True, slots=True)
 class GroupEnd:
-    """How the workers of this host ended."""
-
     exits: tuple[Exit, ...] = ()
     interrupted_by: signal.Signals | None = None
     left_behind: tuple[int, ...] = ()  # They could not be killed.
@@ -97,8 +95,6 @@ class GroupEnd:
 
 
 class Phase(enum.Enum):
-    """What all launchers of a job do."""
-
     WAIT = "wait"  # Start nothing: hosts are missing, or still end their workers.
     RUN = "run"  # Run the attempt.
     END = "end"  # End the attempt: a worker failed, a host was lost, or somebody stopped the job.
@@ -296,7 +292,6 @@ def others_line(end: GroupEnd, first: Exit) -> str:
 
 
 def restart_line(order: Order, hosts: Hosts = ONE_HOST) -> str:
-    """Which restart this is, why, and how many are left."""
     failure, why = order.failure, ""
     if failure is not None and failure.worker is None:
         why = f" because {hosts.lost(failure)}"
@@ -350,7 +345,6 @@ def report(order: Order, end: GroupEnd | None, hosts: Hosts, screen: Screen, tol
 
 
 def faults_line(faults: Sequence[Fault]) -> str:
-    """Workers will fail on purpose."""
     shown = [f"{fault.action} worker {fault.worker} at {fault.point}" for fault in faults[:5]]
     shown += [f"{len(faults) - 5} more"] if len(faults) > 5 else []
     return f"replicast: warning: {FAULTS} is set: workers will fail on purpose: {', '.join(shown)}"

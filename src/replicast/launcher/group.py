@@ -39,8 +39,6 @@ _MAX_DELAY_SECS = 5.0  # A longer delay between two looks means that the launche
 
 @dataclass(frozen=True, slots=True)
 class EndTimeouts:
-    """The time limit of each stage."""
-
     settle_secs: float = 5.0
     settle_killed_secs: float = 1.0
     settle_blamed_secs: float = 15.0
@@ -64,7 +62,6 @@ class FrozenWorkers:
         self._looked: float | None = None
 
     def update(self, frozen: Collection[int], workers: int, now: float) -> None:
-        """Takes note of which workers are frozen now."""
         alone = frozen if len(frozen) < workers else ()
         delay = 0.0 if self._looked is None else now - self._looked
         uncounted = delay if delay > _MAX_DELAY_SECS else 0.0
@@ -73,7 +70,6 @@ class FrozenWorkers:
         self._looked = now
 
     def for_at_least(self, secs: float, now: float) -> set[int]:
-        """The workers that have been frozen for this long."""
         return {rank for rank, since in self._since.items() if now - since >= secs}
 
 
@@ -115,7 +111,6 @@ class Worker:
             raise
 
     def signal_tree(self, signum: signal.Signals) -> None:
-        """Sends a signal to the worker and its children."""
         self.stopped = True
         self._signal(signum)
 
@@ -134,11 +129,9 @@ class Worker:
         )
 
     def is_frozen(self) -> bool:
-        """Whether the worker is stopped by a signal."""
         return is_frozen(self._process.pid)
 
     def kill(self) -> None:
-        """Kills what is left of the process tree."""
         self._signal(signal.SIGKILL)
 
     def close(self, *, until: float) -> None:
@@ -158,8 +151,6 @@ class Worker:
 
 
 class Ending(enum.IntEnum):
-    """How a group is being ended."""
-
     RUNNING = 0  # No failure so far. A worker that exits with code 0 changes nothing.
     SETTLING = 1  # One failed. The others are told and may exit with their own message.
     STOPPING = 2  # The remaining workers were asked to exit.

@@ -112,14 +112,12 @@ class Talk:
         self._connection.sendall(self._wire.pack(message))
 
     def receive(self, secs: float) -> _STEPS:
-        """Waits for the next message."""
         until = time.monotonic() + secs
         while not self._messages:
             self._read(until)
         return self._messages.pop(0)
 
     def expect(self, kind: type[_Kind], secs: float) -> _Kind:
-        """Waits for the next message, which must be of this kind."""
         message = self.receive(secs)
         if not isinstance(message, kind):
             raise ValueError(f"expected {kind.__name__}, received {type(message).__name__}")
@@ -268,7 +266,6 @@ class Visit:
         return came
 
     def _has_come(self, listener: socket.socket, rivals: Rivals) -> bool:
-        """Whether somebody has connected within a moment."""
         with selectors.PollSelector() as selector:
             for one in (listener, *rivals.sockets()):
                 selector.register(one, selectors.EVENT_READ, one)
@@ -401,8 +398,6 @@ def _mark(run_dir: RunDir | None) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was found."""
-
     hosts: Sequence[str]
     port: int
     facts: Mapping[int, Facts]

@@ -39,8 +39,6 @@ _IN_USE_SECS = 5.0  # A launcher that was heard within this time lives: another 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTimeouts:
-    """How long the launchers of a job wait for each other."""
-
     join_secs: float = 600.0
     beat_secs: float = 1.0
     silent_secs: float = 30.0
@@ -217,7 +215,6 @@ class Presence:
         self.connected, self.heard_at, self._closed_at = True, now, None
 
     def close(self, now: float) -> None:
-        """The connection was closed."""
         self.connected = False
         if self._closed_at is None:
             self._closed_at = now
@@ -239,8 +236,6 @@ class Presence:
 
 
 class _Host:
-    """What is known of one host."""
-
     def __init__(self, timeouts: HostTimeouts) -> None:
         self.presence = Presence(timeouts)
         self.session = ""
@@ -332,7 +327,6 @@ class Leader:
         self._advance(now)
 
     def on_closed(self, node: int, session: str, now: float) -> None:
-        """The connection of a launcher was closed."""
         if self._hosts[node].session == session:
             self._hosts[node].presence.close(now)
 
@@ -345,7 +339,6 @@ class Leader:
         self._advance(now)
 
     def everybody_left(self) -> bool:
-        """Whether no other launcher is connected any more."""
         return not any(host.presence.connected for host in self._hosts[1:])
 
     def _is_under_way(self) -> bool:
@@ -513,7 +506,6 @@ class Member:
         return [*commands, *self._wait(now, since, order.missing)]
 
     def on_closed(self, now: float) -> None:
-        """The first launcher's host has closed the connection, or refused one: nobody listens there."""
         self._presence.close(now)
 
     def on_unreachable(self, why: str) -> None:
@@ -538,16 +530,13 @@ class Member:
         return self._without_leader(why, now)
 
     def on_failure(self, failure: Exit) -> None:
-        """A worker on this host has failed."""
         self.report = replace(self.report, failure=failure)
 
     def on_signal(self, signum: int) -> None:
-        """This launcher was told to stop."""
         if self.report.signal is None:
             self.report = replace(self.report, signal=signum)
 
     def on_group_end(self, failure: Exit | None, now: float, *, left_behind: bool) -> list[Command]:
-        """All workers on this host have exited."""
         attempt = self.report.attempt
         self.report = replace(
             self.report,

@@ -34,7 +34,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import msgspec
@@ -96,8 +96,6 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """A line for the screen."""
-
     text: str
 
 
@@ -136,16 +134,13 @@ class Wire:
 
     @property
     def is_open(self) -> bool:
-        """Whether messages can be packed."""
         return bool(self._key)
 
     def opening(self) -> bytes:
-        """The first line to send."""
         fields = {"replicast": PROTOCOL, "nonce": self._nonce, "secret": bool(self._secret)}
         return json.dumps(fields).encode() + b"\n"
 
     def pack(self, message: object) -> bytes:
-        """The line of a message."""
         text = json.dumps(msgspec.to_builtins(message), allow_nan=False).encode()
         mine = _SEALED_FROM_SERVER if self._is_first else _SEALED_FROM_CLIENT
         seal = self._seal(mine, self._sent, text)
@@ -270,11 +265,33 @@ def _is_closed(error: OSError) -> bool:
 
 
 def shown_address(host: str, port: int) -> str:
-    """An address as people write it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 # --- The first launcher ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one launcher brings to the others."""
+
+    job: Job
+    identity: Identity | None  # None: it does not join, and only asks the first one for its order.
+    secret: bytes
+    timeouts: HostTimeouts
+    next_attempt: int = 0
+    run_name: str = ""
+    session: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        if self.job.endpoint is None:
+            raise ValueError("A job on several hosts has an endpoint")
+        return self.job.endpoint
+
+    def member(self) -> Member:
+        max_restarts = 0 if self.identity is None else self.identity.max_restarts
+        return Member(self.job.node_rank, self.next_attempt, max_restarts, self.timeouts, time.monotonic())
 
 
 class Rivals:
@@ -368,34 +385,24 @@ def _connecting(host: str, port: int) -> socket.socket | None:
 class First:
     """The first launcher's sockets: it accepts the others, hears their reports and tells them its order."""
 
-    def __init__(
-        self,
-        *,
-        names: tuple[str, ...],
-        identity: Identity,
-        secret: bytes,
-        next_attempt: int,
-        timeouts: HostTimeouts,
-        listener: socket.socket,
-        run_name: str,
-    ) -> None:
-        now, session = time.monotonic(), secrets.token_hex(8)
-        self.leader = Leader(names, session, identity.max_restarts, timeouts, now, run_name)
-        self.member = Member(0, next_attempt, identity.max_restarts, timeouts, now)
-        self.timeouts = timeouts
-        self._identity, self._secret = identity, secret
+    def __init__(self, part: Part, identity: Identity, listener: socket.socket) -> None:
+        now, job = time.monotonic(), part.job
+        names = job.hosts or (part.endpoint[0], *("" for _ in range(job.nodes - 1)))
+        self.leader = Leader(names, part.session, identity.max_restarts, part.timeouts, now, part.run_name)
+        self.member = part.member()
+        self.timeouts = part.timeouts
+        self._identity, self._secret = identity, part.secret
         self._listener = listener
         # It listens already: of two launchers that take themselves for the first, one finds the other.
-        self._rivals = Rivals(identity.hosts, listener.getsockname()[1], identity.port, secret)
+        self._rivals = Rivals(identity.hosts, listener.getsockname()[1], identity.port, part.secret)
         self._connections: list[Connection] = []
         self._sent: Order | None = None
         self._sent_at = 0.0
         self._of_strangers, self._of_launchers = Notices(), Notices()
         self._deaf_until = 0.0
-        self.leader.on_joined(0, session, "", now)
+        self.leader.on_joined(0, part.session, "", now)
 
     def sockets(self) -> list[socket.socket]:
-        """The sockets from which something may come."""
         listening = [] if time.monotonic() < self._deaf_until else [self._listener]
         return [*listening, *self._rivals.sockets(), *(one.socket for one in self._connections)]
 
@@ -525,28 +532,13 @@ class First:
 
 
 class Other:
-    """Another launcher's socket: it connects to the first one, again and again if need be.
+    """Another launcher's socket: it connects to the first one, again and again if need be."""
 
-    Without an identity it does not join: it asks for the name of the run directory.
-    """
-
-    def __init__(
-        self,
-        *,
-        node: int,
-        nodes: int,
-        identity: Identity | None,
-        secret: bytes,
-        next_attempt: int,
-        timeouts: HostTimeouts,
-        endpoint: tuple[str, int],
-    ) -> None:
-        max_restarts = 0 if identity is None else identity.max_restarts
-        self.member = Member(node, next_attempt, max_restarts, timeouts, time.monotonic())
-        self.timeouts = timeouts
-        self._node, self._nodes, self._identity, self._secret = node, nodes, identity, secret
-        self._session = secrets.token_hex(8)
-        self._dialer, self._shown = Dialer(*endpoint), shown_address(*endpoint)
+    def __init__(self, part: Part) -> None:
+        self.member = part.member()
+        self.timeouts = part.timeouts
+        self._part = part
+        self._dialer, self._shown = Dialer(*part.endpoint), shown_address(*part.endpoint)
         self._connection: Connection | None = None
         self._next_try = self._connected_at = 0.0
         self._sent: Report | None = None
@@ -554,7 +546,6 @@ class Other:
         self._of_strangers, self._of_first = Notices(), Notices()
 
     def sockets(self) -> list[socket.socket]:
-        """The sockets from which something may come."""
         return [] if self._connection is None else [self._connection.socket]
 
     def poll(self, readable: list[socket.socket]) -> list[Event]:
@@ -592,7 +583,8 @@ class Other:
             self._lost(is_closed=isinstance(error, ConnectionRefusedError))
             return
         try:
-            self._connection = Connection(connected, self._secret, is_first=False, nodes=self._nodes)
+            part = self._part
+            self._connection = Connection(connected, part.secret, is_first=False, nodes=part.job.nodes)
             self._connection.send(self._introduction(str(connected.getsockname()[0])))
             self._sent, self._connected_at = None, time.monotonic()
         except OSError as error:
@@ -600,9 +592,10 @@ class Other:
             self._lost(is_closed=_is_closed(error))
 
     def _introduction(self, address: str) -> Hello | AskName:
-        if self._identity is None:
-            return AskName(node=self._node)
-        return Hello(node=self._node, session=self._session, address=address, identity=self._identity)
+        node, identity = self._part.job.node_rank, self._part.identity
+        if identity is None:
+            return AskName(node=node)
+        return Hello(node=node, session=self._part.session, address=address, identity=identity)
 
     def _read(self, connection: Connection) -> list[Event]:
         now = time.monotonic()
@@ -612,7 +605,7 @@ class Other:
                 if isinstance(message, Refused):
                     return [NotWelcome(message.why)]
                 if isinstance(message, Order):
-                    is_member = self._identity is not None
+                    is_member = self._part.identity is not None
                     events += self.member.on_order(message, now) if is_member else [message]
                 if isinstance(message, Malformed):
                     text = f"{self._shown}: ignored an invalid message: {message.why}"
@@ -803,12 +796,10 @@ class HostsAttempts:
         return ends
 
     def tell_failure(self, failure: Exit) -> None:
-        """A worker of this host has failed."""
         told = self._from_here(failure)
         self._link.post(lambda member, _: None if told is None else member.on_failure(told))
 
     def tell_signal(self, signum: signal.Signals) -> None:
-        """This launcher was told to stop."""
         self._stopped_by = signum
         self._link.post(lambda member, _: member.on_signal(signum))
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from replicast.config import JOB_SECRET
 from replicast.errors import ClusterError, LaunchRefused
-from replicast.launcher.hosts_leader import HostTimeouts, Identity
-from replicast.launcher.hosts_link import First, Link, Other, shown_address
+from replicast.launcher.hosts_leader import Identity
+from replicast.launcher.hosts_link import First, Link, Other, Part, shown_address
 from replicast.launcher.plan import Job, check_job
 from replicast.names import NAMES_SECS, Lookups
 
@@ -123,7 +123,6 @@ def own_node(hosts: Sequence[str]) -> int:
 
 
 def _is_own(address: str) -> bool:
-    """Whether an IP address is one of this machine."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(
             address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
@@ -152,7 +151,6 @@ def read_secret(environ: Mapping[str, str], file: Path | None) -> bytes:
 
 
 def secret_line(job: Job, secret: bytes) -> str:
-    """One line on a missing secret; empty if there is one."""
     if secret or job.endpoint is None:
         return ""
     return (
@@ -226,38 +224,7 @@ def identity_of(job: Job, max_restarts: int) -> Identity:
     )
 
 
-def make_link(
-    job: Job,
-    identity: Identity | None,
-    *,
-    secret: bytes,
-    timeouts: HostTimeouts,
-    next_attempt: int = 0,
-    run_name: str = "",
-) -> Link:
-    """The link with the launchers of the other hosts; without an identity it only asks the first one."""
-    if job.endpoint is None:
-        raise ValueError("A job on several hosts has an endpoint")
-    if job.node_rank == 0 and identity is not None:
-        return Link(
-            First(
-                names=job.hosts or (job.endpoint[0], *("" for _ in range(job.nodes - 1))),
-                identity=identity,
-                secret=secret,
-                next_attempt=next_attempt,
-                timeouts=timeouts,
-                listener=listen(job.endpoint, name_secs=_NAME_SECS),
-                run_name=run_name,
-            )
-        )
-    return Link(
-        Other(
-            node=job.node_rank,
-            nodes=job.nodes,
-            identity=identity,
-            secret=secret,
-            next_attempt=next_attempt,
-            timeouts=timeouts,
-            endpoint=job.endpoint,
-        )
-    )
+def make_link(part: Part) -> Link:
+    if part.job.node_rank == 0 and part.identity is not None:
+        return Link(First(part, part.identity, listen(part.endpoint, name_secs=_NAME_SECS)))
+    return Link(Other(part))

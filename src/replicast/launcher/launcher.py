@@ -42,7 +42,7 @@ from replicast.launcher.failure import (
 )
 from replicast.launcher.group import EndTimeouts, Group
 from replicast.launcher.hosts_leader import HostTimeouts
-from replicast.launcher.hosts_link import HostsAttempts
+from replicast.launcher.hosts_link import HostsAttempts, Part
 from replicast.launcher.hosts_setup import identity_of, make_link, secret_line
 from replicast.launcher.interruptions import Interruptions
 from replicast.launcher.plan import (
@@ -68,8 +68,6 @@ _PAGE_END_SECS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a job is supervised."""
-
     run_dir: Path
     log_dir: RunPath
     tee: frozenset[int]
@@ -106,15 +104,15 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
         if job.endpoint is not None:
             if warning := secret_line(job, settings.secret):
                 screen.tell(warning)
-            link = make_link(
-                job,
-                identity_of(job, settings.max_restarts),
+            part = Part(
+                job=job,
+                identity=identity_of(job, settings.max_restarts),
                 secret=settings.secret,
                 timeouts=settings.host_timeouts,
                 next_attempt=first.attempt,
                 run_name=settings.run_dir.name,
             )
-            peers = HostsAttempts(stack.enter_context(link), job, screen, interruptions)
+            peers = HostsAttempts(stack.enter_context(make_link(part)), job, screen, interruptions)
         for line in (
             faults_line(faults) if faults else "",
             exposure_line(job, environ, outside_addresses()),
@@ -290,7 +288,7 @@ def ask_run_name(job: Job, secret: bytes, timeouts: HostTimeouts, environ: Mappi
     with (
         Interruptions() as interruptions,
         contextlib.closing(make_screen(sys.stdout, sys.stderr, tee=frozenset(), environ=environ)) as screen,
-        make_link(job, None, secret=secret, timeouts=timeouts) as link,
+        make_link(Part(job=job, identity=None, secret=secret, timeouts=timeouts)) as link,
     ):
         attempts = HostsAttempts(link, job, screen, interruptions)
         order = attempts.ask()
@@ -301,7 +299,6 @@ def ask_run_name(job: Job, secret: bytes, timeouts: HostTimeouts, environ: Mappi
 
 
 def _remove_shared_memory(environ: Mapping[str, str]) -> None:
-    """Removes the shared memory of workers that were killed."""
     from replicast.transport.files import remove_leftovers  # Imports numpy: not at start-up.
 
     with contextlib.suppress(ClusterError):  # the directory may be gone
@@ -345,8 +342,6 @@ def _stopped_by(run_dir: RunDir, attempt: int) -> tuple[str, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class PageAddress:
-    """Where the page of a job is served."""
-
     host: str
     port: int
 

@@ -72,7 +72,6 @@ class Job:
 
     @property
     def ranks(self) -> range:
-        """The ranks of the workers on this machine."""
         first = self.node_rank * self.workers if self.given is None else self.given.rank
         return range(first, first + self.workers)
 
@@ -91,7 +90,6 @@ class Job:
 
 
 def check_job(job: Job) -> None:
-    """Checks that a job can be started."""
     if job.workers < 1:
         raise ClusterError("-n must be at least 1", remedy="Try -n 2", received=job.workers)
     if job.given is not None and (job.workers > 1 or job.hosts or job.nnodes > 1):
@@ -255,8 +253,6 @@ def thread_settings(cores: int, workers: int, environ: Mapping[str, str]) -> dic
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """Everything needed to start one worker."""
-
     rank: int
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -268,7 +264,6 @@ def log_path(log_dir: RunPath, attempt: int, rank: int) -> RunPath:
 
 
 def plan_addresses(job: Job, ports: Sequence[int]) -> tuple[str, ...]:
-    """The address of every worker in the job."""
     if job.given is not None:
         return job.given.addresses
     if not job.hosts:
@@ -356,7 +351,6 @@ class HeldPorts:
 
 
 def hold_free_ports(count: int) -> HeldPorts:
-    """Lets the kernel choose free ports and holds them."""
     return hold_ports([0] * count)
 
 

@@ -69,7 +69,6 @@ def take_output(output: int) -> None:
 
 
 def take_environment(block: bytes) -> None:
-    """Replaces the environment by the worker's."""
     before = dict(os.environ)
     pairs = [entry.partition(b"=") for entry in block.split(b"\0") if entry]
     wanted = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
@@ -146,14 +145,12 @@ def run(program: list[str]) -> None:
 
 
 def cold_start(program: list[str]) -> None:
-    """Execs the program."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.execv(sys.executable, [sys.executable, *program])
 
 
 def main() -> None:
-    """Imports, waits, and runs the program."""
     control = socket.socket(fileno=int(sys.argv[1]))
     modules, program = sys.argv[2].split(","), sys.argv[3:]
     if not sys.flags.safe_path:

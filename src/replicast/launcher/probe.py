@@ -7,7 +7,6 @@ import sys
 
 
 def main() -> int:
-    """Sums a number over all workers."""
     import tensorflow as tf
 
     import replicast

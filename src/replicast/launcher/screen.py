@@ -177,14 +177,12 @@ class LineAssembler:
         return lines
 
     def finish(self) -> list[str]:
-        """Returns what is left at the end of the output."""
         rest = self._unfinished + self._decoder.decode(b"", final=True)
         self._unfinished = ""
         return list(split_bar(as_shown(rest)) or [as_shown(rest)]) if rest else []
 
     @property
     def partial(self) -> str:
-        """The current state of the unfinished line."""
         shown = as_shown(self._unfinished)
         bar_and_text = split_bar(shown)
         return self._bar or (shown if bar_and_text is None else bar_and_text[0])
@@ -496,13 +494,11 @@ class Output:
         self.writing_end = -1
 
     def resize(self, columns: int) -> None:
-        """Sets the width of the worker's pseudo-terminal, if it has one."""
         if self.is_terminal:
             size = struct.pack("HHHH", _ROWS, columns, 0, 0)
             fcntl.ioctl(self.reading_end, termios.TIOCSWINSZ, size)
 
     def pump(self) -> int:
-        """Passes on what can be read now."""
         try:
             data = os.read(self.reading_end, _CHUNK)
         except BlockingIOError:

@@ -97,7 +97,6 @@ class Standby:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kills and reaps it."""
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=_END_SECS)
