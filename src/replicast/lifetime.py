@@ -17,6 +17,13 @@ While worker 0, which hosts the service, is stopped (SIGSTOP) or its host is gon
 blocks for ever or, if it has a timeout, finds nothing. So the thread also reads a key that exists, a second
 thread, which calls nothing, notices when that is no longer answered, and a third one ends the process if it
 does not exit by itself. docs/endings.md adds up the bounds.
+
+    lifetime    polls the keys; if it dies, the job fails                          `leave` stops it
+    silence     calls nothing: notices pauses, clocks that were set, no answers    `leave` stops it
+    end         ends the process after `GRACE_SECS`; started first of all          ends with the process
+    within      one call to the service that may never return                      nobody: it is a daemon
+
+Any thread may call `check`, `failed` and what `Causes` has; `leave` is for the main thread at exit.
 """
 
 from __future__ import annotations
@@ -38,17 +45,18 @@ from replicast.coordination import Coordination, Loss, lost_text, lost_worker
 from replicast.errors import JobFailed
 from replicast.turns import POLL_SECS, REMIND_SECS, JobKeys, Turns
 
-# For calls that may never return: a watchdog, a time limit, and whether this process itself stood still.
+logger = logging.getLogger("replicast")
 
 Result = TypeVar("Result")
 
+GRACE_SECS = 10.0  # how long a worker that was told to stop may take before its process is ended
+SILENT_AFTER_HEARTBEAT_SECS = 2.0  # how much longer than the heartbeat timeout the service may not answer
+CALL_SECS = 3.0  # how long a worker that has failed waits for the service when it says so
 _POLL_SECS = 0.2
-_MAX_DELAY_SECS = 5.0
-"""A longer delay than this between two looks means that this process itself was stopped."""
-_LEAST_JUMP_SECS = 0.5
-"""A clock that a time server adjusts is moved by less than a thousandth of the time that passes."""
-_TURNS_PER_SEC = 5
-"""A thread that waits for Python's lock looks for it 200 times a second, and less on a busy machine."""
+_MAX_DELAY_SECS = 5.0  # a longer delay between two looks means that this process itself was stopped
+_LEAST_JUMP_SECS = 0.5  # a time server moves a clock by less than a thousandth of the time that passes
+_TURNS_PER_SEC = 5  # who waits for Python's lock looks for it 200 times a second, less on a busy machine
+_HERE = str(Path(__file__).parent)
 
 
 def turns_of(thread: int) -> int | None:
@@ -128,7 +136,6 @@ class ClockJumps:
         self._last: tuple[float, float] | None = None
 
     def look(self) -> None:
-        """Notes a jump since the last call."""
         with self._lock:
             before, wall, now = self._clock(), self._wall(), self._clock()
             if now - before > _LEAST_JUMP_SECS / 2:  # This thread was held up between two clocks.
@@ -185,13 +192,8 @@ def within(limit_secs: float, act: Callable[[], Result]) -> Result | None:
     return results[0] if results else None
 
 
-# Why a job failed, as one worker sees it: its own error, a worker that it has lost, or its own pause.
-
-_HERE = str(Path(__file__).parent)
-
-
 class Causes:
-    """Finds the cause of what this worker sees. Any thread may call any method."""
+    """Why a job failed, as this worker sees it: its own error, a worker that it lost, or its own pause."""
 
     def __init__(self, rank: int, chiefs: int, pauses: Pauses, jumps: ClockJumps, recent_secs: float) -> None:
         self._rank = rank
@@ -225,7 +227,6 @@ class Causes:
         return own
 
     def is_own_error(self, failure: JobFailed) -> bool:
-        """Whether the job failed because of the error that this worker's script raised."""
         return str(failure) == self._own_error
 
     def noticed(self, message: str, worker: int | None) -> JobFailed:
@@ -234,8 +235,7 @@ class Causes:
         return found or JobFailed(self.witnessed(message), worker=worker)
 
     def witnessed(self, message: str) -> str:
-        """What this worker has seen itself, for the others, with who says so."""
-        return f"{message} (says worker {self._rank})"
+        return f"{message} (reported by worker {self._rank})"
 
     def pause(self) -> JobFailed | None:
         """An error if this process itself stood still a short time ago: that explains what it sees since."""
@@ -281,22 +281,8 @@ def place_in(trace: TracebackType | None) -> str:
     return "" if frame is None else f"at {frame.filename}:{frame.lineno}, in {frame.name}"
 
 
-logger = logging.getLogger("replicast")
-
-GRACE_SECS = 10.0
-"""How long a worker that was told to stop may take before its process is ended."""
-SILENT_AFTER_HEARTBEAT_SECS = 2.0
-"""How much longer than the heartbeat timeout the coordination service may not answer."""
-CALL_SECS = 3.0
-"""How long a worker that has failed waits for the service when it says so."""
-
-
 class Lifetime:
-    """Watches one worker's part in the job.
-
-    `begin` starts its threads, which are daemons, and `leave` stops them. If the watching thread dies, the
-    job fails.
-    """
+    """Watches one worker's part in the job. `begin` starts its threads, and `leave` stops them."""
 
     def __init__(
         self,
@@ -331,20 +317,12 @@ class Lifetime:
         self._at_exit: list[Callable[[], None]] = []
         self._blamed_for: str | None = None
         self._reported = False
-        self.turns = Turns(
-            self._keys,
-            rank,
-            size,
-            transfers_started=transfers_started,
-            check=self.check,
-        )
-        """This worker's position in the script."""
-        self.polls = 0
-        """How often the thread has polled all keys, and the service has answered."""
+        # This worker's position in the script.
+        self.turns = Turns(self._keys, rank, size, transfers_started=transfers_started, check=self.check)
+        self.polls = 0  # how often the thread has polled all keys, and the service has answered
+        # Returns a worker whose process has ended. The all-reduce of this host sees that, once it is open.
         self.dead_worker: Callable[[], int | None] = lambda: None
-        """Returns a worker whose process has ended, if that can be seen from here."""
-        self.failure: JobFailed | None = None
-        """Why the job failed; None while it has not."""
+        self.failure: JobFailed | None = None  # why the job failed
 
     def begin(self) -> None:
         """Starts watching, and tells the other workers when this process raises or exits."""
@@ -362,7 +340,6 @@ class Lifetime:
         atexit.register(self.leave)
 
     def watch(self) -> None:
-        """Starts the threads."""
         self._thread.start()
         on_silence(
             lambda: self.polls, self._silent_secs, self._no_answers, until=self._stop, look=self._causes.look
@@ -428,7 +405,7 @@ class Lifetime:
         return follows(error) and (blamed not in (None, self._rank) or self._causes.pause() is not None)
 
     def _publish_failure(self, failure: JobFailed) -> JobFailed | None:
-        """Publishes a failure unless there is one; returns the first one, if the service answers."""
+        """Returns the first failure that was published, if the service answers."""
         self._keys.put("failed", {"worker": failure.worker, "message": str(failure)})
         try:
             failed = self._keys.get("failed")
@@ -491,7 +468,10 @@ class Lifetime:
                     if self._keys.get(f"left/{worker}", 1.0) is not None:
                         break
                 except JobFailed as error:
-                    self._service_lost(worker, error)
+                    # Worker 0 exits, and ends the service that it hosts, when all workers have left.
+                    if self._rank == 0:
+                        lost = f"worker {worker} was lost while worker 0 waited for it to finish: {error}"
+                        self._set_failure(JobFailed(lost, worker=worker))
                     return
                 if self._rank == 0 and time.monotonic() - reminded >= REMIND_SECS:
                     reminded = time.monotonic()
@@ -502,15 +482,6 @@ class Lifetime:
         if self.failure is None:
             return False
         return self._rank != 0 or worker == self.failure.worker or time.monotonic() - began >= GRACE_SECS
-
-    def _service_lost(self, worker: int, error: JobFailed) -> None:
-        """Handles the loss of the service while waiting: normal unless this is worker 0, which hosts it.
-
-        Worker 0 exits, and ends the service, when all workers have left.
-        """
-        if self._rank == 0:
-            lost = f"worker {worker} was lost while worker 0 waited for it to finish: {error}"
-            self._set_failure(JobFailed(lost, worker=worker))
 
     def _watch(self) -> None:
         try:

@@ -85,7 +85,9 @@ def frozen(worker: int) -> Exit:
 
 TWO = Hosts(("gpu0", "gpu1"), 0)
 LOST = Exit(host=1, why="nothing was heard of it")
-WITNESS = replace(ended(0, PEER_FAILED), says="worker 1 was lost: it sent no heartbeats (says worker 0)")
+WITNESS = replace(
+    ended(0, PEER_FAILED), says="worker 1 was lost: it sent no heartbeats (reported by worker 0)"
+)
 
 
 @pytest.mark.parametrize(
@@ -209,13 +211,13 @@ def test_the_report_names_a_frozen_worker() -> None:
 def test_the_report_repeats_what_a_worker_says_of_one_on_another_host() -> None:
     tail = (
         "Traceback (most recent call last):",
-        "replicast: \x1b[31mworker 3 was lost: its connection broke (says worker 0)\x1b[0m",
+        "replicast: \x1b[31mworker 3 was lost: its connection broke (reported by worker 0)\x1b[0m",
         "replicast: worker 1 saved nothing",
     )
     said = failure_line(with_details(ended(1, PEER_FAILED), below("/none") / "log", tail))
     assert said == (
-        "replicast: worker 1 exited because of another worker (worker 3 was lost: its connection broke (says "
-        "worker 0)) after 2.0 s. Log: /logs/x.log"
+        "replicast: worker 1 exited because of another worker (worker 3 was lost: its connection broke "
+        "(reported by worker 0)) after 2.0 s. Log: /logs/x.log"
     )
     assert "another worker (its log names it)" in failure_line(ended(1, PEER_FAILED))
 

@@ -540,7 +540,7 @@ def test_a_worker_exits_when_the_service_has_lost_another(
     monkeypatch.setattr(workers[0].coordination, "get", lost)
     eventually(lambda: workers[0].exit_codes)
     assert workers[0].exit_codes == [PEER_FAILED]
-    assert workers[0].coordination.aborted == ["worker 1 was lost (says worker 0)"]
+    assert workers[0].coordination.aborted == ["worker 1 was lost (reported by worker 0)"]
 
 
 def test_worker_0_exits_when_a_peer_is_lost_while_it_waits_for_it_to_finish(
@@ -647,7 +647,7 @@ def test_a_worker_that_was_lost_is_blamed_with_who_says_so(workers: list[Worker]
     assert workers[0].lifetime.failure is not None
     assert workers[0].lifetime.failure.worker == 1
     assert str(workers[0].lifetime.failure).startswith("worker 1 was lost: its connection broke")
-    assert "(says worker 0)" in str(workers[0].lifetime.failure)
+    assert "(reported by worker 0)" in str(workers[0].lifetime.failure)
     workers[1].lifetime.failed(KeyboardInterrupt())
     leave_all(workers)
     assert workers[0].exit_codes == [PEER_FAILED]

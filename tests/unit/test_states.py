@@ -145,9 +145,9 @@ def test_a_job_without_a_launcher_names_the_worker_that_was_lost_not_what_tensor
     states.starting()
     error = RuntimeError("Graph execution error:\n\nDetected at node ...\nmuch more")
     monkeypatch.setattr(sys, "last_value", error, raising=False)
-    states.abandoned(20, first(1, "worker 1 was lost: its connection broke (says worker 0)"))
+    states.abandoned(20, first(1, "worker 1 was lost: its connection broke (reported by worker 0)"))
     sentence = read_state(tmp_path, []).sentence
-    assert "worker 1 was lost: its connection broke (says worker 0)" in sentence
+    assert "worker 1 was lost: its connection broke (reported by worker 0)" in sentence
     assert "Graph" not in sentence
     states.abandoned(20, first(0, "worker 0 raised RuntimeError: Graph execution error:"))
     sentence = read_state(tmp_path, []).sentence

@@ -21,6 +21,7 @@ import pytest
 import tensorflow as tf
 
 import replicast
+from replicast.replicas.joined_worker import JoinedWorker
 from replicast.storage import inbox
 from replicast.storage.updates import committed_updates
 from replicast.training.variables import component
@@ -753,12 +754,12 @@ def idle(strategy: Any, directory: Path) -> dict[str, Any]:
 
         return mock.patch.object(coordination, name, call)
 
-    def watched_boundary(**given: Any) -> None:
+    def watched_boundary(worker: JoinedWorker, **given: Any) -> None:
         transfers = strategy.extended.transfers_started()
         turns = strategy._lifetime.turns.count
         WATCHED["thread"] = threading.get_ident()
         try:
-            boundary(**given)
+            boundary(worker, **given)
         finally:
             WATCHED["thread"] = None
         moved.append(
@@ -768,9 +769,14 @@ def idle(strategy: Any, directory: Path) -> dict[str, Any]:
     moved: list[int] = []
     WATCHED["events"].clear()
     with replicas_of(model, run_dir=directory / "run", durability="disk") as replicas:
-        boundary = replicas.boundary
+        boundary = JoinedWorker.boundary
         patches = [counted(name) for name in ("put", "get", "delete")]
-        with patches[0], patches[1], patches[2], mock.patch.object(replicas, "boundary", watched_boundary):
+        with (
+            patches[0],
+            patches[1],
+            patches[2],
+            mock.patch.object(JoinedWorker, "boundary", watched_boundary),
+        ):
             train(replicas, "fit", lambda step: None, lambda: True)
         WATCHED["thread"] = threading.get_ident()  # and the watch itself works
         (directory / "run").exists()
