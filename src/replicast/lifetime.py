@@ -463,7 +463,10 @@ class Lifetime:
     def _wait_for_the_others(self) -> None:
         began = reminded = time.monotonic()
         for worker in (w for w in range(self._size) if w != self._rank):
-            while not self._waited_enough(worker, began):
+            while True:
+                failure, waited = self.failure, time.monotonic() - began
+                if failure and (self._rank != 0 or worker == failure.worker or waited >= GRACE_SECS):
+                    break
                 try:
                     if self._keys.get(f"left/{worker}", 1.0) is not None:
                         break
@@ -476,12 +479,6 @@ class Lifetime:
                 if self._rank == 0 and time.monotonic() - reminded >= REMIND_SECS:
                     reminded = time.monotonic()
                     sys.stderr.write(f"replicast: worker 0 waits for worker {worker} to finish\n")
-
-    def _waited_enough(self, worker: int, began: float) -> bool:
-        """Whether to wait no longer for another worker, because the job has failed."""
-        if self.failure is None:
-            return False
-        return self._rank != 0 or worker == self.failure.worker or time.monotonic() - began >= GRACE_SECS
 
     def _watch(self) -> None:
         try:
@@ -506,31 +503,27 @@ class Lifetime:
 
     def _poll(self) -> JobFailed | None:
         failed = self._keys.get("failed")
-        if failed is None:
-            return self._lost_peer() or (
-                None if self._has_left else self.turns.mismatch() or self._dead_peer()
-            )
-        if failed["worker"] == self._rank:
+        if failed is not None and failed["worker"] == self._rank:
             self._blamed_for = str(failed["message"])
             self._stop.wait(POLL_SECS)
             return None
-        return first(failed["worker"], failed["message"])
-
-    def _lost_peer(self) -> JobFailed | None:
-        """On worker 0: an error if the service has lost a worker. Transfers notice that, waits do not."""
+        if failed is not None:
+            return first(failed["worker"], failed["message"])
+        # A transfer notices that the service has lost a worker, a wait does not.
         lost = self._coordination.find_lost(self._size) if self._rank == 0 else None
-        return None if lost is None else self._causes.noticed(lost_text(lost), lost.worker)
-
-    def _dead_peer(self) -> JobFailed | None:
-        """An error if the process of a worker of this host has ended without a word.
-
-        A transfer of TensorFlow notices a broken connection at once, one through shared memory has none.
-        """
-        worker = self.dead_worker()
-        if worker is None or self._keys.get("failed") is not None:  # the next poll says why
+        if lost is not None:
+            return self._causes.noticed(lost_text(lost), lost.worker)
+        if self._has_left:
             return None
-        message = self._causes.witnessed(lost_text(Loss(worker, "its process has ended")))
-        return JobFailed(message, worker=worker)
+        mismatch = self.turns.mismatch()
+        if mismatch is not None:
+            return mismatch
+        # A transfer of TensorFlow notices a broken connection at once, one through shared memory has none.
+        dead = self.dead_worker()
+        if dead is None or self._keys.get("failed") is not None:  # the next poll says why
+            return None
+        message = self._causes.witnessed(lost_text(Loss(dead, "its process has ended")))
+        return JobFailed(message, worker=dead)
 
     def _no_answers(self) -> None:
         message = (

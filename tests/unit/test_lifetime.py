@@ -279,9 +279,7 @@ def test_workers_open_their_data_together(workers: list[Worker]) -> None:
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_every_worker_that_waits_for_the_others_is_told_for_whom_and_then_what_all_say(
-    late: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    late: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("replicast.turns.REMIND_SECS", LOOK_SECS)
     store = MemoryCoordination.Store()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from replicast import agreement
 from replicast.agreement import LOOK_SECS
 from replicast.coordination import Coordination
-from replicast.errors import JobFailed
+from replicast.errors import ClusterError, JobFailed
 
 
 class Exchange:
@@ -48,6 +48,17 @@ class Exchange:
         key = f"{self._prefix}/agree/{what}"
         self._coordination.put(f"{key}/{self.rank}", value)
         return agreement.collect(self._wait(what, timeout_secs), key, self.rank, self.size)
+
+    def require_same(self, what: str, value: str, timeout_secs: float, *, problem: str, remedy: str) -> None:
+        """As `agree`; raises on all workers if one has another value than worker 0."""
+        said = self.agree(what, value, timeout_secs)
+        for worker, theirs in said.items():
+            if theirs != said[0]:
+                raise ClusterError(
+                    f"{problem.format(worker)} worker 0",
+                    remedy=remedy,
+                    received=f"{theirs[:200]}, worker 0: {said[0][:200]}",
+                )
 
     def forget_agreed(self, what: str) -> None:
         """Removes this worker's value, once all workers are known to have read it."""

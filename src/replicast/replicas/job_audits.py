@@ -71,7 +71,6 @@ class Audits:
         self._run_dir = run_dir
         self._usual = plan
         self._plan = plan
-        self._plans = 0
         self._audited_at = -1
         self._warned = False
         self._reports: deque[AuditReport] = deque(maxlen=MOST_REPORTS)
@@ -86,18 +85,13 @@ class Audits:
 
     def plan(self, plan: AuditPlan) -> None:
         """Sets when to audit. All workers call it; blocks until they have."""
-        exchange, may_differ = self._session.exchange, sorted(self._session.replica.may_differ)
-        self._plans += 1
-        mine = json.dumps([plan.every, plan.policy, plan.ends, may_differ])
-        said = exchange.agree(f"audits/{self._plans}", mine, self._session.timeouts.join_secs)
-        for worker, theirs in said.items():
-            if theirs != said[0]:
-                raise ClusterError(
-                    f"Worker {worker} has other audit settings than worker 0",
-                    remedy="Pass the same audit_every, on_divergence and may_differ on all workers",
-                    received=f"{theirs[:200]}, worker 0: {said[0][:200]}",
-                )
-        exchange.forget_agreed(f"audits/{self._plans - 1}")  # all workers here have read the previous one
+        may_differ = sorted(self._session.replica.may_differ)
+        self._session.require_same_plan(
+            "audits",
+            json.dumps([plan.every, plan.policy, plan.ends, may_differ]),
+            problem="Worker {} has other audit settings than",
+            remedy="Pass the same audit_every, on_divergence and may_differ on all workers",
+        )
         self._follow(plan)
 
     def after_step(self, steps: int) -> None:

@@ -36,7 +36,6 @@ from replicast.core.events import Ended, WriteOutcome
 from replicast.core.records import Refusal, Refuse, ReportId, Snapshot, Stage
 from replicast.errors import (
     CheckpointError,
-    ClusterError,
     JobFailed,
     NotSupported,
     ReplicasDiverged,
@@ -181,7 +180,6 @@ class Checkpoints:
         self._store = store
         self._attempt = attempt
         self._plan = SavePlan()
-        self._plans = 0
         self._has_timer = False
         self._due_after_epoch = 0
         self._buffers: Arrays = {}
@@ -208,21 +206,13 @@ class Checkpoints:
     # When checkpoints are made.
 
     def agree_on(self, plan: SavePlan) -> None:
-        """Each worker takes its part of a checkpoint by itself: all must at the same boundaries.
-
-        All workers call it; blocks until they have, at most `join_secs`.
-        """
-        exchange = self._session.exchange
-        self._plans += 1
-        said = exchange.agree(f"saves/{self._plans}", repr(plan.every), self._session.timeouts.join_secs)
-        for worker, theirs in said.items():
-            if theirs != said[0]:
-                raise ClusterError(
-                    f"Worker {worker} has another save_every than worker 0",
-                    remedy="Give save_every alike on all workers; worker 0 writes, all take part",
-                    received=f"{theirs}, worker 0: {said[0]}",
-                )
-        exchange.forget_agreed(f"saves/{self._plans - 1}")  # all who have come to this one have heard it
+        """Each worker takes its part of a checkpoint by itself: all must at the same boundaries."""
+        self._session.require_same_plan(
+            "saves",
+            repr(plan.every),
+            problem="Worker {} has another save_every than",
+            remedy="Give save_every alike on all workers; worker 0 writes, all take part",
+        )
         self.follow(plan)
 
     def follow(self, plan: SavePlan) -> None:

@@ -25,7 +25,7 @@ from replicast.core.events import Ended, WriteOutcome
 from replicast.core.messages import Tell
 from replicast.core.operation import Timeouts
 from replicast.core.records import Snapshot
-from replicast.errors import ClusterError, FileDamaged, JobFailed, NotSupported, ReplicastError
+from replicast.errors import FileDamaged, JobFailed, NotSupported, ReplicastError
 from replicast.files import RunDir, below
 from replicast.replicas.channel import Channel
 from replicast.replicas.departure import Departure, leave_on_sigterm
@@ -100,7 +100,13 @@ class JoinedWorker(WorkerHooks):
             with contextlib.suppress(OSError):  # If the disk has a problem, the first write reports it.
                 clean_run(run_dir)
         exchange = Exchange(strategy.coordination, name, rank, size, strategy.has_left)
-        _check_same_model(exchange, self.state, secs)
+        exchange.require_same(
+            "schema",
+            self.state.schema.digest(),
+            secs,
+            problem="The model of worker {} has other variables than that of",
+            remedy="Build the same model on every worker",
+        )
         accelerated = exchange.agree("accelerator", str(self.state.on_accelerator), secs)
         self.state.fingerprints_on_device = str(True) in accelerated.values()  # same kind: comparable
         self._attempt = attempt_of(run_dir, exchange, secs)
@@ -371,17 +377,6 @@ def _built_optimizers(
             if not one.built:
                 one.build(model.trainable_variables)
     return optimizers
-
-
-def _check_same_model(exchange: Exchange, state: KerasState, timeout_secs: float) -> None:
-    schemas = exchange.agree("schema", state.schema.digest(), timeout_secs)
-    differing = [worker for worker, digest in schemas.items() if digest != schemas[0]]
-    if differing:
-        raise ClusterError(
-            f"The model of worker {differing[0]} has other variables than that of worker 0",
-            remedy="Build the same model on every worker",
-            received=f"schema {schemas[differing[0]]}, worker 0: {schemas[0]}",
-        )
 
 
 def _warn_if_other_size(run_dir: RunDir, size: int) -> None:

@@ -14,15 +14,14 @@ from typing import Any, TypeAlias
 
 from replicast.errors import UpdateRefused
 
-MOST = 512
-"""Number of boundaries to remember. During a trial all boundaries are kept."""
+MOST = 512  # how many boundaries to remember; during a trial all are kept
 
+# One tuple per boundary, oldest first: the step, the number of steps it covers, and its metrics.
 MetricHistory: TypeAlias = list[tuple[int, int, dict[str, float]]]
-"""One tuple per boundary, oldest first: the step, the number of steps it covers, and its metrics."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class _Logs:
     """The logs of one boundary."""
 
     step: int
@@ -32,25 +31,23 @@ class Measured:
     counts: bool = True
 
 
-class Measures:
+class RecentMetrics:
     """The recent boundaries of one worker."""
 
     def __init__(self) -> None:
-        self._last: deque[Measured] = deque()
+        self._last: deque[_Logs] = deque()
         self._since: int | None = None
         self.batches: int | None = None
 
     def note(self, step: int, steps: int, logs: Mapping[str, Any] | None) -> None:
-        """Records the logs of a boundary."""
         batches, self.batches = self.batches, None
         if logs is None:
             return
-        self._last.append(Measured(step, steps, batches, dict(logs)))
+        self._last.append(_Logs(step, steps, batches, dict(logs)))
         if self._since is None and len(self._last) > MOST:
             self._last.popleft()
 
     def begin(self, step: int) -> None:
-        """Starts a trial at this boundary."""
         self._since = step
 
     def during(self, metric: str) -> tuple[float | None, int]:
@@ -69,7 +66,7 @@ class Measures:
 
     def before(self, metric: str, steps: int) -> float:
         """The mean over the last `steps` steps, or over fewer if fewer were measured."""
-        last = next(iter(list(self._last)[-1:]), None)
+        last = self._last[-1] if self._last else None
         if last is None:
             raise UpdateRefused(
                 "A trial needs a metric from before the update, and nothing was measured yet",
@@ -83,7 +80,12 @@ class Measures:
                 expected=f"one of {', '.join(map(str, last.logs)) or 'none: the logs are empty'}",
                 received=repr(metric),
             )
-        mean = _mean(_latest(self._own_values(metric, None), steps))
+        latest: list[tuple[int, float]] = []
+        values = self._own_values(metric, None)
+        while values and steps > 0:
+            latest.append(values.pop())
+            steps -= latest[-1][0]
+        mean = _mean(latest)
         if mean is None or not math.isfinite(mean):
             raise UpdateRefused(
                 f"The metric of the trial has no finite value before the update: {metric!r}",
@@ -96,7 +98,7 @@ class Measures:
     def history(self) -> MetricHistory:
         """The values that a later trial may need, for a checkpoint. For the training thread."""
         found: MetricHistory = []
-        previous: Measured | None = None
+        previous: _Logs | None = None
         for one in self._last:
             own = {str(metric): _own_value(one, previous, metric) for metric in one.logs}
             previous = one
@@ -107,12 +109,12 @@ class Measures:
 
     def recall(self, history: Iterable[Sequence[Any]]) -> None:
         """Replaces all measurements with those of a restored checkpoint."""
-        self._last = deque(Measured(int(step), int(steps), None, logs) for step, steps, logs in history)
+        self._last = deque(_Logs(int(step), int(steps), None, logs) for step, steps, logs in history)
 
     def _own_values(self, metric: str, since: int | None) -> list[tuple[int, float]]:
         """The number of steps and the own value of each boundary, oldest first."""
         found = []
-        previous: Measured | None = None
+        previous: _Logs | None = None
         for one in list(self._last):  # a copy: the training thread may append meanwhile
             value = _own_value(one, previous, metric)
             previous = one
@@ -134,7 +136,7 @@ def mean_history(histories: Sequence[MetricHistory]) -> MetricHistory:
     return found
 
 
-def _own_value(one: Measured, previous: Measured | None, metric: str) -> float | None:
+def _own_value(one: _Logs, previous: _Logs | None, metric: str) -> float | None:
     value = _number(one.logs.get(metric))
     if value is None or one.batches is None or one.batches <= one.steps:
         return value
@@ -152,15 +154,6 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _latest(values: list[tuple[int, float]], steps: int) -> list[tuple[int, float]]:
-    found: list[tuple[int, float]] = []
-    while values and steps > 0:
-        found.append(values.pop())
-        steps -= found[-1][0]
-    return found
-
-
-def _mean(values: Iterable[tuple[int, float]]) -> float | None:
-    values = list(values)
+def _mean(values: Sequence[tuple[int, float]]) -> float | None:
     steps = sum(count for count, _ in values)
     return sum(count * value for count, value in values) / steps if steps else None

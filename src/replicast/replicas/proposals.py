@@ -176,11 +176,7 @@ class Proposals:
     # On worker 0, from outside the job.
 
     def propose_from_outside(
-        self,
-        ticket: str,
-        update: Update,
-        at_step: int | None,
-        trial: Trial | None,
+        self, ticket: str, update: Update, at_step: int | None, trial: Trial | None
     ) -> None:
         """Proposes an update from the inbox. Blocks while its bytes are copied."""
         proposal = self._published(update, _outside(ticket), at_step, trial, time.time())

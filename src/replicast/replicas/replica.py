@@ -19,7 +19,7 @@ from replicast.core.operations.pull import Ranges
 from replicast.core.records import Applied, Content, Published, Refuse, Seen, Snapshot, Stage
 from replicast.errors import FileDamaged, PayloadRemoved
 from replicast.replicas.lanes import Lane
-from replicast.replicas.measures import Measures
+from replicast.replicas.measures import RecentMetrics
 from replicast.replicas.parcels import NO_LIMITS, Function, Parcels, computed_update
 from replicast.storage.journal import Journal
 from replicast.storage.updates import Undo, changes_since, inverse_of
@@ -133,7 +133,7 @@ class StateReplica:
         self._before: dict[int, _Before] = {}
         self.pulled: dict[str, npt.NDArray[Any]] = {}
         self.holds: set[int] = set()
-        self.measures = Measures()
+        self.measures = RecentMetrics()
         self.stopped_at = 0.0  # when the training thread began to wait at this boundary
         self.in_function = False  # whether the training thread runs a user's function
 

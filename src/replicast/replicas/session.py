@@ -39,6 +39,7 @@ import queue
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -231,6 +232,7 @@ class Session:
         self._hooks = hooks
         self._journal = journal
         self._closed = False
+        self._plans = Counter[str]()
         self._reports: dict[str, ReportId] = {}
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._timers: list[tuple[float, int, Any]] = []
@@ -359,6 +361,13 @@ class Session:
                 self._journal.check_start(self._coordinator.start)
             self.rest("begin")
             self.begun = True
+
+    def require_same_plan(self, kind: str, plan: str, *, problem: str, remedy: str) -> None:
+        """All workers call it; blocks until they have, at most `join_secs`. Raises if their plans differ."""
+        number = self._plans[kind] = self._plans[kind] + 1
+        secs = self.timeouts.join_secs
+        self.exchange.require_same(f"{kind}/{number}", plan, secs, problem=problem, remedy=remedy)
+        self.exchange.forget_agreed(f"{kind}/{number - 1}")  # all who have come to this one have heard it
 
     def next_report(self, kind: str) -> ReportId:
         """The id of the next planned save or audit at this boundary; all workers ask for the same ones."""

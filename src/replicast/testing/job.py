@@ -79,10 +79,7 @@ class Worker(WorkerHooks):
             journal=job.journal if rank == 0 else None,
             saved=job.checkpoints,
             attempt=job.attempt,
-            timeouts=job.timeouts,
-            limits=job.limits,
-            guard=job.guard,
-            audit_policy=job.audit_policy,
+            **job.options,
         )
         if start is not None:
             self.session.start_from(start)
@@ -206,11 +203,14 @@ class Job:
         self.start = start_values() if values is None else dict(values)
         self.attempt = attempt
         self.checkpoints = list(checkpoints)
-        self.timeouts = timeouts
-        self.guard = guard
         self.schema = schema
-        self.limits = limits
-        self.audit_policy = audit_policy
+        # The same in every attempt.
+        self.options: dict[str, Any] = {
+            "timeouts": timeouts,
+            "guard": guard,
+            "limits": limits,
+            "audit_policy": audit_policy,
+        }
         self.store = MemoryCoordination.Store()
         self.board = MemoryTransport.Board()
         self.journal = journal or MemoryJournal()
@@ -245,11 +245,8 @@ class Job:
             values=self.start,
             attempt=self.attempt + 1,
             checkpoints=self.checkpoints,
-            timeouts=self.timeouts,
-            guard=self.guard,
             schema=self.schema,
-            limits=self.limits,
-            audit_policy=self.audit_policy,
+            **self.options,
         )
 
     def push(self, update: Update, at_step: int | None = None, trial: Trial | None = None) -> str:

@@ -33,20 +33,8 @@ from replicast.core.messages import (
     Withdraw,
 )
 from replicast.core.operation import Outcome
-from replicast.core.operations import (
-    attempt,
-    audit,
-    function,
-    pull,
-    revert,
-    save,
-    sync,
-    trial,
-    update,
-)
-from replicast.core.operations import (
-    revert as keep,
-)
+from replicast.core.operations import attempt, audit, function, pull, revert, save, sync, trial, update
+from replicast.core.operations import revert as keep
 from replicast.core.records import Applied, Proposal, Published, Refusal, ReportId, Seen, Snapshot, Stage
 from replicast.replicas.channel import Note
 from replicast.transport import Parcel, Piece

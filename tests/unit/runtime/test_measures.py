@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from replicast.errors import UpdateRefused
-from replicast.replicas.measures import MOST, Measures, MetricHistory, mean_history
+from replicast.replicas.measures import MOST, MetricHistory, RecentMetrics, mean_history
 from replicast.update.state import MemoryState
 from replicast.update.trial import Trial, judged
 
@@ -28,7 +28,7 @@ def running_means(values: list[float], epoch: int, per_boundary: int) -> list[tu
 @pytest.mark.parametrize("per_boundary", [1, 2, 5])
 def test_what_each_step_measured_is_found_in_running_means(per_boundary: int) -> None:
     values = [float(value) for value in np.random.default_rng(1).normal(2.0, 1.0, 60)]
-    measures = Measures()
+    measures = RecentMetrics()
     for step, batches, mean in running_means(values, 20, per_boundary):
         if step == 40 + per_boundary:
             assert measures.before("loss", 10) == pytest.approx(np.mean(values[30:40]))
@@ -47,7 +47,7 @@ def test_what_each_step_measured_is_found_in_running_means(per_boundary: int) ->
 
 
 def test_what_a_custom_loop_gives_is_taken_as_it_is_also_from_one_dict_and_only_the_last_is_kept() -> None:
-    measures, logs = Measures(), {}
+    measures, logs = RecentMetrics(), {}
     for step in range(1, 4 * MOST):
         logs["loss"] = float(step)
         measures.note(step, 1, logs)
@@ -58,7 +58,7 @@ def test_what_a_custom_loop_gives_is_taken_as_it_is_also_from_one_dict_and_only_
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_a_history_keeps_what_is_no_finite_number_and_omits_what_was_reverted(wrong: float) -> None:
-    measures = Measures()
+    measures = RecentMetrics()
     for step, value in enumerate([1.0, wrong, 3.0, 50.0], 1):
         if step == 4:
             measures.begin(3)
@@ -66,7 +66,7 @@ def test_a_history_keeps_what_is_no_finite_number_and_omits_what_was_reverted(wr
     measures.end(reverted=True)
     history = measures.history()
     assert [step for step, _, _ in history] == [1, 2, 3]
-    later = Measures()
+    later = RecentMetrics()
     later.note(9, 1, {"loss": 7.0})
     later.recall(json.loads(json.dumps(mean_history([history, history]))))
     assert later.before("loss", 1) == 3.0

@@ -174,9 +174,7 @@ def test_the_journal_says_what_reverts_what_and_anybody_can_see_beforehand_what_
         assert undo(tmp_path, first.id, forced=True).record.sequence == 1
 
 
-def test_an_attempt_that_applies_an_update_again_keeps_the_values_before_it_again(
-    tmp_path: Path,
-) -> None:
+def test_an_attempt_that_applies_an_update_again_keeps_the_values_before_it_again(tmp_path: Path) -> None:
     with file_job(tmp_path) as job:
         before = job.values()
         number = propose(job, overwriting())
