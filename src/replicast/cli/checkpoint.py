@@ -12,12 +12,11 @@ from replicast.cli import STOPPED, Failed, one_line, texts
 from replicast.cli.options import (
     PATH,
     EditCommand,
+    asks,
     check_usage,
     directory_of,
     edit_options,
     json_option,
-    run_argument,
-    timeout_option,
     update_of,
 )
 from replicast.cli.texts import (
@@ -96,8 +95,7 @@ def list_(run: Path, as_json: bool) -> int:
 
 
 @checkpoint.command()
-@run_argument
-@timeout_option
+@asks("checkpoint")
 def now(run: Run, timeout: float) -> None:
     """Have a running job make a checkpoint at its next step.
 

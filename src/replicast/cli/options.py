@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import click
 
 from replicast.client import Run, connect
 from replicast.client.inbox_author import this_user
+from replicast.client.run import OPERATIONS, Parameter, rows_of
 from replicast.errors import NotFound, UpdateRefused, printable
 from replicast.files import parse_tensors, read_tensor_bytes
 from replicast.paths import below
@@ -18,6 +20,16 @@ from replicast.update.update import MAX_TENSORS, Update, edits_of_tensors
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _ORDER = "replicast.order"
+_NOT_ASKED = ("update", "trial", "max_bytes", "author")  # Made from other options, or for programs.
+_METAVARS = {
+    "which": "NUMBER|ID",
+    "update_id": "ID",
+    "rows": "1,5,10:20",
+    "timeout": "SECS",
+    "last": "N",
+    "at_step": "N",
+    "note": "TEXT",
+}
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FROM_FILES = {
     "--add": "Add each tensor to its variable.",
@@ -68,19 +80,62 @@ class RunType(click.ParamType):  # type: ignore[type-arg]
             raise click.BadParameter(printable(error), ctx, param) from error
 
 
+class RowsType(click.ParamType):  # type: ignore[type-arg]
+    """Rows and ranges of rows: 1,5,10:20."""
+
+    name = "rows"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        try:
+            return rows_of(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def asks(*operations: str) -> Callable[[_Command], _Command]:
+    """Adds RUN, and the parameters of operations with the limits, defaults and help that the table has."""
+    rows = [OPERATIONS[name].parameters.values() for name in operations]
+    found = {one.name: one for row in rows for one in row if one.name not in _NOT_ASKED}
+
+    def add(command: _Command) -> _Command:
+        for one in reversed(found.values()):
+            command = _parameter(one)(command)
+        return click.argument("run", type=RunType())(command)
+
+    return add
+
+
+def _parameter(one: Parameter) -> Callable[[_Command], _Command]:
+    metavar = _METAVARS.get(one.name)
+    if one.default is inspect.Parameter.empty:
+        return click.argument(one.name, metavar=metavar)
+    names = [f"--{one.name.replace('_', '-')}", *(["-n"] if one.name == "last" else [])]
+    if one.kind is bool:
+        return click.option(*names, is_flag=True, help=one.help)
+    is_number = isinstance(one.default, int | float)
+    return click.option(
+        *names,
+        type=RowsType() if one.name == "rows" else _number_type(one.kind),
+        default=one.default,
+        metavar=metavar,
+        show_default=is_number,
+        help=one.help,
+    )
+
+
+def _number_type(annotated: Any) -> Any:
+    """A number that is not too small, if the type is one; what is too large, the job refuses."""
+    for kind in (annotated, *get_args(annotated)):
+        if get_origin(kind) is Annotated and get_args(kind)[0] in (int, float):
+            base, limits = get_args(kind)
+            return (click.IntRange if base is int else click.FloatRange)(min=limits.ge)
+    return None
+
+
 PATH = click.Path(path_type=Path)
-run_argument = click.argument("run", type=RunType())
-timeout_option = click.option(
-    "--timeout",
-    type=click.FloatRange(min=0),
-    default=300.0,
-    metavar="SECS",
-    show_default=True,
-    help="How long to wait for the job.",
-)
-next_start_option = click.option(
-    "--next-start", is_flag=True, help="Also when the job is not running: for its next start."
-)
+timeout_option = _parameter(OPERATIONS["stop"].parameters["timeout"])
 wait_option = click.option(
     "--wait", is_flag=True, help="Wait until it is verified on all workers, or its trial is decided."
 )

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from replicast.cli import Failed, one_line, printable_lines, texts
-from replicast.cli.options import PATH, json_option, run_argument, timeout_option
+from replicast.cli.options import PATH, asks, json_option
 from replicast.cli.texts import (
     edits_table,
     edits_text,
@@ -45,7 +45,7 @@ _AUDIT_STYLES = {"equal": "green", "healed": "yellow"}
 
 
 @click.command()
-@run_argument
+@asks("status")
 @json_option("As one JSON object; with --watch one per line.")
 @click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C.")
 def status(run: Run, as_json: bool, watch: bool) -> int:
@@ -82,9 +82,8 @@ def status(run: Run, as_json: bool, watch: bool) -> int:
 
 
 @click.command()
-@run_argument
+@asks("log")
 @json_option("One object per line: record and receipts of an update.")
-@click.option("-n", "--last", type=click.IntRange(min=1), metavar="N", help="Only the last N.")
 def log(run: Run, as_json: bool, last: int | None) -> None:
     """List the updates that a run has committed, in the order in which they are applied.
 
@@ -110,8 +109,7 @@ def log(run: Run, as_json: bool, last: int | None) -> None:
 
 
 @click.command()
-@run_argument
-@click.argument("which", metavar="NUMBER|ID")
+@asks("show")
 @json_option("As one JSON object.")
 def show(run: Run, which: str, as_json: bool) -> None:
     """Show everything about one update.
@@ -142,18 +140,9 @@ def show(run: Run, which: str, as_json: bool) -> None:
 
 
 @click.command()
-@run_argument
-@click.option(
-    "-n",
-    "--last",
-    type=click.IntRange(min=1),
-    default=10,
-    metavar="N",
-    help="Number of reports. [default: 10]",
-)
+@asks("audits", "audit")
 @json_option("One object per line: everything about an audit.")
 @click.option("--now", is_flag=True, help="Ask the running job for an audit, and show what it finds.")
-@timeout_option
 def audit(run: Run, last: int, as_json: bool, now: bool, timeout: float) -> int:
     """Show whether the replicas of a run were equal, and which were not, where and since when.
 
@@ -194,8 +183,7 @@ def audit(run: Run, last: int, as_json: bool, now: bool, timeout: float) -> int:
 
 
 @click.command()
-@run_argument
-@timeout_option
+@asks("stop")
 def stop(run: Run, timeout: float) -> None:
     """Stop a running job with a checkpoint, as SIGTERM does.
 
@@ -215,7 +203,7 @@ def stop(run: Run, timeout: float) -> None:
 
 
 @click.command()
-@run_argument
+@asks()
 @click.option("-o", "--output", type=PATH, default=Path("report.html"), show_default=True)
 def report(run: Run, output: Path) -> int:
     """Write a report on a run into one HTML file.

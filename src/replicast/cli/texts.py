@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replicast.cli import error_text, one_line
-from replicast.client.examination import EditView, Examination
+from replicast.client.examination import EditView, Examination, json_value
 from replicast.client.updates import UpdateView
 from replicast.core.records import Stage
 from replicast.errors import printable as printable
@@ -126,7 +126,7 @@ def no_updates(*, journaled: bool) -> str:
 
 def print_json(one: Any) -> None:
     """One object in one line."""
-    click.echo(json.dumps(one.to_json() if hasattr(one, "to_json") else one))
+    click.echo(json.dumps(json_value(one)))
 
 
 def make_console(*, stderr: bool = False) -> Console:

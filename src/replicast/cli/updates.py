@@ -18,12 +18,11 @@ from replicast.cli.options import (
     PATH,
     EditCommand,
     RunType,
+    asks,
     check_usage,
     edit_options,
     files_of,
-    next_start_option,
     read_file,
-    run_argument,
     timeout_option,
     update_of,
     update_of_tensors,
@@ -37,24 +36,20 @@ from replicast.client.updates import UpdateView
 from replicast.core.records import Stage
 from replicast.errors import printable
 from replicast.files import tensor_chunks, write_durably
-from replicast.strictjson import parse_integer
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
 _DIFFER = _REVERTED = 4
 _LARGE = 16 * 10**6
-_MAX_ROWS = 10_000_000
 _BEFORE_COMMIT = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
 _TRIAL_OPTIONS = ("trial_metric", "max_increase", "trial_mode")
 _AS = ("add", "assign", "scale", "blend", "add-rows", "assign-rows", "add-low-rank")
 
 
 @click.command(cls=EditCommand, context_settings={"show_default": True})
-@run_argument
 @edit_options
+@asks("push")
 @click.option("--id", metavar="ID", help="Makes pushing it twice a no-op. [default: random]")
-@click.option("--at-step", type=click.IntRange(0), metavar="N", help="When. [default: as soon as possible]")
-@next_start_option
 @click.option("--trial-steps", type=click.IntRange(1), metavar="N", help="Keep or revert it after N steps.")
 @click.option("--trial-metric", default="loss", metavar="NAME", help="What decides a trial.")
 @click.option("--max-increase", default=0.0, metavar="PART", help="How much worse it may get: 0.05 is 5 %.")
@@ -111,17 +106,10 @@ def push(context: click.Context, /, run: Run, **options: Any) -> int:
 
 
 @click.command()
-@run_argument
-@click.argument("which", metavar="NUMBER|ID")
-@click.option("--note", default="", metavar="TEXT", help="Why. [default: which update it reverts]")
-@click.option("--dry-run", is_flag=True, help="Only say what it would do.")
-@click.option("--force", is_flag=True, help="Also when it is reverted, or later updates overwrite it.")
-@next_start_option
+@asks("revert")
 @wait_option
 @timeout_option
-def revert(
-    run: Run, which: str, note: str, dry_run: bool, force: bool, next_start: bool, wait: bool, timeout: float
-) -> int:
+def revert(run: Run, which: str, wait: bool, timeout: float, **how: Any) -> int:
     """Undo a committed update of a running job, on every worker.
 
     The job makes a new update, which every worker applies at the same step, or none. What was added is
@@ -140,7 +128,7 @@ def revert(
     Exit code: 0 when it is in the inbox, with --wait when it is verified on all workers; 1 when it is refused
     or there is no such update; 2 when the command is wrong; 3 when --timeout has passed; 130 after Ctrl-C.
     """
-    found = run.revert(which, note, dry_run, force, next_start)
+    found = run.revert(which, **how)
     if isinstance(found, Pushed):
         return _pushed(found, wait, timeout, f", which reverts update {printable(which)}")
     print_examination(found)
@@ -150,8 +138,7 @@ def revert(
 
 
 @click.command()
-@run_argument
-@click.argument("update_id", metavar="ID")
+@asks("withdraw")
 def withdraw(run: Run, update_id: str) -> None:
     """Withdraw an update of RUN that is not committed yet.
 
@@ -238,36 +225,9 @@ def _list_variables(run: Run) -> None:
     click.echo(f"{texts.counted(len(schema), 'variable')}, {texts.size(sum(one.nbytes for one in schema))}")
 
 
-class RowsType(click.ParamType):  # type: ignore[type-arg]
-    """Rows and ranges of rows, in the given order: 1,5,10:20."""
-
-    name = "rows"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        rows: list[int] = []
-        for part in str(value).split(","):
-            first, colon, end = part.strip().partition(":")
-            try:
-                start = parse_integer(first)
-                stop = parse_integer(end) if colon else start + 1
-            except ValueError as error:
-                expected = f"Expected rows such as 1,5,10:20, where 20 is not included; {error}"
-                self.fail(f"{expected}. Received: {part[:80]}", param, ctx)
-            if not 0 <= start < stop or len(rows) + stop - start > _MAX_ROWS:
-                expected = f"Expected ranges that are not empty, of {_MAX_ROWS} rows at most"
-                self.fail(f"{expected}. Received: {part[:80]}", param, ctx)
-            rows.extend(range(start, stop))
-        return tuple(rows)
-
-
 @click.command()
-@run_argument
-@click.argument("name")
-@click.option("--rows", type=RowsType(), metavar="1,5,10:20", help="Only these rows. [default: all]")
+@asks("pull")
 @click.option("-o", "--output", type=PATH, required=True, metavar="FILE", help="A .npy or .safetensors file.")
-@timeout_option
 def pull(run: Run, name: str, rows: tuple[int, ...] | None, output: Path, timeout: float) -> None:
     """Write the live values of one variable of a job to a file.
 
