@@ -42,8 +42,8 @@ np.savez(f"state-{{rank}}.npz", **{{name.replace("/", "."): value for name, valu
 
 
 def outcomes(directory: Path) -> list[tuple[str, int]]:
-    decided = [one.decided for one in committed_updates(directory / "run")]
-    return [("kept" if one.kept else "reverted", one.step) for one in decided if one is not None]
+    found = [one.outcome for one in committed_updates(directory / "run")]
+    return [(one.outcome, one.step) for one in found if one is not None]
 
 
 def before(directory: Path) -> list[float | None]:

@@ -38,11 +38,10 @@ from replicast.storage.journal import (
     summary,
 )
 from replicast.storage.updates import (
+    Updates,
     committed_updates,
     load_update,
     refused,
-    scheduled_updates,
-    withdrawn_ids,
 )
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update
@@ -187,7 +186,7 @@ def test_another_process_sees_what_was_written(tmp_path: Path) -> None:
     commit(writer(tmp_path), 1)
     (update,) = committed_updates(tmp_path)
     assert (update.id, update.workers, update.author, update.note) == ("u1", 2, "me", "why")
-    assert load_update(tmp_path, 1).content_digest() == update.digest
+    assert load_update(tmp_path, 1).content_digest() == update.content_digest
     assert sorted(path.name for path in folder(tmp_path).iterdir()) == [
         "000001.safetensors",
         "log.jsonl",
@@ -413,12 +412,12 @@ def test_all_that_is_known_of_an_update_is_joined(tmp_path: Path) -> None:
     journal.write(receipt_of(1, attempt=5))
     (update,) = committed_updates(tmp_path)
     assert (update.scheduled, update.heals, update.trial, update.before) == (True, True, Trial(4), 1.0)
-    assert update.decided == Decided(1, False, 14, 1, "why", 2.0)
+    assert update.outcome == OUTCOME
     assert [receipt.attempt for receipt in update.receipts] == [4, 5]
     assert update.stage is Stage.VERIFIED
     assert [edit["operation"] for edit in update.edits] == ["add", "scale"]
     assert update.nbytes == (folder(tmp_path) / "000003.safetensors").stat().st_size
-    assert withdrawn_ids(tmp_path) == {"u2"}
+    assert Updates(tmp_path).history.withdrawn == {"u2"}
     assert refused(tmp_path) == {}
     journal.write(Refused("u3", ("c",), "too late"))
     assert refused(tmp_path) == {"u3": "too late"}
@@ -429,10 +428,10 @@ def test_what_is_scheduled_waits_until_it_is_committed_withdrawn_or_refused(tmp_
     for number in (1, 2, 3, 4):
         write(journal, payload_of(update_of(number)))
         journal.write(Scheduled(f"u{number}", update_of(number).content_digest(), 100 - number))
-    assert [one.id for one in scheduled_updates(tmp_path)] == ["u4", "u3", "u2", "u1"]
+    assert [one.id for one in Updates(tmp_path).scheduled()] == ["u4", "u3", "u2", "u1"]
     journal.write(committed_of(1))
     journal.write(Withdrawn("u2"))
     journal.write(Refused("u3", (), "why"))
-    (left,) = scheduled_updates(tmp_path)
-    assert (left.id, left.at_step, left.author, len(left.edits)) == ("u4", 96, "me", 2)
+    (left,) = Updates(tmp_path).scheduled()
+    assert (left.id, left.step, left.author, len(left.edits)) == ("u4", 96, "me", 2)
     assert [update.stage for update in committed_updates(tmp_path)] == [Stage.COMMITTED]

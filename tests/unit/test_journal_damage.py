@@ -107,12 +107,12 @@ def test_readers_show_all_other_entries_and_name_the_damaged_one(
     written(tmp_path, *ALL)
     number = damage(tmp_path, kind, how)
     journal = Updates(tmp_path)
-    assert [record.id for record, _ in journal.committed.values()] == ["u1", "u2"]
+    assert list(journal.history.by_id) == ["u1", "u2"]
     (found,) = journal.damaged
     assert f"000001/log.jsonl is damaged: entry {number}: " in str(found.error)
-    views = [journal.committed_update(*journal.committed[sequence]) for sequence in (1, 2)]
+    views = [journal.committed(sequence) for sequence in (1, 2)]
     assert [len(view.edits) for view in views] == [1, 1]
-    assert (views[0].decided is None) == (kind == "decided")
+    assert (views[0].outcome is None) == (kind == "decided")
     assert (len(views[0].receipts) == 0) == (kind == "receipt")
     assert has_promised(tmp_path, "u1"), "it is known whatever else is damaged"
 
@@ -124,9 +124,9 @@ def test_a_damaged_record_or_payload_hides_nothing_else(tmp_path: Path, how: Dam
     if how is not join:
         damage(tmp_path, 4 if how is remove else 5 + (how is split), how)
     journal = Updates(tmp_path)
-    assert list(journal.committed) == [1, 3]
+    assert list(journal.history.committed) == [1, 3]
     assert [(one.number, one.last) for one in journal.damaged] == [(4, 5)]
-    third = journal.committed_update(*journal.committed[3])
+    third = journal.committed(3)
     assert (third.id, third.step, third.edits, third.nbytes) == ("u3", 30, (), 0)
     assert has_promised(tmp_path, "u1")
     with pytest.raises(FileDamaged, match="entries 4 to 5"):
@@ -138,7 +138,7 @@ def test_a_group_whose_files_are_all_gone_hides_no_other(tmp_path: Path) -> None
     written(tmp_path, payload("u2"), committed(2, "u2"))
     log_of(tmp_path).unlink()
     journal = Updates(tmp_path)
-    assert list(journal.committed) == [2]
+    assert list(journal.history.committed) == [2]
     assert "000001/log.jsonl is damaged: entries 0 to 2: cannot be read" in str(journal.damaged[0].error)
 
 
@@ -151,7 +151,7 @@ def test_an_entry_with_another_value_is_damage_although_its_seal_is_right(
 ) -> None:
     written(tmp_path, payload("u1"), committed(1, "u1"), Withdrawn("x"))
     damage(tmp_path, 2, rewritten())
-    assert list(Updates(tmp_path).committed) == [1]
+    assert list(Updates(tmp_path).history.committed) == [1]
     damage(tmp_path, 2, rewritten(**fields))
     (found,) = Updates(tmp_path).damaged
     assert found.place == (1, 2)

@@ -311,7 +311,7 @@ def test_a_waiting_update_is_not_shown_through_a_link(run: Path, tmp_path: Path)
     Update(id="secret").assign("dense/bias", ONES).save(tmp_path / "secret.safetensors")
     (run / "inbox" / "secret.safetensors").symlink_to(tmp_path / "secret.safetensors")
     view = replicast.connect(run).show("secret")
-    assert (view.details, view.edits, view.author) == (None, (), "")
+    assert (view.detailed, view.edits, view.author) == (False, (), "")
 
 
 @pytest.mark.parametrize("place", ["groups", "checkpoints", "inbox", "workers"])

@@ -28,6 +28,7 @@ from replicast.cli.texts import (
 )
 from replicast.client import Run
 from replicast.client.directory import DirectoryRun
+from replicast.client.examination import EditView
 from replicast.client.report import report as make_report
 from replicast.client.run import Overview
 from replicast.client.updates import UpdateView
@@ -132,9 +133,9 @@ def show(run: Run, which: str, as_json: bool) -> None:
     else:
         console = make_console()
         console.print(facts_table(_facts(view)))
-        if view.details:
+        if view.detailed and view.edits:
             console.print()
-            console.print(edits_table(view.details, extremes=True))
+            console.print(edits_table(map(EditView.from_json, view.edits), extremes=True))
     if view.damage:
         raise Failed(printable(view.damage))
 

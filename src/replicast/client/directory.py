@@ -22,7 +22,6 @@ from replicast.client.updates import (
     find,
     look,
     refused_views,
-    scheduled_views,
     waiting_views,
 )
 from replicast.errors import FileDamaged, NotFound, PayloadRemoved, RequestRefused, UpdateRefused
@@ -130,12 +129,12 @@ class DirectoryRun(Run):
         try:
             journal = Updates(self.path)
             updates = committed_views(self.path, journal, _order(journal)[-_LAST:])
-            known = {record.id for record, _ in journal.committed.values()} | set(journal.scheduled)
+            known = journal.history.by_id.keys() | journal.history.scheduled.keys()
             waiting = waiting_views(self.path, known)
             refused = refused_views(self.path, journal, known | {view.id for view in waiting})
             return {
                 "updates": tuple(updates),
-                "scheduled": tuple(scheduled_views(journal)),
+                "scheduled": tuple(journal.scheduled()),
                 "waiting": tuple(waiting),
                 "refused": tuple(refused[-_LAST:]),
                 "problem": damage_text(journal),
@@ -170,8 +169,10 @@ class DirectoryRun(Run):
             return view if view.sequence is None else replace(view, damage=str(error))
         info = described_run(self.path)
         schema = None if info is None else info.schema
-        details = None if update is None else tuple(views_of(update.edits, schema))
-        return replace(view, details=details)
+        if update is None:
+            return view
+        edits = tuple(edit.to_json() for edit in views_of(update.edits, schema))
+        return replace(view, edits=edits, detailed=True)
 
     def look(self, update_id: str, thoroughly: bool = False) -> UpdateView:
         return look(self.path, update_id, thoroughly=thoroughly)
@@ -277,7 +278,7 @@ class DirectoryRun(Run):
 
 def _order(journal: Updates) -> list[int]:
     """The committed updates in the order in which they are applied: after a restart, not that of numbers."""
-    return sorted(journal.committed, key=lambda number: (journal.committed[number][0].step, number))
+    return [record.sequence for record in journal.history.after(frozenset())]
 
 
 def read_operations(run: RunDir) -> list[dict[str, Any]]:

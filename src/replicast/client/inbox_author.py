@@ -153,18 +153,18 @@ def _submit(
 
 def _number_in_journal(journal: Updates, update: Update, plan: Update) -> int | None:
     """The place that the same update has in the journal already; another one with its id is refused."""
-    if update.id in journal.withdrawn:
+    if update.id in journal.history.withdrawn:
         raise UpdateRefused("An update with this id was withdrawn", expected="a new id", received=update.id)
-    for number, (record, _) in journal.committed.items():
-        if record.id == update.id:
-            if record.digest in (update.content_digest(), plan.content_digest()):
-                return number
-            raise UpdateIdInUse(
-                f"Another update with this id is in the journal, as number {number}",
-                expected="a new id, or the same content",
-                received=update.id,
-            )
-    return None
+    record = journal.history.by_id.get(update.id)
+    if record is None:
+        return None
+    if record.digest not in (update.content_digest(), plan.content_digest()):
+        raise UpdateIdInUse(
+            f"Another update with this id is in the journal, as number {record.sequence}",
+            expected="a new id, or the same content",
+            received=update.id,
+        )
+    return record.sequence
 
 
 def _undo(run: RunDir, which: str | int, *, force: bool) -> Undo:

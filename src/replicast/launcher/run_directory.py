@@ -123,8 +123,8 @@ def _contents(run_dir: RunDir) -> list[str]:
         if last is not None:
             found.append(f"a checkpoint of step {last.step}")
         journal = Updates(run_dir)
-        found += _counted(len(journal.committed), "in the journal")
-        found += _counted(len(journal.scheduled), "scheduled")
+        found += _counted(len(journal.history.committed), "in the journal")
+        found += _counted(len(journal.history.scheduled), "scheduled")
     except FileDamaged as error:
         found.append(f"a damaged file ({error})")
     waiting = inbox.waiting(run_dir)

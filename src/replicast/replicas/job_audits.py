@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from replicast.replicas.session import Session
 from replicast.storage.checkpoint_format import Manifest, saved_of
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.run_files import append_audit
-from replicast.storage.updates import CommittedUpdate, committed_updates, load_update
+from replicast.storage.updates import UpdateView, committed_updates, load_update
 from replicast.update.audit_report import AuditReport, Policy, checked_policy
 from replicast.update.edits import FLOAT_DTYPES, Array, apply_edit
 from replicast.update.schema import Schema
@@ -220,7 +220,7 @@ class _Basis(NamedTuple):
     """The last checkpoint, and the updates applied since then, in the journal's order."""
 
     last: Manifest
-    since: tuple[CommittedUpdate, ...]
+    since: Mapping[int, UpdateView]
 
 
 class Expectation:
@@ -273,20 +273,24 @@ class Expectation:
         sequences = holds - saved_of(last).holds
         if sequences and not self._durable:
             return None
-        recorded = committed_updates(self._run_dir) if sequences else []
-        return _Basis(last, tuple(one for one in recorded if one.sequence in sequences))
+        recorded = enumerate(committed_updates(self._run_dir) if sequences else [], 1)
+        return _Basis(last, {sequence: one for sequence, one in recorded if sequence in sequences})
 
     def _value(self, name: str, basis: _Basis) -> Array | None:
         if name not in basis.last.schema:
             return None
-        since = [one for one in basis.since if any(edit["variable"] == name for edit in one.edits)]
-        on_trial = any(one.trial is not None for one in since)  # it may have been reverted
-        if on_trial or sum(one.nbytes for one in since) > MOST_BYTES:
+        since = {
+            sequence: one
+            for sequence, one in basis.since.items()
+            if any(edit["variable"] == name for edit in one.edits)
+        }
+        on_trial = any(one.trial is not None for one in since.values())  # it may have been reverted
+        if on_trial or sum(one.nbytes or 0 for one in since.values()) > MOST_BYTES:
             return None
         with self._store.open(basis.last.step) as reader:
             value = reader.read(name)
-            for one in since:
-                for edit in load_update(self._run_dir, one.sequence).edits:
+            for sequence in since:
+                for edit in load_update(self._run_dir, sequence).edits:
                     if edit.variable == name:
                         value = apply_edit(edit, value)
             return value

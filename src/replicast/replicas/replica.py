@@ -22,7 +22,7 @@ from replicast.replicas.lanes import Lane
 from replicast.replicas.measures import RecentMetrics
 from replicast.replicas.parcels import NO_LIMITS, Function, Parcels, computed_update
 from replicast.storage.journal import Journal
-from replicast.storage.updates import Undo, changes_since, inverse_of
+from replicast.storage.updates import undo_of
 from replicast.transport import Parcel
 from replicast.update.digest import digest_array
 from replicast.update.distance import deviation
@@ -175,21 +175,13 @@ class StateReplica:
 
     def invert(self, id_: str, sequence: int, *, forced: bool) -> Published:
         journal = self._journal_of_worker_0()
-        history = journal.history()
-        record = history.committed[sequence]
         try:
-            update = inverse_of(
-                record,
-                lambda: journal.load(record.id, record.digest),
-                lambda: journal.load_before(sequence),
-                id_=id_,
-            )
+            plan = undo_of(journal, sequence, id_=id_)
             if not forced:
-                since = changes_since(history, record, update, lambda one: journal.edits(one.id, one.digest))
-                Undo(record, update, since).check()
+                plan.check()
         except FileDamaged as error:
             raise Refuse(str(error)) from error
-        return self._checked_and_published(update)
+        return self._checked_and_published(plan.update)
 
     def discard(self, id_: str) -> None:
         self._functions.pop(id_, None)

@@ -100,9 +100,6 @@ class StoredPayload(Record, tag="Payload"):
     nbytes: int
     edits: msgspec.Raw  # A summary of each edit. It may be long, and few readers need it.
 
-    def summaries(self) -> tuple[Mapping[str, Any], ...]:
-        return msgspec.json.decode(self.edits, type=tuple[dict[str, Any], ...])
-
 
 class StoredBefore(Record, tag="Before"):
     """A `Before` on disk: its bytes are in a file, unless there is a problem."""

@@ -56,6 +56,7 @@ from replicast.errors import FileDamaged, PayloadRemoved, ReplicastError, Update
 from replicast.files import RunDir, RunPath, below, read_bytes, remove_leftovers, write_durably
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import (
+    GROUPS,
     DamagedLines,
     Fence,
     LogLine,
@@ -80,7 +81,7 @@ HELD_BY_ALL = "every checkpoint that is kept contains it"
 REVERTIBLE_BYTES = 2**30  # So many bytes of the newest updates are kept for reverts.
 KEPT_BYTES = 1 << 26  # The most bytes of update values that a journal in memory keeps.
 _BEFORE = " before"
-NO_EDITS = msgspec.Raw(b"[]")
+_NO_EDITS = msgspec.Raw(b"[]")
 
 _Key = tuple[str, str]
 
@@ -130,6 +131,11 @@ def stored_path(run_dir: RunDir, line: LogLine) -> RunPath:
     """The file that a line names."""
     file = line.stored.file if isinstance(line.stored, StoredPayload | StoredBefore) else ""
     return group_directory(run_dir, line.group) / file
+
+
+def _summaries(line: LogLine) -> tuple[Mapping[str, Any], ...]:
+    edits = line.stored.edits if isinstance(line.stored, StoredPayload) else _NO_EDITS
+    return msgspec.json.decode(edits, type=tuple[dict[str, Any], ...])
 
 
 def summary(edit: Edit) -> dict[str, Any]:
@@ -293,7 +299,27 @@ class PerhapsWritten(ReplicastError):  # noqa: N818 - reads as a sentence: raise
     """An entry may be in the journal: only a new attempt can tell."""
 
 
-class Journal(ABC):
+class JournalReader(ABC):
+    """What can be read of a journal. Any thread may call it."""
+
+    @abstractmethod
+    def history(self) -> History:
+        """The entries that count. The content of a payload is the tuple of its id and digest."""
+
+    @abstractmethod
+    def load(self, id_: str, digest: str) -> Update:
+        """Loads the update of a payload."""
+
+    @abstractmethod
+    def load_before(self, sequence: int) -> Update | None:
+        """Loads the values before an update, as the update that assigns them."""
+
+    @abstractmethod
+    def edits(self, id_: str, digest: str) -> tuple[Mapping[str, Any], ...]:
+        """A summary of each edit of a payload, also when its values are not kept; empty if not known."""
+
+
+class Journal(JournalReader):
     """The interface of a journal, with or without files. Only one thread writes."""
 
     @abstractmethod
@@ -301,31 +327,12 @@ class Journal(ABC):
         """Writes an entry. It is durable when this returns."""
 
     @abstractmethod
-    def load(self, id_: str, digest: str) -> Update:
-        """Loads the update of a payload. Any thread may call it."""
-
-    @abstractmethod
-    def edits(self, id_: str, digest: str) -> tuple[Mapping[str, Any], ...]:
-        """A summary of each edit of a payload, also when its values are not kept; empty if it is not known.
-
-        Any thread may call it.
-        """
-
-    @abstractmethod
     def check_start(self, saved: Saved | None) -> None:
-        """Checks that all is stored that a start has to apply. Call it before anything is decided."""
+        """Checks that all is known and stored that a start has to apply, before anything is decided."""
 
     @abstractmethod
     def stage_before(self, before: Update) -> Content:
-        """Makes the values before an update durable; they count once a `Before` refers to them."""
-
-    @abstractmethod
-    def load_before(self, sequence: int) -> Update | None:
-        """Loads the values before an update, as the update that assigns them. Any thread may call it."""
-
-    @abstractmethod
-    def history(self) -> History:
-        """The entries that count. The content of a payload is the tuple of its id and digest."""
+        """Makes the values before an update durable; they count once a `Before` names them. Any thread."""
 
     @abstractmethod
     def remove_payloads(self, held: Container[int], pending: Container[tuple[str, str]] | None) -> int:
@@ -337,24 +344,62 @@ class Journal(ABC):
         """
 
 
-class FileJournal(Journal):
+class StoredJournal(JournalReader):
+    """The journal in a run directory as it is now, for any process."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = below(run_dir)
+        self.lines = list[LogLine]()
+        self.payloads = dict[_Key, LogLine]()
+        self.before = dict[int, LogLine]()
+        lines, self.damaged = counted_lines(self.run_dir)
+        for line in lines:
+            self._add(line)
+
+    def _add(self, line: LogLine) -> None:
+        self.lines.append(line)
+        if isinstance(line.stored, StoredPayload):
+            self.payloads[line.stored.id, line.stored.digest] = line
+        elif isinstance(line.stored, StoredBefore):
+            self.before[line.stored.sequence] = line
+
+    def history(self) -> History:
+        return History(line.entry() for line in self.lines)
+
+    def load(self, id_: str, digest: str) -> Update:
+        line = self.payloads.get((id_, digest))
+        if line is None:
+            raise FileDamaged(self.run_dir / GROUPS, f"the journal has no payload of update {id_} ({digest})")
+        return read_stored(self.run_dir, line)
+
+    def load_before(self, sequence: int) -> Update | None:
+        line = self.before.get(sequence)
+        return None if line is None else read_stored(self.run_dir, line)
+
+    def edits(self, id_: str, digest: str) -> tuple[Mapping[str, Any], ...]:
+        line = self.payloads.get((id_, digest))
+        return () if line is None else _summaries(line)
+
+
+class FileJournal(StoredJournal, Journal):
     """The journal in a run directory, for the group that writes it."""
 
     def __init__(self, run_dir: RunDir, fence: Fence) -> None:
-        self._run_dir, self._fence = below(run_dir), fence
-        self._lines = list[LogLine]()
-        self._payloads = dict[_Key, LogLine]()
-        self._before = dict[int, LogLine]()
+        self._fence = fence
         self._staged = itertools.count(1)
         self._committed = 0
         self._removed: set[tuple[int, int]] = set()
-        lines, self._damaged = counted_lines(self._run_dir)
-        for one in self._damaged:  # The next update follows the last record: all of them must be known.
-            if why := _why_needed(one, lines, self._damaged):
-                raise _stopped(self._run_dir, one.error, why)
-        for line in lines:
-            self._add(line)
+        super().__init__(run_dir)
+        for one in self.damaged:  # The next update follows the last record: all of them must be known.
+            if why := _why_needed(one, self.lines, self.damaged):
+                raise _stopped(self.run_dir, one.error, why)
         self._remove_void()
+
+    def _add(self, line: LogLine) -> None:
+        if isinstance(line.stored, StoredPayload):  # The summary of its edits may be long: it is read again.
+            line = replace(line, stored=msgspec.structs.replace(line.stored, edits=_NO_EDITS))
+        self._committed += isinstance(line.stored, Committed)
+        super()._add(line)
 
     def write(self, entry: Entry, update: Update | None = None) -> None:
         if isinstance(entry, Committed) and entry.sequence != self._committed + 1:
@@ -378,7 +423,7 @@ class FileJournal(Journal):
         except OSError as error:
             if self._fence.entries >= number:
                 raise PerhapsWritten(
-                    f"Entry {number} of {log_path(self._run_dir, self._fence.number)} was written, and could "
+                    f"Entry {number} of {log_path(self.run_dir, self._fence.number)} was written, and could "
                     f"not be synced ({error.strerror}). Only the next attempt of the job can tell whether it "
                     "is on disk."
                 ) from error
@@ -388,7 +433,7 @@ class FileJournal(Journal):
             self._fence.check_not_taken_over()  # A later group removes unfinished files of earlier ones.
             raise NotWritten(
                 f"The journal cannot be written ({error.strerror}). "
-                f"Free space on the disk of {self._run_dir}, or repair it, and propose the update again."
+                f"Free space on the disk of {self.run_dir}, or repair it, and propose the update again."
             ) from error
 
     def _write_payload(self, entry: Payload, update: Update, file: str) -> StoredPayload:
@@ -412,78 +457,65 @@ class FileJournal(Journal):
         return hasher.hexdigest(), nbytes
 
     def load(self, id_: str, digest: str) -> Update:
-        line = self._payloads.get((id_, digest))
-        if line is None:
-            raise FileDamaged(self._run_dir / "groups", f"it has no payload for update {id_} ({digest})")
         try:
-            return read_stored(self._run_dir, line)
+            return super().load(id_, digest)
         except FileDamaged as error:
-            raise _stopped(self._run_dir, error, f"it has the values of update {id_}") from error
+            raise _stopped(self.run_dir, error, f"it has the values of update {id_}") from error
 
     def edits(self, id_: str, digest: str) -> tuple[Mapping[str, Any], ...]:
-        """As in `Journal`. They are read from the log again."""
-        line = self._payloads.get((id_, digest))
-        with contextlib.suppress(OSError, ValueError):
-            if line is not None and isinstance(
-                stored := line_again(self._run_dir, line).stored, StoredPayload
-            ):
-                return stored.summaries()
-        return ()
+        line = self.payloads.get((id_, digest))
+        try:
+            return () if line is None else _summaries(line_again(self.run_dir, line))
+        except (OSError, ValueError):
+            return ()
 
     def check_start(self, saved: Saved | None) -> None:
         """As in `Journal`. Warns of damaged entries that this start does not need."""
         history = self.history()
         holds = frozenset[int]() if saved is None else saved.holds
-        for one in self._damaged:
-            if why := _why_needed_by_start(one, self._lines, history, holds, self._run_dir):
-                raise _stopped(self._run_dir, one.error, why)
+        for one in self.damaged:
+            if why := _why_needed_by_start(one, self.lines, history, holds, self.run_dir):
+                raise _stopped(self.run_dir, one.error, why)
         for key, what in _needed(history, saved):
             self._check_payload(key, what, saved)
-        for one in self._damaged:
+        for one in self.damaged:
             logger.warning("%s This start does not need it; the file is left in place", one.error)
 
     def _check_payload(self, key: _Key, what: str, saved: Saved | None) -> None:
-        line = self._payloads.get(key)
+        line = self.payloads.get(key)
         if line is None or not isinstance(line.stored, StoredPayload):
-            nothing = FileDamaged(self._run_dir / "groups", f"the journal has no payload of update {key[0]}")
-            raise _stopped(self._run_dir, self._damaged[0].error if self._damaged else nothing, what)
-        path, nbytes = stored_path(self._run_dir, line), line.stored.nbytes
+            nothing = FileDamaged(self.run_dir / GROUPS, f"the journal has no payload of update {key[0]}")
+            raise _stopped(self.run_dir, self.damaged[0].error if self.damaged else nothing, what)
+        path, nbytes = stored_path(self.run_dir, line), line.stored.nbytes
         try:
             status = path.stat()
         except OSError as error:
             # Retention keeps what any checkpoint needs: only a start from scratch can need what it removed.
-            if isinstance(error, FileNotFoundError) and saved is None and _last_checkpoint(self._run_dir):
+            if isinstance(error, FileNotFoundError) and saved is None and _last_checkpoint(self.run_dir):
                 why = "every checkpoint that is kept contains it, and this start has restored none"
                 raise PayloadRemoved(key[0], why) from error
             found = FileDamaged(path, str(error.strerror), verdict="cannot be read")
-            raise _stopped(self._run_dir, found, what) from error
+            raise _stopped(self.run_dir, found, what) from error
         if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
             found = FileDamaged(
                 path, "it has another size", expected=f"{nbytes} bytes", received=f"{status.st_size}"
             )
-            raise _stopped(self._run_dir, found, what)
+            raise _stopped(self.run_dir, found, what)
 
     def stage_before(self, before: Update) -> Content:
         # With its final name: until a line names it, it is void, and the next group removes it.
         file = f"{next(self._staged):06d}.before.safetensors"
         return file, *self._write_update(file, before)
 
-    def load_before(self, sequence: int) -> Update | None:
-        line = self._before.get(sequence)
-        return None if line is None else read_stored(self._run_dir, line)
-
-    def history(self) -> History:
-        return History(line.entry() for line in self._lines)
-
     def remove_payloads(self, held: Container[int], pending: Container[tuple[str, str]] | None) -> int:
         """As in `Journal`. Removes nothing if an entry is damaged, or a later group has taken over."""
-        if self._damaged or self._fence.is_taken_over():
+        if self.damaged or self._fence.is_taken_over():
             return 0
         removed = 0
-        for line in list(unneeded_payloads(self._lines, held, self._fence.number, pending)):
+        for line in list(unneeded_payloads(self.lines, held, self._fence.number, pending)):
             if line.place not in self._removed:
                 try:
-                    stored_path(self._run_dir, line).unlink()
+                    stored_path(self.run_dir, line).unlink()
                     removed += 1
                 except FileNotFoundError:
                     pass  # An earlier attempt has removed it.
@@ -492,25 +524,15 @@ class FileJournal(Journal):
                 self._removed.add(line.place)
         return removed
 
-    def _add(self, line: LogLine) -> None:
-        stored = line.stored
-        if isinstance(stored, StoredPayload):
-            line = replace(line, stored=msgspec.structs.replace(stored, edits=NO_EDITS))
-            self._payloads[stored.id, stored.digest] = line
-        elif isinstance(stored, StoredBefore):
-            self._before[stored.sequence] = line
-        self._committed += isinstance(stored, Committed)
-        self._lines.append(line)
-
     def _remove_void(self) -> None:
         """Removes files of earlier groups that no line which counts names: they use disk space."""
         if self._fence.is_taken_over():
             return
-        named = {str(stored_path(self._run_dir, line)) for line in self._lines}
-        damaged = {one.group for one in self._damaged}  # What those lines named may come back from a backup.
-        for group in group_numbers(self._run_dir):
+        named = {str(stored_path(self.run_dir, line)) for line in self.lines}
+        damaged = {one.group for one in self.damaged}  # What those lines named may come back from a backup.
+        for group in group_numbers(self.run_dir):
             if group < self._fence.number:
-                directory = group_directory(self._run_dir, group)
+                directory = group_directory(self.run_dir, group)
                 remove_leftovers(directory, older_than_secs=0.0)
                 for path in directory.glob("*.safetensors") if group not in damaged else []:
                     if str(path) not in named:

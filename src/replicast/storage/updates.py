@@ -1,234 +1,73 @@
-"""Everything known about each update of a run, joined from the journal. For readers, in any process."""
+"""Everything known about each update of a run: one reader of the journal, and one record for what it tells.
+
+`client/updates.py` adds what the inbox and the notes of workers say.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from replicast.core.entries import Committed, Decided, History, Receipt, Refused, Scheduled, Withdrawn
+from replicast.codec import fields_of
+from replicast.core.entries import Committed, History, Receipt, Refused, Scheduled
 from replicast.core.operations.revert import why_not
 from replicast.core.records import Stage
 from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
 from replicast.files import RunDir, RunPath, below, open_plain
-from replicast.storage.claims import LogLine, StoredBefore, StoredPayload
-from replicast.storage.journal import HELD_BY_ALL, NO_EDITS, counted_lines, read_stored, summary
-from replicast.strictjson import parse_integer
+from replicast.storage.claims import GROUPS, StoredPayload
+from replicast.storage.journal import HELD_BY_ALL, JournalReader, StoredJournal, summary
+from replicast.strictjson import described, parse_integer, reading
 from replicast.tensorfiles import check_header, header_bytes
 from replicast.update.edits import EditKind
 from replicast.update.inverse import NOT_KEPT, disturbs, inverse
-from replicast.update.trial import Trial
+from replicast.update.trial import Outcome, Trial, TrialOutcome
 from replicast.update.update import MAX_TENSORS, Update
 
-
-@dataclass(frozen=True, slots=True)
-class CommittedUpdate:
-    """A committed update."""
-
-    sequence: int
-    id: str
-    digest: str
-    step: int
-    attempt: int
-    committed_at: float
-    workers: int
-    author: str
-    note: str
-    edits: tuple[Mapping[str, Any], ...]
-    nbytes: int
-    sha256: str
-    scheduled: bool
-    heals: bool
-    reverts: int | None
-    reverted_by: int | None
-    trial: Trial | None
-    before: float | None
-    decided: Decided | None
-    receipts: tuple[Receipt, ...]
-
-    @property
-    def stage(self) -> Stage:
-        """Its stage according to the last receipt; committed while there is none."""
-        return self.receipts[-1].stage if self.receipts else Stage.COMMITTED
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledUpdate:
-    """An update that waits for the step that its author chose."""
-
-    id: str
-    at_step: int
-    trial: Trial | None
-    author: str
-    note: str
-    edits: tuple[Mapping[str, Any], ...]
-    nbytes: int
-
-
-def committed_updates(run_dir: RunDir, last: int | None = None) -> list[CommittedUpdate]:
-    """The committed updates in their order."""
-    run = Updates(run_dir)
-    run.check_whole()
-    records = list(run.committed.values())
-    wanted = records if last is None else records[max(0, len(records) - last) :]
-    return [run.committed_update(*record) for record in wanted]
-
-
-def scheduled_updates(run_dir: RunDir) -> list[ScheduledUpdate]:
-    """The updates that wait for their step, in the order of the steps."""
-    run = Updates(run_dir)
-    run.check_whole()
-    return [run.scheduled_update(one) for one in sorted(run.scheduled.values(), key=lambda one: one.at_step)]
-
-
-def withdrawn_ids(run_dir: RunDir) -> frozenset[str]:
-    """The ids of the updates that are known to be withdrawn."""
-    return frozenset(Updates(run_dir).withdrawn)
-
-
-def refused(run_dir: RunDir) -> dict[str, str]:
-    """The reasons of the known refusals in the journal, by update id, without updates accepted later."""
-    return Updates(run_dir).refused
-
-
-def has_promised(run_dir: RunDir, id_: str) -> bool:
-    """Whether an update is committed or scheduled, so that every attempt of the job will apply it."""
-    run = Updates(run_dir)
-    if id_ in run.scheduled or any(record.id == id_ for record, _ in run.committed.values()):
-        return True
-    run.check_whole()
-    return False
-
-
-def load_update(run_dir: RunDir, sequence: int) -> Update:
-    """A committed update with its values."""
-    run = Updates(run_dir)
-    if sequence not in run.committed:
-        raise FileDamaged(below(run_dir) / "groups", f"the journal has no update {sequence}")
-    record, _ = run.committed[sequence]
-    return read_stored(run_dir, run.payload(record.id, record.digest))
-
-
-class Updates:
-    """The updates of a run according to the journal, at the moment when it is read."""
-
-    def __init__(self, run_dir: RunDir) -> None:
-        self._run_dir = run_dir
-        self.committed: dict[int, tuple[Committed, float]] = {}
-        self.scheduled: dict[str, Scheduled] = {}
-        self.withdrawn: set[str] = set()
-        self.refused: dict[str, str] = {}
-        self._payloads: dict[tuple[str, str], LogLine] = {}
-        self._chosen: set[str] = set()
-        self._decided: dict[int, Decided] = {}
-        self._receipts: dict[int, list[Receipt]] = {}
-        self.before: dict[int, LogLine] = {}
-        self.history = History()
-        lines, self.damaged = counted_lines(self._run_dir)
-        for line in lines:
-            self._add(line)
-            self.history.add(line.entry())
-
-    def check_whole(self) -> None:
-        """Raises `FileDamaged` if any entry is missing or damaged."""
-        if self.damaged:
-            raise self.damaged[0].error
-
-    def _add(self, line: LogLine) -> None:
-        match line.stored:
-            case StoredPayload() as payload:
-                self._payloads[payload.id, payload.digest] = line
-                self.refused.pop(payload.id, None)
-            case StoredBefore() as before:
-                self.before[before.sequence] = line
-            case Scheduled() as scheduled:
-                self.scheduled[scheduled.id] = scheduled
-                self._chosen.add(scheduled.id)
-            case Committed() as committed:
-                self.committed[committed.sequence] = committed, line.written_at
-                self.scheduled.pop(committed.id, None)
-            case Decided() as decided:
-                self._decided[decided.sequence] = decided
-            case Receipt() as receipt:
-                self._receipts.setdefault(receipt.sequence, []).append(receipt)
-            case Withdrawn(id_):
-                self.withdrawn.add(id_)
-                self.scheduled.pop(id_, None)
-            case Refused(id_, _, problem, whole=True):
-                self.refused[id_] = problem
-                self.scheduled.pop(id_, None)
-
-    def payload(self, id_: str, digest: str) -> LogLine:
-        """The line that names the payload of an update."""
-        found = self._payloads.get((id_, digest))
-        if found is None:
-            raise FileDamaged(below(self._run_dir) / "groups", f"the journal has no payload of update {id_}")
-        return found
-
-    def committed_update(self, record: Committed, committed_at: float) -> CommittedUpdate:
-        """Joins what is known about a committed update."""
-        payload = self._described(record.id, record.digest)
-        return CommittedUpdate(
-            sequence=record.sequence,
-            id=record.id,
-            digest=record.digest,
-            step=record.step,
-            attempt=record.attempt,
-            committed_at=committed_at,
-            workers=record.workers,
-            author=payload.author,
-            note=payload.note,
-            edits=payload.summaries(),
-            nbytes=payload.nbytes,
-            sha256=payload.sha256,
-            scheduled=record.id in self._chosen,
-            heals=record.heals,
-            reverts=record.reverts,
-            reverted_by=self.history.reverted_by(record.sequence),
-            trial=record.trial,
-            before=record.before,
-            decided=self._decided.get(record.sequence),
-            receipts=tuple(self._receipts.get(record.sequence, ())),
-        )
-
-    def scheduled_update(self, scheduled: Scheduled) -> ScheduledUpdate:
-        """Joins what is known about an update that waits for its step."""
-        payload = self._described(scheduled.id, scheduled.digest)
-        return ScheduledUpdate(
-            id=scheduled.id,
-            at_step=scheduled.at_step,
-            trial=scheduled.trial,
-            author=payload.author,
-            note=payload.note,
-            edits=payload.summaries(),
-            nbytes=payload.nbytes,
-        )
-
-    def _described(self, id_: str, digest: str) -> StoredPayload:
-        """The payload of an update; without author, note and edits if its entry is damaged."""
-        line = self._payloads.get((id_, digest))
-        if line is None or not isinstance(line.stored, StoredPayload):
-            return StoredPayload(id_, digest, "", "", "", "", 0, NO_EDITS)
-        return line.stored
-
-
-# What an update in the inbox says of itself: from the header of its file alone, which is cheap to read.
-
+_FROM_RECEIPT = ("digests", "propose_to_applied_secs", "stall_secs", "verified_at")
 _MAX_HEADER_BYTES = 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What an update would do, as its author wrote it; a job has not examined it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateView:
+    """All that is known of one update of a run, wherever it is."""
 
-    author: str
-    note: str
-    edits: tuple[Mapping[str, Any], ...]
-    at_step: int | None
-    trial: Trial | None
-    reverts: int | None
+    id: str
+    stage: Stage
+    at: float = 0.0
+    step: int | None = None
+    nbytes: int | None = None
+    sequence: int | None = None
+    author: str = ""
+    note: str = ""
+    edits: tuple[Mapping[str, Any], ...] = ()
+    detailed: bool = False  # Whether `edits` are those of an examination, and not only summaries.
+    scheduled: bool = False
+    heals: bool = False
+    reverts: int | None = None
+    reverted_by: int | None = None
+    attempt: int | None = None
+    committed_at: float | None = None
+    workers: int | None = None
+    content_digest: str = ""
+    sha256: str = ""
+    trial: Trial | None = None
+    before: float | None = None
+    receipts: tuple[Receipt, ...] = ()
+    outcome: TrialOutcome | None = None
+    refusal: UpdateRefused | None = None
+    path: RunPath | None = field(default=None, compare=False)
+    reason: str = ""
+    waits_for: str = ""
+    trial_until: int | None = None
+    damage: str = ""
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """The receipt that counts."""
+        return self.receipts[-1] if self.receipts else None
 
     @property
     def words(self) -> str:
@@ -240,34 +79,167 @@ class Description:
         first = f"{self.edits[0]['operation']}".replace("_", " ") + f" {self.edits[0]['variable']}"
         return first + (f" (+{len(self.edits) - 1})" if len(self.edits) > 1 else "")
 
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values, with those of the last receipt beside them."""
+        last = {} if self.receipt is None else fields_of(self.receipt)
+        return {name: getattr(self, name) for name in self.__slots__ if name != "path"} | {
+            "edits": [dict(edit) for edit in self.edits],
+            "trial": None if self.trial is None else self.trial.to_json() | {"before": self.before},
+            "receipts": [fields_of(receipt) for receipt in self.receipts],
+            "outcome": None if self.outcome is None else self.outcome.to_json(),
+            "refusal": None if self.refusal is None else self.refusal.to_json(),
+            **{name: last.get(name) for name in _FROM_RECEIPT},
+        }
 
-def describe(path: RunPath) -> Description | None:
-    """The description in a file of the inbox; None if it is gone, very long, or not that of an update."""
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> UpdateView:
+        """Reads what `to_json` wrote."""
+        with reading("update", fields):
+            known = {name: value for name, value in fields.items() if name != "path"}
+            return described(cls, "update", known)
+
+
+class Updates:
+    """The updates of a run according to the journal, at the moment when it is read."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.journal = StoredJournal(run_dir)
+        self.damaged = self.journal.damaged
+        self.history = History()
+        self.refused: dict[str, str] = {}  # The reasons, by id, without updates accepted later.
+        self._chosen: set[str] = set()  # Updates with a step that their author chose.
+        self._committed_at: dict[int, float] = {}
+        self._receipts: dict[int, list[Receipt]] = {}
+        for line in self.journal.lines:
+            self.history.add(line.entry())
+            match line.stored:
+                case StoredPayload(id_):
+                    self.refused.pop(id_, None)
+                case Scheduled(id_):
+                    self._chosen.add(id_)
+                case Committed(sequence):
+                    self._committed_at[sequence] = line.written_at
+                case Receipt(sequence) as receipt:
+                    self._receipts.setdefault(sequence, []).append(receipt)
+                case Refused(id_, _, problem, whole=True):
+                    self.refused[id_] = problem
+
+    def check_whole(self) -> None:
+        """Raises `FileDamaged` if any entry is missing or damaged."""
+        if self.damaged:
+            raise self.damaged[0].error
+
+    def has_promised(self, id_: str) -> bool:
+        """Whether an update is committed or scheduled, so that every attempt of the job will apply it."""
+        if id_ in self.history.scheduled or id_ in self.history.by_id:
+            return True
+        self.check_whole()
+        return False
+
+    def committed(self, sequence: int) -> UpdateView:
+        """What is known of a committed update; without author, note and edits if their entry is damaged."""
+        record = self.history.committed[sequence]
+        trial, decided = record.trial, self.history.decided.get(sequence)
+        outcome = None
+        if trial is not None and decided is not None:
+            measured = record.before, decided.during
+            kept: Outcome = "kept" if decided.kept else "reverted"
+            outcome = TrialOutcome(sequence, kept, decided.step, trial.metric, *measured, decided.reason)
+        receipts = tuple(self._receipts.get(sequence, ()))
+        return UpdateView(
+            stage=receipts[-1].stage if receipts else Stage.COMMITTED,
+            at=receipts[-1].verified_at if receipts else self._committed_at[sequence],
+            step=record.step,
+            sequence=sequence,
+            scheduled=record.id in self._chosen,
+            heals=record.heals,
+            reverts=record.reverts,
+            reverted_by=self.history.reverted_by(sequence),
+            attempt=record.attempt,
+            committed_at=self._committed_at[sequence],
+            workers=record.workers,
+            content_digest=record.digest,
+            trial=trial,
+            before=record.before,
+            receipts=receipts,
+            outcome=outcome,
+            trial_until=record.step + trial.steps if trial is not None and not receipts else None,
+            **self._payload(record.id, record.digest),
+        )
+
+    def scheduled(self) -> list[UpdateView]:
+        """The updates that wait for the step that their author chose, in the order of the steps."""
+        return [
+            UpdateView(
+                stage=Stage.SCHEDULED,
+                step=one.at_step,
+                scheduled=True,
+                trial=one.trial,
+                **self._payload(one.id, one.digest),
+            )
+            for one in sorted(self.history.scheduled.values(), key=lambda one: one.at_step)
+        ]
+
+    def _payload(self, id_: str, digest: str) -> dict[str, Any]:
+        line = self.journal.payloads.get((id_, digest))
+        if line is None or not isinstance(line.stored, StoredPayload):
+            return {"id": id_, "nbytes": 0}
+        found = {name: getattr(line.stored, name) for name in ("id", "author", "note", "nbytes", "sha256")}
+        return found | {"edits": self.journal.edits(id_, digest)}
+
+
+def committed_updates(run_dir: RunDir) -> list[UpdateView]:
+    """The committed updates in their order; raises `FileDamaged` if any entry is missing or damaged."""
+    run = Updates(run_dir)
+    run.check_whole()
+    return [run.committed(sequence) for sequence in run.history.committed]
+
+
+def has_promised(run_dir: RunDir, id_: str) -> bool:
+    return Updates(run_dir).has_promised(id_)
+
+
+def refused(run_dir: RunDir) -> dict[str, str]:
+    return Updates(run_dir).refused
+
+
+def load_update(run_dir: RunDir, sequence: int) -> Update:
+    """A committed update with its values."""
+    run = Updates(run_dir)
+    record = run.history.committed.get(sequence)
+    if record is None:
+        raise FileDamaged(below(run_dir) / GROUPS, f"the journal has no update {sequence}")
+    return run.journal.load(record.id, record.digest)
+
+
+def describe(path: RunPath) -> UpdateView | None:
+    """An update in the inbox, by the header of its file alone; None if it is gone or no update."""
     with contextlib.suppress(OSError, FileDamaged, UpdateRefused, ValueError, TypeError, AttributeError):
-        return _read(path)
+        descriptor = open_plain(path)
+        try:
+            length = header_bytes(os.pread(descriptor, 8, 0))
+            if length > _MAX_HEADER_BYTES:
+                return None
+            begin, nbytes = os.pread(descriptor, length, 0), os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+        outline = check_header(begin, nbytes, path.name, max_tensors=MAX_TENSORS)
+        update, extra = Update.of_file(outline, path.name)
+        trial, step, reverts = extra.get("trial"), extra.get("at_step"), extra.get("reverts")
+        return UpdateView(
+            id=update.id,
+            stage=Stage.PROPOSED,
+            step=step if type(step) is int else None,
+            nbytes=nbytes,
+            author=update.author,
+            note=update.note,
+            edits=tuple(summary(edit) for edit in update.edits),
+            scheduled=type(step) is int,
+            reverts=reverts if type(reverts) is int else None,
+            trial=None if trial is None else Trial.from_json(trial),
+            path=path,
+        )
     return None
-
-
-def _read(path: RunPath) -> Description | None:
-    descriptor = open_plain(path)
-    try:
-        length = header_bytes(os.pread(descriptor, 8, 0))
-        if length > _MAX_HEADER_BYTES:
-            return None
-        begin, nbytes = os.pread(descriptor, length, 0), os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)
-    outline = check_header(begin, nbytes, path.name, max_tensors=MAX_TENSORS)
-    update, extra = Update.of_file(outline, path.name)
-    trial, step, reverts = extra.get("trial"), extra.get("at_step"), extra.get("reverts")
-    return Description(
-        author=update.author,
-        note=update.note,
-        edits=tuple(summary(edit) for edit in update.edits),
-        at_step=step if type(step) is int else None,
-        trial=None if trial is None else Trial.from_json(trial),
-        reverts=reverts if type(reverts) is int else None,
-    )
 
 
 # The update that undoes an update of the journal, for a job and for processes outside it.
@@ -290,9 +262,7 @@ class Undo:
             )
 
 
-def undo(
-    run_dir: RunDir, which: int | str, *, note: str = "", author: str = "", forced: bool = False
-) -> Undo:
+def undo(run_dir: RunDir, which: int | str, *, forced: bool = False) -> Undo:
     """The update that undoes a committed update of a run. Changes nothing."""
     run = Updates(run_dir)
     by_id = run.history.by_id.get(str(which))
@@ -300,27 +270,25 @@ def undo(
     problem = why_not(run.history, sequence, forced=forced)
     if problem:
         raise UpdateRefused(problem)
-    record = run.history.committed[sequence]
-
-    def load() -> Update:
-        return read_stored(run_dir, run.payload(record.id, record.digest))
-
-    def load_before() -> Update | None:
-        line = run.before.get(sequence)
-        return None if line is None else read_stored(run_dir, line)
-
-    def edits_of(one: Committed) -> tuple[Mapping[str, Any], ...]:
-        return run.committed_update(*run.committed[one.sequence]).edits
-
-    update = inverse_of(record, load, load_before, note=note, author=author)
-    return Undo(record, update, changes_since(run.history, record, update, edits_of))
+    return undo_of(run.journal, sequence)
 
 
-def changes_since(
-    history: History,
-    first: Committed,
-    back: Update,
-    edits_of: Callable[[Committed], Iterable[Mapping[str, Any]]],
+def undo_of(journal: JournalReader, sequence: int, *, id_: str | None = None) -> Undo:
+    """The update that undoes another one, from what the journal keeps of it."""
+    history = journal.history()
+    record = history.committed[sequence]
+    try:
+        update = journal.load(record.id, record.digest)
+    except PayloadRemoved as error:
+        problem = f"The values of update {sequence} are not kept any more: {HELD_BY_ALL}"
+        raise UpdateRefused(problem, remedy=NOT_KEPT) from error
+    note = f"revert update {sequence} ({record.id})"
+    back = inverse(update, journal.load_before(sequence), id_=id_, note=note)
+    return Undo(record, back, _changes_since(journal, history, record, back))
+
+
+def _changes_since(
+    journal: JournalReader, history: History, first: Committed, back: Update
 ) -> tuple[str, ...]:
     """What later updates have done that the undoing of one would discard or be wrong for, in words."""
     undoes = {edit.variable: edit.operation for edit in back.edits}
@@ -329,7 +297,7 @@ def changes_since(
         if not _counts_after(history, record, first):
             continue
         done: dict[str, None] = {}
-        for edit in edits_of(record):
+        for edit in journal.edits(record.id, record.digest):
             name, operation = edit["variable"], EditKind(edit["operation"])
             if name in undoes and disturbs(operation, undoes[name], heals=record.heals):
                 done[f"{_DONE[operation]} {name}"] = None
@@ -361,25 +329,6 @@ _DONE = {
     EditKind.RESET: "reset",
     EditKind.RESET_ROWS: "reset rows of",
 }
-
-
-def inverse_of(
-    record: Committed,
-    load: Callable[[], Update],
-    load_before: Callable[[], Update | None],
-    *,
-    id_: str | None = None,
-    note: str = "",
-    author: str = "",
-) -> Update:
-    """The update that undoes another one, from what the journal keeps of it."""
-    try:
-        update = load()
-    except PayloadRemoved as error:
-        problem = f"The values of update {record.sequence} are not kept any more: {HELD_BY_ALL}"
-        raise UpdateRefused(problem, remedy=NOT_KEPT) from error
-    note = note or f"revert update {record.sequence} ({record.id})"
-    return inverse(update, load_before(), id_=id_, note=note, author=author)
 
 
 def number_of(which: int | str) -> int:

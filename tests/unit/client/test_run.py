@@ -178,13 +178,12 @@ def test_log_and_show_tell_the_same_of_an_update(run: Run, job: PlayedJob) -> No
     assert run.log(last=1) == [second]
     shown = run.show("bo")
     assert (shown.id, shown.receipts, shown.sha256) == (first.id, first.receipts, first.sha256)
-    assert shown.details is not None
-    assert [(one.variable, one.operation) for one in shown.details][:2] == [
+    assert shown.detailed
+    assert [(one["variable"], one["operation"]) for one in shown.edits][:2] == [
         ("model/dense/bias", "add"),
         ("model/dense/kernel", "scale"),
     ]
-    assert shown.details[0].values is not None
-    assert shown.details[0].values.norm == pytest.approx(5**0.5)
+    assert shown.edits[0]["values"]["norm"] == pytest.approx(5**0.5)
     assert run.show(2).id == "slower"
     with pytest.raises(NotFound, match="no update 9"):
         run.show(9)

@@ -160,7 +160,7 @@ def test_the_journal_says_what_reverts_what_and_anybody_can_see_beforehand_what_
 ) -> None:
     with file_job(tmp_path) as job:
         number = propose(job, overwriting())
-        eventually(lambda: Updates(tmp_path).before)
+        eventually(lambda: Updates(tmp_path).journal.before)
         plan = undo(tmp_path, number)
         assert plan.record.sequence == number
         assert {edit.operation.value for edit in plan.update.edits} == {"assign", "assign_rows"}
@@ -178,7 +178,7 @@ def test_an_attempt_that_applies_an_update_again_keeps_the_values_before_it_agai
     with file_job(tmp_path) as job:
         before = job.values()
         number = propose(job, overwriting())
-        eventually(lambda: Updates(tmp_path).before)
+        eventually(lambda: Updates(tmp_path).journal.before)
     for path in tmp_path.glob("groups/*/*.before.safetensors"):
         path.unlink()
     with file_job(tmp_path, attempt=1, values=start_values()) as again:
@@ -192,7 +192,7 @@ def test_values_that_an_attempt_cannot_write_are_not_taken_from_an_earlier_one(
 ) -> None:
     with file_job(tmp_path) as job:
         number = propose(job, overwriting())
-        eventually(lambda: Updates(tmp_path).before)
+        eventually(lambda: Updates(tmp_path).journal.before)
     other = {name: value + 1 for name, value in start_values().items()}  # another training led to these
     with file_job(tmp_path, attempt=1, values=other) as again:
 
@@ -211,7 +211,7 @@ def test_values_that_are_not_kept_any_more_are_named_with_what_to_do(
     monkeypatch.setattr("replicast.storage.journal.REVERTIBLE_BYTES", 0)
     with file_job(tmp_path) as job:
         number = propose(job, overwriting())
-        eventually(lambda: Updates(tmp_path).before)
+        eventually(lambda: Updates(tmp_path).journal.before)
         assert job.journal.remove_payloads({number}, None) == 2
         assert not list(tmp_path.glob("groups/*/*.safetensors"))
         with pytest.raises(
