@@ -19,7 +19,7 @@ from typing import Any
 
 import keras
 
-from replicast.config import ATTEMPT, progress_target, read_launch
+from replicast.config import ATTEMPT, heartbeat_file, read_launch
 from replicast.core.entries import Saved
 from replicast.core.events import Ended, WriteOutcome
 from replicast.core.messages import Tell
@@ -32,11 +32,10 @@ from replicast.replicas.departure import Departure, leave_on_sigterm
 from replicast.replicas.exchange import Exchange
 from replicast.replicas.job_audits import AuditPlan, Audits, Expectation, declared
 from replicast.replicas.job_checkpoints import Checkpoints, numbers
-from replicast.replicas.progress import ProgressReports
 from replicast.replicas.replica import WorkerHooks
 from replicast.replicas.session import Session
 from replicast.replicas.training_progress import Training
-from replicast.replicas.worker_notes import RunFiles
+from replicast.replicas.worker_notes import Heartbeat, RunFiles
 from replicast.storage.checkpoint_format import saved_of
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence, last_claim
@@ -175,25 +174,20 @@ class JoinedWorker(WorkerHooks):
         self.audits = Audits(self.session, self.state.schema, run_dir, audits, self._answer_audit)
         self.session.start()
         self.run_files.start()
-        self._progress = self._progress_reports()
-        self._progress.start()
+        self._heartbeat = Heartbeat(
+            heartbeat_file(os.environ, rank),
+            rank=rank,
+            attempt=self._attempt,
+            step=lambda: self.session.step,
+            training=lambda: self.run_files.training,
+            position=lambda: self.training.position,
+            metrics=lambda: numbers(self.run_files.logs or {}),
+        )
+        self._heartbeat.start()
         self._states = RunStates(run_dir, rank, size, self._attempt)
         self._states.starting()
         # Even before training: a worker that is told to exit then tells the others, and exits with its code.
         leave_on_sigterm(self.departure, strategy.leavings)
-
-    def _progress_reports(self) -> ProgressReports:
-        """Reports for a scheduler, if the environment asks for them."""
-        session, run_files = self.session, self.run_files
-        return ProgressReports(
-            progress_target(os.environ, session.rank),
-            rank=session.rank,
-            attempt=self._attempt,
-            step=lambda: session.step,
-            training=lambda: run_files.training,
-            position=lambda: self.training.position,
-            metrics=lambda: numbers(run_files.logs or {}),
-        )
 
     # Trainings and boundaries.
 
@@ -297,7 +291,7 @@ class JoinedWorker(WorkerHooks):
             self.training.warn_of_what_was_left()
         self.session.stop()
         self.run_files.finish()
-        self._progress.stop(finished=not told_to)
+        self._heartbeat.stop(finished=not told_to)
         self._states.ended(self.session.step, told_to=told_to, at_exit=at_exit)
         if not self.departure.ends:  # at the end of the script it stays: SIGTERM need not exit then
             self._strategy.leavings.remove(self.departure)
@@ -313,7 +307,7 @@ class JoinedWorker(WorkerHooks):
         """The process exits, in whatever state it is. Waits for nobody."""
         self.session.abandon()
         self.run_files.note_end()
-        self._progress.stop(finished=False)
+        self._heartbeat.stop(finished=False)
         self._states.abandoned(self.session.step, self._strategy.failure)
         self.departure.ends = True  # it exits anyway: SIGTERM need not
 

@@ -6,7 +6,7 @@
     outbox             publishes this worker's proposals in order, then tells the loop
     prepare            loads, fetches, checks and discards the bytes of updates, in the order of the log
     release            frees the memory of what is applied or has its outcome; tells how operations ended
-    files              worker 0: writes what nobody waits for: values before updates, answers to requests
+    files              worker 0: writes what nobody waits for: values before updates
     journal, saver     worker 0: write entries, write checkpoints
 
 **Who may call what.** Only the loop calls the state machines (`_handle`); any thread may post events to it.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -182,17 +183,27 @@ class Pace:
         return {"step_secs": self._step_secs, "stepped_at": self._stepped_at}
 
 
+def done_and_left(position: Position | None) -> tuple[int, int] | None:
+    """The steps of the current `fit` that are done and those that are left; None if that is not known."""
+    if position is None or position.inside != "fit" or not position.fits:
+        return None
+    fit = position.fits[-1]
+    if fit.batches is None:
+        return None
+    total = fit.epochs * fit.batches
+    done = min(total, position.epoch * fit.batches + position.batch)
+    return done, total - done
+
+
 def progress(position: Position | None, *, training: bool) -> dict[str, Any]:
     """The fields of a note that say where in its epochs a training is, as far as that is known."""
     if not training or position is None:
         return {}
     if position.inside != "fit" or not position.fits:
         return {"epoch": position.epoch}
-    fit = position.fits[-1]
-    left = {}
-    if fit.batches is not None:
-        left["steps_left"] = max(0, (fit.epochs - position.epoch) * fit.batches - position.batch)
-    return {"epoch": min(position.epoch, fit.epochs - 1), "epochs": fit.epochs, **left}
+    epochs, known = position.fits[-1].epochs, done_and_left(position)
+    left = {} if known is None else {"steps_left": known[1]}
+    return {"epoch": min(position.epoch, epochs - 1), "epochs": epochs, **left}
 
 
 def memory_bytes() -> int | None:
@@ -209,6 +220,8 @@ OPERATIONS = "operations.json"
 """The current operations, for `replicast status`."""
 LOOK_SECS = 0.2
 NOTE_SECS = 1.0
+HEARTBEAT_SECS = 1.0
+_MOST_METRICS = 64
 
 
 class RunFiles:
@@ -393,3 +406,79 @@ class RunFiles:
             said = json.dumps({"step": self._session.step, "operations": operations})
             write_quickly(below(run_dir) / OPERATIONS, said)
             self._operations = operations
+
+
+class Heartbeat:
+    """Progress for a scheduler: a file that a thread writes every second. Off by default.
+
+    A thread of its own: a run directory on a file system that hangs must not make a worker look dead. It
+    never stops training: whatever fails is logged once.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        rank: int,
+        attempt: int,
+        step: Callable[[], int],
+        training: Callable[[], bool],
+        position: Callable[[], Position | None],
+        metrics: Callable[[], Mapping[str, float]],
+    ) -> None:
+        self._path = path
+        self._rank, self._attempt = rank, attempt
+        self._step, self._training, self._position, self._metrics = step, training, position, metrics
+        self._pace = Pace()
+        self._known: tuple[int, int] | None = None
+        self._finished = False
+        self._stopping = threading.Event()
+        self._warned = False
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        if self._path is not None:
+            self._thread.start()
+
+    def stop(self, *, finished: bool) -> None:
+        """Writes the file once more and ends the thread. A second call does nothing."""
+        if self._stopping.is_set() or not self._thread.is_alive():
+            return
+        self._finished = finished
+        self._stopping.set()
+        self._thread.join(_END_SECS)
+
+    def _run(self) -> None:
+        ends = False
+        while not ends:
+            ends = self._stopping.wait(HEARTBEAT_SECS)
+            try:
+                if self._path is not None:
+                    write_quickly(self._path, json.dumps(self._look(), allow_nan=False))
+            except Exception as error:  # no space, or a metric of an unknown kind
+                if not self._warned:
+                    logger.warning("The heartbeat file cannot be written: %s", printable(error))
+                self._warned = True
+
+    def _look(self) -> dict[str, Any]:
+        now, step, training = time.time(), self._step(), self._training()
+        pace = self._pace.look(step, now, training=training)
+        self._known = done_and_left(self._position()) or self._known
+        percent = remaining = None
+        if self._known is not None:
+            done, left = (sum(self._known), 0) if self._finished else self._known
+            percent = 100 * done // max(1, done + left)
+            step_secs = pace["step_secs"]
+            remaining = 0 if left == 0 else None if step_secs is None else round(left * step_secs)
+        metrics = list(self._metrics().items())[:_MOST_METRICS]
+        return {
+            "time": now,
+            "rank": self._rank,
+            "attempt": self._attempt,
+            "step": step,
+            "training": training,
+            "stepped_at": pace["stepped_at"],
+            "percent": percent,
+            "remaining_secs": remaining,
+            "metrics": {name: value if math.isfinite(value) else None for name, value in metrics},
+        }

@@ -88,15 +88,6 @@ def test_the_resources_of_trainer_v2_have_only_fields_that_it_knows(kind: str) -
     assert lost(document, model.from_dict(document).to_dict()) == []
 
 
-def test_the_progress_that_is_sent_has_only_fields_that_trainer_v2_knows() -> None:
-    from kubeflow_trainer_api import models
-
-    body = json.loads(Path(__file__).with_name("kubeflow_status.json").read_text())
-    read = models.TrainerV1alpha1UpdateTrainJobStatusRequest.from_dict(body)
-    assert lost(body, read.to_dict()) == [".trainerStatus.lastUpdatedTime"]  # read as a time
-    assert read.trainer_status.last_updated_time.timestamp() == 1794952626.0
-
-
 def test_the_job_of_the_operator_v1_has_only_fields_that_it_knows() -> None:
     from kubeflow.training import ApiClient, Configuration
     from kubeflow.training import models as v1
