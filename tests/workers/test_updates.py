@@ -347,12 +347,6 @@ def test_fifty_updates_of_three_sources_at_once_have_one_order_and_none_is_lost_
     assert not list((tmp_path / "run" / "inbox").glob("*.safetensors")), "the inbox is not empty"
 
 
-def test_fifty_updates_in_a_job_of_one(pool1: Pool, tmp_path: Path) -> None:
-    (result,) = pool1.run(fifty, "quietly", tmp_path)
-    assert len(result["order"]) == 50
-    assert_equal_on_all([result["reference"], result["after"]])
-
-
 # Steps, functions, sync.
 
 
@@ -467,75 +461,7 @@ def test_sync_makes_every_replica_that_of_its_source(pool3: Pool) -> None:
     assert differing[0] == differing[1] != differing[2]
 
 
-def test_sync_in_a_job_of_one_finds_nothing_to_do(pool1: Pool) -> None:
-    assert pool1.run(synced)[0]["touched"] == ["mark"]
-
-
-def found_different(strategy: Any) -> str:
-    model = perceptron(strategy)
-    with replicas_of(model) as replicas:
-        if strategy.rank == 1:
-            change_here_only(model, "dense_1", "bias", 1.0)
-        ticket = replicas.propose(mark(0)) if strategy.rank == 0 else None
-        quietly(replicas, lambda step: None, lambda: ticket is None or ticket.done())
-        said = ""
-        if ticket is not None:
-            with pytest.raises(replicast.ReplicasDiverged, match=r"sync\(source=0\)") as caught:
-                ticket.result(0)
-            said = str(caught.value)
-        assert replicas.sync(source=0) is not None
-    return said
-
-
-def test_an_update_of_replicas_that_differ_says_so(pool2: Pool) -> None:
-    assert "worker 0: " in pool2.run(found_different)[0]
-
-
 # Waiting in the training thread.
-
-
-def asked_at_the_end(strategy: Any) -> list[Any]:
-    model = perceptron(strategy)
-    answers = []
-    with replicas_of(model) as replicas:
-        replicas.boundary()
-        if strategy.rank == strategy.size - 1:  # the others close, and wait there
-            answers.append(replicas.propose(mark(0)).result(WAIT_SECS).id)
-    return [state(model)["sequential/dense_1/bias"], replicas.history[0].id, answers]
-
-
-def test_the_result_can_be_waited_for_at_the_end_of_the_script_while_the_others_close(pool3: Pool) -> None:
-    results = pool3.run(asked_at_the_end)
-    assert_equal_on_all([result[:2] for result in results])
-    assert results[0][0][0] == 100.0
-    assert [result[2] for result in results] == [[], [], ["mark-0"]]
-
-
-def asked_too_early(strategy: Any) -> dict[str, Any]:
-    model = perceptron(strategy)
-    said: list[str] = []
-    passed = strategy.next_name("passed")
-
-    def act(step: int) -> None:
-        if step == 3 and strategy.rank == 1:
-            strategy.coordination.put(passed, "the boundary of step 3")
-        if step == 3 and strategy.rank == 0:
-            # Before it has, the update could be applied at this step, in which worker 0 waits.
-            assert strategy.coordination.get(passed, WAIT_SECS)
-            ticket = replicas.propose(mark(0))
-            with pytest.raises(replicast.UpdatePending, match="has to train first") as caught:
-                ticket.result()
-            said.append(str(caught.value.stage))
-
-    with replicas_of(model) as replicas:
-        seen = train(replicas, "fit", act, lambda: bool(replicas.history))
-    return {"seen": seen, "said": said if strategy.rank == 0 else ["prepared"]}
-
-
-def test_a_training_thread_that_waits_for_itself_is_told_and_training_continues(pool2: Pool) -> None:
-    results = pool2.run(asked_too_early)
-    assert_equal_on_all(results)
-    assert results[0]["said"] == ["prepared"]
 
 
 # Refusals.
@@ -654,10 +580,6 @@ def test_bad_updates_are_refused_and_training_ends_with_the_same_weights_as_with
     pool3: Pool, tmp_path: Path
 ) -> None:
     assert_refused_without_a_trace(pool3, tmp_path)
-
-
-def test_bad_updates_are_refused_in_a_job_of_one(pool1: Pool, tmp_path: Path) -> None:
-    assert_refused_without_a_trace(pool1, tmp_path)
 
 
 @contextlib.contextmanager
