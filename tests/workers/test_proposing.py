@@ -9,8 +9,7 @@ import pytest
 
 from replicast.core.records import Stage
 from replicast.errors import UpdateRefused
-from replicast.replicas.proposals import Proposals, checked_step, checked_worker
-from replicast.replicas.ticket import Ticket
+from replicast.replicas.proposals import Proposals, Ticket, checked_step, checked_worker
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.update import Update
 

@@ -21,16 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from replicast.codec import Record
-from replicast.core.records import (
-    Applied,
-    Content,
-    Proposal,
-    Published,
-    ReportId,
-    Seen,
-    Snapshot,
-    Stage,
-)
+from replicast.core.records import Applied, Content, Proposal, Published, ReportId, Seen, Snapshot, Stage
 from replicast.update.trial import Trial
 
 # An order: a worker's part of an operation, as data that is sent to it and a method that runs there.

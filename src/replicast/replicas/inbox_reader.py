@@ -33,8 +33,8 @@ from replicast.core.records import Refusal, Stage
 from replicast.errors import FileDamaged, ReplicastError, UpdateRefused, printable
 from replicast.files import RunDir, RunPath
 from replicast.processes import this_process
+from replicast.replicas.proposals import diverged, refused
 from replicast.replicas.session import Session
-from replicast.replicas.ticket import diverged, refused
 from replicast.storage import inbox
 from replicast.storage.inbox import InboxAnswer, InboxRequest
 from replicast.update.schema import check_outline

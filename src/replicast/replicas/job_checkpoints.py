@@ -34,13 +34,7 @@ from replicast import faults
 from replicast.core.entries import Saved
 from replicast.core.events import Ended, WriteOutcome
 from replicast.core.records import Refusal, Refuse, ReportId, Snapshot, Stage
-from replicast.errors import (
-    CheckpointError,
-    JobFailed,
-    NotSupported,
-    ReplicasDiverged,
-    ReplicastError,
-)
+from replicast.errors import CheckpointError, JobFailed, NotSupported, ReplicasDiverged, ReplicastError
 from replicast.replicas.lanes import LOOK_SECS, Deadline, wait_for
 from replicast.replicas.measures import MetricHistory, mean_history
 from replicast.replicas.replica import joined

@@ -30,9 +30,8 @@ from replicast.replicas.job_checkpoints import SaveEvery, SavePlan, Saving, When
 from replicast.replicas.joined_worker import JoinedWorker
 from replicast.replicas.parcels import Function
 from replicast.replicas.position import Position
-from replicast.replicas.proposals import checked_worker
+from replicast.replicas.proposals import Ticket, checked_worker, refused
 from replicast.replicas.restore import Restored, restore
-from replicast.replicas.ticket import Ticket, refused
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.training import Strategy
 from replicast.training.resuming import Batches

@@ -63,9 +63,8 @@ from replicast.replicas.channel import Channel, Note
 from replicast.replicas.exchange import Exchange
 from replicast.replicas.lanes import WorkerThreads, wait_for
 from replicast.replicas.parcels import Parcels
-from replicast.replicas.proposals import Proposals
+from replicast.replicas.proposals import Proposals, Ticket, log_trial, refusal_of
 from replicast.replicas.replica import StateReplica, WorkerHooks
-from replicast.replicas.ticket import Ticket, log_trial, refusal_of
 from replicast.storage.journal import Journal, NotWritten, PerhapsWritten
 from replicast.transport import Transport
 from replicast.update.audit_report import Policy

@@ -31,12 +31,7 @@ import tensorflow as tf
 
 from replicast import rendezvous
 from replicast.config import HEARTBEAT_SECS, Cluster, heartbeat_timeout_secs, read_cluster, start_timeout_secs
-from replicast.coordination import (
-    Coordination,
-    MemoryCoordination,
-    ServiceCoordination,
-    unregistered_workers,
-)
+from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination, unregistered_workers
 from replicast.errors import ClusterError, JobFailed, NotSupported
 from replicast.lifetime import Lifetime
 from replicast.port_filter import port_limit

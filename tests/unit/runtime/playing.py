@@ -11,7 +11,7 @@ import pytest
 
 from replicast.core.records import Stage
 from replicast.errors import UpdatePending, UpdateRefused
-from replicast.replicas.ticket import Ticket
+from replicast.replicas.proposals import Ticket
 from replicast.testing.job import DEADLINE_SECS, Worker, eventually
 from replicast.update.update import Update
 

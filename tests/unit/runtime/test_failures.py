@@ -15,7 +15,7 @@ from replicast.core.entries import Committed, Entry, Payload, Receipt
 from replicast.core.operation import Gather
 from replicast.core.records import Stage
 from replicast.errors import JobFailed
-from replicast.replicas.ticket import Ticket
+from replicast.replicas.proposals import Ticket
 from replicast.storage.journal import MemoryJournal, NotWritten, PerhapsWritten
 from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
 from replicast.update.update import Update

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from replicast.errors import UpdateRefused
+from replicast.replicas.proposals import Ticket
 from replicast.replicas.session import Session
-from replicast.replicas.ticket import Ticket
 from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
 from replicast.update.update import Update
 from tests.unit.clock import Clock

@@ -8,7 +8,7 @@ import pytest
 
 from replicast.config import TOLD_TO_END
 from replicast.core.records import Stage
-from replicast.replicas.ticket import Ticket
+from replicast.replicas.proposals import Ticket
 from replicast.testing.job import Job, Worker, eventually
 from replicast.update.trial import Trial
 from tests.unit.runtime.playing import bias, bias_of, loss_of_bias, pending, scheduled

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from replicast.errors import JobFailed
-from replicast.replicas.ticket import Ticket
+from replicast.replicas.proposals import Ticket
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, Journal, MemoryJournal
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from replicast.errors import UpdateRefused
-from replicast.replicas.ticket import Ticket
+from replicast.replicas.proposals import Ticket
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal
 from replicast.storage.updates import Updates, committed_updates, undo

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from replicast.core.records import Stage
 from replicast.errors import UpdatePending, UpdateRefused
-from replicast.replicas.ticket import Ticket
+from replicast.replicas.proposals import Ticket
 from replicast.testing.job import QUICK, Job, Worker, eventually, start_values
 from replicast.update.edits import apply_edit
 from replicast.update.schema import planned

@@ -11,7 +11,7 @@ import pytest
 
 from replicast.core.records import Refusal, Stage
 from replicast.errors import ReplicasDiverged
-from replicast.replicas.ticket import Ticket
+from replicast.replicas.proposals import Ticket
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update

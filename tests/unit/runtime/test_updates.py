@@ -11,7 +11,7 @@ import pytest
 from replicast.core.records import Stage
 from replicast.errors import ReplicasDiverged, UpdateRefused
 from replicast.replicas.parcels import Parcels
-from replicast.replicas.ticket import Ticket
+from replicast.replicas.proposals import Ticket
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.transport import SharedMemoryTransport
 from replicast.transport.shared import KEPT_BYTES

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from replicast.core.records import Stage
 from replicast.errors import ClusterError, JobFailed, UpdatePending
 from replicast.replicas import session
-from replicast.replicas.ticket import Ticket
+from replicast.replicas.proposals import Ticket
 from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
 from replicast.update.trial import Trial
 from tests.unit.runtime.playing import bias, loss_of_bias, pending, scheduled
