@@ -341,6 +341,7 @@ _ALLOWED = {
     "files.py": "relative to a descriptor that RunPath gives",
     "import_environment.py": _OWN,
     "page/app.py": _OWN,
+    "page/assets.py": _OWN,
     "page/server.py": "the files of a token and a certificate",
     "paths.py": "RunPath itself, and `open_plain` for " + _USERS,
     "port_filter.py": _OWN,

@@ -29,12 +29,12 @@ from replicast.cli.texts import (
 from replicast.client import Run
 from replicast.client.directory import DirectoryRun
 from replicast.client.examination import EditView
-from replicast.client.report import report as make_report
 from replicast.client.run import Overview
 from replicast.client.updates import UpdateView
 from replicast.core.entries import Receipt
 from replicast.core.records import Stage
 from replicast.errors import printable
+from replicast.page.assets import report as make_report
 from replicast.storage.claims import read_chain
 from replicast.storage.run_files import ENDED, State, WorkerNote, absent_secs, age
 
@@ -211,7 +211,8 @@ def report(run: Run, output: Path) -> int:
 
     Updates with authors, notes, steps and the digests of every worker and attempt; checkpoints, restarts,
     audits and the loss curve. Each record of the journal contains the hash of the one before it: a change to
-    an old record shows, and the report says so. The file has no scripts and loads nothing.
+    an old record shows, and the report says so. The file is the page of the run with its data inside: it
+    loads nothing, and looks as `replicast serve` does.
 
     \b
     Examples:
@@ -223,8 +224,8 @@ def report(run: Run, output: Path) -> int:
         raise Failed(
             "A report needs the files of the run. Give its directory, on the machine that has it.", 2
         )
-    output.write_text(make_report(run), encoding="utf-8")
     chain = read_chain(run.path)
+    output.write_text(make_report(run, chain), encoding="utf-8")
     click.echo(f"{printable(output)}: {texts.counted(chain.length, 'record')} of the journal")
     for problem in chain.problems:
         click.echo(printable(problem), err=True)

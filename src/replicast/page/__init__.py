@@ -1,6 +1,7 @@
 """The page of a run and its HTTP interface: `replicast serve`. Needs the extra `replicast[page]`.
 
-    app.py         a route for every operation of client/run.py; the page's own files
+    app.py         a route for every operation of client/run.py
+    assets.py      the page's own files, served or as one file: `replicast report`
     openapi.py     their description             answers.py   JSON, and errors with their status
     security.py    Host, Origin, token, rate limits, headers
     server.py      settings, limits, uvicorn, threads, uploads

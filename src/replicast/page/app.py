@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +35,7 @@ from replicast.client.run import MAX_LOG, MAX_SERVED_ROWS, OPERATIONS, Operation
 from replicast.errors import RequestRefused
 from replicast.page import prometheus
 from replicast.page.answers import HttpError, dumped, http_error
+from replicast.page.assets import PAGE, PLOTLY, STATIC, TYPES, asset_names, plotly_file
 from replicast.page.live import Find, Runs, SlotResponse, Streams, Watch
 from replicast.page.openapi import description
 from replicast.page.security import Access, SecurityMiddleware
@@ -387,19 +387,6 @@ async def _failed(_request: Request, error: Exception) -> Response:
     return HttpError(500, "The server failed", remedy="Its log says why").response()
 
 
-# The page's own files, and plotly's JavaScript from the installed package: nothing comes from outside.
-
-STATIC = Path(__file__).parent / "static"
-PLOTLY = "plotly.js"
-PAGE = "index.html"
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-
-
 @lru_cache(maxsize=64)
 def _content(name: str) -> tuple[bytes, bytes, str]:
     """A file as it is and compressed, and its tag. Blocks."""
@@ -408,19 +395,6 @@ def _content(name: str) -> tuple[bytes, bytes, str]:
         raise HttpError(503, "plotly is not installed", remedy="pip install 'replicast[page]'")
     plain = path.read_bytes()
     return plain, gzip.compress(plain, 6, mtime=0), hashlib.sha256(plain).hexdigest()[:32]
-
-
-def plotly_file() -> Path | None:
-    """Plotly's JavaScript, as its Python package brings it."""
-    spec = find_spec("plotly")
-    found = None if spec is None or spec.origin is None else Path(spec.origin).parent
-    return None if found is None else found / "package_data" / "plotly.min.js"
-
-
-@lru_cache(maxsize=1)
-def asset_names() -> frozenset[str]:
-    """The files that can be asked for."""
-    return frozenset({PLOTLY, *(path.name for path in STATIC.iterdir() if path.suffix in _TYPES)})
 
 
 def asset(name: str, headers: Headers) -> Response:
@@ -435,5 +409,5 @@ def asset(name: str, headers: Headers) -> Response:
     takes_gzip = "gzip" in headers.get("accept-encoding", "")
     if takes_gzip:
         answer["Content-Encoding"] = "gzip"
-    media = _TYPES[Path(name).suffix]
+    media = TYPES[Path(name).suffix]
     return Response(compressed if takes_gzip else plain, headers=answer | {"Content-Type": media})

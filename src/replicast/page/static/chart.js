@@ -2,6 +2,7 @@
 
 import { el, unlessPressed } from "./dom.js";
 import { count } from "./format.js";
+import { report } from "./report.js";
 
 const MOST_POINTS = 6000; // Then the server is asked for a decimated series again.
 const MOST_SERIES = 12;
@@ -16,7 +17,7 @@ const KINDS = {
 
 /** Resolves when plotly is there; it is large, and the page does not wait for it. */
 export const plotly = new Promise((resolve) => {
-  const wait = () => (window.Plotly ? resolve(window.Plotly) : setTimeout(wait, 50));
+  const wait = () => (window.Plotly ? resolve(window.Plotly) : !report && setTimeout(wait, 50));
   wait();
 });
 
@@ -27,7 +28,7 @@ const isLoss = (name) => /loss/i.test(name);
 
 export class Chart {
   constructor() {
-    this.plot = el("div", { class: "chart", role: "img", "aria-label": "Metrics by step" }, el("p", { class: "wait empty" }, "No metrics yet"));
+    this.plot = el("div", { class: "chart", role: "img", "aria-label": "Metrics by step" }, el("p", { class: "wait empty" }, report && !window.Plotly ? "No chart: plotly was not installed where this report was made" : "No metrics yet"));
     this.key = el("div", { class: "key" });
     this.series = new Map();
     this.position = null;

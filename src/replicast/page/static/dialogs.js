@@ -168,6 +168,6 @@ export function receiptView(view) {
       ["number", view.sequence ? String(view.sequence) : null], ["id", el("span", { class: "mono" }, view.id)], ["what", editsText(view.edits)],
       ["digest", digests.length ? el("span", { class: "mono" }, `${digests[0][1]}, ${digests.length > 1 ? `the same on ${digests.length} workers` : "on the only worker"}`) : null],
       ["trial", view.outcome ? `${view.outcome.outcome}: ${view.outcome.reason}` : null],
-      ["took", view.propose_to_applied_secs ? `${seconds(view.propose_to_applied_secs)}; training stood still for ${seconds(view.stall_secs)}` : null],
+      ["took", view.propose_to_applied_secs ? `${seconds(view.propose_to_applied_secs)}; training paused for ${seconds(view.stall_secs)}` : null],
     ]));
 }

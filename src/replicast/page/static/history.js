@@ -2,6 +2,7 @@
 
 import { card, el, showList } from "./dom.js";
 import { ago, count, counted, number, size } from "./format.js";
+import { report } from "./report.js";
 
 export function auditSentence(report) {
   const on = report.workers === 1 ? "on the only worker" : `on ${report.workers} workers`;
@@ -20,7 +21,7 @@ export class Audits {
   }
 
   show(audits) {
-    const shown = audits.slice(-5).reverse();
+    const shown = audits.slice(report ? 0 : -5).reverse();
     this.empty.hidden = shown.length > 0;
     this.list.parentElement.hidden = shown.length === 0;
     showList(this.list, shown.map((one) => ({ ...one, ago: ago(one.time) })), (one) => `${one.attempt}-${one.number}-${one.time}`, (one) => el("tr", {},
@@ -40,7 +41,7 @@ export class Checkpoints {
   }
 
   show(checkpoints) {
-    const shown = checkpoints.slice(-5).reverse();
+    const shown = checkpoints.slice(report ? 0 : -5).reverse();
     this.empty.hidden = shown.length > 0;
     this.list.parentElement.hidden = shown.length === 0;
     showList(this.list, shown.map((one) => ({ ...one, ago: ago(one.created_at) })), (one) => `${one.attempt}-${one.step}-${one.created_at}`, (one) => el("tr", {},

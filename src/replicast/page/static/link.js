@@ -30,6 +30,9 @@ export const link = {
     show("live", "live");
     banner("server", "");
   },
+  report() {
+    show("", "report");
+  },
   lost() {
     lost = true;
     show("lost", "no server");

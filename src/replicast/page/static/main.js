@@ -3,12 +3,13 @@
 import { get, Refused } from "./api.js";
 import { byId, el } from "./dom.js";
 import { link } from "./link.js";
+import { report } from "./report.js";
 import { showRun } from "./run.js";
 import { showRuns } from "./runs.js";
 import { askForToken, showTokenButton } from "./token.js";
 
 async function start() {
-  const name = decodeURIComponent(location.pathname.slice(location.pathname.lastIndexOf("/") + 1));
+  const name = report ? "" : decodeURIComponent(location.pathname.slice(location.pathname.lastIndexOf("/") + 1));
   for (;;) {
     try {
       if (name) {

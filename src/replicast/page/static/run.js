@@ -8,6 +8,7 @@ import { count, duration, number, plain, plainLine, setServerTime } from "./form
 import { Audits, Checkpoints } from "./history.js";
 import { banner, link } from "./link.js";
 import { Logs } from "./logs.js";
+import { report, reportCards } from "./report.js";
 import { stateChip } from "./state.js";
 import { askForToken, hasToken, onToken, showTokenButton } from "./token.js";
 import { Updates } from "./updates.js";
@@ -21,6 +22,12 @@ export async function showRun(run) {
   page.build();
   onToken(() => page.render());
   await page.refresh();
+  if (report) {
+    await page.readMetrics();
+    page.event("status", report.status);
+    link.report();
+    return;
+  }
   setInterval(() => page.status && !document.hidden && page.render(), 5000);
   setInterval(() => !document.hidden && page.refresh(), SLOW_MS);
   for (;;) {
@@ -71,8 +78,8 @@ class RunPage {
     byId("main").replaceChildren(
       el("div", { class: "hero" }, el("div", { class: "hero-line" }, this.chip, this.sentence), this.failure, facts),
       el("div", { class: "columns" },
-        el("div", { class: "stack" }, metrics, this.updates.node, this.logs.node),
-        el("div", { class: "stack" }, this.workers.node, this.actions.node, this.auditList.node, this.checkpointList.node)));
+        el("div", { class: "stack" }, metrics, this.updates.node, report ? reportCards() : this.logs.node),
+        el("div", { class: "stack" }, this.workers.node, report ? null : this.actions.node, this.auditList.node, this.checkpointList.node)));
   }
 
   /** Called when the stream is open again: everything may have changed. */
@@ -192,6 +199,7 @@ function restartMark(status, restart) {
 /** What to say at the top when the job is gone. */
 function jobBanner(status) {
   if (status.state === "failed") return "The job has failed.";
+  if (report) return "";
   if (status.state === "lost") return "The job is lost: no worker has been heard of. This page goes on by itself when it is started again.";
   return "";
 }

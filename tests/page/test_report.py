@@ -1,0 +1,46 @@
+"""`replicast report` in a real browser: the page of a run in one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from playwright.sync_api import expect
+
+from replicast.client import connect
+from replicast.storage.run_files import Change, State, write_change
+from replicast.update.update import Update
+from tests.page.browser import Watched, chromium
+from tests.page.played_run import PlayedRun
+from tests.unit.played_job import invoke
+
+SECS = 120_000
+HOSTILE = "<img src=x onerror=\"document.title='taken'\">"
+
+
+def test_a_report_shows_the_run_without_a_server_and_asks_nobody(tmp_path: Path) -> None:
+    with PlayedRun(tmp_path / "first") as played:
+        update = Update(id="fix-1", author="ana", note=HOSTILE).add("dense/bias", np.ones(3, np.float32))
+        receipt = connect(played.path).push(update).result(120)
+        write_change(played.path, Change(State.RESTARTING, 1, worker=1, reason=HOSTILE))
+        file = tmp_path / "report.html"
+        assert invoke("report", played.path, "-o", file).exit_code == 0
+    with chromium() as browser:
+        page = browser.new_page()
+        page.set_default_timeout(SECS)
+        expect.set_options(timeout=SECS)
+        watched = Watched(page)
+        page.goto(file.as_uri())
+        expect(page.locator("#run-name")).to_have_text("first")
+        entry = page.locator("#updates .entry").first
+        expect(entry).to_contain_text("verified")
+        expect(entry).to_contain_text("ana")
+        expect(entry).to_contain_text(HOSTILE)
+        expect(page.locator("#chain")).to_contain_text("are as they were written")
+        expect(page.locator("#receipts")).to_contain_text(f"0: {receipt.digests[0]}")
+        expect(page.locator("#changes")).to_contain_text(HOSTILE)
+        expect(page.locator(".chart .main-svg").first).to_be_visible()
+        expect(page.locator("#actions, #logs, #token-button:visible")).to_have_count(0)
+        assert "taken" not in page.title()
+        assert watched.complaints == []
+        assert {url.partition(":")[0] for url in watched.requests} <= {"file", "data", "blob"}
