@@ -92,7 +92,7 @@ def _job(*options: str) -> JobTimes:
         start = time.monotonic_ns()
         launcher = subprocess.Popen(
             [
-                *(sys.executable, "-m", "replicast.cli", "run", *arguments, "--tee", "none", *options),
+                *(sys.executable, "-m", "replicast", "run", *arguments, "--tee", "none", *options),
                 *("-m", "benchmarks.checkpoint_job", notes),
             ],
             cwd=REPOSITORY,

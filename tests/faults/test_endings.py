@@ -34,7 +34,7 @@ def run(
     command = [
         sys.executable,
         "-m",
-        "replicast.cli",
+        "replicast",
         "run",
         "-n",
         "2",

@@ -55,7 +55,7 @@ print("trained", flush=True)
 def run_frozen(directory: Path, *freezes: tuple[int, str]) -> subprocess.CompletedProcess[str]:
     """Runs a job of two workers; in each attempt but the last one a worker freezes at a moment."""
     (directory / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "replicast.cli", "run", "-n", "2", "--run-dir", "run"]
+    command = [sys.executable, "-m", "replicast", "run", "-n", "2", "--run-dir", "run"]
     return subprocess.run(
         [*command, "--max-restarts", str(len(freezes)), "train.py"],
         cwd=directory,

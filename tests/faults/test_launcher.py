@@ -77,7 +77,7 @@ def launch(tmp_path: Path) -> Iterator[Launcher]:
 
     def start(script: str, *options: str, workers: int = 2, arguments: tuple[str, ...] = ()) -> Launch:
         (tmp_path / "train.py").write_text(PREAMBLE + script)
-        command = [sys.executable, "-m", "replicast.cli", "run", "-n", str(workers), *options]
+        command = [sys.executable, "-m", "replicast", "run", "-n", str(workers), *options]
         environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
         process = subprocess.Popen(
             [*command, "train.py", *arguments],

@@ -57,7 +57,7 @@ def on_a_terminal(command: list[str], directory: Path, columns: int, awaited: st
 
 def test_on_a_terminal_one_bar_moves_and_whole_lines_stand_above_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "replicast.cli", "run", "-n", "2", "--tee", "all", "train.py"]
+    command = [sys.executable, "-m", "replicast", "run", "-n", "2", "--tee", "all", "train.py"]
     written = on_a_terminal(command, tmp_path, columns=60)
     name = "\x1b[36m[worker 0] \x1b[0m"
     assert f"{name}terminal: True 49\r\n" in written
@@ -86,7 +86,7 @@ print("\\b" * len(bar) + "\\r" + bar + " - val_accuracy: 0.2000 - val_loss: 0.10
 
 def test_at_80_columns_the_bar_shows_the_loss_below_the_log_lines_that_come_meanwhile(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BAR_AND_LOG)
-    command = [sys.executable, "-m", "replicast.cli", "run", "-n", "1", "--run-dir", "run", "train.py"]
+    command = [sys.executable, "-m", "replicast", "run", "-n", "1", "--run-dir", "run", "train.py"]
     below = "log line at 50\r\n\x1b[36m[worker 0] \x1b[0m 50/100 "
     bar = "━━━━━━━━━━━━━━ 0s 8ms/step - accuracy: 0.1958 - loss: 0.0200"
     written = on_a_terminal(command, tmp_path, columns=80, awaited=below + bar)

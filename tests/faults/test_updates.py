@@ -58,7 +58,7 @@ def start(directory: Path, body: str, *options: str) -> subprocess.Popen[str]:
     command = [
         sys.executable,
         "-m",
-        "replicast.cli",
+        "replicast",
         "run",
         "-n",
         "2",

@@ -65,7 +65,7 @@ class Machines:
         output = self.directory / f"launcher-{node}-{len(self.launched)}.txt"
         with output.open("wb") as file:
             process = self.hosts[node].start(
-                [sys.executable, "-m", "replicast.cli", command, *options], env=environ, stdout=file
+                [sys.executable, "-m", "replicast", command, *options], env=environ, stdout=file
             )
         launched = Launched(process, output, self.hosts[node])
         self.launched.append(launched)

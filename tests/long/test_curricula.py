@@ -69,7 +69,7 @@ def trained(directory: Path, *arguments: str) -> tuple[list[dict[str, np.ndarray
     """The states at the end, what worker 0 restored in each attempt, and all that was said."""
     (directory / "shm").mkdir(parents=True)
     (directory / "train.py").write_text(TRAIN)
-    command = [sys.executable, "-m", "replicast.cli", "run", "-n", "2", "--run-dir", "run"]
+    command = [sys.executable, "-m", "replicast", "run", "-n", "2", "--run-dir", "run"]
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "REPLICAST_SHM_DIR": str(directory / "shm")}
     ended = subprocess.run(

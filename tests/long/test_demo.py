@@ -18,7 +18,7 @@ from replicast.cli import Failed
 from replicast.cli.story import TRAIN, play
 
 DEADLINE_SECS = 240.0
-COMMAND = [sys.executable, "-m", "replicast.cli", "demo", "--run-dir"]
+COMMAND = [sys.executable, "-m", "replicast", "demo", "--run-dir"]
 ROW = re.compile(r"^ (\S.*?) +([0-9a-f]{8}) +([0-9a-f]{8}) +(yes|NO) *$", re.MULTILINE)
 
 

@@ -73,7 +73,7 @@ def test_the_script_with_changes_runs_alone(tmp_path: Path) -> None:
 
 
 def test_a_script_whose_worker_is_killed_ends_with_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
-    start = ["-m", "replicast.cli", "run", "-n", "2", "--max-restarts", "1", "--run-dir"]
+    start = ["-m", "replicast", "run", "-n", "2", "--max-restarts", "1", "--run-dir"]
     script = str(EXAMPLES / "restart.py")
     run([*start, "undisturbed", script], tmp_path)
     # The fifth of the checkpoints that are due every 20 steps.

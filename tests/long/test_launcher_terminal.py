@@ -14,7 +14,7 @@ def test_what_tensorflow_says_for_information_is_in_the_log_only_unless_the_user
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").write_text("import tensorflow as tf; tf.constant(1); print('done')")
-    command = [sys.executable, "-m", "replicast.cli", "run", "--run-dir", "run", "train.py"]
+    command = [sys.executable, "-m", "replicast", "run", "--run-dir", "run", "train.py"]
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
     quiet = on_a_terminal(command, tmp_path, columns=80)
     log = (tmp_path / "run" / "logs" / "attempt-0" / "worker-0.log").read_text()

@@ -167,7 +167,7 @@ class Job:
         """
         (self.directory / "shm").mkdir(exist_ok=True)
         (self.directory / "train.py").write_text(TRAIN)
-        command = [sys.executable, "-m", "replicast.cli", "run", "-n", str(workers), "--run-dir", "run"]
+        command = [sys.executable, "-m", "replicast", "run", "-n", str(workers), "--run-dir", "run"]
         environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
         environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "REPLICAST_SHM_DIR": str(self.directory / "shm")}
         process = subprocess.Popen(

@@ -23,7 +23,7 @@ DEADLINE_SECS = 240.0
 
 
 def command(workers: int, run_dir: Path, notes: Path) -> list[str]:
-    run = [sys.executable, "-m", "replicast.cli", "run", "-n", str(workers), "--run-dir", str(run_dir)]
+    run = [sys.executable, "-m", "replicast", "run", "-n", str(workers), "--run-dir", str(run_dir)]
     return [*run, str(SCRIPT), str(notes)]
 
 

@@ -78,7 +78,7 @@ def run_job(
     pushed = Update(id=PUSHED, note="waits in the inbox").add("dense/bias", np.ones(4, "float32"))
     inbox.submit(directory, pushed, at_step=30)
     options = ["-n", str(workers), "--run-dir", str(directory), "--max-restarts", str(max_restarts)]
-    command = [sys.executable, "-m", "replicast.cli", "run", *options, str(TRAIN)]
+    command = [sys.executable, "-m", "replicast", "run", *options, str(TRAIN)]
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     environ |= {
         "TF_CPP_MIN_LOG_LEVEL": "2",

@@ -119,7 +119,7 @@ sys.exit(143)
 
 def test_a_worker_whose_whole_cgroup_is_told_to_end_writes_its_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WORKER)
-    command = [sys.executable, "-m", "replicast.cli", "run", "-n", "1", "train.py"]
+    command = [sys.executable, "-m", "replicast", "run", "-n", "1", "train.py"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
         try:
             _appears(tmp_path / "pid")

@@ -45,7 +45,7 @@ def processes_in(directory: Path) -> list[str]:
 def test_every_operation_is_measured_on_two_workers_and_nothing_is_left_behind(temporary: Path) -> None:
     command = ["bench", "--workers", "2", "--size", "1MB", "--rounds", "1", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "replicast.cli", *command],
+        [sys.executable, "-m", "replicast", *command],
         capture_output=True,
         text=True,
         timeout=BENCH_SECS,

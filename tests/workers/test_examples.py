@@ -30,7 +30,7 @@ def run(command: list[str], directory: Path, **settings: str) -> str:
 
 def digests_of_workers(script: Path, workers: int, directory: Path) -> list[str]:
     """Runs a script on so many workers and returns the digest that each printed, from its log."""
-    run(["-m", "replicast.cli", "run", "-n", str(workers), "--run-dir", "run", str(script)], directory)
+    run(["-m", "replicast", "run", "-n", str(workers), "--run-dir", "run", str(script)], directory)
     return digests_in_logs(directory / "run" / "logs" / "attempt-0", workers)
 
 

@@ -82,7 +82,7 @@ def command(*words: object) -> Ended:
 def process(*words: object) -> Ended:
     """Runs a command as people do."""
     ended = subprocess.run(
-        [sys.executable, "-m", "replicast.cli", *map(str, words)],
+        [sys.executable, "-m", "replicast", *map(str, words)],
         env=environ(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -99,7 +99,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "train.py").write_text(TRAIN)
     with subprocess.Popen(
-        [sys.executable, "-m", "replicast.cli", "run", "-n", str(WORKERS), "--run-dir", "run", "train.py"],
+        [sys.executable, "-m", "replicast", "run", "-n", str(WORKERS), "--run-dir", "run", "train.py"],
         env=environ(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

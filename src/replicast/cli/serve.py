@@ -6,6 +6,7 @@ import logging
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,28 +14,24 @@ from replicast.errors import ServeRefused
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _NEEDED = ("starlette", "uvicorn", "plotly")
-_MIB = 2**20
 
 
 @click.command(context_settings={"show_default": True})
 @click.argument("path", metavar="RUN", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Where to listen; others need a token.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8080, metavar="P", help="0: any free one.")
+@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="The address to listen on.")
 @click.option(
-    "--token-file",
-    type=_FILE,
-    metavar="FILE",
-    help="Allows actions for clients that send its text. Created if missing.",
+    "--port", type=click.IntRange(0, 65535), default=8080, metavar="P", help="The port; 0 for any free one."
+)
+@click.option(
+    "--token-file", type=_FILE, metavar="FILE", help="A token that allows actions. Created if missing."
 )
 @click.option("--private", is_flag=True, help="Reading needs the token too, also from this machine.")
 @click.option(
-    "--allow-host",
-    multiple=True,
-    metavar="NAME",
-    help="A further name of this server, for example a proxy's.",
+    "--allow-host", "allowed_hosts", multiple=True, metavar="NAME", help="A name of the server, as a proxy's."
 )
 @click.option(
     "--trusted-proxy",
+    "trusted_proxies",
     multiple=True,
     metavar="ADDRESS",
     help="A proxy, or a network of proxies, whose X-Forwarded-For says who is calling.",
@@ -42,24 +39,9 @@ _MIB = 2**20
 @click.option("--certfile", type=_FILE, metavar="FILE", help="The certificate, for https.")
 @click.option("--keyfile", type=_FILE, metavar="FILE", help="The key of the certificate.")
 @click.option(
-    "--max-upload",
-    type=click.IntRange(min=1),
-    default=4096,
-    metavar="MIB",
-    help="The largest update to accept.",
+    "--max-upload", type=click.IntRange(1), default=4096, metavar="MIB", help="The largest update to accept."
 )
-def serve(
-    path: Path,
-    host: str,
-    port: int,
-    token_file: Path | None,
-    private: bool,
-    allow_host: tuple[str, ...],
-    trusted_proxy: tuple[str, ...],
-    certfile: Path | None,
-    keyfile: Path | None,
-    max_upload: int,
-) -> None:
+def serve(path: Path, token_file: Path | None, max_upload: int, **options: Any) -> None:
     """Serve the page of RUN: see the job, and steer it from a browser or by HTTP.
 
     RUN is a run directory, or a directory with several. The page follows the job and costs it nothing: the
@@ -74,22 +56,16 @@ def serve(
 
     Exit code: 0 after Ctrl-C or SIGTERM; 2 when it cannot be served.
     """
-    check_installed()
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise ServeRefused(
+            f"The page needs {', '.join(missing)}", remedy="Install it with: pip install 'replicast[page]'"
+        )
     from replicast.page.app import App
     from replicast.page.live import runs_in
     from replicast.page.server import Settings, address_of, listen, read_token, run
 
-    settings = Settings(
-        host=host,
-        port=port,
-        token=read_token(token_file, os.environ),
-        private=private,
-        allowed_hosts=allow_host,
-        trusted_proxies=trusted_proxy,
-        certfile=certfile,
-        keyfile=keyfile,
-        max_upload_bytes=max_upload * _MIB,
-    )
+    token = read_token(token_file, os.environ)
+    settings = Settings(token=token, max_upload_bytes=max_upload * 2**20, **options)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     with listen(settings) as listener:
         click.echo(f"Serving {path} at {address_of(settings, listener)}")
@@ -98,12 +74,3 @@ def serve(
         elif settings.token is None:
             click.echo("Actions are off: give --token-file FILE to allow them.")
         run(App(runs_in(path), settings), settings, listener)
-
-
-def check_installed() -> None:
-    """Says what to install when a package of the page is missing."""
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing:
-        raise ServeRefused(
-            f"The page needs {', '.join(missing)}", remedy="Install it with: pip install 'replicast[page]'"
-        )

@@ -139,7 +139,7 @@ class OwnJob:
 
 def _argv(command: Sequence[str]) -> list[str]:
     # -P: a file of the current directory must not take the place of a module.
-    return [sys.executable, "-P", "-m", "replicast.cli", *command]
+    return [sys.executable, "-P", "-m", "replicast", *command]
 
 
 class Report(NamedTuple):

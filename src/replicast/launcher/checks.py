@@ -266,7 +266,7 @@ def _run_probe(
     run_dir: str, deadline_secs: float, waiting: Callable[[float], object]
 ) -> tuple[int | None, str]:
     """Runs the probe on two workers; the exit code is None when the deadline passed."""
-    command = [sys.executable, "-m", "replicast.cli", "run", "-n", "2", "--run-dir", run_dir, "--grace", "5"]
+    command = [sys.executable, "-m", "replicast", "run", "-n", "2", "--run-dir", run_dir, "--grace", "5"]
     command += ["-m", _PROBE]
     environ = without(os.environ, "TF_CONFIG", *SECRETS)
     quiet, pipe = subprocess.DEVNULL, subprocess.PIPE

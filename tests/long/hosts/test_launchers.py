@@ -170,7 +170,7 @@ def test_status_on_the_first_host_shows_all_workers_also_where_the_run_directory
 
         def status() -> list[tuple[Any, ...]]:
             """The host, attempt, step of each worker, and what it waits for."""
-            command = [sys.executable, "-m", "replicast.cli", "status", "runs/first", "--json"]
+            command = [sys.executable, "-m", "replicast", "status", "runs/first", "--json"]
             inside = two.hosts[0].namespaces.inside(command)
             shown = json.loads(subprocess.run(inside, capture_output=True, timeout=SECS, check=True).stdout)
             names = ("host", "attempt", "step", "waiting_for")
