@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from replicast.codec import fields_of
 from replicast.errors import UpdateRefused
 from replicast.update.schema import Schema, Variable
 
@@ -110,10 +111,10 @@ def test_the_digest_tells_order_shape_dtype_and_slots_apart() -> None:
         {"variables": {}},
         {"variables": [3]},
         {"variables": [{}]},
-        {"variables": [variable("a").to_json() | {"dtype": "string"}]},
-        {"variables": [variable("a").to_json() | {"shape": [-1]}]},
-        {"variables": [variable("a").to_json() | {"kind": "other"}]},
-        {"variables": [variable("a").to_json() | {"slots": [3]}]},
+        {"variables": [fields_of(variable("a")) | {"dtype": "string"}]},
+        {"variables": [fields_of(variable("a")) | {"shape": [-1]}]},
+        {"variables": [fields_of(variable("a")) | {"kind": "other"}]},
+        {"variables": [fields_of(variable("a")) | {"slots": [3]}]},
         {"variables": [], "hints": []},
     ],
 )

@@ -12,7 +12,7 @@ the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -31,37 +31,39 @@ DTYPES = FLOAT_DTYPES | INTEGER_DTYPES | {"bool"}
 
 
 class EditKind(StrEnum):
-    """What an edit does to its variable."""
+    """What an edit does to its variable.
 
-    ADD = "add"  # variable + value
-    ASSIGN = "assign"  # value, bit for bit
-    SCALE = "scale"  # variable * factor
-    BLEND = "blend"  # variable + (value - variable) * weight
-    ADD_ROWS = "add_rows"  # variable[indices] + rows; the other rows do not change
-    ASSIGN_ROWS = "assign_rows"  # rows at indices, bit for bit; the other rows do not change
-    ADD_LOW_RANK = "add_low_rank"  # variable + a @ b, one rank after the other
-    RESET = "reset"  # every element becomes the factor; created by validation from reset_slots, not by users
-    RESET_ROWS = "reset_rows"  # the same for the rows at indices; the other rows do not change
+    A name, the arrays that it needs in the order in which they are written, sent and digested, and whether it
+    needs a factor.
+    """
+
+    arrays: tuple[str, ...]
+    has_factor: bool
+
+    def __new__(cls, name: str, arrays: tuple[str, ...] = (), has_factor: bool = False) -> EditKind:
+        kind = str.__new__(cls, name)
+        kind._value_, kind.arrays, kind.has_factor = name, arrays, has_factor
+        return kind
+
+    ADD = "add", ("value",)  # variable + value
+    ASSIGN = "assign", ("value",)  # value, bit for bit
+    SCALE = "scale", (), True  # variable * factor
+    BLEND = "blend", ("value",), True  # variable + (value - variable) * weight
+    ADD_ROWS = "add_rows", ("indices", "rows")  # variable[indices] + rows; the other rows do not change
+    ASSIGN_ROWS = "assign_rows", ("indices", "rows")  # rows at indices, bit for bit; the others do not change
+    ADD_LOW_RANK = "add_low_rank", ("a", "b")  # variable + a @ b, one rank after the other
+    # Every element becomes the factor; made by validation from reset_slots, not by users.
+    RESET = "reset", (), True
+    RESET_ROWS = "reset_rows", ("indices",), True  # the same for the rows at indices
+
+    @property
+    def is_of_rows(self) -> bool:
+        return "indices" in self.arrays
 
 
-# The arrays of each operation, in the order in which they are written, sent and digested.
-ARRAY_NAMES: Mapping[EditKind, tuple[str, ...]] = MappingProxyType(
-    {
-        EditKind.ADD: ("value",),
-        EditKind.ASSIGN: ("value",),
-        EditKind.SCALE: (),
-        EditKind.BLEND: ("value",),
-        EditKind.ADD_ROWS: ("indices", "rows"),
-        EditKind.ASSIGN_ROWS: ("indices", "rows"),
-        EditKind.ADD_LOW_RANK: ("a", "b"),
-        EditKind.RESET: (),
-        EditKind.RESET_ROWS: ("indices",),
-    }
-)
 RESETS = frozenset({EditKind.RESET, EditKind.RESET_ROWS})
-ROWS = frozenset({EditKind.ADD_ROWS, EditKind.ASSIGN_ROWS, EditKind.RESET_ROWS})
-HAVE_FACTOR = frozenset({EditKind.SCALE, EditKind.BLEND}) | RESETS
 COPY_BITS = frozenset({EditKind.ASSIGN, EditKind.ASSIGN_ROWS}) | RESETS
+ADDITIONS = frozenset({EditKind.ADD, EditKind.ADD_ROWS, EditKind.ADD_LOW_RANK})  # undone by subtraction
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,11 +85,19 @@ class Edit:
         return sum(array.nbytes for array in self.arrays.values())
 
 
-def touched(edit: Edit) -> npt.NDArray[np.int64] | None:
-    """The rows that the edit writes, or None if it writes the whole variable."""
-    if edit.operation not in ROWS:
+def touched_rows(edits: Iterable[Edit]) -> npt.NDArray[np.int64] | None:
+    """The rows that edits of one variable write, unique and sorted; None if one writes the whole variable."""
+    edits = list(edits)
+    if not all(edit.operation.is_of_rows for edit in edits):
         return None
-    return edit.arrays["indices"].astype(np.int64)
+    rows = np.unique(np.concatenate([edit.arrays["indices"] for edit in edits])).astype(np.int64)
+    rows.flags.writeable = False
+    return rows
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """The dtype with this name, which numpy does not know for bfloat16."""
+    return BFLOAT16 if name == "bfloat16" else np.dtype(name)
 
 
 def factor_as(factor: float, dtype: npt.DTypeLike) -> Array:
@@ -101,23 +111,29 @@ def apply_edit(edit: Edit, current: Array) -> Array:
     arrays = edit.arrays
     match edit.operation:
         case EditKind.ADD:
-            return _add(current, arrays["value"])
+            return _calculate(np.add, current, arrays["value"])
         case EditKind.ASSIGN:
             return np.array(arrays["value"], dtype=current.dtype, order="C")
         case EditKind.SCALE:
-            return _multiply(current, factor_as(_factor(edit), current.dtype))
+            return _calculate(np.multiply, current, factor_as(_factor(edit), current.dtype))
         case EditKind.BLEND:
-            difference = _subtract(arrays["value"], current)
-            return _add(current, _multiply(difference, factor_as(_factor(edit), current.dtype)))
+            difference = _calculate(np.subtract, arrays["value"], current)
+            return _calculate(
+                np.add, current, _calculate(np.multiply, difference, factor_as(_factor(edit), current.dtype))
+            )
         case EditKind.ADD_ROWS:
-            return _with_rows(current, arrays["indices"], _add(current[arrays["indices"]], arrays["rows"]))
+            return _with_rows(
+                current, arrays["indices"], _calculate(np.add, current[arrays["indices"]], arrays["rows"])
+            )
         case EditKind.ASSIGN_ROWS:
             return _with_rows(current, arrays["indices"], arrays["rows"])
         case EditKind.ADD_LOW_RANK:
             a, b = arrays["a"], arrays["b"]
             result = np.array(current, order="C")
             for rank in range(a.shape[1]):
-                result = _add(result, _multiply(a[:, rank : rank + 1], b[rank : rank + 1, :]))
+                result = _calculate(
+                    np.add, result, _calculate(np.multiply, a[:, rank : rank + 1], b[rank : rank + 1, :])
+                )
             return result
         case EditKind.RESET:
             return np.full(current.shape, factor_as(_factor(edit), current.dtype), current.dtype)
@@ -135,18 +151,6 @@ def _with_rows(current: Array, indices: Array, rows: Array) -> Array:
     result = np.array(current, order="C")
     result[indices] = rows
     return result
-
-
-def _add(left: Array, right: Array) -> Array:
-    return _calculate(np.add, left, right)
-
-
-def _subtract(left: Array, right: Array) -> Array:
-    return _calculate(np.subtract, left, right)
-
-
-def _multiply(left: Array, right: Array) -> Array:
-    return _calculate(np.multiply, left, right)
 
 
 def _calculate(operation: np.ufunc, left: Array, right: Array) -> Array:

@@ -12,20 +12,20 @@ import numpy as np
 
 from replicast.errors import UpdateRefused
 from replicast.update.edits import (
-    BFLOAT16,
     FLOAT_DTYPES,
     RESETS,
     Array,
     Edit,
     EditKind,
     apply_edit,
+    dtype_named,
     factor_as,
+    touched_rows,
 )
 from replicast.update.schema import Schema
 
 Read = Callable[[Iterable[str]], Mapping[str, Array]]
 _CHUNK = 2**16  # Elements. In float64 they stay in the processor's cache.
-_ROWS = (EditKind.ADD_ROWS, EditKind.ASSIGN_ROWS)
 _REMEDY = "Make the change smaller, or pass another guard to the job's Replicas"
 _OTHER_VARIABLE = "Leave this variable out of the update, or pass another guard to the job's Replicas"
 
@@ -134,7 +134,7 @@ class Guard:
         if self.max_norm is not None and not change <= self.max_norm:  # also refuses NaN
             raise _too_much(name, "norm", "max_norm", self.max_norm, change)
         if self.max_relative_change is not None:
-            size = math.sqrt(sum(_squares(live.rows(_touched_rows(edits)))))
+            size = math.sqrt(sum(_squares(live.rows(touched_rows(edits)))))
             relative = 0.0 if change == 0 else math.inf if size == 0 else change / size
             if not relative <= self.max_relative_change:
                 bound = self.max_relative_change
@@ -199,7 +199,7 @@ def _check_finite(name: str, edit: Edit, dtype: str) -> None:
         return
     numbers = {key: array for key, array in edit.arrays.items() if key != "indices"}
     if edit.factor is not None:
-        numbers["factor"] = factor_as(edit.factor, BFLOAT16 if dtype == "bfloat16" else dtype)
+        numbers["factor"] = factor_as(edit.factor, dtype_named(dtype))
     for key, array in numbers.items():
         found = sum(chunk.size - int(np.count_nonzero(np.isfinite(chunk))) for chunk in _chunks(array))
         if found:
@@ -210,13 +210,6 @@ def _check_finite(name: str, edit: Edit, dtype: str) -> None:
                 received=f"{array.reshape(-1)[np.argmin(np.isfinite(array.reshape(-1)))]}",
                 remedy="Make them finite, or pass a guard with require_finite=False to the job's Replicas",
             )
-
-
-def _touched_rows(edits: list[Edit]) -> Array | None:
-    """The rows that these edits change, unique and sorted; None if one changes the whole variable."""
-    if any(edit.operation not in _ROWS for edit in edits):
-        return None
-    return np.unique(np.concatenate([edit.arrays["indices"] for edit in edits]))
 
 
 def _norm_of_change(edits: list[Edit], live: _CurrentValue) -> float:
@@ -249,7 +242,7 @@ def _norm_of_change(edits: list[Edit], live: _CurrentValue) -> float:
 
 def _squares_together(edits: list[Edit], live: _CurrentValue) -> float:
     """The squared norm of several edits of one variable together: one may undo another."""
-    rows = _touched_rows(edits)
+    rows = touched_rows(edits)
     before = live.rows(rows)
     after = before
     for edit in edits:

@@ -17,12 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from replicast.errors import UpdateRefused
-from replicast.update.edits import BFLOAT16, Array, Edit, EditKind, factor_as
+from replicast.update.edits import ADDITIONS, Array, Edit, EditKind, dtype_named, factor_as
 from replicast.update.schema import Schema
 from replicast.update.state import Arrays, touched_parts
 from replicast.update.update import Update
-
-SUBTRACTED = frozenset({EditKind.ADD, EditKind.ADD_ROWS, EditKind.ADD_LOW_RANK})
 
 
 def parts_to_keep(edits: Sequence[Edit], schema: Schema) -> tuple[list[str], Arrays]:
@@ -60,7 +58,7 @@ def inverse(
         name = edit.variable
         if name in kept:
             continue  # the values before undo all edits of this variable
-        if edit.operation not in SUBTRACTED and edit.operation is not EditKind.SCALE:
+        if edit.operation not in ADDITIONS and edit.operation is not EditKind.SCALE:
             raise UpdateRefused(
                 f"The values of {name} before the update are not kept, and without them its {edit.operation} "
                 "cannot be undone",
@@ -81,7 +79,7 @@ NOT_KEPT = (
 
 def meaning(edit: Edit) -> str:
     """What undoing an edit means for the training since then, in words. For an edit of an inverse."""
-    if edit.operation in SUBTRACTED:
+    if edit.operation in ADDITIONS:
         return (
             "subtracts what was added: training since then stays. In floating point the last bits may "
             "differ from the values before"
@@ -96,20 +94,19 @@ def meaning(edit: Edit) -> str:
 
 def disturbs(later: EditKind, undoes: EditKind, *, heals: bool = False) -> bool:
     """Whether a later edit of the same variable makes the undoing of an edit wrong, or is discarded by it."""
-    if undoes not in SUBTRACTED and undoes is not EditKind.SCALE:
+    if undoes not in ADDITIONS and undoes is not EditKind.SCALE:
         return True
-    if heals or later in SUBTRACTED:
+    if heals or later in ADDITIONS:
         return False
-    return later is not EditKind.SCALE or undoes in SUBTRACTED
+    return later is not EditKind.SCALE or undoes in ADDITIONS
 
 
 def _has_inverse(edit: Edit, schema: Schema) -> bool:
-    if edit.operation in SUBTRACTED:
+    if edit.operation in ADDITIONS:
         return True
     if edit.operation is not EditKind.SCALE or edit.factor is None:
         return False
-    name = schema.resolve(edit.variable).dtype
-    dtype = BFLOAT16 if name == "bfloat16" else np.dtype(name)
+    dtype = dtype_named(schema.resolve(edit.variable).dtype)
     if edit.factor == 0.0 or not math.isfinite(edit.factor):
         return False
     back = factor_as(1.0 / edit.factor, dtype).astype(np.float64)

@@ -8,84 +8,60 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import xxhash
+from msgspec import Struct
 
+from replicast.codec import fields_of
 from replicast.errors import UpdateRefused
 from replicast.files import MAX_BYTES
+from replicast.strictjson import described
 from replicast.update.digest import name_of, nonfinite
 from replicast.update.edits import (
-    BFLOAT16,
+    ADDITIONS,
     COPY_BITS,
     DTYPES,
     FLOAT_DTYPES,
     RESETS,
-    ROWS,
     Array,
     Edit,
     EditKind,
+    dtype_named,
     factor_as,
+    touched_rows,
 )
 from replicast.update.update import Update, cast_loose
 
 Kind: TypeAlias = Literal["trainable", "non_trainable", "optimizer"]
 MAX_DIMENSIONS = 32
-MAX_ELEMENTS = 2**48
-"""More than any array has; numpy raises on sizes that overflow."""
+MAX_ELEMENTS = 2**48  # more than any array has; numpy raises on sizes that overflow
 _MAX_NAMES = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
+class Variable(Struct, frozen=True):
     """One variable of the state."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     kind: Kind
-    slots: tuple[tuple[str, float], ...] = ()
+    slots: tuple[tuple[str, float], ...] = ()  # the optimizer's variables for it, and what they are reset to
+
+    def __post_init__(self) -> None:
+        if (
+            self.dtype not in DTYPES
+            or len(self.shape) > MAX_DIMENSIONS
+            or any(size < 0 for size in self.shape)
+            # Zeros count as 1: numpy multiplies the other dimensions too, and they may overflow.
+            or math.prod(max(size, 1) for size in self.shape) >= MAX_ELEMENTS
+        ):
+            raise ValueError(f"Invalid dtype or shape of {self.name}. Received: {self.dtype} {self.shape}")
 
     @property
     def nbytes(self) -> int:
-        """The size of its value in bytes."""
-        bits = "".join(character for character in self.dtype if character.isdigit())
-        return math.prod(self.shape) * (int(bits) // 8 if bits else 1)
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return {
-            "name": self.name,
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "kind": self.kind,
-            "slots": [[name, value] for name, value in self.slots],
-        }
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Variable:
-        """Reads what `to_json` wrote."""
-        try:
-            variable = cls(
-                name=str(fields["name"]),
-                shape=tuple(fields["shape"]),
-                dtype=str(fields["dtype"]),
-                kind=fields["kind"],
-                slots=tuple((str(name), float(value)) for name, value in fields["slots"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"Invalid variable ({error!r}). Received: {str(fields)[:200]}") from error
-        if (
-            variable.dtype not in DTYPES
-            or variable.kind not in get_args(Kind)
-            or len(variable.shape) > MAX_DIMENSIONS
-            or any(type(size) is not int or size < 0 for size in variable.shape)  # `type`: True is an int
-            # Zeros count as 1: numpy multiplies the other dimensions too, and they may overflow.
-            or math.prod(max(size, 1) for size in variable.shape) >= MAX_ELEMENTS
-        ):
-            raise ValueError(f"Invalid dtype, kind or shape of a variable. Received: {str(fields)[:200]}")
-        return variable
+        return math.prod(self.shape) * dtype_named(self.dtype).itemsize
 
 
 class Schema:
@@ -142,24 +118,18 @@ class Schema:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The schema as JSON values."""
-        return {"variables": [variable.to_json() for variable in self], "hints": dict(self._hints)}
+        return {"variables": [fields_of(variable) for variable in self], "hints": self._hints}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Schema:
         """Reads what `to_json` wrote."""
-        variables, hints = fields.get("variables"), fields.get("hints", {})
-        if not isinstance(variables, list) or not isinstance(hints, dict):
-            raise ValueError(f"Invalid schema. Received: {str(fields)[:200]}")
-        return cls(
-            [Variable.from_json(variable) for variable in variables],
-            {str(name): str(hint) for name, hint in hints.items()},
-        )
+        known = described(_Described, "schema", fields)
+        return cls(known.variables, known.hints)
 
     def digest(self) -> str:
         """A digest that is equal on two workers if they have the same variables in the same order."""
-        described = [variable.to_json() for variable in self]
-        return xxhash.xxh3_128(json.dumps(described, sort_keys=True).encode()).hexdigest()
+        text = json.dumps(self.to_json()["variables"], sort_keys=True)
+        return xxhash.xxh3_128(text.encode()).hexdigest()
 
     def _hint(self, name: str) -> str | None:
         if name in self._hints:
@@ -172,6 +142,11 @@ class Schema:
         near = [suffix for suffix in self._by_suffix if _initials(suffix) == name.rpartition("/")[2].lower()]
         near += difflib.get_close_matches(name, list(self._by_suffix), n=4 * _MAX_NAMES, cutoff=0.6)
         return list(dict.fromkeys(full for suffix in near for full in self._by_suffix[suffix]))[:_MAX_NAMES]
+
+
+class _Described(Struct):
+    variables: tuple[Variable, ...]
+    hints: dict[str, str] = {}
 
 
 def _suffixes(name: str) -> list[str]:
@@ -196,17 +171,11 @@ def _listed(names: list[str], limit: int = _MAX_NAMES) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How large an update may be.
+    """How large an update may be."""
 
-    Attributes:
-        max_bytes: The maximum size of all arrays together.
-        max_edits: The maximum number of edits, including resets of slots.
-        max_before_bytes: The most bytes of overwritten values that are kept for a revert. A larger update is
-            applied all the same, and cannot be reverted.
-    """
-
-    max_bytes: int = MAX_BYTES
-    max_edits: int = 10_000
+    max_bytes: int = MAX_BYTES  # of all arrays together
+    max_edits: int = 10_000  # including resets of slots
+    # Overwritten values that are kept for a revert; a larger update is applied, and cannot be reverted.
     max_before_bytes: int = 256 * 2**20
 
 
@@ -254,22 +223,18 @@ def check_outline(update: Update, schema: Schema, limits: Limits = Limits()) -> 
 
 def _check_fit(edit: Edit, variable: Variable) -> None:
     _check_operation(edit.operation, variable)
-    if edit.operation in ROWS:
+    if edit.operation.is_of_rows:
         _check_form(edit.arrays["indices"], variable)
     _check_shapes(edit.operation, edit.arrays, variable)
     for key, array in edit.arrays.items():
-        if key != "indices" and not edit.loose and array.dtype != _dtype_of(variable):
+        if key != "indices" and not edit.loose and array.dtype != dtype_named(variable.dtype):
             raise UpdateRefused(
                 "Wrong dtype",
                 variable=variable.name,
-                expected=_dtype_of(variable).name,
+                expected=dtype_named(variable.dtype).name,
                 received=array.dtype.name,
-                remedy=f'Use .astype("{_dtype_of(variable).name}")',
+                remedy=f'Use .astype("{dtype_named(variable.dtype).name}")',
             )
-
-
-def _dtype_of(variable: Variable) -> np.dtype[Any]:
-    return BFLOAT16 if variable.dtype == "bfloat16" else np.dtype(variable.dtype)
 
 
 def _check_size(update: Update, limits: Limits) -> None:
@@ -303,7 +268,7 @@ def _resets(touched: dict[str, Variable], edits: list[Edit], schema: Schema) -> 
     for edit in edits:
         of_each.setdefault(edit.variable, []).append(edit)
     for variable in touched.values():
-        rows = _touched_rows(of_each[variable.name])
+        rows = touched_rows(of_each[variable.name])
         for name, fill in variable.slots:
             if name in done:
                 continue
@@ -312,18 +277,6 @@ def _resets(touched: dict[str, Variable], edits: list[Edit], schema: Schema) -> 
                 yield Edit(EditKind.RESET, name, {}, fill)
             elif rows.size:
                 yield Edit(EditKind.RESET_ROWS, name, {"indices": rows}, fill)
-
-
-def _touched_rows(edits: list[Edit]) -> Array | None:
-    """The rows that the planned edits of a variable touch; None for the whole variable."""
-    if any(edit.operation not in ROWS for edit in edits):
-        return None
-    indices = [edit.arrays["indices"] for edit in edits]
-    if len(indices) == 1:
-        return indices[0]
-    rows = np.unique(np.concatenate(indices))
-    rows.flags.writeable = False
-    return rows
 
 
 def _planned_reset(edit: Edit, variable: Variable, touched: dict[str, Variable]) -> Edit:
@@ -344,13 +297,13 @@ def _planned_edit(edit: Edit, variable: Variable, *, allow_nonfinite: bool, look
     if edit.factor is not None:
         _check_factor(edit.factor, edit.operation, variable, allow_nonfinite=allow_nonfinite)
     arrays = dict(edit.arrays)
-    if edit.operation in ROWS:
+    if edit.operation.is_of_rows:
         arrays["indices"] = _checked_indices(arrays["indices"], variable)
     for key, array in arrays.items():
         if key == "indices":
             continue
         if edit.loose:
-            array = arrays[key] = cast_loose(variable.name, array, _dtype_of(variable))
+            array = arrays[key] = cast_loose(variable.name, array, dtype_named(variable.dtype))
         if look:
             _check_finite(array, variable)
     return Edit(edit.operation, variable.name, arrays, edit.factor)
@@ -359,8 +312,7 @@ def _planned_edit(edit: Edit, variable: Variable, *, allow_nonfinite: bool, look
 def _check_operation(operation: EditKind, variable: Variable) -> None:
     if operation in COPY_BITS or variable.dtype in FLOAT_DTYPES:
         return
-    whole = (EditKind.ADD, EditKind.ADD_ROWS, EditKind.ADD_LOW_RANK)
-    if variable.dtype == "bool" or operation not in whole:
+    if variable.dtype == "bool" or operation not in ADDITIONS:
         possible = "assign or assign_rows" if variable.dtype == "bool" else "add or assign"
         raise UpdateRefused(
             f"A variable of dtype {variable.dtype} does not support {operation}",
@@ -370,18 +322,13 @@ def _check_operation(operation: EditKind, variable: Variable) -> None:
         )
 
 
-def _factor_name(operation: EditKind) -> str:
-    """The name of the parameter that the author set."""
-    return "weight" if operation is EditKind.BLEND else "factor"
-
-
 def _check_factor(factor: float, operation: EditKind, variable: Variable, *, allow_nonfinite: bool) -> None:
     if allow_nonfinite:
         return
-    as_used = float(factor_as(factor, BFLOAT16 if variable.dtype == "bfloat16" else variable.dtype))
+    as_used = float(factor_as(factor, dtype_named(variable.dtype)))
     if not math.isfinite(as_used):
         raise UpdateRefused(
-            f"The {_factor_name(operation)} is not finite"
+            f"The {'weight' if operation is EditKind.BLEND else 'factor'} is not finite"
             + (f" in {variable.dtype}" if math.isfinite(factor) else ""),
             variable=variable.name,
             expected=f"a number in the range of {variable.dtype}, or allow_nonfinite=True",
@@ -406,7 +353,7 @@ def _check_shapes(operation: EditKind, arrays: Mapping[str, Array], variable: Va
                 received=f"{a} and {b} for shape {shape}",
             )
         return
-    if operation in ROWS:
+    if operation.is_of_rows:
         key, expected = "rows", (arrays["indices"].shape[0], *shape[1:])
     else:
         key, expected = "value", shape

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replicast.update.digest import digest_array, digest_state
-from replicast.update.edits import Edit, EditKind, apply_edit
+from replicast.update.edits import Edit, EditKind, apply_edit, touched_rows
 from replicast.update.schema import Schema, Variable
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -79,12 +79,13 @@ class State(abc.ABC):
 
 def touched_parts(edits: Sequence[Edit]) -> tuple[list[str], Arrays]:
     """The variables that these edits touch completely, and the touched rows of others."""
-    whole = {edit.variable for edit in edits if "indices" not in edit.arrays}
-    rows: dict[str, list[npt.NDArray[Any]]] = {}
+    of_each: dict[str, list[Edit]] = {}
     for edit in edits:
-        if edit.variable not in whole:
-            rows.setdefault(edit.variable, []).append(edit.arrays["indices"])
-    return sorted(whole), {name: np.unique(np.concatenate(several)) for name, several in sorted(rows.items())}
+        of_each.setdefault(edit.variable, []).append(edit)
+    rows = {name: touched_rows(several) for name, several in sorted(of_each.items())}
+    return [name for name, one in rows.items() if one is None], {
+        name: one for name, one in rows.items() if one is not None
+    }
 
 
 class MemoryState(State):

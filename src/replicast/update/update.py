@@ -9,9 +9,11 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import (
@@ -27,10 +29,8 @@ from replicast.files import (
 from replicast.tensorfiles import copied
 from replicast.update.digest import blocks_of, digest_block, digest_of_blocks, name_of
 from replicast.update.edits import (
-    ARRAY_NAMES,
     DTYPES,
     FLOAT_DTYPES,
-    HAVE_FACTOR,
     RESETS,
     Array,
     Edit,
@@ -40,13 +40,14 @@ from replicast.update.edits import (
 # The parts of an update, built and checked from user input: values, JSON, plain tensors.
 
 MAX_EDITS_IN_FILE = 100_000
-MAX_STEP = 2**63
-"""No step is as large: a larger number could be written into the journal, and not be read again."""
+MAX_STEP = 2**63  # a larger number could be written into the journal, and not be read again
 MAX_TENSORS = 2 * MAX_EDITS_IN_FILE
 MAX_TEXT = 10_000
 _MAX_NAME = 1_000
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_NONFINITE = ("nan", "inf", "-inf")
+FORMAT = 1
+_METADATA = "replicast"
+_LABELS = ("id", "author", "note")
 
 
 def checked_id(value: Any) -> str:
@@ -130,7 +131,7 @@ def cast_loose(variable: str, array: Array, dtype: np.dtype[Any]) -> Array:
 
 def ordered_arrays(edit: Edit) -> Iterator[tuple[str, Array]]:
     """The arrays of an edit with their names, in the order in which they are written, sent and digested."""
-    return ((name, edit.arrays[name]) for name in ARRAY_NAMES[edit.operation])
+    return ((name, edit.arrays[name]) for name in edit.operation.arrays)
 
 
 def array_to_json(array: Array) -> dict[str, Any]:
@@ -149,35 +150,60 @@ def edit_to_json(edit: Edit, describe_array: Callable[[str, Array], Any]) -> dic
     }
 
 
-def head_from_json(description: Any, known_format: int) -> dict[str, Any]:
-    """The fields of a description that concern the whole update, as arguments of `Update`."""
-    if not isinstance(description, dict):
-        raise UpdateRefused("The description must be a JSON object", received=type(description).__name__)
-    if description.get("format") != known_format:
+class _DescribedEdit(Struct):
+    operation: EditKind
+    variable: str
+    factor: float | Literal["nan", "inf", "-inf"] | None = None
+    loose: bool = False
+    arrays: dict[str, Any] = {}
+
+
+class _DescribedUpdate(Struct):
+    """What `Update.describe` returns, and the metadata of its file."""
+
+    id: str
+    author: str = ""
+    note: str = ""
+    reset_slots: bool = False
+    allow_nonfinite: bool = False
+    edits: Annotated[tuple[_DescribedEdit, ...], Meta(max_length=MAX_EDITS_IN_FILE)] = ()
+
+
+def _from_description(description: Any, array_of: Callable[[str, Any], Array]) -> Update:
+    known_format = description.get("format") if isinstance(description, dict) else None
+    if known_format != FORMAT:
         raise UpdateRefused(
             "This version of replicast cannot read the format of the update",
-            expected=str(known_format),
-            received=repr(description.get("format"))[:200],
+            expected=str(FORMAT),
+            received=repr(known_format)[:200],
             remedy="Use the version that wrote it",
         )
-    head: dict[str, Any] = {name: description.get(name, False) for name in ("reset_slots", "allow_nonfinite")}
-    for name, flag in head.items():
-        if not isinstance(flag, bool):
-            raise UpdateRefused(
-                f"The flag {name} is wrong", expected="true or false", received=repr(flag)[:200]
-            )
-    head["id"] = checked_id(description.get("id"))  # None would make a new one.
-    return head | {name: checked_text(name, description.get(name, "")) for name in ("note", "author")}
-
-
-def edits_from_json(described: Any, array_of: Callable[[str, Any], Array]) -> tuple[Edit, ...]:
-    if not isinstance(described, list):
-        raise UpdateRefused("The edits must be a list", received=type(described).__name__)
-    if len(described) > MAX_EDITS_IN_FILE:
+    try:
+        known = msgspec.convert(description, _DescribedUpdate)
+    except msgspec.ValidationError as error:
         raise UpdateRefused(
-            "There are too many edits", expected=f"at most {MAX_EDITS_IN_FILE}", received=str(len(described))
+            f"The description of the update is not valid ({error})", received=str(description)[:200]
+        ) from error
+    edits = tuple(_edit_of(number, edit, array_of) for number, edit in enumerate(known.edits))
+    head = {name: getattr(known, name) for name in ("id", "author", "note", "reset_slots", "allow_nonfinite")}
+    return Update(**head)._changed(edits=edits)
+
+
+def _edit_of(number: int, known: _DescribedEdit, array_of: Callable[[str, Any], Array]) -> Edit:
+    operation, variable = known.operation, _checked_name(known.variable)
+    if (known.factor is not None) != operation.has_factor or set(known.arrays) != set(operation.arrays):
+        raise UpdateRefused(
+            f"Edit {number} is not what {operation} needs",
+            variable=variable,
+            expected=f"arrays {list(operation.arrays)}" + (" and a factor" if operation.has_factor else ""),
+            received=f"arrays {list(known.arrays)}, factor {known.factor}"[:200],
         )
-    return tuple(_edit_from_json(number, entry, array_of) for number, entry in enumerate(described))
+    arrays = {
+        name: array_of(f"The array {name!r} of edit {number}", known.arrays[name])
+        for name in operation.arrays
+    }
+    factor = None if known.factor is None else float(known.factor)
+    return Edit(operation, variable, arrays, factor, known.loose)
 
 
 def edits_of_tensors(
@@ -199,7 +225,7 @@ def edits_of_tensors(
             edits.append(edit_from_values(operation, name, rest.pop(name), {}))
             continue
         suffixes = {"value": "", "rows": "", "indices": ".indices", "a": ".a", "b": ".b"}
-        keys = ARRAY_NAMES[operation]
+        keys = operation.arrays
         variable = next(
             (name.removesuffix(end) for key in keys if (end := suffixes[key]) and name.endswith(end)), name
         )
@@ -268,8 +294,8 @@ def _is_frozen(array: Array) -> bool:
 
 
 def _factor_of(operation: EditKind, variable: str, factor: Any) -> float | None:
-    if (operation in HAVE_FACTOR) != (factor is not None):
-        expected = "a number" if operation in HAVE_FACTOR else "none"
+    if (operation.has_factor) != (factor is not None):
+        expected = "a number" if operation.has_factor else "none"
         raise UpdateRefused(
             f"The factor does not fit {operation}",
             variable=variable,
@@ -284,47 +310,6 @@ def _factor_of(operation: EditKind, variable: str, factor: Any) -> float | None:
             "The factor must be a scalar", variable=variable, received=f"an array of shape {array.shape}"
         )
     return float(array.astype(np.float64).reshape(-1)[0])
-
-
-def _edit_from_json(number: int, entry: Any, array_of: Callable[[str, Any], Array]) -> Edit:
-    if not isinstance(entry, dict):
-        raise UpdateRefused(f"Edit {number} must be a JSON object", received=type(entry).__name__)
-    try:
-        operation = EditKind(str(entry.get("operation")))
-    except ValueError:
-        raise UpdateRefused(
-            f"Edit {number} has an unknown operation",
-            expected=", ".join(EditKind),
-            received=repr(entry.get("operation"))[:200],
-            remedy="It may come from a later version of replicast",
-        ) from None
-    variable = _checked_name(entry.get("variable"))
-    factor: Any = entry.get("factor")
-    loose, specs = entry.get("loose", False), entry.get("arrays", {})
-    is_number = type(factor) in (int, float) or (isinstance(factor, str) and factor in _NONFINITE)
-    try:
-        factor = float(factor) if is_number else factor
-    except OverflowError:
-        is_number = False
-    if is_number != (operation in HAVE_FACTOR) or (not is_number and factor is not None):
-        raise UpdateRefused(
-            f"Edit {number} has a wrong factor", variable=variable, received=repr(factor)[:200]
-        )
-    names = ARRAY_NAMES[operation]
-    if not isinstance(loose, bool) or not isinstance(specs, dict) or set(specs) != set(names):
-        raise UpdateRefused(
-            f"Edit {number} is not what {operation} needs",
-            variable=variable,
-            expected=f"arrays {list(names)}",
-            received=str(specs)[:200],
-        )
-    arrays = {name: array_of(f"The array {name!r} of edit {number}", specs[name]) for name in names}
-    return Edit(operation, variable, arrays, factor, loose)
-
-
-FORMAT = 1
-_METADATA = "replicast"
-_LABELS = ("id", "author", "note")
 
 
 class Update:
@@ -345,19 +330,22 @@ class Update:
             rows are changed, the slots of those rows.
         allow_nonfinite: Accept NaN and infinity as values.
 
+    Attributes:
+        edits: The edits, in the order in which they are applied.
+        id_was_given: Whether its author has chosen the id.
+
     Raises:
         UpdateRefused: A value that cannot be part of an update.
     """
 
-    __slots__ = (
-        "_allow_nonfinite",
-        "_author",
-        "_edits",
-        "_id",
-        "_id_was_given",
-        "_note",
-        "_reset_slots",
-    )
+    __slots__ = ("allow_nonfinite", "author", "edits", "id", "id_was_given", "note", "reset_slots")
+    allow_nonfinite: bool
+    author: str
+    edits: tuple[Edit, ...]
+    id: str
+    id_was_given: bool
+    note: str
+    reset_slots: bool
 
     def __init__(
         self,
@@ -368,62 +356,32 @@ class Update:
         reset_slots: bool = False,
         allow_nonfinite: bool = False,
     ) -> None:
-        self._id = checked_id(uuid.uuid4().hex if id is None else id)
-        self._id_was_given = id is not None
-        self._note = checked_text("note", note)
-        self._author = checked_text("author", author)
-        self._reset_slots = bool(reset_slots)
-        self._allow_nonfinite = bool(allow_nonfinite)
-        self._edits: tuple[Edit, ...] = ()
+        self._set(
+            allow_nonfinite=bool(allow_nonfinite),
+            author=checked_text("author", author),
+            edits=(),
+            id=checked_id(uuid.uuid4().hex if id is None else id),
+            id_was_given=id is not None,
+            note=checked_text("note", note),
+            reset_slots=bool(reset_slots),
+        )
 
-    @property
-    def id(self) -> str:
-        """The unique id of this update; kept when edits are added."""
-        return self._id
-
-    @property
-    def id_was_given(self) -> bool:
-        """Whether its author has chosen the id."""
-        return self._id_was_given
-
-    @property
-    def note(self) -> str:
-        """Why it was made."""
-        return self._note
-
-    @property
-    def author(self) -> str:
-        """Who made it."""
-        return self._author
-
-    @property
-    def reset_slots(self) -> bool:
-        """Whether the optimizer's slots of the changed variables are reset too."""
-        return self._reset_slots
-
-    @property
-    def allow_nonfinite(self) -> bool:
-        """Whether NaN and infinity are accepted."""
-        return self._allow_nonfinite
-
-    @property
-    def edits(self) -> tuple[Edit, ...]:
-        """The edits, in the order in which they are applied."""
-        return self._edits
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"An update cannot be changed: its methods return a new one. Received: {name}")
 
     @property
     def nbytes(self) -> int:
         """The size of all arrays."""
-        return sum(edit.nbytes for edit in self._edits)
+        return sum(edit.nbytes for edit in self.edits)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Update:
         return self  # immutable
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (b"".join(self.file_chunks()), self._id_was_given)
+        return _unpickled, (b"".join(self.file_chunks()), self.id_was_given)
 
     def __repr__(self) -> str:
-        return f"<Update {self._id}: {len(self._edits)} edits, {self.nbytes} bytes>"
+        return f"<Update {self.id}: {len(self.edits)} edits, {self.nbytes} bytes>"
 
     def add(self, variable: str, value: Any) -> Update:
         """Adds the value to the variable."""
@@ -455,27 +413,23 @@ class Update:
 
     def with_id(self, id: str) -> Update:  # noqa: A002 - the name of the thing
         """The same update under another id."""
-        copy = self._copy(self._edits)
-        copy._id, copy._id_was_given = checked_id(id), True
-        return copy
+        return self._changed(id=checked_id(id), id_was_given=True)
 
     def signed(self, author: str) -> Update:
         """The same update with this author, if it has none."""
-        return self if self._author else self.labelled(author, self._note)
+        return self if self.author else self.labelled(author, self.note)
 
     def labelled(self, author: str, note: str) -> Update:
         """The same update by this author and with this note."""
-        copy = self._copy(self._edits)
-        copy._author, copy._note = checked_text("author", author), checked_text("note", note)
-        return copy
+        return self._changed(author=checked_text("author", author), note=checked_text("note", note))
 
     def replaced(self, edits: Sequence[Edit]) -> Update:
         """The same update with other edits, which are already fully expanded."""
-        return self._copy(tuple(edits), reset_slots=False)
+        return self._changed(edits=tuple(edits), reset_slots=False)
 
     def arrays(self) -> list[Array]:
         """Every array, edit after edit, in the order that `describe` lists them."""
-        return [array for edit in self._edits for _, array in ordered_arrays(edit)]
+        return [array for edit in self.edits for _, array in ordered_arrays(edit)]
 
     def content(self) -> list[Array]:
         """The arrays, and after them as JSON what is done with them: what workers receive and digest.
@@ -548,7 +502,7 @@ class Update:
         )
         tensors = {
             f"{number}.{name}": array
-            for number, edit in enumerate(self._edits)
+            for number, edit in enumerate(self.edits)
             for name, array in ordered_arrays(edit)
         }
         return tensor_chunks(tensors, {_METADATA: json.dumps(described, ensure_ascii=False)})
@@ -642,43 +596,34 @@ class Update:
         content = read_tensor_bytes(Path(path), max_tensors=MAX_TENSORS, max_bytes=max_bytes)
         file = parse_tensors(content, str(path), max_tensors=MAX_TENSORS)
         edits = edits_of_tensors(file.tensors, EditKind(operation), weight)
-        return cls(note=note, author=author, id=id)._copy(edits)
+        return cls(note=note, author=author, id=id)._changed(edits=edits)
 
     def _with(self, operation: EditKind, variable: str, factor: Any = None, **values: Any) -> Update:
-        return self._copy((*self._edits, edit_from_values(operation, variable, factor, values)))
+        return self._changed(edits=(*self.edits, edit_from_values(operation, variable, factor, values)))
 
-    def _copy(self, edits: tuple[Edit, ...], *, reset_slots: bool | None = None) -> Update:
-        copy = Update(
-            note=self._note,
-            author=self._author,
-            id=self._id,
-            reset_slots=self._reset_slots if reset_slots is None else reset_slots,
-            allow_nonfinite=self._allow_nonfinite,
-        )
-        copy._edits = edits
-        copy._id_was_given = self._id_was_given
+    def _changed(self, **fields: Any) -> Update:
+        copy = Update.__new__(Update)
+        copy._set(**{name: getattr(self, name) for name in self.__slots__} | fields)
         return copy
+
+    def _set(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     def _described(self, describe_array: Callable[[int, str, Array], Any]) -> dict[str, Any]:
         return {
             "format": FORMAT,
-            "id": self._id,
-            "author": self._author,
-            "note": self._note,
-            "reset_slots": self._reset_slots,
-            "allow_nonfinite": self._allow_nonfinite,
+            "id": self.id,
+            "author": self.author,
+            "note": self.note,
+            "reset_slots": self.reset_slots,
+            "allow_nonfinite": self.allow_nonfinite,
             "edits": [
-                edit_to_json(edit, partial(describe_array, number)) for number, edit in enumerate(self._edits)
+                edit_to_json(edit, partial(describe_array, number)) for number, edit in enumerate(self.edits)
             ],
         }
 
 
-def _from_description(description: Any, array_of: Callable[[str, Any], Array]) -> Update:
-    head = head_from_json(description, FORMAT)
-    return Update(**head)._copy(edits_from_json(description.get("edits"), array_of))
-
-
 def _unpickled(content: bytes, id_was_given: bool) -> Update:
     update, _ = Update.parse(memoryview(content), "The pickled update")
-    update._id_was_given = id_was_given
-    return update
+    return update._changed(id_was_given=id_was_given)

@@ -18,7 +18,7 @@ from replicast.storage import checkpoint_tools as patching
 from replicast.storage.checkpoint_files import open_checkpoint
 from replicast.storage.checkpoint_tools import apply_edits, blocks_of, patch
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.update.edits import HAVE_FACTOR, RESETS, ROWS, Edit, EditKind, apply_edit
+from replicast.update.edits import RESETS, Edit, EditKind, apply_edit
 from replicast.update.schema import Variable
 from replicast.update.update import Update
 from tests.unit.checkpoint.samples import BFLOAT16, Arrays, draft_of
@@ -82,11 +82,11 @@ def cases(draw: st.DrawFn) -> tuple[Variable, npt.NDArray[Any], list[Edit], int]
     for operation in draw(st.lists(st.sampled_from(possible), min_size=1, max_size=4)):
         arrays: Arrays = {}
         factor = None
-        if operation in HAVE_FACTOR:
+        if operation.has_factor:
             factor = draw(st.floats(width=16, allow_nan=False, allow_infinity=False))
         if operation in (EditKind.ADD, EditKind.ASSIGN, EditKind.BLEND):
             arrays["value"] = array(shape)
-        elif operation in ROWS:
+        elif operation.is_of_rows:
             rows = st.permutations(range(shape[0])).map(lambda order: order[: len(order) // 2 + 1])
             arrays["indices"] = np.array(draw(rows), np.int64)
             if operation is not EditKind.RESET_ROWS:
