@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from replicast.config import heartbeat_file
 from replicast.core.records import Stage
 from replicast.errors import JobFailed, UpdateRefused
 from replicast.replicas import inbox_reader
 from replicast.replicas import worker_notes as run_files
+from replicast.replicas.position import Fit, Position
 from replicast.replicas.worker_notes import RunFiles
 from replicast.storage import inbox
 from replicast.storage.claims import Fence
 from replicast.storage.run_files import WorkerNote, read_worker_notes, write_worker_note
+from replicast.strictjson import parse_object
 from replicast.testing.job import Job, eventually
 from replicast.update.update import Update
 from tests.pool import Pool
@@ -270,6 +273,38 @@ def test_an_update_that_a_job_has_taken_for_a_later_step_is_given_back_when_it_i
     assert inbox.refusals(tmp_path) == {}
     eventually(lambda: stage_of(tmp_path, asked.id) == Stage.WITHDRAWN)
     eventually(lambda: inbox.requests(tmp_path) == [])
+
+
+def test_every_worker_writes_a_heartbeat_and_the_last_one_says_that_all_is_done(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert heartbeat_file({}, rank=0) is None
+    path = heartbeat_file({"REPLICAST_PROGRESS_FILE": str(tmp_path / "beat-{rank}.json")}, rank=3)
+    assert path == tmp_path / "beat-3.json"
+    monkeypatch.setattr(run_files, "NOTE_SECS", 0.01)
+    position = Position(epoch=1, batch=10, fits=(Fit(epochs=4, batches=20),))
+    keeping = RunFiles(job.workers[0].session, None, 2, position=lambda: position, heartbeat=path)
+    keeping.training, keeping.logs = True, {"loss": np.nan, "accuracy": 0.5, "text": "no number"}
+    keeping.start()
+    eventually(path.exists)
+    beat = parse_object(path.read_bytes())
+    assert (beat["rank"], beat["attempt"], beat["step"], beat["training"]) == (0, 2, 0, True)
+    assert (beat["percent"], beat["metrics"]) == (37, {"loss": None, "accuracy": 0.5})
+    keeping.finish()
+    eventually(lambda: parse_object(path.read_bytes())["percent"] == 100)
+    assert not caplog.records
+
+
+def test_a_heartbeat_that_cannot_be_written_costs_one_warning(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run_files, "NOTE_SECS", 0.01)
+    keeping = RunFiles(job.workers[0].session, None, 0, heartbeat=tmp_path / "missing" / "beat.json")
+    keeping.start()
+    eventually(lambda: "The heartbeat file cannot be written" in caplog.text)
+    keeping.note_end()
+    job.workers[0].step()
+    assert caplog.text.count("The heartbeat file cannot be written") == 1
 
 
 def begin(strategy: Any, directory: Path) -> list[str]:

@@ -31,11 +31,11 @@ from replicast.replicas.channel import Channel
 from replicast.replicas.departure import Departure, leave_on_sigterm
 from replicast.replicas.exchange import Exchange
 from replicast.replicas.job_audits import AuditPlan, Audits, Expectation, declared
-from replicast.replicas.job_checkpoints import Checkpoints, numbers
+from replicast.replicas.job_checkpoints import Checkpoints
 from replicast.replicas.replica import WorkerHooks
 from replicast.replicas.session import Session
 from replicast.replicas.training_progress import Training
-from replicast.replicas.worker_notes import Heartbeat, RunFiles
+from replicast.replicas.worker_notes import RunFiles
 from replicast.storage.checkpoint_format import saved_of
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence, last_claim
@@ -158,8 +158,9 @@ class JoinedWorker(WorkerHooks):
             None if rank == 0 else group,
             launcher_reads=_launcher_reads(run_dir),
             may_save=lambda: not self.checkpoints.is_busy,
+            position=lambda: self.training.position,
+            heartbeat=heartbeat_file(os.environ, rank),
         )
-        self.run_files.position = lambda: self.training.position
         self._expectation: Expectation | None = None
         if rank == 0 and run_dir is not None:
             self._expectation = Expectation(self.session, self.state, run_dir, durable=durable)
@@ -174,16 +175,6 @@ class JoinedWorker(WorkerHooks):
         self.audits = Audits(self.session, self.state.schema, run_dir, audits, self._answer_audit)
         self.session.start()
         self.run_files.start()
-        self._heartbeat = Heartbeat(
-            heartbeat_file(os.environ, rank),
-            rank=rank,
-            attempt=self._attempt,
-            step=lambda: self.session.step,
-            training=lambda: self.run_files.training,
-            position=lambda: self.training.position,
-            metrics=lambda: numbers(self.run_files.logs or {}),
-        )
-        self._heartbeat.start()
         self._states = RunStates(run_dir, rank, size, self._attempt)
         self._states.starting()
         # Even before training: a worker that is told to exit then tells the others, and exits with its code.
@@ -290,8 +281,7 @@ class JoinedWorker(WorkerHooks):
         if not told_to:
             self.training.warn_of_what_was_left()
         self.session.stop()
-        self.run_files.finish()
-        self._heartbeat.stop(finished=not told_to)
+        self.run_files.finish(finished=not told_to)
         self._states.ended(self.session.step, told_to=told_to, at_exit=at_exit)
         if not self.departure.ends:  # at the end of the script it stays: SIGTERM need not exit then
             self._strategy.leavings.remove(self.departure)
@@ -307,7 +297,6 @@ class JoinedWorker(WorkerHooks):
         """The process exits, in whatever state it is. Waits for nobody."""
         self.session.abandon()
         self.run_files.note_end()
-        self._heartbeat.stop(finished=False)
         self._states.abandoned(self.session.step, self._strategy.failure)
         self.departure.ends = True  # it exits anyway: SIGTERM need not
 
