@@ -14,44 +14,57 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
+
+import msgspec
 
 from replicast.errors import ClusterError
 
+# Set by `replicast run` for its workers.
 RUN_DIR = "REPLICAST_RUN_DIR"
 ATTEMPT = "REPLICAST_ATTEMPT"
-HOST_ID = "REPLICAST_HOST_ID"
-SHM_DIR = "REPLICAST_SHM_DIR"
+LAUNCHED = "REPLICAST_LAUNCHED"  # a launcher on the same host watches their exit codes
+CHANGES_FD = "REPLICAST_CHANGES_FD"  # with --standby: the memory of `import_environment.note_changes`
+# Set by users.
 FAULTS = "REPLICAST_FAULTS"
-START_TIMEOUT = "REPLICAST_START_TIMEOUT"
 HEARTBEAT_TIMEOUT = "REPLICAST_HEARTBEAT_TIMEOUT"
-JOB_SECRET = "REPLICAST_JOB_SECRET"
-"""With this secret the launchers of a job on several hosts recognise each other. Workers do not see it."""
-TOKEN = "REPLICAST_TOKEN"
-"""With this token people act on a served run. Workers do not see it."""
+HOST_ID = "REPLICAST_HOST_ID"
+PROGRESS_FILE = "REPLICAST_PROGRESS_FILE"
+SHM_DIR = "REPLICAST_SHM_DIR"
+START_TIMEOUT = "REPLICAST_START_TIMEOUT"
+TAKE_OVER = "REPLICAST_TAKE_OVER"  # the running job of another host that a start may take over, or `ANY`
+TRUSTED_NETWORKS = "REPLICAST_TRUSTED_NETWORKS"  # who may connect to TensorFlow's ports
+# Secrets: workers do not see them.
+JOB_SECRET = "REPLICAST_JOB_SECRET"  # with it the launchers of a job on several hosts recognise each other
+TOKEN = "REPLICAST_TOKEN"  # with it people act on a served run
 SECRETS = (JOB_SECRET, TOKEN)
-CHANGES_FD = "REPLICAST_CHANGES_FD"
-"""Set by `replicast run --standby` for its workers: the memory of `import_environment.note_changes`."""
-TAKE_OVER = "REPLICAST_TAKE_OVER"
-"""Which running job of another host a start may take over, as `liveness.check_free` returns it, or `ANY`."""
+
 ANY = "1"
-LAUNCHED = "REPLICAST_LAUNCHED"
-"""Set by `replicast run` for its workers: a launcher on the same host watches their exit codes."""
+# The exit code of a worker that exits only because another one failed. It may exit first, while the failed
+# worker still tells the others: from the exit code the launcher knows which worker to blame.
 PEER_FAILED = 75
-"""The exit code of a worker that exits only because another one failed. It may exit first, while the failed
-worker still tells the others: from the exit code the launcher knows which worker to blame."""
-
-TOLD_TO_END = 143
-"""The exit code of a worker that received SIGTERM, saved its state together with all others, and exited."""
-
+TOLD_TO_END = 143  # of a worker that received SIGTERM, saved its state together with all others, and exited
 HEARTBEAT_SECS = 10.0
 MIN_HEARTBEAT_SECS = 2.0
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+LOOPBACK: tuple[Network, ...] = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 
 _EXAMPLE = (
     'For example {"cluster": {"worker": ["host1:2222", "host2:2222"]}, '
     '"task": {"type": "worker", "index": 0}}'
 )
-_FAULTS_EXAMPLE = 'For example [{"worker": 1, "point": "apply", "action": "kill"}]'
+_Kind = TypeVar("_Kind")
+
+
+def decoded(environ: Mapping[str, str], name: str, kind: type[_Kind], example: str) -> _Kind | None:
+    """The JSON value of a variable; None if it is not set."""
+    text = environ.get(name, "").strip()
+    try:
+        return msgspec.json.decode(text, type=kind) if text else None
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise ClusterError(
+            f"{name} is not valid ({error})", received=shortened(text), remedy=example
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +79,6 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """The number of workers."""
         return len(self.addresses)
 
     def tf_config(self) -> str:
@@ -106,24 +118,6 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
 def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
     """An environment for a child process that does not need these variables."""
     return {name: value for name, value in environ.items() if name not in names}
-
-
-def read_faults(environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Reads the fault plan in `REPLICAST_FAULTS`; `faults.Fault` checks the fields of each fault."""
-    text = environ.get(FAULTS, "").strip()
-    if not text:
-        return []
-    try:
-        described = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ClusterError(
-            f"{FAULTS} is not JSON ({error})", received=shortened(text), remedy=_FAULTS_EXAMPLE
-        ) from None
-    if not isinstance(described, list) or not all(isinstance(fault, dict) for fault in described):
-        raise ClusterError(
-            f"{FAULTS} is not a list of JSON objects", received=shortened(text), remedy=_FAULTS_EXAMPLE
-        )
-    return described
 
 
 def start_timeout_secs(environ: Mapping[str, str]) -> float:
@@ -189,46 +183,28 @@ def host_id(environ: Mapping[str, str]) -> str:
     return f"{socket.gethostname()}/{boot}/{place.st_dev}-{place.st_ino}"
 
 
+class _Task(msgspec.Struct):
+    type: str
+    index: int | str  # some platforms write it as text
+
+
+class _TfConfig(msgspec.Struct):
+    cluster: dict[str, list[str]] = {}
+    task: _Task | None = None
+
+
 def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
     """Reads and checks `TF_CONFIG`."""
-    text = environ.get("TF_CONFIG", "").strip()
-    if not text:
-        return None
-    try:
-        described = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ClusterError(
-            f"TF_CONFIG is not JSON ({error})", received=shortened(text), remedy=_EXAMPLE
-        ) from None
-    if not isinstance(described, dict):
-        raise ClusterError("TF_CONFIG is not a JSON object", received=shortened(text), remedy=_EXAMPLE)
-    jobs = _read_jobs(described)
-    if not jobs:
-        return None
-    return _place(described, jobs)
-
-
-def _read_jobs(described: dict[str, Any]) -> dict[str, list[str]]:
-    cluster = described.get("cluster", {})
-    if not isinstance(cluster, dict):
-        raise ClusterError('TF_CONFIG: "cluster" is not an object', received=cluster, remedy=_EXAMPLE)
-    jobs: dict[str, list[str]] = {}
-    for job, addresses in cluster.items():
-        if not isinstance(addresses, list) or not all(isinstance(a, str) for a in addresses):
-            raise ClusterError(
-                f'TF_CONFIG: "{job}" is not a list of "host:port"', received=addresses, remedy=_EXAMPLE
-            )
-        jobs[job] = addresses
-    if "ps" in jobs:
+    described = decoded(environ, "TF_CONFIG", _TfConfig, _EXAMPLE) or _TfConfig()
+    if "ps" in described.cluster:
         raise ClusterError(
             "TF_CONFIG describes parameter servers, which MultiWorkerMirroredStrategy does not use",
             remedy='Leave only "worker" (and "chief") in "cluster"',
-            received=sorted(jobs),
+            received=sorted(described.cluster),
         )
-    return {job: jobs[job] for job in ("chief", "worker") if jobs.get(job)}
-
-
-def _place(described: dict[str, Any], jobs: dict[str, list[str]]) -> Cluster:
+    jobs = {job: described.cluster[job] for job in ("chief", "worker") if described.cluster.get(job)}
+    if not jobs:
+        return None
     addresses = [address for job in jobs.values() for address in job]
     for address in addresses:
         host, colon, port = address.rpartition(":")
@@ -243,11 +219,10 @@ def _place(described: dict[str, Any], jobs: dict[str, list[str]]) -> Cluster:
             received=", ".join(duplicates),
             remedy="Give every worker a different host:port",
         )
-    task = described.get("task")
-    if not isinstance(task, dict) or "type" not in task or "index" not in task:
-        raise ClusterError('TF_CONFIG: "task" needs "type" and "index"', received=task, remedy=_EXAMPLE)
-    job, index = task["type"], task["index"]
-    if job not in jobs and job in described["cluster"]:
+    if described.task is None:
+        raise ClusterError('TF_CONFIG: "task" is missing', remedy=_EXAMPLE)
+    job, index = described.task.type, described.task.index
+    if job not in jobs and job in described.cluster:
         raise ClusterError(
             f"TF_CONFIG: this process has the task type {job!r}, which takes no part in the training of a "
             "MultiWorkerMirroredStrategy",
@@ -260,11 +235,11 @@ def _place(described: dict[str, Any], jobs: dict[str, list[str]]) -> Cluster:
         )
     if isinstance(index, str) and index.isdigit():
         index = int(index)
-    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(jobs[job]):
+    if isinstance(index, str) or not 0 <= index < len(jobs[job]):
         raise ClusterError(
             f'TF_CONFIG: task index out of range: "{job}" has {len(jobs[job])} addresses, '
             f"so the index must be from 0 to {len(jobs[job]) - 1}",
-            received=task["index"],
+            received=described.task.index,
         )
     chiefs = len(jobs.get("chief", ()))
     return Cluster(
@@ -279,16 +254,6 @@ def _place(described: dict[str, Any], jobs: dict[str, list[str]]) -> Cluster:
 def shortened(text: str, limit: int = 200) -> str:
     """The beginning of a value, for an error message."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
-
-
-# Optional environment variables: who may connect to the workers, and where progress is reported.
-
-TRUSTED_NETWORKS = "REPLICAST_TRUSTED_NETWORKS"
-"""Who may connect to TensorFlow's ports: networks such as 10.1.0.0/16,fd00::/8, or "any"."""
-PROGRESS_FILE = "REPLICAST_PROGRESS_FILE"
-
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-LOOPBACK: tuple[Network, ...] = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 
 
 def heartbeat_file(environ: Mapping[str, str], rank: int) -> Path | None:

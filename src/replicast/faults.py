@@ -20,17 +20,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from replicast.config import FAULTS, read_cluster, read_faults, read_launch
-from replicast.errors import ClusterError
+import msgspec
+
+from replicast.config import FAULTS, decoded, read_cluster, read_launch
 
 logger = logging.getLogger("replicast")
 
-FIRED = "faults.jsonl"
-"""The file in the run directory that lists the faults that fired."""
+FIRED = "faults.jsonl"  # in the run directory: the faults that fired
+_EXAMPLE = 'For example [{"worker": 1, "point": "apply", "action": "kill"}]'
 
 
 class Point(enum.StrEnum):
@@ -63,41 +63,26 @@ class FaultInjected(RuntimeError):  # noqa: N818 - reads as a sentence: raise Fa
     """An error that a fault plan asked for. Not a `ReplicastError`: no handler of those may catch it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One planned failure."""
 
-    worker: int
+    worker: Annotated[int, msgspec.Meta(ge=0)]
     point: Point
-    occurrence: int = 1
+    occurrence: Annotated[int, msgspec.Meta(ge=1)] = 1
     action: Action = Action.KILL
-    attempt: int = 0
-
-    @classmethod
-    def from_json(cls, described: Mapping[str, Any]) -> Fault:
-        """Reads one entry of a plan."""
-        unknown = sorted(set(described) - set(cls.__slots__))
-        if unknown:
-            problem = f"{FAULTS}: a fault has no field {unknown[0]!r}"
-            raise ClusterError(
-                problem, remedy=f"The fields are {', '.join(cls.__slots__)}", received=described
-            )
-        for name, least, default in (("worker", 0, None), ("occurrence", 1, 1), ("attempt", 0, 0)):
-            number = described.get(name, default)
-            if type(number) is not int or number < least:  # `type`, since True is an int to isinstance
-                problem = f"{FAULTS}: {name!r} must be an integer, at least {least}"
-                raise ClusterError(problem, received=described)
-        point = _one_of(Point, described, "point", None)
-        action = _one_of(Action, described, "action", Action.KILL)
-        numbers = {name: described[name] for name in ("worker", "occurrence", "attempt") if name in described}
-        return cls(point=Point(point), action=Action(action), **numbers)
+    attempt: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def to_json(self) -> dict[str, Any]:
         """The entry of a plan."""
-        return asdict(self)
+        return msgspec.structs.asdict(self)
 
 
-class Plan:
+def read_faults(environ: Mapping[str, str]) -> tuple[Fault, ...]:
+    """The fault plan in `REPLICAST_FAULTS`."""
+    return decoded(environ, FAULTS, tuple[Fault, ...], _EXAMPLE) or ()
+
+
+class FaultPlan:
     """The faults planned for this process, and how often it has reached each point. Thread-safe."""
 
     def __init__(
@@ -107,8 +92,7 @@ class Plan:
         self._run_dir = run_dir
         self._reached: Counter[Point] = Counter()
         self._lock = threading.Lock()
-        self.fired: list[Fault] = []
-        """The faults that have fired, in order."""
+        self.fired: list[Fault] = []  # in order
 
     def reach(self, name: str) -> None:
         """Counts that a thread has reached a point, and fails there if the plan says so."""
@@ -147,20 +131,20 @@ def point(name: str) -> None:
 
 def set_plan(
     faults: Sequence[Fault], *, worker: int = 0, attempt: int = 0, run_dir: Path | None = None
-) -> Plan | None:
+) -> FaultPlan | None:
     """Replaces this process's plan; for tests."""
     global _plan
-    _plan = Plan(faults, worker=worker, attempt=attempt, run_dir=run_dir) if faults else None
+    _plan = FaultPlan(faults, worker=worker, attempt=attempt, run_dir=run_dir) if faults else None
     return _plan
 
 
-def read_plan(environ: Mapping[str, str]) -> Plan | None:
+def read_plan(environ: Mapping[str, str]) -> FaultPlan | None:
     """Reads the plan from the environment of a worker of `replicast run`.
 
     The launcher and the other commands share that environment, and ignore the plan.
     """
     launch = read_launch(environ)
-    faults = [Fault.from_json(described) for described in read_faults(environ)] if launch.launched else []
+    faults = read_faults(environ) if launch.launched else ()
     if not faults:
         return None
     cluster = read_cluster(environ)
@@ -168,7 +152,7 @@ def read_plan(environ: Mapping[str, str]) -> Plan | None:
     for fault in faults:
         if (fault.worker, fault.attempt) == (worker, launch.attempt):
             logger.warning("%s is set: this worker will fail on purpose: %s", FAULTS, fault.to_json())
-    return Plan(faults, worker=worker, attempt=launch.attempt, run_dir=launch.run_dir)
+    return FaultPlan(faults, worker=worker, attempt=launch.attempt, run_dir=launch.run_dir)
 
 
 def take_plan(environ: Mapping[str, str]) -> None:
@@ -196,17 +180,5 @@ def _act(fault: Fault) -> None:
             )
 
 
-def _one_of(kind: type[enum.StrEnum], described: Mapping[str, Any], name: str, default: str | None) -> str:
-    value = described.get(name, default)
-    allowed = [str(member) for member in kind]
-    if value not in allowed:
-        raise ClusterError(
-            f"{FAULTS}: unknown {name} {value!r}",
-            remedy=f"Use one of {', '.join(allowed)}",
-            received=described,
-        )
-    return str(value)
-
-
-_plan: Plan | None
+_plan: FaultPlan | None
 take_plan(os.environ)

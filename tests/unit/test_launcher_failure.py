@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from replicast.config import FAULTS, PEER_FAILED
+from replicast.faults import read_faults
 from replicast.launcher.failure import (
     Exit,
     GroupEnd,
@@ -33,7 +34,6 @@ from replicast.launcher.failure import (
     traceback_in,
     with_details,
 )
-from replicast.launcher.plan import planned_faults
 from replicast.paths import below
 
 RAISED = """Epoch 1/3
@@ -233,19 +233,19 @@ def test_a_group_that_was_told_to_stop_is_not_reported_as_a_failure() -> None:
 
 def test_planned_faults_are_announced() -> None:
     plan = [{"worker": number, "point": "apply", "action": "stop"} for number in range(7)]
-    line = faults_line(planned_faults({FAULTS: json.dumps(plan)}))
+    line = faults_line(read_faults({FAULTS: json.dumps(plan)}))
     assert line == (
         "replicast: warning: REPLICAST_FAULTS is set: workers will fail on purpose: stop worker 0 at apply, "
         "stop worker 1 at apply, stop worker 2 at apply, stop worker 3 at apply, stop worker 4 at apply, "
         "2 more"
     )
-    assert planned_faults({}) == ()
+    assert read_faults({}) == ()
 
 
 def test_a_fault_for_a_missing_worker_is_reported() -> None:
     def absent(workers: int, *planned: int) -> str:
         plan = json.dumps([{"worker": worker, "point": "apply"} for worker in planned])
-        return absent_line(planned_faults({FAULTS: plan}), workers)
+        return absent_line(read_faults({FAULTS: plan}), workers)
 
     assert absent(1) == absent(2, 0, 1) == ""
     assert absent(2, 7, 1, 2) == (

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from replicast.config import ANY, JOB_SECRET, SECRETS, TAKE_OVER, shared_memory_directory, without
 from replicast.errors import ClusterError, LaunchRefused, printable
+from replicast.faults import read_faults
 from replicast.launcher.failure import (
     ONE_HOST,
     Exit,
@@ -54,7 +55,6 @@ from replicast.launcher.plan import (
     hold_ports,
     outside_addresses,
     plan_workers,
-    planned_faults,
     this_machine,
 )
 from replicast.launcher.run_directory import locked, make_attempt_dir, next_attempt, what_is_taken_over
@@ -83,7 +83,7 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
     """Runs a job to its end and reports on standard error. Only in the main thread."""
     check_job(job)
     environ = without(environ, *SECRETS)  # No worker and no standby needs them.
-    faults = planned_faults(environ)
+    faults = read_faults(environ)
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(settings.run_dir, job.ranks[0]))
         # Before signals are caught: Ctrl-C ends the wait.

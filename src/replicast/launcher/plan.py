@@ -28,11 +28,9 @@ from replicast.config import (
     RUN_DIR,
     TRUSTED_NETWORKS,
     Cluster,
-    read_faults,
     trusted_networks,
 )
 from replicast.errors import ClusterError, LaunchRefused
-from replicast.faults import Fault
 from replicast.paths import RunDir, RunPath
 
 DEFAULT_PORT = 29500
@@ -143,10 +141,6 @@ def parse_tee(text: str | None, job: Job) -> frozenset[int]:
             received=text,
         )
     return frozenset(int(part) for part in parts) & frozenset(job.ranks)
-
-
-def planned_faults(environ: Mapping[str, str]) -> tuple[Fault, ...]:
-    return tuple(Fault.from_json(described) for described in read_faults(environ))
 
 
 # --- The program -----------------------------------------------------------------------------------------
