@@ -17,10 +17,10 @@ from collections.abc import Callable
 from replicast.coordination import PEEK_SECS, Coordination
 from replicast.errors import JobFailed
 
+# A longer wait is made of several calls: during a call to the service, no signal handler of Python runs.
 LOOK_SECS = 1.0
-"""A longer wait is made of several calls: during a call to the service, no signal handler of Python runs."""
+# The others wait longer than worker 0, which may have come later and has to find out who is missing.
 LIST_SECS = 5.0
-"""The others wait longer than worker 0, which may have come later and has to find out who is missing."""
 
 
 class Wait:

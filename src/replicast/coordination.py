@@ -15,17 +15,16 @@ from typing import Any, NamedTuple
 
 from replicast.errors import JobFailed
 
+# After this many timed-out waits of a worker for one key, the service is made to release them.
 MAX_TIMED_OUT_WAITS = 20
-"""After this many timed-out waits of a worker for one key, the service is made to release them."""
-CLEANUP_SECS = 30.0
-"""Longer than a worker may be silent before TensorFlow considers it dead."""
+CLEANUP_SECS = 30.0  # Longer than a worker may be silent before TensorFlow considers it dead.
+# To learn whether a key exists. TensorFlow's client gives up after this time whether or not the service has
+# answered, so a shorter one would only tell that the machine is busy.
 PEEK_SECS = 0.3
-"""To learn whether a key exists. TensorFlow's client gives up after this time whether or not the service has
-answered, so a shorter one would only tell that the machine is busy."""
 _NO_VALUE = "replicast: nothing"
 _RETRY_SECS = 0.005
+# Nobody waits any more for a key that was not read for this long: a worker polls each key more often.
 FORGET_SECS = 60.0
-"""Nobody waits any more for a key that was not read for this long: a worker polls each key more often."""
 
 
 _TASK = r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)"

@@ -70,14 +70,13 @@ __all__ = [
 
 TEMPORARY = ".tmp-"
 MAX_BYTES = 4 * 2**30
-MAX_JSON_BYTES = 256 * 2**20
-"""About ten times the size of a manifest of a hundred thousand variables."""
+MAX_JSON_BYTES = 256 * 2**20  # About ten times the size of a manifest of a hundred thousand variables.
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux only; `os` has none.
 if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 _SYNC_FILE_RANGE_WRITE = 2
+# How much less than its size a file from outside may take on disk. Not 0: ZFS stores zeros as holes.
 _MOST_HOLES_BYTES = 64 * 2**20
-"""How much less than its size a file from outside may take on disk. Not 0: ZFS stores zeros as holes."""
 
 
 def write_durably(

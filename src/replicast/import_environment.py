@@ -26,6 +26,10 @@ _NOT_AT_IMPORT = ("TF_CONFIG",)
 _MEMORY = "replicast-changes"
 _MAX_BYTES = 1 << 16
 
+# The only variables that a standby takes over, and what happens with them during the imports.
+# Found by logging every getenv during the imports. Left out is what only tests and profilers of TensorFlow
+# set, and TF_PLUGGABLE_DEVICE_LIBRARY_PATH, which names a library to load: it belongs into the environment of
+# `replicast run`.
 PASSED_ON = {
     "KERAS_BACKEND": "Keras chooses its backend",
     "KERAS_HOME": "Keras reads keras.json there: backend, float type, epsilon",
@@ -53,17 +57,11 @@ PASSED_ON = {
     "GOMP_CPU_AFFINITY": "OpenMP places its threads",
     "GOMP_SPINCOUNT": "OpenMP chooses how threads wait",
 }
-"""The only variables that a standby takes over, and what happens with them during the imports.
 
-Found by logging every getenv during the imports. Left out is what only tests and profilers of TensorFlow
-set, and TF_PLUGGABLE_DEVICE_LIBRARY_PATH, which names a library to load: it belongs into the environment of
-`replicast run`.
-"""
-
+# In a process that was a standby: the environment during its imports. Set by `launcher/prepared.py`.
 imported_with: Mapping[str, str] | None = None
-"""In a process that was a standby: the environment during its imports. Set by `launcher/prepared.py`."""
+# In a process that was a standby: the environment that its script started with.
 called_with: Mapping[str, str] | None = None
-"""In a process that was a standby: the environment that its script started with."""
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:

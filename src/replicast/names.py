@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Iterable
 
 LOOK_SECS = 0.2
+# How long a launcher waits for names. The system's resolver asks silent servers for 10 to 30 s.
 NAMES_SECS = 30.0
-"""How long a launcher waits for names. The system's resolver asks silent servers for 10 to 30 s."""
 _MAX_THREADS = 16
 
 

@@ -180,8 +180,8 @@ class RunPath:
             os.close(directory)
 
 
+# A run directory as functions accept it. `below(run_dir) / "inbox"` is the only way into it.
 RunDir: TypeAlias = RunPath | Path | str
-"""A run directory as functions accept it. `below(run_dir) / "inbox"` is the only way into it."""
 
 
 def below(run_dir: RunDir) -> RunPath:

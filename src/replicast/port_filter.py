@@ -26,17 +26,15 @@ from replicast.names import Lookups
 logger = logging.getLogger("replicast")
 
 _SO_ATTACH_FILTER = 26
+# How long the names of all workers may take to be resolved. They are resolved only to warn.
 _NAMES_SECS = 5.0
-"""How long the names of all workers may take to be resolved. They are resolved only to warn."""
-_NETWORK_HEADER = 0xFFF00000
-"""SKF_NET_OFF: offsets from here are in the IP header."""
+_NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF: offsets from here are in the IP header.
 _LOAD_BYTE, _LOAD_WORD, _AND, _SHIFT_RIGHT = 0x30, 0x20, 0x54, 0x74
 _JUMP, _JUMP_IF_EQUAL, _RETURN = 0x05, 0x15, 0x06
 _WHOLE_PACKET = 0xFFFFFFFF
 _SOURCE_OFFSET = {4: 12, 6: 8}
 
-Instruction = tuple[int, int, int, int]
-"""Operation, jump if true, jump if false, operand."""
+Instruction = tuple[int, int, int, int]  # Operation, jump if true, jump if false, operand.
 
 
 def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[[], None]:

@@ -30,22 +30,20 @@ from replicast.names import addresses_of
 from replicast.processes import accept_problem
 from replicast.script_digest import difference, digest_of, is_digest
 
-REPORT_SECS = 10.0
-"""After this time a waiting worker reports who is missing."""
-REPEAT_SECS = 30.0
-"""How often it does so again."""
+REPORT_SECS = 10.0  # After this time a waiting worker reports who is missing.
+REPEAT_SECS = 30.0  # How often it does so again.
 _LOOK_SECS = 0.2
+# After a restart all workers come at once, and worker 0 may be a few milliseconds behind.
 _FIRST_PAUSES_SECS = (0.02, 0.04, 0.08)
-"""After a restart all workers come at once, and worker 0 may be a few milliseconds behind."""
 _TELL_SECS = 1.0
+# Worker 0 sends something every second. What is silent for this long is not worker 0, or hangs.
 _ANSWER_SECS = 5.0
-"""Worker 0 sends something every second. What is silent for this long is not worker 0, or hangs."""
 _SERVER_SECS = 10.0
 _SILENT = "does not answer"
 _NAMELESS = "has a name that no DNS server has resolved yet"
 _MAX_LINE = 1 << 20
+# How many connections more than there are workers may be without a worker; the oldest makes way.
 _MAX_STRANGERS = 64
-"""How many connections more than there are workers may be without a worker; the oldest makes way."""
 
 
 def meet(
@@ -122,10 +120,8 @@ class _Line:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.opened = time.monotonic()
-        self.is_heard = False
-        """Whether the other side has introduced itself, or was refused."""
-        self.script: str | None = None
-        """The digest of the worker's script, if it has sent one."""
+        self.is_heard = False  # Whether the other side has introduced itself, or was refused.
+        self.script: str | None = None  # The digest of the worker's script, if it has sent one.
         self._buffer = b""
 
     def send(self, message: dict[str, Any]) -> None:

@@ -16,13 +16,13 @@ from types import FrameType
 from replicast.config import read_launch
 
 REPEAT_SECS = 5.0
+# How long to wait until the main thread runs Python code. That of a Ray worker does so every few seconds.
 MAIN_THREAD_SECS = 2.5
-"""How long to wait until the main thread runs Python code. That of a Ray worker does so every few seconds."""
+# Modules whose handlers do no more than the default one: they end the process.
 _ONLY_EXITS = ("ray._private.worker",)
-"""Modules whose handlers do no more than the default one: they end the process."""
 _AS_PENDING_CALL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+# What the main thread will be asked to run: the interpreter holds no reference, and may run it late.
 _PENDING: list[object] = []
-"""What the main thread will be asked to run: the interpreter holds no reference, and may run it late."""
 
 
 class Handler:

@@ -15,8 +15,7 @@ _Described = TypeVar("_Described")
 
 MAX_DEPTH = 64
 MAX_INTEGER = 2**64
-SEAL = "seal"
-"""The last entry of a sealed object: the SHA-256 of the file without this line."""
+SEAL = "seal"  # The last entry of a sealed object: the SHA-256 of the file without this line.
 
 
 def json_bytes(value: object) -> bytes:

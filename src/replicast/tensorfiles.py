@@ -27,12 +27,12 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 MAX_HEADER_BYTES = 32 * 2**20
 _MAX_DIMENSIONS = 32
 _METADATA = "__metadata__"
+# How files begin that somebody may give instead.
 _OTHER_FORMATS = {
     b"PK\x03\x04": "a ZIP archive, as .npz and .keras files are",
     b"\x93NUMPY": "a NumPy file",
     b"\x89HDF\r\n": "an HDF5 file",
 }
-"""How files begin that somebody may give instead."""
 _DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -221,13 +221,11 @@ def _tensor(data: memoryview, entry: Mapping[str, Any], source: str, what: str) 
 
 Bytes = npt.NDArray[np.uint8]
 
-ALIGNMENT = 64
-"""What TensorFlow asks of memory that it reads in place, or takes over without a copy."""
+ALIGNMENT = 64  # What TensorFlow asks of memory that it reads in place, or takes over without a copy.
+# Copies of this size or larger go into huge pages: three times as fast as page by page.
 LARGE_BYTES = 1 << 20
-"""Copies of this size or larger go into huge pages: three times as fast as page by page."""
 
-REUSED_BYTES = 1 << 31
-"""The most memory that is kept for later arrays of the same size."""
+REUSED_BYTES = 1 << 31  # The most memory that is kept for later arrays of the same size.
 
 _READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _HUGE_PAGE = 1 << 21

@@ -34,8 +34,7 @@ logger = logging.getLogger("replicast")
 PREFIX = "replicast/lifetime"
 POLL_SECS = 0.3
 REMIND_SECS = 30.0
-TURNS_KEPT = 100
-"""The keys of a turn are deleted after this many later turns."""
+TURNS_KEPT = 100  # The keys of a turn are deleted after this many later turns.
 
 
 class JobKeys:
@@ -96,8 +95,7 @@ class Turns:
         self._alone: tuple[str, int] | None = None
         self._suspect: dict[str, Any] | None = None
         self._stands = False
-        self.count = 0
-        """The number of turns that this worker has taken."""
+        self.count = 0  # The number of turns that this worker has taken.
 
     def take(self, message: str = "") -> int:
         """Takes the next turn and returns its number.

@@ -104,8 +104,8 @@ class _Call:
         self._weight = np.float32(weight)
         self._values = [value.reshape(-1) for value in values]
         self._layout: Layout = plan.layout(tuple([value.shape for value in values]))
+        # How many chunks the call has: those of the longest message, once all headers are known.
         self.chunks = chunks_in(self._layout.nbytes)
-        """How many chunks the call has: those of the longest message, once all headers are known."""
         self._total = np.float32(0)
 
     def run(self, first: int) -> list[Array]:

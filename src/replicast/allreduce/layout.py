@@ -20,8 +20,8 @@ import numpy as np
 
 from replicast.tensorfiles import aligned
 
+# Small enough that what one worker writes is still in the cache when another one reads it.
 CHUNK_BYTES = 1 << 18
-"""Small enough that what one worker writes is still in the cache when another one reads it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from replicast.allreduce.semaphores import SEMAPHORE_BYTES, Semaphore
 from replicast.tensorfiles import Bytes, aligned, map_shared
 from replicast.transport.files import SharedFile, opened
 
-SLOTS = 4
-"""How many chunks a part holds: see `exchange.py` for why it is 4."""
+SLOTS = 4  # How many chunks a part holds: see `exchange.py` for why it is 4.
 
 
 class Part:

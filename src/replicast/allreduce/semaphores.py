@@ -14,12 +14,10 @@ from collections.abc import Callable
 
 from replicast.tensorfiles import Bytes
 
-SEMAPHORE_BYTES = 64
-"""One cache line for each. A `sem_t` has 32 bytes."""
-CHECK_SECS = 0.2
-"""How long a worker sleeps before it checks whether the job has failed."""
+SEMAPHORE_BYTES = 64  # One cache line for each. A `sem_t` has 32 bytes.
+CHECK_SECS = 0.2  # How long a worker sleeps before it checks whether the job has failed.
+# Attempts before a worker sleeps, about 70 microseconds: less than it takes to fall asleep and wake up.
 SPINS = 100
-"""Attempts before a worker sleeps, about 70 microseconds: less than it takes to fall asleep and wake up."""
 
 
 class _Timespec(ctypes.Structure):

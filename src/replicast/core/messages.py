@@ -123,8 +123,7 @@ class Order(Record):
         raise NotImplementedError
 
 
-OUTSIDE = -1
-"""The rank of messages from outside the job: from the inbox, and from `replicast withdraw`."""
+OUTSIDE = -1  # The rank of messages from outside the job: from the inbox, and from `replicast withdraw`.
 
 
 class Propose(Record):

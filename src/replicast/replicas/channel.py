@@ -28,8 +28,7 @@ class Note(Record):
     text: str
 
 
-LOOK_SECS = 1.0
-"""Timeout of one request to the service, so that a reader soon notices that it has to stop."""
+LOOK_SECS = 1.0  # Timeout of one request to the service, so that a reader soon notices that it has to stop.
 
 
 class Channel:

@@ -26,8 +26,8 @@ from replicast.update.schema import Limits, Schema, planned
 from replicast.update.state import State
 from replicast.update.update import Update
 
+# For values that a replica publishes from its own state, and updates that their author has checked.
 NO_LIMITS = Limits(max_bytes=2**62, max_edits=2**62)
-"""For values that a replica publishes from its own state, and updates that their author has checked."""
 
 
 class Parcels:

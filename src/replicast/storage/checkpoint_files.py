@@ -187,8 +187,8 @@ def _write_at(descriptor: int, piece: memoryview, place: int) -> None:
         piece, place = piece[written:], place + written
 
 
+# Called from time to time with the number of bytes done, and the total.
 Progress = Callable[[int, int], None]
-"""Called from time to time with the number of bytes done, and the total."""
 _MAX_COMMITTED = 1000
 
 

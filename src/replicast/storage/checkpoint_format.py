@@ -24,8 +24,8 @@ from replicast.update.trial import Trial
 from replicast.update.update import factor_to_json
 
 FORMAT = 2
+# The largest sequence number to accept: a restart counts up to it, and a file may contain anything.
 MAX_SEQUENCE = 2**24
-"""The largest sequence number to accept: a restart counts up to it, and a file may contain anything."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,8 @@ from replicast.update.update import Update, factor_to_json
 # The sign and payload of a NaN computed from two different NaNs are undefined: processors give different
 # results for vectorized elements and for the remainder. This needs an update that contains NaNs.
 
+# Arithmetic needs about ten arrays of this size, and is faster if they stay in the processor's cache.
 SLICE_ELEMENTS = 2**20
-"""Arithmetic needs about ten arrays of this size, and is faster if they stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)

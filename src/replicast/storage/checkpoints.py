@@ -111,8 +111,7 @@ class Places:
 # A checkpoint of an earlier step than the last one starts a new line, with a number one higher. Neither
 # clocks nor attempt numbers would work: clocks differ between hosts, and a run may be copied into another.
 
-Best: TypeAlias = tuple[str, Literal["min", "max"]]
-"""A metric, and which of its values is the best."""
+Best: TypeAlias = tuple[str, Literal["min", "max"]]  # A metric, and which of its values is the best.
 
 
 def line_of_next(there: Iterable[Manifest], step: int) -> int:

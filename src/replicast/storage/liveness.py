@@ -26,8 +26,8 @@ from replicast.storage.claims import RELEASED, Claim, group_directory, last_clai
 from replicast.storage.run_files import ENDED, WorkerNote, read_worker_notes
 from replicast.strictjson import json_bytes
 
+# Ten notes, and the time after which TensorFlow takes a worker without heartbeats for dead.
 SILENT_SECS = 10.0
-"""Ten notes, and the time after which TensorFlow takes a worker without heartbeats for dead."""
 _LOOK_SECS = 0.1
 
 

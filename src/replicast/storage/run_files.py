@@ -39,10 +39,9 @@ from replicast.update.update import factor_to_json
 
 FORMAT = 2
 RUN_FILE = "run.json"
+# What a worker waits for while its model is trained without boundaries. Updates wait too.
 WITHOUT_CALLBACK = "a boundary: its fit has no replicas.callback()"
-"""What a worker waits for while its model is trained without boundaries. Updates wait too."""
-ENDED = "nothing: it has ended"
-"""What a worker waits for after it has ended."""
+ENDED = "nothing: it has ended"  # What a worker waits for after it has ended.
 _SENT_SECS, _MOST_SENT_PER_SEC = 2.0, 50
 _PIECE_BYTES = 64 * 1024
 _MAX_LINE_BYTES = 4 * 2**20
@@ -290,10 +289,10 @@ def _report(line: bytes) -> AuditReport | None:
 # nothing: then the notes of its workers are old, and the process that wrote the last line is gone.
 
 FILE = "states.jsonl"
+# A worker writes a note every second; after this long without one it counts as not running.
 ABSENT_SECS = 10.0
-"""A worker writes a note every second; after this long without one it counts as not running."""
+# How long a start may take before it counts as lost, if its process cannot be looked at from here.
 _START_SECS = 600.0
-"""How long a start may take before it counts as lost, if its process cannot be looked at from here."""
 _MAX_TEXT, _MAX_LINES = 2000, 20
 _MOST_CHANGES = 10_000
 

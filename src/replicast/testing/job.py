@@ -44,10 +44,10 @@ from replicast.update.trial import Trial
 from replicast.update.update import Update
 
 DEADLINE_SECS = 120.0
+# Long enough for a machine with much to do, and short enough for a test that hangs.
 QUICK = Timeouts(
     prepare_secs=90, answer_secs=60, meet_secs=90, decide_secs=110, compute_secs=60, join_secs=60
 )
-"""Long enough for a machine with much to do, and short enough for a test that hangs."""
 
 
 class Worker(WorkerHooks):

@@ -42,8 +42,8 @@ class Parcel(Record):
         return self.blocks[DIGITS * block : DIGITS * (block + 1)]
 
 
+# Called with the index of an array in the parcel, and a flat chunk of that array.
 Inspect = Callable[[int, "npt.NDArray[Any]"], None]
-"""Called with the index of an array in the parcel, and a flat chunk of that array."""
 
 
 class Transport(abc.ABC):

@@ -40,10 +40,8 @@ from replicast.transport.files import SharedFile
 from replicast.transport.keys import chunk_ranges, group_key, instance_keys, leaders_of, next_block
 from replicast.transport.shared import SharedMemoryTransport
 
-IN_FLIGHT = 4
-"""The number of chunks in flight: while one is copied, others are sent."""
-TRANSFER_SECS = 600.0
-"""The timeout of a transfer that has started. Long, because a timeout ends the job."""
+IN_FLIGHT = 4  # The number of chunks in flight: while one is copied, others are sent.
+TRANSFER_SECS = 600.0  # The timeout of a transfer that has started. Long, because a timeout ends the job.
 
 
 class BroadcastTransport(Transport):

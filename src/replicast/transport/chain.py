@@ -39,10 +39,9 @@ from replicast.transport.segments import segments_of
 from replicast.transport.server import Server
 from replicast.transport.shared import SharedMemoryTransport
 
+# A leader gives up by this part of the time earlier, so that others of its host hear the reason in time.
 MARGIN = 0.05
-"""A leader gives up by this part of the time earlier, so that others of its host hear the reason in time."""
-MARGIN_SECS = 0.5
-"""At least by so much, but not by more than half of the time."""
+MARGIN_SECS = 0.5  # At least by so much, but not by more than half of the time.
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,12 @@ from replicast.transport.segments import Missing, Segment, segments_of
 from replicast.transport.wire import SILENT_SECS, Kind, limit, receive_answer, receive_into, send_request
 from replicast.update.digest import digest_block
 
-STREAMS = 4
-"""The most connections for one parcel."""
+STREAMS = 4  # The most connections for one parcel.
+# Another stream is opened for each so many bytes. Streams share the link, so with each of them the next host
+# has its first segment later, by the time of one segment: little for a large parcel, much for a small one.
 STREAM_BYTES = 1 << 27
-"""Another stream is opened for each so many bytes. Streams share the link, so with each of them the next host
-has its first segment later, by the time of one segment: little for a large parcel, much for a small one."""
-IN_FLIGHT = 2
-"""So many segments are asked for on each stream before the first of them has arrived."""
-_PAUSES_SECS = (0.05, 0.2, 1.0)
-"""Before a broken connection is opened again; the last one is repeated."""
+IN_FLIGHT = 2  # So many segments are asked for on each stream before the first of them has arrived.
+_PAUSES_SECS = (0.05, 0.2, 1.0)  # Before a broken connection is opened again; the last one is repeated.
 
 
 class Fetch:

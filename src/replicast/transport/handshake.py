@@ -18,8 +18,7 @@ import socket
 import struct
 import time
 
-HANDSHAKE_SECS = 5.0
-"""All of it, however slowly the other side sends."""
+HANDSHAKE_SECS = 5.0  # All of it, however slowly the other side sends.
 _VERSION = b"replicast-chain-1"
 _NONCE = 32
 _PROOF = 32

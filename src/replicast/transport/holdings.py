@@ -11,8 +11,8 @@ from typing import Any
 from replicast.errors import UpdateRefused
 from replicast.transport.segments import Segment
 
+# So many parcels that are gone are remembered, to refuse them at once instead of waiting for them.
 REMEMBERED = 1000
-"""So many parcels that are gone are remembered, to refuse them at once instead of waiting for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,12 @@ import zlib
 
 from replicast.tensorfiles import ALIGNMENT
 
+# Above all keys of other transfers: those start at 100, 100 million and 500 million, and count up.
 FIRST_KEY = 1_000_000_000
-"""Above all keys of other transfers: those start at 100, 100 million and 500 million, and count up."""
 _LAST_KEY = 2**31 - 1
-_BLOCK = 1024
-"""The number of keys, and so the maximum number of chunks, of one parcel."""
-_FIRST_GROUP = 1_000_000_000
-"""TensorFlow numbers its own groups from 1."""
-_sent = itertools.count()
-"""Per process, as the keys are: a script may have several transports."""
+_BLOCK = 1024  # The number of keys, and so the maximum number of chunks, of one parcel.
+_FIRST_GROUP = 1_000_000_000  # TensorFlow numbers its own groups from 1.
+_sent = itertools.count()  # Per process, as the keys are: a script may have several transports.
 
 
 def leaders_of(hosts: tuple[str, ...]) -> dict[str, int]:

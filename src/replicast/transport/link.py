@@ -11,8 +11,7 @@ from replicast.errors import UpdateRefused
 from replicast.transport.handshake import HANDSHAKE_SECS, introduce
 from replicast.transport.wire import SILENT_SECS, limit
 
-KEPT_SECS = 20.0
-"""An idle connection is used again within this time: less than `server.IDLE_SECS`."""
+KEPT_SECS = 20.0  # An idle connection is used again within this time: less than `server.IDLE_SECS`.
 
 
 class Link:

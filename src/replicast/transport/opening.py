@@ -19,8 +19,7 @@ from replicast.transport.keys import leaders_of
 from replicast.transport.shared import SharedMemoryTransport
 
 OPEN_SECS = 120.0
-MOST_NAMED = 10
-"""How many missing workers an error names: each takes worker 0 a third of a second to find."""
+MOST_NAMED = 10  # How many missing workers an error names: each takes worker 0 a third of a second to find.
 _PREFIX = "replicast/transport"
 
 

@@ -11,10 +11,9 @@ from replicast.transport.base import Parcel
 from replicast.transport.layout import piece_bytes
 from replicast.update.digest import BLOCK_BYTES
 
+# Blocks that lie next to each other go together up to this size. A larger block goes alone.
 SEGMENT_BYTES = 1 << 20
-"""Blocks that lie next to each other go together up to this size. A larger block goes alone."""
-MAX_DAMAGED = 3
-"""How often one segment may arrive damaged before the parcel is refused."""
+MAX_DAMAGED = 3  # How often one segment may arrive damaged before the parcel is refused.
 
 
 class Block(NamedTuple):

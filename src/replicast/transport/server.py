@@ -24,14 +24,11 @@ from replicast.transport.wire import BEAT_SECS, Kind, receive_request, send_answ
 
 logger = logging.getLogger("replicast")
 
+# Connections that have not shown that they know the secret. One more closes the oldest of them.
 MAX_STRANGERS = 16
-"""Connections that have not shown that they know the secret. One more closes the oldest of them."""
-MAX_PEERS = 64
-"""Connections that have. One more is closed: the other side tries again."""
-IDLE_SECS = 60.0
-"""A connection over which nothing is asked for this long is closed."""
-SEGMENT_SECS = 60.0
-"""A segment that is not taken within this time is given up, and its connection closed."""
+MAX_PEERS = 64  # Connections that have. One more is closed: the other side tries again.
+IDLE_SECS = 60.0  # A connection over which nothing is asked for this long is closed.
+SEGMENT_SECS = 60.0  # A segment that is not taken within this time is given up, and its connection closed.
 _CLOSE_SECS = 5.0
 _NO_DESCRIPTORS_SECS = 0.1
 

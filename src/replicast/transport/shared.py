@@ -24,10 +24,9 @@ from replicast.transport.base import Inspect, Parcel, Transport, damaged, no_roo
 from replicast.transport.files import SharedFile, check_directory, name_prefix, opened, remove_leftovers
 from replicast.transport.layout import arrays_in, check_share, checked_id, lay_out, write_out
 
-KEPT_BYTES = (1 << 20, 1 << 31)
-"""The smallest and the largest file that is kept for the next parcel."""
+KEPT_BYTES = (1 << 20, 1 << 31)  # The smallest and the largest file that is kept for the next parcel.
+# All files that the workers of a host keep take at most one part in this many of the file system.
 KEPT_PART = 8
-"""All files that the workers of a host keep take at most one part in this many of the file system."""
 _POLL_SECS = 0.002
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -21,10 +21,8 @@ from typing import Any
 
 from replicast.errors import UpdateRefused
 
-SILENT_SECS = 5.0
-"""A connection on which no byte moves for this long is closed, and opened again."""
-BEAT_SECS = 1.0
-"""How often a host that has nothing to send yet says for whom it waits."""
+SILENT_SECS = 5.0  # A connection on which no byte moves for this long is closed, and opened again.
+BEAT_SECS = 1.0  # How often a host that has nothing to send yet says for whom it waits.
 MAX_REFUSAL_BYTES = 1 << 16
 _REQUEST = struct.Struct("!IH")
 _ANSWER = struct.Struct("!BQ")
