@@ -19,14 +19,11 @@ import pytest
 
 import replicast
 from replicast.client.patching import patch_in_place
-from replicast.core.entries import Payload, Scheduled
-from replicast.errors import CheckpointError, PayloadRemoved
+from replicast.errors import CheckpointError
 from replicast.storage import inbox
 from replicast.storage.checkpoint_files import open_checkpoint
 from replicast.storage.checkpoint_tools import patch
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.storage.claims import Fence
-from replicast.storage.journal import FileJournal
 from replicast.storage.updates import committed_updates
 from replicast.training.variables import component
 from replicast.update.digest import digest_state
@@ -192,22 +189,6 @@ def kept(strategy: Any, run_dir: Path, saves: dict[str, Any]) -> None:
         for loss in (5.0, 1.0, 3.0, 4.0, 2.0):
             training.step(loss=loss)
         training.end()
-
-
-@pytest.mark.parametrize(
-    ("saves", "steps"),
-    [
-        ({"keep": 2}, [4, 5]),
-        ({"keep": 1, "keep_best": ("loss", "min")}, [2, 5]),
-        ({"keep": 1, "keep_best": ("loss", "max")}, [1, 5]),
-    ],
-    ids=["the last", "the smallest", "the largest"],
-)
-def test_the_last_checkpoints_and_the_best_one_stay(
-    pool2: Pool, tmp_path: Path, saves: dict[str, Any], steps: list[int]
-) -> None:
-    pool2.run(kept, tmp_path, saves)
-    assert steps_in(tmp_path) == steps
 
 
 def busy(strategy: Any, run_dir: Path, when_busy: str) -> bool:
@@ -465,37 +446,6 @@ def test_the_bytes_of_an_update_go_when_every_checkpoint_holds_it_and_a_later_st
     assert first["left"] == 1
     assert first["lived"] == first["again"] == second["lived"] == second["again"]
     assert [record.id for record in committed_updates(tmp_path)] == ["before", "behind"]
-
-
-def test_what_a_dead_attempt_left_goes_and_a_script_without_restore_is_told_to_call_it(
-    pool1: Pool, tmp_path: Path
-) -> None:
-    (found,) = pool1.run(left_by_a_dead_attempt, tmp_path)
-    assert found["there"] == ["000002.safetensors"], "that of the scheduled update"
-    assert "Call replicas.restore() before training" in found["said"]
-
-
-def left_by_a_dead_attempt(strategy: Any, run_dir: Path) -> dict[str, Any]:
-    """An attempt has stored two updates and died; a later one saves, and a script without restore begins."""
-    left, later = doubled("left"), doubled("later")
-    if strategy.rank == 0:
-        journal = FileJournal(run_dir, Fence(run_dir, attempt=0))
-        for update in (left, later):
-            journal.write(Payload(update.id, update.content_digest(), None), update)
-        journal.write(Scheduled(later.id, later.content_digest(), 50))
-    model = perceptron(strategy, adam)
-    with NOTHING_FOR_REVERTS, replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
-        replicas.propose(doubled("before"))
-        replicas.sync()
-        trained(replicas, 1, save_every=1, keep=1)
-    there = sorted(path.name for path in run_dir.glob("groups/000001/*.safetensors"))
-    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
-        try:
-            replicas.sync()
-            said = ""
-        except PayloadRemoved as error:
-            said = str(error)
-        return {"there": there, "said": said}
 
 
 def inbox_first(strategy: Any, run_dir: Path) -> dict[str, Any]:

@@ -333,7 +333,7 @@ def test_a_sync_of_some_variables_leaves_the_others_alone() -> None:
         assert job.on_all(lambda worker: worker.session.rest("sync", 2, "dense/bias")) == [None] * 3
 
 
-def test_every_bit_counts_forevery_dtype() -> None:
+def test_every_bit_counts_for_every_dtype() -> None:
     kinds = ["float16", "float32", "float64", "int8", "int32", "uint32", "uint8", "int64"]
     values: dict[str, Any] = {kind: np.arange(6).astype(kind).reshape(2, 3) for kind in kinds}
     values["bool"] = np.array([True, False, True])

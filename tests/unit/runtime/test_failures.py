@@ -12,14 +12,12 @@ import pytest
 
 from replicast import faults
 from replicast.core.entries import Committed, Entry, Payload, Receipt
-from replicast.core.operation import Gather
 from replicast.core.records import Stage
 from replicast.errors import JobFailed
 from replicast.replicas.proposals import Ticket
 from replicast.storage.journal import MemoryJournal, NotWritten, PerhapsWritten
-from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
+from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.update import Update
-from tests.unit.clock import Clock
 from tests.unit.runtime.playing import adding, bias, bias_of, refusal
 
 FULL = "No space left on device"
@@ -235,52 +233,3 @@ def test_an_update_of_the_journal_that_cannot_be_applied_again_ends_the_job() ->
 
 
 # Time limits.
-
-
-def test_a_worker_that_does_not_prepare_in_time_is_named(
-    loop_clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late, prepared, add = threading.Event(), set[int](), Gather.add
-
-    def heard(gather: Gather, rank: int, answer: Any) -> bool:
-        is_last = add(gather, rank, answer)
-        prepared.add(rank)
-        return is_last
-
-    with Job(3) as job:
-        receive = job.workers[2].transport.receive
-
-        def slow(*given: Any) -> Any:
-            late.wait(DEADLINE_SECS)
-            return receive(*given)
-
-        job.workers[2].transport.receive = slow  # type: ignore[method-assign]
-        monkeypatch.setattr(Gather, "add", heard)
-        ticket = job.workers[0].session.propose(bias(1.0))
-        eventually(lambda: prepared == {0, 1})
-        loop_clock.added_secs = QUICK.prepare_secs
-        error = refusal(ticket)
-        late.set()
-        assert f"Worker 2 did not prepare the update within {QUICK.prepare_secs} s" in str(error)
-        assert error.worker == 2
-        job.train(2)
-        eventually(lambda: not job.board.buffers)
-
-
-def test_a_coordinator_that_decides_nothing_in_time_ends_the_job_where_a_worker_stands(
-    loop_clock: Clock,
-) -> None:
-    class Release(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            loop_clock.added_secs = (
-                QUICK.decide_secs
-            )  # All stand at the boundary, and the entry is not written.
-            return super().wait(timeout)
-
-    journal = FaultyJournal()
-    with Job(2, journal) as job:
-        journal.waits[Committed] = release = Release()
-        job.workers[1].session.propose(bias(1.0))
-        with pytest.raises(JobFailed, match="Worker 0, the coordinator, decided nothing for step"):
-            job.train(1000)
-        release.set()

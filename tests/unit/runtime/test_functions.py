@@ -98,15 +98,6 @@ def test_a_worker_that_proposes_a_function_after_it_was_decided_is_told(broken: 
             assert second.result(DEADLINE_SECS) == first.result()
 
 
-def test_a_function_that_its_source_never_proposes_is_refused_at_the_end_of_training() -> None:
-    with Job(2) as job:
-        ticket = job.workers[0].session.proposals.propose_function("f", adding(1.0), source=1, at_step=None)
-        job.train(2)
-        error = refusal(ticket)
-        assert "Worker 1, on which the function was to run, did not propose it" in str(error)
-        assert error.worker == 1
-
-
 def test_a_function_for_a_later_step_delays_no_worker() -> None:
     with Job(2) as job:
         later = propose_on_all(job, "later", lambda v: {"bias": v["bias"] * 2}, 1, at_step=12)

@@ -15,7 +15,7 @@ from replicast.replicas.proposals import Ticket
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update
-from tests.unit.runtime.playing import adding, bias, bias_of, flip, loss_of_bias, refusal, scheduled
+from tests.unit.runtime.playing import bias, bias_of, flip, loss_of_bias, refusal, scheduled
 
 TRIAL = Trial(steps=5, max_increase=0.1)
 At = dict[int, Callable[[Worker], Any]]
@@ -154,36 +154,6 @@ def test_training_that_ends_first_decides_with_what_was_measured() -> None:
         outcome = outcome_of(run.tickets[0])
         assert (outcome.outcome, outcome.step, outcome.during) == ("reverted", 8, 2.0)
         assert "(3 of its 100 steps)" in outcome.reason
-
-
-def test_training_that_ends_before_anything_was_measured_goes_back() -> None:
-    with Job(2) as job:
-        run = Run(job)
-        run.train(5, {3: run.propose(1, bias(-0.5), at_step=5)})
-        outcome = outcome_of(run.tickets[0])
-        assert (outcome.outcome, outcome.during) == ("reverted", None)
-        assert outcome.reason.endswith("measured in the trial")
-        assert [bias_of(worker) for worker in job.workers] == [0.0, 0.0]
-
-
-def test_boundaries_of_several_steps_end_a_trial_at_the_first_one_that_is_far_enough() -> None:
-    with Job(2) as job:
-        run = Run(job)
-        run.train(40, {8: run.propose(0, bias(1.0), 9, Trial(6))}, steps_per_boundary=4)
-        receipt, outcome = run.tickets[0].result(DEADLINE_SECS), outcome_of(run.tickets[0])
-        assert (receipt.step, outcome.step, outcome.outcome) == (12, 20, "reverted")
-
-
-def test_a_function_can_be_on_trial() -> None:
-    with Job(2) as job:
-        run = Run(job)
-
-        def propose(worker: Worker) -> None:
-            run.tickets.append(worker.session.proposals.propose_function("f", adding(1.0), 1, None, TRIAL))
-
-        run.train(20, {4: propose})
-        assert [outcome_of(ticket).outcome for ticket in run.tickets] == ["reverted"] * 2
-        assert [bias_of(worker) for worker in job.workers] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

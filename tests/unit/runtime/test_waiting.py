@@ -16,7 +16,7 @@ from replicast.replicas import session
 from replicast.replicas.proposals import Ticket
 from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
 from replicast.update.trial import Trial
-from tests.unit.runtime.playing import bias, loss_of_bias, pending, scheduled
+from tests.unit.runtime.playing import bias, pending, scheduled
 
 TRIAL = Trial(steps=5, max_increase=0.1)
 
@@ -62,41 +62,6 @@ def test_a_training_thread_that_has_to_train_first_is_told_soon() -> None:
         job.train(10, ask)
         assert "this thread has to train first" in str(told[0])
         assert job.workers[0].applied[0][0] > 3
-
-
-def test_what_is_scheduled_for_a_later_step_is_not_waited_for() -> None:
-    with Job(2) as job:
-        scheduled(job.workers[0].session.propose(bias(1.0, id="fix"), at_step=15))
-
-        def ask(worker: Worker, step: int) -> None:
-            if worker.rank == 1 and step == 2:
-                twin = worker.session.propose(bias(1.0, id="fix"), at_step=15)
-                error = pending(twin)
-                assert "scheduled for step 15" in str(error) or "has to train first" in str(error)
-
-        job.train(5, ask)
-        assert job.workers[0].applied == []
-
-
-def test_a_trial_that_needs_the_steps_of_a_training_thread_is_not_waited_for() -> None:
-    with Job(2) as job:
-        told: list[str] = []
-        tickets: list[Ticket] = []
-
-        def act(worker: Worker, step: int) -> None:
-            if worker.rank == 1 and step == 4:
-                tickets.append(scheduled(worker.session.propose(bias(1.0), at_step=6, trial=TRIAL)))
-            if worker.rank == 1 and step == 7:
-                told.append(str(pending(tickets[0])))
-                tickets.append(worker.session.propose(bias(2.0)))
-                told.append(str(pending(tickets[1])))
-
-        job.train(20, act, one_step=loss_of_bias)
-        assert "its trial of 5 steps is not over" in told[0]
-        assert f"waits for the trial of {tickets[0].id}, until step 11" in told[1]
-        assert tickets[0].result(DEADLINE_SECS).stage is Stage.REVERTED
-        assert tickets[1].result(DEADLINE_SECS).step >= 11
-        assert tickets[1].waits_for == ""
 
 
 def test_a_time_limit_in_the_training_thread_is_kept_and_training_continues() -> None:

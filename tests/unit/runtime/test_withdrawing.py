@@ -11,11 +11,10 @@ import pytest
 from replicast.core.records import Stage
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, MemoryJournal
-from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
+from replicast.testing.job import DEADLINE_SECS, Job, eventually
 from replicast.transport import Parcel
-from replicast.update.trial import Trial
 from replicast.update.update import Update
-from tests.unit.runtime.playing import bias, bias_of, loss_of_bias, refusal, scheduled
+from tests.unit.runtime.playing import bias, bias_of, refusal, scheduled
 
 
 @pytest.mark.parametrize("author", [0, 1])
@@ -35,39 +34,6 @@ def test_an_update_that_is_scheduled_for_a_later_step_is_applied_by_no_worker(au
         assert [bias_of(worker) for worker in job.workers] == [10.0, 10.0]
         again = session.propose(bias(1.0, id="first"))
         assert "withdrawn" in str(refusal(again)), "its id is used up"
-
-
-def test_an_update_that_waits_behind_a_trial_is_applied_by_no_worker() -> None:
-    with Job(2) as job:
-        tried = scheduled(job.workers[0].session.propose(bias(-0.5, id="tried"), 6, Trial(5)))
-
-        def withdraw(worker: Worker, step: int) -> None:
-            if worker.rank == 1 and step == 8:
-                behind = worker.session.propose(bias(10.0, id="behind"))
-                eventually(lambda: "trial of tried" in behind.waits_for)
-                job.withdraw("behind")
-                eventually(lambda: behind.stage is Stage.WITHDRAWN)
-
-        job.train(20, withdraw, one_step=loss_of_bias)
-        trial = tried.result(DEADLINE_SECS).trial
-        assert trial is not None
-        assert trial.outcome == "kept"
-        assert [bias_of(worker) for worker in job.workers] == [-0.5, -0.5]
-        assert list(job.journal.history().by_id) == ["tried"]
-
-
-def test_what_is_applied_already_stays_and_who_withdraws_it_is_told() -> None:
-    with Job(2) as job:
-        ticket = job.workers[0].session.propose(bias(1.0, id="done"))
-        job.train(4)
-        ticket.result(DEADLINE_SECS)
-        for id_ in ("done", "nobody-knows-it"):
-            told = job.withdraw(id_)
-            eventually(lambda told=told: told in job.outcomes)
-            assert job.outcomes[told].stage is Stage.REFUSED
-            assert id_ in job.outcomes[told].outcome.problem
-        assert [bias_of(worker) for worker in job.workers] == [1.0, 1.0]
-        assert job.journal.history().withdrawn == set()
 
 
 class SlowJournal(MemoryJournal):
