@@ -30,10 +30,8 @@ _T = TypeVar("_T")
 _MAX_KEPT, _MAX_KEPT_BYTES = 64, 16 * 2**20
 _MAX_BEHIND = 32
 _POINTS_PER_EVENT = 500
-_COSTLY = 10.0
-"""What took a second to read is kept for ten: reading never takes more than a tenth of a core."""
-_CLOCK = ("time",)
-"""Parts of the status that change by themselves, and are no reason for an event."""
+_COSTLY = 10.0  # What took a second to read is kept for ten: reading never takes more than a tenth of a core.
+_CLOCK = ("time",)  # Parts of the status that change by themselves, and are no reason for an event.
 
 
 @dataclass(slots=True)

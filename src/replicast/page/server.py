@@ -44,15 +44,13 @@ MAX_UPLOAD_BYTES = 4 * 2**30
 MAX_BODY_BYTES = 64 * 1024
 MAX_HEADER_BYTES = 16 * 1024
 MAX_STREAMS = 256
-MAX_JSON_BYTES = 256 * 1024
-"""Of the values in one answer as JSON, which takes ten times as much, and holds up others meanwhile."""
-MAX_VALUES_BYTES = 256 * 2**20
-"""Of the values in one answer as a file, of which there are at most `MAX_FILES` at a time."""
+MAX_JSON_BYTES = (
+    256 * 1024
+)  # Of values as JSON, which takes ten times as much, and holds up others meanwhile.
+MAX_VALUES_BYTES = 256 * 2**20  # Of values as a file, of which there are at most `MAX_FILES` at a time.
 MAX_FILES = 2
-MAX_DETAILS_BYTES = 16 * 2**20
-"""Of an update whose values are summarized for everybody who may read."""
-MAX_EDITS = 20_000
-"""In one list of updates."""
+MAX_DETAILS_BYTES = 16 * 2**20  # Of an update whose values are summarized for everybody who may read.
+MAX_EDITS = 20_000  # In one list of updates.
 ACTIONS_PER_MINUTE = 60
 FAILED_TOKENS_PER_MINUTE = 10
 _MAX_TOKEN_FILE_BYTES = 4096
@@ -73,23 +71,18 @@ class Settings:
     max_upload_bytes: int = MAX_UPLOAD_BYTES
 
     def __post_init__(self) -> None:
-        if self.token is not None and len(self.token) < MIN_TOKEN_LENGTH:
-            raise ServeRefused(
-                f"The token has {len(self.token)} characters",
-                remedy=f"Use at least {MIN_TOKEN_LENGTH} random ones; --token-file makes a file of them",
-            )
-        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
-            raise ServeRefused(
-                "The token has characters that a header cannot carry",
-                remedy="Use letters and digits; --token-file makes a new file by itself",
-            )
-        if not is_loopback(self.host) and self.token is None:
-            raise ServeRefused(
-                f"{self.host} can be reached from other machines",
-                remedy=f"Give a token, by --token-file or {TOKEN}, or listen on 127.0.0.1",
-            )
-        if self.private and self.token is None:
+        token = self.token
+        if token is None and not is_loopback(self.host):
+            remedy = f"Give a token, by --token-file or {TOKEN}, or listen on 127.0.0.1"
+            raise ServeRefused(f"{self.host} can be reached from other machines", remedy=remedy)
+        if token is None and self.private:
             raise ServeRefused("--private needs a token", remedy=f"Give one by --token-file or {TOKEN}")
+        if token is not None and len(token) < MIN_TOKEN_LENGTH:
+            remedy = f"Use at least {MIN_TOKEN_LENGTH} random ones; --token-file makes a file of them"
+            raise ServeRefused(f"The token has {len(token)} characters", remedy=remedy)
+        if token is not None and not (token.isascii() and token.isprintable()):
+            remedy = "Use letters and digits; --token-file makes a new file by itself"
+            raise ServeRefused("The token has characters that a header cannot carry", remedy=remedy)
         for proxy in self.trusted_proxies:
             try:
                 ipaddress.ip_network(proxy)
@@ -129,9 +122,10 @@ def read_token(token_file: Path | None, environ: Mapping[str, str]) -> str | Non
         return environ.get(TOKEN, "").strip() or None
     try:
         if not token_file.exists():
-            _make_token_file(token_file)
-        status = token_file.stat()
-        if stat.S_IMODE(status.st_mode) & 0o077:
+            descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "w") as made:
+                made.write(secrets.token_urlsafe(32) + "\n")
+        if stat.S_IMODE(token_file.stat().st_mode) & 0o077:
             raise ServeRefused(f"Other users may read {token_file}", remedy=f"Run: chmod 600 {token_file}")
         with token_file.open("rb") as file:
             text = file.read(_MAX_TOKEN_FILE_BYTES).decode("ascii", "replace").strip()
@@ -145,28 +139,20 @@ def read_token(token_file: Path | None, environ: Mapping[str, str]) -> str | Non
     return text
 
 
-def _make_token_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_urlsafe(32) + "\n")
-
+# Connections.
 
 _SHUTDOWN_SECS = 3
-MAX_CONNECTIONS = 800
-"""Below the 1,024 descriptors that a process usually may have: it also reads files."""
+MAX_CONNECTIONS = 800  # Below the 1,024 descriptors that a process usually may have: it also reads files.
 MAX_CONNECTIONS_PER_PEER = 128
-HEAD_SECS = 10.0
-"""How long a connection may take for the head of a request, from its beginning or the last answer."""
-READ_SECS, MIN_READ_BYTES = 30.0, 16 * 1024
-"""How much of a waiting answer the peer must read in which time."""
+HEAD_SECS = 10.0  # For the head of a request, from the beginning of the connection or the last answer.
+READ_SECS, MIN_READ_BYTES = 30.0, 16 * 1024  # So much of a waiting answer must be read in so long.
 _TOO_MANY = b"HTTP/1.1 503 Too many connections\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class Connection(H11Protocol):
     """One connection, with its deadlines. Only the event loop calls it."""
 
-    _head: asyncio.TimerHandle | None = None
-    """Set while no request is in progress."""
+    _head: asyncio.TimerHandle | None = None  # Set while no request is in progress.
     _reader: asyncio.TimerHandle | None = None
 
     def is_shared(self, peer: str) -> bool:
@@ -174,7 +160,6 @@ class Connection(H11Protocol):
         return is_loopback(peer)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Accepts the connection, or refuses it if its peer has too many."""
         super().connection_made(cast(asyncio.Transport, transport))
         self._await_head()
         others = [one for one in self.connections if isinstance(one, Connection) and one is not self]
@@ -190,7 +175,6 @@ class Connection(H11Protocol):
                 idle.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called when the connection has ended, on either side."""
         self._head_came()
         self._reader_reads()
         super().connection_lost(exc)
@@ -213,7 +197,6 @@ class Connection(H11Protocol):
         self._await_reader()
 
     def resume_writing(self) -> None:
-        """Called when the peer has read most of it."""
         if not self.transport.is_closing():  # Otherwise the rest must be read in time as well.
             self._reader_reads()
         super().resume_writing()
@@ -263,13 +246,11 @@ class Server(uvicorn.Server):
         self._end_streams = end_streams
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called when the server is told to end."""
         self._end_streams()
         await super().shutdown(sockets)
 
 
 def listen(settings: Settings) -> socket.socket:
-    """A socket at the address of the settings."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -294,7 +275,6 @@ def address_of(settings: Settings, listener: socket.socket) -> str:
 
 
 def configured(app: ASGIApp, settings: Settings) -> uvicorn.Config:
-    """How uvicorn serves an application."""
 
     class Served(Connection):
         def is_shared(self, peer: str) -> bool:
@@ -339,36 +319,29 @@ class Threads:
 
     async def call(self, act: Callable[[], _T]) -> _T:
         """Runs `act` in a thread, and returns or raises what it does."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[_T] = loop.create_future()
+
+        def settle(done: Callable[[], None]) -> None:
+            if not future.done():  # Otherwise nobody waits any more.
+                done()
+
+        def run() -> None:
+            try:
+                done = partial(future.set_result, act())
+            except BaseException as error:
+                done = partial(future.set_exception, error)
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, done)
+
         async with self._slots:
-            loop = asyncio.get_running_loop()
-            future: asyncio.Future[_T] = loop.create_future()
-            threading.Thread(target=_run, args=(act, loop, future), name="page-call", daemon=True).start()
+            threading.Thread(target=run, name="page-call", daemon=True).start()
             return await future
-
-
-def _run(act: Callable[[], Any], loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> None:
-    result, error = None, None
-    try:
-        result = act()
-    except BaseException as raised:
-        error = raised
-
-    def settle() -> None:
-        if future.done():  # Nobody waits any more.
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(settle)
 
 
 # A file on its way in: straight to disk beside the inbox, piece by piece, never whole in memory.
 
-STALL_SECS = 30.0
-"""An upload that makes no progress for so long is given up."""
+STALL_SECS = 30.0  # An upload that makes no progress for so long is given up.
 
 
 @asynccontextmanager
@@ -376,16 +349,22 @@ async def uploaded(
     request: Request, temporary: RunPath, threads: Threads, max_bytes: int
 ) -> AsyncIterator[RunPath]:
     """The body of a request in a file, which is gone afterwards."""
-    _check_length(request, max_bytes)
-    descriptor = await threads.call(lambda: _created(temporary))
+
+    def create() -> int:
+        make_durably(temporary.parent)
+        return temporary.open(os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+    def write(chunk: bytes) -> None:
+        rest = memoryview(chunk)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+
+    chunks = pieces(request, max_bytes)
+    descriptor = await threads.call(create)
     try:
         try:
-            received = 0
-            async for chunk in pieces(request):
-                received += len(chunk)
-                if received > max_bytes:
-                    raise too_large(max_bytes)
-                await threads.call(partial(_write, descriptor, chunk))
+            async for chunk in chunks:
+                await threads.call(partial(write, chunk))
         finally:
             await threads.call(partial(os.close, descriptor))
         yield temporary
@@ -395,51 +374,34 @@ async def uploaded(
 
 async def small_body(request: Request) -> bytes:
     """The body of a request that is a small JSON object."""
-    _check_length(request, MAX_BODY_BYTES)
-    content = b""
-    async for chunk in pieces(request):
-        content += chunk
-        if len(content) > MAX_BODY_BYTES:
-            raise too_large(MAX_BODY_BYTES)
-    return content
+    return b"".join([chunk async for chunk in pieces(request, MAX_BODY_BYTES)])
 
 
-async def pieces(request: Request) -> AsyncIterator[bytes]:
-    """The pieces of a body, each within its time."""
-    stream = request.stream()
-    while True:
-        try:
-            chunk = await asyncio.wait_for(anext(stream, None), STALL_SECS)
-        except TimeoutError:
-            raise HttpError(408, f"Nothing has arrived for {STALL_SECS:g} s") from None
-        except ClientDisconnect:
-            raise HttpError(400, "The connection was closed before all had arrived") from None
-        if chunk is None:
-            return
-        if chunk:
-            yield chunk
-
-
-def too_large(max_bytes: int) -> HttpError:
-    """The answer to a body that is too large."""
-    return HttpError(413, "The body is too large", expected=f"at most {max_bytes} bytes")
-
-
-def _check_length(request: Request, max_bytes: int) -> None:
+def pieces(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
+    """The pieces of a body, each within its time, up to a size. Checks at once what the head says."""
+    too_large = HttpError(413, "The body is too large", expected=f"at most {max_bytes} bytes")
     try:
         length = parse_integer(request.headers.get("content-length", "0"))
     except ValueError as error:
         raise HttpError(400, f"Content-Length cannot be used: {error}") from error
     if not 0 <= length <= max_bytes:
-        raise too_large(max_bytes)
+        raise too_large
 
+    async def arriving() -> AsyncIterator[bytes]:
+        stream, received = request.stream(), 0
+        while True:
+            try:
+                chunk = await asyncio.wait_for(anext(stream, None), STALL_SECS)
+            except TimeoutError:
+                raise HttpError(408, f"Nothing has arrived for {STALL_SECS:g} s") from None
+            except ClientDisconnect:
+                raise HttpError(400, "The connection was closed before all had arrived") from None
+            if chunk is None:
+                return
+            received += len(chunk)
+            if received > max_bytes:
+                raise too_large
+            if chunk:
+                yield chunk
 
-def _created(path: RunPath) -> int:
-    make_durably(path.parent)
-    return path.open(os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-
-
-def _write(descriptor: int, chunk: bytes) -> None:
-    rest = memoryview(chunk)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+    return arriving()
