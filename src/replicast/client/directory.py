@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any, cast
@@ -11,10 +11,28 @@ from typing import Any, cast
 from msgspec import structs
 
 from replicast.client.examination import Examination, examine, views_of
-from replicast.client.inbox_author import ask, audit, examine_revert, pull, submit, submit_revert, withdraw
+from replicast.client.inbox_author import (
+    audit,
+    checkpoint,
+    examine_revert,
+    pull,
+    stop,
+    submit,
+    submit_revert,
+    withdraw,
+)
 from replicast.client.metrics import Metrics, MetricsFile
 from replicast.client.notes import POLL_SECS, Seen, described_run, running_beside, schema_of, see
-from replicast.client.run import Brief, CheckpointView, LastMetrics, Overview, Pulled, Pushed, Restart, Run
+from replicast.client.run import (
+    Brief,
+    CheckpointView,
+    LastMetrics,
+    Operation,
+    Overview,
+    Pushed,
+    Restart,
+    Run,
+)
 from replicast.client.updates import (
     UpdateView,
     committed_views,
@@ -24,7 +42,7 @@ from replicast.client.updates import (
     refused_views,
     waiting_views,
 )
-from replicast.errors import FileDamaged, NotFound, PayloadRemoved, RequestRefused, UpdateRefused
+from replicast.errors import FileDamaged, NotFound, PayloadRemoved, UpdateRefused
 from replicast.files import RunDir, RunPath, below, read_json
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import group_numbers, read_claim
@@ -41,8 +59,6 @@ from replicast.storage.run_files import (
     read_state,
 )
 from replicast.storage.updates import Updates, load_update
-from replicast.update.audit_report import AuditReport
-from replicast.update.schema import Schema
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
@@ -64,6 +80,19 @@ def _restarts(path: RunDir) -> tuple[Restart, ...]:
     return tuple(found)
 
 
+# Functions that have the parameters of the operation, after the run's directory.
+DONE_BY: dict[str, Callable[..., Any]] = {
+    "schema": schema_of,
+    "look": look,
+    "audits": last_audits,
+    "audit": audit,
+    "withdraw": withdraw,
+    "pull": pull,
+    "checkpoint": checkpoint,
+    "stop": stop,
+}
+
+
 class DirectoryRun(Run):
     """A run in a directory."""
 
@@ -74,6 +103,10 @@ class DirectoryRun(Run):
         self.path = below(path)
         self.where = str(path)
         self._metrics = MetricsFile(self.path / "metrics.jsonl")
+
+    def perform(self, operation: Operation, arguments: dict[str, Any]) -> Any:
+        """Calls the function that does it."""
+        return DONE_BY[operation.name](self.path, **arguments)
 
     def brief(self) -> Brief:
         seen = see(self.path)
@@ -142,9 +175,6 @@ class DirectoryRun(Run):
         except FileDamaged as error:
             return {"waiting": tuple(waiting_views(self.path, ())), "problem": str(error)}
 
-    def schema(self) -> Schema:
-        return schema_of(self.path)
-
     def log(self, last: int | None = None) -> list[UpdateView]:
         journal = Updates(self.path)
         order = _order(journal)
@@ -174,15 +204,6 @@ class DirectoryRun(Run):
         edits = tuple(edit.to_json() for edit in views_of(update.edits, schema))
         return replace(view, edits=edits, detailed=True)
 
-    def look(self, update_id: str, thoroughly: bool = False) -> UpdateView:
-        return look(self.path, update_id, thoroughly=thoroughly)
-
-    def audits(self, last: int = 10) -> list[AuditReport]:
-        return last_audits(self.path, last)
-
-    def audit(self, timeout: float = 300.0, author: str = "") -> AuditReport:
-        return audit(self.path, timeout, author)
-
     def examine(self, update: Update) -> Examination:
         info = described_run(self.path)
         if info is None:
@@ -202,9 +223,6 @@ class DirectoryRun(Run):
         number, warning = submit(self.path, update, at_step, trial, next_start=next_start)
         return Pushed(self, update.id, number, warning)
 
-    def withdraw(self, update_id: str) -> UpdateView:
-        return withdraw(self.path, update_id)
-
     def revert(
         self,
         which: str | int,
@@ -219,45 +237,16 @@ class DirectoryRun(Run):
         id_, warning = submit_revert(self.path, which, note, author, force=force, next_start=next_start)
         return Pushed(self, id_, warning=warning)
 
-    def pull(
-        self,
-        name: str,
-        rows: Sequence[int] | None = None,
-        timeout: float = 300.0,
-        max_bytes: int | None = None,
-    ) -> Pulled:
-        return pull(self.path, name, rows, timeout, max_bytes)
-
-    def checkpoint(self, timeout: float = 300.0, author: str = "") -> int:
-        return ask(self.path, "save", timeout, author)[0].done_at
-
-    def stop(self, timeout: float = 300.0, author: str = "") -> int:
-        answer, _ = ask(self.path, "leave", timeout, author)
-        if answer.problem:
-            raise RequestRefused(
-                f"The job has stopped at step {answer.done_at}, without a checkpoint: {answer.problem}"
-            )
-        return answer.done_at
-
     def metrics(self, since: int | None = None, points: int = 2000) -> Metrics:
         return self._metrics.read(since, points)
 
     def checkpoints(self) -> list[CheckpointView]:
-        return [
-            CheckpointView(
-                step=one.step,
-                epoch=one.epoch,
-                batch=one.batch,
-                sequence=one.sequence,
-                attempt=one.attempt,
-                created_at=one.created_at,
-                nbytes=one.nbytes,
-                state_digest=one.state_digest,
-                metrics=dict(one.metrics),
-                patched_by="" if one.parent is None else str(one.parent.get("update_id", "an update")),
-            )
-            for one in CheckpointStore(self.path).list()
-        ]
+        found = []
+        for one in CheckpointStore(self.path).list():
+            patched_by = "" if one.parent is None else str(one.parent.get("update_id", "an update"))
+            fields = {name: getattr(one, name) for name in CheckpointView.__struct_fields__[:-1]}
+            found.append(CheckpointView(**fields, patched_by=patched_by))
+        return found
 
     def log_lines(self, worker: int, lines: int = 200, attempt: int | None = None) -> list[str]:
         logs = self.path / "logs"

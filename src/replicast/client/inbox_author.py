@@ -28,7 +28,7 @@ from replicast.client.notes import (
     schema_of,
     see,
 )
-from replicast.client.run import Pulled
+from replicast.client.run import Pulled, ranges_of
 from replicast.client.updates import UpdateView, damage_text, find, look
 from replicast.core.records import Stage
 from replicast.errors import (
@@ -265,15 +265,29 @@ def ask(
             inbox.forget(run, asked.id)
 
 
-def audit(run: RunDir, timeout_secs: float, author: str = "") -> AuditReport:
-    """Asks the job for an audit; raises as `ask` does."""
-    return AuditReport.from_json(ask(run, "audit", timeout_secs, author)[0].details)
+# These have the parameters of the methods of `Run`, by name.
+
+
+def audit(run: RunDir, timeout: float, author: str) -> AuditReport:
+    return AuditReport.from_json(ask(run, "audit", timeout, author)[0].details)
+
+
+def checkpoint(run: RunDir, timeout: float, author: str) -> int:
+    return ask(run, "save", timeout, author)[0].done_at
+
+
+def stop(run: RunDir, timeout: float, author: str) -> int:
+    answer, _ = ask(run, "leave", timeout, author)
+    if answer.problem:
+        raise RequestRefused(
+            f"The job has stopped at step {answer.done_at}, without a checkpoint: {answer.problem}"
+        )
+    return answer.done_at
 
 
 def pull(
-    run: RunDir, name: str, rows: Sequence[int] | None, timeout_secs: float, max_bytes: int | None = None
+    run: RunDir, name: str, rows: Sequence[int] | None, timeout: float, max_bytes: int | None = None
 ) -> Pulled:
-    """The values of a variable in the running job, or in the last checkpoint; as `Run.pull` says."""
     try:
         variable = schema_of(run).resolve(name)
         ranges = () if rows is None else ranges_of(rows)
@@ -286,7 +300,7 @@ def pull(
         raise NotFound("Rows are wanted, and none is named.")
     if not (seen := see(run)).running:
         return _from_checkpoint(run, seen, variable, wanted, ranges, max_bytes)
-    answer, values = ask(run, "pull", timeout_secs, variable=variable, rows=ranges)
+    answer, values = ask(run, "pull", timeout, variable=variable, rows=ranges)
     if values is None:
         raise NoAnswer("The job has answered without values.")
     digests = {int(rank): str(digest) for rank, digest in answer.details["digests"].items()}
@@ -323,17 +337,6 @@ def _from_checkpoint(
         except (CheckpointError, UpdateRefused) as error:
             raise NotFound(str(error)) from error
     return Pulled(variable.name, last.step, digest_array(array), f"checkpoint {last.step}", array, wanted)
-
-
-def ranges_of(rows: Sequence[int]) -> Rows:
-    """Single rows as ranges, in the given order: each from its first row to the one behind its last."""
-    ranges: list[tuple[int, int]] = []
-    for row in rows:
-        if ranges and ranges[-1][1] == row:
-            ranges[-1] = ranges[-1][0], row + 1
-        else:
-            ranges.append((row, row + 1))
-    return tuple(ranges)
 
 
 def _waited_for(seen: Seen, workers: int) -> str:

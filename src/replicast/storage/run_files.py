@@ -260,9 +260,9 @@ def append_audit(run_dir: RunDir, report: AuditReport) -> None:
     append_line(below(run_dir) / "audits.jsonl", json.dumps(report.to_json()))
 
 
-def last_audits(run_dir: RunDir, count: int) -> list[AuditReport]:
+def last_audits(run_dir: RunDir, last: int) -> list[AuditReport]:
     """The last reports, oldest first. Reads only the end of the file; a damaged line is skipped."""
-    return list(itertools.islice(_from_the_end(run_dir), min(count, sys.maxsize)))[::-1]
+    return list(itertools.islice(_from_the_end(run_dir), min(last, sys.maxsize)))[::-1]
 
 
 def _from_the_end(run_dir: RunDir) -> Iterator[AuditReport]:
