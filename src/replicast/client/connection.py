@@ -13,7 +13,7 @@ import json
 import os
 import ssl
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from dataclasses import replace as with_name
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from replicast.update.update import Update
 TOKEN_FILE = "REPLICAST_TOKEN_FILE"
 _CALL_SECS = 30.0  # For an answer, beside the time that the job may take.
 _RETRY_SECS, _RETRY_EVERY_SECS = 10.0, 1.0
+_JSON, _FILE = "application/json", "application/octet-stream"
 _PIECE_BYTES = 2**20
 _MAX_ANSWER_BYTES = 2**30
 _MAX_TOKEN_FILE_BYTES = 4096
@@ -90,86 +91,23 @@ class Address:
         return cls(parts.scheme, parts.netloc, prefix, name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    method: str
-    target: str
-    wait_secs: float = _CALL_SECS
-    body: tuple[bytes | memoryview, ...] | None = None
-    kind: str = "application/json"
-    accept: str = "application/json"
-
-
-@dataclass(frozen=True, slots=True)
-class HttpClient:
-    """Sends requests to a server of runs."""
-
-    address: Address
-    token: str | None = field(default=None, repr=False)
-
-    def ask(self, call: _Call, retry_secs: float = 0.0) -> Any:
-        where = f"{self.address.scheme}://{self.address.netloc}"
-        for is_last in ticks(retry_secs, _RETRY_EVERY_SECS):
-            try:
-                return self._once(call)
-            except ssl.SSLCertVerificationError as error:
-                raise RequestFailed(
-                    f"The certificate of {where} cannot be trusted ({error.verify_message}). "
-                    "For one of your own, set SSL_CERT_FILE to its certificate authority"
-                ) from error
-            except (OSError, http.client.HTTPException) as error:
-                if is_last:
-                    raise RequestFailed(f"{where} cannot be reached ({_why(error)})") from error
-        raise RequestFailed(f"{where} was not asked")  # Not reached: the last attempt returns or raises.
-
-    def _once(self, call: _Call) -> Any:
-        headers = {"Accept": call.accept}
-        if self.token is not None:
-            headers["Authorization"] = f"Bearer {self.token}"
-        if call.body is not None:
-            headers["Content-Type"] = call.kind
-            headers["Content-Length"] = str(sum(memoryview(chunk).nbytes for chunk in call.body))
-        with contextlib.closing(self._connection(call.wait_secs)) as connection:
-            # A server may answer before it has everything, for example that it is too large.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                body = None if call.body is None else _pieces(call.body)
-                connection.request(call.method, f"{self.address.prefix}{call.target}", body, headers)
-            answer = connection.getresponse()
-            content = answer.read(_MAX_ANSWER_BYTES)
-            if answer.status >= 300:
-                raise _error_of(answer.status, content, self.address, answer.getheader("Retry-After"))
-            if call.accept != "application/json":
-                return content
-            try:
-                return parse_json(content)
-            except ValueError as error:
-                raise RequestFailed(
-                    f"{self.address} is not a server of replicast: its answer is no JSON"
-                ) from error
-
-    def _connection(self, wait_secs: float) -> http.client.HTTPConnection:
-        if self.address.scheme == "http":
-            return http.client.HTTPConnection(self.address.netloc, timeout=wait_secs)
-        context = ssl.create_default_context()
-        return http.client.HTTPSConnection(self.address.netloc, timeout=wait_secs, context=context)
-
-
 class ServedRun(Run):
     """A run at an address: every row of the table, over HTTP."""
 
     poll_secs = 0.5
 
     def __init__(self, address: Address, token: str | None = None) -> None:
-        self._client = HttpClient(address, token)
-        name = address.name if address.name else self._only_run(address)
+        self._address = address
+        self._token = token
+        name = address.name if address.name else self._only_run()
         self.where = str(with_name(address, name=name))
         self._path = f"/api/runs/{quote(name, safe='')}"
         with _understood():  # Asks once, so that a mistyped address fails quickly.
-            Brief.from_json(self._client.ask(_Call("GET", self._path)))
+            Brief.from_json(self._ask("GET", self._path))
 
-    def _only_run(self, address: Address) -> str:
-        listed = self._client.ask(_Call("GET", "/api/runs"))
-        names = [str(one.get("name")) for one in listed if isinstance(one, dict)]
+    def _only_run(self) -> str:
+        address = self._address
+        names = [str(one.get("name")) for one in self._ask("GET", "/api/runs") if isinstance(one, dict)]
         if len(names) == 1:
             return names[0]
         if not names:
@@ -184,10 +122,9 @@ class ServedRun(Run):
         wait_secs = content.get("timeout", operation.takes_secs) + _CALL_SECS
         target = self._path + operation.target(arguments)
         if operation.method == "GET":
-            call = _Call("GET", target + _query(content), wait_secs)
+            answer = self._ask("GET", target + _query(content), wait_secs, retry_secs=_RETRY_SECS)
         else:
-            call = _Call("POST", target, wait_secs, (json.dumps(content).encode(),))
-        answer = self._client.ask(call, _RETRY_SECS if operation.method == "GET" else 0.0)
+            answer = self._ask("POST", target, wait_secs, (json.dumps(content).encode(),))
         with _understood():
             if operation.proposes:
                 return self._pushed(answer)
@@ -206,9 +143,9 @@ class ServedRun(Run):
         sent = row.content({"at_step": at_step, "next_start": next_start}) | TrialOptions.of(trial)
         chunks = tuple(update.signed(this_user()).file_chunks())
         target = self._path + row.path + _query(sent)
-        call = _Call("POST", target, _CALL_SECS, chunks, "application/octet-stream")
+        answer = self._ask("POST", target, body=chunks, kind=_FILE, retry_secs=_RETRY_SECS)
         with _understood():
-            pushed: Pushed = self._pushed(self._client.ask(call, _RETRY_SECS))
+            pushed: Pushed = self._pushed(answer)
         return pushed
 
     def pull(
@@ -221,10 +158,20 @@ class ServedRun(Run):
         """As `Run.pull`; the server has a limit of its own."""
         row, arguments = OPERATIONS["pull"], {"name": name, "rows": rows, "timeout": timeout}
         sent = row.content(arguments) | {"format": "safetensors"}
-        target = self._path + row.target(arguments) + _query(sent)
-        call = _Call("GET", target, sent["timeout"] + _CALL_SECS, accept="application/octet-stream")
+        target, wait_secs = self._path + row.target(arguments) + _query(sent), sent["timeout"] + _CALL_SECS
+        content = self._ask("GET", target, wait_secs, accept=_FILE, retry_secs=_RETRY_SECS)
         with _understood():
-            pulled = _pulled(self._client.ask(call, _RETRY_SECS))
+            file = parse_tensors(memoryview(content), "the answer", max_tensors=1)
+            told = parse_object(file.metadata[PULLED])
+            pulled = Pulled(
+                name=str(told["name"]),
+                step=int(told["step"]),
+                digest=str(told["digest"]),
+                source=str(told["source"]),
+                array=file.tensors[told["name"]],
+                rows=None if told["rows"] is None else tuple(map(int, told["rows"])),
+                digests={int(rank): str(digest) for rank, digest in told["digests"].items()},
+            )
         if max_bytes is not None and pulled.array.nbytes > max_bytes:
             raise RequestRefused(f"Expected: at most {max_bytes} bytes. Received: {pulled.array.nbytes}")
         return pulled
@@ -232,10 +179,70 @@ class ServedRun(Run):
     def _pushed(self, told: Mapping[str, Any]) -> Any:
         if "edits" in told:
             return Examination.from_json(told)
-        number = told.get("number")
-        return Pushed(
-            self, str(told["id"]), None if number is None else int(number), str(told.get("warning", ""))
-        )
+        number = told["number"]
+        return Pushed(self, str(told["id"]), None if number is None else int(number), str(told["warning"]))
+
+    def _ask(
+        self,
+        method: str,
+        target: str,
+        wait_secs: float = _CALL_SECS,
+        body: tuple[bytes | memoryview, ...] | None = None,
+        *,
+        kind: str = _JSON,
+        accept: str = _JSON,
+        retry_secs: float = 0.0,
+    ) -> Any:
+        """What the server answers; asks again for `retry_secs` where there is no answer."""
+        where = f"{self._address.scheme}://{self._address.netloc}"
+        headers = {"Accept": accept}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
+        if body is not None:
+            headers["Content-Type"] = kind
+            headers["Content-Length"] = str(sum(memoryview(chunk).nbytes for chunk in body))
+        for is_last in ticks(retry_secs, _RETRY_EVERY_SECS):
+            try:
+                content = self._once(method, target, wait_secs, body, headers)
+                return parse_json(content) if accept == _JSON else content
+            except ssl.SSLCertVerificationError as error:
+                raise RequestFailed(
+                    f"The certificate of {where} cannot be trusted ({error.verify_message}). "
+                    "For one of your own, set SSL_CERT_FILE to its certificate authority"
+                ) from error
+            except (OSError, http.client.HTTPException) as error:
+                if is_last:
+                    raise RequestFailed(f"{where} cannot be reached ({_why(error)})") from error
+            except ValueError as error:
+                raise RequestFailed(
+                    f"{self._address} is not a server of replicast: its answer is not JSON"
+                ) from error
+        raise RequestFailed(f"{where} was not asked")  # Not reached: the last attempt returns or raises.
+
+    def _once(
+        self,
+        method: str,
+        target: str,
+        wait_secs: float,
+        body: tuple[bytes | memoryview, ...] | None,
+        headers: dict[str, str],
+    ) -> bytes:
+        netloc = self._address.netloc
+        if self._address.scheme == "http":
+            connection = http.client.HTTPConnection(netloc, timeout=wait_secs)
+        else:
+            context = ssl.create_default_context()
+            connection = http.client.HTTPSConnection(netloc, timeout=wait_secs, context=context)
+        with contextlib.closing(connection):
+            # A server may answer before it has everything, for example that it is too large.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                sent = None if body is None else _pieces(body)
+                connection.request(method, f"{self._address.prefix}{target}", sent, headers)
+            answer = connection.getresponse()
+            content = answer.read(_MAX_ANSWER_BYTES)
+        if answer.status >= 300:
+            raise _error_of(answer.status, content, self._address, answer.getheader("Retry-After"))
+        return content
 
 
 def connect(run: RunDir, *, token: str | None = None, token_file: Path | str | None = None) -> Run:
@@ -318,21 +325,6 @@ def _understood() -> Iterator[None]:
         raise RequestFailed(
             f"The server's answer cannot be used: has it another version? ({error})"
         ) from error
-
-
-def _pulled(content: bytes) -> Pulled:
-    file = parse_tensors(memoryview(content), "the answer", max_tensors=1)
-    told = parse_object(file.metadata[PULLED])
-    rows = told.get("rows")
-    return Pulled(
-        name=str(told["name"]),
-        step=int(told["step"]),
-        digest=str(told["digest"]),
-        source=str(told["source"]),
-        array=file.tensors[told["name"]],
-        rows=None if rows is None else tuple(map(int, rows)),
-        digests={int(rank): str(digest) for rank, digest in told.get("digests", {}).items()},
-    )
 
 
 def _error_of(status: int, content: bytes, address: Address, retry_after: str | None) -> ReplicastError:
