@@ -15,9 +15,9 @@ from replicast.page.app import App
 from replicast.page.live import Find
 from replicast.page.server import Settings
 from tests.memory_run import MemoryRun
+from tests.page.live import TOKEN as TOKEN
 from tests.unit.played_job import SCHEMA
 
-TOKEN = "0123456789abcdef-the-token"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 

@@ -8,13 +8,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from replicast.client import Run
 from replicast.page.app import App
-from replicast.page.live import Find
+from replicast.page.live import Find, Watch
 from replicast.page.server import Server, Settings, configured, listen
 from replicast.testing.job import eventually
+
+TOKEN = "0123456789abcdef-the-token"
 
 
 @contextlib.contextmanager
@@ -31,6 +37,22 @@ def served(find: Find, settings: Settings) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join(120)
+
+
+@contextlib.contextmanager
+def served_run(run: Run) -> Iterator[str]:
+    """Serves one run as `first`, and keeps nothing that was read; gives its address."""
+    found = {"first": run}
+
+    async def fresh(watch: Watch, _key: object, act: Callable[[], Any], _max_age: float = 0.0) -> Any:
+        return await watch._threads.call(act)
+
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        served(lambda: found, Settings(port=0, token=TOKEN)) as address,
+    ):
+        patched.setattr(Watch, "read", fresh)
+        yield f"{address}/first"
 
 
 class Serving:

@@ -10,7 +10,7 @@ import pytest
 from replicast.client import Run, connect
 from replicast.storage import inbox
 from replicast.storage.run_files import append_metrics
-from tests.unit.client.serving import TOKEN, served
+from tests.page.live import TOKEN, served_run
 from tests.unit.played_job import PlayedJob, made_run, meanwhile
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "client.md"
@@ -24,8 +24,8 @@ def test_the_documented_examples_run(
     append_metrics(run, 5, {"loss": 0.25})
     meanwhile(monkeypatch, PlayedJob(run).act)
     codes = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    with served(connect(run), tmp_path) as server:
-        names = {"address": f"{server.address}/first", "token": TOKEN}
+    with served_run(connect(run)) as address:
+        names = {"address": address, "token": TOKEN}
         for code in codes:
             exec(compile(code, str(DOCUMENT), "exec"), names)
     said = capsys.readouterr().out

@@ -28,7 +28,7 @@ from replicast.storage.run_files import append_audit, append_metrics
 from replicast.update.audit_report import AuditReport
 from replicast.update.trial import Trial
 from replicast.update.update import Update
-from tests.unit.client.serving import TOKEN, served
+from tests.page.live import TOKEN, served_run
 from tests.unit.played_job import BIAS, PlayedJob, heard_of, made_run, meanwhile
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
@@ -41,12 +41,12 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(params=["directory", "served"])
-def run(request: pytest.FixtureRequest, directory: Path, tmp_path: Path) -> Iterator[Run]:
+def run(request: pytest.FixtureRequest, directory: Path) -> Iterator[Run]:
     if request.param == "directory":
         yield connect(directory)
         return
-    with served(connect(directory), tmp_path) as server:
-        yield connect(f"{server.address}/first", token=TOKEN)
+    with served_run(connect(directory)) as address:
+        yield connect(address, token=TOKEN)
 
 
 @pytest.fixture

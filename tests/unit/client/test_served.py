@@ -6,16 +6,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from replicast.client import connect
+from replicast.client.directory import DirectoryRun
 from replicast.errors import NotFound, RequestFailed, UpdateRefused
+from replicast.page.answers import HttpError
 from replicast.storage import inbox
 from replicast.update.update import Update
-from tests.unit.client.serving import TOKEN, AnswerError, Served, served
+from tests.page.live import TOKEN, served_run
 from tests.unit.played_job import BIAS, heard_of_always, invoke, made_run, meanwhile, tensors
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
@@ -29,17 +33,40 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def server(directory: Path, tmp_path: Path) -> Iterator[Served]:
-    with served(connect(directory), tmp_path) as one:
-        yield one
+def address(directory: Path) -> Iterator[str]:
+    with served_run(connect(directory)) as served:
+        yield served
+
+
+class Broken:
+    """Connections that break after the request was sent, so many times; counts the requests by method."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+        self.sent: list[str] = []
+        self.left = times
+        ask, answer = HTTPConnection.request, HTTPConnection.getresponse
+
+        def request(connection: HTTPConnection, method: str, *arguments: Any) -> None:
+            self.sent.append(method)
+            ask(connection, method, *arguments)
+
+        def getresponse(connection: HTTPConnection) -> HTTPResponse:
+            found = answer(connection)
+            self.left -= 1
+            if self.left >= 0:
+                raise ConnectionAbortedError
+            return found
+
+        monkeypatch.setattr(HTTPConnection, "request", request)
+        monkeypatch.setattr(HTTPConnection, "getresponse", getresponse)
 
 
 def slower() -> Update:
     return Update(id="slower").assign("learning_rate", 0.5)
 
 
-def test_reading_needs_no_token_and_acting_does(server: Served, directory: Path) -> None:
-    run = connect(f"{server.address}/first")
+def test_reading_needs_no_token_and_acting_does(address: str, directory: Path) -> None:
+    run = connect(address)
     assert run.status().running
     with pytest.raises(RequestFailed, match="REPLICAST_TOKEN") as caught:
         run.push(slower())
@@ -48,9 +75,9 @@ def test_reading_needs_no_token_and_acting_does(server: Served, directory: Path)
 
 
 def test_the_token_comes_from_the_argument_a_file_or_the_environment(
-    server: Served, directory: Path, monkeypatch: pytest.MonkeyPatch
+    address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address, file = f"{server.address}/first", Path("token")
+    file = Path("token")
     file.write_text(f"{TOKEN}\n")
     monkeypatch.setenv("REPLICAST_TOKEN", "wrong")
     for run in (connect(address, token=TOKEN), connect(address, token_file=file)):
@@ -78,75 +105,44 @@ def test_the_token_comes_from_the_argument_a_file_or_the_environment(
         (302, "has answered 302"),
     ],
 )
-def test_what_the_server_does_not_accept_is_told(server: Served, status: int, said: str) -> None:
-    run = connect(f"{server.address}/first", token=TOKEN)
-    real = server.run
+def test_what_the_server_does_not_accept_is_told(
+    address: str, monkeypatch: pytest.MonkeyPatch, status: int, said: str
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise HttpError(status, "no", headers={"Retry-After": "7"} if status == 429 else None)
 
-    class Refusing:
-        def push(self, **_arguments: object) -> None:
-            raise AnswerError(status, "no", **({"Retry_After": "7"} if status == 429 else {}))
-
-    server.run = Refusing()  # type: ignore[assignment]
+    monkeypatch.setattr(DirectoryRun, "push", refuse)
     with pytest.raises(RequestFailed) as caught:
-        run.push(slower())
-    server.run = real
+        connect(address, token=TOKEN).push(slower())
     assert said in str(caught.value)
     assert caught.value.status == status
 
 
 def test_an_upload_that_breaks_is_sent_again_and_lands_once(
-    server: Served, directory: Path, monkeypatch: pytest.MonkeyPatch
+    address: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meanwhile(monkeypatch, lambda _secs: None)
-    run, broken = connect(f"{server.address}/first", token=TOKEN), []
-
-    def breaks(method: str, _path: str) -> None:
-        if method == "POST" and len(broken) < 2:
-            broken.append(method)
-            raise ConnectionAbortedError
-
-    server.before = breaks
-    run.push(slower())
-    assert ([one.id for one in inbox.waiting(directory)], len(broken)) == (["slower"], 2)
+    run, broken = connect(address, token=TOKEN), Broken(monkeypatch, 2)
+    assert run.push(slower()).number is None
+    assert ([one.id for one in inbox.waiting(directory)], broken.sent) == (["slower"], ["POST"] * 3)
 
 
-def test_an_upload_whose_answer_is_lost_is_a_no_op_when_it_is_sent_again(
-    server: Served, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_action_is_never_asked_for_twice(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     meanwhile(monkeypatch, lambda _secs: None)
-    connect(directory).push(slower())
-    assert connect(f"{server.address}/first", token=TOKEN).push(slower()).number is None
-    assert [one.id for one in inbox.waiting(directory)] == ["slower"]
-
-
-def test_an_action_is_never_asked_for_twice(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    meanwhile(monkeypatch, lambda _secs: None)
-    run = connect(f"{server.address}/first", token=TOKEN)
-
-    def breaks(method: str, _path: str) -> None:
-        if method == "POST":
-            raise ConnectionAbortedError
-
-    server.before = breaks
+    run, broken = connect(address, token=TOKEN), Broken(monkeypatch, 1)
     with pytest.raises(RequestFailed, match="cannot be reached"):
         run.audit(timeout=1)
-    assert [path for method, path, _ in server.requests if method == "POST"] == ["/api/runs/first/audit"]
+    assert broken.sent == ["POST"]
 
 
-def test_a_server_that_is_restarted_is_asked_again(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_restarted_is_asked_again(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     meanwhile(monkeypatch, lambda _secs: None)
-    run, down = connect(f"{server.address}/first"), [True, True]
-
-    def breaks(_method: str, _path: str) -> None:
-        if down and down.pop():
-            raise ConnectionAbortedError
-
-    server.before = breaks
+    run, broken = connect(address), Broken(monkeypatch, 2)
     assert run.brief().running
-    assert not down
+    assert broken.sent == ["GET"] * 3
 
 
-def test_a_large_update_is_sent_in_pieces_without_a_copy(server: Served, directory: Path) -> None:
+def test_a_large_update_is_sent_in_pieces_without_a_copy(address: str) -> None:
     sent: list[int] = []
     real = socket.socket.sendall
 
@@ -154,14 +150,14 @@ def test_a_large_update_is_sent_in_pieces_without_a_copy(server: Served, directo
         sent.append(memoryview(data).nbytes)
         return real(one, data, *flags)
 
-    run = connect(f"{server.address}/first", token=TOKEN)
+    run = connect(address, token=TOKEN)
     large = Update(id="large").add("dense/kernel", np.ones((1024, 1024), np.float32))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(socket.socket, "sendall", noting)
         with pytest.raises(UpdateRefused, match="Wrong shape"):
             run.push(large)
     assert max(sent) <= 2**20
-    assert server.requests[-1][2] > 4 * 2**20
+    assert sum(sent) > 4 * 2**20
 
 
 def test_a_server_that_is_not_there_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,10 +171,10 @@ def test_a_server_that_is_not_there_is_told_at_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_server_that_stays_away_is_told_after_a_while(
-    server: Served, monkeypatch: pytest.MonkeyPatch
+    address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waited, run = meanwhile(monkeypatch, lambda _secs: None), connect(f"{server.address}/first")
-    server.before = lambda _method, _path: (_ for _ in ()).throw(ConnectionAbortedError)
+    waited, run = meanwhile(monkeypatch, lambda _secs: None), connect(address)
+    Broken(monkeypatch, 1000)
     with pytest.raises(RequestFailed, match="cannot be reached"):
         run.status()
     assert sum(waited) == pytest.approx(10.0)
@@ -199,25 +195,23 @@ def test_an_address_that_cannot_be_used_is_told(address: str) -> None:
         connect(address)
 
 
-def test_the_only_run_of_a_server_needs_no_name(server: Served) -> None:
-    assert connect(server.address).where == f"{server.address}/first"
+def test_the_only_run_of_a_server_needs_no_name(address: str) -> None:
+    assert connect(address.removesuffix("/first")).where == address
     with pytest.raises(NotFound, match="no run with this name"):
-        connect(f"{server.address}/second")
+        connect(f"{address}-second")
 
 
-def test_another_server_is_not_taken_for_one_of_ours(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = connect(f"{server.address}/first")
-    monkeypatch.setattr("tests.unit.client.serving.answered", lambda *_arguments: {"hello": "world"})
+def test_another_server_is_not_taken_for_one_of_ours(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = connect(address)
+    monkeypatch.setattr(HTTPResponse, "read", lambda *_arguments: b'{"hello": "world"}')
     for ask in (run.status, run.brief, run.schema, run.log, run.metrics, run.checkpoints):
         with pytest.raises(RequestFailed, match="cannot be used"):
             ask()
 
 
-def test_commands_take_the_address_of_a_run(
-    server: Served, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_take_the_address_of_a_run(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPLICAST_TOKEN", TOKEN)
-    address, delta = f"{server.address}/first", tensors("delta", dense__bias=BIAS)
+    delta = tensors("delta", dense__bias=BIAS)
     pushed = invoke("push", address, "--add", delta, "--id", "x", "--wait", "--timeout", 0)
     assert (pushed.exit_code, "pushed x" in pushed.output) == (3, True), pushed.output
     assert f"replicast withdraw {address} x" in pushed.output
