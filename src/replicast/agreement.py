@@ -79,7 +79,7 @@ def _publish(wait: Wait, key: str, size: int) -> dict[int, str]:
         raise
     if wait.coordination.put(listed, json.dumps({"values": list(values.values())})):
         return values
-    return _listed(wait.value(listed, 0))  # of an earlier call: the others obey it too
+    return _listed(wait.value(listed, 0))  # of an earlier call, which the others have read
 
 
 def _listed(text: str) -> dict[int, str]:

@@ -65,7 +65,6 @@ called_with: Mapping[str, str] | None = None
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of an environment that matter to the imports."""
     return {
         name: value
         for name, value in environ.items()
@@ -140,6 +139,5 @@ def read_changes(memory: int) -> dict[str, str | None]:
 
 
 def with_changes(environ: Mapping[str, str], changed: Mapping[str, str | None]) -> dict[str, str]:
-    """An environment after a script's changes."""
     merged = {**environ, **changed}
     return {name: value for name, value in merged.items() if value is not None}

@@ -126,7 +126,6 @@ def _look_up(host: str) -> list[str]:
 
 
 def is_address(host: str) -> bool:
-    """Whether a host is given by its IP address."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

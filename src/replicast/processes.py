@@ -48,7 +48,6 @@ def is_on_this_host(process: Mapping[str, Any]) -> bool:
 
 
 def is_alive(process: Mapping[str, Any]) -> bool | None:
-    """Whether a process of this host is alive."""
     pid, started = process.get("pid"), process.get("started")
     if type(pid) is not int or pid <= 0:
         return False

@@ -172,7 +172,6 @@ def _host(cluster: Cluster, wait: _Wait, start: dict[str, Any]) -> dict[int, str
 def _accept(
     listener: socket.socket, connections: contextlib.ExitStack, wait: _Wait
 ) -> Iterator[socket.socket]:
-    """The next connection, if there is one."""
     try:
         accepted = connections.enter_context(listener.accept()[0])
     except OSError as error:

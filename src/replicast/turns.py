@@ -55,13 +55,11 @@ class JobKeys:
             return False
 
     def get(self, key: str, timeout_secs: float | None = None) -> dict[str, Any] | None:
-        """Returns a key's value, or None after the timeout."""
         timeout = POLL_SECS if timeout_secs is None else timeout_secs
         text = self._coordination.get(f"{PREFIX}/{key}", timeout)
         return None if text is None else dict(json.loads(text))
 
     def delete(self, key: str) -> None:
-        """Deletes a key; no-op if it does not exist."""
         self._coordination.delete(f"{PREFIX}/{key}")
 
     def collect(
@@ -151,7 +149,6 @@ class Turns:
         return self._transfers_started(), self.count
 
     def has_taken_next(self, worker: int) -> bool:
-        """Whether another worker has taken the turn after this worker's last one."""
         return self._keys.get(f"turn/{self.count + 1}/{worker}") is not None
 
     @contextlib.contextmanager
@@ -169,13 +166,12 @@ class Turns:
         finally:
             self._alone = None
 
-    def stand(self, step: int) -> None:
+    def report_wait(self, step: int) -> None:
         """Publishes that this worker waits for the others at a boundary, where it starts no transfer."""
         value = {"worker": self._rank, "transfers": self._transfers_started(), "step": step}
         self._stands = self._keys.put("stands", value) or self._stands
 
-    def go_on(self) -> None:
-        """Ends the wait of `stand`."""
+    def end_wait(self) -> None:
         if self._stands:  # not if the key is another worker's
             self._keys.delete("stands")
             self._stands = False

@@ -91,7 +91,6 @@ class Exchange:
 
     @property
     def rank(self) -> int:
-        """This worker."""
         return self._rank
 
 

@@ -40,7 +40,6 @@ class Part:
 
     @classmethod
     def open(cls, path: Path, workers: int) -> Part:
-        """Maps another worker's part."""
         with opened(path, os.O_RDWR) as descriptor:
             size = os.fstat(descriptor).st_size
             if size != part_bytes(workers):
@@ -58,7 +57,6 @@ class Part:
 
 
 def part_bytes(workers: int) -> int:
-    """The size of a part's file."""
     return _slots_offset(workers) + SLOTS * CHUNK_BYTES
 
 

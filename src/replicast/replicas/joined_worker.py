@@ -325,9 +325,9 @@ class JoinedWorker(WorkerHooks):
 
     def on_long_wait(self, step: int | None) -> None:
         if step is None:
-            self._strategy.goes_on()
+            self._strategy.end_wait()
         else:
-            self._strategy.stands(step)
+            self._strategy.report_wait(step)
 
     def on_ended(self, ended: Ended) -> None:
         if ended.kind in ("save", "leave"):

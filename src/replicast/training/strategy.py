@@ -244,15 +244,15 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """How many transfers this worker has started in steps: the same on all workers at the same step."""
         return int(self.extended.transfers_started())
 
-    def stands(self, step: int) -> None:
+    def report_wait(self, step: int) -> None:
         """This worker has waited for the others at a boundary for some time. Any thread."""
         if self._size > 1:
-            self._lifetime.turns.stand(step)
+            self._lifetime.turns.report_wait(step)
 
-    def goes_on(self) -> None:
-        """The wait of `stands` is over. Any thread."""
+    def end_wait(self) -> None:
+        """The wait of `report_wait` is over. Any thread."""
         if self._size > 1:
-            self._lifetime.turns.go_on()
+            self._lifetime.turns.end_wait()
 
     @property
     def failure(self) -> JobFailed | None:

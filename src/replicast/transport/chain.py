@@ -53,15 +53,12 @@ class Ends:
     link: Link
 
     def close(self) -> None:
-        """Closes both ends."""
         self.link.close()
         self.server.close()
         self.holdings.clear()
 
 
 class ChainTransport(Transport):
-    """One worker's end."""
-
     def __init__(
         self,
         shared: SharedMemoryTransport,

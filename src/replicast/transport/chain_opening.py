@@ -31,8 +31,6 @@ _CHAIN = "chain"
 
 
 class ChainOpening:
-    """One worker's part."""
-
     def __init__(
         self,
         coordination: Coordination,

@@ -37,7 +37,6 @@ class SharedFile:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
         return len(self.buffer)
 
     def descriptor(self) -> int:

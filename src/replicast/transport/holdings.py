@@ -58,7 +58,6 @@ class Holdings:
     def add(
         self, parcel_id: str, descriptor: int, segments: tuple[Segment, ...], *, arrives_from: int | None
     ) -> None:
-        """Offers a parcel."""
         here = set(range(len(segments))) if arrives_from is None else set()
         waits_for = self._rank if arrives_from is None else arrives_from
         with self._changed:
@@ -98,7 +97,6 @@ class Holdings:
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Removes everything."""
         with self._changed:
             for parcel_id in list(self._holdings):
                 self.remove(parcel_id)

@@ -87,7 +87,6 @@ def aligned_buffer(nbytes: int) -> Bytes:
 
 
 def piece_bytes(piece: Piece) -> int:
-    """The size of an array, without padding."""
     return int(np.prod(piece.shape, dtype=np.int64)) * _dtype_named(piece.dtype).itemsize
 
 

@@ -14,8 +14,6 @@ from replicast.transport.layout import aligned_buffer, arrays_in, check_share, c
 
 
 class MemoryTransport(Transport):
-    """One worker's end."""
-
     class Board:
         """Holds parcels until their source releases them; tests inject faults here."""
 

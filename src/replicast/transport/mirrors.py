@@ -17,8 +17,6 @@ from replicast.transport.shared import SharedMemoryTransport
 
 @dataclass(slots=True)
 class Mirror:
-    """A file of this host."""
-
     file: SharedFile
     source: int
     name: str
@@ -66,7 +64,6 @@ class Mirrors:
                 self._trim(mirror.source, keep=keep and not self._closed)
 
     def close(self) -> None:
-        """Removes all files."""
         with self._lock:
             self._closed = True
             for mirror in self._mirrors.values():

@@ -69,7 +69,6 @@ class Missing:
 
     @property
     def complete(self) -> bool:
-        """Whether all have arrived."""
         return self._left == 0
 
     def take(self) -> int | None:

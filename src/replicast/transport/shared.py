@@ -172,7 +172,6 @@ class SharedMemoryTransport(Transport):
         file.remove()
 
     def path(self, parcel_id: str) -> Path:
-        """Where the file of a parcel has its name."""
         return self._directory / f"{name_prefix()}{self._job}-{parcel_id}"
 
     def _no_room(self, nbytes: int, free: int) -> UpdateRefused:

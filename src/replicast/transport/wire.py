@@ -49,7 +49,6 @@ def limit(connection: socket.socket, secs: float) -> None:
 
 
 def receive_into(connection: socket.socket, view: memoryview, until: float | None = None) -> None:
-    """Fills a view."""
     while view:
         if until is not None:
             left_secs = until - time.monotonic()
@@ -70,7 +69,6 @@ def receive_bytes(connection: socket.socket, count: int) -> bytes:
 
 
 def send_request(connection: socket.socket, parcel_id: str, segment: int) -> None:
-    """Asks for a segment."""
     name = parcel_id.encode()
     connection.sendall(_REQUEST.pack(segment, len(name)) + name)
 
@@ -97,7 +95,6 @@ def send_refusal(connection: socket.socket, refusal: dict[str, Any]) -> None:
 
 
 def receive_answer(connection: socket.socket) -> tuple[Kind, int]:
-    """The head of an answer."""
     kind, number = _ANSWER.unpack(receive_bytes(connection, _ANSWER.size))
     if kind == Kind.REFUSED and number <= MAX_REFUSAL_BYTES:
         raise _refusal(receive_bytes(connection, number))
