@@ -5,8 +5,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from replicast.core.records import Pending, Proposal
 from replicast.storage.checkpoint_files import open_checkpoint
-from replicast.storage.checkpoint_format import Draft, PendingUpdate
+from replicast.storage.checkpoint_format import Draft
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.update.schema import Schema, Variable
 from replicast.update.trial import Trial
@@ -52,8 +53,11 @@ def draft() -> Draft:
         versions={"replicast": "0.1.0", "keras": "3.12.0"},
         missing=(40, 41),
         pending=(
-            PendingUpdate("golden-2", "d" * 32, 1300, Trial(50), "me", "why", ("0-7", "inbox-3")),
-            PendingUpdate("golden-3", "e" * 32, None, None, "me", "", ("0-8",), reverts=7, forced=True),
+            Pending(
+                Proposal("golden-2", "d" * 32, None, 1300, Trial(50), author="me", note="why"),
+                ("0-7", "inbox-3"),
+            ),
+            Pending(Proposal("golden-3", "e" * 32, author="me", reverts=7, forced=True), ("0-8",)),
         ),
         script={"fits": [[3, 20, None]], "inside": "fit"},
         measured='[[1200, 1, {"loss": 0.5}]]',

@@ -376,7 +376,7 @@ def _facts(path: RunPath, manifest: Manifest) -> list[tuple[str, str | Text]]:
         ("checkpoint", printable(path)),
         ("step", f"{manifest.step}, batch {manifest.batch} of epoch {manifest.epoch}"),
         ("journal", f"update {sequence} is the last in it" if sequence else "no update is in it"),
-        ("pending", one_line(", ".join(one.id for one in manifest.pending))),
+        ("pending", one_line(", ".join(one.proposal.id for one in manifest.pending))),
         ("written", f"{texts.date(manifest.created_at)}, attempt {manifest.attempt}"),
         ("workers", str(manifest.workers)),
         ("metrics", texts.metrics(manifest.metrics)),

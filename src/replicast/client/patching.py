@@ -25,7 +25,7 @@ from replicast.core.records import Stage
 from replicast.errors import CheckpointError, ClusterError, UpdateRefused
 from replicast.files import RunDir, RunPath
 from replicast.storage.checkpoint_files import CheckpointReader, Progress
-from replicast.storage.checkpoint_format import Manifest, digest_of_digests, saved_of
+from replicast.storage.checkpoint_format import Manifest, saved_of
 from replicast.storage.checkpoint_tools import patched_draft, patched_variables
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence, last_claim
@@ -33,7 +33,7 @@ from replicast.storage.journal import FileJournal
 from replicast.storage.liveness import check_free
 from replicast.storage.run_files import read_run_info, read_state
 from replicast.storage.updates import Updates
-from replicast.update.digest import digest_array
+from replicast.update.digest import digest_array, digest_of_digests
 from replicast.update.edits import Array
 from replicast.update.inverse import bytes_to_keep, parts_to_keep, update_before
 from replicast.update.schema import Limits, planned

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 
 import numpy as np
+from xxhash import xxh3_128
 
 from replicast import faults
 from replicast.errors import CheckpointError, FileDamaged
@@ -31,13 +32,12 @@ from replicast.storage.checkpoint_format import (
     Draft,
     Layout,
     Manifest,
-    PassingDigest,
     Span,
-    digest_of_digests,
     dtype_of,
     layout_of,
 )
 from replicast.strictjson import parse_object
+from replicast.update.digest import digest_of_digests
 from replicast.update.edits import Array
 from replicast.update.schema import Variable
 
@@ -123,12 +123,8 @@ def _write_state(path: RunPath, draft: Draft, variables: Iterable[tuple[str, Pie
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return Manifest.completed(
-        draft,
-        digests=digests,
-        state_digest=digest_of_digests(digests),
-        nbytes=layout.nbytes,
-    )
+    state_digest = digest_of_digests(digests)
+    return Manifest(**draft.known(), digests=digests, state_digest=state_digest, nbytes=layout.nbytes)
 
 
 class _StateWriter:
@@ -144,7 +140,7 @@ class _StateWriter:
         if span is None or name in self._digests:
             problem = "does not belong to the model" if span is None else "was given twice"
             raise CheckpointError(f"A variable {problem}", variable=name, received=name)
-        digest, place, end = PassingDigest(span.variable), span.start, span.start + span.nbytes
+        digest, place, end = span.hasher(), span.start, span.start + span.nbytes
         for piece in pieces:
             if place + len(piece) > end:
                 place += len(piece)
@@ -187,8 +183,7 @@ def _write_at(descriptor: int, piece: memoryview, place: int) -> None:
         piece, place = piece[written:], place + written
 
 
-# Called from time to time with the number of bytes done, and the total.
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # Called with the number of bytes done, and the total.
 _MAX_COMMITTED = 1000
 
 
@@ -245,7 +240,7 @@ class CheckpointReader:
 
     def read_into(self, name: str, target: Array) -> bool:
         """Reads a variable's bytes into memory of its size. Returns False if their digest is wrong."""
-        span, digest, done = self._span(name), PassingDigest(self._span(name).variable), 0
+        span, digest, done = self._span(name), self._span(name).hasher(), 0
         view = target.reshape(-1).view(np.uint8).data if span.nbytes else memoryview(b"")
         self._check_open()
         while done < span.nbytes:
@@ -262,31 +257,33 @@ class CheckpointReader:
 
     def pieces(self, name: str, sizes: Iterator[int] | None = None) -> Iterator[bytes]:
         """Reads a variable's bytes in pieces, without mapping, and checks its digest at the end."""
-        span, digest, done = self._span(name), PassingDigest(self._span(name).variable), 0
+        digest = self._span(name).hasher()
+        yield from self._digested(name, sizes, digest)
+        if problem := self._difference(name, digest.hexdigest()):
+            raise self._damaged([problem])
+
+    def verify(self, progress: Progress | None = None) -> None:
+        """Reads every byte and compares all digests with the manifest's."""
+        problems, done = [], 0
+        for name, span in self.layout.spans.items():
+            digest = span.hasher()
+            for piece in self._digested(name, None, digest):
+                done += len(piece)
+                if progress is not None:
+                    progress(done, self.layout.nbytes - len(self.layout.header))
+            if problem := self._difference(name, digest.hexdigest()):
+                problems.append(problem)
+        if problems:
+            raise self._damaged(problems)
+
+    def _digested(self, name: str, sizes: Iterator[int] | None, digest: xxh3_128) -> Iterator[bytes]:
+        span, done = self._span(name), 0
         while done < span.nbytes:
             wanted = PIECE_BYTES if sizes is None else next(sizes)
             piece = self._read_at(span.start + done, min(wanted, span.nbytes - done))
             digest.update(piece)
             done += len(piece)
             yield piece
-        if digest.hexdigest() != self.manifest.digests[name]:
-            raise self._damaged([self._difference(name, digest.hexdigest())])
-
-    def verify(self, progress: Progress | None = None) -> None:
-        """Reads every byte and compares all digests with the manifest's."""
-        problems, done = [], 0
-        for name, span in self.layout.spans.items():
-            digest, end = PassingDigest(span.variable), span.start + span.nbytes
-            for place in range(span.start, end, PIECE_BYTES):
-                piece = self._read_at(place, min(PIECE_BYTES, end - place))
-                digest.update(piece)
-                done += len(piece)
-                if progress is not None:
-                    progress(done, self.layout.nbytes - len(self.layout.header))
-            if digest.hexdigest() != self.manifest.digests[name]:
-                problems.append(self._difference(name, digest.hexdigest()))
-        if problems:
-            raise self._damaged(problems)
 
     def _span(self, name: str) -> Span:
         span = self.layout.spans.get(name)
@@ -320,6 +317,8 @@ class CheckpointReader:
 
     def _difference(self, name: str, received: str) -> str:
         expected = self.manifest.digests[name]
+        if received == expected:
+            return ""
         return (
             f"the bytes of {name} are not those that were written (digest {expected}). Received: {received}"
         )

@@ -4,74 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from dataclasses import fields as fields_of
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
-import xxhash
+from xxhash import xxh3_128
 
-from replicast.codec import fields_of as plain
 from replicast.core.entries import Saved
-from replicast.core.records import Pending, Proposal
+from replicast.core.records import Pending
 from replicast.errors import CheckpointError
 from replicast.files import json_bytes, tensor_chunks
 from replicast.strictjson import described, reading
+from replicast.update.digest import begun_digest
 from replicast.update.edits import BFLOAT16, Array
 from replicast.update.schema import Schema, Variable
-from replicast.update.trial import Trial
 from replicast.update.update import factor_to_json
 
 FORMAT = 2
-# The largest sequence number to accept: a restart counts up to it, and a file may contain anything.
-MAX_SEQUENCE = 2**24
-
-
-@dataclass(frozen=True, slots=True)
-class PendingUpdate:
-    """An update that was proposed before a checkpoint and is not committed. The journal has its payload."""
-
-    id: str
-    digest: str
-    at_step: int | None
-    trial: Trial | None
-    author: str
-    note: str
-    tickets: tuple[str, ...]
-    reverts: int | None = None
-    forced: bool = False
-
-    @classmethod
-    def of(cls, pending: Pending) -> PendingUpdate:
-        """The part of a pending proposal that a checkpoint stores."""
-        one = pending.proposal
-        return cls(
-            one.id,
-            one.digest,
-            one.at_step,
-            one.trial,
-            one.author,
-            one.note,
-            pending.tickets,
-            one.reverts,
-            one.forced,
-        )
-
-    def pending(self) -> Pending:
-        """The proposal as the core knows it. Its content is the tuple of id and digest, as in the journal."""
-        proposal = Proposal(
-            self.id,
-            self.digest,
-            (self.id, self.digest),
-            self.at_step,
-            self.trial,
-            author=self.author,
-            note=self.note,
-            reverts=self.reverts,
-            forced=self.forced,
-        )
-        return Pending(proposal, self.tickets)
+MAX_SEQUENCE = 2**24  # The largest to accept: a restart counts up to it, and a file may contain anything.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,7 +39,7 @@ class Draft:
     workers: int
     attempt: int
     schema: Schema
-    pending: tuple[PendingUpdate, ...] = ()
+    pending: tuple[Pending, ...] = ()  # Without their content: the journal has it.
     script: Mapping[str, Any] | None = None
     measured: str = "[]"
     run: str = ""
@@ -96,21 +48,22 @@ class Draft:
     metrics: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
+    def known(self) -> dict[str, Any]:
+        """What a draft says, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(Draft)}
+
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        as_they_are = {each.name: getattr(self, each.name) for each in fields_of(self)}
-        return as_they_are | {
-            "schema": self.schema.to_json(),
-            "missing": list(self.missing),
-            "pending": [plain(one) for one in self.pending],
-            "metrics": {name: factor_to_json(float(value)) for name, value in self.metrics.items()},
-        }
+        metrics = {name: factor_to_json(float(value)) for name, value in self.metrics.items()}
+        encoded = msgspec.json.encode(replace(self, metrics={}), enc_hook=_json_of_schema)
+        made: dict[str, Any] = msgspec.json.decode(encoded)
+        return made | {"metrics": metrics}
 
     def with_updates(self, saved: Saved) -> Draft:
         """The draft with the updates that the state contains according to the core, and the pending ones."""
         latest = max(saved.holds, default=0)
         missing = tuple(sequence for sequence in range(1, latest) if sequence not in saved.holds)
-        pending = tuple(PendingUpdate.of(one) for one in saved.pending)
+        pending = tuple(_pending(one, content=None, source=None, proposed_at=0.0) for one in saved.pending)
         return replace(self, sequence=latest, missing=missing, pending=pending)
 
     def position(self) -> bytes:
@@ -141,14 +94,6 @@ class Manifest(Draft):
     def __hash__(self) -> int:
         return hash((self.step, self.state_digest))
 
-    @classmethod
-    def completed(
-        cls, draft: Draft, *, digests: Mapping[str, str], state_digest: str, nbytes: int
-    ) -> Manifest:
-        """Completes a draft with what is known once the state is written."""
-        known = {each.name: getattr(draft, each.name) for each in fields_of(Draft)}
-        return cls(**known, digests=dict(digests), state_digest=state_digest, nbytes=nbytes)
-
     def seen_by(self, run: str) -> Manifest:
         """The manifest as valid in a run: update numbers in a copy from another run have no meaning here."""
         if self.run in ("", run):
@@ -156,23 +101,34 @@ class Manifest(Draft):
         return replace(self, sequence=0, missing=(), pending=())
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Manifest:
+    def from_json(cls, given: Mapping[str, Any]) -> Manifest:
         """What `to_json` described."""
-        if fields.get("format") != FORMAT:
+        if given.get("format") != FORMAT:
             raise ValueError(
                 f"This version of replicast reads format {FORMAT} of a checkpoint. Use the version that "
-                f"wrote it. Received: {fields.get('format')!r}"
+                f"wrote it. Received: {given.get('format')!r}"
             )
-        with reading("manifest", fields):
-            metrics = {name: float(value) for name, value in fields["metrics"].items()}
-        return described(cls, "manifest", {**fields, "metrics": metrics})
+        with reading("manifest", given):
+            metrics = {name: float(value) for name, value in given["metrics"].items()}
+        return described(cls, "manifest", {**given, "metrics": metrics})
+
+
+def _json_of_schema(value: object) -> dict[str, Any]:
+    if isinstance(value, Schema):
+        return value.to_json()
+    raise TypeError(f"A checkpoint cannot contain this type. Received: {type(value).__name__}")
 
 
 def saved_of(manifest: Draft) -> Saved:
     """A checkpoint as the core knows it. Its state is its step."""
     holds = frozenset(range(1, manifest.sequence + 1)) - set(manifest.missing)
-    pending = tuple(one.pending() for one in manifest.pending)
+    # The content of a payload in the journal is the tuple of its id and digest.
+    pending = tuple(_pending(one, content=(one.proposal.id, one.proposal.digest)) for one in manifest.pending)
     return Saved(manifest.step, manifest.attempt, holds, pending, manifest.step)
+
+
+def _pending(one: Pending, **changes: Any) -> Pending:
+    return Pending(msgspec.structs.replace(one.proposal, **changes), one.tickets)
 
 
 # The layout of `state.safetensors`: a function of the schema, known before a byte is written.
@@ -191,6 +147,10 @@ class Span:
     variable: Variable
     start: int
     nbytes: int
+
+    def hasher(self) -> xxh3_128:
+        """For the variable's bytes in row-major order, in pieces: the digest is that of `digest_array`."""
+        return begun_digest(dtype_of(self.variable), self.variable.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,31 +196,3 @@ def layout_of(schema: Schema) -> Layout:
 def file_order(schema: Schema) -> tuple[str, ...]:
     """The names in the fastest order for writing a checkpoint: that of their bytes in the file."""
     return tuple(layout_of(schema).spans)
-
-
-# Incremental digests, equal to those of `replicast.update.digest` for whole arrays.
-
-
-class PassingDigest:
-    """The digest of one variable, given its bytes piece by piece in row-major order."""
-
-    def __init__(self, variable: Variable) -> None:
-        self._hasher = xxhash.xxh3_128(f"{variable.dtype}{list(variable.shape)}".encode())
-
-    def update(self, piece: bytes | memoryview) -> None:
-        """Adds the next bytes."""
-        self._hasher.update(piece)
-
-    def hexdigest(self) -> str:
-        """The result of `digest_array` for all bytes so far."""
-        return self._hasher.hexdigest()
-
-
-def digest_of_digests(digests: Mapping[str, str]) -> str:
-    """The result of `digest_state` for variables with these digests."""
-    hasher = xxhash.xxh3_128()
-    for name in sorted(digests):
-        encoded = name.encode()
-        hasher.update(len(encoded).to_bytes(8, "little") + encoded)
-        hasher.update(bytes.fromhex(digests[name]))
-    return hasher.hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,11 @@ from replicast.update.update import Update, factor_to_json
 # The sign and payload of a NaN computed from two different NaNs are undefined: processors give different
 # results for vectorized elements and for the remainder. This needs an update that contains NaNs.
 
-# Arithmetic needs about ten arrays of this size, and is faster if they stay in the processor's cache.
-SLICE_ELEMENTS = 2**20
+SLICE_ELEMENTS = 2**20  # Arithmetic needs about ten arrays of this size, and is faster in the cache.
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Slice:
     """A contiguous part of a variable."""
 
     rows: slice
@@ -57,7 +56,7 @@ class Block:
         return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
 
-def blocks_of(variable: Variable, elements: int = SLICE_ELEMENTS) -> Iterator[Block]:
+def blocks_of(variable: Variable, elements: int = SLICE_ELEMENTS) -> Iterator[Slice]:
     """Cuts a variable into blocks of at most `elements` elements, in the order of its bytes."""
     rows, width = _table(variable.shape)
     if not rows * width:
@@ -65,14 +64,14 @@ def blocks_of(variable: Variable, elements: int = SLICE_ELEMENTS) -> Iterator[Bl
     if width > elements:
         for row in range(rows):
             for start in range(0, width, elements):
-                yield Block(slice(row, row + 1), slice(start, min(start + elements, width)))
+                yield Slice(slice(row, row + 1), slice(start, min(start + elements, width)))
         return
     step = elements // width
     for start in range(0, rows, step):
-        yield Block(slice(start, min(start + step, rows)), slice(0, width))
+        yield Slice(slice(start, min(start + step, rows)), slice(0, width))
 
 
-def apply_edits(edits: Sequence[Edit], variable: Variable, block: Block, current: Array) -> Array:
+def apply_edits(edits: Sequence[Edit], variable: Variable, block: Slice, current: Array) -> Array:
     """The values of a block after the edits."""
     for edit in edits:
         part = _part(edit, variable, block)
@@ -85,7 +84,7 @@ def _table(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
-def _part(edit: Edit, variable: Variable, block: Block) -> Edit | None:
+def _part(edit: Edit, variable: Variable, block: Slice) -> Edit | None:
     """The part of an edit that applies to this block; None if none does."""
     arrays = edit.arrays
     rows, width = _table(variable.shape)
@@ -111,7 +110,7 @@ def _part(edit: Edit, variable: Variable, block: Block) -> Edit | None:
     return Edit(edit.operation, edit.variable, part, edit.factor)
 
 
-def _rows_in(indices: Array, block: Block) -> npt.NDArray[np.bool_]:
+def _rows_in(indices: Array, block: Slice) -> npt.NDArray[np.bool_]:
     return np.asarray((indices >= block.rows.start) & (indices < block.rows.stop))
 
 
@@ -163,9 +162,8 @@ def _check_destination(destination: RunPath, manifest: Manifest) -> None:
 def patched_draft(reader: CheckpointReader, update: Update) -> Draft:
     """The draft of the checkpoint that an update makes of another one, whose place it has in the journal."""
     manifest = reader.manifest
-    known = {each.name: getattr(manifest, each.name) for each in fields(Draft)}
     parent = {"step": manifest.step, "path": str(reader.path.as_path().resolve()), "update_id": update.id}
-    return Draft(**known | {"parent": parent, "created_at": time.time(), "metrics": {}})
+    return Draft(**manifest.known() | {"parent": parent, "created_at": time.time(), "metrics": {}})
 
 
 def patched_variables(
@@ -213,7 +211,7 @@ _PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class SchemaDifference:
     """A variable that differs between two models."""
 
     name: str
@@ -251,11 +249,11 @@ class Comparison:
         return asdict(self) | numbers | {"verdict": str(self.verdict)}
 
 
-def differences(a: Schema, b: Schema) -> list[Difference]:
+def differences(a: Schema, b: Schema) -> list[SchemaDifference]:
     """The variables whose shape or dtype differ, or that only one has: those of `a` first, in its order."""
     first, second = ({variable.name: _described(variable) for variable in schema} for schema in (a, b))
     return [
-        Difference(name, first.get(name, NOTHING), second.get(name, NOTHING))
+        SchemaDifference(name, first.get(name, NOTHING), second.get(name, NOTHING))
         for name in dict.fromkeys((*first, *second))
         if first.get(name) != second.get(name)
     ]
@@ -309,7 +307,7 @@ def _described(variable: Variable) -> str:
     return f"{variable.dtype} of shape {variable.shape}"
 
 
-def _changed(difference: Difference) -> Comparison:
+def _changed(difference: SchemaDifference) -> Comparison:
     verdict = Verdict.CHANGED
     if NOTHING in (difference.expected, difference.received):
         verdict = Verdict.ONLY_FIRST if difference.received == NOTHING else Verdict.ONLY_SECOND

@@ -31,76 +31,7 @@ from replicast.storage.checkpoint_format import Draft, Manifest
 from replicast.storage.claims import Fence, checkpoint_name, checkpoint_parts, last_claim
 from replicast.update.edits import Array
 
-# The directories of a run's checkpoints, and which of them count.
-
 logger = logging.getLogger("replicast")
-
-
-class Places:
-    """The directories of checkpoints, by their names."""
-
-    def __init__(self, run_dir: RunDir, group: int) -> None:
-        self._run_dir = run_dir
-        self._group = group
-        self.directory = below(run_dir) / "checkpoints"
-
-    def counting(self) -> dict[int, list[RunPath]]:
-        """The directories of the checkpoints that count, by step; those of one step with the newest last."""
-        claim = last_claim(self._run_dir)
-        counting: dict[int, list[RunPath]] = {}
-        for (step, _, _), path in self._named():
-            if claim is None or claim.counts(path.name):
-                counting.setdefault(step, []).append(path)
-        return counting
-
-    def run(self) -> str:
-        """The id of the run; empty if no group has claimed it."""
-        claim = last_claim(self._run_dir)
-        return "" if claim is None else claim.run
-
-    def new(self, step: int) -> RunPath:
-        """A name for a checkpoint of this step that this group has not used."""
-        own = [parts[2] for parts, _ in self._named() if parts[:2] == (step, self._group)]
-        return self.directory / checkpoint_name(step, self._group, max(own, default=0) + 1)
-
-    def remove(self, paths: Iterable[RunPath]) -> None:
-        """Removes checkpoints in this order, each atomically for readers."""
-        for path in paths:
-            aside = self.directory / f"{TEMPORARY}{secrets.token_hex(8)}"
-            with contextlib.suppress(FileNotFoundError):
-                path.rename(aside)
-            aside.rmtree()
-
-    def clean(self) -> None:
-        """Removes leftovers of a writer that died. Only while no one is writing.
-
-        Checkpoints that do not count stay, with a warning: one may be a copy that a user needs.
-        """
-        if not self.directory.is_dir():
-            return
-        for path in self.directory.iterdir():
-            if path.name.startswith(TEMPORARY):
-                path.rmtree()
-        counting = self.counting()
-        self.remove(path for paths in counting.values() for path in paths[:-1])
-        sync_directory(self.directory)
-        for (step, _, _), path in self._named():
-            if path not in counting.get(step, []):
-                logger.warning(
-                    "%s does not count: it was written by a group of workers that was presumed dead. If it "
-                    "is a copy from another run, rename it to %08d",
-                    path,
-                    step,
-                )
-
-    def _named(self) -> list[tuple[tuple[int, int, int], RunPath]]:
-        """All directories named like a checkpoint, with the parts of their names, in order."""
-        found = []
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for path in self.directory.iterdir():
-                with contextlib.suppress(ValueError):
-                    found.append((checkpoint_parts(path.name), path))
-        return sorted(found)
 
 
 # Which checkpoint is the last one: training may have gone back to an earlier step and continued from there.
@@ -160,33 +91,32 @@ def _age(manifest: Manifest) -> tuple[int, int]:
 _Manifests: TypeAlias = list[Manifest]
 _Problems: TypeAlias = list[FileDamaged]
 _Steps: TypeAlias = list[int]
+_Paths: TypeAlias = list[RunPath]
+_Named: TypeAlias = list[tuple[tuple[int, int, int], RunPath]]
 
 
 class CheckpointStore:
     """The checkpoints in a run directory."""
 
     def __init__(self, run_dir: RunDir, fence: Fence | None = None) -> None:
-        self._fence = fence
-        self._places = Places(run_dir, 0 if fence is None else fence.number)
-        self.directory = self._places.directory
+        self._run_dir, self._fence = run_dir, fence
+        self._group = 0 if fence is None else fence.number
+        self.directory = below(run_dir) / "checkpoints"
         self._stuck: set[RunPath] = set()
 
     def path(self, step: int) -> RunPath:
         """The directory that the checkpoint of a step has, or would have."""
-        there = self._places.counting().get(step)
-        return there[-1] if there else self._places.new(step)
+        there = self._counting().get(step)
+        return there[-1] if there else self._new(step)
 
     def find(self, step: int) -> RunPath:
         """The directory of the checkpoint of a step."""
-        paths = self._places.counting().get(step)
-        if paths:
+        if paths := self._counting().get(step):
             return paths[-1]
-        path = self.path(step)
         steps = [manifest.step for manifest in self.list()]
         there = f"one of {', '.join(map(str, steps[-5:]))}" if steps else "a run with checkpoints"
-        raise CheckpointError(
-            "There is no checkpoint of this step", path=path, step=step, expected=there, received=str(step)
-        )
+        problem = "There is no checkpoint of this step"
+        raise CheckpointError(problem, path=self._new(step), step=step, expected=there, received=str(step))
 
     def list(self) -> _Manifests:
         """The committed checkpoints by step, without damaged ones. The last of them need not be `last`."""
@@ -235,7 +165,7 @@ class CheckpointStore:
     def open(self, step: int, *, verify: bool = False) -> CheckpointReader:
         """Opens the checkpoint of a step. If copied from another run, its manifest lists no updates."""
         reader = open_checkpoint(self.find(step))
-        reader.manifest = reader.manifest.seen_by(self._places.run())
+        reader.manifest = reader.manifest.seen_by(self._run())
         if reader.manifest.step != step:
             received = reader.manifest.step
             reader.close()
@@ -297,7 +227,7 @@ class CheckpointStore:
         """Removes a checkpoint, even a damaged one; atomically for readers, even if interrupted."""
         self.find(step)
         # Older ones of the same step first: a reader would find them once the newest is gone.
-        self._places.remove(self._places.counting().get(step, []))
+        self._remove(self._counting().get(step, []))
         sync_directory(self.directory)
 
     def _removed(self, step: int) -> bool:
@@ -315,22 +245,76 @@ class CheckpointStore:
         return True
 
     def clean(self) -> None:
-        """Removes leftovers of a writer that died. Only while no one is writing."""
-        self._places.clean()
+        """Removes leftovers of a writer that died. Only while no one is writing.
+
+        Checkpoints that do not count stay, with a warning: one may be a copy that a user needs.
+        """
+        if not self.directory.is_dir():
+            return
+        for path in self.directory.iterdir():
+            if path.name.startswith(TEMPORARY):
+                path.rmtree()
+        counting = self._counting()
+        self._remove(path for paths in counting.values() for path in paths[:-1])
+        sync_directory(self.directory)
+        for (step, _, _), path in self._named():
+            if path not in counting.get(step, []):
+                logger.warning(
+                    "%s does not count: it was written by a group of workers that was presumed dead. If it "
+                    "is a copy from another run, rename it to %08d",
+                    path,
+                    step,
+                )
+
+    def _named(self) -> _Named:
+        """All directories named like a checkpoint, with the parts of their names, in order."""
+        found = []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for path in self.directory.iterdir():
+                with contextlib.suppress(ValueError):
+                    found.append((checkpoint_parts(path.name), path))
+        return sorted(found)
+
+    def _counting(self) -> dict[int, _Paths]:
+        """The directories of the checkpoints that count, by step; those of one step with the newest last."""
+        claim = last_claim(self._run_dir)
+        counting: dict[int, _Paths] = {}
+        for (step, _, _), path in self._named():
+            if claim is None or claim.counts(path.name):
+                counting.setdefault(step, []).append(path)
+        return counting
+
+    def _new(self, step: int) -> RunPath:
+        """A name for a checkpoint of this step that this group has not used."""
+        own = [parts[2] for parts, _ in self._named() if parts[:2] == (step, self._group)]
+        return self.directory / checkpoint_name(step, self._group, max(own, default=0) + 1)
+
+    def _run(self) -> str:
+        """The id of the run; empty if no group has claimed it."""
+        claim = last_claim(self._run_dir)
+        return "" if claim is None else claim.run
+
+    def _remove(self, paths: Iterable[RunPath]) -> None:
+        """Removes checkpoints in this order, each atomically for readers."""
+        for path in paths:
+            aside = self.directory / f"{TEMPORARY}{secrets.token_hex(8)}"
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(aside)
+            aside.rmtree()
 
     def _placed(self, draft: Draft) -> Draft:
         """The draft of a checkpoint that is the last one of this run once it is written."""
-        return replace(draft, line=line_of_next(self.list(), draft.step), run=self._places.run())
+        return replace(draft, line=line_of_next(self.list(), draft.step), run=self._run())
 
     def _put_in_place(self, temporary: RunPath, step: int) -> None:
         """Gives a written checkpoint its name, and removes those of the same step."""
-        replaced = self._places.counting().get(step, [])
-        put_in_place(temporary, self._places.new(step))
+        replaced = self._counting().get(step, [])
+        put_in_place(temporary, self._new(step))
         if self._fence is not None:
             self._fence.check()
         # Only now: the new name is durable, and counts for a group that takes over the run.
         with contextlib.suppress(OSError):  # A leftover only uses disk space: no one reads it any more.
-            self._places.remove(replaced)
+            self._remove(replaced)
 
     def _same(self, manifest: Manifest) -> Manifest | None:
         """The existing checkpoint of that step, if it is equivalent and its bytes are intact."""
@@ -348,7 +332,7 @@ class CheckpointStore:
     def _look(self) -> dict[int, Manifest | FileDamaged]:
         """The manifest of every checkpoint, or what is wrong with it, by step."""
         looked: dict[int, Manifest | FileDamaged] = {}
-        for step, paths in sorted(self._places.counting().items()):
+        for step, paths in sorted(self._counting().items()):
             try:
                 looked[step] = self.manifest(step)
             except FileDamaged as error:

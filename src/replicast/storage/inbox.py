@@ -329,7 +329,7 @@ def _is_taken(run_dir: RunDir, update_id: str, *, job_is_running: Callable[[], b
     # A job that died may have committed or scheduled it: the next attempt applies it in any case.
     if has_promised(run_dir, update_id):
         return True
-    pending = {one.id for manifest in CheckpointStore(run_dir).list() for one in manifest.pending}
+    pending = {one.proposal.id for manifest in CheckpointStore(run_dir).list() for one in manifest.pending}
     return update_id in pending and update_id not in refused(run_dir)
 
 

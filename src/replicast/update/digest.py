@@ -44,12 +44,17 @@ def begun_digest(dtype: np.dtype[Any], shape: Sequence[int]) -> xxhash.xxh3_128:
 
 def digest_state(state: Mapping[str, npt.NDArray[Any]]) -> str:
     """Digests named arrays, independent of their order."""
+    return digest_of_digests({name: digest_array(array) for name, array in state.items()})
+
+
+def digest_of_digests(digests: Mapping[str, str]) -> str:
+    """The result of `digest_state` for arrays with these digests."""
     hasher = xxhash.xxh3_128()
-    for name in sorted(state):
+    for name in sorted(digests):
         encoded = name.encode()
         # The length separates a name from what follows it.
         hasher.update(len(encoded).to_bytes(8, "little") + encoded)
-        hasher.update(bytes.fromhex(digest_array(state[name])))
+        hasher.update(bytes.fromhex(digests[name]))
     return hasher.hexdigest()
 
 
