@@ -14,7 +14,7 @@ from replicast.core.entries import Saved
 from replicast.errors import FileDamaged
 from replicast.replicas import job_audits as expectation
 from replicast.replicas.job_audits import Expectation
-from replicast.storage.checkpoint_format import Draft
+from replicast.storage.checkpoint_files import Draft
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal

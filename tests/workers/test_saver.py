@@ -24,7 +24,7 @@ from replicast.replicas.departure import Departure
 from replicast.replicas.job_checkpoints import Checkpoints, SavePlan, Saving
 from replicast.replicas.position import Position
 from replicast.replicas.training_progress import Training
-from replicast.storage.checkpoint_format import Draft, Manifest, saved_of
+from replicast.storage.checkpoint_files import Draft, Manifest, saved_of
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.journal import MemoryJournal
 from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually

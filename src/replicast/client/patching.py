@@ -24,8 +24,7 @@ from replicast.core.entries import Before, Committed, History, Payload, Receipt
 from replicast.core.records import Stage
 from replicast.errors import CheckpointError, ClusterError, UpdateRefused
 from replicast.files import RunDir, RunPath
-from replicast.storage.checkpoint_files import CheckpointReader, Progress
-from replicast.storage.checkpoint_format import Manifest, saved_of
+from replicast.storage.checkpoint_files import CheckpointReader, Manifest, Progress, saved_of
 from replicast.storage.checkpoint_tools import patched_draft, patched_variables
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence, last_claim

@@ -24,7 +24,7 @@ from replicast.core.records import Refusal
 from replicast.errors import ClusterError, ReplicasDiverged, ReplicastError
 from replicast.files import RunDir
 from replicast.replicas.session import Session
-from replicast.storage.checkpoint_format import Manifest, saved_of
+from replicast.storage.checkpoint_files import Manifest, saved_of
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.run_files import append_audit
 from replicast.storage.updates import UpdateView, committed_updates, load_update

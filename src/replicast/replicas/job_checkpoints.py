@@ -39,7 +39,7 @@ from replicast.replicas.lanes import LOOK_SECS, Deadline, wait_for
 from replicast.replicas.measures import MetricHistory, mean_history
 from replicast.replicas.replica import joined
 from replicast.replicas.session import Session
-from replicast.storage.checkpoint_format import Draft, Manifest, file_order, saved_of
+from replicast.storage.checkpoint_files import Draft, Manifest, file_order, saved_of
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.update.audit_report import what_follows
 from replicast.update.digest import digest_array

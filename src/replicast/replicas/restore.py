@@ -30,8 +30,7 @@ from replicast.core.records import Refusal
 from replicast.errors import CheckpointError, FileDamaged, JobFailed, ReplicastError, UpdateRefused
 from replicast.replicas.position import Position
 from replicast.replicas.session import Session
-from replicast.storage.checkpoint_files import CheckpointReader, advice
-from replicast.storage.checkpoint_format import dtype_of, saved_of
+from replicast.storage.checkpoint_files import CheckpointReader, advice, dtype_of, saved_of
 from replicast.storage.checkpoint_tools import differences
 from replicast.storage.checkpoints import CheckpointStore, choose
 from replicast.tensorfiles import memory_to_fill

@@ -17,14 +17,16 @@ from replicast.errors import CheckpointError
 from replicast.files import RunDir, RunPath
 from replicast.storage.checkpoint_files import (
     CheckpointReader,
+    Draft,
+    Manifest,
     Pieces,
     Progress,
+    dtype_of,
     open_checkpoint,
     put_in_place,
     temporary_directory,
     write_contents,
 )
-from replicast.storage.checkpoint_format import Draft, Manifest, dtype_of
 from replicast.storage.claims import checkpoint_parts
 from replicast.update.distance import Distance, distance
 from replicast.update.edits import Array, Edit, EditKind, apply_edit

@@ -19,6 +19,8 @@ from replicast.errors import CheckpointError, FileDamaged
 from replicast.files import TEMPORARY, RunDir, RunPath, below, sync_directory
 from replicast.storage.checkpoint_files import (
     CheckpointReader,
+    Draft,
+    Manifest,
     Pieces,
     advice,
     in_pieces,
@@ -27,7 +29,6 @@ from replicast.storage.checkpoint_files import (
     temporary_directory,
     write_contents,
 )
-from replicast.storage.checkpoint_format import Draft, Manifest
 from replicast.storage.claims import Fence, checkpoint_name, checkpoint_parts, last_claim
 from replicast.update.edits import Array
 

@@ -15,8 +15,7 @@ import pytest
 import safetensors.numpy
 
 from replicast.errors import CheckpointError
-from replicast.storage.checkpoint_files import open_checkpoint
-from replicast.storage.checkpoint_format import Manifest, file_order
+from replicast.storage.checkpoint_files import Manifest, file_order, open_checkpoint
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.update.digest import digest_array, digest_state
 from replicast.update.schema import Schema, Variable
