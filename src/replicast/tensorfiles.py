@@ -13,9 +13,10 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -48,6 +49,7 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -84,13 +86,9 @@ def tensor_chunks(tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> 
 def parse_tensors(content: memoryview, source: str, *, max_tensors: int) -> TensorFile:
     """Parses the bytes of a safetensors file; the tensors are views of these bytes."""
     header, first = _header_of(content, len(content), source, max_tensors)
-    metadata, spans = _layout_of(header, len(content) - first, source)
+    metadata, entries = _layout_of(header, len(content) - first, source)
     data = content[first:]
-    tensors = {
-        name: _tensor(data[start:stop], header[name], source, f"the tensor {name!r}")
-        for (start, stop), name in spans
-    }
-    return TensorFile(metadata, tensors)
+    return TensorFile(metadata, {name: _tensor(data, entry, source, name) for name, entry in entries.items()})
 
 
 def header_bytes(first: bytes) -> int:
@@ -101,8 +99,8 @@ def header_bytes(first: bytes) -> int:
 def check_header(begin: bytes, nbytes: int, source: str, *, max_tensors: int) -> TensorFile:
     """Checks the header of a safetensors file before the rest is read."""
     header, first = _header_of(memoryview(begin), nbytes, source, max_tensors)
-    metadata, spans = _layout_of(header, nbytes - first, source)
-    return TensorFile(metadata, {name: _outline(header[name], source, name) for _, name in spans})
+    metadata, entries = _layout_of(header, nbytes - first, source)
+    return TensorFile(metadata, {name: _outline(entry, source, name) for name, entry in entries.items()})
 
 
 def loads_strictly(text: str | bytes, source: str, what: str) -> Any:
@@ -139,18 +137,31 @@ def _header_of(content: memoryview, nbytes: int, source: str, max_tensors: int) 
     return header, 8 + length
 
 
-def _layout_of(
-    header: dict[str, Any], nbytes: int, source: str
-) -> tuple[dict[str, str], list[tuple[tuple[int, int], str]]]:
-    """Removes the metadata from the header; returns it, and the byte range of each tensor, in order."""
-    metadata = header.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FileDamaged(source, "its metadata is not a mapping of strings")
-    spans = sorted((_span(name, entry, source), name) for name, entry in header.items())
+class _Entry(msgspec.Struct):
+    dtype: Literal[tuple(_DTYPES)]  # type: ignore[valid-type]
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_DIMENSIONS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+def _layout_of(header: dict[str, Any], nbytes: int, source: str) -> tuple[dict[str, str], dict[str, _Entry]]:
+    """The metadata, and the entries of all tensors in the order of their bytes."""
+    try:
+        metadata = msgspec.convert(header.pop(_METADATA, {}), dict[str, str])
+        entries = msgspec.convert(header, dict[str, _Entry])
+    except msgspec.ValidationError as error:
+        raise FileDamaged(source, f"its header is not valid ({error})", received=str(header)[:200]) from error
+    entries = dict(sorted(entries.items(), key=lambda one: (one[1].data_offsets, one[0])))
     end = 0
-    for (start, stop), name in spans:
-        if start != end:
-            raise FileDamaged(source, f"the bytes of {name!r} overlap others or leave a gap")
+    for name, entry in entries.items():
+        start, stop = entry.data_offsets
+        size = math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize
+        if start != end or stop - start != size:
+            raise FileDamaged(
+                source,
+                f"the bytes of {name!r} overlap others, leave a gap, or do not fit its shape",
+                expected=f"data_offsets [{end}, {end + size}]",
+                received=str(list(entry.data_offsets)),
+            )
         end = stop
     if end != nbytes:
         raise FileDamaged(
@@ -160,55 +171,28 @@ def _layout_of(
             received=f"{nbytes}",
             remedy="The file may be truncated: write it again",
         )
-    return metadata, spans
+    return metadata, entries
 
 
-def _span(name: str, entry: Any, source: str) -> tuple[int, int]:
-    """The byte range of a tensor, after checking its entry in the header."""
-    problem = FileDamaged(
-        source,
-        f"invalid header entry of {name!r}",
-        expected=f"a dtype of {', '.join(_DTYPES)}, a shape, and data_offsets of that size",
-        received=str(entry)[:200],
-    )
-    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
-        raise problem
-    dtype = _DTYPES.get(entry["dtype"])
-    shape, offsets = _sizes(entry.get("shape")), _sizes(entry.get("data_offsets"))
-    if dtype is None or shape is None or offsets is None or len(offsets) != 2:
-        raise problem
-    if len(shape) > _MAX_DIMENSIONS or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
-        raise problem
-    return offsets[0], offsets[1]
-
-
-def _sizes(value: Any) -> list[int] | None:
-    # `type`, since True is an int to isinstance.
-    valid = isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
-    return value if valid else None
-
-
-def _outline(entry: Mapping[str, Any], source: str, name: str) -> Array:
+def _outline(entry: _Entry, source: str, name: str) -> Array:
     try:
-        return np.broadcast_to(np.zeros((), _DTYPES[entry["dtype"]]), entry["shape"])
+        return np.broadcast_to(np.zeros((), _DTYPES[entry.dtype]), entry.shape)
     except ValueError as error:
         raise FileDamaged(source, f"the tensor {name!r} has an impossible shape ({error})") from error
 
 
-def _tensor(data: memoryview, entry: Mapping[str, Any], source: str, what: str) -> Array:
-    dtype = _DTYPES[entry["dtype"]]
-    if len(data) != math.prod(entry["shape"]) * dtype.itemsize:
-        problem = f"{what} extends beyond the end of the file"
-        raise FileDamaged(source, problem, remedy="The file may be truncated: write it again")
-    flat = np.frombuffer(data, np.uint8)
+def _tensor(data: memoryview, entry: _Entry, source: str, name: str) -> Array:
+    dtype = _DTYPES[entry.dtype]
+    flat = np.frombuffer(data[slice(*entry.data_offsets)], np.uint8)
     if dtype == np.bool_ and flat.size and flat.max() > 1:
-        raise FileDamaged(source, f"{what} has invalid bools", expected="0 or 1", received=str(flat.max()))
+        problem = f"the tensor {name!r} has invalid bools"
+        raise FileDamaged(source, problem, expected="0 or 1", received=str(flat.max()))
     if flat.size and flat.ctypes.data % dtype.itemsize:
         flat = flat.copy()  # Other writers may not align tensors.
     try:
-        array: Array = flat.view(dtype).reshape(entry["shape"])
+        array: Array = flat.view(dtype).reshape(entry.shape)
     except ValueError as error:
-        raise FileDamaged(source, f"{what} has an impossible shape ({error})") from error
+        raise FileDamaged(source, f"the tensor {name!r} has an impossible shape ({error})") from error
     array.flags.writeable = False
     return array
 
