@@ -291,7 +291,6 @@ def pull(
     try:
         variable = schema_of(run).resolve(name)
         ranges = () if rows is None else ranges_of(rows)
-        inbox.check_rows(ranges, variable.name, variable.shape)
         _check_size(variable, ranges, max_bytes)
     except UpdateRefused as error:
         raise NotFound(str(error)) from error
@@ -308,9 +307,7 @@ def pull(
 
 
 def _check_size(variable: Variable, ranges: Rows, max_bytes: int | None) -> None:
-    nbytes = variable.nbytes
-    if ranges:
-        nbytes = nbytes // max(1, variable.shape[0]) * sum(stop - start for start, stop in ranges)
+    nbytes = inbox.checked_rows(variable, ranges)
     if max_bytes is not None and nbytes > max_bytes:
         raise RequestRefused(
             f"These are too many values of {variable.name}. Expected: at most {max_bytes} bytes. "

@@ -293,10 +293,7 @@ class InboxReader:
     def _resolved(self, request: InboxRequest) -> tuple[Any, ...]:
         """The variable's full name, and rows that it has."""
         variable = self._session.replica.state.schema.resolve(request.name)
-        inbox.check_rows(request.rows, variable.name, variable.shape)
-        nbytes = variable.nbytes
-        if request.rows:
-            nbytes = nbytes // max(1, variable.shape[0]) * sum(stop - start for start, stop in request.rows)
+        nbytes = inbox.checked_rows(variable, request.rows)
         if nbytes > MAX_PULL_BYTES:
             raise UpdateRefused(
                 "These are too many values for one pull",

@@ -64,6 +64,7 @@ from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.updates import has_promised, refused
 from replicast.strictjson import described, parse_object
+from replicast.update.schema import Variable
 from replicast.update.trial import Trial
 from replicast.update.update import MAX_STEP, MAX_TENSORS, Update, checked_text
 
@@ -473,18 +474,22 @@ def clean(run_dir: RunDir) -> None:
                     path.unlink()
 
 
-def check_rows(rows: Rows, name: str, shape: tuple[int, ...]) -> None:
-    """Checks that a variable has these rows."""
-    if rows and not shape:
-        raise UpdateRefused("A scalar variable has no rows", variable=name)
-    beyond = [stop - 1 for _, stop in rows if stop > shape[0]]
+def checked_rows(variable: Variable, rows: Rows) -> int:
+    """Checks that a variable has these rows; returns their size in bytes, or that of the variable."""
+    if not rows:
+        return variable.nbytes
+    if not variable.shape:
+        raise UpdateRefused("A scalar variable has no rows", variable=variable.name)
+    count = variable.shape[0]
+    beyond = [stop - 1 for _, stop in rows if stop > count]
     if beyond:
         raise UpdateRefused(
             "There is no such row",
-            variable=name,
-            expected=f"0 to {shape[0] - 1}" if shape[0] else "none: the variable has no rows",
+            variable=variable.name,
+            expected=f"0 to {count - 1}" if count else "none: the variable has no rows",
             received=str(beyond[0]),
         )
+    return variable.nbytes // count * sum(stop - start for start, stop in rows)
 
 
 def _check(request: InboxRequest) -> None:
