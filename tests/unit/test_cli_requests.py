@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from msgspec.structs import replace
 
 import replicast
 from replicast.core.entries import Before, Committed, Payload
