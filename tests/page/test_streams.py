@@ -14,7 +14,7 @@ import pytest
 from replicast.errors import FileDamaged
 from replicast.page import live as watching
 from replicast.page.answers import HttpError
-from replicast.page.live import Streams, Watch
+from replicast.page.live import SlotResponse, Slots, Watch
 from replicast.page.server import Settings, Threads
 from tests.memory_run import MemoryRun
 from tests.page.live import served
@@ -189,12 +189,17 @@ def test_the_server_ends_its_streams_before_it_ends(run: MemoryRun) -> None:
 
 
 def test_streams_are_limited(run: MemoryRun) -> None:
-    async def follow() -> None:
-        streams, watch = Streams(most=2), Watch("first", run, Threads(1))
+    async def follow_all() -> None:
+        slots, watch = Slots(2, "Too many browsers", "Close some"), Watch("first", run, Threads(1))
+
+        def follow() -> SlotResponse:
+            slots.take()
+            return SlotResponse(slots, watching.events(watch), "text/event-stream")
+
         # Those that have been accepted count, also before their first byte.
-        first, _ = streams.follow(watch), streams.follow(watch)
+        first, _ = follow(), follow()
         with pytest.raises(HttpError, match="Too many browsers"):
-            streams.follow(watch)
+            follow()
 
         async def receive() -> dict[str, str]:
             return {"type": "http.disconnect"}
@@ -203,9 +208,9 @@ def test_streams_are_limited(run: MemoryRun) -> None:
             await asyncio.sleep(0)
 
         await first({"type": "http"}, receive, send)  # Its browser has gone.
-        streams.follow(watch)
+        follow()
         with pytest.raises(HttpError, match="Too many browsers"):
-            streams.follow(watch)
+            follow()
         watch.stop()
 
-    asyncio.run(follow())
+    asyncio.run(follow_all())

@@ -36,7 +36,7 @@ from replicast.errors import RequestRefused
 from replicast.page import prometheus
 from replicast.page.answers import HttpError, dumped, http_error
 from replicast.page.assets import PAGE, PLOTLY, STATIC, TYPES, asset_names, plotly_file
-from replicast.page.live import Find, Runs, SlotResponse, Streams, Watch
+from replicast.page.live import Find, Runs, SlotResponse, Watch, events
 from replicast.page.openapi import description
 from replicast.page.security import Access, SecurityMiddleware
 from replicast.page.server import (
@@ -243,7 +243,6 @@ class App(Starlette):
     def __init__(self, find: Find, settings: Settings) -> None:
         self._settings = settings
         self._runs = Runs(find)
-        self._streams = Streams()
         super().__init__(
             routes=self._routes(),
             middleware=[Middleware(SecurityMiddleware, access=Access(settings))],
@@ -305,7 +304,9 @@ class App(Starlette):
         return Response(await self._dumped(list(found)), media_type="application/json")
 
     async def _follow(self, request: Request) -> Response:
-        return self._streams.follow(await self._runs.named(request.path_params["run"]))
+        watch, slots = await self._runs.named(request.path_params["run"]), self._runs.streams
+        slots.take()
+        return SlotResponse(slots, events(watch), "text/event-stream", X_Accel_Buffering="no")
 
     async def _prometheus(self, _request: Request) -> Response:
         text = await prometheus.exposition(await self._runs.all())

@@ -187,8 +187,7 @@ def _put(queue: asyncio.Queue[bytes | None], event: bytes | None) -> bool:
 
 # Answers in pieces: server-sent events, and large values. Each holds a slot until its end.
 
-QUIET_SECS = 15.0
-"""After so long without an event, a comment shows both sides that the connection is alive."""
+QUIET_SECS = 15.0  # Then a comment shows both sides that the connection is alive.
 
 
 class Slots:
@@ -232,19 +231,7 @@ class SlotResponse(StreamingResponse):
             self._slots.give_back()
 
 
-class Streams:
-    """The open streams of this server, of all runs."""
-
-    def __init__(self, most: int = MAX_STREAMS) -> None:
-        self._slots = Slots(most, "Too many browsers follow this server", "Close some")
-
-    def follow(self, watch: Watch) -> StreamingResponse:
-        """A stream of the events of a run. The caller must send it: that gives its slot back."""
-        self._slots.take()
-        return SlotResponse(self._slots, _events(watch), "text/event-stream", X_Accel_Buffering="no")
-
-
-async def _events(watch: Watch) -> AsyncIterator[bytes]:
+async def events(watch: Watch) -> AsyncIterator[bytes]:
     async with watch.stream() as queue:
         yield b"retry: 1000\n\n"
         while True:
@@ -263,8 +250,7 @@ MOST_RUNS = 500
 _READERS = 8
 _ACTORS = 16
 
-Find = Callable[[], Mapping[str, Run]]
-"""The runs that there are, by name."""
+Find = Callable[[], Mapping[str, Run]]  # The runs that there are, by name.
 
 
 class Runs:
@@ -274,6 +260,7 @@ class Runs:
         self._find = find
         self.readers = Threads(_READERS)
         self.actors = Threads(_ACTORS)
+        self.streams = Slots(MAX_STREAMS, "Too many browsers follow this server", "Close some")
         self.files = Slots(MAX_FILES, "Too many files of values are being sent", "Try again later")
         self._watches: dict[str, Watch] = {}
 

@@ -27,38 +27,24 @@ _ERRORS = {
     503: "The run directory cannot be read or written, or there are too many streams",
     504: "The job is not running, or did not answer in time",
 }
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["problem"],
-            "properties": {
-                "type": {"type": "string", "description": "The class of the error in Python, if it has one"},
-                "problem": {"type": "string", "description": "What is wrong, in one sentence"},
-                "variable": {"type": "string"},
-                "worker": {"type": "integer"},
-                "expected": {"type": "string", "description": "What would have been accepted"},
-                "received": {"type": "string", "description": "What was found instead"},
-                "remedy": {"type": "string", "description": "What to do about it"},
-            },
-        }
-    },
+_FIELDS = {
+    "type": "The class of the error in Python, if it has one",
+    "problem": "What is wrong, in one sentence",
+    "expected": "What would have been accepted",
+    "received": "What was found instead",
+    "remedy": "What to do about it",
 }
-_RUN = {
-    "name": "run",
-    "in": "path",
-    "required": True,
-    "description": "The name of a run, as /api/runs lists it",
-    "schema": {"type": "string"},
-}
-_NOT_IN_JSON = ("array", "details", "path")
+_NOT_IN_JSON = ("array", "path")
+_JSON = "application/json"
 _FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_TOKEN: list[Any] = [{"token": []}]
+_FREE = [{}, *_TOKEN]
 
 
 def description(rows: Iterable[Operation]) -> dict[str, Any]:
     """The document at /openapi.json."""
+    fields = {name: {"type": "string", "description": text} for name, text in _FIELDS.items()}
+    error = _object(["error"], error=_object(["problem"], **fields))
     paths = _others()
     for row in rows:
         paths.setdefault(f"/api/runs/{{run}}{row.path}", {})[row.method.lower()] = _operation(row)
@@ -73,38 +59,46 @@ def description(rows: Iterable[Operation]) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-            "schemas": {"Error": _ERROR},
-            "responses": {str(code): _error_response(text) for code, text in _ERRORS.items()},
+            "schemas": {"Error": error},
+            "responses": {
+                str(code): _answer({"$ref": "#/components/schemas/Error"}, text)
+                for code, text in _ERRORS.items()
+            },
         },
     }
 
 
 def _operation(row: Operation) -> dict[str, Any]:
     if row.proposes:
-        responses = {
-            "201": _json({"type": "object", "required": ["id"]}, "It was handed to the job"),
-            "200": _json(
-                {"type": "object", "required": ["edits", "problems"]},
-                "With dry_run: what it would do, and all that is wrong with it",
-            ),
-        }
+        told = "With dry_run: what it would do, and all that is wrong with it"
+        answers = {"200": _answer(_object(["edits", "problems"]), told)}
+        answers["201"] = _answer(_object(["id"]), "It was handed to the job")
     else:
-        responses = {"200": _json({"type": "object", "required": _required(row)}, "The answer")}
+        answers = {"200": _answer(_object(_required(row)))}
     if row.name == "pull":
-        responses["200"]["content"] |= _FILE
-    fields = _inlined(row.fields)
-    query = fields if row.method == "GET" or row.takes_file else {}
-    described: dict[str, Any] = {
+        answers["200"]["content"] |= _FILE
+    # It refers to no other.
+    (fields,) = copy.deepcopy(msgspec.json.schema_components([row.fields])[1]).values()
+    is_query = row.method == "GET" or row.takes_file
+    parameters = [_parameter("run", "path", "The name of a run, as /api/runs lists it")]
+    for name in row.in_path:
+        rank = {"type": "integer", "minimum": 0, "maximum": MAX_RANK}
+        schema = rank if name == "worker" else {"type": "string"}
+        parameters.append(_parameter(name, "path", row.parameters[name].help, schema))
+    for name, schema in fields["properties"].items() if is_query else ():
+        told = row.parameters[name].help if name in row.parameters else ""
+        parameters.append(_parameter(name, "query", told, _without_null(schema)))
+    described = {
         "operationId": row.name,
         "summary": row.summary,
-        "parameters": [_RUN, *_path_parameters(row), *_query_parameters(row, query)],
-        "responses": responses | {str(code): {"$ref": f"#/components/responses/{code}"} for code in _ERRORS},
-        "security": [{"token": []}] if row.method == "POST" or row.stops_workers else [{}, {"token": []}],
+        "parameters": parameters,
+        "responses": answers | _errors(*_ERRORS),
+        "security": _TOKEN if row.method == "POST" or row.stops_workers else _FREE,
     }
     if row.takes_file:
         described["requestBody"] = {"required": True, "content": _FILE}
     elif row.method == "POST" and fields["properties"]:
-        described["requestBody"] = {"content": {"application/json": {"schema": fields}}}
+        described["requestBody"] = {"content": {_JSON: {"schema": fields}}}
     return described
 
 
@@ -117,41 +111,6 @@ def _required(row: Operation) -> list[str]:
     return [one.name for one in fields if one.name not in _NOT_IN_JSON]
 
 
-def _path_parameters(row: Operation) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "in": "path",
-            "required": True,
-            "description": row.parameters[name].help,
-            "schema": {"type": "integer", "minimum": 0, "maximum": MAX_RANK}
-            if name == "worker"
-            else {"type": "string"},
-        }
-        for name in row.in_path
-    ]
-
-
-def _query_parameters(row: Operation, fields: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "in": "query",
-            "required": name in fields.get("required", ()),
-            "schema": _without_null(schema),
-            "description": row.parameters[name].help if name in row.parameters else "",
-        }
-        for name, schema in fields.get("properties", {}).items()
-    ]
-
-
-def _inlined(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The schema of a structure that refers to no other."""
-    _, components = msgspec.json.schema_components([kind])
-    (schema,) = components.values()
-    return copy.deepcopy(schema)
-
-
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
     if not kinds:
@@ -162,33 +121,38 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _json(schema: dict[str, Any], text: str) -> dict[str, Any]:
-    return {"description": text, "content": {"application/json": {"schema": schema}}}
+def _object(required: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": required} | ({"properties": properties} if properties else {})
 
 
-def _error_response(text: str) -> dict[str, Any]:
-    return _json({"$ref": "#/components/schemas/Error"}, text)
+def _answer(schema: dict[str, Any], text: str = "The answer", media: str = _JSON) -> dict[str, Any]:
+    return {"description": text, "content": {media: {"schema": schema}}}
+
+
+def _parameter(name: str, place: str, text: str, schema: dict[str, Any] | None = None) -> dict[str, Any]:
+    made = {"name": name, "in": place, "required": place == "path", "description": text}
+    return made | {"schema": {"type": "string"} if schema is None else schema}
+
+
+def _errors(*codes: int) -> dict[str, Any]:
+    return {str(code): {"$ref": f"#/components/responses/{code}"} for code in codes}
 
 
 def _others() -> dict[str, Any]:
     """What answers in something else than JSON, or is not about one run."""
-    errors = {
-        str(code): {"$ref": f"#/components/responses/{code}"} for code in (401, 404, 421, 429, 500, 503)
-    }
 
-    def get(name: str, summary: str, media: str, **more: Any) -> dict[str, Any]:
-        answer = {"description": "The answer", "content": {media: {"schema": {"type": "string"}}}}
-        described = {"operationId": name, "summary": summary, "responses": {"200": answer, **errors}}
-        return {"get": described | {"security": [{}, {"token": []}]} | more}
+    def get(name: str, summary: str, media: str, **schema: Any) -> dict[str, Any]:
+        answer = _answer(schema if schema else {"type": "string"}, media=media)
+        answers = {"200": answer, **_errors(400, 401, 404, 421, 429, 500, 503)}
+        return {"get": {"operationId": name, "summary": summary, "responses": answers, "security": _FREE}}
 
-    listed = get("list_runs", "All runs, each in a few words", "application/json")
-    answer = {"type": "array", "items": {"type": "object"}}
-    listed["get"]["responses"]["200"]["content"]["application/json"]["schema"] = answer
-    listed["get"]["responses"]["400"] = {"$ref": "#/components/responses/400"}
     summary = "Server-sent events: `status` with the changed parts of the status, `metrics` with new points"
+    events = get("events", summary, "text/event-stream")
+    events["get"]["parameters"] = [_parameter("run", "path", "The name of a run")]
+    runs = get("list_runs", "All runs, each in a few words", _JSON, type="array", items={"type": "object"})
     return {
-        "/api/runs": listed,
-        "/api/runs/{run}/events": get("events", summary, "text/event-stream", parameters=[_RUN]),
+        "/api/runs": runs,
+        "/api/runs/{run}/events": events,
         "/metrics": get("prometheus", "All runs, in the text format of Prometheus", "text/plain"),
         "/healthz": get("health", "Whether the server answers", "text/plain"),
     }
