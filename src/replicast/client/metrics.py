@@ -93,12 +93,8 @@ class Metrics:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        return {
-            "series": {name: one.to_json() for name, one in self.series.items()},
-            "position": self.position,
-            "since": self.since,
-            "damaged": self.damaged,
-        }
+        series = {name: one.to_json() for name, one in self.series.items()}
+        return {"series": series, "position": self.position, "since": self.since, "damaged": self.damaged}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Metrics:

@@ -18,13 +18,14 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from replicast.client.run import OPERATIONS
 from replicast.config import TOKEN
 from replicast.names import is_address
 from replicast.page.answers import HttpError
 from replicast.page.server import ACTIONS_PER_MINUTE, FAILED_TOKENS_PER_MINUTE, Settings, is_loopback
 
+# The hash of nothing: plotly adds an empty style element and fills it by script, which is allowed.
 EMPTY_STYLE = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
-"""The hash of nothing: plotly adds an empty style element and fills it by script, which is allowed."""
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -51,8 +52,10 @@ HEADERS = {
 _FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
 _MAX_PEERS = 1000
 _WITHOUT_DATA = ("/healthz", "/openapi.json")
-_ASKS_THE_JOB = re.compile("/api/runs/[^/]+/variables/")
-"""What all workers stop for, although it only reads: it needs the token as actions do."""
+_STOPPING = "|".join(row.path.partition("{")[0] for row in OPERATIONS.values() if row.stops_workers)
+_STOPS_WORKERS = re.compile(
+    f"/api/runs/[^/]+({_STOPPING})"
+)  # It only reads, and needs the token as actions do.
 
 
 class Bucket:
@@ -91,7 +94,7 @@ class Access:
     def check(self, method: str, path: str, headers: Headers, peer: str) -> None:
         """Raises `HttpError` unless the request is allowed."""
         host = self._checked_host(headers)
-        acts = method not in ("GET", "HEAD") or _ASKS_THE_JOB.match(path) is not None
+        acts = method not in ("GET", "HEAD") or _STOPS_WORKERS.match(path) is not None
         if acts:
             self._check_origin(headers)
         if path in _WITHOUT_DATA or not (acts or path.startswith("/api/") or path == "/metrics"):
@@ -181,7 +184,6 @@ class SecurityMiddleware:
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)

@@ -80,7 +80,7 @@ export class Actions {
 
   async showCurrent(hint, variable) {
     try {
-      const pulled = await get(`${this.base}/variables/${variable}`);
+      const pulled = await get(`${this.base}/variables/${variable}?timeout=60`);
       hint.textContent = `Now ${Number(Number(pulled.values).toPrecision(6))}, at step ${count(pulled.step)}.`;
     } catch (error) {
       hint.textContent = `The current one is not known: ${error.message}`;
