@@ -16,7 +16,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,11 @@ import numpy.typing as npt
 
 from replicast.codec import Record, decode, encode
 from replicast.config import host_id
-from replicast.core.entries import Saved
 from replicast.core.records import Refusal
 from replicast.errors import CheckpointError, FileDamaged, JobFailed, ReplicastError, UpdateRefused
 from replicast.replicas.position import Position
 from replicast.replicas.session import Session
-from replicast.storage.checkpoint_files import CheckpointReader, advice, dtype_of, saved_of
+from replicast.storage.checkpoint_files import CheckpointReader, Manifest, advice, dtype_of, saved_of
 from replicast.storage.checkpoint_tools import differences
 from replicast.storage.checkpoints import CheckpointStore, choose
 from replicast.tensorfiles import memory_to_fill
@@ -58,20 +57,11 @@ class Restored:
 
 
 class RestorePlan(Record):
-    """What worker 0 tells all about the checkpoint."""
+    """What worker 0 tells all: its host, the manifest, and which variables the checkpoint does not have."""
 
     host: str
-    nbytes: int
-    state_digest: str
-    step: int
-    epoch: int
-    batch: int
-    script: dict[str, Any] | None
-    holds: list[int]
-    measured: str
-    names: list[str]
+    manifest: dict[str, Any]
     left_out: list[str]
-    digests: dict[str, str]
 
 
 class RestoreProblem(Record):
@@ -106,30 +96,30 @@ def restore(
     for turn in itertools.count():
         what = f"restore/{number}/{turn}"
         reader = worker.tell_plan(what, step, partial, damaged)
-        saved = None if reader is None else saved_of(reader.manifest)
         told: _Told = decode(session.exchange.hear(what, session.timeouts.join_secs))
         if told is None:
             return None
         if isinstance(told, RestoreProblem):
             raise CheckpointError(told.problem, **told.fields)
-        plan = told
-        problem = worker.take(what, reader, plan)
+        left_out = told.left_out
+        manifest = Manifest.from_json(told.manifest)
+        problem = worker.take(what, reader, told.host, manifest, left_out)
         if not problem:
             break
-        damaged[plan.step] = problem  # The same on all workers, which try another checkpoint together.
+        damaged[manifest.step] = problem  # The same on all workers, which try another checkpoint together.
     if session.rank == 0:
         for damaged_step, problem in sorted(damaged.items()):
             logger.warning(
                 "THE CHECKPOINT OF STEP %d IS DAMAGED; step %d is restored instead. %s",
                 damaged_step,
-                plan.step,
+                manifest.step,
                 problem,
             )
-    holds = frozenset(plan.holds)
-    session.replica.measures.recall(json.loads(plan.measured))
-    session.start_from(saved or Saved(plan.step, 0, holds, (), None))
-    position = Position(plan.epoch, plan.batch).at(plan.script)
-    return Restored(plan.step, position, tuple(plan.left_out), holds)
+    saved = saved_of(manifest)
+    session.replica.measures.recall(json.loads(manifest.measured))
+    session.start_from(saved)
+    position = Position(manifest.epoch, manifest.batch).at(manifest.script)
+    return Restored(manifest.step, position, tuple(left_out), saved.holds)
 
 
 class _Restore:
@@ -174,56 +164,44 @@ class _Restore:
                 "partial=True restores the variables that fit"
             )
         differs = {difference.name for difference in differing}
-        names = [variable.name for variable in schema if variable.name not in differs]
-        return RestorePlan(
-            host=host_id(os.environ),
-            nbytes=manifest.nbytes,
-            state_digest=manifest.state_digest,
-            step=manifest.step,
-            epoch=manifest.epoch,
-            batch=manifest.batch,
-            script=None if manifest.script is None else dict(manifest.script),
-            holds=sorted(saved_of(manifest).holds),
-            measured=manifest.measured,
-            names=names,
-            left_out=sorted(variable.name for variable in schema if variable.name in differs),
-            digests={name: manifest.digests[name] for name in names},
-        )
+        left_out = sorted(variable.name for variable in schema if variable.name in differs)
+        return RestorePlan(host_id(os.environ), manifest.to_json(), left_out)
 
-    def take(self, what: str, reader: CheckpointReader | None, told: RestorePlan) -> str:
+    def take(
+        self, what: str, reader: CheckpointReader | None, host: str, manifest: Manifest, left_out: list[str]
+    ) -> str:
         """All workers read or receive the checkpoint. Returns what is wrong with it; empty if nothing is."""
+        names = [variable.name for variable in self._state.schema if variable.name not in left_out]
         with contextlib.ExitStack() as closing:
-            if reader is None:
-                reader = self._see(told)
+            if reader is None and host == host_id(os.environ):
+                reader = self._see(manifest)
             if reader is not None:
                 closing.enter_context(reader)
-            problem = self._read_all(reader, what, told) if told.nbytes <= MOST_AT_ONCE else None
+            problem = self._read_all(reader, what, names) if manifest.nbytes <= MOST_AT_ONCE else None
             if problem is not None:
                 return problem
-            return self._receive_all(reader if self._rank == 0 else None, what, told)
+            return self._receive_all(reader if self._rank == 0 else None, what, manifest, names)
 
-    def _see(self, told: RestorePlan) -> CheckpointReader | None:
+    def _see(self, manifest: Manifest) -> CheckpointReader | None:
         """Opens the same checkpoint on another worker of the same host; None if that is not possible."""
-        if told.host != host_id(os.environ):
-            return None
         try:
-            reader = self._store.open(told.step)
+            reader = self._store.open(manifest.step)
         except (ReplicastError, OSError):
             return None
-        if reader.manifest.state_digest != told.state_digest:
+        if reader.manifest.state_digest != manifest.state_digest:
             reader.close()
             return None
         return reader
 
     # Each reads it.
 
-    def _read_all(self, reader: CheckpointReader | None, what: str, told: RestorePlan) -> str | None:
+    def _read_all(self, reader: CheckpointReader | None, what: str, names: list[str]) -> str | None:
         """Every worker reads the checkpoint. No state changes before all have read and verified all of it.
 
         Whether all see its directory is not asked first: that would cost every restore on one host a round of
         messages, and spare the workers on worker 0's host only a reading in vain where there are several.
         """
-        values, problem = ({}, _UNSEEN) if reader is None else self._read(reader, told.names)
+        values, problem = ({}, _UNSEEN) if reader is None else self._read(reader, names)
         verdicts = self._exchange.agree(f"{what}/read", problem, self._secs)
         if reader is None or _UNSEEN in verdicts.values():
             return None
@@ -231,7 +209,7 @@ class _Restore:
         if found:
             file = reader.path / "state.safetensors"
             return str(FileDamaged(file, f"{'; '.join(found[:3])[:500]}. {advice(reader.path)}"))
-        self._state.apply([Edit(EditKind.ASSIGN, name, {"value": values[name]}) for name in told.names])
+        self._state.apply([Edit(EditKind.ASSIGN, name, {"value": values[name]}) for name in names])
         return ""
 
     def _read(self, reader: CheckpointReader, names: list[str]) -> tuple[Arrays, str]:
@@ -248,22 +226,24 @@ class _Restore:
 
     # Worker 0 sends it.
 
-    def _receive_all(self, reader: CheckpointReader | None, what: str, told: RestorePlan) -> str:
+    def _receive_all(
+        self, reader: CheckpointReader | None, what: str, manifest: Manifest, names: list[str]
+    ) -> str:
         """Worker 0 sends the checkpoint twice. The first time all workers only check it: no state changes.
 
         The second time each takes what it receives. So nobody needs memory for a second state.
         """
-        problem = self._transfer(reader, f"{what}/check", told, lambda edits: None)
+        problem = self._transfer(reader, f"{what}/check", manifest, names, lambda edits: None)
         if problem:
             return problem
         try:
-            problem = self._transfer(reader, f"{what}/take", told, self._state.apply)
+            problem = self._transfer(reader, f"{what}/take", manifest, names, self._state.apply)
         except CheckpointError as error:
             problem = error.problem
         if problem:
             raise JobFailed(
                 f"The state is restored in part only, although all workers had received the checkpoint of "
-                f"step {told.step} intact before: {problem}. Start the job again"
+                f"step {manifest.step} intact before: {problem}. Start the job again"
             )
         return ""
 
@@ -271,11 +251,12 @@ class _Restore:
         self,
         reader: CheckpointReader | None,
         what: str,
-        told: RestorePlan,
+        manifest: Manifest,
+        all_names: list[str],
         take: Callable[[list[Edit]], None],
     ) -> str:
         """Worker 0 sends all variables, in parcels; `take` gets each that all have received intact."""
-        for place, names in enumerate(self._batches(told.names)):
+        for place, names in enumerate(self._batches(all_names)):
             key = f"{what}/{place}"
             if reader is not None:
                 self._exchange.tell(key, encode(self._published(reader, key, names)))
@@ -284,7 +265,7 @@ class _Restore:
                 if parcel.workers:
                     raise CheckpointError(f"Worker 0 could not send the checkpoint: {parcel.problem}")
                 return parcel.problem
-            values, problem = self._received(parcel, names, told.digests)
+            values, problem = self._received(parcel, names, manifest.digests)
             verdicts = self._exchange.agree(key, problem, self._secs)
             found = {rank: verdict for rank, verdict in verdicts.items() if verdict}
             if not found:
@@ -306,7 +287,7 @@ class _Restore:
             return Refusal(str(error), (0,))
 
     def _received(
-        self, parcel: Parcel, names: list[str], digests: dict[str, str]
+        self, parcel: Parcel, names: list[str], digests: Mapping[str, str]
     ) -> tuple[list[npt.NDArray[Any]], str]:
         """The values of these variables, and what is wrong with them."""
         try:
