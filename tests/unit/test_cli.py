@@ -147,7 +147,7 @@ def test_options_with_underscores_as_torchrun_s_users_type_them_are_those_with_h
 @pytest.mark.parametrize(
     ("value", "arguments", "expected"),
     [
-        ("{", [], "not JSON"),
+        ("{", [], "TF_CONFIG is not valid"),
         (tf_config(5, index=2), [], "index out of range"),
         (tf_config(1), [], "same address"),
         (tf_config(5), ["-n", "2"], "exactly one worker"),

@@ -322,8 +322,8 @@ def test_a_patch_in_place_is_in_the_journal_and_in_every_list(ended: Path) -> No
     assert f"patched by {logged['id']}" in " ".join(invoke("checkpoint", "list", ended).output.split())
     assert invoke("report", ended, "-o", "report.html").exit_code == 0
     report = Path("report.html").read_text()
-    assert f"applied to the checkpoint {store.path(200).name}, by no worker" in report
-    assert f"<td>{logged['id']}</td>" in report
+    assert store.path(200).name in report
+    assert logged["id"] in report
     assert invoke("status", ended).exit_code == 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -24,105 +24,50 @@ def endless(seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield x[rows], y[rows]
 
 
-def validation_of(kind: str) -> dict[str, Any]:
-    """The arguments of `fit` that concern validation."""
-    seeded = rows_of(3).shuffle(40, seed=5)
-    x, y = columns(45, 3)
-    weight = np.linspace(0.1, 2.0, 45).astype("float32")
-    return {
-        "shuffled, repeated, a whole pass": {
-            "validation_data": seeded.repeat().batch(8),
-            "validation_steps": 5,
-        },
-        "shuffled, repeated, part of a pass": {
-            "validation_data": seeded.repeat().batch(8),
-            "validation_steps": 3,
-        },
-        "shuffled, repeated, all but one batch": {
-            "validation_data": seeded.repeat().batch(8),
-            "validation_steps": 4,
-        },
-        "shuffled, repeated, more than a pass": {
-            "validation_data": seeded.repeat().batch(8),
-            "validation_steps": 7,
-        },
-        "repeated, shuffled": {
-            "validation_data": rows_of(3).repeat().shuffle(40, seed=5).batch(8),
-            "validation_steps": 5,
-        },
-        "shuffled after batches, repeated": {
-            "validation_data": rows_of(3).batch(9).shuffle(5, seed=5).repeat(),
-            "validation_steps": 5,
-        },
-        "shuffled, repeated twice, part": {
-            "validation_data": seeded.repeat(2).batch(8),
-            "validation_steps": 5,
-        },
-        "shuffled, unknown length, part": {
-            "validation_data": seeded.repeat().batch(8).filter(lambda x, y: True),
-            "validation_steps": 5,
-        },
-        "shuffled, whole": {"validation_data": seeded.batch(9)},
-        "shuffled, part": {"validation_data": seeded.batch(9), "validation_steps": 3},
-        "in order, part": {"validation_data": rows_of(3).batch(9), "validation_steps": 3},
-        "in order, more than there is": {"validation_data": rows_of(3).batch(9), "validation_steps": 8},
-        "dropped remainder": {"validation_data": rows_of(3).batch(9, drop_remainder=True)},
-        "sequence": {"validation_data": Pieces(3)},
-        "sequence, part": {"validation_data": Pieces(3), "validation_steps": 2},
-        "turning sequence": {"validation_data": Pieces(3, turning=True)},
-        "arrays": {"validation_data": (x, y)},
-        "arrays, part": {"validation_data": (x, y), "validation_steps": 2},
-        "arrays, batch size": {"validation_data": (x, y), "validation_batch_size": 7},
-        "arrays, weighted": {"validation_data": (x, y, weight)},
-        "split": {"validation_split": 0.3},
-        "split, weighted": {"validation_split": 0.3, "sample_weight": np.linspace(0.1, 2.0, 60)},
-        "some epochs": {
-            "validation_data": seeded.repeat().batch(8),
-            "validation_steps": 5,
-            "validation_freq": [1, 3, 4],
-        },
-        "every other epoch": {
-            "validation_data": seeded.repeat().batch(8),
-            "validation_steps": 5,
-            "validation_freq": 2,
-        },
-        "class weights": {"validation_data": (x, y), "class_weight": {0: 1.0, 1: 3.0, 2: 0.2}},
-    }[kind]
+def seeded(seed: int = 3) -> tf.data.Dataset:
+    return rows_of(seed).shuffle(40, seed=5)
 
 
-VALIDATIONS = [
-    "shuffled, repeated, a whole pass",
-    "shuffled, repeated, part of a pass",
-    "shuffled, repeated, all but one batch",
-    "shuffled, repeated, more than a pass",
-    "repeated, shuffled",
-    "shuffled after batches, repeated",
-    "shuffled, repeated twice, part",
-    "shuffled, unknown length, part",
-    "shuffled, whole",
-    "shuffled, part",
-    "in order, part",
-    "in order, more than there is",
-    "dropped remainder",
-    "sequence",
-    "sequence, part",
-    "turning sequence",
-    "arrays",
-    "arrays, part",
-    "arrays, batch size",
-    "arrays, weighted",
-    "split",
-    "split, weighted",
-    "some epochs",
-    "every other epoch",
-    "class weights",
-]
+def steps(data: Any, count: int, **more: Any) -> dict[str, Any]:
+    return {"validation_data": data, "validation_steps": count, **more}
+
+
+X, Y = columns(45, 3)
+WEIGHT = np.linspace(0.1, 2.0, 45).astype("float32")
+# The arguments of `fit` that concern validation, made on the worker.
+VALIDATIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffled, repeated, a whole pass": lambda: steps(seeded().repeat().batch(8), 5),
+    "shuffled, repeated, part of a pass": lambda: steps(seeded().repeat().batch(8), 3),
+    "shuffled, repeated, all but one batch": lambda: steps(seeded().repeat().batch(8), 4),
+    "shuffled, repeated, more than a pass": lambda: steps(seeded().repeat().batch(8), 7),
+    "repeated, shuffled": lambda: steps(rows_of(3).repeat().shuffle(40, seed=5).batch(8), 5),
+    "shuffled after batches, repeated": lambda: steps(rows_of(3).batch(9).shuffle(5, seed=5).repeat(), 5),
+    "shuffled, repeated twice, part": lambda: steps(seeded().repeat(2).batch(8), 5),
+    "shuffled, unknown length, part": lambda: steps(seeded().repeat().batch(8).filter(lambda x, y: True), 5),
+    "shuffled, whole": lambda: {"validation_data": seeded().batch(9)},
+    "shuffled, part": lambda: steps(seeded().batch(9), 3),
+    "in order, part": lambda: steps(rows_of(3).batch(9), 3),
+    "in order, more than there is": lambda: steps(rows_of(3).batch(9), 8),
+    "dropped remainder": lambda: {"validation_data": rows_of(3).batch(9, drop_remainder=True)},
+    "sequence": lambda: {"validation_data": Pieces(3)},
+    "sequence, part": lambda: steps(Pieces(3), 2),
+    "turning sequence": lambda: {"validation_data": Pieces(3, turning=True)},
+    "arrays": lambda: {"validation_data": (X, Y)},
+    "arrays, part": lambda: steps((X, Y), 2),
+    "arrays, batch size": lambda: {"validation_data": (X, Y), "validation_batch_size": 7},
+    "arrays, weighted": lambda: {"validation_data": (X, Y, WEIGHT)},
+    "split": lambda: {"validation_split": 0.3},
+    "split, weighted": lambda: {"validation_split": 0.3, "sample_weight": np.linspace(0.1, 2.0, 60)},
+    "some epochs": lambda: steps(seeded().repeat().batch(8), 5, validation_freq=[1, 3, 4]),
+    "every other epoch": lambda: steps(seeded().repeat().batch(8), 5, validation_freq=2),
+    "class weights": lambda: {"validation_data": (X, Y), "class_weight": {0: 1.0, 1: 3.0, 2: 0.2}},
+}
 
 
 def validated(strategy: Any, kind: str) -> Any:
     model = compiled(strategy)
     history = model.fit(
-        *columns(), batch_size=16, epochs=4, shuffle=False, verbose=0, **validation_of(kind)
+        *columns(), batch_size=16, epochs=4, shuffle=False, verbose=0, **VALIDATIONS[kind]()
     ).history
     return {"history": history, "weights": weights(model)}
 
@@ -149,44 +94,27 @@ def test_several_steps_per_execution_see_what_they_see_in_plain_keras(pool2: Poo
     assert_same_as_plain_keras(pool2, plain, several_steps_at_once)
 
 
-def data_of(kind: str) -> dict[str, Any]:
-    seeded = rows_of(2).shuffle(40, seed=5)
-    return {
-        "shuffled, repeated": {"x": seeded.repeat().batch(8), "steps_per_epoch": 5},
-        "shuffled, repeated, 3 steps": {"x": seeded.repeat().batch(8), "steps_per_epoch": 3},
-        "shuffled, part": {"x": seeded.batch(8), "steps_per_epoch": 3},
-        "shuffled": {"x": seeded.batch(9)},
-        "unknown length, steps": {
-            "x": seeded.repeat().batch(9).filter(lambda x, y: True),
-            "steps_per_epoch": 5,
-        },
-        "dropped remainder": {"x": seeded.batch(9, drop_remainder=True)},
-        "class weights": {"x": seeded.batch(9), "class_weight": {0: 1.0, 1: 3.0, 2: 0.2}},
-        "sequence": {"x": Pieces(2), "shuffle": False},
-        "shuffled sequence": {"x": Pieces(2)},
-        "turning sequence": {"x": Pieces(2, turning=True), "shuffle": False},
-        "part of a sequence": {"x": Pieces(2), "shuffle": False, "steps_per_epoch": 2},
-    }[kind]
-
-
-TRAININGS = [
-    "shuffled, repeated",
-    "shuffled, repeated, 3 steps",
-    "shuffled, part",
-    "shuffled",
-    "unknown length, steps",
-    "dropped remainder",
-    "class weights",
-    "sequence",
-    "shuffled sequence",
-    "turning sequence",
-    "part of a sequence",
-]
+TRAININGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffled, repeated": lambda: {"x": seeded(2).repeat().batch(8), "steps_per_epoch": 5},
+    "shuffled, repeated, 3 steps": lambda: {"x": seeded(2).repeat().batch(8), "steps_per_epoch": 3},
+    "shuffled, part": lambda: {"x": seeded(2).batch(8), "steps_per_epoch": 3},
+    "shuffled": lambda: {"x": seeded(2).batch(9)},
+    "unknown length, steps": lambda: {
+        "x": seeded(2).repeat().batch(9).filter(lambda x, y: True),
+        "steps_per_epoch": 5,
+    },
+    "dropped remainder": lambda: {"x": seeded(2).batch(9, drop_remainder=True)},
+    "class weights": lambda: {"x": seeded(2).batch(9), "class_weight": {0: 1.0, 1: 3.0, 2: 0.2}},
+    "sequence": lambda: {"x": Pieces(2), "shuffle": False},
+    "shuffled sequence": lambda: {"x": Pieces(2)},
+    "turning sequence": lambda: {"x": Pieces(2, turning=True), "shuffle": False},
+    "part of a sequence": lambda: {"x": Pieces(2), "shuffle": False, "steps_per_epoch": 2},
+}
 
 
 def fitted_three_times(strategy: Any, kind: str) -> Any:
     model = compiled(strategy)
-    data = data_of(kind)
+    data = TRAININGS[kind]()
     histories = [model.fit(**data, epochs=2, verbose=0).history for _ in range(3)]
     return {"histories": histories, "weights": weights(model)}
 
