@@ -649,6 +649,17 @@ def test_a_request_that_waits_when_the_job_restarts_is_answered_by_the_next_atte
     assert (found.stage, found.attempt) == (Stage.VERIFIED, 1)
 
 
+def test_a_request_whose_job_died_between_the_answer_and_its_removal_is_not_done_again(asked: Asked) -> None:
+    id_ = asked.ask("leave")
+    inbox.note_stage(asked.run_dir, id_, Stage.VERIFIED, step=5)
+    asked.look()
+    asked.job.train(2)
+    assert inbox.requests(asked.run_dir) == []
+    assert not any(ended.asked_by for ended in asked.ended)
+    assert (found := inbox.answer_of(asked.run_dir, id_)) is not None
+    assert found.step == 5
+
+
 def test_whoever_still_waits_when_the_job_ends_is_told_so(asked: Asked) -> None:
     asked.look()
     id_ = asked.ask("audit")

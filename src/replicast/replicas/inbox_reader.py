@@ -265,6 +265,9 @@ class InboxReader:
 
     def _consider(self, run_dir: RunDir, path: RunPath, *, training: bool) -> None:
         """Hands a request to the coordinator; or leaves it for later."""
+        if inbox.answer_of(run_dir, inbox.id_of(path)) is not None:
+            path.unlink(missing_ok=True)  # A job died between its answer and this: it must not stop twice.
+            return
         try:
             request = inbox.read_request(path)
         except FileNotFoundError:

@@ -9,8 +9,8 @@
 
 **Life of a request.** It is renamed into place when it is complete, and stays until it has its outcome, so
 that the next attempt answers what a job that died has left. First the answer is written, then the request is
-removed: a crash between the two repeats the answer. An update that is proposed again is applied once, since
-the journal knows its id. Answers are kept for an hour, for authors that still wait.
+removed: after a crash between the two, the next attempt only removes it. An update that is proposed again is
+applied once, since the journal knows its id. Answers are kept for an hour, for authors that still wait.
 
 **Anybody may write here.** What is no request is refused, alone. Before memory is allocated for values, all
 that the header and the size of a file tell is checked. Names are escaped wherever they are shown.
