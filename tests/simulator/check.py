@@ -10,7 +10,7 @@ from typing import Any
 from replicast.core.entries import Committed, Decided, Entry, History, Payload, Saved, Scheduled
 from replicast.core.events import Ended
 from replicast.core.messages import Propose, Tell
-from replicast.core.operations.pull import Pulled
+from replicast.core.operations.pull import PulledRows
 from replicast.core.records import Proposal, Stage
 from replicast.update.audit_report import AuditReport
 from tests.simulator.clock import Clock
@@ -115,10 +115,10 @@ class Checks:
             self._unhealed.add(attempt)
         if isinstance(outcome.result, AuditReport):
             self._check_report(replicas, outcome.result)
-        if isinstance(outcome.result, Pulled):
+        if isinstance(outcome.result, PulledRows):
             self._check_pulled(replicas, ended.id, outcome.result)
 
-    def _check_pulled(self, replicas: Sequence[SimulatedReplica], id_: str, pulled: Pulled) -> None:
+    def _check_pulled(self, replicas: Sequence[SimulatedReplica], id_: str, pulled: PulledRows) -> None:
         """All workers have shown one moment, and the answer has the values of each of them."""
         moments = {replica.pulled[id_][:2] for replica in replicas}
         values = {replica.rank: str(replica.pulled[id_][2]) for replica in replicas}

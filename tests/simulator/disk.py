@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from replicast.core.entries import Committed, Entry, Group, History, Payload, Scheduled, valid
+from replicast.core.entries import Committed, Entry, GroupEntries, History, Payload, Scheduled, valid
 from replicast.core.messages import Propose, Request, Withdraw
 from tests.simulator.replica import Edit, overwrites, undone
 
@@ -51,7 +51,9 @@ class Disk:
 
     def entries(self) -> list[Entry]:
         """The valid entries."""
-        return valid(Group(entries, taken) for entries, taken in zip(self.groups, self.taken, strict=True))
+        return valid(
+            GroupEntries(entries, taken) for entries, taken in zip(self.groups, self.taken, strict=True)
+        )
 
     def history(self) -> History:
         """The current history of the journal."""

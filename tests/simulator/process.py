@@ -245,7 +245,7 @@ class Process(TrainingThread):
 _CARRIED_OUT_BY: dict[type[Any], Callable[[Process, Any, Any], None]] = {
     c.Send: Process._send,
     c.Perform: Process._perform,
-    c.Pass: Process._pass,
+    c.PassBoundary: Process._pass,
     c.Continue: Process._continue,
     c.Settle: Process._settle,
     c.DropPrepared: Process._discard,

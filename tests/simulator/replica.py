@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from replicast.core.records import Applied, Published, Refuse, Seen, Snapshot
+from replicast.core.records import Applied, Published, Refuse, SeenDigests, Snapshot
 from replicast.update.trial import Trial
 
 
@@ -238,13 +238,13 @@ class SimulatedReplica:
         """As in `Replica`."""
         return {name: str(self.values[name]) for name in names or self.values}
 
-    def examine(self) -> Seen:
+    def examine(self) -> SeenDigests:
         """As in `Replica`."""
-        return Seen(self.step, self.digests(), trained=self.step)
+        return SeenDigests(self.step, self.digests(), trained=self.step)
 
-    def glance(self) -> Seen:
+    def glance(self) -> SeenDigests:
         """The digest that a planned audit compares."""
-        return Seen(self.step, {"state": self.digest()}, trained=self.step)
+        return SeenDigests(self.step, {"state": self.digest()}, trained=self.step)
 
     def expected(self, names: tuple[str, ...]) -> dict[str, str]:
         """As in `Replica`."""

@@ -87,7 +87,7 @@ class TrainingThread(ABC):
     def post(self, event: Any, secs: float = 0.0) -> None:
         """Posts an event to the worker after all that were posted before."""
 
-    def _pass(self, machine: Worker, command: c.Pass) -> None:
+    def _pass(self, machine: Worker, command: c.PassBoundary) -> None:
         if self.story.plan.planned_at == "behind":
             self._take_planned()
         self._play()

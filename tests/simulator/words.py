@@ -10,15 +10,15 @@ from replicast.core import entries as n
 from replicast.core import messages as m
 from replicast.core.operation import Outcome
 from replicast.core.operations.attempt import Exit
-from replicast.core.operations.audit import Compare, Examine, Expected, Report
+from replicast.core.operations.audit import Compare, DeliverReport, Examine, Expected
 from replicast.core.operations.function import Compute
 from replicast.core.operations.pull import TakeRows
 from replicast.core.operations.revert import Invert, WriteBefore
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.sync import Digest, Publish
-from replicast.core.operations.trial import BeginTrial, End, Measure
+from replicast.core.operations.trial import BeginTrial, EndTrial, Measure
 from replicast.core.operations.update import Apply, Discard, Load, Prepare
-from replicast.core.records import Applied, Proposal, Published, Refusal, ReportId, Seen, Snapshot
+from replicast.core.records import Applied, Proposal, Published, Refusal, ReportId, SeenDigests, Snapshot
 from replicast.update.audit_report import AuditReport
 from tests.simulator.replica import InMemory
 
@@ -112,7 +112,7 @@ def _order(thing: Any) -> str:
             return f"WriteBefore update {sequence}"
         case Invert(_, sequence):
             return f"Invert update {sequence}"
-        case End(kept):
+        case EndTrial(kept):
             return f"End: {'keep the update' if kept else 'go back to the copy'}"
         case Measure(trial):
             return f"Measure {trial.metric}"
@@ -128,7 +128,7 @@ def _order(thing: Any) -> str:
             return type(thing).__name__
         case TakeSnapshot():
             return "Snapshot"
-        case Report(report, raises):
+        case DeliverReport(report, raises):
             return f"Report{' to raise' if raises else ''}: {_value(report)}"
     return ""
 
@@ -162,7 +162,7 @@ def _value(thing: Any) -> str:
             return " ".join(f"{name}={value}" for name, value in thing.items()) or "nothing"
         case Applied(digest):
             return digest
-        case Seen(digests=digests):
+        case SeenDigests(digests=digests):
             return _value(digests)
         case Snapshot(step, digest, holds):
             return f"snapshot {digest} of step {step}, holds {sorted(holds)}"

@@ -37,12 +37,7 @@ from replicast.storage.journal import (
     counted_lines,
     summary,
 )
-from replicast.storage.updates import (
-    Updates,
-    committed_updates,
-    load_update,
-    refused,
-)
+from replicast.storage.updates import Updates, committed_updates, load_update, refused
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update
 from tests.unit.logs import lines_of, log_of

@@ -23,16 +23,7 @@ from replicast.client.inbox_author import (
 )
 from replicast.client.metrics import Metrics, MetricsFile
 from replicast.client.notes import POLL_SECS, Seen, described_run, running_beside, schema_of, see
-from replicast.client.run import (
-    Brief,
-    CheckpointView,
-    LastMetrics,
-    Operation,
-    Overview,
-    Pushed,
-    Restart,
-    Run,
-)
+from replicast.client.run import Brief, CheckpointView, LastMetrics, Operation, Overview, Pushed, Restart, Run
 from replicast.client.updates import (
     UpdateView,
     committed_views,

@@ -37,14 +37,14 @@ Where to look:
 """
 
 from replicast.core.coordinator import Coordinator
-from replicast.core.entries import Group, History, valid
+from replicast.core.entries import GroupEntries, History, valid
 from replicast.core.operation import Timeouts
 from replicast.core.records import Proposal, Refusal, Refuse, Stage
 from replicast.core.worker import Worker
 
 __all__ = [
     "Coordinator",
-    "Group",
+    "GroupEntries",
     "History",
     "Proposal",
     "Refusal",

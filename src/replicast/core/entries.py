@@ -155,14 +155,14 @@ Entry: TypeAlias = (
 #     group 2                     claim 2 ── count group 1: 6 or 7 entries; the seventh was not acknowledged
 
 
-class Group(Record):
+class GroupEntries(Record):
     """The entries of one group of workers."""
 
     entries: Sequence[Entry]
     taken: int | None = None
 
 
-def valid(groups: Iterable[Group]) -> list[Entry]:
+def valid(groups: Iterable[GroupEntries]) -> list[Entry]:
     """The valid entries, in order: of each group those that the next one took over."""
     return [entry for group in groups for entry in group.entries[: group.taken]]
 

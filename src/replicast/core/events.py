@@ -48,7 +48,7 @@ class FromCoordinator(Record):
 
 
 class Arrived(Record):
-    """To a worker: the training thread has finished `step` steps and waits for `Pass`."""
+    """To a worker: the training thread has finished `step` steps and waits for `PassBoundary`."""
 
     step: int
 
@@ -153,7 +153,7 @@ class Perform(Record):
     order: Order
 
 
-class Pass(Record):
+class PassBoundary(Record):
     """Worker: the training thread may start the next step."""
 
     step: int
@@ -179,4 +179,6 @@ class DropPrepared(Record):
 
 
 CoordinatorCommand: TypeAlias = Broadcast | Write | CloseInbox | Ended | SetTimer | EndJob
-WorkerCommand: TypeAlias = Send | Perform | Pass | Continue | Settle | DropPrepared | SetTimer | EndJob
+WorkerCommand: TypeAlias = (
+    Send | Perform | PassBoundary | Continue | Settle | DropPrepared | SetTimer | EndJob
+)

@@ -21,7 +21,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from replicast.codec import Record
-from replicast.core.records import Applied, Content, Proposal, Published, ReportId, Seen, Snapshot, Stage
+from replicast.core.records import (
+    Applied,
+    Content,
+    Proposal,
+    Published,
+    ReportId,
+    SeenDigests,
+    Snapshot,
+    Stage,
+)
 from replicast.update.trial import Trial
 
 # An order: a worker's part of an operation, as data that is sent to it and a method that runs there.
@@ -77,7 +86,7 @@ class Replica(Protocol):
     def digests(self, names: tuple[str, ...] = ()) -> dict[str, str]:
         """The digest of each of these variables; without names, of all variables."""
 
-    def examine(self) -> Seen:
+    def examine(self) -> SeenDigests:
         """The digests that an audit compares."""
 
     def expected(self, names: tuple[str, ...]) -> dict[str, str]:

@@ -121,7 +121,7 @@ class Applied(Record):
     keeps: bool = False
 
 
-class Seen(Record):
+class SeenDigests(Record):
     """One worker's digests in an audit."""
 
     step: int

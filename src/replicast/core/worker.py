@@ -26,7 +26,7 @@ from replicast.core.events import (
     DropPrepared,
     EndJob,
     FromCoordinator,
-    Pass,
+    PassBoundary,
     Perform,
     Performed,
     Proposed,
@@ -138,7 +138,7 @@ class Worker:
     def _arrive(self, event: Arrived) -> None:
         step = event.step
         if self.passes(step):
-            self._commands.append(Pass(step))
+            self._commands.append(PassBoundary(step))
             return
         self.step, self.standing, self._why, self._is_timed = step, True, "", False
         self._result = ()
@@ -200,7 +200,7 @@ class Worker:
             return
         if not self._why:
             self.standing = False
-            self._commands.append(Pass(self.step))
+            self._commands.append(PassBoundary(self.step))
         elif self._result:
             self.standing = False
             self._commands.append(Continue(self._result[0]))

@@ -22,14 +22,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Self
 
-from replicast.config import (
-    ATTEMPT,
-    LAUNCHED,
-    RUN_DIR,
-    TRUSTED_NETWORKS,
-    Cluster,
-    trusted_networks,
-)
+from replicast.config import ATTEMPT, LAUNCHED, RUN_DIR, TRUSTED_NETWORKS, Cluster, trusted_networks
 from replicast.errors import ClusterError, LaunchRefused
 from replicast.paths import RunDir, RunPath
 

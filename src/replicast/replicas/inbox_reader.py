@@ -28,7 +28,7 @@ import numpy.typing as npt
 from replicast.core.entries import Receipt
 from replicast.core.events import Ended
 from replicast.core.messages import Tell
-from replicast.core.operations.pull import Pulled
+from replicast.core.operations.pull import PulledRows
 from replicast.core.records import Refusal, Stage
 from replicast.errors import FileDamaged, ReplicastError, UpdateRefused, printable
 from replicast.files import RunDir, RunPath
@@ -142,7 +142,7 @@ class InboxReader:
         for id_ in ended.asked_by:
             if isinstance(result, Refusal):
                 answer = self._answer(id_, Stage.REFUSED, step, result.problem)
-            elif isinstance(result, Pulled):
+            elif isinstance(result, PulledRows):
                 answer = self._answer(id_, Stage.VERIFIED, step, details=_described(result))
             elif ended.kind == "save" and result is not None:
                 answer = self._answer(id_, Stage.VERIFIED, int(result))
@@ -354,7 +354,7 @@ def _refusal(tell: Tell) -> UpdateRefused:
     return refused(tell.outcome)
 
 
-def _described(pulled: Pulled) -> dict[str, Any]:
+def _described(pulled: PulledRows) -> dict[str, Any]:
     return {
         "name": pulled.name,
         "rows": [list(one) for one in pulled.rows],

@@ -16,7 +16,7 @@ from replicast.core.entries import Saved
 from replicast.core.events import Ended, WriteOutcome
 from replicast.core.messages import Tell
 from replicast.core.operations.pull import Ranges
-from replicast.core.records import Applied, Content, Published, Refuse, Seen, Snapshot, Stage
+from replicast.core.records import Applied, Content, Published, Refuse, SeenDigests, Snapshot, Stage
 from replicast.errors import FileDamaged, PayloadRemoved
 from replicast.replicas.lanes import Lane
 from replicast.replicas.measures import RecentMetrics
@@ -287,18 +287,20 @@ class StateReplica:
     def digests(self, names: tuple[str, ...] = ()) -> dict[str, str]:
         return self.state.digests(names or tuple(variable.name for variable in self.state.schema))
 
-    def examine(self) -> Seen:
+    def examine(self) -> SeenDigests:
         started = time.monotonic()
         digests = self.state.fingerprints(variable.name for variable in self.state.schema)
         secs = time.monotonic() - started
         strict = {name: digest for name, digest in digests.items() if name not in self.may_differ}
         free = {name: digest for name, digest in digests.items() if name in self.may_differ}
-        return Seen(self._step(), strict, free, secs, self._hooks.trained(), time.time())
+        return SeenDigests(self._step(), strict, free, secs, self._hooks.trained(), time.time())
 
-    def examine_quietly(self) -> Seen:
+    def examine_quietly(self) -> SeenDigests:
         """As `examine`, with one digest for all variables that must be equal: less to send."""
         seen = self.examine()
-        return Seen(seen.step, {"": joined(seen.digests)}, seen.free, seen.secs, seen.trained, seen.time)
+        return SeenDigests(
+            seen.step, {"": joined(seen.digests)}, seen.free, seen.secs, seen.trained, seen.time
+        )
 
     def expected(self, names: tuple[str, ...]) -> dict[str, str]:
         found = {name: self._hooks.expected_fingerprint(name) for name in names}

@@ -54,7 +54,7 @@ from replicast.core.operation import Outcome, Timeouts
 from replicast.core.operations.attempt import Exit
 from replicast.core.operations.revert import WriteBefore
 from replicast.core.operations.save import TakeSnapshot
-from replicast.core.operations.trial import BeginTrial, End
+from replicast.core.operations.trial import BeginTrial, EndTrial
 from replicast.core.operations.update import Apply
 from replicast.core.records import Refusal, Refuse, ReportId, Stage
 from replicast.core.worker import Worker
@@ -81,7 +81,7 @@ STOP_SECS = 5.0
 REMIND_SECS = 0.5
 LONG_SECS = 10.0  # then the other workers are told that this one waits: they may wait for it in a transfer
 RAISE_SECS = 30.0  # how long an error that all workers raise is held back until the coordinator lets go
-_MUST_NOT_FAIL = (Apply, BeginTrial, End)
+_MUST_NOT_FAIL = (Apply, BeginTrial, EndTrial)
 
 
 class Gate:
@@ -558,7 +558,7 @@ class Session:
                     self.files.do(lambda: self._perform(command))
                 else:
                     self._preparing.do(lambda: self._perform(command))
-            case e.Pass():
+            case e.PassBoundary():
                 self._gate.let_go()
             case e.Continue(outcome):
                 self._gate.let_go(outcome)

@@ -23,7 +23,7 @@ from replicast.strictjson import described, parse_integer, reading
 from replicast.tensorfiles import check_header, header_bytes
 from replicast.update.edits import EditKind
 from replicast.update.inverse import NOT_KEPT, disturbs, inverse
-from replicast.update.trial import Outcome, Trial, TrialOutcome
+from replicast.update.trial import Trial, TrialOutcome, TrialVerdict
 from replicast.update.update import MAX_TENSORS, Update
 
 _FROM_RECEIPT = ("digests", "propose_to_applied_secs", "stall_secs", "verified_at")
@@ -143,7 +143,7 @@ class Updates:
         outcome = None
         if trial is not None and decided is not None:
             measured = record.before, decided.during
-            kept: Outcome = "kept" if decided.kept else "reverted"
+            kept: TrialVerdict = "kept" if decided.kept else "reverted"
             outcome = TrialOutcome(sequence, kept, decided.step, trial.metric, *measured, decided.reason)
         receipts = tuple(self._receipts.get(sequence, ()))
         return UpdateView(

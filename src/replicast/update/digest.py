@@ -76,7 +76,7 @@ Each = Callable[[int, Bytes], Bytes]
 """Called with the offset of a chunk in its block, and the chunk; returns the chunk or a copy to digest."""
 
 
-class Block(NamedTuple):
+class ArrayBlock(NamedTuple):
     """A part of one array: the index of the array, the offset of the part, and the part."""
 
     place: int
@@ -84,12 +84,12 @@ class Block(NamedTuple):
     content: Bytes
 
 
-def blocks_of(arrays: Sequence[npt.NDArray[Any]]) -> Iterator[Block]:
+def blocks_of(arrays: Sequence[npt.NDArray[Any]]) -> Iterator[ArrayBlock]:
     """All blocks of all arrays; an empty array has no blocks."""
     for place, array in enumerate(arrays):
         content = bytes_of(array)
         for start in range(0, len(content), BLOCK_BYTES):
-            yield Block(place, start, content[start : start + BLOCK_BYTES])
+            yield ArrayBlock(place, start, content[start : start + BLOCK_BYTES])
 
 
 def bytes_of(array: npt.NDArray[Any]) -> Bytes:

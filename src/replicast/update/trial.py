@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 Mode = Literal["min", "max"]
-Outcome = Literal["kept", "reverted"]
+TrialVerdict = Literal["kept", "reverted"]
 
 MAX_STEPS = 1_000_000
 MAX_METRIC_NAME = 200
@@ -93,7 +93,7 @@ class TrialOutcome(Struct, frozen=True):
     """How a trial ended, on every replica."""
 
     sequence: int
-    outcome: Outcome
+    outcome: TrialVerdict
     step: int
     metric: str
     before: float | None
@@ -109,7 +109,7 @@ def judged(
     trial: Trial, sequence: int, step: int, before: float | None, during: float | None, measured: int
 ) -> TrialOutcome:
     """Decides whether an update is kept."""
-    outcome: Outcome = "reverted"
+    outcome: TrialVerdict = "reverted"
     if during is None:
         reason = f"{trial.metric} was not measured in the trial"
     elif not math.isfinite(during):

@@ -28,14 +28,7 @@ from replicast.files import (
 )
 from replicast.tensorfiles import copied
 from replicast.update.digest import blocks_of, digest_block, digest_of_blocks, name_of
-from replicast.update.edits import (
-    DTYPES,
-    FLOAT_DTYPES,
-    RESETS,
-    Array,
-    Edit,
-    EditKind,
-)
+from replicast.update.edits import DTYPES, FLOAT_DTYPES, RESETS, Array, Edit, EditKind
 
 # The parts of an update, built and checked from user input: values, JSON, plain tensors.
 

@@ -7,7 +7,7 @@ from typing import Any
 from replicast.core.coordinator import Coordinator
 from replicast.core.operation import Ask, Go
 from replicast.core.operations import audit as audit_module
-from replicast.core.operations.audit import Audit, Report
+from replicast.core.operations.audit import Audit, DeliverReport
 from replicast.core.records import ReportId
 from tests.simulation.mutations.registry import ORIGINAL, broken, mutation
 
@@ -24,7 +24,7 @@ def heal_nothing() -> Any:
 @mutation
 def raise_an_audit_before_all_have_its_report() -> Any:
     def serve(self: Coordinator, operation: Any, request: Any) -> None:
-        report = isinstance(request, Ask) and isinstance(request.order, Report)
+        report = isinstance(request, Ask) and isinstance(request.order, DeliverReport)
         ORIGINAL[Coordinator, "_serve"](self, operation, Go(request.order) if report else request)
 
     return broken(Coordinator, "_serve", serve)
@@ -37,7 +37,7 @@ def keep_the_threads_that_rest_when_an_audit_raises() -> Any:
 
 @mutation
 def do_not_raise_what_an_audit_found() -> Any:
-    return broken(Report, "perform", lambda self, replica: replica.report(self.report, raises=False))
+    return broken(DeliverReport, "perform", lambda self, replica: replica.report(self.report, raises=False))
 
 
 @mutation

@@ -7,9 +7,9 @@ from typing import Any
 from replicast.core.coordinator import Coordinator
 from replicast.core.operation import Ask, Boundary, Operation, Outcome
 from replicast.core.operations import revert
-from replicast.core.operations.pull import Pull, Pulled, TakeRows
+from replicast.core.operations.pull import Pull, PulledRows, TakeRows
 from replicast.core.operations.revert import Keep
-from replicast.core.operations.trial import End
+from replicast.core.operations.trial import EndTrial
 from replicast.core.records import Applied, Stage
 from tests.simulation.mutations.registry import ORIGINAL, broken, mutation
 
@@ -45,13 +45,13 @@ def revert_what_is_still_to_be_replayed() -> Any:
 
 @mutation
 def hold_the_overwritten_values_of_a_reverted_trial() -> Any:
-    def perform(self: End, replica: Any) -> Applied:
+    def perform(self: EndTrial, replica: Any) -> Applied:
         if not self.kept:
             replica.go_back()
         replica.drop_copy()
         return Applied(replica.digest())
 
-    return broken(End, "perform", perform)
+    return broken(EndTrial, "perform", perform)
 
 
 @mutation
@@ -69,6 +69,6 @@ def pull_from_each_worker_at_a_boundary_of_its_own() -> Any:
         for rank in range(job.size):
             step = yield Boundary()
             digests |= yield Ask(TakeRows(self.id, self.name, self.rows), (rank,))
-        return Outcome(Stage.VERIFIED, Pulled(self.name, self.rows, step, digests))
+        return Outcome(Stage.VERIFIED, PulledRows(self.name, self.rows, step, digests))
 
     return broken(Pull, "script", script)

@@ -15,7 +15,7 @@ from replicast.core.operation import Ask, Boundary, EarlierSettled, Outcome
 from replicast.core.operations import attempt as attempt_module
 from replicast.core.operations import save as save_module
 from replicast.core.operations.save import TakeSnapshot
-from replicast.core.operations.trial import End
+from replicast.core.operations.trial import EndTrial
 from replicast.core.operations.update import Load
 from replicast.core.records import Applied, Pending, Stage
 from tests.simulation.mutations.registry import ORIGINAL, broken, mutation
@@ -72,13 +72,13 @@ def decide_a_trial_again_after_a_restart() -> Any:
 
 @mutation
 def revert_a_trial_on_all_workers_but_one() -> Any:
-    def perform(self: End, replica: Any) -> Applied:
+    def perform(self: EndTrial, replica: Any) -> Applied:
         if not self.kept and replica.rank != 1:
             replica.go_back()
         replica.drop_copy()
         return Applied(replica.digest())
 
-    return broken(End, "perform", perform)
+    return broken(EndTrial, "perform", perform)
 
 
 @mutation

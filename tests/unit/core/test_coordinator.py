@@ -9,7 +9,7 @@ import pytest
 from replicast.core.coordinator import Coordinator
 from replicast.core.entries import (
     Committed,
-    Group,
+    GroupEntries,
     History,
     Payload,
     Refused,
@@ -47,7 +47,7 @@ from replicast.core.messages import (
 )
 from replicast.core.operations.revert import Invert, WriteBefore
 from replicast.core.operations.update import Apply, Load, UpdateOperation
-from replicast.core.records import Applied, Pending, Proposal, Refusal, ReportId, Seen, Snapshot, Stage
+from replicast.core.records import Applied, Pending, Proposal, Refusal, ReportId, SeenDigests, Snapshot, Stage
 
 ADD = Proposal("add", "digest", (("add", "d", 5),))
 
@@ -185,7 +185,7 @@ def test_a_save_that_only_one_worker_makes_is_refused_when_the_others_have_passe
 
 def test_a_rest_of_all_workers_does_not_wait_for_a_report_that_one_of_them_has_left_out() -> None:
     job = Job()
-    job.hear(0, Answer(ReportId("audit", 4), Seen(4, {"": "digest"})))
+    job.hear(0, Answer(ReportId("audit", 4), SeenDigests(4, {"": "digest"})))
     for rank in (0, 1):
         job.hear(rank, Rest(2, 4, ("meet",)))
     assert isinstance(job.said[-1], Resume), "it may still come, and nobody waits for it"
@@ -287,7 +287,7 @@ def test_an_inbox_proposal_that_is_refused_is_written_down_before_its_file_goes(
 def test_only_what_the_next_group_took_over_counts() -> None:
     first, second = Payload("a", "d", ()), Payload("b", "d", ())
     third = Payload("c", "d", ())
-    assert valid([Group([first, second], taken=1), Group([third])]) == [first, third]
+    assert valid([GroupEntries([first, second], taken=1), GroupEntries([third])]) == [first, third]
 
 
 def test_a_start_from_an_earlier_checkpoint_gives_up_the_later_ones() -> None:

@@ -10,7 +10,7 @@ from replicast.core.events import (
     Continue,
     EndJob,
     FromCoordinator,
-    Pass,
+    PassBoundary,
     Perform,
     Performed,
     Proposed,
@@ -38,7 +38,7 @@ def without_timers(commands: list[Any]) -> list[Any]:
 
 def test_an_idle_boundary_is_passed_at_once_and_nothing_is_sent() -> None:
     worker = Worker(0)
-    assert worker.handle(Arrived(1)) == [Pass(1)]
+    assert worker.handle(Arrived(1)) == [PassBoundary(1)]
     assert worker.passes(2)
     assert worker.step == 2
 
@@ -55,14 +55,14 @@ def test_a_stop_is_answered_with_the_first_boundary_that_is_not_passed() -> None
     worker.handle(Arrived(3))
     assert hear(worker, Stop(7)) == [Send(At(7, 4, False))]
     assert without_timers(worker.handle(Arrived(4))) == [Send(At(7, 4, True))]
-    assert hear(worker, Release(7)) == [Pass(4)]
+    assert hear(worker, Release(7)) == [PassBoundary(4)]
 
 
 def test_a_worker_continues_to_the_agreed_step_and_stands_there() -> None:
     worker = Worker(0)
     hear(worker, Stop(7))
     worker.handle(Arrived(1))
-    assert hear(worker, Meet(7, 2)) == [Pass(1)]
+    assert hear(worker, Meet(7, 2)) == [PassBoundary(1)]
     assert without_timers(worker.handle(Arrived(2))) == [Send(At(7, 2, True))]
 
 
@@ -74,7 +74,7 @@ def test_orders_are_carried_out_one_after_the_other_before_the_boundary_is_passe
     assert hear(worker, Do(9, Apply("b", "digest", 2))) == []
     assert hear(worker, Release(7)) == []
     assert worker.handle(Performed(8, "x")) == [Send(Answer(8, "x")), Perform(9, Apply("b", "digest", 2))]
-    assert worker.handle(Performed(9, "y")) == [Send(Answer(9, "y")), Pass(1)]
+    assert worker.handle(Performed(9, "y")) == [Send(Answer(9, "y")), PassBoundary(1)]
 
 
 def test_training_continues_before_a_late_answer() -> None:
@@ -83,14 +83,14 @@ def test_training_continues_before_a_late_answer() -> None:
     worker.handle(Arrived(1))
     hear(worker, Do(8, TakeSnapshot("a")))
     hear(worker, Release(7))
-    assert worker.handle(Performed(8, None, answers=False)) == [Pass(1)]
+    assert worker.handle(Performed(8, None, answers=False)) == [PassBoundary(1)]
     assert worker.handle(Reported(8, "x")) == [Send(Answer(8, "x"))]
 
 
 def test_preparing_continues_beside_the_training() -> None:
     worker = Worker(0)
     assert hear(worker, Do(8, Prepare("a", "digest", ()))) == [Perform(8, Prepare("a", "digest", ()))]
-    assert worker.handle(Arrived(1)) == [Pass(1)]
+    assert worker.handle(Arrived(1)) == [PassBoundary(1)]
     assert worker.handle(Performed(8, None)) == [Send(Answer(8, None))]
 
 
@@ -145,7 +145,7 @@ def test_what_all_workers_do_by_themselves_is_sent_with_its_step_and_keeps_no_th
     audit, save = ReportId("audit", 0), ReportId("save", 0)
     assert worker.handle(Reported(audit, "first")) == [Send(Answer(audit, "first"))]
     assert worker.handle(Reported(save, None)) == [Send(Answer(save, None))]
-    assert worker.handle(Arrived(1)) == [Pass(1)]
+    assert worker.handle(Arrived(1)) == [PassBoundary(1)]
 
 
 def test_a_training_thread_waits_without_a_limit_only_for_what_can_come_before_it_trains() -> None:

@@ -35,7 +35,16 @@ from replicast.core.messages import (
 from replicast.core.operation import Outcome
 from replicast.core.operations import attempt, audit, function, pull, revert, save, sync, trial, update
 from replicast.core.operations import revert as keep
-from replicast.core.records import Applied, Proposal, Published, Refusal, ReportId, Seen, Snapshot, Stage
+from replicast.core.records import (
+    Applied,
+    Proposal,
+    Published,
+    Refusal,
+    ReportId,
+    SeenDigests,
+    Snapshot,
+    Stage,
+)
 from replicast.replicas.channel import Note
 from replicast.transport import Parcel, Piece
 from replicast.update.audit_report import AuditReport, Declared, Difference
@@ -85,11 +94,11 @@ ORDERS: list[Any] = [
     attempt.Exit("the disk is full"),
     trial.Measure(TRIAL),
     trial.BeginTrial("fix", "digest", 3),
-    trial.End(kept=False, sequence=7),
+    trial.EndTrial(kept=False, sequence=7),
     audit.Examine(),
     audit.Expected(("dense/bias",)),
     audit.Compare("heal-1", "digest", ("dense/bias",)),
-    audit.Report(REPORT, raises=True),
+    audit.DeliverReport(REPORT, raises=True),
     pull.TakeRows("pull-1", "dense/bias", ((0, 3), (5, 6))),
     keep.WriteBefore(3),
     revert.Invert("undo", 3),
@@ -100,7 +109,7 @@ ANSWERS: list[Any] = [
     REFUSAL,
     Published("digest", PARCEL, "note"),
     Applied("digest", 1e9, 0.125, 7),
-    Seen(7, {"": "digest"}, {"seed": "other"}, 0.1, 7, 1e9),
+    SeenDigests(7, {"": "digest"}, {"seed": "other"}, 0.1, 7, 1e9),
     Snapshot(7, "digest", frozenset({1, 2}), [[7, 1, {"loss": 0.5}]]),
     {"dense/bias": "digest"},
     [0.1, 5],

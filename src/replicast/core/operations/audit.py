@@ -36,7 +36,7 @@ from replicast.core.operation import (
 )
 from replicast.core.operations.sync import Publish
 from replicast.core.operations.update import Apply, Prepare, committed, discarded, payload_of, verified
-from replicast.core.records import Proposal, Refusal, Refuse, ReportId, Seen, Stage
+from replicast.core.records import Proposal, Refusal, Refuse, ReportId, SeenDigests, Stage
 from replicast.update.audit_report import (
     AuditOutcome,
     AuditReport,
@@ -47,7 +47,7 @@ from replicast.update.audit_report import (
     reference_of,
 )
 
-Reports = dict[int, Seen]
+Reports = dict[int, SeenDigests]
 
 
 class Audit(Operation):
@@ -83,7 +83,7 @@ class Audit(Operation):
             job.end_rest(self, Refusal("An audit found that the replicas differ"))
         if report.outcome == "raised" or not self.tokens:
             # Every worker has it before the first one raises, which may end the job: there is no deadline.
-            yield Ask(Report(report, report.outcome == "raised"))
+            yield Ask(DeliverReport(report, report.outcome == "raised"))
         equal = report.outcome in ("equal", "healed")
         return Outcome(Stage.VERIFIED if equal else Stage.FAILED, report)
 
@@ -225,7 +225,7 @@ def _note(differences: tuple[Difference, ...]) -> str:
 class Examine(Order):
     """Worker, in the training thread: the digest of each variable."""
 
-    def perform(self, replica: Replica) -> Seen:
+    def perform(self, replica: Replica) -> SeenDigests:
         return replica.examine()
 
 
@@ -249,7 +249,7 @@ class Compare(Order):
         return replica.deviations(self.id, self.digest, self.names)
 
 
-class Report(Order):
+class DeliverReport(Order):
     """Worker, in the training thread: receive the report of the audit."""
 
     report: AuditReport

@@ -22,7 +22,7 @@ from replicast.core.records import Stage
 Ranges = tuple[tuple[int, int], ...]
 
 
-class Pulled(Record):
+class PulledRows(Record):
     """What was pulled."""
 
     name: str
@@ -50,7 +50,7 @@ class Pull(Operation):
     def script(self, job: JobView) -> Script:
         step = self.step = yield Boundary()
         digests = yield Go(TakeRows(self.id, self.name, self.rows))
-        pulled = Pulled(self.name, self.rows, step, digests)
+        pulled = PulledRows(self.name, self.rows, step, digests)
         return Outcome(Stage.VERIFIED if pulled.equal else Stage.FAILED, pulled)
 
 

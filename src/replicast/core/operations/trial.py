@@ -28,8 +28,8 @@ from replicast.core.messages import Order, Replica
 from replicast.core.operation import Ask, Boundary, Go, JobView, Operation, Outcome, Part, Persist, Script
 from replicast.core.operations.update import UpdateOperation, committed, prepared, verified
 from replicast.core.records import Applied, JobEnds, Proposal, Refuse, Stage
-from replicast.update.trial import Outcome as Kept
 from replicast.update.trial import Trial, TrialOutcome, judged
+from replicast.update.trial import TrialVerdict as Kept
 
 
 class TrialUpdate(UpdateOperation):
@@ -86,7 +86,7 @@ def tried(
     if decided is None:
         decided = yield from _decided(job, trial, record, end)
     job.trial = None
-    ended = yield Go(End(decided.kept, record.sequence))
+    ended = yield Go(EndTrial(decided.kept, record.sequence))
     reports = {rank: replace(begun[rank], digest=ended[rank].digest) for rank in ended}
     return (yield from verified(job, record, proposal, start, reports, outcome_of(trial, record, decided)))
 
@@ -152,7 +152,7 @@ class BeginTrial(Order):
         return replica.apply(self.id, self.digest, self.sequence, keep=True)
 
 
-class End(Order):
+class EndTrial(Order):
     """Worker, in the training thread: keep or revert the update; report the digest of the whole state."""
 
     kept: bool
