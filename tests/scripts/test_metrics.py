@@ -262,9 +262,9 @@ def transfers(strategy: Any) -> dict[str, int]:
             model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(CLASSES, "softmax")])
             model.compile("sgd", "mse", metrics=metrics, weighted_metrics=["mae"])
         model.fit(x, y, batch_size=7, sample_weight=weight, verbose=0)
-        before = strategy.transfers_started()
+        before = strategy.extended.transfers_started()
         model.fit(x, y, batch_size=7, sample_weight=weight, verbose=0)
-        found[name] = strategy.transfers_started() - before
+        found[name] = strategy.extended.transfers_started() - before
     return found
 
 

@@ -70,48 +70,6 @@ def fitted(model: keras.Model, *args: Any, **options: Any) -> tuple[keras.Model,
     return model, model.fit(*args, verbose=0, **options).history
 
 
-@same_numbers
-def sgd_on_arrays(strategy: Any) -> Any:
-    return fitted(perceptron(strategy), *arrays(), batch_size=30, shuffle=False)
-
-
-@same_numbers
-def adam_on_arrays(strategy: Any) -> Any:
-    return fitted(perceptron(strategy, lambda: keras.optimizers.Adam(0.01)), *arrays(), batch_size=30)
-
-
-@same_numbers
-def batches_that_do_not_divide(strategy: Any) -> Any:
-    """Batches of 31, 31, 31, 31, 26: no part of it divides by 2 and 3."""
-    return fitted(perceptron(strategy), *arrays(), batch_size=31, shuffle="batch")
-
-
-@same_numbers
-def a_last_batch_smaller_than_the_job(strategy: Any) -> Any:
-    """The last batch has one row: all workers but one have none."""
-    return fitted(perceptron(strategy), *arrays(91), batch_size=30, shuffle=False, epochs=3)
-
-
-@same_numbers
-def tf_data(strategy: Any) -> Any:
-    return fitted(perceptron(strategy), batches())
-
-
-@same_numbers
-def tf_data_of_fixed_batches(strategy: Any) -> Any:
-    return fitted(perceptron(strategy), batches(30).unbatch().batch(50, drop_remainder=True))
-
-
-@same_numbers
-def tf_data_of_unknown_length(strategy: Any) -> Any:
-    return fitted(perceptron(strategy), batches().filter(lambda x, y: True), epochs=3)
-
-
-@same_numbers
-def infinite_dataset(strategy: Any) -> Any:
-    return fitted(perceptron(strategy), batches().repeat(), steps_per_epoch=4, epochs=3)
-
-
 class Batches(keras.utils.PyDataset):
     def __len__(self) -> int:
         return 5
@@ -121,11 +79,6 @@ class Batches(keras.utils.PyDataset):
         return tuple(part[rows] for part in arrays())
 
 
-@same_numbers
-def py_dataset(strategy: Any) -> Any:
-    return fitted(perceptron(strategy), Batches(), shuffle=False)
-
-
 def endless() -> Any:
     x, y = arrays()
     while True:
@@ -133,20 +86,10 @@ def endless() -> Any:
             yield x[first : first + 25], y[first : first + 25]
 
 
-@same_numbers
-def generator(strategy: Any) -> Any:
-    return fitted(perceptron(strategy), endless(), steps_per_epoch=6)
-
-
 def finite() -> Any:
     x, y = arrays()
     for first in range(0, ROWS, 40):
         yield x[first : first + 40], y[first : first + 40]
-
-
-@same_numbers
-def generator_that_ends(strategy: Any) -> Any:
-    return fitted(perceptron(strategy), finite(), epochs=1)
 
 
 @same_numbers
@@ -175,28 +118,6 @@ def sample_weights(strategy: Any) -> Any:
 
 
 @same_numbers
-def class_weights(strategy: Any) -> Any:
-    return fitted(
-        perceptron(strategy), *arrays(), class_weight={0: 1.0, 1: 3.0, 2: 0.5, 3: 1.0}, batch_size=31
-    )
-
-
-@same_numbers
-def class_weights_on_a_dataset(strategy: Any) -> Any:
-    return fitted(perceptron(strategy), batches(), class_weight={0: 1.0, 1: 3.0, 2: 0.5, 3: 1.0})
-
-
-@same_numbers
-def validation_split(strategy: Any) -> Any:
-    return fitted(perceptron(strategy), *arrays(), validation_split=0.3, batch_size=31)
-
-
-@same_numbers
-def validation_data(strategy: Any) -> Any:
-    return fitted(perceptron(strategy), batches(), validation_data=batches(29), validation_freq=2)
-
-
-@same_numbers
 def embedding(strategy: Any) -> Any:
     """Sparse gradients, of a different length on each worker."""
     x, y = arrays()
@@ -222,21 +143,6 @@ def recurrent(strategy: Any, layer: Callable[[], keras.Layer]) -> Any:
 
 
 @same_numbers
-def gru(strategy: Any) -> Any:
-    return recurrent(strategy, lambda: keras.layers.GRU(8))
-
-
-@same_numbers
-def lstm(strategy: Any) -> Any:
-    return recurrent(strategy, lambda: keras.layers.LSTM(8))
-
-
-@same_numbers
-def several_steps_per_execution(strategy: Any) -> Any:
-    return fitted(perceptron(strategy, steps_per_execution=3), *arrays(), batch_size=31, epochs=3)
-
-
-@same_numbers
 def several_steps_per_execution_with_an_embedding(strategy: Any) -> Any:
     with strategy.scope():
         layers = [keras.layers.Embedding(100, 8), keras.layers.Flatten(), keras.layers.Dense(4)]
@@ -248,50 +154,11 @@ def several_steps_per_execution_with_an_embedding(strategy: Any) -> Any:
 
 
 @same_numbers
-def gradient_accumulation(strategy: Any) -> Any:
-    model = perceptron(strategy, lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3))
-    return fitted(model, *arrays(), batch_size=31, epochs=3)
-
-
-@same_numbers
-def exponential_moving_average(strategy: Any) -> Any:
-    model = perceptron(
-        strategy, lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4)
-    )
-    return fitted(model, *arrays(), batch_size=31)
-
-
-@same_numbers
-def clipping_by_norm(strategy: Any) -> Any:
-    return fitted(
-        perceptron(strategy, lambda: keras.optimizers.SGD(0.5, clipnorm=0.1)), *arrays(), batch_size=31
-    )
-
-
-@same_numbers
-def clipping_by_global_norm(strategy: Any) -> Any:
-    model = perceptron(strategy, lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.1))
-    return fitted(model, *arrays(), batch_size=31)
-
-
-@same_numbers
-def clipping_by_value(strategy: Any) -> Any:
-    model = perceptron(strategy, lambda: keras.optimizers.SGD(0.5, clipvalue=0.01))
-    return fitted(model, *arrays(), batch_size=31)
-
-
-@same_numbers
 def learning_rate_schedule_and_weight_decay(strategy: Any) -> Any:
     def optimizer() -> Any:
         return keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(0.02, 8), weight_decay=0.01)
 
     return fitted(perceptron(strategy, optimizer), *arrays(), batch_size=31)
-
-
-@same_numbers
-def regularizer(strategy: Any) -> Any:
-    extra = (lambda: keras.layers.Dense(8, kernel_regularizer=keras.regularizers.L2(0.1)),)
-    return fitted(perceptron(strategy, extra=extra), *arrays(), batch_size=31)
 
 
 @same_numbers
@@ -453,25 +320,6 @@ def two_optimizers(strategy: Any) -> Any:
 
 
 @same_numbers
-def eager_steps(strategy: Any) -> Any:
-    return fitted(perceptron(strategy, run_eagerly=True), *arrays(), batch_size=75)
-
-
-@same_numbers
-def early_stopping(strategy: Any) -> Any:
-    stop = keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.2, restore_best_weights=True)
-    return fitted(
-        perceptron(strategy), *arrays(), validation_split=0.3, batch_size=31, epochs=9, callbacks=[stop]
-    )
-
-
-@same_numbers
-def plateau(strategy: Any) -> Any:
-    lower = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=1.0, factor=0.5)
-    return fitted(perceptron(strategy), *arrays(), batch_size=31, epochs=5, callbacks=lower)
-
-
-@same_numbers
 def several_calls_of_train_on_batch(strategy: Any) -> Any:
     """Each worker passes rows of its own: together they are the batch."""
     model = perceptron(strategy)
@@ -552,3 +400,88 @@ def mixed_float16_that_overflows_on_one_worker_only(strategy: Any) -> Any:
     scale = float(model.optimizer.dynamic_scale.numpy())
     assert scale < model.optimizer.initial_scale, "it did not overflow"
     return model, {"scale": [scale]}  # the loss is NaN, everywhere
+
+
+RECIPES |= {
+    "sgd_on_arrays": lambda s: fitted(perceptron(s), *arrays(), batch_size=30, shuffle=False),
+    "adam_on_arrays": lambda s: fitted(
+        perceptron(s, lambda: keras.optimizers.Adam(0.01)), *arrays(), batch_size=30
+    ),
+    # Batches of 31, 31, 31, 31, 26: no part of it divides by 2 and 3.
+    "batches_that_do_not_divide": lambda s: fitted(perceptron(s), *arrays(), batch_size=31, shuffle="batch"),
+    # The last batch has one row: all workers but one have none.
+    "a_last_batch_smaller_than_the_job": lambda s: fitted(
+        perceptron(s), *arrays(91), batch_size=30, shuffle=False, epochs=3
+    ),
+    "tf_data": lambda s: fitted(perceptron(s), batches()),
+    "tf_data_of_fixed_batches": lambda s: fitted(
+        perceptron(s), batches(30).unbatch().batch(50, drop_remainder=True)
+    ),
+    "tf_data_of_unknown_length": lambda s: fitted(
+        perceptron(s), batches().filter(lambda x, y: True), epochs=3
+    ),
+    "infinite_dataset": lambda s: fitted(perceptron(s), batches().repeat(), steps_per_epoch=4, epochs=3),
+    "py_dataset": lambda s: fitted(perceptron(s), Batches(), shuffle=False),
+    "generator": lambda s: fitted(perceptron(s), endless(), steps_per_epoch=6),
+    "generator_that_ends": lambda s: fitted(perceptron(s), finite(), epochs=1),
+    "class_weights": lambda s: fitted(
+        perceptron(s), *arrays(), class_weight={0: 1.0, 1: 3.0, 2: 0.5, 3: 1.0}, batch_size=31
+    ),
+    "class_weights_on_a_dataset": lambda s: fitted(
+        perceptron(s), batches(), class_weight={0: 1.0, 1: 3.0, 2: 0.5, 3: 1.0}
+    ),
+    "validation_split": lambda s: fitted(perceptron(s), *arrays(), validation_split=0.3, batch_size=31),
+    "validation_data": lambda s: fitted(
+        perceptron(s), batches(), validation_data=batches(29), validation_freq=2
+    ),
+    "gru": lambda s: recurrent(s, lambda: keras.layers.GRU(8)),
+    "lstm": lambda s: recurrent(s, lambda: keras.layers.LSTM(8)),
+    "several_steps_per_execution": lambda s: fitted(
+        perceptron(s, steps_per_execution=3), *arrays(), batch_size=31, epochs=3
+    ),
+    "gradient_accumulation": lambda s: fitted(
+        perceptron(s, lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)),
+        *arrays(),
+        batch_size=31,
+        epochs=3,
+    ),
+    "exponential_moving_average": lambda s: fitted(
+        perceptron(
+            s, lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4)
+        ),
+        *arrays(),
+        batch_size=31,
+    ),
+    "clipping_by_norm": lambda s: fitted(
+        perceptron(s, lambda: keras.optimizers.SGD(0.5, clipnorm=0.1)), *arrays(), batch_size=31
+    ),
+    "clipping_by_global_norm": lambda s: fitted(
+        perceptron(s, lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.1)), *arrays(), batch_size=31
+    ),
+    "clipping_by_value": lambda s: fitted(
+        perceptron(s, lambda: keras.optimizers.SGD(0.5, clipvalue=0.01)), *arrays(), batch_size=31
+    ),
+    "regularizer": lambda s: fitted(
+        perceptron(s, extra=(lambda: keras.layers.Dense(8, kernel_regularizer=keras.regularizers.L2(0.1)),)),
+        *arrays(),
+        batch_size=31,
+    ),
+    "eager_steps": lambda s: fitted(perceptron(s, run_eagerly=True), *arrays(), batch_size=75),
+    "early_stopping": lambda s: fitted(
+        perceptron(s),
+        *arrays(),
+        validation_split=0.3,
+        batch_size=31,
+        epochs=9,
+        callbacks=[
+            keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.2, restore_best_weights=True)
+        ],
+    ),
+    "plateau": lambda s: fitted(
+        perceptron(s),
+        *arrays(),
+        batch_size=31,
+        epochs=5,
+        callbacks=keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=1.0, factor=0.5),
+    ),
+}

@@ -113,53 +113,19 @@ def test_arrays_are_shuffled_anew_each_epoch_and_again_alike_after_the_same_seed
         assert first[:half] != first[half:]
 
 
-def different_batches(strategy: Any) -> list[str]:
-    import logging
+def distributed_by_a_function(strategy: Any) -> dict[str, str]:
+    def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        whole = tf.data.Dataset.from_tensor_slices(arrays())
+        own = whole.shard(context.num_input_pipelines, context.input_pipeline_id)
+        return own.batch(context.get_per_replica_batch_size(30))
 
-    heard: list[str] = []
-
-    class Ear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
-
-    ear = Ear()
-    logging.getLogger("replicast").addHandler(ear)
-    rows = np.random.default_rng(strategy.rank).normal(size=(40, 12)).astype("float32")
-    pairs = tf.data.Dataset.from_tensor_slices((rows, np.zeros(40, "int32"))).batch(10)
-    perceptron(strategy).fit(pairs, verbose=0)
-    perceptron(strategy).fit(tf.data.Dataset.from_tensor_slices(arrays()).batch(10), verbose=0)
-    logging.getLogger("replicast").removeHandler(ear)
-    return heard
-
-
-def test_worker_0_warns_once_when_workers_are_given_different_batches(pool2: Pool) -> None:
-    of_first, of_second = pool2.run(different_batches)
-    assert len(of_first) == 1
-    assert "different training data (worker 0 and worker 1 differ in x of its first batch)" in of_first[0]
-    assert of_second == []
-
-
-def left_to_tensorflow(strategy: Any, kind: str) -> dict[str, str]:
     model = perceptron(strategy)
-    if kind == "function":
-
-        def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
-            whole = tf.data.Dataset.from_tensor_slices(arrays())
-            own = whole.shard(context.num_input_pipelines, context.input_pipeline_id)
-            return own.batch(context.get_per_replica_batch_size(30))
-
-        model.fit(strategy.distribute_datasets_from_function(of_worker), epochs=2, verbose=0)
-    else:
-        options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-        own = tf.data.Dataset.from_tensor_slices(arrays()).shard(strategy.size, strategy.rank)
-        model.fit(own.batch(30).with_options(options), epochs=2, verbose=0)
+    model.fit(strategy.distribute_datasets_from_function(of_worker), epochs=2, verbose=0)
     return digest(model)
 
 
-@pytest.mark.parametrize("kind", ["function", "policy off"])
-def test_a_dataset_that_the_user_sharded_is_left_to_tensorflow(kind: str, pool2: Pool) -> None:
-    assert_equal_on_all(pool2.run(left_to_tensorflow, kind))
+def test_a_dataset_that_a_function_makes_for_each_worker_is_left_to_tensorflow(pool2: Pool) -> None:
+    assert_equal_on_all(pool2.run(distributed_by_a_function))
 
 
 def custom_loop(strategy: Any) -> dict[str, Any]:

@@ -16,30 +16,14 @@ from replicast.training.feeding import (
     epoch_order,
     losses_that_mix_rows,
     predicting_all_rows,
-    rows_of_share,
     shares_of_order,
 )
 from replicast.training.samples import (
     Sample,
     differing_parts,
-    digest_of_batch,
     refuse_other_lengths,
     sample_of_arrays,
-    sample_of_batch,
 )
-
-
-@pytest.mark.parametrize(
-    ("rows", "size", "expected"),
-    [
-        (128, 2, [(0, 64), (64, 128)]),
-        (128, 3, [(0, 42), (42, 85), (85, 128)]),
-        (1, 3, [(0, 0), (0, 0), (0, 1)]),
-        (0, 2, [(0, 0), (0, 0)]),
-    ],
-)
-def test_a_batch_is_divided_among_the_workers(rows: int, size: int, expected: list[tuple[int, int]]) -> None:
-    assert [rows_of_share(rows, rank, size) for rank in range(size)] == expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
@@ -68,21 +52,6 @@ def test_shuffling_by_batch_keeps_each_batch_together() -> None:
     assert order.tolist() != [*range(20)]
 
 
-def test_the_digest_of_a_batch_sees_values_and_shapes() -> None:
-    batch = (np.arange(6.0).reshape(2, 3), np.array([b"a", b"bc"], dtype=object))
-    assert digest_of_batch(batch) == digest_of_batch(tuple(part.copy() for part in batch))
-    assert digest_of_batch(batch) != digest_of_batch((batch[0].reshape(3, 2), batch[1]))
-    assert digest_of_batch(batch) != digest_of_batch((batch[0], np.array([b"a", b"bd"], dtype=object)))
-    assert digest_of_batch((np.zeros((0, 3)),)) == digest_of_batch((np.zeros((0, 3)),))
-
-
-def test_samples_name_the_workers_and_the_parts_that_differ() -> None:
-    rows, labels = np.arange(12.0).reshape(6, 2), np.arange(6)
-    same = sample_of_arrays("training data", (rows, labels))
-    other = sample_of_arrays("training data", (rows, labels + 1))
-    assert differing_parts({0: same, 1: same, 2: other}) == {2: ["y"]}
-
-
 def test_samples_of_arrays_see_the_first_row_the_last_row_and_rows_between() -> None:
     rows = np.arange(2000.0).reshape(1000, 2)
     for row in (0, 999, *range(0, 1000, 999 // 3)):
@@ -90,14 +59,6 @@ def test_samples_of_arrays_see_the_first_row_the_last_row_and_rows_between() -> 
         changed[row] = -1.0
         samples = {0: sample_of_arrays("training data", rows), 1: sample_of_arrays("training data", changed)}
         assert differing_parts(samples) == {1: ["x"]}
-
-
-def test_inputs_that_differ_under_the_same_targets_are_augmented_unless_all_targets_are_alike() -> None:
-    rows, labels = np.arange(12.0).reshape(6, 2), np.arange(6)
-    for targets, expected in ((labels, {}), (labels * 0, {1: ["x"]})):
-        batches = {0: (rows, targets), 1: (rows + 1, targets)}
-        samples = {worker: sample_of_batch("training data", batch) for worker, batch in batches.items()}
-        assert differing_parts(samples) == expected
 
 
 def test_samples_of_batches_in_another_order_are_not_compared() -> None:

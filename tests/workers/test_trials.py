@@ -129,7 +129,7 @@ def tried(strategy: Any, way: str, which: str, directory: Path) -> dict[str, Any
             by_custom_loop(replicas, looks)
         else:
             by_fit(replicas, looks, replicas.callback(save_every=4, keep=99), per_execution)
-        replicas.model.distribute_strategy.check_job()
+        replicas.model.distribute_strategy.lifetime.check()
         return looks.told()
 
 

@@ -678,14 +678,14 @@ def idle(strategy: Any, directory: Path) -> dict[str, Any]:
 
     def watched_boundary(worker: JoinedWorker, **given: Any) -> None:
         transfers = strategy.extended.transfers_started()
-        turns = strategy._lifetime.turns.count
+        turns = strategy.lifetime.turns.count
         WATCHED["thread"] = threading.get_ident()
         try:
             boundary(worker, **given)
         finally:
             WATCHED["thread"] = None
         moved.append(
-            strategy.extended.transfers_started() - transfers + strategy._lifetime.turns.count - turns
+            strategy.extended.transfers_started() - transfers + strategy.lifetime.turns.count - turns
         )
 
     moved: list[int] = []

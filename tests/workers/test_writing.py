@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 
 from tests.pool import Pool
@@ -42,50 +40,6 @@ def test_model_checkpoint_is_written_by_worker_0_alone(pool3: Pool, tmp_path: Pa
     assert_equal_on_all([{k: r[k] for k in ("digest", "predictions")} for r in results])
     assert {"1.keras", "2.keras", "3.keras"} <= set(results[0]["written"])
     assert results[1]["written"] == results[2]["written"] == []
-
-
-def logs(strategy: Any, directory: Path) -> list[str]:
-    callbacks = [
-        keras.callbacks.CSVLogger(directory / "log.csv", append=True),
-        keras.callbacks.TensorBoard(directory / "board"),
-    ]
-    return sorted(trained_with(strategy, directory, callbacks)[1])
-
-
-def test_logs_have_one_line_per_epoch_and_one_writer(pool2: Pool, tmp_path: Path) -> None:
-    by_worker = pool2.run(logs, tmp_path)
-    with (tmp_path / "log.csv").open() as file:
-        assert [row["epoch"] for row in csv.DictReader(file)] == ["0", "1", "2"]
-    assert len(list((tmp_path / "board").rglob("events*"))) == 1
-    assert "log.csv" in by_worker[0]
-    assert by_worker[1] == []
-
-
-def saved_by_the_script(strategy: Any, directory: Path) -> dict[str, Any]:
-    model, written = trained_with(strategy, directory, [])
-    model.save(directory / "model.keras")
-    again = keras.models.load_model(directory / "model.keras")
-    model.save_weights(directory / "model.weights.h5")
-    model.load_weights(directory / "model.weights.h5")
-    model.export(directory / "exported", verbose=False)
-    own = directory / f"worker-{strategy.rank}.weights.h5"
-    model.save_weights(own)
-    if strategy.rank == 0:
-        model.save(directory / "only-worker-0.keras")
-    same = np.array_equal(again.get_weights()[0], model.get_weights()[0])
-    return {
-        "same": same,
-        "exported": (directory / "exported").is_dir(),
-        "own": own.exists(),
-        "written": written,
-    }
-
-
-def test_a_script_that_saves_on_every_worker_writes_once(pool2: Pool, tmp_path: Path) -> None:
-    results = pool2.run(saved_by_the_script, tmp_path)
-    assert all(result["same"] and result["exported"] and result["own"] for result in results)
-    assert (tmp_path / "only-worker-0.keras").exists()
-    assert results[1]["written"] <= {"worker-1.weights.h5"}
 
 
 def saved_where_it_cannot_be(strategy: Any, directory: Path) -> str:

@@ -98,7 +98,7 @@ class JoinedWorker(WorkerHooks):
             # Before the others hear from this worker: until then none of them writes.
             with contextlib.suppress(OSError):  # If the disk has a problem, the first write reports it.
                 clean_run(run_dir)
-        exchange = Exchange(strategy.coordination, name, rank, size, strategy.has_left)
+        exchange = Exchange(strategy.coordination, name, rank, size, strategy.lifetime.has_left)
         exchange.require_same(
             "schema",
             self.state.schema.digest(),
@@ -110,7 +110,7 @@ class JoinedWorker(WorkerHooks):
         self.state.fingerprints_on_device = str(True) in accelerated.values()  # same kind: comparable
         self._attempt = attempt_of(run_dir, exchange, secs)
         self.transport = open_transport(
-            strategy.coordination, rank, size, os.environ, name, strategy.check_job
+            strategy.coordination, rank, size, os.environ, name, strategy.lifetime.check
         )
 
         # Only worker 0 claims the run directory and writes.
@@ -297,16 +297,16 @@ class JoinedWorker(WorkerHooks):
         """The process exits, in whatever state it is. Waits for nobody."""
         self.session.abandon()
         self.run_files.note_end()
-        self._states.abandoned(self.session.step, self._strategy.failure)
+        self._states.abandoned(self.session.step, self._strategy.lifetime.failure)
         self.departure.ends = True  # it exits anyway: SIGTERM need not
 
     # What the session asks and tells.
 
     def check(self) -> None:
-        self._strategy.check_job()
+        self._strategy.lifetime.check()
 
     def trained(self) -> int:
-        return self._strategy.transfers_started()
+        return int(self._strategy.extended.transfers_started())
 
     def take_snapshot(self, id_: str, due: bool, again: bool) -> Callable[[], Snapshot]:
         return self.checkpoints.take_snapshot(id_, due, again)
@@ -324,10 +324,11 @@ class JoinedWorker(WorkerHooks):
         self.departure.leave(problem, asked_by)
 
     def on_long_wait(self, step: int | None) -> None:
+        turns = self._strategy.lifetime.turns
         if step is None:
-            self._strategy.end_wait()
+            turns.end_wait()
         else:
-            self._strategy.report_wait(step)
+            turns.report_wait(step)
 
     def on_ended(self, ended: Ended) -> None:
         if ended.kind in ("save", "leave"):

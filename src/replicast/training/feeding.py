@@ -414,12 +414,10 @@ class ArrayShare:
 
     def __init__(
         self,
-        arrays: Any,
+        adapter: ArrayDataAdapter,
         *,
         rank: int,
         size: int,
-        batch_size: int,
-        shuffle: bool | str,
         seed: tuple[int, ...],
         opened: Callable[[], object],
         in_graph: bool,
@@ -430,18 +428,19 @@ class ArrayShare:
         self._epoch_told = epoch
         with tf.device("CPU:0"):
             # Keras makes tuples of lists as well: tf.data takes a list for a tensor.
-            self._tensors = tf.nest.map_structure(tf.convert_to_tensor, keras.tree.lists_to_tuples(arrays))
+            arrays = keras.tree.lists_to_tuples(adapter._inputs)
+            self._tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
         leaves = tf.nest.flatten(self._tensors)
         self._rows = int(leaves[0].shape[0])
         self._rank = rank
         self._size = size
-        self._batch_size = batch_size
-        self._shuffle = shuffle
+        self._batch_size = adapter.batch_size
+        self._shuffle = adapter._shuffle
         self._seed = seed
         self._opened = opened
         self._epoch = 0
         bytes_of_row = sum(leaf.dtype.size * int(np.prod(leaf.shape[1:])) for leaf in leaves)
-        self._ahead = in_graph or bytes_of_row * batch_size // size > LARGE_SHARE_BYTES
+        self._ahead = in_graph or bytes_of_row * self._batch_size // size > LARGE_SHARE_BYTES
 
     def __iter__(self) -> Iterator[Any]:
         if only_looks_at_shapes():
@@ -564,11 +563,9 @@ class Inputs:
         compared = self._comparison(call, sample)
         self._explain_errors(call, lambda: min(sample.length or 0, adapter.batch_size))
         return ArrayShare(
-            adapter._inputs,
+            adapter,
             rank=self._rank,
             size=self._size,
-            batch_size=adapter.batch_size,
-            shuffle=adapter._shuffle,
             seed=self._seeds.next(),
             opened=compared.open_pass,
             start=self._start_of(call),

@@ -99,7 +99,7 @@ class KerasState(State):
         whole, rows = touched_parts(edits)
         parts = {name: self._value(name) for name in whole}
         for name, indices in rows.items():
-            parts[f"{name}[rows]"] = component(self._variables[name]).sparse_read(tf.constant(indices))
+            parts[f"{name}[rows]"] = self._rows(name, indices)
 
         def digest() -> str:
             arrays = {name: as_array(tensor) for name, tensor in parts.items()}
@@ -141,6 +141,9 @@ class KerasState(State):
         handle, dtype = self._handles[name]
         return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
 
+    def _rows(self, name: str, indices: npt.NDArray[np.int64]) -> tf.Tensor:
+        return component(self._variables[name]).sparse_read(tf.constant(indices))
+
     def read(self, names: Iterable[str]) -> Arrays:
         # Other threads may call this while a step runs: TensorFlow reads a variable under its lock, and the
         # result is its value between two assignments, because the next assignment uses other memory. Only if
@@ -148,16 +151,13 @@ class KerasState(State):
         return {name: np.array(as_array(self._value(name))) for name in names}
 
     def read_rows(self, name: str, indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        return np.array(as_array(component(self._variables[name]).sparse_read(tf.constant(indices))))
+        return np.array(as_array(self._rows(name, indices)))
 
     def hold(self, whole: Iterable[str], rows: Mapping[str, npt.NDArray[np.int64]]) -> Held:
         # No copy of whole variables: as in `read`, a tensor that was read keeps its memory, and assignments
         # use other memory from then on.
         tensors = {name: self._value(name) for name in whole}
-        parts = {
-            name: component(self._variables[name]).sparse_read(tf.constant(indices))
-            for name, indices in rows.items()
-        }
+        parts = {name: self._rows(name, indices) for name, indices in rows.items()}
         return lambda: (
             {name: as_array(tensor) for name, tensor in tensors.items()},
             {name: as_array(tensor) for name, tensor in parts.items()},

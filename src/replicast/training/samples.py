@@ -100,7 +100,7 @@ class Comparison:
         for worker in range(1, self._strategy.size):
             text = None
             while text is None and time.monotonic() < ends:
-                self._strategy.check_job()
+                self._strategy.lifetime.check()
                 text = coordination.get(f"{self._key}/{worker}", 1.0)
             if text is not None:
                 found[worker] = _decoded(text)

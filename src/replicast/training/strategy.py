@@ -32,7 +32,7 @@ import tensorflow as tf
 from replicast import rendezvous
 from replicast.config import HEARTBEAT_SECS, Cluster, heartbeat_timeout_secs, read_cluster, start_timeout_secs
 from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination, unregistered_workers
-from replicast.errors import ClusterError, JobFailed, NotSupported
+from replicast.errors import ClusterError, NotSupported
 from replicast.lifetime import Lifetime
 from replicast.port_filter import port_limit
 from replicast.script_digest import main_script
@@ -201,7 +201,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         self.coordination: Coordination = MemoryCoordination(MemoryCoordination.Store())
         if cluster is not None and cluster.size > 1:
             self.coordination = ServiceCoordination(chiefs=cluster.chiefs)
-        self._lifetime = Lifetime(
+        # Whether the job has failed, who has left it, and where each worker is in the script.
+        self.lifetime = Lifetime(
             self.coordination,
             self._rank,
             self._size,
@@ -212,16 +213,16 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         if self._size > 1:
             # Before any other code can make a call of the service, which may hang: the watcher then ends this
             # worker.
-            self._lifetime.begin()
-        self._writing = Writing(self.coordination, self._rank, self._lifetime)
+            self.lifetime.begin()
+        self._writing = Writing(self.coordination, self._rank, self.lifetime)
         self._callbacks = Callbacks(self._rank, self._size, self._writing)
-        self._inputs = feeding.Inputs(self, self._lifetime.turns)
-        self._functions = Functions(self._rank, self.coordination, self._lifetime.turns, extended.keys)
+        self._inputs = feeding.Inputs(self, self.lifetime.turns)
+        self._functions = Functions(self._rank, self.coordination, self.lifetime.turns, extended.keys)
         if self._size > 1:
             write_once(self._writing)
-            extended.next_turn = self._lifetime.turns.take
+            extended.next_turn = self.lifetime.turns.take
             if sum_through_shared_memory(
-                extended, self.coordination, self._rank, self._lifetime, wanted=all_reduce == "auto"
+                extended, self.coordination, self._rank, self.lifetime, wanted=all_reduce == "auto"
             ):
                 self.all_reduce = "shared memory"
 
@@ -240,41 +241,14 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._named[kind] += 1
         return f"{kind}-{self._named[kind]}"
 
-    def transfers_started(self) -> int:
-        """How many transfers this worker has started in steps: the same on all workers at the same step."""
-        return int(self.extended.transfers_started())
-
-    def report_wait(self, step: int) -> None:
-        """This worker has waited for the others at a boundary for some time. Any thread."""
-        if self._size > 1:
-            self._lifetime.turns.report_wait(step)
-
-    def end_wait(self) -> None:
-        """The wait of `report_wait` is over. Any thread."""
-        if self._size > 1:
-            self._lifetime.turns.end_wait()
-
-    @property
-    def failure(self) -> JobFailed | None:
-        """Why the job has failed, if it has."""
-        return self._lifetime.failure
-
-    def check_job(self) -> None:
-        """Raises `JobFailed` if another worker has failed."""
-        self._lifetime.check()
-
-    def has_left(self, worker: int) -> bool:
-        """Whether a worker has reached the end of its script; raises `JobFailed` if the job has failed."""
-        return self._lifetime.has_left(worker)
-
     def before_leaving(self, act: Callable[[], None], always: Callable[[], None]) -> None:
         """At the end of the script, calls `act`, unless the job has failed, and then `always`, in any case.
 
         `act` may wait for the other workers, `always` must not.
         """
         if self._size > 1:
-            self._lifetime.before_leaving(act)
-            self._lifetime.at_exit(always)
+            self.lifetime.before_leaving(act)
+            self.lifetime.at_exit(always)
         else:
             atexit.register(always)
             atexit.register(act)  # the last one registered is the first one called
