@@ -384,9 +384,9 @@ def test_validation_data_is_told_from_training_data_with_its_steps(pool1: Pool) 
 
 
 def test_the_iterator_of_a_dataset_is_one_that_keras_hands_to_its_graphs() -> None:
-    iterator = feeding.Pass(tf.data.Dataset.range(3), None)
+    iterator = feeding.DataPass(tf.data.Dataset.range(3), None)
     assert isinstance(iterator, tf.data.Iterator)
-    assert type(iter(tf.data.Dataset.range(3))) in feeding.Pass.__mro__
+    assert type(iter(tf.data.Dataset.range(3))) in feeding.DataPass.__mro__
     assert [int(tf.function(lambda it: it.get_next())(iterator)), *map(int, iterator)] == [0, 1, 2]
 
 

@@ -38,7 +38,7 @@ from replicast.coordination import Coordination
 from replicast.errors import NotSupported
 from replicast.lifetime import Lifetime
 from replicast.training.keras_call import compiled_model, keras_looks_at_attributes, optimizer_that_sums
-from replicast.training.origins import Kind, kind_of, lookups_of
+from replicast.training.origins import SliceKind, kind_of, lookups_of
 from replicast.training.variables import creator_in_scope, replicated, sharing_seed_generator
 
 logger = logging.getLogger("replicast")
@@ -553,16 +553,16 @@ def sum_over_workers(
     if not any(isinstance(value, tf.IndexedSlices) for value in values):
         return list(all_reduce(values, averaged))
     parts = [_lookups(value) for value in values]
-    sent = [part.values if kind is Kind.SHARED else part for value in parts for kind, part in value]
+    sent = [part.values if kind is SliceKind.SHARED else part for value in parts for kind, part in value]
     means = [mean for value, mean in zip(parts, averaged, strict=True) for _ in value]
     received = iter(all_reduce(sent, means))
 
-    def whole(kind: Kind, part: Any, total: Any) -> Any:
-        if kind is Kind.SHARED:
+    def whole(kind: SliceKind, part: Any, total: Any) -> Any:
+        if kind is SliceKind.SHARED:
             return tf.IndexedSlices(total, part.indices, part.dense_shape)
-        if kind is Kind.UNIQUE:
+        if kind is SliceKind.UNIQUE:
             return _one_for_each_index(total)
-        if kind is Kind.ROWS:
+        if kind is SliceKind.ROWS:
             return total
         lengths = all_gather(tf.reshape(tf.size(part.indices), [1]))
 
@@ -583,12 +583,12 @@ def sum_over_workers(
     return [_joined(value) for value in sums]
 
 
-def _lookups(value: Any) -> list[tuple[Kind, Any]]:
+def _lookups(value: Any) -> list[tuple[SliceKind, Any]]:
     """The slices of each lookup, if the step uses a table more than once; a dense tensor is one part."""
     if not isinstance(value, tf.IndexedSlices):
-        return [(Kind.ROWS, value)]
+        return [(SliceKind.ROWS, value)]
     if tf.executing_eagerly():
-        return [(Kind.UNKNOWN, value)]
+        return [(SliceKind.UNKNOWN, value)]
     lists = lookups_of(value.indices)
     if len(lists) == 1:
         return [(kind_of(lists[0]), value)]

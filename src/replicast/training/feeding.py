@@ -37,7 +37,7 @@ from replicast.training.keras_call import KerasCall, only_looks_at_shapes
 from replicast.training.samples import (
     PARTS,
     WHAT,
-    Comparison,
+    DataComparison,
     Sample,
     order_of_batches,
     sample_of_arrays,
@@ -310,7 +310,7 @@ def rows_of_share(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
     return rows * rank // size, rows * (rank + 1) // size
 
 
-class Pass(OwnedIterator):
+class DataPass(OwnedIterator):
     """An iterator over a dataset whose shapes Keras can read without taking a batch from it.
 
     With `validation_steps`, Keras keeps the iterator of `validation_data` from epoch to epoch, and takes a
@@ -397,7 +397,7 @@ class Share(tf.data.Dataset):
         return self._pass_over(self._share.skip(position.batches) if position.batches else self._share)
 
     def _pass_over(self, share: tf.data.Dataset) -> Iterator[Any]:
-        return iter(share) if self._shapes is None else Pass(share, self._shapes)
+        return iter(share) if self._shapes is None else DataPass(share, self._shapes)
 
     def is_infinite(self) -> bool:
         return bool(self._share.cardinality() == tf.data.INFINITE_CARDINALITY)
@@ -622,9 +622,9 @@ class Inputs:
             warned.add(subject)
             logger.warning(message)
 
-    def _comparison(self, call: KerasCall, sample: Sample) -> Comparison:
+    def _comparison(self, call: KerasCall, sample: Sample) -> DataComparison:
         warn = functools.partial(self.warn_once, call.model, call.method)
-        return Comparison(sample, self._strategy, self._meet, warn)
+        return DataComparison(sample, self._strategy, self._meet, warn)
 
     def _start_of(self, call: KerasCall) -> Callable[[], Start | None]:
         # Not the call itself, whose iterator holds the share.

@@ -60,9 +60,7 @@ _ROUNDING = {"float64": 1e-5, "float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-1
 _EXACT = 1e-12
 _MAX_DIMENSIONS = 8
 _KEPT_KEYS = 8
-_TRACE_SECS = (
-    60.0  # how long to wait for the trace of a worker that has published its digest and is about to send it
-)
+_TRACE_SECS = 60.0  # to wait for the trace of a worker that has published its digest and is about to send it
 _WEIGHTS = np.arange(1, 65537) * 0.6180339887498949 % 1.0 + 0.5
 
 
@@ -246,34 +244,6 @@ class Trace(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class OwnTrace:
-    """This worker's trace of a step."""
-
-    def __init__(self, step: Step, outputs: Any) -> None:
-        inputs = [tensor for tensor in tensors_in(step.args) if isinstance(tensor, tf.Tensor)]
-        rows = next((tensor.shape[0] for tensor in inputs if tensor.shape.rank), None)
-        results = [tensor for tensor in tensors_in(outputs) if isinstance(tensor, tf.Tensor)]
-        self._reader = _Reader(step.graph, step.version)
-        structure = self._reader.read([tensor.name for tensor in results if tensor.graph is step.graph])
-        self.signature = " ".join(f"{tensor.dtype.name}{tensor.shape}" for tensor in inputs)
-        self._rows = max(1, rows or 1)
-        self._structure = structure
-        leaves = sorted(f"{place} {value.digest}" for _, place, value in self._reader.leaves)
-        self.digest = _digest([self.signature, structure, *leaves])
-
-    def to_text(self, *, operations: bool = True) -> str:
-        """All of it as compressed text; the operations only if they can be compared."""
-        found = {(value.kind, value.digest): value for _, _, value in self._reader.leaves}
-        described = {key: value.described() for key, value in found.items()}  # most are a few small numbers
-        leaves = [
-            Leaf(used_by, place[:12], *described[value.kind, value.digest])
-            for used_by, place, value in self._reader.leaves
-        ]
-        named = self._reader.operations if operations else []
-        trace = Trace(self.signature, self._rows, self._structure, named, leaves)
-        return base64.b85encode(zlib.compress(msgspec.msgpack.encode(trace), 1)).decode()
-
-
 def _decoded(text: str) -> Trace:
     return msgspec.msgpack.decode(zlib.decompress(base64.b85decode(text)), type=Trace)
 
@@ -298,24 +268,41 @@ class _Value:
         return self._dtype, self._shape, *_mix(array)
 
 
-class _Reader:
-    """Reads what a graph computes.
+class OwnTrace:
+    """This worker's trace of a step.
 
     The digest of an operation covers its type, its attributes and the digests of its inputs, so it says what
-    is computed, however the graph is ordered and named.
+    is computed, however the graph is ordered and named. `digest` covers the structure from which the results
+    and all written variables are computed, and the leaves.
     """
 
-    def __init__(self, graph: Any, version: int) -> None:
-        self._definition = graph.as_graph_def(from_version=version)
-        self._library = {function.signature.name: function for function in self._definition.library.function}
-        self._captured = {inside.op.name: outside(taken) for taken, inside in graph.captures}
+    def __init__(self, step: Step, outputs: Any) -> None:
+        definition = step.graph.as_graph_def(from_version=step.version)
+        self._library = {function.signature.name: function for function in definition.library.function}
         self._functions: dict[str, str] = {}
-        self.operations: list[list[str]] = []
-        self.leaves: list[tuple[str, str, _Value]] = []
+        self._operations: list[list[str]] = []
+        self._leaves: list[tuple[str, str, _Value]] = []
+        inputs = [tensor for tensor in tensors_in(step.args) if isinstance(tensor, tf.Tensor)]
+        self.signature = " ".join(f"{tensor.dtype.name}{tensor.shape}" for tensor in inputs)
+        self._rows = max(1, next((tensor.shape[0] for tensor in inputs if tensor.shape.rank), None) or 1)
+        results = [tensor for tensor in tensors_in(outputs) if isinstance(tensor, tf.Tensor)]
+        named = [tensor.name for tensor in results if tensor.graph is step.graph]
+        captured = {inside.op.name: outside(taken) for taken, inside in step.graph.captures}
+        self._structure = self._body(definition.node, named, {}, captured)
+        leaves = sorted(f"{place} {value.digest}" for _, place, value in self._leaves)
+        self.digest = _digest([self.signature, self._structure, *leaves])
 
-    def read(self, results: Sequence[str]) -> str:
-        """A digest of the structure from which these tensors and all written variables are computed."""
-        return self._body(self._definition.node, results, {}, self._captured)
+    def to_text(self, *, operations: bool = True) -> str:
+        """All of it as compressed text; the operations only if they can be compared."""
+        found = {(value.kind, value.digest): value for _, _, value in self._leaves}
+        described = {key: value.described() for key, value in found.items()}  # most are a few small numbers
+        leaves = [
+            Leaf(used_by, place[:12], *described[value.kind, value.digest])
+            for used_by, place, value in self._leaves
+        ]
+        named = self._operations if operations else []
+        trace = Trace(self.signature, self._rows, self._structure, named, leaves)
+        return base64.b85encode(zlib.compress(msgspec.msgpack.encode(trace), 1)).decode()
 
     def _body(
         self,
@@ -340,13 +327,13 @@ class _Reader:
                 inputs = _inputs(node)[:1] if node.op.startswith("Collective") else _inputs(node)
                 sources = [f"{digests.get(_node_of(source))}:{source.partition(':')[2]}" for source in inputs]
                 digests[name] = digest = _digest([node.op, *self._attributes(node), *sources])
-                self.operations.append([name, digest[:12]])
+                self._operations.append([name, digest[:12]])
                 for index, source in enumerate(inputs):
                     value = values.pop(_node_of(source), None)
                     if value is not None:
-                        self.leaves.append((f"{name}:{index}", f"{index}:{digest}", value))
+                        self._leaves.append((f"{name}:{index}", f"{index}:{digest}", value))
         returned = [f"{digests.get(_node_of(name))}:{name.partition(':')[2]}" for name in results]
-        self.leaves += [(f"{name}:", "result", value) for name, value in values.items() if value is not None]
+        self._leaves += [(f"{name}:", "result", value) for name, value in values.items() if value is not None]
         return _digest([*returned, *sorted(digests[name] for name in writes)])
 
     def _attributes(self, node: Any) -> Iterator[str]:

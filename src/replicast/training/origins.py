@@ -149,7 +149,7 @@ def _takes_some_rows(operation: tf.Operation) -> bool:
     return axis is not None and tf.get_static_value(operation.inputs[axis]) == 0
 
 
-class Kind(enum.Enum):
+class SliceKind(enum.Enum):
     """How to combine the slices of several workers into those of the whole batch (`sum_over_workers`)."""
 
     ROWS = enum.auto()
@@ -164,18 +164,18 @@ def lookups_of(indices: tf.Tensor) -> list[tf.Tensor]:
     return list(origin.op.inputs)[:-1] if origin.op.type == "ConcatV2" else [origin]
 
 
-def kind_of(indices: tf.Tensor) -> Kind:
+def kind_of(indices: tf.Tensor) -> SliceKind:
     """The kind of the gradient of a lookup with these indices."""
     origin = _without_casts(indices, also=("Reshape", "SelectV2"))
     if origin.op.type in _DISTINCT:
-        return Kind.UNIQUE
+        return SliceKind.UNIQUE
     lengths = {_length(indices, rows) for rows in _ROWS_TRIED}
     if None in lengths or len(lengths) > 1:
-        return Kind.UNKNOWN if _calls_function(origin.op) else Kind.ROWS
+        return SliceKind.UNKNOWN if _calls_function(origin.op) else SliceKind.ROWS
     sources = _sources(origin, through_shapes=False)
     if any(_calls_function(source.op) for source in sources):
-        return Kind.UNKNOWN
-    return Kind.ROWS if any(map(_is_batch, sources)) or _has_batch_size(origin) else Kind.SHARED
+        return SliceKind.UNKNOWN
+    return SliceKind.ROWS if any(map(_is_batch, sources)) or _has_batch_size(origin) else SliceKind.SHARED
 
 
 def _without_casts(tensor: tf.Tensor, also: tuple[str, ...] = ()) -> tf.Tensor:

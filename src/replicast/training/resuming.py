@@ -28,9 +28,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from replicast.training.feeding import ArrayShare, DataPosition, Share
 
 POSITIONED = (ArrayDataAdapter, GeneratorDataAdapter, PyDatasetAdapter, TFDatasetAdapter)
-Batches = (
-    Any  # any iterable: preferably a `tf.data.Dataset`, but also a distributed dataset, a list or a generator
-)
+Batches = Any  # any iterable: best a `tf.data.Dataset`, but also a distributed dataset, a list or a generator
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class Sample(msgspec.Struct, frozen=True):
     labelled: bool = False
 
 
-class Comparison:
+class DataComparison:
     """Compares the workers' data of one `fit`, `evaluate` or `predict`."""
 
     def __init__(
