@@ -22,7 +22,9 @@ from replicast.launcher.checks import release
 
 SOURCE = Path(replicast.__file__).parent
 OURS = ("training", "coordination.py")  # where private APIs may be used
-NOT_PRIVATE = frozenset({"_exit", "_getframe", "_replace"})  # names with an underscore that Python documents
+NOT_PRIVATE = frozenset(
+    {"_exit", "_getframe", "_replace", "_value_"}
+)  # names with an underscore that Python documents
 
 
 @dataclass(frozen=True)
