@@ -13,7 +13,7 @@ import pytest
 
 from replicast.page.app import App
 from replicast.page.live import Find
-from replicast.page.server import Settings
+from replicast.page.server import PageSettings
 from tests.memory_run import MemoryRun
 from tests.page.live import TOKEN as TOKEN
 from tests.unit.played_job import SCHEMA
@@ -75,7 +75,7 @@ def serve(run: MemoryRun) -> Iterator[Serve]:
         find: Find = lambda: found,
         **settings: Any,
     ) -> Client:
-        opened.append(Client(App(find, Settings(**{"token": TOKEN, **settings})), host, peer))
+        opened.append(Client(App(find, PageSettings(**{"token": TOKEN, **settings})), host, peer))
         return opened[-1]
 
     yield start

@@ -16,19 +16,19 @@ import pytest
 
 from replicast.client import Run
 from replicast.page.app import App
-from replicast.page.live import Find, Watch
-from replicast.page.server import Server, Settings, configured, listen
+from replicast.page.live import Find, RunWatch
+from replicast.page.server import PageServer, PageSettings, configured, listen
 from replicast.testing.job import eventually
 
 TOKEN = "0123456789abcdef-the-token"
 
 
 @contextlib.contextmanager
-def served(find: Find, settings: Settings) -> Iterator[str]:
+def served(find: Find, settings: PageSettings) -> Iterator[str]:
     """Serves in a thread of this process; gives the address."""
     app = App(find, settings)
     with listen(settings) as listener:
-        server = Server(configured(app, settings), app.stop)
+        server = PageServer(configured(app, settings), app.stop)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
@@ -44,14 +44,14 @@ def served_run(run: Run) -> Iterator[str]:
     """Serves one run as `first`, and keeps nothing that was read; gives its address."""
     found = {"first": run}
 
-    async def fresh(watch: Watch, _key: object, act: Callable[[], Any], _max_age: float = 0.0) -> Any:
+    async def fresh(watch: RunWatch, _key: object, act: Callable[[], Any], _max_age: float = 0.0) -> Any:
         return await watch._threads.call(act)
 
     with (
         pytest.MonkeyPatch.context() as patched,
-        served(lambda: found, Settings(port=0, token=TOKEN)) as address,
+        served(lambda: found, PageSettings(port=0, token=TOKEN)) as address,
     ):
-        patched.setattr(Watch, "read", fresh)
+        patched.setattr(RunWatch, "read", fresh)
         yield f"{address}/first"
 
 

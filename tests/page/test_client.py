@@ -13,7 +13,7 @@ from replicast.client import connect
 from replicast.errors import RequestRefused, UpdateRefused
 from replicast.page import app as api
 from replicast.page.live import runs_in
-from replicast.page.server import Settings
+from replicast.page.server import PageSettings
 from replicast.update.update import Update
 from tests.memory_run import MemoryRun
 from tests.page.conftest import TOKEN
@@ -28,7 +28,7 @@ DELTA = np.ones(3, np.float32)
 def address(run: MemoryRun) -> Iterator[str]:
     """The address of the run, served."""
     found = {"first": run}
-    with served(lambda: found, Settings(port=0, token=TOKEN)) as server:
+    with served(lambda: found, PageSettings(port=0, token=TOKEN)) as server:
         yield f"{server}/first"
 
 
@@ -66,7 +66,7 @@ def test_the_command_line_pushes_to_an_address_and_waits(
     monkeypatch.setenv("REPLICAST_TOKEN", TOKEN)
     with (
         PlayedRun(tmp_path / "first") as run,
-        served(runs_in(run.path), Settings(port=0, token=TOKEN)) as server,
+        served(runs_in(run.path), PageSettings(port=0, token=TOKEN)) as server,
     ):
         result = invoke("push", f"{server}/first", "--add", file, "--note", "drifted", "--wait")
         assert (result.exit_code, "verified" in result.output) == (0, True), result.output

@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 
 from replicast.page import server
 from replicast.page.app import App
-from replicast.page.server import HEAD_SECS, READ_SECS, Connection, Settings, configured
+from replicast.page.server import HEAD_SECS, READ_SECS, HttpConnection, PageSettings, configured
 from tests.memory_run import MemoryRun
 from tests.page.conftest import TOKEN
 from tests.page.live import served
@@ -84,7 +84,7 @@ class Transport(asyncio.Transport):
         """The peer goes on."""
 
 
-Connect = Callable[..., tuple[Connection, Transport]]
+Connect = Callable[..., tuple[HttpConnection, Transport]]
 
 
 @pytest.fixture
@@ -94,11 +94,11 @@ def loop() -> Loop:
 
 @pytest.fixture
 def connect(run: MemoryRun, loop: Loop) -> Connect:
-    settings = Settings(token=TOKEN, trusted_proxies=("10.0.0.1",))
+    settings = PageSettings(token=TOKEN, trusted_proxies=("10.0.0.1",))
     config, state = configured(App(lambda: {"first": run}, settings), settings), ServerState()
     config.load()
 
-    def one(peer: str = "127.0.0.1") -> tuple[Connection, Transport]:
+    def one(peer: str = "127.0.0.1") -> tuple[HttpConnection, Transport]:
         made: Any = config.http_protocol_class
         connection, transport = made(config, state, {}, loop), Transport(peer)
         connection.connection_made(transport)
@@ -183,7 +183,7 @@ def test_connections_that_send_nothing_keep_nobody_out(
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 8)
     monkeypatch.setattr(server, "HEAD_SECS", 600.0)
     found = {"first": run}
-    with served(lambda: found, Settings(port=0)) as address, ExitStack() as opened:
+    with served(lambda: found, PageSettings(port=0)) as address, ExitStack() as opened:
         port = int(address.rpartition(":")[2])
         for _ in range(30):
             opened.enter_context(socket.create_connection(("127.0.0.1", port), 20))
@@ -194,7 +194,7 @@ def test_connections_that_send_nothing_keep_nobody_out(
 def test_a_connection_that_sends_nothing_ends(run: MemoryRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HEAD_SECS", 0.01)
     found = {"first": run}
-    with served(lambda: found, Settings(port=0)) as address:
+    with served(lambda: found, PageSettings(port=0)) as address:
         port = int(address.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), 20) as silent:
             assert silent.recv(1) == b""

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 
 from replicast.page import security
 from replicast.page.app import ROWS
-from replicast.page.server import Settings
+from replicast.page.server import PageSettings
 from tests.memory_run import MemoryRun
 from tests.page.conftest import BEARER, TOKEN
 from tests.page.live import served
@@ -55,7 +55,7 @@ def fuzz(address: str, headers: dict[str, str]) -> int:
 
 def test_nothing_changes_without_the_token_and_nothing_breaks(run: MemoryRun) -> None:
     found = {"first": run}
-    with served(lambda: found, Settings(port=0, token=TOKEN)) as address:
+    with served(lambda: found, PageSettings(port=0, token=TOKEN)) as address:
         assert fuzz(address, {}) == len(ROWS) + 3  # The runs, Prometheus, health.
     assert run.done == []
 
@@ -63,6 +63,6 @@ def test_nothing_changes_without_the_token_and_nothing_breaks(run: MemoryRun) ->
 def test_with_the_token_nothing_breaks(run: MemoryRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(security, "ACTIONS_PER_MINUTE", 10**6)
     found = {"first": run}
-    with served(lambda: found, Settings(port=0, token=TOKEN)) as address:
+    with served(lambda: found, PageSettings(port=0, token=TOKEN)) as address:
         assert fuzz(address, BEARER) == len(ROWS) + 3  # The runs, Prometheus, health.
     assert "audit" in run.done

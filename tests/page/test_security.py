@@ -11,7 +11,7 @@ import pytest
 from replicast.errors import ServeRefused
 from replicast.page import security
 from replicast.page.app import ROWS
-from replicast.page.server import Settings, read_token
+from replicast.page.server import PageSettings, read_token
 from tests.memory_run import MemoryRun
 from tests.page.conftest import BEARER, TOKEN, Client, Serve
 
@@ -213,9 +213,9 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(serve: Serve, run
 
 def test_another_address_than_loopback_needs_a_token() -> None:
     with pytest.raises(ServeRefused, match="can be reached from other machines"):
-        Settings(host="0.0.0.0")
-    assert Settings(host="0.0.0.0", token=TOKEN).host == "0.0.0.0"
-    assert Settings(host="::1").token is None
+        PageSettings(host="0.0.0.0")
+    assert PageSettings(host="0.0.0.0", token=TOKEN).host == "0.0.0.0"
+    assert PageSettings(host="::1").token is None
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_another_address_than_loopback_needs_a_token() -> None:
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, object], problem: str) -> None:
     with pytest.raises(ServeRefused, match=problem):
-        Settings(**settings)  # type: ignore[arg-type]
+        PageSettings(**settings)  # type: ignore[arg-type]
 
 
 def test_a_token_file_is_made_for_its_owner_alone(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from replicast.cli import serve as command
 from replicast.page.app import App
 from replicast.page.live import runs_in
-from replicast.page.server import Settings
+from replicast.page.server import PageSettings
 from replicast.storage.run_files import append_metrics
 from tests.page.conftest import BEARER, TOKEN, Client
 from tests.page.live import Serving
@@ -56,7 +56,7 @@ def test_a_served_run_that_is_replaced_by_a_link_is_not_followed_by_any_request(
         append_metrics(run, 1, {name.replace("/", "-"): 1.0})
         (run / "logs" / "attempt-0").mkdir(parents=True)
         (run / "logs" / "attempt-0" / "worker-0.log").write_text(f"a line of {name}\n")
-    client = Client(App(runs_in(tmp_path / "runs"), Settings(token=TOKEN)), "127.0.0.1:8080", "127.0.0.1")
+    client = Client(App(runs_in(tmp_path / "runs"), PageSettings(token=TOKEN)), "127.0.0.1:8080", "127.0.0.1")
     paths = ["", "/status", "/metrics", "/schema", "/updates", "/logs/0"]
     try:
         for path in paths:

@@ -14,8 +14,8 @@ import pytest
 from replicast.errors import FileDamaged
 from replicast.page import live as watching
 from replicast.page.answers import HttpError
-from replicast.page.live import SlotResponse, Slots, Watch
-from replicast.page.server import Settings, Threads
+from replicast.page.live import RunWatch, SlotResponse, Slots
+from replicast.page.server import PageSettings, Threads
 from tests.memory_run import MemoryRun
 from tests.page.live import served
 
@@ -46,7 +46,7 @@ def opened(address: str) -> tuple[HTTPConnection, HTTPResponse]:
 
 def test_the_first_event_is_the_whole_status_and_later_ones_what_changed(run: MemoryRun) -> None:
     found = {"first": run}
-    with served(lambda: found, Settings(port=0)) as address:
+    with served(lambda: found, PageSettings(port=0)) as address:
         connection, response = opened(address)
         assert response.getheader("Content-Type") == "text/event-stream; charset=utf-8"
         stream = events(response)
@@ -64,7 +64,7 @@ def test_the_first_event_is_the_whole_status_and_later_ones_what_changed(run: Me
 def test_a_hundred_streams_read_as_often_as_one(run: MemoryRun) -> None:
     async def follow(streams: int) -> int:
         """Reads twenty events with so many streams; returns how often the run was read."""
-        run.reads, watch = 0, Watch("first", run, Threads(8))
+        run.reads, watch = 0, RunWatch("first", run, Threads(8))
 
         async def one() -> None:
             async with watch.stream() as queue:
@@ -81,7 +81,7 @@ def test_a_hundred_streams_read_as_often_as_one(run: MemoryRun) -> None:
 
 def test_what_is_kept_for_others_has_a_bounded_size(run: MemoryRun) -> None:
     async def read(nbytes: int) -> list[str]:
-        watch, read = Watch("first", run, Threads(8)), []
+        watch, read = RunWatch("first", run, Threads(8)), []
 
         async def text(key: str) -> None:
             await watch.text(key, lambda: read.append(key) or "x" * nbytes, 1000.0)
@@ -96,7 +96,7 @@ def test_what_is_kept_for_others_has_a_bounded_size(run: MemoryRun) -> None:
 
 def test_nobody_reads_a_run_that_nobody_looks_at(run: MemoryRun) -> None:
     async def look_away() -> None:
-        watch = Watch("first", run, Threads(8))
+        watch = RunWatch("first", run, Threads(8))
         async with asyncio.timeout(SECS):
             async with watch.stream() as queue:
                 await queue.get()
@@ -109,7 +109,7 @@ def test_nobody_reads_a_run_that_nobody_looks_at(run: MemoryRun) -> None:
 
 def test_who_is_too_slow_begins_again(run: MemoryRun) -> None:
     async def sleep() -> list[bytes | None]:
-        watch = Watch("first", run, Threads(8))
+        watch = RunWatch("first", run, Threads(8))
         async with watch.stream() as slow, watch.stream() as quick:
             for _ in range(40):
                 assert await asyncio.wait_for(quick.get(), SECS) is not None
@@ -124,7 +124,7 @@ def test_a_run_that_cannot_be_read_is_told_and_comes_back(
     run: MemoryRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def damage() -> tuple[Any, Any]:
-        watch, status = Watch("first", run, Threads(8)), run.status
+        watch, status = RunWatch("first", run, Threads(8)), run.status
 
         def damaged() -> Any:
             raise FileDamaged("run.json", "it is gone")
@@ -147,7 +147,7 @@ def test_metrics_that_cannot_be_read_hide_no_later_status(
     run: MemoryRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def damage() -> None:
-        watch, metrics, loop = Watch("first", run, Threads(8)), run.metrics, asyncio.get_running_loop()
+        watch, metrics, loop = RunWatch("first", run, Threads(8)), run.metrics, asyncio.get_running_loop()
         failed, reads = asyncio.Event(), 0
 
         def damaged(*_: Any, **__: Any) -> Any:
@@ -171,7 +171,7 @@ def test_metrics_that_cannot_be_read_hide_no_later_status(
 
 def test_the_server_ends_its_streams_before_it_ends(run: MemoryRun) -> None:
     found, ended = {"first": run}, threading.Event()
-    with served(lambda: found, Settings(port=0)) as address:
+    with served(lambda: found, PageSettings(port=0)) as address:
         connection, response = opened(address)
         stream = events(response)
         next(stream)
@@ -190,7 +190,7 @@ def test_the_server_ends_its_streams_before_it_ends(run: MemoryRun) -> None:
 
 def test_streams_are_limited(run: MemoryRun) -> None:
     async def follow_all() -> None:
-        slots, watch = Slots(2, "Too many browsers", "Close some"), Watch("first", run, Threads(1))
+        slots, watch = Slots(2, "Too many browsers", "Close some"), RunWatch("first", run, Threads(1))
 
         def follow() -> SlotResponse:
             slots.take()

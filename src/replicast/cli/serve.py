@@ -62,10 +62,10 @@ def serve(path: Path, token_file: Path | None, max_upload: int, **options: Any) 
         )
     from replicast.page.app import App
     from replicast.page.live import runs_in
-    from replicast.page.server import Settings, address_of, listen, read_token, run
+    from replicast.page.server import PageSettings, address_of, listen, read_token, run
 
     token = read_token(token_file, os.environ)
-    settings = Settings(token=token, max_upload_bytes=max_upload * 2**20, **options)
+    settings = PageSettings(token=token, max_upload_bytes=max_upload * 2**20, **options)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     with listen(settings) as listener:
         click.echo(f"Serving {path} at {address_of(settings, listener)}")

@@ -30,11 +30,11 @@ from replicast.client.run import (
     OPERATIONS,
     PULLED,
     Brief,
-    Operation,
     Overview,
     Pulled,
     Pushed,
     Run,
+    RunOperation,
     TrialOptions,
 )
 from replicast.config import TOKEN
@@ -114,7 +114,7 @@ class ServedRun(Run):
             raise NotFound(f"{address} serves no run.")
         raise NotFound(f"{address} serves {len(names)} runs. Name one: {address}/{names[0]}, for example.")
 
-    def perform(self, operation: Operation, arguments: dict[str, Any]) -> Any:
+    def perform(self, operation: RunOperation, arguments: dict[str, Any]) -> Any:
         """Sends a request, and reads the result or raises the error."""
         if "author" in arguments:
             arguments["author"] = arguments["author"] or this_user()

@@ -22,8 +22,17 @@ from replicast.client.inbox_author import (
     withdraw,
 )
 from replicast.client.metrics import Metrics, MetricsFile
-from replicast.client.notes import POLL_SECS, Seen, described_run, running_beside, schema_of, see
-from replicast.client.run import Brief, CheckpointView, LastMetrics, Operation, Overview, Pushed, Restart, Run
+from replicast.client.notes import POLL_SECS, SeenJob, described_run, running_beside, schema_of, see
+from replicast.client.run import (
+    Brief,
+    CheckpointView,
+    LastMetrics,
+    Overview,
+    Pushed,
+    Restart,
+    Run,
+    RunOperation,
+)
 from replicast.client.updates import (
     UpdateView,
     committed_views,
@@ -95,7 +104,7 @@ class DirectoryRun(Run):
         self.where = str(path)
         self._metrics = MetricsFile(self.path / "metrics.jsonl")
 
-    def perform(self, operation: Operation, arguments: dict[str, Any]) -> Any:
+    def perform(self, operation: RunOperation, arguments: dict[str, Any]) -> Any:
         """Calls the function that does it."""
         return DONE_BY[operation.name](self.path, **arguments)
 
@@ -104,7 +113,7 @@ class DirectoryRun(Run):
         now = read_state(self.path, seen.notes, seen.now)
         return self._brief(described_run(self.path), seen, now)
 
-    def _brief(self, info: RunInfo | None, seen: Seen, now: RunState) -> Brief:
+    def _brief(self, info: RunInfo | None, seen: SeenJob, now: RunState) -> Brief:
         notes = seen.notes
         beside = "" if now.state.is_running else running_beside(self.path, seen.now)
         waits = any(note.waiting_for == WITHOUT_CALLBACK for note in notes)

@@ -19,7 +19,7 @@ _POSITIVE = "A learning rate that trains is positive"
 _CHUNK = 2**20  # Elements that are widened to float64 at a time.
 
 
-class Record(msgspec.Struct, frozen=True):
+class View(msgspec.Struct, frozen=True):
     """What a run tells: the same fields in Python, as JSON, and over HTTP."""
 
     def to_json(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def json_value(value: Any) -> Any:
             return value
 
 
-class Values(Record, frozen=True):
+class Values(View, frozen=True):
     """The values of an array in short: how many are not finite; of the others, extremes and 2-norm."""
 
     size: int
@@ -65,7 +65,7 @@ class Values(Record, frozen=True):
     norm: float
 
 
-class EditView(Record, frozen=True):
+class EditView(View, frozen=True):
     """One edit, for people."""
 
     variable: str
@@ -79,7 +79,7 @@ class EditView(Record, frozen=True):
     values: Values | None
 
 
-class Examination(Record, frozen=True):
+class Examination(View, frozen=True):
     """What an update would do to a run, without doing it."""
 
     edits: tuple[EditView, ...]

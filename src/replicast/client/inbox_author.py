@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from replicast.client.examination import Examination, examine
 from replicast.client.notes import (
-    Seen,
+    SeenJob,
     described_run,
     not_running_text,
     polls,
@@ -124,7 +124,7 @@ def examine_revert(run: RunDir, which: str | int, *, force: bool) -> Examination
 def _submit(
     run: RunDir,
     update: Update,
-    seen: Seen,
+    seen: SeenJob,
     at_step: int | None = None,
     trial: Trial | None = None,
     *,
@@ -317,7 +317,7 @@ def _check_size(variable: Variable, ranges: Rows, max_bytes: int | None) -> None
 
 def _from_checkpoint(
     run: RunDir,
-    seen: Seen,
+    seen: SeenJob,
     variable: Variable,
     wanted: tuple[int, ...] | None,
     ranges: Rows,
@@ -336,7 +336,7 @@ def _from_checkpoint(
     return Pulled(variable.name, last.step, digest_array(array), f"checkpoint {last.step}", array, wanted)
 
 
-def _waited_for(seen: Seen, workers: int) -> str:
+def _waited_for(seen: SeenJob, workers: int) -> str:
     """What keeps a job from answering, as far as the workers' notes tell."""
     now = seen.now
     limit = absent_secs(workers)

@@ -104,13 +104,13 @@ class Metrics:
             return cls(series, int(fields["position"]), fields["since"], int(fields["damaged"]))
 
 
-class _Line(msgspec.Struct, gc=False):
+class _MetricsLine(msgspec.Struct, gc=False):
     step: Annotated[int, msgspec.Meta(ge=0, lt=_MAX_STEP)]
     time: float
     values: dict[str, float | str]
 
 
-_LINE = msgspec.json.Decoder(_Line)
+_LINE = msgspec.json.Decoder(_MetricsLine)
 
 
 @dataclass(slots=True)
@@ -176,7 +176,7 @@ class _Seen:
             if lines:
                 self._add(lines)
 
-    def _whole_lines(self, piece: bytes) -> Iterator[_Line]:
+    def _whole_lines(self, piece: bytes) -> Iterator[_MetricsLine]:
         """The lines of a piece without those that are damaged."""
         for line in piece.split(b"\n"):
             if line.strip():
@@ -185,7 +185,7 @@ class _Seen:
                 except (msgspec.MsgspecError, UnicodeDecodeError):
                     self.damaged += 1
 
-    def _add(self, lines: list[_Line]) -> None:
+    def _add(self, lines: list[_MetricsLine]) -> None:
         steps = np.array([line.step for line in lines], np.int64)
         places = _counting(steps).tolist()
         kept = [lines[place] for place in places]
@@ -198,7 +198,7 @@ class _Seen:
             if name in self.series or len(self.series) < MAX_SERIES:
                 self._extend(name, [line for line in kept if name in line.values])
 
-    def _extend(self, name: str, lines: list[_Line]) -> None:
+    def _extend(self, name: str, lines: list[_MetricsLine]) -> None:
         """Adds the lines that have a value of this name; of those with the same step, the last one counts."""
         steps = np.array([line.step for line in lines], np.int64)
         values = np.array([_number(line.values[name]) for line in lines])

@@ -50,7 +50,7 @@ _TOO_OLD_SECS = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenJob:
     """What the workers of a job last said, and what time it was then by their clock."""
 
     notes: list[WorkerNote]
@@ -64,23 +64,23 @@ class Seen:
         )
 
 
-def see(run: RunDir) -> Seen:
+def see(run: RunDir) -> SeenJob:
     """Looks at a job. Blocks for at most `LISTEN_SECS`, and only if its notes look old or from the future."""
     path = below(run)  # Absolute: a process may change its working directory.
     return _reader_of(RunPath(path.root.absolute(), path.parts)).look()
 
 
-class _Reader:
+class _NotesReader:
     """What this process knows of one job: how far its clock is behind, and the notes of a dead one."""
 
     def __init__(self, run: RunPath) -> None:
         self._run = run
         self._behind_secs = 0.0
         self._dead: list[WorkerNote] | None = None
-        self._last: Seen | None = None
+        self._last: SeenJob | None = None
         self._lock = Lock()
 
-    def look(self) -> Seen:
+    def look(self) -> SeenJob:
         # The threads of a page: one of them listens, and the others go on with what is known.
         last = self._last
         if not self._lock.acquire(blocking=last is None):
@@ -91,7 +91,7 @@ class _Reader:
         finally:
             self._lock.release()
 
-    def _look(self) -> Seen:
+    def _look(self) -> SeenJob:
         seen = self._seen()
         if seen.running or seen.notes == self._dead or self._is_surely_dead(seen):
             return seen
@@ -103,17 +103,17 @@ class _Reader:
         self._dead = None if listened.moving else seen.notes
         return seen
 
-    def _seen(self) -> Seen:
-        return Seen(read_worker_notes(self._run), time.time() - self._behind_secs)
+    def _seen(self) -> SeenJob:
+        return SeenJob(read_worker_notes(self._run), time.time() - self._behind_secs)
 
-    def _is_surely_dead(self, seen: Seen) -> bool:
+    def _is_surely_dead(self, seen: SeenJob) -> bool:
         running = [note for note in seen.notes if note.waiting_for != ENDED]
         if all(_is_gone(note) or seen.now - note.time > _TOO_OLD_SECS for note in running):
             return True
         return has_ended(self._run, seen.notes)
 
 
-_reader_of = lru_cache(maxsize=1000)(_Reader)
+_reader_of = lru_cache(maxsize=1000)(_NotesReader)
 
 
 def _is_gone(note: WorkerNote) -> bool:
@@ -122,7 +122,7 @@ def _is_gone(note: WorkerNote) -> bool:
     return is_on_this_host(process) and is_alive(process) is False
 
 
-def polls(run: RunDir, timeout_secs: float) -> Iterator[tuple[Seen, bool, bool]]:
+def polls(run: RunDir, timeout_secs: float) -> Iterator[tuple[SeenJob, bool, bool]]:
     """Looks at a job ten times a second until the time is up; blocks at most `timeout_secs` in all."""
     seen, read_at = see(run), monotonic()
     is_fresh = True
@@ -142,7 +142,7 @@ def ticks(timeout_secs: float, every_secs: float) -> Iterator[bool]:
         yield monotonic() >= ends
 
 
-def not_running_text(seen: Seen) -> str:
+def not_running_text(seen: SeenJob) -> str:
     """Says that the job is not running, and since when."""
     if not seen.notes:
         return "The job is not running (no worker has written a note yet)"
@@ -156,7 +156,7 @@ def running_beside(run: RunDir, now: float) -> str:
     A hint, so nobody listens for it: `now` is the time by the clock of `run`.
     """
     found = [child for child in sorted(below(run).glob("replicas-*")) if is_run(child)]
-    running = [str(child) for child in found if Seen(read_worker_notes(child), now).running]
+    running = [str(child) for child in found if SeenJob(read_worker_notes(child), now).running]
     if not running:
         return ""
     return f"Another Replicas of the same script is running: give {' or '.join(running)} instead."

@@ -45,7 +45,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from replicast import errors
-from replicast.client.examination import Examination, Record, examine, json_value
+from replicast.client.examination import Examination, View, examine, json_value
 from replicast.client.metrics import MAX_POINTS, Metrics
 from replicast.client.notes import ticks
 from replicast.client.updates import UpdateView
@@ -147,7 +147,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class Operation:
+class RunOperation:
     """One row of the table."""
 
     name: str
@@ -260,7 +260,7 @@ class Operation:
         return found
 
 
-OPERATIONS: dict[str, Operation] = {}
+OPERATIONS: dict[str, RunOperation] = {}
 _REQUIRED = inspect.Parameter.empty
 
 
@@ -268,7 +268,7 @@ def operation(method: Literal["GET", "POST"], path: str, **more: Any) -> Callabl
     """Puts a method of `Run` into the table; by itself, the method asks `Run.perform`."""
 
     def add(declared: _Method) -> _Method:
-        row = OPERATIONS[declared.__name__] = Operation(declared.__name__, method, path, declared, **more)
+        row = OPERATIONS[declared.__name__] = RunOperation(declared.__name__, method, path, declared, **more)
         signature = inspect.signature(declared)
 
         @functools.wraps(declared)
@@ -337,7 +337,7 @@ def ranges_of(rows: Sequence[int]) -> tuple[tuple[int, int], ...]:
 # What a run tells.
 
 
-class Brief(Record, frozen=True):
+class Brief(View, frozen=True):
     """The state of a run in short: cheap to read, also for many runs.
 
     Attributes:
@@ -361,7 +361,7 @@ class Brief(Record, frozen=True):
     waits_for: str = ""
 
 
-class Restart(Record, frozen=True):
+class Restart(View, frozen=True):
     """A later start of a job.
 
     Attributes:
@@ -381,7 +381,7 @@ class LastMetrics(TypedDict):
     values: dict[str, float]
 
 
-class Overview(Record, frozen=True, kw_only=True):
+class Overview(View, frozen=True, kw_only=True):
     """A run at one moment: what its workers last said, its metrics, its last audit, and its updates.
 
     Attributes:
@@ -437,7 +437,7 @@ class Overview(Record, frozen=True, kw_only=True):
         return made
 
 
-class CheckpointView(Record, frozen=True, kw_only=True):
+class CheckpointView(View, frozen=True, kw_only=True):
     """A checkpoint of a run.
 
     Attributes:
@@ -527,7 +527,7 @@ class Run:
     path: RunPath | None = None  # Its directory, if this process reads it there.
     poll_secs: float  # The interval between two reads of an update that somebody waits for.
 
-    def perform(self, operation: Operation, arguments: dict[str, Any]) -> Any:
+    def perform(self, operation: RunOperation, arguments: dict[str, Any]) -> Any:
         """Does what a row of the table says, where a class does not do it in a method of its own."""
         raise NotImplementedError(f"{type(self).__name__} has no {operation.name}")
 

@@ -31,12 +31,12 @@ from starlette.routing import Route
 
 from replicast.client import Examination, Pulled, Pushed, Run, UpdateView
 from replicast.client.inbox_author import new_upload, update_in
-from replicast.client.run import MAX_LOG, MAX_SERVED_ROWS, OPERATIONS, Operation, RateOptions, rows_of
+from replicast.client.run import MAX_LOG, MAX_SERVED_ROWS, OPERATIONS, RateOptions, RunOperation, rows_of
 from replicast.errors import RequestRefused
 from replicast.page import prometheus
 from replicast.page.answers import HttpError, dumped, http_error
 from replicast.page.assets import PAGE, PLOTLY, STATIC, TYPES, asset_names, plotly_file
-from replicast.page.live import Find, Runs, SlotResponse, Watch, events
+from replicast.page.live import Find, Runs, RunWatch, SlotResponse, events
 from replicast.page.openapi import description
 from replicast.page.security import Access, SecurityMiddleware
 from replicast.page.server import (
@@ -44,7 +44,7 @@ from replicast.page.server import (
     MAX_EDITS,
     MAX_JSON_BYTES,
     MAX_VALUES_BYTES,
-    Settings,
+    PageSettings,
     small_body,
     uploaded,
 )
@@ -65,7 +65,7 @@ def set_learning_rate(_run: Run) -> Pushed | Examination:
     raise NotImplementedError
 
 
-RATE = Operation("set_learning_rate", "POST", "/learning-rate", set_learning_rate, options=RateOptions)
+RATE = RunOperation("set_learning_rate", "POST", "/learning-rate", set_learning_rate, options=RateOptions)
 ROWS = (*OPERATIONS.values(), RATE)
 
 
@@ -78,10 +78,10 @@ class Asked:
     """One request about a run, checked: `arguments` are those of the method of `Run`, `options` the rest."""
 
     request: Request
-    settings: Settings
+    settings: PageSettings
     runs: Runs
-    watch: Watch
-    row: Operation
+    watch: RunWatch
+    row: RunOperation
     arguments: dict[str, Any]
     options: Any
 
@@ -121,7 +121,7 @@ async def _brief(asked: Asked) -> dict[str, Any]:
     return await _briefly(asked.watch, asked.settings)
 
 
-async def _briefly(watch: Watch, settings: Settings) -> dict[str, Any]:
+async def _briefly(watch: RunWatch, settings: PageSettings) -> dict[str, Any]:
     """How a run is, in a few words; read less often while it rests."""
     found: dict[str, Any] = await watch.read("brief", lambda: watch.run.brief().to_json(), _RUNNING_SECS)
     if not found["running"]:
@@ -240,7 +240,7 @@ _ANSWERS: dict[str, Callable[[Asked], Awaitable[Any]]] = {
 class App(Starlette):
     """The page and the API of some runs."""
 
-    def __init__(self, find: Find, settings: Settings) -> None:
+    def __init__(self, find: Find, settings: PageSettings) -> None:
         self._settings = settings
         self._runs = Runs(find)
         super().__init__(
@@ -282,7 +282,7 @@ class App(Starlette):
             route("/{run}", self._asset),
         ]
 
-    async def _perform(self, row: Operation, request: Request) -> Response:
+    async def _perform(self, row: RunOperation, request: Request) -> Response:
         watch = await self._runs.named(request.path_params["run"])
         arguments, options = await _arguments(row, request)
         asked = Asked(request, self._settings, self._runs, watch, row, arguments, options)
@@ -323,7 +323,7 @@ class App(Starlette):
         return await self._runs.readers.call(lambda: asset(name, request.headers))
 
 
-async def _arguments(row: Operation, request: Request) -> tuple[dict[str, Any], Struct]:
+async def _arguments(row: RunOperation, request: Request) -> tuple[dict[str, Any], Struct]:
     """The arguments of a row's method, and all that came beside the path, both checked."""
     arguments: dict[str, Any] = {}
     for name in row.in_path:

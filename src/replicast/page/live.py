@@ -48,7 +48,7 @@ class _Kept:
         return len(found) if isinstance(found, bytes) else 0
 
 
-class Watch:
+class RunWatch:
     """What is known of one run."""
 
     def __init__(self, name: str, run: Run, threads: Threads) -> None:
@@ -231,7 +231,7 @@ class SlotResponse(StreamingResponse):
             self._slots.give_back()
 
 
-async def events(watch: Watch) -> AsyncIterator[bytes]:
+async def events(watch: RunWatch) -> AsyncIterator[bytes]:
     async with watch.stream() as queue:
         yield b"retry: 1000\n\n"
         while True:
@@ -262,19 +262,19 @@ class Runs:
         self.actors = Threads(_ACTORS)
         self.streams = Slots(MAX_STREAMS, "Too many browsers follow this server", "Close some")
         self.files = Slots(MAX_FILES, "Too many files of values are being sent", "Try again later")
-        self._watches: dict[str, Watch] = {}
+        self._watches: dict[str, RunWatch] = {}
 
-    async def all(self) -> list[Watch]:
+    async def all(self) -> list[RunWatch]:
         """All runs, by name."""
         found = await self.readers.call(self._find)
         for name in [name for name, watch in self._watches.items() if found.get(name) is not watch.run]:
             self._watches.pop(name).stop()
         for name, run in found.items():
             if name not in self._watches:
-                self._watches[name] = Watch(name, run, self.readers)
+                self._watches[name] = RunWatch(name, run, self.readers)
         return [self._watches[name] for name in sorted(found)]
 
-    async def named(self, name: str) -> Watch:
+    async def named(self, name: str) -> RunWatch:
         # At every request: somebody may have put a link where the run was, or removed it.
         known = self._watches.get(name)
         if known is None or not await self.readers.call(partial(_is_there, known.run)):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from replicast import __version__
-from replicast.client.run import MAX_RANK, Operation
+from replicast.client.run import MAX_RANK, RunOperation
 
 _ERRORS = {
     400: "A parameter or the body is not valid",
@@ -41,7 +41,7 @@ _TOKEN: list[Any] = [{"token": []}]
 _FREE = [{}, *_TOKEN]
 
 
-def description(rows: Iterable[Operation]) -> dict[str, Any]:
+def description(rows: Iterable[RunOperation]) -> dict[str, Any]:
     """The document at /openapi.json."""
     fields = {name: {"type": "string", "description": text} for name, text in _FIELDS.items()}
     error = _object(["error"], error=_object(["problem"], **fields))
@@ -68,7 +68,7 @@ def description(rows: Iterable[Operation]) -> dict[str, Any]:
     }
 
 
-def _operation(row: Operation) -> dict[str, Any]:
+def _operation(row: RunOperation) -> dict[str, Any]:
     if row.proposes:
         told = "With dry_run: what it would do, and all that is wrong with it"
         answers = {"200": _answer(_object(["edits", "problems"]), told)}
@@ -102,7 +102,7 @@ def _operation(row: Operation) -> dict[str, Any]:
     return described
 
 
-def _required(row: Operation) -> list[str]:
+def _required(row: RunOperation) -> list[str]:
     """The names that every answer has."""
     if row.key:
         return [row.key]

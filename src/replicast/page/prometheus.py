@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from replicast.page.live import Watch
+from replicast.page.live import RunWatch
 from replicast.storage.run_files import State
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -34,7 +34,7 @@ _HELP = {
 }
 
 
-async def exposition(watches: Iterable[Watch]) -> str:
+async def exposition(watches: Iterable[RunWatch]) -> str:
     """The page that Prometheus reads."""
     samples: dict[str, list[str]] = {name: [] for name in _HELP}
     for watch in watches:
@@ -47,7 +47,7 @@ async def exposition(watches: Iterable[Watch]) -> str:
     return text
 
 
-async def _samples(watch: Watch) -> list[tuple[str, dict[str, str], float]]:
+async def _samples(watch: RunWatch) -> list[tuple[str, dict[str, str], float]]:
     try:
         status = await watch.status()
         stages = await watch.read(

@@ -22,7 +22,7 @@ from replicast.client.run import OPERATIONS
 from replicast.config import TOKEN
 from replicast.names import is_address
 from replicast.page.answers import HttpError
-from replicast.page.server import ACTIONS_PER_MINUTE, FAILED_TOKENS_PER_MINUTE, Settings, is_loopback
+from replicast.page.server import ACTIONS_PER_MINUTE, FAILED_TOKENS_PER_MINUTE, PageSettings, is_loopback
 
 # The hash of nothing: plotly adds an empty style element and fills it by script, which is allowed.
 EMPTY_STYLE = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
@@ -84,7 +84,7 @@ class Bucket:
 class Access:
     """Decides whether a request is allowed."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PageSettings) -> None:
         self._settings = settings
         machine = (socket.gethostname(), socket.getfqdn(), "localhost")
         self._names = {name.lower() for name in (*machine, settings.host, *settings.allowed_hosts)}

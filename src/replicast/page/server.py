@@ -57,7 +57,7 @@ _MAX_TOKEN_FILE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class PageSettings:
     """How a page is served."""
 
     host: str = "127.0.0.1"
@@ -149,7 +149,7 @@ READ_SECS, MIN_READ_BYTES = 30.0, 16 * 1024  # So much of a waiting answer must 
 _TOO_MANY = b"HTTP/1.1 503 Too many connections\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """One connection, with its deadlines. Only the event loop calls it."""
 
     _head: asyncio.TimerHandle | None = None  # Set while no request is in progress.
@@ -162,7 +162,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
         self._await_head()
-        others = [one for one in self.connections if isinstance(one, Connection) and one is not self]
+        others = [one for one in self.connections if isinstance(one, HttpConnection) and one is not self]
         peer = self.client[0] if self.client else ""
         mine = sum(one.client is not None and one.client[0] == peer for one in others)
         if mine >= MAX_CONNECTIONS_PER_PEER and not self.is_shared(peer):
@@ -232,13 +232,13 @@ class Connection(H11Protocol):
             self._reader = None
 
 
-def _order(one: Connection) -> tuple[bool, float]:
+def _order(one: HttpConnection) -> tuple[bool, float]:
     """Which connection without a request is closed first: one to which nothing is being sent, the oldest."""
     when = one._head.when() if one._head is not None else math.inf
     return one.transport.get_write_buffer_size() > 0, when
 
 
-class Server(uvicorn.Server):
+class PageServer(uvicorn.Server):
     """Ends the streams of an application before it waits for its connections."""
 
     def __init__(self, config: uvicorn.Config, end_streams: Callable[[], None]) -> None:
@@ -250,7 +250,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def listen(settings: Settings) -> socket.socket:
+def listen(settings: PageSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -266,7 +266,7 @@ def listen(settings: Settings) -> socket.socket:
     return listener
 
 
-def address_of(settings: Settings, listener: socket.socket) -> str:
+def address_of(settings: PageSettings, listener: socket.socket) -> str:
     """The address to type into a browser."""
     scheme = "http" if settings.certfile is None else "https"
     host = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(settings.host, settings.host)
@@ -274,9 +274,9 @@ def address_of(settings: Settings, listener: socket.socket) -> str:
     return f"{scheme}://{host}:{listener.getsockname()[1]}/"
 
 
-def configured(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+def configured(app: ASGIApp, settings: PageSettings) -> uvicorn.Config:
 
-    class Served(Connection):
+    class Served(HttpConnection):
         def is_shared(self, peer: str) -> bool:
             return super().is_shared(peer) or settings.is_proxy(peer)
 
@@ -298,9 +298,9 @@ def configured(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     )
 
 
-def run(app: Any, settings: Settings, listener: socket.socket) -> None:
+def run(app: Any, settings: PageSettings, listener: socket.socket) -> None:
     """Serves until SIGINT or SIGTERM. Only in the main thread."""
-    server = Server(configured(app, settings), app.stop)
+    server = PageServer(configured(app, settings), app.stop)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again when all is ended
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(server.serve(sockets=[listener]))
