@@ -13,7 +13,6 @@ import pytest
 from replicast.core.entries import Saved
 from replicast.errors import FileDamaged
 from replicast.replicas import job_audits as expectation
-from replicast.replicas.job_audits import Expectation
 from replicast.storage.checkpoint_files import Draft
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence
@@ -48,8 +47,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 def job(tmp_path: Path) -> Iterator[Job]:
     with Job(2, FileJournal(tmp_path, Fence(tmp_path, attempt=0))) as job:
         first = job.workers[0]
-        expected = Expectation(first.session, first.state, tmp_path, durable=True)
-        first.expected_fingerprint = expected.fingerprint
+        first.expected_fingerprints = lambda names: expectation.expected_fingerprints(
+            first.state, tmp_path, first.session.replica.holds, names, durable=True
+        )
         yield job
 
 

@@ -6,16 +6,15 @@ examines a difference at one of the next boundaries, where all workers stop (`co
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -24,18 +23,19 @@ from replicast.core.records import Refusal
 from replicast.errors import ClusterError, ReplicasDiverged, ReplicastError
 from replicast.files import RunDir
 from replicast.replicas.session import Session
-from replicast.storage.checkpoint_files import Manifest, saved_of
+from replicast.storage.checkpoint_files import saved_of
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.run_files import append_audit
-from replicast.storage.updates import UpdateView, committed_updates, load_update
+from replicast.storage.updates import committed_updates, load_update
 from replicast.update.audit_report import AuditReport, Policy, checked_policy
-from replicast.update.edits import FLOAT_DTYPES, Array, apply_edit
+from replicast.update.edits import FLOAT_DTYPES, apply_edit
 from replicast.update.schema import Schema
 from replicast.update.state import State
 
 logger = logging.getLogger("replicast")
 
 MOST_REPORTS = 1000
+MOST_BYTES = 2**30  # to read from the journal for one variable: all workers wait meanwhile
 _MOST_NAMED = 5
 
 
@@ -211,86 +211,41 @@ def declared(schema: Schema, patterns: Sequence[str], *, local_statistics: bool)
     return frozenset(found)
 
 
-# The value of a variable according to checkpoint and journal: decides an audit without a majority.
+def expected_fingerprints(
+    state: State, run_dir: RunDir, holds: AbstractSet[int], names: Sequence[str], *, durable: bool
+) -> dict[str, str]:
+    """The values according to the last checkpoint and the journal: they decide an audit without a majority.
 
-MOST_BYTES = 2**30  # to read from the journal for one variable: all workers wait meanwhile
-
-
-class _Basis(NamedTuple):
-    """The last checkpoint, and the updates applied since then, in the journal's order."""
-
-    last: Manifest
-    since: Mapping[int, UpdateView]
-
-
-class Expectation:
-    """Computes values from the last checkpoint and the journal. On worker 0, while all workers are stopped.
-
-    The result is right for a variable that training has not changed since the checkpoint: a frozen one, a
-    learning rate, or any variable at the step of the checkpoint. For all others it matches no worker's
-    value, and decides nothing.
+    On worker 0, while all workers are stopped. The result is right for a variable that training has not
+    changed since the checkpoint: a frozen one, a learning rate, or any variable at the step of the
+    checkpoint. For all others it matches no worker's value, and decides nothing.
     """
-
-    def __init__(self, session: Session, state: State, run_dir: RunDir, *, durable: bool) -> None:
-        self._session = session
-        self._state = state
-        self._run_dir = run_dir
-        self._durable = durable
-        self._store = CheckpointStore(run_dir)
-        self._found_at: tuple[int, frozenset[int], int | None] | None = None
-        self._found: _Basis | None = None
-
-    def fingerprint(self, name: str) -> str | None:
-        """The expected fingerprint of a variable; None if it is not known."""
-        basis = self._basis()
-        try:
-            value = None if basis is None else self._value(name, basis)
-        except (ReplicastError, OSError) as error:
-            logger.warning("%s: no expected value can be read from checkpoint and journal: %s", name, error)
-            return None
-        return None if value is None else self._state.fingerprint_of(value)
-
-    def _basis(self) -> _Basis | None:
-        """Reads checkpoint and journal, once for all variables of an audit."""
-        holds, checkpoints_changed_at = frozenset(self._session.replica.holds), None
-        with contextlib.suppress(OSError):
-            # Adding or removing a checkpoint is a rename in this directory.
-            checkpoints_changed_at = self._store.directory.stat().st_mtime_ns
-        # While these are the same, what was read before stays valid.
-        place = self._session.step, holds, checkpoints_changed_at
-        if place != self._found_at:
-            self._found_at, self._found = place, None
-            try:
-                self._found = self._read(holds)
-            except (ReplicastError, OSError) as error:
-                logger.warning("expected values cannot be read from checkpoint and journal: %s", error)
-        return self._found
-
-    def _read(self, holds: frozenset[int]) -> _Basis | None:
-        last = self._store.last()
-        if last is None:
-            return None
-        sequences = holds - saved_of(last).holds
-        if sequences and not self._durable:
-            return None
-        recorded = enumerate(committed_updates(self._run_dir) if sequences else [], 1)
-        return _Basis(last, {sequence: one for sequence, one in recorded if sequence in sequences})
-
-    def _value(self, name: str, basis: _Basis) -> Array | None:
-        if name not in basis.last.schema:
-            return None
-        since = {
-            sequence: one
-            for sequence, one in basis.since.items()
-            if any(edit["variable"] == name for edit in one.edits)
-        }
-        on_trial = any(one.trial is not None for one in since.values())  # it may have been reverted
-        if on_trial or sum(one.nbytes or 0 for one in since.values()) > MOST_BYTES:
-            return None
-        with self._store.open(basis.last.step) as reader:
-            value = reader.read(name)
-            for sequence in since:
-                for edit in load_update(self._run_dir, sequence).edits:
-                    if edit.variable == name:
-                        value = apply_edit(edit, value)
-            return value
+    found: dict[str, str] = {}
+    try:
+        store = CheckpointStore(run_dir)
+        last = store.last()
+        sequences = set() if last is None else holds - saved_of(last).holds
+        if last is None or (sequences and not durable):
+            return found
+        recorded = enumerate(committed_updates(run_dir) if sequences else [], 1)
+        since = {sequence: one for sequence, one in recorded if sequence in sequences}
+        with store.open(last.step) as reader:
+            for name in names:
+                touching = {
+                    sequence: one
+                    for sequence, one in since.items()
+                    if any(edit["variable"] == name for edit in one.edits)
+                }
+                # One on trial may have been reverted.
+                on_trial = any(one.trial is not None for one in touching.values())
+                nbytes = sum(one.nbytes or 0 for one in touching.values())
+                if name not in last.schema or on_trial or nbytes > MOST_BYTES:
+                    continue
+                value = reader.read(name)
+                for sequence in touching:
+                    for edit in load_update(run_dir, sequence).edits:
+                        value = apply_edit(edit, value) if edit.variable == name else value
+                found[name] = state.fingerprint_of(value)
+    except (ReplicastError, OSError) as error:
+        logger.warning("expected values cannot be read from checkpoint and journal: %s", error)
+    return found

@@ -30,7 +30,7 @@ from replicast.files import RunDir, below
 from replicast.replicas.channel import Channel
 from replicast.replicas.departure import Departure, leave_on_sigterm
 from replicast.replicas.exchange import Exchange
-from replicast.replicas.job_audits import AuditPlan, Audits, Expectation, declared
+from replicast.replicas.job_audits import AuditPlan, Audits, declared, expected_fingerprints
 from replicast.replicas.job_checkpoints import Checkpoints
 from replicast.replicas.replica import WorkerHooks
 from replicast.replicas.session import Session
@@ -82,6 +82,7 @@ class JoinedWorker(WorkerHooks):
         self._optimizer = optimizer
         self._strategy = strategy
         self._run_dir = run_dir
+        self._durable = durable
         self._optimizers = _built_optimizers(model, optimizer, strategy)
         self._uncounted_since: int | None = None
         self.has_trained = False
@@ -161,9 +162,6 @@ class JoinedWorker(WorkerHooks):
             position=lambda: self.training.position,
             heartbeat=heartbeat_file(os.environ, rank),
         )
-        self._expectation: Expectation | None = None
-        if rank == 0 and run_dir is not None:
-            self._expectation = Expectation(self.session, self.state, run_dir, durable=durable)
         self.departure = Departure(
             self.session,
             self.checkpoints,
@@ -314,8 +312,11 @@ class JoinedWorker(WorkerHooks):
     def write_checkpoint(self, saved: Saved) -> WriteOutcome:
         return self.checkpoints.write(saved)
 
-    def expected_fingerprint(self, name: str) -> str | None:
-        return None if self._expectation is None else self._expectation.fingerprint(name)
+    def expected_fingerprints(self, names: Sequence[str]) -> dict[str, str]:
+        if self._run_dir is None or self.session.rank != 0:
+            return {}
+        holds = self.session.replica.holds
+        return expected_fingerprints(self.state, self._run_dir, holds, names, durable=self._durable)
 
     def on_report(self, report: Any, raises: bool) -> None:
         self.audits.on_report(report, raises)

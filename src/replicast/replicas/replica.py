@@ -58,9 +58,9 @@ class WorkerHooks:
         """Worker 0, lane "saver"."""
         return WriteOutcome.DURABLE
 
-    def expected_fingerprint(self, name: str) -> str | None:
-        """Worker 0, training thread, all workers stopped: by checkpoint and journal; None if not known."""
-        return None
+    def expected_fingerprints(self, names: Sequence[str]) -> dict[str, str]:
+        """Worker 0, training thread, all workers stopped: those known by checkpoint and journal."""
+        return {}
 
     def on_applied(self, id_: str) -> None:
         """Training thread: this worker has applied an update."""
@@ -303,8 +303,7 @@ class StateReplica:
         )
 
     def expected(self, names: tuple[str, ...]) -> dict[str, str]:
-        found = {name: self._hooks.expected_fingerprint(name) for name in names}
-        return {name: digest for name, digest in found.items() if digest is not None}
+        return self._hooks.expected_fingerprints(names)
 
     def deviations(self, id_: str, digest: str, names: tuple[str, ...]) -> Mapping[str, Any]:
         """As in `Replica`, for the variables that differ."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -97,11 +98,11 @@ def test_a_tie_is_decided_by_checkpoint_and_journal() -> None:
         flip(job.workers[1], "dense/bias")
         asked: list[str] = []
 
-        def expectation(name: str) -> str:
-            asked.append(name)
-            return right
+        def expectation(names: Sequence[str]) -> dict[str, str]:
+            asked.extend(names)
+            return dict.fromkeys(names, right)
 
-        job.workers[0].expected_fingerprint = expectation
+        job.workers[0].expected_fingerprints = expectation
         (difference,) = audit(job).differences
         assert asked == ["dense/bias"]
         assert (difference.reference, difference.rule) == (2, "checkpoint and journal")
