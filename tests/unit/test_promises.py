@@ -1,4 +1,4 @@
-"""Every promise of docs/promises.md and every line of SECURITY.md's table names tests that exist."""
+"""The tests that docs/promises.md and SECURITY.md name exist, and so do the files of the architecture."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def test_what_a_promise_names_as_its_test_exists(page: str) -> None:
     assert {name for name in files if not (ROOT / name).exists()} == set()
     assert tests - TESTS == set()
     assert targets - TARGETS == set()
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "decisions.md"])
+def test_every_file_that_the_architecture_names_exists(page: str) -> None:
+    named = set(re.findall(r"`([a-z_/]+\.py)`", (ROOT / "docs" / page).read_text()))
+    assert len(named) > 10, "the page names files"
+    assert {
+        name for name in named if not any((ROOT / base / name).exists() for base in (".", "src/replicast"))
+    } == set()
