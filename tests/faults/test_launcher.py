@@ -202,18 +202,6 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert list(memory.iterdir()) == []
 
 
-def test_a_worker_that_fails_because_of_another_is_not_blamed_for_ending_first(launch: Launcher) -> None:
-    script = """
-if rank == 1:
-    note("pid", os.getpid()); sys.exit(75)
-wait_for_end_of(1)
-sys.exit(4)
-"""
-    code, _, err = launch(script).finish()
-    assert code == 4
-    assert "worker 0 failed first: exit code 4" in err
-
-
 def test_the_one_because_of_whom_another_ended_may_take_its_time(tmp_path: Path) -> None:
     script = """
 if rank == 1:
@@ -253,16 +241,6 @@ for_ever()
     assert code == 3
     assert "worker 0 was stopped" in err
     gone(pid)
-
-
-@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGKILL, 137), (signal.SIGABRT, 134)])
-def test_a_worker_that_a_signal_killed_gives_its_number(
-    launch: Launcher, signum: signal.Signals, expected: int
-) -> None:
-    launched = launch(f"os.kill(os.getpid(), {int(signum)})", workers=1)
-    code, _, err = launched.finish()
-    assert code == expected
-    assert f"worker 0 failed first: killed by {signum.name}" in err
 
 
 STUBBORN = """
@@ -366,29 +344,6 @@ def test_a_job_that_is_not_shown_ends_without_a_closing_line(launch: Launcher) -
     assert (code, out) == (0, "")
     assert err.startswith("replicast: 2 workers, attempt 0, logs in run/logs/attempt-0; starting")
     assert err.count("\n") == 1
-
-
-def test_when_no_restart_is_left_the_exit_code_is_the_last_failure_s(launch: Launcher) -> None:
-    code, _, err = launch("sys.exit(10 + attempt)", "--max-restarts", "1", workers=1).finish()
-    assert code == 11
-    assert err.count("worker 0 failed first") == 2
-
-
-def test_ctrl_c_is_not_followed_by_a_restart(launch: Launcher) -> None:
-    launched = launch("for_ever()", "--max-restarts", "5")
-    pids = [launched.pid("pid-0"), launched.pid("pid-1")]
-    launched.process.send_signal(signal.SIGINT)
-    code, _, err = launched.finish()
-    assert code == 130
-    assert "restart" not in err
-    gone(*pids)
-
-
-def test_a_run_that_is_continued_keeps_the_older_logs(launch: Launcher) -> None:
-    for attempt in range(2):
-        assert (
-            launch("print(attempt)", "--run-dir", "run", workers=1).finish()[1] == f"[worker 0] {attempt}\n"
-        )
 
 
 def test_a_second_launcher_on_a_run_directory_is_refused(launch: Launcher) -> None:

@@ -157,6 +157,8 @@ def test_an_exit_has_the_traceback_of_its_log_else_the_last_lines(tmp_path: Path
         ([ended(1, 3), frozen(0)], 0),
         ([ended(1, 1), ended(2, PEER_FAILED), frozen(0)], 0),
         ([ended(1, 0), frozen(0)], 0),
+        ([ended(1, PEER_FAILED), Exit(host=1)], None),  # A lost host is the cause of what others notice,
+        ([ended(1, PEER_FAILED), Exit(host=1), ended(2, 1)], 2),  # unless one failed by itself.
     ],
 )
 def test_the_worker_to_blame_is_a_frozen_one_or_the_first_to_fail_by_itself(
