@@ -172,31 +172,21 @@ def traceback_in(log: RunPath, before: int = 0) -> list[str]:
     lines = [line for line in map(without_colours, end_of(log)) if not is_chatter(line)]
     starts = [number for number, line in enumerate(lines) if line.strip() == _TRACEBACK]
     for start in reversed(starts):
-        end = _end_of_traceback(lines, start)
-        if end is not None:
-            return lines[max(0, start - before) : start] + _shortened(lines[start : end + 1])
+        outside = (number for number in range(start + 1, len(lines)) if lines[number][:1].strip())
+        end = next(outside, None)  # the first line that is not indented: that of the exception
+        if end is None or not _EXCEPTION.match(lines[end]):
+            continue
+        found, most = lines[start : end + 1], _FIRST_LINES + _LAST_LINES
+        if len(found) > most + 1:
+            left_out = f"  … {len(found) - most} lines: see the log"
+            found = [*found[:_FIRST_LINES], left_out, *found[-_LAST_LINES:]]
+        return lines[max(0, start - before) : start] + found
     return []
 
 
 def exception_in(traceback: Sequence[str]) -> str:
     """The line of a traceback that names the exception; empty without a traceback."""
     return next((line for line in reversed(traceback) if _EXCEPTION.match(line)), "")
-
-
-def _end_of_traceback(lines: Sequence[str], start: int) -> int | None:
-    """The last line that belongs to a traceback: that of its exception, and of a message of several lines."""
-    for number in range(start + 1, len(lines)):
-        line = lines[number]
-        if line and not line[0].isspace():
-            return number if _EXCEPTION.match(line) else None
-    return None
-
-
-def _shortened(lines: Sequence[str]) -> list[str]:
-    most = _FIRST_LINES + _LAST_LINES
-    if len(lines) <= most + 1:
-        return list(lines)
-    return [*lines[:_FIRST_LINES], f"  … {len(lines) - most} lines: see the log", *lines[-_LAST_LINES:]]
 
 
 def end_of(log: RunPath) -> list[str]:

@@ -193,7 +193,7 @@ class Group:
             try:
                 self._start(selector, environ)
                 started()
-                while len(self._exits) < len(self._plans) and not self._gave_up():
+                while len(self._exits) < len(self._plans) and not self._is_late(Ending.KILLING):
                     self._wait_once(selector)
             finally:
                 # All are killed before the first is waited for, so that many take no longer than one.
@@ -245,13 +245,11 @@ class Group:
                 self._take_exit(source)
             else:
                 source()
-        if self._deadline is None or time.monotonic() < self._deadline:
-            return
-        if self._ending is Ending.SETTLING:
+        if self._is_late(Ending.SETTLING):
             killed = self._first_code == -signal.SIGKILL
             secs = self._timeouts.stop_killed_secs if killed else self._timeouts.stop_failed_secs
             self._stop(min(secs, self._timeouts.stop_secs))
-        elif self._ending is Ending.STOPPING:
+        elif self._is_late(Ending.STOPPING):
             self._kill()
 
     def _take_exit(self, worker: Worker) -> None:
@@ -363,6 +361,6 @@ class Group:
         self._ending = stage
         self._deadline = time.monotonic() + at_most_secs
 
-    def _gave_up(self) -> bool:
-        is_late = self._deadline is not None and time.monotonic() >= self._deadline
-        return self._ending is Ending.KILLING and is_late
+    def _is_late(self, stage: Ending) -> bool:
+        """Whether the time of this stage is up."""
+        return self._ending is stage and self._deadline is not None and time.monotonic() >= self._deadline

@@ -144,7 +144,11 @@ def gather_facts(
     node: int, hosts: Sequence[str], environ: Mapping[str, str], run_dir: RunDir | None, port: str
 ) -> Facts:
     """Looks at this machine. Blocks until the names of the hosts are resolved, at most `NAMES_SECS`."""
-    lookups, addresses = Lookups(hosts), []
+    lookups, addresses, state = Lookups(hosts), [], ""
+    if run_dir is not None:
+        path = below(run_dir).as_path()  # Only whether a user's choice can be used: nothing is opened.
+        usable = "writable" if os.access(path, os.W_OK | os.X_OK) else "not writable"
+        state = usable if path.is_dir() else "missing"
     lookups.wait(NAMES_SECS)
     for host in hosts:
         try:
@@ -155,16 +159,9 @@ def gather_facts(
         node=node,
         addresses=tuple(addresses),
         checks=(Check("replicast", Verdict.GOOD, metadata.version("replicast")), *machine_checks(environ)),
-        run_dir="" if run_dir is None else _state_of(run_dir),
+        run_dir=state,
         port=port,
     )
-
-
-def _state_of(run_dir: RunDir) -> str:
-    path = below(run_dir).as_path()  # Only whether a user's choice can be used: nothing is opened.
-    if not path.is_dir():
-        return "missing"
-    return "writable" if os.access(path, os.W_OK | os.X_OK) else "not writable"
 
 
 def look_around(look: Look, hosts: Sequence[str], port: int, run_dir: RunDir | None) -> Found:

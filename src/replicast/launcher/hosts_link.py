@@ -551,7 +551,11 @@ class Other:
     def poll(self, readable: list[socket.socket]) -> list[Event]:
         """Reads what has come, and sends what is due. Call it at least every second."""
         events: list[Event] = []
-        self._redial()
+        now, redial_secs = time.monotonic(), self.timeouts.redial_secs
+        fresh = now - self._connected_at < redial_secs
+        if self._connection is not None and not fresh and self.member.should_redial(now):
+            self.member.on_unreachable(f"{self._shown}: nothing was heard from there for {redial_secs:g} s")
+            self._lost(is_closed=False)
         if self._connection is None and time.monotonic() >= self._next_try and not self.member.is_over:
             self._connect()
         if self._connection is not None and self._connection.socket in readable:
@@ -567,13 +571,6 @@ class Other:
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
-
-    def _redial(self) -> None:
-        now, redial_secs = time.monotonic(), self.timeouts.redial_secs
-        fresh = now - self._connected_at < redial_secs
-        if self._connection is not None and not fresh and self.member.should_redial(now):
-            self.member.on_unreachable(f"{self._shown}: nothing was heard from there for {redial_secs:g} s")
-            self._lost(is_closed=False)
 
     def _connect(self) -> None:
         try:

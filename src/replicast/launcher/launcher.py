@@ -175,8 +175,11 @@ class _Supervision:
             if order.phase is not Phase.OVER:
                 end = self._run_attempt(order)
                 order = local_order(order, end) if self.peers is None else self.peers.decide(end)
-                if any(ended.code for ended in end.exits):
-                    _remove_shared_memory(self.environ)
+                if any(ended.code for ended in end.exits):  # Killed workers leave their shared memory.
+                    from replicast.transport.files import remove_leftovers  # Imports numpy: not at start-up.
+
+                    with contextlib.suppress(ClusterError):  # the directory may be gone
+                        remove_leftovers(shared_memory_directory(self.environ))
             if order.phase is Phase.OVER:
                 self._finish(attempt, order, end)
                 return order.code
@@ -296,13 +299,6 @@ def ask_run_name(job: Job, secret: bytes, timeouts: HostTimeouts, environ: Mappi
             report(order, None, attempts.hosts, screen)
             return order.code
     return Path(order.run_name).name
-
-
-def _remove_shared_memory(environ: Mapping[str, str]) -> None:
-    from replicast.transport.files import remove_leftovers  # Imports numpy: not at start-up.
-
-    with contextlib.suppress(ClusterError):  # the directory may be gone
-        remove_leftovers(shared_memory_directory(environ))
 
 
 def _who(job: Job) -> str:

@@ -396,7 +396,16 @@ def _bind_all_interfaces(family: socket.AddressFamily, number: int) -> socket.so
 
 def outside_addresses() -> tuple[str, ...]:
     """The addresses of this machine at which others may reach it; without link-local ones."""
-    found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = [*_addresses4(), *_addresses6()]
+    found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
+    # A sandbox may not tell its interfaces, and IPv6 may be off. A job on one machine does not need to know.
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without one
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("16s240x", name.encode()))
+                found.append(ipaddress.IPv4Address(answer[20:24]))
+    with contextlib.suppress(OSError):
+        for line in _IF_INET6.read_text(encoding="ascii").splitlines():
+            found.append(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])))
     return tuple(str(one) for one in found if not (one.is_loopback or one.is_link_local))
 
 
@@ -416,26 +425,3 @@ def exposure_line(job: Job, environ: Mapping[str, str], addresses: Sequence[str]
 def shown_addresses(addresses: Sequence[str]) -> str:
     more = len(addresses) - _SHOWN_ADDRESSES
     return ", ".join(addresses[:_SHOWN_ADDRESSES]) + (f" and {more} more" if more > 0 else "")
-
-
-def _addresses4() -> list[ipaddress.IPv4Address]:
-    """The first IPv4 address of every interface."""
-    found = []
-    try:
-        interfaces = socket.if_nameindex()
-    except OSError:  # A sandbox does not tell. A job on one machine does not need to know.
-        return []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in interfaces:
-            with contextlib.suppress(OSError):  # an interface without one
-                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("16s240x", name.encode()))
-                found.append(ipaddress.IPv4Address(answer[20:24]))
-    return found
-
-
-def _addresses6() -> list[ipaddress.IPv6Address]:
-    try:
-        lines = _IF_INET6.read_text(encoding="ascii").splitlines()
-    except OSError:  # IPv6 is off
-        return []
-    return [ipaddress.IPv6Address(bytes.fromhex(line.split()[0])) for line in lines]

@@ -83,11 +83,6 @@ def take_environment(block: bytes) -> None:
         faults.take_plan(wanted)
 
 
-def script_directory(program: list[str]) -> str:
-    """What `python` puts first into `sys.path`."""
-    return str(Path.cwd() if program[0] == "-m" else Path(program[0]).resolve().parent)
-
-
 def load_script(main: types.ModuleType, path: Path) -> types.CodeType | None:
     """The code of a script; None if only `python` itself can run it: a directory, a zip file, bytecode."""
     source = path.read_bytes() if path.is_file() else b"\0"
@@ -154,7 +149,8 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     modules, program = sys.argv[2].split(","), sys.argv[3:]
     if not sys.flags.safe_path:
-        sys.path.insert(0, script_directory(program))
+        first = Path.cwd() if program[0] == "-m" else Path(program[0]).resolve().parent
+        sys.path.insert(0, str(first))  # as `python` does
     sys.argv = [""]
     is_prepared = import_all(modules)
     output, environment = wait_for_call(control)

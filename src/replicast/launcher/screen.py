@@ -385,7 +385,9 @@ class Screen:
         if rank == self.live_rank:
             self._partial = partial
         if lines or rank == self.live_rank:
-            shown = [f"{self._prefix(rank)}{self._painted(self._fitted(line))}" for line in lines]
+            if self.live_rank is not None:  # On a terminal, a wide bar makes room for its text.
+                lines = [with_shorter_bar(line, self.columns_for_live_worker()) for line in lines]
+            shown = [f"{self._prefix(rank)}{self._painted(line)}" for line in lines]
             self._out.put(shown, self._drawn_partial())
 
     def tell(self, message: str) -> None:
@@ -402,19 +404,16 @@ class Screen:
     def columns_for_live_worker(self) -> int:
         """The width left for the live worker's line after its name."""
         rank = 0 if self.live_rank is None else self.live_rank
-        return max(20, _columns(self._stream) - len(_name(rank)))
+        columns = 0
+        with contextlib.suppress(OSError, ValueError):
+            columns = os.get_terminal_size(self._stream.fileno()).columns
+        return max(20, (columns or shutil.get_terminal_size().columns) - len(_name(rank)))
 
     def _drawn_partial(self) -> str:
         if not self._partial or self.live_rank is None:
             return ""
         room = self.columns_for_live_worker() - 1
         return self._prefix(self.live_rank) + self._painted(cropped(with_its_loss(self._partial, room), room))
-
-    def _fitted(self, line: str) -> str:
-        """On a terminal, shortens a wide bar to make room for its text; shows finished lines in full."""
-        if self.live_rank is None or _CELL not in line:
-            return line
-        return with_shorter_bar(line, self.columns_for_live_worker())
 
     def _prefix(self, rank: int) -> str:
         if not self._colour:
@@ -440,14 +439,6 @@ def make_screen(out: TextIO, messages: TextIO, *, tee: frozenset[int], environ: 
 
 def _name(rank: int) -> str:
     return f"[worker {rank}] "
-
-
-def _columns(stream: TextIO) -> int:
-    with contextlib.suppress(OSError, ValueError):
-        columns = os.get_terminal_size(stream.fileno()).columns
-        if columns > 0:
-            return columns
-    return shutil.get_terminal_size().columns
 
 
 def _same_file(one: TextIO, other: TextIO) -> bool:
