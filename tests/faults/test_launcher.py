@@ -179,7 +179,7 @@ sys.exit(9)
     assert "RuntimeError: the reason" in err
     assert "line 29" in err
     assert "line 1 " not in err, "only the end of the log is shown"
-    assert "worker 0 failed after it (exit code 9)" in err
+    assert "worker 0 failed afterwards (exit code 9)" in err
 
 
 def test_the_launcher_removes_the_shared_memory_of_a_worker_that_was_killed(

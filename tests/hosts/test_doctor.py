@@ -34,7 +34,7 @@ def test_hosts_that_can_be_a_job_print_one_table(two: Machines) -> None:
         "each has the same address on every host",
         "29500 of each host is reached from every host",
         "the same one on all hosts",
-        "These hosts can be a job.",
+        "These hosts can run a job together.",
     ):
         assert said in text, text
     assert text.count(" on all") >= 5, "versions, cores"
@@ -45,8 +45,8 @@ def test_a_host_that_did_not_come_is_named_and_one_that_waits_says_for_whom(two:
     first = two.launch(0, "--hosts", HOSTS, "--timeout", "1", command="doctor")
     assert first.finish() == 1
     assert "waiting for 10.77.0.2, at most 1 s" in first.text
-    assert "10.77.0.2 did not come within 1 s" in first.text
-    assert "To be fixed first: Hosts." in first.text
+    assert "10.77.0.2 did not join within 1 s" in first.text
+    assert "Fix first: Hosts." in first.text
     second = two.launch(1, "--hosts", HOSTS, "--timeout", "1", command="doctor")
     assert second.finish() != 0
     assert "10.77.0.1 did not answer at 10.77.0.1:29499 within 1 s" in second.text
@@ -57,8 +57,8 @@ def test_another_secret_is_named_on_both_hosts(two: Machines) -> None:
     first = two.launch(0, *options, command="doctor")
     second = two.launch(1, *options, command="doctor", secret="another")
     assert (first.finish(), second.finish()) == (1, 2)
-    assert "refused a host: the other host has another secret of the job" in first.text
-    assert "do not belong together: the other host has another secret of the job" in second.text
+    assert "refused a host: the other host has a different job secret" in first.text
+    assert "do not belong together: the other host has a different job secret" in second.text
 
 
 def test_hosts_in_another_order_are_named_on_both_hosts(two: Machines) -> None:
@@ -66,8 +66,8 @@ def test_hosts_in_another_order_are_named_on_both_hosts(two: Machines) -> None:
     first.wait_for("waiting for 10.77.0.2")
     second = two.launch(1, "--hosts", "10.77.0.2,10.77.0.1", command="doctor")
     assert second.finish() == 2
-    assert "10.77.0.1:29499 has refused this host: both take themselves" in second.text
-    first.wait_for("refused a host: both take themselves for the launcher of the first host")
+    assert "10.77.0.1:29499 refused this host: both act as the launcher" in second.text
+    first.wait_for("refused a host: both act as the launcher of the first host")
     assert two.launch(1, "--hosts", HOSTS, command="doctor").finish() == 0
     assert first.finish() == 0
 
@@ -83,4 +83,4 @@ def test_a_closed_port_and_a_directory_that_others_do_not_see_are_named(two: Mac
     for one in launched:
         assert "10.77.0.2:29500 from 10.77.0.1: timed out" in one.text
         assert "10.77.0.2: not the one of 10.77.0.1" in one.text
-        assert "To be fixed first: Ports." in one.text
+        assert "Fix first: Ports." in one.text

@@ -156,12 +156,12 @@ def test_a_host_that_does_not_come_is_named_and_the_others_end(two: Machines) ->
     hosts = "10.77.0.1,10.77.0.2"
     first = two.launch(0, "--hosts", hosts, "--join-timeout", "1", "--run-dir", "run", "train.py")
     assert first.finish() == 75
-    assert "host 10.77.0.2 was lost: it did not come within 1 s" in first.text
+    assert "host 10.77.0.2 was lost: it did not join within 1 s" in first.text
     for run_dir in ("--run-dir", "run"), ():
         other = two.launch(1, "--hosts", hosts, "--join-timeout", "1", *run_dir, "train.py")
         assert other.finish() == 75
         assert other.text.endswith(
-            "replicast: host 10.77.0.1 was lost: it did not come within 1 s "
+            "replicast: host 10.77.0.1 was lost: it did not join within 1 s "
             "(10.77.0.1:29499: Connection refused)\n"
         )
 
@@ -180,20 +180,20 @@ def test_launchers_that_do_not_belong_together_are_refused(two: Machines) -> Non
     first = two.launch(0, *hosts, "--run-dir", "run", "train.py")
     other = two.launch(1, *hosts, "-n", "2", "--run-dir", "other", "train.py")
     assert other.finish() == 2
-    assert "another number of workers (-n): 1 on the first host, 2 on the other" in other.text
-    first.wait_for("refused a launcher at 10.77.0.2: another number of workers")
+    assert "a different number of workers (-n): 1 on the first host, 2 on the other" in other.text
+    first.wait_for("refused a launcher at 10.77.0.2: a different number of workers")
     reverse = two.launch(1, "--hosts", "10.77.0.2,10.77.0.1", "--run-dir", "reverse", "train.py")
     assert reverse.finish() == 2
-    assert "The launcher at 10.77.0.1:29499 has refused this one: both take themselves" in reverse.text
+    assert "The launcher at 10.77.0.1:29499 refused this one: both act as the launcher" in reverse.text
     assert "with --hosts in the same order" in reverse.text
-    first.wait_for("refused a launcher at 10.77.0.2: both take themselves for the launcher of the first host")
+    first.wait_for("refused a launcher at 10.77.0.2: both act as the launcher of the first host")
     same = two.launch(0, *hosts, "--run-dir", "same", "train.py")
     assert same.finish() == 2
     assert "Another process listens at 10.77.0.1:29499" in same.text
     stranger = two.launch(1, *hosts, "--run-dir", "other", "train.py", secret="guessed")
-    stranger.wait_for("10.77.0.1:29499: the other host has another secret of the job. Set REPLICAST_JOB_SEC")
+    stranger.wait_for("10.77.0.1:29499: the other host has a different job secret. Set REPLICAST_JOB_SEC")
     nobody = two.launch(1, *hosts, "--run-dir", "nobody", "train.py", secret=None)
-    nobody.wait_for("the other host has a secret of the job, this one has none")
+    nobody.wait_for("the other host has a job secret, this one has none")
     assert "warning: REPLICAST_JOB_SECRET is not set" in nobody.text
     assert SECRET not in first.text
 

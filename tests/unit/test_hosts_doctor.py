@@ -52,7 +52,7 @@ def test_hosts_that_are_alike_are_good() -> None:
 @pytest.mark.parametrize(
     ("evidence", "subject", "verdict", "said"),
     [
-        (replace(WELL, facts={0: facts(0)}), "Hosts", BROKEN, "h2 did not come within 60 s"),
+        (replace(WELL, facts={0: facts(0)}), "Hosts", BROKEN, "h2 did not join within 60 s"),
         (replace(WELL, facts={0: facts(0)}), "Names", GOOD, "on every host, of those that came"),
         (replace(WELL, facts={0: facts(0)}), "Ports", GOOD, "from every host, of those that came"),
         (replace(WELL, facts={0: facts(0)}), "Python", GOOD, "on all, of those that came"),

@@ -119,7 +119,7 @@ def test_a_launcher_that_ended_its_workers_for_want_of_the_first_does_not_report
     assert [type(one) for one in member.on_time(40.0)] == [End]
     member.on_group_end(None, 41.0, left_behind=False)
     assert member.report.failure is not None
-    assert "because of the first host: nothing was heard of it for 40 s" in member.report.failure.why
+    assert "because of the first host: no message from it for 40 s" in member.report.failure.why
 
 
 def test_a_launcher_whose_first_one_was_started_again_ends_its_workers_and_says_why() -> None:
@@ -129,7 +129,7 @@ def test_a_launcher_whose_first_one_was_started_again_ends_its_workers_and_says_
     (end,) = member.on_order(replace(run, session="t", phase=Phase.WAIT), 0.2)
     assert isinstance(end, End)
     assert end.failure is not None
-    assert end.failure.why == "its launcher ended and was started again"
+    assert end.failure.why == "its launcher was restarted"
 
 
 def test_all_workers_that_end_well_end_the_job_well_even_if_not_at_once() -> None:
@@ -207,7 +207,7 @@ def test_a_job_that_is_stopped_during_a_cut_says_how_long_and_of_whom_nothing_is
     assert (over.code, over.unreached) == (130, (1 - node,))
     if node == 0:
         assert over.failure is not None
-        assert over.failure.why in ("nothing was heard of it for 20 s", "nothing was heard of it for 21 s")
+        assert over.failure.why in ("no message from it for 20 s", "no message from it for 21 s")
 
 
 def test_a_job_that_is_stopped_on_all_hosts_knows_of_all() -> None:
@@ -231,10 +231,10 @@ def test_why_the_host_that_did_not_come_was_refused_is_said_instead_of_a_questio
         assert leader.order.failure.host == 1
         return leader.order.failure.why
 
-    assert why().startswith("it did not come within 15 s. Was the command started there")
-    assert why((1, "Another -n")) == "it did not come within 15 s. Another -n"
-    assert why((None, "Another secret")) == "it did not come within 15 s. Another secret"
-    assert why((9, "Another rank")) == "it did not come within 15 s. Another rank"
+    assert why().startswith("it did not join within 15 s. Was the command started there")
+    assert why((1, "Another -n")) == "it did not join within 15 s. Another -n"
+    assert why((None, "Another secret")) == "it did not join within 15 s. Another secret"
+    assert why((9, "Another rank")) == "it did not join within 15 s. Another rank"
     assert why((1, "Another -n"), (None, "Another secret")).endswith("Another -n"), "surely of this host"
     assert "Was the command started there" in why((2, "A second one of a host that is there"))
 
@@ -350,7 +350,7 @@ def test_a_host_that_does_not_come_is_named_and_the_job_ends() -> None:
     world.run(70.0)
     assert world.codes() == [PEER, PEER, None]
     assert {cause.host for cause in causes(world) if cause} == {2}
-    assert "did not come within 120 s" in causes(world)[0].why  # type: ignore[union-attr]
+    assert "did not join within 120 s" in causes(world)[0].why  # type: ignore[union-attr]
 
 
 def test_a_launcher_whose_first_one_does_not_come_says_so_and_ends() -> None:
@@ -477,7 +477,7 @@ def test_the_attempt_is_one_of_which_no_host_has_logs() -> None:
 def test_a_second_launcher_of_a_host_is_refused_and_one_of_a_silent_host_is_not() -> None:
     leader = Leader(("a", "b"), "first", 0, HostTimeouts(), 0.0)
     leader.on_joined(1, "one", "10.0.0.1", 0.0)
-    assert "connected already, from 10.0.0.1" in leader.refusal(1, "two", 1.0)
+    assert "already connected, from 10.0.0.1" in leader.refusal(1, "two", 1.0)
     assert leader.refusal(1, "one", 1.0) == ""
     assert leader.refusal(1, "two", 6.0) == "", "the machine was reset, and nobody told us"
     assert "from 0 to 1. Received: 2" in leader.refusal(2, "two", 0.0)
@@ -491,15 +491,15 @@ IDENTITY = Identity(
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"version": "2"}, "another version of replicast: 1 on the first host, 2 on the other"),
+        ({"version": "2"}, "a different version of replicast: 1 on the first host, 2 on the other"),
         (
             {"program": ("train.py", "--lr", "1")},
-            "other arguments: train.py on the first host, train.py --lr 1",
+            "different arguments: train.py on the first host, train.py --lr 1",
         ),
-        ({"workers": 3}, "another number of workers (-n): 2 on the first host, 3 on the other"),
-        ({"nodes": 3}, "another number of hosts"),
-        ({"hosts": ("b", "a")}, "other hosts (--hosts): a b on the first host, b a on the other"),
-        ({"max_restarts": 1}, "another --max-restarts"),
+        ({"workers": 3}, "a different number of workers (-n): 2 on the first host, 3 on the other"),
+        ({"nodes": 3}, "a different number of hosts"),
+        ({"hosts": ("b", "a")}, "different hosts (--hosts): a b on the first host, b a on the other"),
+        ({"max_restarts": 1}, "a different --max-restarts"),
         ({}, ""),
     ],
 )

@@ -87,15 +87,15 @@ def test_what_one_packs_the_other_unpacks(secret: bytes) -> None:
 
 def test_another_secret_is_not_accepted() -> None:
     first, other = pair(b"s", b"t")
-    with pytest.raises(NotAuthentic, match="another secret"):
+    with pytest.raises(NotAuthentic, match="a different job secret"):
         first.feed(other.pack({"a": 1}))
 
 
 def test_a_host_without_a_secret_is_told_so() -> None:
     first, other = Wire(b"s", ONE, is_first=True), Wire(b"", OTHER, is_first=False)
-    with pytest.raises(NotAuthentic, match="this host has a secret of the job, the other has none"):
+    with pytest.raises(NotAuthentic, match="this host has a job secret, the other has none"):
         first.feed(other.opening())
-    with pytest.raises(NotAuthentic, match="the other host has a secret of the job, this one has none"):
+    with pytest.raises(NotAuthentic, match="the other host has a job secret, this one has none"):
         other.feed(first.opening())
 
 
@@ -273,7 +273,7 @@ def test_of_two_launchers_that_take_themselves_for_the_first_the_later_one_is_re
         refused = next_of(second, NotWelcome)
         assert refused.by == f"The launcher at {early}:{port}"
         lists = f"one with --hosts {early},{late}, the other with --hosts {late},{early}"
-        assert refused.why == f"both take themselves for the launcher of the first host, {lists}"
+        assert refused.why == f"both act as the launcher of the first host, {lists}"
         told = next_of(first, Tell)
         assert told.text == f"refused a launcher at 127.0.0.1: {refused.why}"
 
@@ -301,7 +301,7 @@ def test_a_stranger_at_one_host_does_not_hide_another_first_launcher_at_the_next
         first_of(replace(IDENTITY, hosts=(here, stranger, rival)), listener) as first,
     ):
         told = next_of(first, Tell)
-        assert told.text.startswith(f"{stranger}:{port}: the other host has another secret")
+        assert told.text.startswith(f"{stranger}:{port}: the other host has a different job secret")
         with first_of(replace(IDENTITY, hosts=(rival, stranger, here)), late):
             assert next_of(first, NotWelcome).by == f"The launcher at {rival}:{port}"
 
@@ -407,15 +407,15 @@ def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
             clock.added_secs = timeouts.join_secs
             while not isinstance(said[-1], Order):
                 said += [event for event in next_events(asking) if not isinstance(event, Waiting)]
-        problem = "the other host has another secret of the job. Set REPLICAST_JOB_SECRET"
+        problem = "the other host has a different job secret. Set REPLICAST_JOB_SECRET"
         line, over = said
         assert isinstance(line, Tell)
         assert line.text.startswith(f"127.0.0.1:{endpoint[1]}: {problem}")
         assert line.text.endswith("; this launcher keeps trying")
         assert isinstance(over, Order)
         assert over.failure is not None
-        assert over.failure.why.startswith("it did not come within 100 s (127.0.0.1:")
-        assert over.failure.why.endswith("the other host has another secret of the job)")
+        assert over.failure.why.startswith("it did not join within 100 s (127.0.0.1:")
+        assert over.failure.why.endswith("the other host has a different job secret)")
         told = [event.text for event in next_events(link) if isinstance(event, Tell)]
         assert len(told) == 1, "however often it came"
         assert told[0].startswith(f"refused a launcher at 127.0.0.1: {problem}")
@@ -428,14 +428,14 @@ def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
         (
             b"secret",
             Hello(node=1, session="s", address="", identity=replace(IDENTITY, hosts=("a", "b"), workers=2)),
-            "another number of workers (-n): 1 on the first host, 2 on the other",
+            "a different number of workers (-n): 1 on the first host, 2 on the other",
         ),
         (
             b"secret",
             FirstOf(hosts=("b", "a"), port=IDENTITY.port),
             "one with --hosts a,b, the other with --hosts b,a",
         ),
-        (b"another", AskName(node=1), "the other host has another secret of the job"),
+        (b"another", AskName(node=1), "the other host has a different job secret"),
     ],
 )
 def test_the_last_line_of_the_first_launcher_says_why_it_refused_the_host_that_is_missing(
@@ -457,7 +457,7 @@ def test_the_last_line_of_the_first_launcher_says_why_it_refused_the_host_that_i
         leader.on_time(now + 2 * HostTimeouts().join_secs)  # `now + 600.0 - now` may be less than 600.0
     assert leader.order.failure is not None
     assert leader.order.failure.why.startswith(
-        "it did not come within 600 s. A launcher at 127.0.0.1 was refu"
+        "it did not join within 600 s. A launcher at 127.0.0.1 was refu"
     )
     assert leader.order.failure.why.endswith(why)
 
@@ -493,7 +493,7 @@ def test_a_launcher_that_asks_for_the_run_s_name_waits_for_the_first_one_as_any_
     why = f"(127.0.0.1:{endpoint[1]}: Connection refused)"
     waits, lost = capsys.readouterr().err.splitlines()
     assert waits == f"replicast: waiting for the launcher on a, 0 s of at most 1 s {why}"
-    assert lost == f"replicast: host a was lost: it did not come within 1 s {why}"
+    assert lost == f"replicast: host a was lost: it did not join within 1 s {why}"
 
 
 def test_a_stranger_cannot_fill_the_screen_and_what_is_wrong_is_said_again_later() -> None:
@@ -527,7 +527,7 @@ def test_strangers_do_not_hide_the_refusal_of_a_launcher_that_knows_the_secret()
         refused = answer_to(("127.0.0.1", port), hello)
         assert isinstance(refused, Refused)
         said: list[str] = []
-        while not any("another --port" in text for text in said):
+        while not any("a different --port" in text for text in said):
             said += [event.text for event in next_events(link) if isinstance(event, Tell)]
         assert len([text for text in said if "secret" in text]) == 6
 
@@ -554,7 +554,9 @@ def test_a_first_launcher_that_cannot_accept_for_now_says_so_once_and_does_not_s
 
 
 def test_an_address_in_use_is_refused_in_sentences_that_end_once() -> None:
-    refused = pytest.raises(ClusterError, match=r"must: another job\? Give each job an address of its own")
+    refused = pytest.raises(
+        ClusterError, match=r"first launcher: another job\? Give each job an address of its own"
+    )
     with listen(("127.0.0.1", 0)) as taken, refused:
         listen(taken.getsockname()[:2])
 

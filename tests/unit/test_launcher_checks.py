@@ -162,7 +162,7 @@ def test_the_command_ends_with_1_and_the_way_out_when_something_is_broken(
     assert result.exit_code == 1
     assert "✗  TF_CONFIG" in result.output
     assert "unset TF_CONFIG" in result.output
-    assert result.output.endswith("To be fixed first: TF_CONFIG.\n")
+    assert result.output.endswith("Fix first: TF_CONFIG.\n")
 
 
 def test_the_deep_check_shows_that_it_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_a_stopped_launcher_does_not_say_that_the_workers_of_unreached_hosts_hav
     three = Hosts(("gpu0", "gpu1", "gpu2"))
     assert interruption_line(replace(stopped, unreached=(1, 2), stopped_on=1), GroupEnd(), three) == (
         "replicast: stopped by Ctrl-C on gpu1; the workers on this host have exited; "
-        "nothing is known of those on gpu1, gpu2"
+        "the state of those on gpu1, gpu2 is unknown"
     )
 
 
@@ -197,7 +197,7 @@ def test_the_report_names_worker_cause_duration_and_log() -> None:
     )
     others = (ended(3, 1), ended(2, 0), failed, ended(10, 0), ended(0, -15, stopped=True))
     assert others_line(GroupEnd(others), failed) == (
-        "replicast: worker 0 was stopped, worker 2 had finished, worker 3 failed after it (exit code 1), "
+        "replicast: worker 0 was stopped, worker 2 had finished, worker 3 failed afterwards (exit code 1), "
         "worker 10 had finished."
     )
 
@@ -207,7 +207,7 @@ def test_the_report_names_a_frozen_worker() -> None:
         "replicast: worker 0 was stopped (SIGSTOP) and did not continue: killed after 2.0 s. Log: /logs/x.log"
     )
     others = others_line(GroupEnd((frozen(0), frozen(2), ended(1, PEER_FAILED))), frozen(0))
-    assert others == "replicast: worker 1 failed after it (exit code 75), worker 2 was stopped by SIGSTOP."
+    assert others == "replicast: worker 1 failed afterwards (exit code 75), worker 2 was stopped by SIGSTOP."
 
 
 def test_the_report_repeats_what_a_worker_says_of_one_on_another_host() -> None:

@@ -78,10 +78,10 @@ def doctor(
     _print_table(checks)
     broken = [check.subject for check in checks if check.verdict is Verdict.BROKEN]
     if broken:
-        click.echo(f"To be fixed first: {', '.join(broken)}.")
+        click.echo(f"Fix first: {', '.join(broken)}.")
         sys.exit(1)
     if hosts is not None:
-        click.echo("These hosts can be a job.")
+        click.echo("These hosts can run a job together.")
     else:
         click.echo(
             "All is well." if deep else "All is well. `replicast doctor --deep` tries two real workers."

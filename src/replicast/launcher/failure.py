@@ -273,7 +273,7 @@ def others_line(end: GroupEnd, first: Exit) -> str:
             return "was stopped"
         if one.was_told_to:
             return "exited too"
-        return "had finished" if one.code == 0 else f"failed after it ({one.how})"
+        return "had finished" if one.code == 0 else f"failed afterwards ({one.how})"
 
     others = [one for one in end.exits if one.worker != first.worker]
     parts = [f"worker {one.worker} {how(one)}" for one in sorted(others, key=lambda one: one.worker or 0)]
@@ -313,7 +313,7 @@ def interruption_line(order: Order, end: GroupEnd, hosts: Hosts = ONE_HOST) -> s
         rest += "(--grace gives more time)"
     else:
         rest = "the workers on this host have exited" if unreached else "all workers have exited"
-    unknown = f"; nothing is known of those on {unreached}" if unreached else ""
+    unknown = f"; the state of those on {unreached} is unknown" if unreached else ""
     name = signal_name(order.signal or signal.SIGTERM)
     return f"replicast: stopped by {name}{hosts.on(order.stopped_on)}; {rest}{unknown}"
 

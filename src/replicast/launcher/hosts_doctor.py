@@ -270,7 +270,7 @@ class Visit:
         for event in rivals.poll(readable, self._notices):
             if isinstance(event, NotWelcome):
                 raise ClusterError(
-                    f"{event.by} has refused this host: {event.why}",
+                    f"{event.by} refused this host: {event.why}",
                     remedy="Start the same command on all hosts, with --hosts in the same order",
                 )
             self._report(event.text)
@@ -418,7 +418,7 @@ def _presence(evidence: Evidence) -> Check:
     absent = [host for node, host in enumerate(evidence.hosts) if node not in evidence.facts]
     if not absent:
         return Check("Hosts", Verdict.GOOD, f"all {len(evidence.hosts)} came")
-    found = f"{', '.join(absent)} did not come within {evidence.waited_secs:.0f} s"
+    found = f"{', '.join(absent)} did not join within {evidence.waited_secs:.0f} s"
     remedy = "Start the same command there at the same time; if it runs there, it says what it waits for"
     return Check("Hosts", Verdict.BROKEN, found, remedy)
 

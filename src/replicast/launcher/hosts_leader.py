@@ -133,13 +133,13 @@ def read_message(fields: Mapping[str, Any], nodes: int) -> Message:
 
 
 _DIFFERENCES = {
-    "version": "another version of replicast",
-    "program": "another program or other arguments",
-    "workers": "another number of workers (-n)",
-    "nodes": "another number of hosts",
-    "hosts": "other hosts (--hosts)",
-    "port": "another --port",
-    "max_restarts": "another --max-restarts",
+    "version": "a different version of replicast",
+    "program": "a different program or different arguments",
+    "workers": "a different number of workers (-n)",
+    "nodes": "a different number of hosts",
+    "hosts": "different hosts (--hosts)",
+    "port": "a different --port",
+    "max_restarts": "a different --max-restarts",
 }
 
 
@@ -163,7 +163,7 @@ def two_firsts(ours: FirstOf, theirs: FirstOf) -> str:
     if ours.hosts[0] not in theirs.hosts or theirs.hosts[0] not in ours.hosts:
         return ""
     lists = f"one with --hosts {_shown(ours.hosts, ',')}, the other with --hosts {_shown(theirs.hosts, ',')}"
-    return f"both take themselves for the launcher of the first host, {lists}"
+    return f"both act as the launcher of the first host, {lists}"
 
 
 def _shown(value: object, separator: str = " ") -> str:
@@ -222,13 +222,13 @@ class Presence:
     def why_lost(self, now: float, *, is_stopping: bool = False) -> str:
         """What happened if the other side counts as lost; empty if it does not."""
         if self.heard_at is None:
-            return "it has not come"
+            return "it has not joined"
         at_most_secs = self._timeouts.leave_secs if is_stopping else self._timeouts.silent_secs
         silent_secs = now - self.heard_at
         if silent_secs >= at_most_secs:
-            return f"nothing was heard of it for {silent_secs:.0f} s"
+            return f"no message from it for {silent_secs:.0f} s"
         if self._closed_at is not None and now - self._closed_at >= self._timeouts.reconnect_secs:
-            return "its connection was closed, as when its process or machine ends"
+            return "its connection was closed: its process or machine has ended"
         return ""
 
 
@@ -295,7 +295,7 @@ class Leader:
             return ""
         if now - heard >= _IN_USE_SECS:
             return ""
-        return f"a launcher with --node-rank {node} is connected already, from {host.address or 'this host'}"
+        return f"a launcher with --node-rank {node} is already connected, from {host.address or 'this host'}"
 
     def on_refused(self, node: int | None, what: str) -> None:
         """A launcher was refused: perhaps the one that is waited for."""
@@ -307,7 +307,7 @@ class Leader:
         """A launcher has connected, for the first time or again. Call `refusal` before."""
         host = self._hosts[node]
         if host.session not in ("", session):
-            self._lose(node, "its launcher ended and was started again")
+            self._lose(node, "its launcher was restarted")
             host.report = None
         host.session, host.address = session, address
         self._refused.pop(node, None)
@@ -389,7 +389,7 @@ class Leader:
             self._over(PEER_FAILED, Exit(host=late[0], why=self._why_late(late[0])))
 
     def _why_late(self, node: int) -> str:
-        waited = f"it did not come within {self._timeouts.join_secs:g} s"
+        waited = f"it did not join within {self._timeouts.join_secs:g} s"
         refused = self._refused.get(node) or self._refused.get(None)
         if refused:
             return f"{waited}. {refused}"
@@ -484,7 +484,7 @@ class Member:
         ended: list[Command] = []
         if self._order.session not in ("", order.session) and self.report.running:
             # The first launcher was started again: nobody knows of the attempt that runs here.
-            ended = self._end_because("its launcher ended and was started again")
+            ended = self._end_because("its launcher was restarted")
         self._order = order
         if order.phase is Phase.OVER:
             return [*ended, *self._end_now(), *self._finish(order)]
@@ -568,7 +568,7 @@ class Member:
         failure = Exit(host=0, why=why, reported_by=self._node)
         self._order = replace(self._order, failure=failure)
         if self.report.failure is None:
-            own = f"its launcher ended its workers, because of the first host: {why}"
+            own = f"its launcher stopped its workers because of the first host: {why}"
             self.on_failure(Exit(host=self._node, why=own, reported_by=self._node))
         return self._tell_end(End(failure))
 
@@ -598,7 +598,7 @@ class Member:
             self._lost_since = self._next_tell = now
         if now - self._lost_since >= self._timeouts.join_secs:
             problem = f" ({self._unreachable})" if self._unreachable else ""
-            lost = replace(lost, why=f"it did not come within {self._timeouts.join_secs:g} s{problem}")
+            lost = replace(lost, why=f"it did not join within {self._timeouts.join_secs:g} s{problem}")
             return self._finish(replace(over, failure=lost, code=PEER_FAILED))
         following = replace(order, failure=lost, attempt=order.attempt + 1, restarts=order.restarts + 1)
         commands = self._restart(following) if has_run else []

@@ -174,7 +174,7 @@ class Wire:
             raise NotAuthentic("the other side repeats what it was sent", _ELSE)
         if fields.get("secret") is not bool(self._secret):
             has, lacks = ("this host", "the other") if self._secret else ("the other host", "this one")
-            raise NotAuthentic(f"{has} has a secret of the job, {lacks} has none", SAME_SECRET)
+            raise NotAuthentic(f"{has} has a job secret, {lacks} has none", SAME_SECRET)
         first, other = (self._nonce, theirs) if self._is_first else (theirs, self._nonce)
         both = f"{PROTOCOL}\n{first}\n{other}".encode()
         self._key = hmac.digest(self._secret or b"no secret", both, "sha256")
@@ -183,7 +183,7 @@ class Wire:
         seal, _, text = line.partition(b" ")
         theirs = _SEALED_FROM_CLIENT if self._is_first else _SEALED_FROM_SERVER
         if not hmac.compare_digest(seal, self._seal(theirs, self._received, text)):
-            raise NotAuthentic("the other host has another secret of the job", SAME_SECRET)
+            raise NotAuthentic("the other host has a different job secret", SAME_SECRET)
         self._received += 1
         return parse_object(text)
 
@@ -554,7 +554,7 @@ class Other:
         now, redial_secs = time.monotonic(), self.timeouts.redial_secs
         fresh = now - self._connected_at < redial_secs
         if self._connection is not None and not fresh and self.member.should_redial(now):
-            self.member.on_unreachable(f"{self._shown}: nothing was heard from there for {redial_secs:g} s")
+            self.member.on_unreachable(f"{self._shown}: no message for {redial_secs:g} s")
             self._lost(is_closed=False)
         if self._connection is None and time.monotonic() >= self._next_try and not self.member.is_over:
             self._connect()
@@ -843,7 +843,7 @@ class HostsAttempts:
         if isinstance(event, NotWelcome):
             same = "--hosts in the same order" if self._job.hosts else "another --node-rank on each"
             raise LaunchRefused(
-                f"{event.by} has refused this one: {event.why}",
+                f"{event.by} refused this one: {event.why}",
                 remedy=f"Start the same command on all hosts, with {same}",
             )
         if isinstance(event, Tell):

@@ -116,8 +116,8 @@ def own_node(hosts: Sequence[str]) -> int:
     why = "none of --hosts is" if not found else "several of --hosts are"
     late = "" if are_resolved else f"; not all names were resolved within {NAMES_SECS:g} s"
     raise ClusterError(
-        f"Which host this is cannot be found out: {why} an address of this machine{late}",
-        remedy="Say it with --node-rank, the index of this machine in --hosts, from 0",
+        f"Cannot tell which host this is: {why} an address of this machine{late}",
+        remedy="Give --node-rank, the index of this machine in --hosts, from 0",
         received=",".join(hosts),
     )
 
@@ -174,7 +174,7 @@ def listen(endpoint: tuple[str, int], *, name_secs: float = 0.0) -> socket.socke
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ClusterError(
-                f"Another process listens at {shown}, where the first launcher must: another job?",
+                f"Another process listens at {shown}, the address of the first launcher: another job?",
                 remedy="Give each job an address of its own: --rdzv-endpoint HOST:PORT, or another --port",
             ) from None
         why = os.strerror(error.errno or 0)  # Without what create_server adds to it.
