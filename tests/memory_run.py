@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,8 +36,14 @@ from replicast.update.audit_report import AuditReport
 from replicast.update.schema import Schema, planned
 from replicast.update.trial import Trial
 from replicast.update.update import Update, edit_to_json
+from tests.unit.test_audit import report
 
 _WORKERS = 2
+
+
+def equal_report(**fields: Any) -> AuditReport:
+    """An audit that found all replicas equal."""
+    return report(differences=(), declared=(), outcome="equal", healed=(), last_equal=None, **fields)
 
 
 class MemoryRun(Run):
@@ -122,24 +129,10 @@ class MemoryRun(Run):
 
     def audit(self, timeout: float = 300.0, author: str = "") -> AuditReport:
         self._ask("audit", author)
-        report = AuditReport(
-            number=len(self._audits) + 1,
-            step=self.step,
-            time=time.time(),
-            workers=_WORKERS,
-            variables=len(self._schema),
-            nbytes=100,
-            found_at=self.step,
-            last_equal=None,
-            differences=(),
-            declared=(),
-            outcome="equal",
-            healed=(),
-            digest_secs=0.001,
-            requests=(),
-        )
-        self._audits.append(report)
-        return report
+        number, now = len(self._audits) + 1, time.time()
+        found = equal_report(number=number, step=self.step, time=now, workers=_WORKERS, requests=())
+        self._audits.append(found)
+        return found
 
     def push(
         self,

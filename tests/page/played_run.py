@@ -24,6 +24,7 @@ from replicast.storage.run_files import (
 )
 from replicast.update.audit_report import AuditReport
 from replicast.update.trial import TrialOutcome
+from tests.memory_run import equal_report
 from tests.unit.played_job import SCHEMA, PlayedJob
 
 WORKERS = 2
@@ -108,11 +109,10 @@ class PlayedRun:
     def audit(self, *ids: str) -> AuditReport:
         """An audit, which may answer requests."""
         self._audits += 1
-        report = AuditReport(
-            number=self._audits, step=self.step, time=time.time(), workers=WORKERS, variables=6, nbytes=200,
-            found_at=self.step, last_equal=None, differences=(), declared=(), outcome="equal", healed=(),
-            digest_secs=0.0021, requests=ids,
-        )  # fmt: skip
+        now = time.time()
+        report = equal_report(
+            number=self._audits, step=self.step, time=now, workers=WORKERS, variables=6, requests=ids
+        )
         append_audit(self.path, report)
         return report
 

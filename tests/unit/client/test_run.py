@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,11 +24,11 @@ from replicast.errors import (
 from replicast.storage import inbox
 from replicast.storage.inbox import InboxAnswer
 from replicast.storage.run_files import append_audit, append_metrics
-from replicast.update.audit_report import AuditReport
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 from tests.page.live import TOKEN, served_run
 from tests.unit.played_job import BIAS, PlayedJob, heard_of, made_run, meanwhile
+from tests.unit.test_audit import report
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
 
@@ -234,35 +233,16 @@ def test_a_learning_rate_that_is_not_positive_is_warned_of(run: Run) -> None:
     assert not run.examine(Update().scale("learning_rate", 0.5)).warnings
 
 
-def report(number: int, requests: tuple[str, ...] = ()) -> AuditReport:
-    return AuditReport(
-        number=number,
-        step=7,
-        time=time.time(),
-        workers=2,
-        variables=6,
-        nbytes=148,
-        found_at=7,
-        last_equal=7,
-        differences=(),
-        declared=(),
-        outcome="equal",
-        healed=(),
-        digest_secs=0.01,
-        requests=requests,
-    )
-
-
 def test_audits_are_listed_and_one_can_be_asked_for(
     run: Run, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in (1, 2, 3):
-        append_audit(directory, report(number))
+        append_audit(directory, report(number=number))
     assert [one.number for one in run.audits(last=2)] == [2, 3]
 
     def answers(_secs: float) -> None:
         for path in inbox.requests(directory):
-            answer = InboxAnswer(Stage.VERIFIED, 1.0, 7, details=report(4).to_json())
+            answer = InboxAnswer(Stage.VERIFIED, 1.0, 7, details=report(number=4).to_json())
             inbox.answer(directory, inbox.id_of(path), answer)
 
     meanwhile(monkeypatch, answers)
