@@ -10,7 +10,7 @@ import pytest
 
 from replicast.coordination import MemoryCoordination
 from replicast.errors import JobFailed
-from replicast.replicas.exchange import Exchange
+from replicast.replicas.channel import DirectExchange
 from replicast.testing.job import DEADLINE_SECS, eventually
 from replicast.transport import opening
 from replicast.transport.opening import MOST_NAMED, hosts_of_job
@@ -38,7 +38,7 @@ class Workers:
         self.store = MemoryCoordination.Store()
         self.left: set[int] = set()
         self.exchanges = [
-            Exchange(SlowService(self.store), "test", rank, size, self.left.__contains__)
+            DirectExchange(SlowService(self.store), "test", rank, size, self.left.__contains__)
             for rank in range(size)
         ]
         self._threads = threads
@@ -69,7 +69,7 @@ def test_the_number_of_reads_grows_with_the_workers_and_not_with_their_square() 
         def start(rank: int) -> None:
             coordination = Counting(store, reads)
             assert hosts_of_job("test", coordination, rank, size, environ)[0] == ("one",) * size
-            Exchange(coordination, "test", rank, size).agree("plan", "mine", DEADLINE_SECS)
+            DirectExchange(coordination, "test", rank, size).agree("plan", "mine", DEADLINE_SECS)
 
         list(threads.map(start, range(size)))
     values = sum(count for key, count in reads.items() if key.rpartition("/")[2].isdigit())
@@ -122,7 +122,7 @@ def test_the_failure_of_the_job_ends_the_wait_without_another_read() -> None:
     def check(_: int) -> bool:
         raise failed
 
-    exchange = Exchange(Counting(MemoryCoordination.Store(), reads), "test", 1, 40, check)
+    exchange = DirectExchange(Counting(MemoryCoordination.Store(), reads), "test", 1, 40, check)
     with pytest.raises(JobFailed) as caught:
         exchange.agree("plan", "mine", DEADLINE_SECS)
     assert caught.value is failed

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from replicast.coordination import MemoryCoordination
-from replicast.replicas.exchange import Exchange
+from replicast.replicas.channel import DirectExchange
 from replicast.replicas.joined_worker import attempt_of
 from replicast.storage.claims import Fence
 
@@ -21,7 +21,8 @@ def attempts(
     """What each of two workers is told; the second one cannot see the run directory."""
     store = MemoryCoordination.Store()
     exchanges = [
-        Exchange(MemoryCoordination(store), "job", rank, 2, has_left=lambda worker: False) for rank in (0, 1)
+        DirectExchange(MemoryCoordination(store), "job", rank, 2, has_left=lambda worker: False)
+        for rank in (0, 1)
     ]
     places = (run_dir, of_second)
     with ThreadPoolExecutor(2) as pool:

@@ -18,12 +18,7 @@ from replicast.training.feeding import (
     predicting_all_rows,
     shares_of_order,
 )
-from replicast.training.samples import (
-    Sample,
-    differing_parts,
-    refuse_other_lengths,
-    sample_of_arrays,
-)
+from replicast.training.samples import Sample, differing_parts, refuse_other_lengths, sample_of_arrays
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])

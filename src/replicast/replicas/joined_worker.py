@@ -27,9 +27,8 @@ from replicast.core.operation import Timeouts
 from replicast.core.records import Snapshot
 from replicast.errors import FileDamaged, JobFailed, NotSupported, ReplicastError
 from replicast.files import RunDir, below
-from replicast.replicas.channel import Channel
+from replicast.replicas.channel import Channel, DirectExchange
 from replicast.replicas.departure import Departure, leave_on_sigterm
-from replicast.replicas.exchange import Exchange
 from replicast.replicas.job_audits import AuditPlan, Audits, declared, expected_fingerprints
 from replicast.replicas.job_checkpoints import Checkpoints
 from replicast.replicas.replica import WorkerHooks
@@ -99,7 +98,7 @@ class JoinedWorker(WorkerHooks):
             # Before the others hear from this worker: until then none of them writes.
             with contextlib.suppress(OSError):  # If the disk has a problem, the first write reports it.
                 clean_run(run_dir)
-        exchange = Exchange(strategy.coordination, name, rank, size, strategy.lifetime.has_left)
+        exchange = DirectExchange(strategy.coordination, name, rank, size, strategy.lifetime.has_left)
         exchange.require_same(
             "schema",
             self.state.schema.digest(),
@@ -378,7 +377,10 @@ def _launcher_reads(run_dir: RunDir | None) -> bool:
 
 
 def attempt_of(
-    run_dir: RunDir | None, exchange: Exchange, timeout_secs: float, environ: Mapping[str, str] = os.environ
+    run_dir: RunDir | None,
+    exchange: DirectExchange,
+    timeout_secs: float,
+    environ: Mapping[str, str] = os.environ,
 ) -> int:
     """The number of this attempt, from 0: the launcher's, else one more than the last in the run directory.
 

@@ -59,8 +59,7 @@ from replicast.core.operations.update import Apply
 from replicast.core.records import Refusal, Refuse, ReportId, Stage
 from replicast.core.worker import Worker
 from replicast.errors import ClusterError, FileDamaged, JobFailed, ReplicastError, UpdateRefused
-from replicast.replicas.channel import Channel, Note
-from replicast.replicas.exchange import Exchange
+from replicast.replicas.channel import Channel, DirectExchange, Note
 from replicast.replicas.lanes import WorkerThreads, wait_for
 from replicast.replicas.parcels import Parcels
 from replicast.replicas.proposals import Proposals, Ticket, log_trial, refusal_of
@@ -205,7 +204,7 @@ class Session:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: DirectExchange,
         channel: Channel,
         transport: Transport,
         state: State,

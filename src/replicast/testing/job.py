@@ -30,8 +30,7 @@ from replicast.core.messages import Tell
 from replicast.core.operation import Timeouts
 from replicast.core.records import Snapshot
 from replicast.errors import FileDamaged, JobFailed, ReplicasDiverged
-from replicast.replicas.channel import Channel
-from replicast.replicas.exchange import Exchange
+from replicast.replicas.channel import Channel, DirectExchange
 from replicast.replicas.replica import WorkerHooks
 from replicast.replicas.session import Session
 from replicast.storage.journal import Journal, MemoryJournal
@@ -71,7 +70,7 @@ class Worker(WorkerHooks):
         self.reports: list[AuditReport] = []
         self.left: str | None = None
         self.session = Session(
-            Exchange(self.coordination, "test", rank, job.size, job.gone.__contains__),
+            DirectExchange(self.coordination, "test", rank, job.size, job.gone.__contains__),
             Channel(self.coordination, "test", rank, job.size),
             self.transport,
             self.state,

@@ -9,8 +9,7 @@ import pytest
 from replicast.coordination import MemoryCoordination
 from replicast.core.messages import Release, Request
 from replicast.errors import JobFailed
-from replicast.replicas.channel import Channel
-from replicast.replicas.exchange import Exchange
+from replicast.replicas.channel import Channel, DirectExchange
 from replicast.replicas.proposals import Ticket
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from tests.unit.runtime.playing import bias
@@ -134,10 +133,10 @@ def test_a_job_of_one_needs_no_service() -> None:
 # What training threads tell each other directly.
 
 
-def exchanges(size: int, left: set[int]) -> list[Exchange]:
+def exchanges(size: int, left: set[int]) -> list[DirectExchange]:
     store = MemoryCoordination.Store()
     return [
-        Exchange(MemoryCoordination(store), "test", rank, size, has_left=left.__contains__)
+        DirectExchange(MemoryCoordination(store), "test", rank, size, has_left=left.__contains__)
         for rank in range(size)
     ]
 
@@ -165,7 +164,7 @@ def test_who_does_not_come_in_time_is_named() -> None:
 
 def test_what_all_have_agreed_on_can_be_forgotten() -> None:
     store = MemoryCoordination.Store()
-    workers = [Exchange(MemoryCoordination(store), "test", rank, 2) for rank in range(2)]
+    workers = [DirectExchange(MemoryCoordination(store), "test", rank, 2) for rank in range(2)]
     workers[1].tell("greeting", "hello")
     with ThreadPoolExecutor() as threads:
         agreeing = [threads.submit(worker.agree, "plan", "mine", DEADLINE_SECS) for worker in workers]
