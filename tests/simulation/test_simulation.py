@@ -10,7 +10,7 @@ import pytest
 from tests.simulation.mutations import CAUGHT_BY, MUTATIONS, is_caught
 from tests.simulation.stories import STORIES, TRANSCRIPTS, transcript
 from tests.simulator import World, random_plan
-from tests.simulator.many import worlds
+from tests.simulator.world import worlds
 
 SEEDS = int(os.environ.get("REPLICAST_TEST_SEEDS", "10000"))
 

@@ -10,10 +10,9 @@ import sys
 import time
 from collections import Counter
 
-from tests.simulator.many import worlds
 from tests.simulator.plan import random_plan
 from tests.simulator.replica import StoryFailed
-from tests.simulator.world import World
+from tests.simulator.world import World, worlds
 
 
 def main() -> int:

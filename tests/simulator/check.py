@@ -13,10 +13,9 @@ from replicast.core.messages import Propose, Tell
 from replicast.core.operations.pull import PulledRows
 from replicast.core.records import Proposal, Stage
 from replicast.update.audit_report import AuditReport
-from tests.simulator.clock import Clock
 from tests.simulator.disk import Disk
 from tests.simulator.model import check_before, check_reverts, model, needs_before
-from tests.simulator.notes import Notes
+from tests.simulator.notes import Clock, Notes
 from tests.simulator.plan import Plan
 from tests.simulator.replica import SimulatedReplica, StoryFailed
 from tests.simulator.words import described
@@ -24,12 +23,7 @@ from tests.simulator.words import described
 
 @dataclass(frozen=True, slots=True)
 class GroupOutcome:
-    """The end of a group of workers.
-
-    Attributes:
-        started_at: When its workers started.
-        closing_at: When the first script reached its end.
-    """
+    """The end of a group of workers."""
 
     replicas: Sequence[SimulatedReplica]
     started_at: float
@@ -73,20 +67,16 @@ class Checks:
             self._notes.say(None, "author", f"proposes {described(proposal)}  [ticket {ticket}]")
 
     def asked(self, ticket: str) -> None:
-        """Called for a request from outside that is not a proposal."""
         self._times[ticket] = self._clock.now
 
     def announced(self, attempt: int, tell: Tell) -> None:
-        """Called when a coordinator tells all workers the stage of an operation."""
         if tell.ended:
             self._ended[tell.id, attempt] = self._clock.now
 
     def drifted(self, attempt: int) -> None:
-        """Called when a replica of this attempt has got another value than the others."""
         self._drifted.add(attempt)
 
     def saved(self, entry: Saved) -> None:
-        """Called when a checkpoint is durable."""
         for pending in entry.pending:
             proposal = pending.proposal
             if self._disk.find(Payload, proposal.id, proposal.digest) is None:
@@ -105,7 +95,6 @@ class Checks:
                 )
 
     def ended(self, attempt: int, replicas: Sequence[SimulatedReplica], ended: Ended) -> None:
-        """Called when an operation without a ticket has ended."""
         kind, outcome = ended.kind, ended.outcome
         self._notes.count(f"{kind}: {getattr(outcome.result, 'outcome', outcome.stage)}")
         self._check_reports_came(outcome.result)
@@ -141,14 +130,12 @@ class Checks:
             raise StoryFailed(f"not every worker raises what an audit found: {report}")
 
     def raised(self, replicas: Sequence[SimulatedReplica]) -> None:
-        """Called before a training thread raises the report of an audit, which may end the others."""
         self._notes.count("raised by training threads")
         without = [replica.rank for replica in replicas if replica.report_to_raise is None]
         if without:
             raise StoryFailed(f"an audit is raised, and workers {without} do not have its report")
 
     def applied(self, replica: SimulatedReplica, id_: str, sequence: int) -> None:
-        """Called before a worker applies an update."""
         record = self._disk.find(Committed, id_)
         if not isinstance(record, Committed) or record.sequence != sequence:
             raise StoryFailed(
@@ -164,7 +151,6 @@ class Checks:
             raise StoryFailed(f"worker {replica.rank} applies {id_} twice")
 
     def settled(self, replicas: Sequence[SimulatedReplica], ticket: str, tell: Tell) -> None:
-        """Called when an author is told the stage of a proposal."""
         stage, proposal = tell.stage, self._proposals.get(ticket)
         if proposal is None:  # a withdrawal's own ticket
             if stage is Stage.WITHDRAWN and self._disk.find(Committed, tell.id):

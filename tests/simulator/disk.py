@@ -12,22 +12,14 @@ Kind = TypeVar("Kind", Committed, Payload, Scheduled)
 
 
 class Disk:
-    """The durable state.
-
-    Attributes:
-        groups: The entries of each group, in the order of the claims.
-        taken: How many entries of each group the next one took over.
-        inbox: Proposals from outside that have no outcome yet, by ticket.
-        requests: Requests from outside that are not answered yet, by id.
-        full_until: The time until which writes fail.
-    """
+    """The durable state."""
 
     def __init__(self) -> None:
-        self.groups: list[list[Entry]] = []
-        self.taken: list[int | None] = []
-        self.inbox: dict[str, Propose | Withdraw] = {}
-        self.requests: dict[str, Request] = {}
-        self.full_until = -1.0
+        self.groups: list[list[Entry]] = []  # in the order of the claims
+        self.taken: list[int | None] = []  # how many entries of each group the next one took over
+        self.inbox: dict[str, Propose | Withdraw] = {}  # without an outcome yet, by ticket
+        self.requests: dict[str, Request] = {}  # not answered yet, by id
+        self.full_until = -1.0  # writes fail until then
 
     def claim(self) -> int:
         """Claims the run directory for the next group; returns its number. `count` completes the claim."""

@@ -11,13 +11,7 @@ from tests.simulator.replica import START, StoryFailed, change, overwrites, trai
 
 
 def model(entries: list[Any], steps: int, before: int = 0) -> dict[str, int]:
-    """Where one process comes to that trains and applies the journal in its order.
-
-    Args:
-        entries: The journal.
-        steps: How far it trains.
-        before: The number of the update before which it stops, if it does.
-    """
+    """Where one process comes to that trains and applies the journal in its order."""
     contents: dict[tuple[str, str], Any] = {
         (one.id, one.digest): one.content for one in entries if isinstance(one, Payload)
     }
@@ -61,15 +55,7 @@ def check_before(entries: list[Entry], history: History, steps: int) -> None:
 
 
 def check_reverts(entries: list[Entry], forced: Collection[str]) -> int:
-    """What reverts an update may do so, and undoes it.
-
-    Args:
-        entries: The journal.
-        forced: The ids of the reverts that may revert again.
-
-    Returns:
-        How many reverts there are.
-    """
+    """What reverts an update may do so, and undoes it."""
     history, reverts = History(), 0
     if not any(isinstance(one, Committed) and one.reverts is not None for one in entries):
         return reverts

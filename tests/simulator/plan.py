@@ -21,43 +21,26 @@ Incident = tuple[Any, ...]
 
 @dataclass(slots=True)
 class Plan:
-    """The plan of one schedule.
-
-    Attributes:
-        size: The number of workers.
-        steps: The length of the training in steps.
-        stride: Steps per boundary.
-        together: Whether a step is a transfer between all workers, as in synchronous training.
-        script: The actions of the training threads behind each boundary, by step; repeated with the steps.
-        incidents: Events from outside, and faults, by time.
-        quick: Whether updates are prepared without long delays; for transcripts.
-        save_every: Steps between planned checkpoints; 0 for none.
-        audit_every: Steps between planned audits; 0 for none.
-        planned_at: When planned saves and audits take place: "before" the boundary; "behind" it, where a
-            worker may still wait for others; or "late", just before the next step.
-        audit_policy: The default policy for replicas that differ.
-        go_back: The attempt that finds the last checkpoint damaged and uses the one before; 0 for none.
-        crash: A process dies between two of its commands: attempt, rank, number of commands.
-        unknown: The number of a write of which it is unknown whether it was durable.
-        forgets: A worker leaves out its planned saves and audits: its rank, from which step, until which.
-    """
+    """The plan of one schedule."""
 
     seed: int = 0
     size: int = 2
     steps: int = 4
-    stride: int = 1
-    together: bool = True
-    script: dict[int, list[Action]] = field(default_factory=dict)
-    incidents: list[Incident] = field(default_factory=list)
-    quick: bool = False
-    save_every: int = 0
+    stride: int = 1  # steps per boundary
+    together: bool = True  # a step is a transfer between all workers, as in synchronous training
+    script: dict[int, list[Action]] = field(default_factory=dict)  # behind each boundary, by step
+    incidents: list[Incident] = field(default_factory=list)  # events from outside, and faults, by time
+    quick: bool = False  # updates are prepared without long delays; for transcripts
+    save_every: int = 0  # 0 for none
     audit_every: int = 0
+    # Planned saves and audits: "before" the boundary; "behind" it, where a worker may still wait for others;
+    # or "late", just before the next step.
     planned_at: str = "before"
     audit_policy: str = "heal"
-    go_back: int = 0
-    crash: tuple[int, int, int] | None = None
-    unknown: int | None = None
-    forgets: tuple[int, int, int] | None = None
+    go_back: int = 0  # the attempt that finds the last checkpoint damaged and uses the one before
+    crash: tuple[int, int, int] | None = None  # between two commands: attempt, rank, number of commands
+    unknown: int | None = None  # the write of which it is unknown whether it was durable
+    forgets: tuple[int, int, int] | None = None  # leaves out planned reports: rank, from step, until step
 
 
 def random_plan(seed: int) -> Plan:

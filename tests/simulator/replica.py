@@ -71,26 +71,7 @@ def digest_of(values: dict[str, int]) -> str:
 
 
 class SimulatedReplica:
-    """One worker's copy of the state.
-
-    Args:
-        attempt: The attempt that it belongs to.
-        rank: The rank of the worker.
-        step: The step of its state.
-        values: The variables.
-        holds: The updates that it contains.
-        read: Reads the payload of an update from the journal.
-        undo: Reads from the journal how an update is undone.
-        on_apply: Called with each update and its number, before it is applied.
-
-    Attributes:
-        prepared: Updates that are fetched and not applied, by id and digest.
-        fetching: The ids of updates that are being fetched, by the number of the order.
-        expected_d: The value of `d` according to checkpoint and journal; training does not change it.
-        place: The position in the script behind the current boundary; for snapshots.
-        report_to_raise: The report of an audit that the training thread must raise.
-        pulled: The step, the updates and the value of each pull, by its id.
-    """
+    """One worker's copy of the state."""
 
     def __init__(
         self,
@@ -108,13 +89,13 @@ class SimulatedReplica:
         self.rank = rank
         self.step = step
         self.values = dict(values)
-        self.expected_d = values["d"]
+        self.expected_d = values["d"]  # according to checkpoint and journal: training does not change it
         self.holds = set(holds)
         self.applied: list[tuple[int, int, str]] = []
         self.functions: dict[str, int | None] = {}
         self.no_room = False
         self.report_to_raise: Any = None
-        self.place: Callable[[], int] = lambda: 0
+        self.place: Callable[[], int] = lambda: 0  # in the script behind the current boundary
         self._copy: tuple[dict[str, int], int] | None = None
         self._read = read
         self._undo = undo
@@ -122,7 +103,7 @@ class SimulatedReplica:
         self.pulled: dict[str, tuple[int, frozenset[int], int]] = {}
         self._on_apply = on_apply
         self.prepared: dict[tuple[str, str], tuple[Edit, ...]] = {}
-        self.fetching: dict[int, str] = {}
+        self.fetching: dict[int, str] = {}  # ids of updates, by the number of the order
         self._metrics: list[int] = []
         self._copied_at = 0
 

@@ -9,9 +9,8 @@ from replicast.core.coordinator import Coordinator
 from replicast.core.operation import Operation, Timeouts
 from replicast.core.worker import Worker
 from tests.simulator.check import Checks
-from tests.simulator.clock import Clock
 from tests.simulator.disk import Disk
-from tests.simulator.notes import Notes
+from tests.simulator.notes import Clock, Notes
 from tests.simulator.plan import Plan
 from tests.simulator.replica import StoryFailed
 
@@ -36,12 +35,7 @@ class Machines:
 
 
 class Story:
-    """One schedule: its plan, clock, disk and checks.
-
-    Attributes:
-        random: The source of random delays.
-        writes: The number of writes so far.
-    """
+    """One schedule: its plan, clock, disk and checks."""
 
     def __init__(self, plan: Plan, machines: Machines, *, recording: bool) -> None:
         self.plan = plan

@@ -76,7 +76,7 @@ def test_the_simulation_has_no_threads_no_files_and_no_clock(path: Path) -> None
     allowed = PURE | {"heapq", "random"}
     if path.name == "__main__.py":
         allowed |= {"argparse", "sys", "time"}  # it measures how fast it is
-    if path.name == "many.py":
+    if path.name == "world.py":
         allowed |= {"gc"}
     others = {name for name in imports_of(path) if name.split(".")[0] not in allowed | {"replicast", "tests"}}
     assert not others
