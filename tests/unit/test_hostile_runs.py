@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast.errors import FileDamaged, UpdateRefused
+from replicast.errors import FileDamaged
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore, choose
 from replicast.storage.run_files import (
@@ -147,63 +147,6 @@ def test_a_line_that_is_no_json_of_ours_is_left_out(tmp_path: Path, line: str) -
     found = last_metrics(tmp_path)
     assert found is not None
     assert found["step"] == 1
-
-
-def sparse(path: Path, begin: bytes) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with path.open("wb") as file:
-        file.write(begin)
-        file.truncate(4 * 2**30)
-
-
-UPDATE = Update(id="large").add("x", np.ones(3, np.float32))
-
-
-@pytest.mark.parametrize(
-    "begin", [b"", b"\xff" * 8, b"".join(UPDATE.file_chunks())], ids=["0", "ff", "update"]
-)
-def test_of_a_large_file_in_the_inbox_the_header_is_read_first(
-    tmp_path: Path, begin: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sparse(tmp_path / "inbox" / "large.safetensors", begin)
-    monkeypatch.setattr(os, "readv", lambda *_: pytest.fail("it is read as a whole"))
-    (entry,) = inbox.waiting(tmp_path)
-    for act in (lambda: inbox.read(entry.path), lambda: inbox.take(tmp_path, entry.path)):
-        with pytest.raises(FileDamaged):
-            act()
-    with pytest.raises(FileDamaged):
-        Update.load(entry.path)
-    assert inbox.answer_of(tmp_path, "large") is None
-
-
-def test_a_link_in_the_inbox_is_refused_wherever_it_leads(tmp_path: Path) -> None:
-    UPDATE.save(tmp_path / "there.safetensors")
-    (tmp_path / "inbox").mkdir()
-    for name, target in (("nowhere", "nowhere"), ("large", "there.safetensors"), ("zero", "/dev/zero")):
-        (tmp_path / "inbox" / f"{name}.safetensors").symlink_to(tmp_path / target)
-    for entry in inbox.waiting(tmp_path):
-        with pytest.raises(FileDamaged, match="cannot be read") as raised:
-            inbox.take(tmp_path, entry.path)
-        inbox.refuse(tmp_path, entry.path, raised.value)
-    assert inbox.waiting(tmp_path) == []
-    assert (tmp_path / "there.safetensors").exists()
-
-
-def test_files_that_are_no_updates_are_refused_without_waiting_for_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "inbox").mkdir()
-    for number in range(20):
-        (tmp_path / "inbox" / f"junk-{number}.safetensors").write_bytes(b"junk" * 100)
-    inbox.refuse(tmp_path, inbox.waiting(tmp_path)[0].path, UpdateRefused("Wrong"), durably=False)
-    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("it waits for the disk"))
-    for entry in inbox.waiting(tmp_path):
-        with pytest.raises(FileDamaged) as raised:
-            inbox.take(tmp_path, entry.path)
-        inbox.refuse(tmp_path, entry.path, raised.value, durably=False)
-    assert inbox.waiting(tmp_path) == []
-    assert len(inbox.refusals(tmp_path)) == 20
-    assert not list((tmp_path / "inbox").iterdir())
 
 
 def test_a_note_that_no_clock_can_show_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

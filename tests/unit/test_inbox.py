@@ -194,24 +194,32 @@ def test_a_second_try_after_a_refusal_starts_anew(tmp_path: Path) -> None:
     assert stage_of(tmp_path, "a") == Stage.PROPOSED
 
 
-def test_hostile_files_are_refused_and_moved_away(tmp_path: Path) -> None:
+def test_hostile_files_are_refused_without_being_read_as_a_whole_or_waiting_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = tmp_path / "inbox"
     directory.mkdir()
-    (directory / "torn.safetensors").write_bytes(b"".join(update_of("torn").file_chunks())[:-1])
-    (directory / "empty.safetensors").touch()
-    (directory / "dangling.safetensors").symlink_to(tmp_path / "nowhere")
-    (directory / "folder.safetensors").mkdir()
-    (directory / "large.safetensors").write_bytes(b"0" * 2000)
+    (tmp_path / "refused").mkdir()
+    whole = b"".join(update_of("whole").file_chunks())
+    (tmp_path / "whole").write_bytes(whole)
+    for name, content in {"torn": whole[:-1], "empty": b"", "junk": b"junk" * 100}.items():
+        (directory / f"{name}.safetensors").write_bytes(content)
+    for name, begin in {"zeros": b"", "ones": b"\xff" * 8, "large": whole}.items():
+        (directory / f"{name}.safetensors").write_bytes(begin)
+        os.truncate(directory / f"{name}.safetensors", 4 * 2**30)
+    for name, target in {"dangling": "nowhere", "whole": "whole", "zero": "/dev/zero"}.items():
+        (directory / f"{name}.safetensors").symlink_to(tmp_path / target)
     (directory / os.fsdecode(b"bad\xff.safetensors")).touch()
+    (directory / "folder.safetensors").mkdir()
     os.mkfifo(directory / "pipe.safetensors")
-    entries = inbox.waiting(tmp_path)
-    assert len(entries) == 7
-    for entry in entries:
-        with pytest.raises(FileDamaged) as raised:
-            inbox.read(entry.path, max_bytes=1000)
-        inbox.refuse(tmp_path, entry.path, raised.value)
-    assert inbox.waiting(tmp_path) == []
-    assert len(inbox.refusals(tmp_path)) == 7
+    count = len(inbox.waiting(tmp_path))
+    with Job(1) as job, monkeypatch.context() as patched:
+        patched.setattr("replicast.replicas.inbox_reader.LOOK_SECS", DEADLINE_SECS)
+        patched.setattr(os, "readv", lambda *_: pytest.fail("it is read as a whole"))
+        patched.setattr(os, "fsync", lambda _: pytest.fail("it waits for the disk"))
+        reader_of(job).look(tmp_path, training=True)
+    assert list(directory.iterdir()) == []
+    assert (len(inbox.refusals(tmp_path)), (tmp_path / "whole").exists()) == (count, True)
 
 
 @pytest.mark.parametrize("content", ['{"reason": 3}', "", "[" * 1000])
