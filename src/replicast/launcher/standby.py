@@ -30,7 +30,7 @@ from replicast.processes import is_frozen
 _PREPARED = Path(__file__).with_name("prepared.py")
 _END_SECS = 10.0
 _LOOK_SECS = 0.2
-IMPORTS = ("numpy", "tensorflow", "keras", "replicast.training", "replicast.replicas")
+IMPORTS = ("numpy", "tensorflow", "keras", "replicast.training", "replicast.replicas.replicas")
 # After this time they are started even if no worker says that it trains: a job without `Replicas`.
 WITHOUT_NOTES_SECS = 60.0
 
