@@ -100,7 +100,7 @@ def test_the_backend_of_keras(
 def test_a_broken_tf_config_is_found() -> None:
     (check,) = check_cluster({"TF_CONFIG": "{"})
     assert check.verdict is BROKEN
-    assert "not JSON" in check.found
+    assert "TF_CONFIG is not valid" in check.found
 
 
 def test_own_port_and_the_other_addresses_are_looked_at() -> None:

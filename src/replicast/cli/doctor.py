@@ -17,7 +17,7 @@ _STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
 @click.command(context_settings={"show_default": True})
 @click.option("--deep", is_flag=True, help="Also start two tiny workers that sum a number; takes seconds.")
 @click.option(
-    "--hosts", metavar="H1,H2", help="Can these machines be a job? Run it on each at the same time."
+    "--hosts", metavar="H1,H2", help="Can these machines run a job? Start it on each at the same time."
 )
 @click.option(
     "--node-rank", type=int, metavar="I", help="With --hosts: the index of this machine. [default: found]"
@@ -57,7 +57,7 @@ def doctor(
 
     With --hosts, start the same command on each machine at the same time, as you would start `replicast run`.
     They meet at the first one, and each prints the same table: names, ports, clocks, versions, shared memory,
-    and who sees the run directory. A machine that does not come is named.
+    and who sees the run directory. A machine that does not join is named.
 
     \b
     Examples:
@@ -69,10 +69,20 @@ def doctor(
     Exit code: 0 when nothing is broken, 1 when something must be fixed first, 2 when the command is wrong or
     the first machine does not answer.
     """
-    if hosts is not None:
-        checks = _check_hosts(hosts, node_rank, port, run_dir, timeout, secret_file)
-    else:
+    if hosts is None:
         checks = all_checks(os.environ)
+    else:
+        from replicast.launcher.hosts_doctor import Visit
+        from replicast.launcher.hosts_setup import place_on_hosts, read_secret
+
+        visit = Visit(
+            job=place_on_hosts(Job(argv=(), port=port), hosts=hosts, node_rank=node_rank),
+            secret=read_secret(os.environ, secret_file),
+            timeout_secs=timeout,
+            run_dir=run_dir.absolute() if run_dir is not None else None,
+            report=lambda line: click.echo(f"replicast: {line}", err=True),
+        )
+        checks = visit.checks(os.environ)
     if deep:
         checks.append(_try_two_workers())
     _print_table(checks)
@@ -80,35 +90,8 @@ def doctor(
     if broken:
         click.echo(f"Fix first: {', '.join(broken)}.")
         sys.exit(1)
-    if hosts is not None:
-        click.echo("These hosts can run a job together.")
-    else:
-        click.echo(
-            "All is well." if deep else "All is well. `replicast doctor --deep` tries two real workers."
-        )
-
-
-def _check_hosts(
-    hosts: str,
-    node_rank: int | None,
-    port: int,
-    run_dir: Path | None,
-    timeout: float,
-    secret_file: Path | None,
-) -> list[Check]:
-    from replicast.launcher.hosts_doctor import check_hosts
-    from replicast.launcher.hosts_setup import place_on_hosts, read_secret
-
-    job = place_on_hosts(Job(argv=(), port=port), hosts=hosts, node_rank=node_rank)
-    secret = read_secret(os.environ, secret_file)
-
-    def say(line: str) -> None:
-        click.echo(f"replicast: {line}", err=True)
-
-    directory = run_dir.absolute() if run_dir is not None else None
-    return check_hosts(
-        job, secret=secret, timeout_secs=timeout, run_dir=directory, environ=os.environ, report=say
-    )
+    try_deep = "" if deep else " `replicast doctor --deep` tries two real workers."
+    click.echo(f"All is well.{try_deep}" if hosts is None else "These hosts can run a job together.")
 
 
 def _try_two_workers() -> Check:
@@ -132,9 +115,8 @@ def _print_table(checks: list[Check]) -> None:
 
     from replicast.cli.texts import make_console, make_table
 
-    table = make_table("", "what", "found", "how to fix")
-    for check in checks:
-        table.add_row(
-            Text(check.verdict.value, style=_STYLES[check.verdict]), check.subject, check.found, check.remedy
-        )
-    make_console().print(table)
+    rows = [
+        (Text(one.verdict.value, style=_STYLES[one.verdict]), one.subject, one.found, one.remedy)
+        for one in checks
+    ]
+    make_console().print(make_table("", "what", "found", "how to fix", rows=rows))

@@ -180,67 +180,81 @@ def look_around(look: Look, hosts: Sequence[str], port: int, run_dir: RunDir | N
 # --- The meeting -----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
     """One run of `replicast doctor --hosts` on one host."""
 
-    def __init__(
-        self,
-        hosts: Sequence[str],
-        port: int,
-        secret: bytes,
-        timeout_secs: float,
-        run_dir: RunDir | None,
-        report: Callable[[str], object],
-    ) -> None:
-        self._hosts, self._port, self._secret = hosts, port, secret
-        self._timeout_secs, self._run_dir, self._report = timeout_secs, run_dir, report
-        self._notices = Notices()
-        self._look_secs = _LOOK_SECS_PER_HOST * len(hosts) + STEP_SECS
+    job: Job
+    secret: bytes
+    timeout_secs: float
+    run_dir: RunDir | None
+    report: Callable[[str], object]
+    notices: Notices = field(default_factory=Notices)
 
-    def host(self, own: Facts, listener: socket.socket) -> list[Check]:
+    @property
+    def look_secs(self) -> float:
+        return _LOOK_SECS_PER_HOST * len(self.job.hosts) + STEP_SECS
+
+    def checks(self, environ: Mapping[str, str]) -> list[Check]:
+        """Meets the other hosts of a job and returns the checks of all; the same on each."""
+        job, node = self.job, self.job.node_rank
+        if job.endpoint is None:
+            raise ClusterError("--hosts must list at least two hosts", received=",".join(job.hosts))
+        with contextlib.ExitStack() as stack:
+            taken = ""
+            try:  # The others try to connect to it.
+                stack.enter_context(listen((job.hosts[node], job.port)))
+            except ClusterError:
+                taken = f"{job.hosts[node]}:{job.port} cannot be used on {job.hosts[node]}"
+            own = gather_facts(node, job.hosts, environ, self.run_dir, taken)
+            if node == 0:
+                return self._host(own, stack.enter_context(listen(job.endpoint)))
+            return self._join(own, job.endpoint)
+
+    def _host(self, own: Facts, listener: socket.socket) -> list[Check]:
         """On the first host: waits for the others, and tells all what was found."""
         with contextlib.ExitStack() as stack:
             came = self._gather(stack, listener)
             facts = {0: own} | {node: one for node, (one, _) in sorted(came.items())}
             talks = {node: talk for node, (_, talk) in sorted(came.items())}
             clocks = {0: 0.0} | self._clocks(talks)
-            with _mark(self._run_dir) as mark:
+            with _mark(self.run_dir) as mark:
                 found = self._all_look(talks, Look(present=tuple(facts), mark=mark))
-            evidence = Evidence(self._hosts, self._port, facts, found, clocks, self._timeout_secs)
+            evidence = Evidence(self.job.hosts, self.job.port, facts, found, clocks, self.timeout_secs)
             checks = diagnose(evidence)
             for talk in talks.values():
                 with contextlib.suppress(OSError):
                     talk.send(Table(checks=tuple(checks)))
             return checks
 
-    def join(self, own: Facts, endpoint: tuple[str, int]) -> list[Check]:
+    def _join(self, own: Facts, endpoint: tuple[str, int]) -> list[Check]:
         """On another host: goes to the first one and does what it asks."""
         connection, talk = self._connect(endpoint)
         with connection:
             try:
                 talk.send(own)
                 while True:
-                    match talk.receive(self._timeout_secs + self._look_secs):
+                    match talk.receive(self.timeout_secs + self.look_secs):
                         case Clock():
                             talk.send(Clock(time=time.time()))
                         case Look() as look:
-                            talk.send(look_around(look, self._hosts, self._port, self._run_dir))
+                            talk.send(look_around(look, self.job.hosts, self.job.port, self.run_dir))
                         case Table(checks=checks):
                             return list(checks)
             except NotAuthentic as error:
                 raise ClusterError(
-                    f"{self._hosts[0]} and this host do not belong together: {error}", remedy=error.remedy
+                    f"{self.job.hosts[0]} and this host do not belong together: {error}", remedy=error.remedy
                 ) from None
             except (OSError, ValueError, IndexError) as error:
                 raise ClusterError(f"The first host has left before the end ({error})") from None
 
     def _gather(self, stack: contextlib.ExitStack, listener: socket.socket) -> dict[int, tuple[Facts, Talk]]:
         came: dict[int, tuple[Facts, Talk]] = {}
-        until = time.monotonic() + self._timeout_secs
-        rivals = Rivals(self._hosts, listener.getsockname()[1], self._port, self._secret)
+        until = time.monotonic() + self.timeout_secs
+        rivals = Rivals(self.job.hosts, listener.getsockname()[1], self.job.port, self.secret)
         stack.callback(rivals.close)
         self._report_missing(came)
-        while len(came) < len(self._hosts) - 1 and time.monotonic() < until:
+        while len(came) < len(self.job.hosts) - 1 and time.monotonic() < until:
             if not self._has_come(listener, rivals):
                 continue
             try:
@@ -257,7 +271,7 @@ class Visit:
                 continue
             except (OSError, ValueError):
                 continue
-            if facts.node in range(1, len(self._hosts)) and len(facts.addresses) == len(self._hosts):
+            if facts.node in range(1, len(self.job.hosts)) and len(facts.addresses) == len(self.job.hosts):
                 came[facts.node] = facts, talk
                 self._report_missing(came)
         return came
@@ -267,19 +281,19 @@ class Visit:
             for one in (listener, *rivals.sockets()):
                 selector.register(one, selectors.EVENT_READ, one)
             readable = [key.data for key, _ in selector.select(_PAUSE_SECS)]
-        for event in rivals.poll(readable, self._notices):
+        for event in rivals.poll(readable, self.notices):
             if isinstance(event, NotWelcome):
                 raise ClusterError(
                     f"{event.by} refused this host: {event.why}",
                     remedy="Start the same command on all hosts, with --hosts in the same order",
                 )
-            self._report(event.text)
+            self.report(event.text)
         return listener in readable
 
     def _meet(self, connection: socket.socket) -> tuple[Facts, Talk]:
-        talk = Talk(connection, self._secret, is_first=True)
+        talk = Talk(connection, self.secret, is_first=True)
         message = talk.receive(STEP_SECS)
-        ours = FirstOf(hosts=tuple(self._hosts), port=self._port)
+        ours = FirstOf(hosts=tuple(self.job.hosts), port=self.job.port)
         if isinstance(message, FirstOf) and (why := two_firsts(ours, message)):
             talk.send(Refused(why=why))
             self._say(f"refused a host: {why}")
@@ -288,13 +302,13 @@ class Visit:
         return message, talk
 
     def _say(self, text: str) -> None:
-        for notice in self._notices.say(text, time.monotonic()):
-            self._report(notice)
+        for notice in self.notices.say(text, time.monotonic()):
+            self.report(notice)
 
     def _report_missing(self, came: Mapping[int, object]) -> None:
-        missing = [host for node, host in enumerate(self._hosts) if node and node not in came]
+        missing = [host for node, host in enumerate(self.job.hosts) if node and node not in came]
         if missing:
-            self._report(f"waiting for {', '.join(missing)}, at most {self._timeout_secs:.0f} s")
+            self.report(f"waiting for {', '.join(missing)}, at most {self.timeout_secs:.0f} s")
 
     @staticmethod
     def _clocks(talks: dict[int, Talk]) -> dict[int, float]:
@@ -317,59 +331,35 @@ class Visit:
         for talk in talks.values():
             with contextlib.suppress(OSError):
                 talk.send(look)
-        found = {0: look_around(look, self._hosts, self._port, self._run_dir)}
+        found = {0: look_around(look, self.job.hosts, self.job.port, self.run_dir)}
         for node, talk in talks.items():
             with contextlib.suppress(OSError, ValueError):
-                found[node] = talk.expect(Found, self._look_secs)
+                found[node] = talk.expect(Found, self.look_secs)
         return found
 
     def _connect(self, endpoint: tuple[str, int]) -> tuple[socket.socket, Talk]:
         shown, why = shown_address(*endpoint), ""
-        until, told, dialer = time.monotonic() + self._timeout_secs, "", Dialer(*endpoint)
+        until, told, dialer = time.monotonic() + self.timeout_secs, "", Dialer(*endpoint)
         while time.monotonic() < until:
             connection = None
             try:
                 connection = dialer.connect(STEP_SECS)
-                return connection, Talk(connection, self._secret, is_first=False)
+                return connection, Talk(connection, self.secret, is_first=False)
             except (OSError, ValueError) as error:
                 why = str(error)
                 if connection is not None:
                     connection.close()
             if told != why:
                 told = why
-                waits = f"waiting for {self._hosts[0]} at {shown}, at most {self._timeout_secs:.0f} s ({why})"
-                self._report(waits)
+                waits = (
+                    f"waiting for {self.job.hosts[0]} at {shown}, at most {self.timeout_secs:.0f} s ({why})"
+                )
+                self.report(waits)
             time.sleep(_PAUSE_SECS)
         raise ClusterError(
-            f"{self._hosts[0]} did not answer at {shown} within {self._timeout_secs:.0f} s ({why})",
-            remedy=f"Start the same command on {self._hosts[0]} at the same time, and open this port there",
+            f"{self.job.hosts[0]} did not answer at {shown} within {self.timeout_secs:.0f} s ({why})",
+            remedy="Start the same command there at the same time, and open this port there",
         )
-
-
-def check_hosts(
-    job: Job,
-    *,
-    secret: bytes,
-    timeout_secs: float,
-    run_dir: RunDir | None,
-    environ: Mapping[str, str],
-    report: Callable[[str], object],
-) -> list[Check]:
-    """Meets the other hosts of a job and returns the checks of all; the same on each."""
-    if job.endpoint is None:
-        raise ClusterError("--hosts must list at least two hosts", received=",".join(job.hosts))
-    node = job.node_rank
-    with contextlib.ExitStack() as stack:
-        taken = ""
-        try:  # The others try to connect to it.
-            stack.enter_context(listen((job.hosts[node], job.port)))
-        except ClusterError:
-            taken = f"{job.hosts[node]}:{job.port} cannot be used on {job.hosts[node]}"
-        own = gather_facts(node, job.hosts, environ, run_dir, taken)
-        visit = Visit(job.hosts, job.port, secret, timeout_secs, run_dir, report)
-        if node == 0:
-            return visit.host(own, stack.enter_context(listen(job.endpoint)))
-        return visit.join(own, job.endpoint)
 
 
 @contextlib.contextmanager
