@@ -53,11 +53,11 @@ _PIECE_BYTES = 2**20
 _MAX_ANSWER_BYTES = 2**30
 _MAX_TOKEN_FILE_BYTES = 4096
 _MEANINGS = {
-    401: f"It asks for a token: set {TOKEN}, or name a file with it in {TOKEN_FILE}",
-    403: "It does not allow this",
-    413: "It does not take so much at once",
-    421: "It is not known under this name",
-    429: "It has had too many requests",
+    401: f"It requires a token: set {TOKEN}, or name a file with it in {TOKEN_FILE}",
+    403: "Not allowed",
+    413: "The request is too large",
+    421: "It does not accept this host name",
+    429: "Too many requests",
 }
 
 
@@ -83,10 +83,10 @@ class Address:
             is_usable = False
         if not is_usable or parts.query or parts.fragment:
             raise RequestFailed(
-                f"This is no address of a run, such as https://host:8080/first. Received: {text}"
+                f"Expected the address of a run, such as https://host:8080/first. Received: {text}"
             )
         if "@" in parts.netloc:
-            raise RequestFailed(f"A token does not belong into an address, which is logged: set {TOKEN}")
+            raise RequestFailed(f"Do not put a token into the address, which is logged: set {TOKEN}")
         prefix, _, name = parts.path.rstrip("/").rpartition("/")
         return cls(parts.scheme, parts.netloc, prefix, name)
 
@@ -323,7 +323,7 @@ def _understood() -> Iterator[None]:
         yield
     except (AttributeError, FileDamaged, KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise RequestFailed(
-            f"The server's answer cannot be used: has it another version? ({error})"
+            f"The server's answer cannot be used; it may have another version ({error})"
         ) from error
 
 
@@ -337,8 +337,8 @@ def _error_of(status: int, content: bytes, address: Address, retry_after: str | 
     if "type" in told:
         return ReplicastError.from_json(told)
     if status == 404:
-        return NotFound(problem if problem else f"There is nothing at {address}")
-    parts = [f"{address} has answered {status}", _MEANINGS.get(status, ""), problem]
+        return NotFound(problem if problem else f"Nothing is served at {address}")
+    parts = [f"{address} answered {status}", _MEANINGS.get(status, ""), problem]
     parts += [f"Expected: {told['expected']}"] if status in (400, 413) and "expected" in told else []
     parts += [f"Try again in {retry_after} s"] if retry_after else []
     return RequestFailed(". ".join(part for part in parts if part), status=status)

@@ -379,13 +379,13 @@ def _checked(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Requ
 async def _unknown_address(_request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    problem = "This address does not take this method" if status == 405 else "There is nothing here"
+    problem = "Method not allowed" if status == 405 else "Nothing is served at this address"
     return HttpError(status, problem, remedy="See /openapi.json", headers=headers).response()
 
 
 async def _failed(_request: Request, error: Exception) -> Response:
     logger.error("A request failed: this is a defect", exc_info=error)
-    return HttpError(500, "The server failed", remedy="Its log says why").response()
+    return HttpError(500, "Internal server error", remedy="See the log of the server").response()
 
 
 @lru_cache(maxsize=64)

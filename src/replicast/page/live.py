@@ -142,7 +142,7 @@ class RunWatch:
             problem = http_error(error)
             if problem is None:
                 logger.exception("The run %s cannot be read", printable(self.name))
-                problem = HttpError(500, "The server failed", remedy="Its log says why")
+                problem = HttpError(500, "Internal server error", remedy="See the log of the server")
             return self._changed(await self._parts_of({"unreadable": problem.body()["error"]}))
 
     async def _parts_of(self, status: dict[str, Any]) -> dict[str, str]:

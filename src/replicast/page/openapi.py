@@ -20,7 +20,7 @@ _ERRORS = {
     408: "The body did not arrive in time",
     409: "The run is not in a state in which this can be done, or another update has this id",
     413: "The body is too large",
-    421: "The server is not known under this name",
+    421: "The server does not accept this host name",
     422: "The update is refused: the error says why",
     429: "Too many actions, or too many wrong tokens",
     500: "A defect of the server",

@@ -107,7 +107,7 @@ class Access:
                 remedy=f"Start `replicast serve` with --token-file or {TOKEN} to allow them",
             )
         if not has_token and (acts or not self._may_read_freely(host, headers, peer)):
-            raise _unauthorized("This needs the token")
+            raise _unauthorized("A token is required")
         if acts and (wait := self._actions.take()):
             raise _too_many("Too many actions", wait)
 
@@ -133,7 +133,7 @@ class Access:
         if host not in self._names and not is_address(host):
             raise HttpError(
                 421,
-                "This server is not known under this name",
+                "Unknown host name",
                 received=host,
                 remedy="Use its address, or start `replicast serve` with --allow-host NAME",
             )
@@ -142,9 +142,9 @@ class Access:
     def _check_origin(self, headers: Headers) -> None:
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != headers["host"].lower():
-            raise HttpError(403, "A page of another site must not act here", received=origin)
+            raise HttpError(403, "Another site may not act here", received=origin)
         if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-            raise HttpError(403, "A page of another site must not act here")
+            raise HttpError(403, "Another site may not act here")
 
     def _may_read_freely(self, host: str, headers: Headers, peer: str) -> bool:
         """Whether it comes from this machine: a proxy on it speaks for others."""
@@ -221,7 +221,7 @@ def _unauthorized(problem: str) -> HttpError:
         401,
         problem,
         expected="the header Authorization: Bearer TOKEN",
-        remedy="It is in the file given to --token-file",
+        remedy="See the file given to --token-file",
         headers={"WWW-Authenticate": 'Bearer realm="replicast"'},
     )
 

@@ -2,7 +2,7 @@
 
 import { byId, say, setText } from "./dom.js";
 
-const GONE = "The server does not answer. What you see is from before; this page goes on by itself as soon as it is back. The job does not depend on the server.";
+const GONE = "The server does not answer. This page shows the last state it received and reconnects when the server is back. The job does not depend on the server.";
 const banners = new Map();
 
 /** Shows or removes a message at the top; the one about the server comes first. */

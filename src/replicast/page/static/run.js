@@ -200,7 +200,7 @@ function restartMark(status, restart) {
 function jobBanner(status) {
   if (status.state === "failed") return "The job has failed.";
   if (report) return "";
-  if (status.state === "lost") return "The job is lost: no worker has been heard of. This page goes on by itself when it is started again.";
+  if (status.state === "lost") return "The job is lost: no worker has reported lately. This page follows it again when it is restarted.";
   return "";
 }
 
