@@ -173,8 +173,8 @@ def test_whole_checkpoints_are_verified_and_one_that_is_not_committed_is_named(r
     result = invoke("checkpoint", "verify", run)
     assert result.exit_code == 0
     assert [line.split()[:2] for line in result.output.splitlines()] == [
-        ["00000100", "as"],
-        ["00000200", "as"],
+        ["00000100", "intact:"],
+        ["00000200", "intact:"],
     ]
     (at(run, 100) / "COMMITTED").unlink()
     result = invoke("checkpoint", "verify", run)
@@ -198,7 +198,7 @@ def test_a_terminal_gets_a_bar_beside_the_output(run: Path, monkeypatch: pytest.
     result = invoke("checkpoint", "verify", run, 100)
     assert result.exit_code == 0
     assert "━" in result.stderr
-    assert result.stdout.startswith("00000100  as it was written")
+    assert result.stdout.startswith("00000100  intact")
 
 
 def test_two_checkpoints_are_compared(run: Path) -> None:

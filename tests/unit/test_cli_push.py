@@ -293,7 +293,7 @@ def test_an_update_that_ends_badly_is_told_with_its_reason(
 def test_when_time_is_up_the_update_stays_and_can_be_withdrawn(run: Path) -> None:
     result = invoke("push", run, *SET, "--wait", "--timeout", 0)
     assert result.exit_code == 3
-    assert "0 s have passed: update x is proposed" in result.output
+    assert "Timed out after 0 s: update x is proposed" in result.output
     assert "replicast withdraw run x" in result.output
     assert [entry.id for entry in inbox.waiting(run)] == ["x"]
 

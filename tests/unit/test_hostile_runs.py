@@ -61,7 +61,7 @@ def test_a_manifest_with_an_impossible_shape_hides_no_other_checkpoint(
         assert reader.manifest == good
     assert list(damaged) == [6]
     assert "00000006" in invoke("checkpoint", "list", "run").output
-    assert "00000005  as it was written" in invoke("checkpoint", "verify", "run").output
+    assert "00000005  intact" in invoke("checkpoint", "verify", "run").output
 
 
 def test_a_checkpoint_that_is_truncated_while_it_is_open_is_damaged_and_ends_no_process(

@@ -98,7 +98,7 @@ def list_(run: Path, as_json: bool) -> int:
 def now(run: Run, timeout: float) -> None:
     """Have a running job make a checkpoint at its next step.
 
-    It is written in the background while training goes on, and this waits until it is durable. If another
+    It is written in the background while training continues, and this waits until it is durable. If another
     one is being written, it is made after that.
 
     \b
@@ -157,8 +157,7 @@ def verify(path: Path, step: int | None) -> int:
       replicast checkpoint verify runs/first 1200
       replicast checkpoint verify backup/00001200
 
-    Exit code: 0 when all is what was written; 1 when something is damaged, which is named; 2 when the command
-    is wrong.
+    Exit code: 0 when all is intact; 1 when something is damaged, which is named; 2 when the command is wrong.
     """
     if step is not None or _is_checkpoint(path):
         return 0 if _verified(_the_checkpoint(path, step)) else 1
@@ -348,7 +347,7 @@ def _verified(path: RunPath) -> bool:
         _print_damaged([error])
         return False
     variables = texts.counted(len(manifest.schema), "variable")
-    click.echo(f"{printable(path.name)}  as it was written: {variables}, {texts.size(manifest.nbytes)}")
+    click.echo(f"{printable(path.name)}  intact: {variables}, {texts.size(manifest.nbytes)}")
     return True
 
 

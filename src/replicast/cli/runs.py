@@ -355,7 +355,7 @@ def _facts(view: UpdateView) -> Iterator[tuple[str, str | Text]]:
 def _receipt_facts(receipt: Receipt) -> Iterator[tuple[str, str | Text]]:
     if receipt.checkpoint:
         where = f"the checkpoint {printable(receipt.checkpoint)} of step {receipt.step}"
-        yield "applied", f"to {where}, while no job ran: by no worker"
+        yield "applied", f"to {where}, while no job was running"
         yield "digest", ", ".join(map(printable, receipt.digests.values()))
         return
     yield "applied", f"at step {receipt.step}, attempt {receipt.attempt}: {receipt.stage}"

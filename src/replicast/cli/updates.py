@@ -301,7 +301,7 @@ def _follow(pushed: Pushed, timeout_secs: float) -> int:
         with live_line(make_console()) as show:
             for view, brief in run.follow(pushed.id, timeout_secs):
                 show(view, brief)
-        stopped, why = NO_ANSWER, f"{timeout_secs:g} s have passed"
+        stopped, why = NO_ANSWER, f"Timed out after {timeout_secs:g} s"
     except KeyboardInterrupt:
         view, brief = run.look(pushed.id, thoroughly=True), run.brief()
         stopped, why = STOPPED, "Stopped waiting"
