@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -202,27 +202,25 @@ def test_a_worker_gives_up_in_time_while_the_name_of_worker_0_is_not_resolved(
     assert not resolver.is_set()
 
 
-def test_a_worker_says_when_the_name_of_worker_0_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(host: str, *arguments: Any, **options: Any) -> Any:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    monkeypatch.setattr("replicast.names.LOOK_SECS", DEADLINE_SECS)  # it looks until the lookup has ended
-    worker = Meeting(("worker-0:1", "127.0.0.1:9"), 1, timeout_secs=0.1)
-    worker.join(DEADLINE_SECS)
-    assert "worker 0 (worker-0:1) has no address (Name or service not known)" in str(worker.error)
-
-
-def test_worker_0_says_when_its_own_name_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (0, "worker 0 finds no address for its own name, worker-0"),
+        (1, "worker 0 (worker-0:PORT) has no address (Name or service not known)"),
+    ],
+)
+def test_a_worker_says_when_the_name_of_worker_0_has_no_address(
+    monkeypatch: pytest.MonkeyPatch, rank: int, said: str
+) -> None:
     def unknown(host: str, *arguments: Any, **options: Any) -> Any:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     port = free_addresses(1)[0].rpartition(":")[2]
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     monkeypatch.setattr("replicast.names.LOOK_SECS", DEADLINE_SECS)  # it looks until the lookup has ended
-    worker = Meeting((f"worker-0:{port}", "127.0.0.1:9"), 0, timeout_secs=0.1)
+    worker = Meeting((f"worker-0:{port}", "127.0.0.1:9"), rank, timeout_secs=0.1)
     worker.join(DEADLINE_SECS)
-    assert "worker 0 finds no address for its own name, worker-0" in str(worker.error)
+    assert said.replace("PORT", port) in str(worker.error)
 
 
 def test_a_worker_of_another_job_is_refused_and_told_why() -> None:
@@ -234,6 +232,15 @@ def test_a_worker_of_another_job_is_refused_and_told_why() -> None:
     assert addresses[1] in str(stranger.error)
     assert Meeting(addresses, 1).has_met()
     assert host.has_met()
+
+
+def connected(address: str) -> socket.socket:
+    """A connection to worker 0, as soon as it listens."""
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(
+                ("127.0.0.1", int(address.rpartition(":")[2])), timeout=DEADLINE_SECS
+            )
 
 
 @pytest.mark.parametrize(
@@ -249,24 +256,10 @@ def test_a_worker_of_another_job_is_refused_and_told_why() -> None:
 def test_a_program_that_does_not_speak_the_protocol_disturbs_nothing(said: bytes) -> None:
     addresses = free_addresses(2)
     host = Meeting(addresses, 0)
-    port = int(addresses[0].rpartition(":")[2])
-    with contextlib.ExitStack() as stack:
-        while True:
-            with contextlib.suppress(ConnectionRefusedError):
-                visitor = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-                break
+    with connected(addresses[0]) as visitor:
         visitor.sendall(said)
         assert Meeting(addresses, 1).has_met()
     assert host.has_met()
-
-
-def connected(address: str) -> socket.socket:
-    """A connection to worker 0, as soon as it listens."""
-    while True:
-        with contextlib.suppress(ConnectionRefusedError):
-            return socket.create_connection(
-                ("127.0.0.1", int(address.rpartition(":")[2])), timeout=DEADLINE_SECS
-            )
 
 
 def test_a_stranger_that_sends_thousands_of_messages_and_reads_nothing_delays_nobody() -> None:
@@ -308,13 +301,7 @@ def test_a_program_that_connects_and_says_nothing_is_not_kept(monkeypatch: pytes
     monkeypatch.setattr("replicast.rendezvous._ANSWER_SECS", 0.3)
     addresses = free_addresses(3)
     host, worker = Meeting(addresses, 0), Meeting(addresses, 1)
-    while True:
-        with contextlib.suppress(ConnectionRefusedError):
-            visitor = socket.create_connection(
-                ("127.0.0.1", int(addresses[0].rpartition(":")[2])), DEADLINE_SECS
-            )
-            break
-    with visitor:
+    with connected(addresses[0]) as visitor:
         assert visitor.recv(1) == b"", "worker 0 has closed the connection"
     monkeypatch.setattr("replicast.rendezvous._ANSWER_SECS", DEADLINE_SECS)
     assert all(one.has_met() for one in (Meeting(addresses, 2), worker, host))
@@ -402,41 +389,23 @@ def test_a_worker_that_sends_no_digest_of_its_script_meets_the_others_without_a_
     script.write_text("print(1)")
     addresses = free_addresses(2)
     host = Meeting(addresses, 0, script=script)
-    port = int(addresses[0].rpartition(":")[2])
-    with contextlib.ExitStack() as stack:
-        while True:
-            with contextlib.suppress(ConnectionRefusedError):
-                worker = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-                break
+    with connected(addresses[0]) as worker:
         worker.sendall(json.dumps({"worker": 1, "addresses": addresses, **sent}).encode() + b"\n")
         assert host.has_met()
     assert host.lines == []
 
 
-def test_worker_0_without_free_descriptors_says_so_once_and_meets_the_others_later(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("failures", "problem"),
+    [
+        ([errno.EMFILE, errno.EMFILE, errno.ECONNABORTED], "too many open files; see ulimit -n"),
+        ([errno.ENOBUFS, errno.ENOMEM], "No buffer space available"),
+    ],
+)
+def test_worker_0_says_once_why_it_cannot_accept_for_now_and_meets_the_others_later(
+    monkeypatch: pytest.MonkeyPatch, failures: list[int], problem: str
 ) -> None:
-    accept, failures = socket.socket.accept, [errno.EMFILE, errno.EMFILE, errno.ECONNABORTED]
-
-    def fails_first(listener: socket.socket) -> tuple[socket.socket, object]:
-        if failures:
-            raise OSError(failures.pop(0), "not now")
-        return accept(listener)
-
-    monkeypatch.setattr(socket.socket, "accept", fails_first)
-    addresses = free_addresses(2)
-    host, worker = Meeting(addresses, 0), Meeting(addresses, 1)
-    assert worker.has_met()
-    assert host.has_met()
-    assert failures == []
-    problem = "too many open files; see ulimit -n"
-    assert host.lines == [f"replicast: worker 0 cannot accept the others for now: {problem}\n"]
-
-
-def test_worker_0_says_why_it_cannot_accept_for_now_and_meets_the_others_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    accept, failures = socket.socket.accept, [errno.ENOBUFS, errno.ENOMEM]
+    accept, failures = socket.socket.accept, [*failures]
 
     def fails_first(listener: socket.socket) -> tuple[socket.socket, object]:
         if failures:
@@ -449,15 +418,7 @@ def test_worker_0_says_why_it_cannot_accept_for_now_and_meets_the_others_later(
     assert worker.has_met()
     assert host.has_met()
     assert failures == []
-    assert host.lines == ["replicast: worker 0 cannot accept the others for now: No buffer space available\n"]
-
-
-def test_the_time_limit_comes_from_the_environment() -> None:
-    assert start_timeout_secs({}) == 3600.0
-    assert start_timeout_secs({START_TIMEOUT: "90"}) == 90.0
-    for wrong in ("soon", "0", "-1", "inf", "nan"):
-        with pytest.raises(ClusterError, match=START_TIMEOUT):
-            start_timeout_secs({START_TIMEOUT: wrong})
+    assert host.lines == [f"replicast: worker 0 cannot accept the others for now: {problem}\n"]
 
 
 def test_every_worker_has_the_heartbeat_timeout_of_worker_0() -> None:
@@ -467,9 +428,17 @@ def test_every_worker_has_the_heartbeat_timeout_of_worker_0() -> None:
     assert [worker.heartbeat_secs for worker in workers] == [90.0, 90.0]
 
 
-def test_the_heartbeat_timeout_comes_from_the_environment() -> None:
-    assert heartbeat_timeout_secs({}) == 10.0
-    assert heartbeat_timeout_secs({HEARTBEAT_TIMEOUT: "90"}) == 90.0
-    for wrong in ("soon", "0", "1.9", "-1", "inf", "nan"):
-        with pytest.raises(ClusterError, match=f"{HEARTBEAT_TIMEOUT} must be a number of seconds from 2"):
-            heartbeat_timeout_secs({HEARTBEAT_TIMEOUT: wrong})
+@pytest.mark.parametrize(
+    ("read", "name", "default", "wrong"),
+    [
+        (start_timeout_secs, START_TIMEOUT, 3600.0, "0"),
+        (heartbeat_timeout_secs, HEARTBEAT_TIMEOUT, 10.0, "1.9"),
+    ],
+)
+def test_a_timeout_comes_from_the_environment(
+    read: Callable[[dict[str, str]], float], name: str, default: float, wrong: str
+) -> None:
+    assert (read({}), read({name: "90"})) == (default, 90.0)
+    for value in (wrong, "soon", "-1", "inf", "nan"):
+        with pytest.raises(ClusterError, match=f"{name} must be a .*number of seconds"):
+            read({name: value})
