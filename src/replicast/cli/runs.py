@@ -62,24 +62,35 @@ def status(run: Run, as_json: bool, watch: bool) -> int:
     when it has failed or was lost, or a file of the run is damaged, which is named after everything else is
     shown; 2 when RUN is not a run directory.
     """
-    console = make_console()
-    # Drawn by this thread alone: nothing is left behind after Ctrl-C.
-    live = Live(console=console, auto_refresh=False) if watch and not as_json and is_live(console) else None
-    with contextlib.suppress(KeyboardInterrupt), live or contextlib.nullcontext():
-        while True:
-            seen = run.status()
-            if as_json:
-                print_json(seen)
-            elif live is not None:
-                live.update(_overview(seen), refresh=True)
-            else:
-                console.print(_overview(seen))
-            if not watch:
-                break
-            time.sleep(WATCH_SECS)
-    if not watch and seen.problem:
+    if watch:
+        _watch(run, as_json)
+        return 0
+    seen = run.status()
+    _show(seen, as_json)
+    if seen.problem:
         raise Failed(printable_lines(seen.problem))
-    return 1 if not watch and seen.state in (State.FAILED, State.LOST) else 0
+    return 1 if seen.state in (State.FAILED, State.LOST) else 0
+
+
+def _show(seen: Overview, as_json: bool) -> None:
+    if as_json:
+        print_json(seen)
+    else:
+        make_console().print(_overview(seen))
+
+
+def _watch(run: Run, as_json: bool) -> None:
+    console = make_console()
+    with contextlib.suppress(KeyboardInterrupt):
+        if as_json or not is_live(console):
+            while True:
+                _show(run.status(), as_json)
+                time.sleep(WATCH_SECS)
+        # Drawn by this thread alone: nothing is left behind after Ctrl-C.
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                live.update(_overview(run.status()), refresh=True)
+                time.sleep(WATCH_SECS)
 
 
 @click.command()
