@@ -44,7 +44,7 @@ from replicast.replicas.position import Position
 from replicast.replicas.session import Session
 from replicast.storage.claims import Fence, sees_group
 from replicast.storage.run_files import ENDED, WorkerNote, append_metrics, sent_every_secs, write_worker_note
-from replicast.strictjson import parse_object
+from replicast.strictjson import described, parse_object
 
 logger = logging.getLogger("replicast")
 
@@ -344,7 +344,7 @@ class DistantNotes:
         """The note as worker 0 writes it: with the sender's rank, and with times of worker 0's clock."""
         if len(text) > _MAX_CHARS:
             raise ValueError(f"it is longer than {_MAX_CHARS} characters")
-        note = WorkerNote.from_json(parse_object(text))
+        note = described(WorkerNote, "worker", parse_object(text))
         if note.attempt != self._attempt:
             raise ValueError(f"it is of attempt {note.attempt}, and this is attempt {self._attempt}")
         stepped_at = note.stepped_at

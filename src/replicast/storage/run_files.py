@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,8 +21,8 @@ from replicast.files import (
     below,
     make_durably,
     open_plain,
-    read_json,
     read_sealed,
+    read_small,
     remove_leftovers,
     write_all,
     write_durably,
@@ -36,6 +34,8 @@ from replicast.strictjson import described, parse_json, parse_object, sealed
 from replicast.update.audit_report import AuditReport
 from replicast.update.schema import Schema
 from replicast.update.update import factor_to_json
+
+_Record = TypeVar("_Record")
 
 FORMAT = 2
 RUN_FILE = "run.json"
@@ -62,14 +62,7 @@ class RunInfo:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        return {
-            "format": self.format,
-            "schema": self.schema.to_json(),
-            "workers": self.workers,
-            "attempt": self.attempt,
-            "created_at": self.created_at,
-            **({} if self.journaled else {"journaled": False}),
-        }
+        return {name: getattr(self, name) for name in self.__slots__} | {"schema": self.schema.to_json()}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> RunInfo:
@@ -106,11 +99,6 @@ class WorkerNote:
         """The fields as JSON values."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> WorkerNote:
-        """What `to_json` described."""
-        return described(cls, "worker", fields)
-
 
 def sent_every_secs(workers: int) -> float:
     """How often a worker of a job of this size sends its note to worker 0, if worker 0 writes it.
@@ -135,11 +123,9 @@ def write_run_info(fence: Fence, info: RunInfo) -> None:
 def read_run_info(run_dir: RunDir) -> RunInfo:
     """Reads the description of a run that the last group has written."""
     claim = last_claim(run_dir)
-    for group in (
-        [] if claim is None else [number for number in group_numbers(run_dir) if number <= claim.group]
-    ):
+    for group in group_numbers(run_dir):
         path = group_directory(run_dir, group) / RUN_FILE
-        if path.exists():
+        if claim is not None and group <= claim.group and path.exists():
             try:
                 return RunInfo.from_json(read_sealed(path))
             except ValueError as error:
@@ -161,11 +147,19 @@ def read_worker_notes(run_dir: RunDir, which: str = "*") -> list[WorkerNote]:
     """The latest notes of the workers, by rank. Damaged notes and those of another rank are skipped."""
     notes = []
     for path in (below(run_dir) / "workers").glob(f"{which}.json"):
-        with contextlib.suppress(FileDamaged, ValueError):
-            note = WorkerNote.from_json(read_json(path, max_bytes=_MAX_NOTE_BYTES))
+        with contextlib.suppress(OSError, ValueError):
+            note = _decoded(WorkerNote, read_small(path, max_bytes=_MAX_NOTE_BYTES))
             if path.name == f"{note.rank}.json":
                 notes.append(note)
     return sorted(notes, key=lambda note: note.rank)
+
+
+def _decoded(kind: type[_Record], content: bytes) -> _Record:
+    """What a file or a line says; types are checked, never converted."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def append_metrics(run_dir: RunDir, step: int, values: Mapping[str, float]) -> None:
@@ -214,40 +208,21 @@ def lines_from_the_end(path: RunPath) -> Iterator[bytes]:
     with os.fdopen(descriptor, "rb") as file:
         place = file.seek(0, os.SEEK_END)
         least = max(0, place - _MAX_BACK_BYTES)
-        line = _LineFromTheEnd()
-        is_last = True
+        # After the last newline there is nothing, or half a line: what follows the next newline is skipped.
+        rest, skips = b"", True
         while place > least:
             length = min(_PIECE_BYTES, place)
             place -= length
             file.seek(place)
-            *earlier, end = file.read(length).split(b"\n")
-            line.prepend(end)
-            for piece in reversed(earlier):
-                if not is_last and (found := line.taken()) is not None:
-                    yield found
-                is_last = False  # After the last newline there is nothing, or half a line.
-                line = _LineFromTheEnd()
-                line.prepend(piece)
-        if place == 0 and not is_last and (found := line.taken()) is not None:
-            yield found
-
-
-class _LineFromTheEnd:
-    """A line whose end is read first. It is dropped once it is too long."""
-
-    def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-        self._nbytes = 0
-
-    def prepend(self, piece: bytes) -> None:
-        self._nbytes += len(piece)
-        if self._nbytes > _MAX_LINE_BYTES:
-            self._pieces.clear()
-        else:
-            self._pieces.append(piece)
-
-    def taken(self) -> bytes | None:
-        return None if self._nbytes > _MAX_LINE_BYTES else b"".join(reversed(self._pieces))
+            rest, *lines = (file.read(length) + rest).split(b"\n")
+            for line in reversed(lines):
+                if not skips:
+                    yield line
+                skips = False
+            if len(rest) > _MAX_LINE_BYTES:
+                rest, skips = b"", True
+        if place == 0 and not skips:
+            yield rest
 
 
 # The reports of audits in the run directory: `audits.jsonl`, one line for each, written by worker 0.
@@ -262,21 +237,13 @@ def append_audit(run_dir: RunDir, report: AuditReport) -> None:
 
 def last_audits(run_dir: RunDir, last: int) -> list[AuditReport]:
     """The last reports, oldest first. Reads only the end of the file; a damaged line is skipped."""
-    return list(itertools.islice(_from_the_end(run_dir), min(last, sys.maxsize)))[::-1]
-
-
-def _from_the_end(run_dir: RunDir) -> Iterator[AuditReport]:
+    found: list[AuditReport] = []
     for line in lines_from_the_end(below(run_dir) / "audits.jsonl"):
-        report = _report(line)
-        if report is not None:
-            yield report
-
-
-def _report(line: bytes) -> AuditReport | None:
-    try:
-        return AuditReport.from_json(parse_object(line))
-    except (ValueError, AttributeError):
-        return None
+        if len(found) >= last:
+            break
+        with contextlib.suppress(ValueError, AttributeError):
+            found.append(AuditReport.from_json(parse_object(line)))
+    return found[::-1]
 
 
 # What becomes of a job: `states.jsonl` in the run directory, one line per change, never rewritten.
@@ -357,19 +324,30 @@ def write_change(run_dir: RunDir, change: Change) -> None:
         reason=change.reason[:_MAX_TEXT],
         last_lines=tuple(line[:_MAX_TEXT] for line in change.last_lines[-_MAX_LINES:]),
     )
-    append_line(below(run_dir) / FILE, json.dumps(asdict(stamped)))
+    append_line(below(run_dir) / FILE, msgspec.json.encode(stamped).decode())
 
 
 def changes(run_dir: RunDir, last: int = _MOST_CHANGES) -> list[Change]:
     """The last changes of the run, the oldest first; damaged lines are skipped."""
-    return list(islice(_from_the_end_states(run_dir), last))[::-1]
+    return list(islice(filter(None, _changes(run_dir)), last))[::-1]
+
+
+def _changes(run_dir: RunDir) -> Iterator[Change | None]:
+    """The lines from the end; None for one that is damaged."""
+    for line in lines_from_the_end(below(run_dir) / FILE):
+        try:
+            yield _decoded(Change, line)
+        except ValueError:
+            yield None
 
 
 def read_state(run_dir: RunDir, notes: Sequence[WorkerNote], now: float | None = None) -> RunState:
     """How a run is, by its last change and by what its workers last said."""
     now = time.time() if now is None else now
-    change = next(_from_the_end_states(run_dir), None)
-    heard = [note for note in notes if change is None or note.time >= change.time or _is_same(note, change)]
+    change = next(filter(None, _changes(run_dir)), None)
+    heard = [
+        note for note in notes if change is None or note.time >= change.time or note.attempt == change.attempt
+    ]
     attempt = max([0 if change is None else change.attempt, *(note.attempt for note in heard)])
     state = _state(change, heard, now)
     return RunState(state, _sentence(state, change, heard, attempt, now), attempt, change)
@@ -377,36 +355,17 @@ def read_state(run_dir: RunDir, notes: Sequence[WorkerNote], now: float | None =
 
 def has_ended(run_dir: RunDir, notes: Sequence[WorkerNote]) -> bool:
     """Whether the job has said how it ended, and no worker has written a note since."""
-    change = next(_from_the_end_states(run_dir), None)
+    change = next(filter(None, _changes(run_dir)), None)
     return change is not None and change.state.is_over and not _newer(notes, change)
 
 
 def damage(run_dir: RunDir) -> str:
     """One line: how much of the file is damaged and skipped; empty if nothing is."""
-    lines = islice(lines_from_the_end(below(run_dir) / FILE), _MOST_CHANGES)
-    count = sum(_change_in(line) is None for line in lines)
+    count = sum(change is None for change in islice(_changes(run_dir), _MOST_CHANGES))
     if not count:
         return ""
     lines_are = "1 line is" if count == 1 else f"{count} lines are"
     return f"{FILE} is damaged: {lines_are} not readable and left out"
-
-
-def _from_the_end_states(run_dir: RunDir) -> Iterator[Change]:
-    changes = map(_change_in, lines_from_the_end(below(run_dir) / FILE))
-    return (change for change in changes if change is not None)
-
-
-def _change_in(line: bytes) -> Change | None:
-    """The change that a line describes; None if it is damaged."""
-    with contextlib.suppress(ValueError):
-        fields = parse_json(line)
-        if isinstance(fields, dict):
-            return described(Change, "change of a run's state", fields)
-    return None
-
-
-def _is_same(note: WorkerNote, change: Change) -> bool:
-    return note.attempt == change.attempt
 
 
 def _newer(notes: Sequence[WorkerNote], change: Change) -> list[WorkerNote]:
