@@ -38,7 +38,7 @@ from replicast.page.answers import HttpError, dumped, http_error
 from replicast.page.assets import PAGE, PLOTLY, STATIC, TYPES, asset_names, plotly_file
 from replicast.page.live import Find, Runs, RunWatch, SlotResponse, events
 from replicast.page.openapi import description
-from replicast.page.security import Access, SecurityMiddleware
+from replicast.page.security import SecurityMiddleware
 from replicast.page.server import (
     MAX_DETAILS_BYTES,
     MAX_EDITS,
@@ -245,7 +245,7 @@ class App(Starlette):
         self._runs = Runs(find)
         super().__init__(
             routes=self._routes(),
-            middleware=[Middleware(SecurityMiddleware, access=Access(settings))],
+            middleware=[Middleware(SecurityMiddleware, settings=settings)],
             exception_handlers={HTTPException: _unknown_address, Exception: _failed},
             lifespan=self.lifespan_of,
         )

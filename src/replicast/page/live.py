@@ -209,7 +209,6 @@ class Slots:
         self._free -= 1
 
     def give_back(self) -> None:
-        """Gives a slot back."""
         self._free += 1
 
 
@@ -224,7 +223,6 @@ class SlotResponse(StreamingResponse):
         self._slots = slots
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the answer."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -276,8 +274,8 @@ class Runs:
 
     async def named(self, name: str) -> RunWatch:
         # At every request: somebody may have put a link where the run was, or removed it.
-        known = self._watches.get(name)
-        if known is None or not await self.readers.call(partial(_is_there, known.run)):
+        path = self._watches[name].run.path if name in self._watches else None
+        if path is None or not await self.readers.call(path.is_dir):
             await self.all()
         if name not in self._watches:
             raise HttpError(404, "There is no run with this name", received=name, remedy="See /api/runs")
@@ -296,16 +294,9 @@ def runs_in(path: Path) -> Find:
     def find() -> dict[str, Run]:
         root = RunPath(path.resolve())
         places = [root] if is_run(root) else _children(root)
-        for place in places:
-            if place not in opened:
-                opened[place] = DirectoryRun(place)
-        return {place.name: opened[place] for place in places}
+        return {place.name: opened.setdefault(place, DirectoryRun(place)) for place in places}
 
     return find
-
-
-def _is_there(run: Run) -> bool:
-    return run.path is not None and run.path.is_dir()
 
 
 def _children(root: RunPath) -> list[RunPath]:

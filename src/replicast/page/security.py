@@ -68,28 +68,50 @@ class Bucket:
 
     def take(self) -> float:
         """Counts one event; returns how many seconds too early it is, 0 if it is not."""
-        wait = self.wait()
-        if not wait:
-            self._left -= 1
-        return wait
-
-    def wait(self) -> float:
-        """How many seconds from now an event would be allowed."""
         now = time.monotonic()
         self._left = min(self._per_minute, self._left + (now - self._at) * self._per_minute / 60)
         self._at = now
-        return 0.0 if self._left >= 1 else (1 - self._left) * 60 / self._per_minute
+        if self._left < 1:
+            return (1 - self._left) * 60 / self._per_minute
+        self._left -= 1
+        return 0.0
 
 
-class Access:
-    """Decides whether a request is allowed."""
+class SecurityMiddleware:
+    """Checks every request, and sets the security headers of every answer."""
 
-    def __init__(self, settings: PageSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: PageSettings) -> None:
+        self._app = app
         self._settings = settings
         machine = (socket.gethostname(), socket.getfqdn(), "localhost")
         self._names = {name.lower() for name in (*machine, settings.host, *settings.allowed_hosts)}
         self._actions = Bucket(ACTIONS_PER_MINUTE)
         self._failures: OrderedDict[str, Bucket] = OrderedDict()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        headers = Headers(scope=scope)
+        peer, port = scope.get("client") or ("", 0)
+        caller = self.caller(headers, peer)
+        scope["client"] = (caller, port) if peer else None
+        try:
+            self.check(scope["method"], scope["path"], headers, caller)
+        except HttpError as error:
+            await error.response()(scope, receive, send_with_headers)
+            return
+        await self._app(scope, receive, send_with_headers)
 
     def check(self, method: str, path: str, headers: Headers, peer: str) -> None:
         """Raises `HttpError` unless the request is allowed."""
@@ -164,49 +186,13 @@ class Access:
         # proxy, the right token passes. Its length is what protects it; the limit is for who mistypes it.
         if scheme.lower() == "bearer" and right and self._settings.token is not None:
             return True
-        if wait := self._failures_of(peer).take():
-            raise _too_many("Too many wrong tokens", wait)
-        raise _unauthorized("The token is wrong")
-
-    def _failures_of(self, peer: str) -> Bucket:
-        bucket = self._failures.setdefault(peer, Bucket(FAILED_TOKENS_PER_MINUTE))
+        failures = self._failures.setdefault(peer, Bucket(FAILED_TOKENS_PER_MINUTE))
         self._failures.move_to_end(peer)
         while len(self._failures) > _MAX_PEERS:
             self._failures.popitem(last=False)
-        return bucket
-
-
-class SecurityMiddleware:
-    """Checks every request, and sets the security headers of every answer."""
-
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app = app
-        self._access = access
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await self._app(scope, receive, send)
-            return
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers[name] = value
-                headers.setdefault("Cache-Control", "no-store")
-            await send(message)
-
-        headers = Headers(scope=scope)
-        peer, port = scope.get("client") or ("", 0)
-        caller = self._access.caller(headers, peer)
-        scope["client"] = (caller, port) if peer else None
-        try:
-            self._access.check(scope["method"], scope["path"], headers, caller)
-        except HttpError as error:
-            await error.response()(scope, receive, send_with_headers)
-            return
-        await self._app(scope, receive, send_with_headers)
+        if wait := failures.take():
+            raise _too_many("Too many wrong tokens", wait)
+        raise _unauthorized("The token is wrong")
 
 
 def _host_of(header: str) -> str:
