@@ -347,25 +347,24 @@ def test_a_worker_that_is_only_slower_is_left_alone(workers: list[Worker]) -> No
     assert [worker.exit_codes for worker in workers] == [[], []]
 
 
-def test_a_worker_that_leaves_while_another_trains_is_noticed(workers: list[Worker]) -> None:
+@pytest.mark.parametrize(
+    ("interrupted", "said"),
+    [
+        (False, "worker 1 reached the end of its script"),
+        (True, "worker 1 was interrupted by Ctrl-C while worker 0 is still"),
+    ],
+)
+def test_a_worker_that_leaves_while_another_trains_is_noticed(
+    workers: list[Worker], interrupted: bool, said: str
+) -> None:
     workers[0].transfers = 6
     workers[1].transfers = 5
+    if interrupted:
+        workers[1].lifetime.failed(KeyboardInterrupt())
     first = threading.Thread(target=workers[1].lifetime.leave)
     first.start()
     eventually(lambda: workers[0].coordination.aborted)
-    assert "worker 1 reached the end of its script" in workers[0].coordination.aborted[0]
-    workers[0].lifetime.leave()
-    first.join(DEADLINE_SECS)
-
-
-def test_a_worker_that_was_interrupted_is_not_said_to_have_reached_its_end(workers: list[Worker]) -> None:
-    workers[0].transfers = 6
-    workers[1].transfers = 5
-    workers[1].lifetime.failed(KeyboardInterrupt())
-    first = threading.Thread(target=workers[1].lifetime.leave)
-    first.start()
-    eventually(lambda: workers[0].coordination.aborted)
-    assert "worker 1 was interrupted by Ctrl-C while worker 0 is still" in workers[0].coordination.aborted[0]
+    assert said in workers[0].coordination.aborted[0]
     workers[0].lifetime.leave()
     first.join(DEADLINE_SECS)
 
@@ -437,15 +436,6 @@ def test_a_save_in_another_thread_does_not_unprotect_the_main_thread(workers: li
         other.join(DEADLINE_SECS)
         with pytest.raises(JobFailed, match="alone was writing model"):
             workers[0].lifetime.turns.take()
-
-
-def test_a_worker_that_took_its_next_turn_has_gone_on(workers: list[Worker]) -> None:
-    assert not workers[1].lifetime.has_gone_on(0)
-    workers[0].lifetime.turns.take()
-    assert workers[1].lifetime.has_gone_on(0)
-    assert not workers[0].lifetime.has_gone_on(1)
-    workers[1].lifetime.turns.take()
-    assert not workers[1].lifetime.has_gone_on(0)
 
 
 @pytest.fixture

@@ -127,7 +127,6 @@ def test_a_script_of_one_worker_that_raises_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = RunStates(tmp_path, 0, 1, 0)
-    states.starting()
     monkeypatch.setattr(sys, "last_value", ValueError("bad"), raising=False)
     states.ended(20, told_to=False, at_exit=True)
     assert "ValueError: bad" in read_state(tmp_path, []).sentence
@@ -142,7 +141,6 @@ def test_a_job_without_a_launcher_names_the_worker_that_was_lost_not_what_tensor
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = RunStates(tmp_path, 0, 2, 0)
-    states.starting()
     error = RuntimeError("Graph execution error:\n\nDetected at node ...\nmuch more")
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     states.abandoned(20, first(1, "worker 1 was lost: its connection broke (reported by worker 0)"))

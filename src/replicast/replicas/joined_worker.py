@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -173,7 +174,6 @@ class JoinedWorker(WorkerHooks):
         self.session.start()
         self.run_files.start()
         self._states = RunStates(run_dir, rank, size, self._attempt)
-        self._states.starting()
         # Even before training: a worker that is told to exit then tells the others, and exits with its code.
         leave_on_sigterm(self.departure, strategy.leavings)
 
@@ -404,13 +404,10 @@ class RunStates:
     """
 
     def __init__(self, run_dir: RunDir | None, rank: int, workers: int, attempt: int) -> None:
+        """The workers have met."""
         writes = rank == 0 and not read_launch(os.environ).launched
         self._run_dir = run_dir if writes else None
-        self._workers = workers
-        self._attempt = attempt
-
-    def starting(self) -> None:
-        """The workers have met."""
+        self._change = partial(Change, attempt=attempt, by="worker 0", workers=workers)
         self._write(State.STARTING)
 
     def ended(self, step: int, *, told_to: bool, at_exit: bool) -> None:
@@ -437,19 +434,9 @@ class RunStates:
     def _write(
         self, state: State, step: int | None = None, reason: str = "", worker: int | None = None
     ) -> None:
-        if self._run_dir is None:
-            return
-        change = Change(
-            state,
-            self._attempt,
-            by="worker 0",
-            workers=self._workers,
-            step=step,
-            worker=worker,
-            reason=reason,
-        )
         try:
-            write_change(self._run_dir, change)
+            if self._run_dir is not None:
+                write_change(self._run_dir, self._change(state, step=step, worker=worker, reason=reason))
         except OSError as error:
             logger.warning("the state of the job cannot be written: %s", error)
 
