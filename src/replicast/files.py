@@ -133,7 +133,7 @@ def read_json(path: RunPath, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, An
 
 def read_sealed(path: RunPath, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in a file with a checksum (`strictjson.sealed`)."""
-    return _read_with(unsealed, path, max_bytes)
+    return _read_with(lambda content: parse_object(unsealed(content)[0]), path, max_bytes)
 
 
 def _read_with(parse: Callable[[bytes], dict[str, Any]], path: RunPath, max_bytes: int) -> dict[str, Any]:
@@ -142,8 +142,7 @@ def _read_with(parse: Callable[[bytes], dict[str, Any]], path: RunPath, max_byte
     except OSError as error:
         raise FileDamaged(path, f"it cannot be read ({error.strerror})") from error
     except ValueError as error:
-        said = str(error)[:500]
-        raise FileDamaged(path, said if parse is unsealed else f"it is not valid JSON ({said})") from error
+        raise FileDamaged(path, str(error)[:500]) from error
 
 
 def read_tensor_bytes(

@@ -15,7 +15,6 @@ _Described = TypeVar("_Described")
 
 MAX_DEPTH = 64
 MAX_INTEGER = 2**64
-SEAL = "seal"  # The last entry of a sealed object: the SHA-256 of the file without this line.
 
 
 def json_bytes(value: object) -> bytes:
@@ -63,22 +62,26 @@ def parse_integer(text: str) -> int:
     return int(text)
 
 
-def sealed(fields: Mapping[str, Any]) -> bytes:
-    """An object as it is written to a sealed file: the seal is its last entry, on its own line."""
-    if not fields or SEAL in fields:
-        raise ValueError(
-            f"An object with fields, none of them {SEAL!r}, can be sealed. Received: {list(fields)}"
-        )
-    content = json_bytes(fields)
-    return content.removesuffix(_END) + _seal_of(content)
+def sealed(body: bytes) -> tuple[bytes, str]:
+    """A JSON object as a line that ends with its checksum, the seal; and the seal."""
+    seal = hashlib.sha256(body).hexdigest()
+    return body[:-1] + _sealing(seal), seal
 
 
-def unsealed(content: bytes) -> dict[str, Any]:
-    """Reads what `sealed` wrote."""
-    body = content[:-_SEAL_BYTES] + _END
-    if content[-_SEAL_BYTES:] != _seal_of(body):
-        raise ValueError("its seal does not match its content: it was changed after it was written")
-    return parse_object(body)
+def unsealed(line: bytes) -> tuple[bytes, str]:
+    """Reads what `sealed` made: the JSON object, and its seal."""
+    body = line[:-_SEAL_BYTES] + b"}"
+    seal = hashlib.sha256(body).hexdigest()
+    if line[-_SEAL_BYTES:] != _sealing(seal):
+        raise ValueError("its checksum does not match its content: it was changed after it was written")
+    return body, seal
+
+
+def _sealing(seal: str) -> bytes:
+    return f',"seal":"{seal}"}}\n'.encode()
+
+
+_SEAL_BYTES = len(_sealing("0" * 64))
 
 
 def described(
@@ -101,15 +104,6 @@ def reading(what: str, fields: Mapping[str, Any]) -> Iterator[None]:
         yield
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise ValueError(f"This describes no {what} ({error!r}). Received: {str(fields)[:200]}") from error
-
-
-def _seal_of(content: bytes) -> bytes:
-    """The text that replaces the end of an object's JSON when it is sealed."""
-    return f',\n "{SEAL}": "{hashlib.sha256(content).hexdigest()}"\n}}\n'.encode()
-
-
-_END = b"\n}\n"
-_SEAL_BYTES = len(_seal_of(b""))
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from replicast import strictjson
 
 Damage = Callable[[bytes], bytes]
 
@@ -63,7 +64,7 @@ def join(line: bytes) -> bytes:
 
 def sealed(body: bytes) -> bytes:
     """A line with the seal that fits it; the body is a JSON object."""
-    return body[:-1] + f',"seal":"{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
+    return strictjson.sealed(body)[0]
 
 
 def rewritten(**fields: Any) -> Damage:

@@ -430,7 +430,8 @@ def test_a_full_disk_is_told_without_a_traceback(run: Path, monkeypatch: pytest.
 
 def test_a_run_of_a_later_format_is_refused(run: Path) -> None:
     (path,) = run.glob("groups/*/run.json")
-    path.write_bytes(sealed(unsealed(path.read_bytes()) | {"format": 99}))
+    fields = json.loads(unsealed(path.read_bytes())[0]) | {"format": 99}
+    path.write_bytes(sealed(json.dumps(fields).encode())[0])
     result = invoke("push", run, *SET)
     assert (result.exit_code, "Received: 99" in result.output) == (1, True)
 

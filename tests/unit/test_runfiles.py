@@ -58,7 +58,9 @@ def test_a_directory_of_something_else_is_told_apart(tmp_path: Path) -> None:
     [{"format": 1}, {"format": 3}, {"schema": 3}, {"schema": {}}, {"workers": "many"}, {"created_at": None}],
 )
 def test_a_run_of_a_later_format_or_damaged_is_named(tmp_path: Path, change: dict) -> None:
-    (Fence(tmp_path, attempt=0).directory.as_path() / "run.json").write_bytes(sealed(INFO.to_json() | change))
+    (Fence(tmp_path, attempt=0).directory.as_path() / "run.json").write_bytes(
+        sealed(json.dumps(INFO.to_json() | change).encode())[0]
+    )
     with pytest.raises(FileDamaged, match=r"run\.json"):
         read_run_info(tmp_path)
 

@@ -32,7 +32,6 @@ Bytes that a line names have their final name, durably, before the line is writt
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import sys
@@ -61,6 +60,7 @@ from replicast.core.entries import (
 from replicast.errors import FileDamaged, JobFailed
 from replicast.files import RunDir, RunPath, below, make_durably, sync_directory, write_all, write_durably
 from replicast.processes import this_process
+from replicast.strictjson import sealed, unsealed
 
 GROUPS, LOG, RELEASED = "groups", "log.jsonl", "ended"
 MAX_LINE_BYTES = 64 * 2**20  # A summary of a hundred thousand edits takes about 10 MiB.
@@ -260,10 +260,7 @@ def line_again(run_dir: RunDir, line: LogLine) -> LogLine:
 
 
 def _parsed(piece: bytes, group: int, offset: int) -> LogLine:
-    body = piece[:-_SEAL_BYTES] + b"}"
-    seal = hashlib.sha256(body).hexdigest()
-    if piece[-_SEAL_BYTES:] != _sealing(seal):
-        raise ValueError("its checksum does not match its content")
+    body, seal = unsealed(piece)
     try:
         line = _WRITTEN.decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -273,14 +270,6 @@ def _parsed(piece: bytes, group: int, offset: int) -> LogLine:
     if (line.number == 0) != isinstance(line.entry, Claim):
         raise ValueError(f"entry {line.number} cannot be a {type(line.entry).__name__}")
     return LogLine(group, line.number, line.written_at, line.entry, line.previous, seal, offset, len(piece))
-
-
-def _sealing(seal: str) -> bytes:
-    """What replaces the end of a line's JSON when it is sealed."""
-    return f',"seal":"{seal}"}}\n'.encode()
-
-
-_SEAL_BYTES = len(_sealing("0" * 64))
 
 
 def group_directory(run_dir: RunDir, group: int) -> RunPath:
@@ -477,8 +466,7 @@ class Fence:
             texts = {name: text for name, text in msgspec.structs.asdict(stored).items() if type(text) is str}
             valid = {name: text.encode(errors="backslashreplace").decode() for name, text in texts.items()}
             return self._sealed(number, msgspec.structs.replace(stored, **valid), written_at)
-        seal = hashlib.sha256(body).hexdigest()
-        return body[:-1] + _sealing(seal), seal
+        return sealed(body)
 
     @property
     def identity(self) -> str:

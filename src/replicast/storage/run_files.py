@@ -30,7 +30,7 @@ from replicast.files import (
 )
 from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage.claims import GROUPS, Fence, group_directory, group_numbers, last_claim
-from replicast.strictjson import described, parse_json, parse_object, sealed
+from replicast.strictjson import described, json_bytes, parse_json, parse_object, sealed
 from replicast.update.audit_report import AuditReport
 from replicast.update.schema import Schema
 from replicast.update.update import factor_to_json
@@ -116,7 +116,7 @@ def clean_run(run_dir: RunDir) -> None:
 
 def write_run_info(fence: Fence, info: RunInfo) -> None:
     """Writes run.json of a group, atomically and durably. Only on the coordinator."""
-    write_durably(fence.directory / RUN_FILE, [sealed(info.to_json())])
+    write_durably(fence.directory / RUN_FILE, [sealed(json_bytes(info.to_json()).rstrip())[0]])
     fence.check()
 
 
