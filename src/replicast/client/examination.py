@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from replicast.errors import UpdateRefused
-from replicast.strictjson import reading
+from replicast.strictjson import described
 from replicast.update.edits import RESETS, Array, Edit, EditKind
 from replicast.update.schema import Schema, Variable, planned
 from replicast.update.update import Update
@@ -33,11 +33,7 @@ class View(msgspec.Struct, frozen=True):
         Raises:
             ValueError: The fields do not describe it.
         """
-        with reading(cls.__name__, fields):
-            # Not strict: a number that is not finite is text.
-            return msgspec.convert(
-                fields, cls, strict=False, str_keys=True, dec_hook=lambda kind, value: kind.from_json(value)
-            )
+        return described(cls, cls.__name__, fields, strict=False)  # A number that is not finite is text.
 
 
 def json_value(value: Any) -> Any:

@@ -208,18 +208,13 @@ class RunOperation:
         return msgspec.defstruct(self.name, made, bases=bases, forbid_unknown_fields=True, kw_only=True)
 
     def target(self, arguments: Mapping[str, Any]) -> str:
-        """The path for some arguments.
-
-        Raises:
-            NotFound: It cannot be said in an address.
-        """
-        parts = {}
-        for name in self.in_path:
-            text = str(arguments[name])
+        """The path for some arguments; raises `NotFound` for names that no address can have."""
+        parts = {name: str(arguments[name]) for name in self.in_path}
+        for text in parts.values():
             if text in ("", ".", ".."):
-                raise NotFound(f"There is no {self.in_path[0]} {text!r}.")
-            parts[name] = quote(text, safe="/" if name == "name" else "")
-        return self.path.format(**parts)
+                raise NotFound(f"There is no update or variable {text!r}.")
+        # The name of a variable has slashes.
+        return self.path.format(**{name: quote(parts[name], safe="/" * (name == "name")) for name in parts})
 
     def content(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments beside the path as they are sent, within the server's limits."""
@@ -241,10 +236,13 @@ class RunOperation:
     def decoded(self, answer: Any) -> Any:
         """The result that JSON values describe."""
         value = answer[self.key] if self.key else answer
-        if get_origin(self.returns) is list:
-            (kind,) = get_args(self.returns)
-            return [_read(kind, one) for one in value]
-        return _read(self.returns, value)
+        is_list = get_origin(self.returns) is list
+        kind = get_args(self.returns)[0] if is_list else self.returns
+        found = [
+            kind.from_json(one) if hasattr(kind, "from_json") else msgspec.convert(one, kind)
+            for one in (value if is_list else [value])
+        ]
+        return found if is_list else found[0]
 
     def _section(self, title: str) -> dict[str, str]:
         """The entries of a section of the docstring (Google style), by name."""
@@ -291,10 +289,6 @@ def most_of(kind: Any) -> float | None:
             if isinstance(meta, Meta) and (meta.extra or {}).get("clipped"):
                 return meta.le
     return None
-
-
-def _read(kind: Any, value: Any) -> Any:
-    return kind.from_json(value) if hasattr(kind, "from_json") else msgspec.convert(value, kind)
 
 
 def rows_of(text: str, most: int = MAX_ROWS) -> tuple[int, ...]:
