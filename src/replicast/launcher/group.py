@@ -21,7 +21,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from replicast.config import CHANGES_FD, PEER_FAILED, TOLD_TO_END
 from replicast.launcher.failure import Exit, GroupEnd, first_cause, stopping_line, with_details
@@ -157,35 +157,26 @@ class Ending(enum.IntEnum):
     KILLING = 3  # The remaining workers were killed.
 
 
+@dataclass(slots=True)
 class Group:
     """The workers of one attempt. Use once; call `run` in the main thread."""
 
-    def __init__(
-        self,
-        plans: Sequence[WorkerPlan],
-        *,
-        screen: Screen,
-        tee: frozenset[int],
-        timeouts: EndTimeouts,
-        interruptions: Interruptions,
-        standbys: StandbySet | None = None,
-        peers: HostsAttempts | None = None,
-    ) -> None:
-        self._plans = plans
-        self._screen = screen
-        self._tee = tee
-        self._timeouts = timeouts
-        self._interruptions = interruptions
-        self._standbys = standbys
-        self._peers = peers
-        # The exit code of the worker, here or elsewhere, because of which the group ends.
-        self._first_code: int | None = None
-        self._workers: dict[int, Worker] = {}
-        self._exits: dict[int, Exit] = {}
-        self._frozen = FrozenWorkers()
-        self._ending = Ending.RUNNING
-        self._deadline: float | None = None
-        self._interrupted_by: signal.Signals | None = None
+    plans: Sequence[WorkerPlan]
+    screen: Screen
+    tee: frozenset[int]
+    timeouts: EndTimeouts
+    interruptions: Interruptions
+    standbys: StandbySet | None = None
+    peers: HostsAttempts | None = None
+
+    _workers: dict[int, Worker] = field(default_factory=dict, init=False)
+    _exits: dict[int, Exit] = field(default_factory=dict, init=False)  # in the order in which they exited
+    _frozen: FrozenWorkers = field(default_factory=FrozenWorkers, init=False)
+    _ending: Ending = field(default=Ending.RUNNING, init=False)
+    _deadline: float | None = field(default=None, init=False)  # of the stage
+    # The exit code of the worker, here or elsewhere, because of which the group ends.
+    _first_code: int | None = field(default=None, init=False)
+    _interrupted_by: signal.Signals | None = field(default=None, init=False)
 
     def run(self, environ: Mapping[str, str], started: Callable[[], None] = lambda: None) -> GroupEnd:
         """Runs the workers until all have exited. Has a time limit only after a failure or a signal."""
@@ -193,13 +184,13 @@ class Group:
             try:
                 self._start(selector, environ)
                 started()
-                while len(self._exits) < len(self._plans) and not self._is_late(Ending.KILLING):
+                while len(self._exits) < len(self.plans) and not self._is_late(Ending.KILLING):
                     self._wait_once(selector)
             finally:
                 # All are killed before the first is waited for, so that many take no longer than one.
                 for worker in self._workers.values():
                     worker.kill()
-                until = time.monotonic() + self._timeouts.kill_secs
+                until = time.monotonic() + self.timeouts.kill_secs
                 for worker in self._workers.values():
                     worker.close(until=until)
         return GroupEnd(
@@ -209,17 +200,17 @@ class Group:
         )
 
     def _start(self, selector: selectors.BaseSelector, environ: Mapping[str, str]) -> None:
-        selector.register(self._interruptions, selectors.EVENT_READ, self._take_signals)
-        if self._peers is not None:
-            selector.register(self._peers, selectors.EVENT_READ, self._take_ends)
-        for plan in self._plans:
-            teed = self._screen if plan.rank in self._tee else None
-            live = teed is not None and plan.rank == self._screen.live_rank
-            columns = self._screen.columns_for_live_worker() if live else None
+        selector.register(self.interruptions, selectors.EVENT_READ, self._take_signals)
+        if self.peers is not None:
+            selector.register(self.peers, selectors.EVENT_READ, self._take_ends)
+        for plan in self.plans:
+            teed = self.screen if plan.rank in self.tee else None
+            live = teed is not None and plan.rank == self.screen.live_rank
+            columns = self.screen.columns_for_live_worker() if live else None
             chatter = wants_chatter(environ)
             output = Output(plan.rank, plan.log, screen=teed, columns=columns, chatter=chatter)
             try:
-                worker = Worker(plan, output, environ, self._standbys)
+                worker = Worker(plan, output, environ, self.standbys)
             except BaseException:
                 output.close()
                 raise
@@ -232,8 +223,8 @@ class Group:
         remaining = _POLL_SECS if self._deadline is None else min(_POLL_SECS, self._deadline - now)
         ready = [key for key, _ in selector.select(max(0.0, remaining))]
         self._take_frozen()
-        if self._standbys is not None and self._ending is Ending.RUNNING:
-            self._standbys.poll()
+        if self.standbys is not None and self._ending is Ending.RUNNING:
+            self.standbys.poll()
         for key in ready:
             source = key.data
             if isinstance(source, Output):
@@ -247,8 +238,8 @@ class Group:
                 source()
         if self._is_late(Ending.SETTLING):
             killed = self._first_code == -signal.SIGKILL
-            secs = self._timeouts.stop_killed_secs if killed else self._timeouts.stop_failed_secs
-            self._stop(min(secs, self._timeouts.stop_secs))
+            secs = self.timeouts.stop_killed_secs if killed else self.timeouts.stop_failed_secs
+            self._stop(min(secs, self.timeouts.stop_secs))
         elif self._is_late(Ending.STOPPING):
             self._kill()
 
@@ -260,8 +251,8 @@ class Group:
         if ended.code != 0:
             self._settle(ended.code)
             first = first_cause(self._exits.values())
-            if self._peers is not None and first is not None:
-                self._peers.tell_failure(self._detailed(first))
+            if self.peers is not None and first is not None:
+                self.peers.tell_failure(self._detailed(first))
 
     def _detailed(self, ended: Exit) -> Exit:
         worker = self._workers[ended.worker or 0]
@@ -269,15 +260,13 @@ class Group:
 
     def _take_ends(self) -> None:
         """Other hosts have failed or were told to stop: the group ends as it would because of one here."""
-        if self._peers is None:
+        if self.peers is None:
             return
-        for end in self._peers.take_ends():
+        for end in self.peers.take_ends():
             if end.stopped_by is not None:
                 if self._interrupted_by is None and self._ending < Ending.STOPPING:
-                    secs = self._timeouts.stop_secs
-                    self._screen.tell(
-                        stopping_line(end.stopped_by, secs, self._peers.hosts.on(end.stopped_on))
-                    )
+                    secs = self.timeouts.stop_secs
+                    self.screen.tell(stopping_line(end.stopped_by, secs, self.peers.hosts.on(end.stopped_on)))
                     self._stop(secs)
             else:
                 for worker in self._rest():
@@ -287,17 +276,17 @@ class Group:
                 self._settle(end.failure.code if end.failure and is_of_worker else -signal.SIGKILL)
 
     def _take_signals(self) -> None:
-        for signum in self._interruptions.take():
+        for signum in self.interruptions.take():
             if signum not in STOP_SIGNALS:
                 for worker in self._workers.values():
-                    worker.output.resize(self._screen.columns_for_live_worker())
+                    worker.output.resize(self.screen.columns_for_live_worker())
             elif self._interrupted_by is None:
                 self._interrupted_by = signum
-                if self._peers is not None:
-                    self._peers.tell_signal(signum)
+                if self.peers is not None:
+                    self.peers.tell_signal(signum)
                 if self._ending < Ending.STOPPING:
-                    self._screen.tell(stopping_line(signum, self._timeouts.stop_secs))
-                    self._stop(self._timeouts.stop_secs)  # also after Ctrl-C: they save
+                    self.screen.tell(stopping_line(signum, self.timeouts.stop_secs))
+                    self._stop(self.timeouts.stop_secs)  # also after Ctrl-C: they save
             elif signum is signal.SIGINT:
                 self._kill()
 
@@ -305,10 +294,10 @@ class Group:
         """Kills workers that have been frozen for too long: the others wait for them in vain."""
         rest = self._rest()
         frozen = [worker.plan.rank for worker in rest if worker.is_frozen()]
-        self._frozen.update(frozen, len(self._plans), time.monotonic())
+        self._frozen.update(frozen, len(self.plans), time.monotonic())
         if self._ending > Ending.SETTLING:
             return
-        self._blame_frozen(self._timeouts.frozen_secs)
+        self._blame_frozen(self.timeouts.frozen_secs)
         for worker in rest:
             if worker.blamed_as_frozen:
                 worker.signal_tree(signal.SIGKILL)
@@ -334,7 +323,7 @@ class Group:
         self._enter(Ending.SETTLING, secs)
 
     def _settle_secs(self, code: int) -> float:
-        timeouts = self._timeouts
+        timeouts = self.timeouts
         # A heartbeat is missed after half of the timeout: what another worker fails of before is its own.
         self._blame_frozen(0.0 if code == PEER_FAILED else timeouts.frozen_secs / 2)
         if all(worker.is_frozen() for worker in self._rest()):  # None of them will exit by itself.
@@ -353,7 +342,7 @@ class Group:
             worker.signal_tree(signal.SIGTERM)
 
     def _kill(self) -> None:
-        self._enter(Ending.KILLING, self._timeouts.kill_secs)
+        self._enter(Ending.KILLING, self.timeouts.kill_secs)
         for worker in self._rest():
             worker.signal_tree(signal.SIGKILL)
 

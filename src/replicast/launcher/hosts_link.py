@@ -677,20 +677,12 @@ class Link:
         """A descriptor that is readable when there is an event to take."""
         return self._main_end.fileno()
 
-    def take(self) -> list[Event]:
-        """Takes the events that have come, in order. Does not block."""
-        with contextlib.suppress(BlockingIOError):
-            self._main_end.recv(4096)
-        events = []
-        while self._events:
-            events.append(self._events.popleft())
-        return events
-
-    def put_back(self, events: Sequence[Event]) -> None:
-        """Returns events that were taken too early: they are the next ones to take."""
-        self._events.extendleft(reversed(events))
-        if events:
-            _wake(self._wake_main)
+    def next_event(self) -> Event | None:
+        """Takes the next event, if there is one. Does not block."""
+        if not self._events:  # Else the descriptor stays readable for what is left.
+            with contextlib.suppress(BlockingIOError):
+                self._main_end.recv(4096)
+        return self._events.popleft() if self._events else None
 
     def post(self, event: Posted) -> None:
         """Has the thread call a function with the state machine of this launcher and the time."""
@@ -747,7 +739,7 @@ class HostsAttempts:
         # The addresses of the others are known when all have come.
         names = job.hosts or (first, *(f"host {node}" for node in range(1, job.nodes)))
         self.hosts = Hosts(names, job.node_rank)
-        self._events: list[Event] = []
+        self._kept: collections.deque[Event] = collections.deque()  # not for the group
         self._stopped_by: signal.Signals | None = None
 
     def ask(self) -> Order:
@@ -782,14 +774,14 @@ class HostsAttempts:
     def take_ends(self) -> list[End]:
         """Why the group of this host must end, if it must. Does not block."""
         ends = []
-        for event in self._link.take():
+        while (event := self._link.next_event()) is not None:
             if isinstance(event, End):
                 ends += [] if self._is_known(event) else [event]
             elif isinstance(event, Broken | NotWelcome):
                 ends.append(End(Exit(host=self._job.node_rank)))
-                self._events.append(event)
+                self._kept.append(event)
             elif not self._tell(event):
-                self._events.append(event)
+                self._kept.append(event)
         return ends
 
     def tell_failure(self, failure: Exit) -> None:
@@ -817,15 +809,11 @@ class HostsAttempts:
             selector.register(self._link, selectors.EVENT_READ)
             selector.register(self._interruptions, selectors.EVENT_READ)
             while True:
-                while self._events:
-                    event = self._events.pop(0)
+                while (event := self._kept.popleft() if self._kept else self._link.next_event()) is not None:
                     if isinstance(event, Order) and event.phase in (*phases, Phase.OVER):
-                        self._link.put_back(self._events)  # An `End`, for the group that is started now.
-                        self._events = []
-                        return event
+                        return event  # What follows, such as an `End`, is for the group that is started now.
                     self._tell(event)
                 selector.select(_POLL_SECS)
-                self._events += self._link.take()
                 for signum in self._interruptions.take():
                     if signum is signal.SIGINT and self._stopped_by is not None:
                         return self._interrupted(signum)
