@@ -125,23 +125,6 @@ def test_metrics_that_a_script_updates_itself_count_as_in_plain_keras(pool2: Poo
     assert_same_as_plain_keras(pool2, plain, metrics_between_steps)
 
 
-def metric_of_a_custom_step(strategy: Any) -> Any:
-    with strategy.scope():
-        metric = keras.metrics.Sum()
-
-    @tf.function
-    def step() -> None:
-        strategy.run(lambda: metric.update_state(1.0 + strategy.rank))
-
-    step()
-    step()
-    return float(metric.result())
-
-
-def test_a_metric_that_a_custom_step_updates_is_summed_over_the_workers(pool2: Pool) -> None:
-    assert pool2.run(metric_of_a_custom_step) == [6.0, 6.0]
-
-
 class Counting(keras.Model):
     """Counts rows in a metric that custom steps use too."""
 

@@ -207,7 +207,9 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
             self.keys = tf.Variable(FIRST_KEY, dtype=tf.int32, trainable=False)
         # Called before each transfer outside of a graph; returns its number.
         self.next_turn: Callable[[], int] = itertools.count(1).__next__
-        self._shared: SharedSums | None = None
+        # For all transfers in graphs, if it supports their dtypes. Those outside of graphs, between steps,
+        # stay with TensorFlow, and have keys of their own.
+        self.shared: SharedSums | None = None
         _scale_losses_between_steps()
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
             operations._launchers = [CountingLauncher(stock, self) for stock in operations._launchers]
@@ -222,17 +224,10 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         service.heartbeat_timeout_in_ms = int(self._heartbeat_secs * 1000)
         return updated
 
-    def sum_through(self, exchange: Exchange) -> None:
-        """Makes all transfers in graphs go through shared memory, if it supports their dtypes.
-
-        Those outside of graphs, between steps, stay with TensorFlow, and have keys of their own.
-        """
-        self._shared = SharedSums(exchange, self.keys)
-
     def shared_sums(self, values: Sequence[Any]) -> SharedSums | None:
         """How to sum these values through shared memory; None if TensorFlow has to."""
-        possible = self._shared is not None and not tf.executing_eagerly()
-        return self._shared if possible and SharedSums.supports(values) else None
+        possible = self.shared is not None and not tf.executing_eagerly()
+        return self.shared if possible and SharedSums.supports(values) else None
 
     def transfers_started(self) -> int:
         """How many transfers this worker has started, inside steps and to create variables.
@@ -480,7 +475,7 @@ def sum_through_shared_memory(
         coordination, rank, extended._num_workers, os.environ, unwilling=unwilling, check=lifetime.check
     )
     if isinstance(exchange, Exchange):
-        extended.sum_through(exchange)
+        extended.shared = SharedSums(exchange, extended.keys)
         lifetime.dead_worker = exchange.dead_worker
         return True
     if rank == 0 and wanted:
@@ -579,8 +574,15 @@ def sum_over_workers(
         )
         return tf.IndexedSlices(values, indices, part.dense_shape)
 
-    sums = [[whole(kind, part, next(received)) for kind, part in value] for value in parts]
-    return [_joined(value) for value in sums]
+    def joined(wholes: list[Any]) -> Any:
+        if len(wholes) == 1:
+            return wholes[0]
+        values, indices = (
+            tf.concat([getattr(one, name) for one in wholes], 0) for name in ("values", "indices")
+        )
+        return tf.IndexedSlices(values, indices, wholes[0].dense_shape)
+
+    return [joined([whole(kind, part, next(received)) for kind, part in value]) for value in parts]
 
 
 def _lookups(value: Any) -> list[tuple[SliceKind, Any]]:
@@ -596,15 +598,6 @@ def _lookups(value: Any) -> list[tuple[SliceKind, Any]]:
     pairs = zip(tf.split(value.values, lengths), tf.split(value.indices, lengths), strict=True)
     parts = [tf.IndexedSlices(*pair, value.dense_shape) for pair in pairs]
     return [(kind_of(indices), part) for indices, part in zip(lists, parts, strict=True)]
-
-
-def _joined(parts: list[Any]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    values, indices = (
-        tf.concat([getattr(part, name) for part in parts], 0) for name in ("values", "indices")
-    )
-    return tf.IndexedSlices(values, indices, parts[0].dense_shape)
 
 
 def _one_for_each_index(slices: tf.IndexedSlices) -> tf.IndexedSlices:

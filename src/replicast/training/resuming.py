@@ -132,7 +132,14 @@ def skip_fit(model: keras.Model, ended: int, warn: Callable[[str], None]) -> Non
     if isinstance(adapter, PyDatasetAdapter):
         _repeat_epochs(adapter, epochs, lengths)
     elif isinstance(adapter, TFDatasetAdapter):
-        _use_up(iterator, epochs, lengths)
+        # Creates as many iterators over the data as Keras did in these epochs: each draws an order.
+        data = iterator._distributed_dataset
+        if _must_be_read(iterator):
+            read_to(lambda: iter(data), epochs, 0, _up_to_executions(lengths.epoch or 0, lengths.execution))
+            return
+        with_the_current_one = int(epochs > 0 and lengths.epoch is not None)
+        for _ in range(data_position(epochs, 0, lengths).passes + with_the_current_one):
+            iter(data)
 
 
 def data_position(epochs: int, batch: int, lengths: Lengths) -> DataPosition:
@@ -210,26 +217,19 @@ def _position(
                 f"Received: {used} batches of data, {batch} batches done of the epoch"
             )
     else:
-        opened = replace(position, epoch=first_epoch + position.epoch)
-        current, used = _opened_at(data, opened), position.batches
+        used = position.batches
+        if isinstance(data, Share | ArrayShare):
+            current = data.at(replace(position, epoch=first_epoch + position.epoch))
+        else:  # data distributed by TensorFlow: there is no other way to skip
+            for _ in range(position.passes):
+                iter(data)
+            current = iter(data)
+            _take(current, used)
     iterator._current_iterator = current
     iterator._steps_seen = used
     # While steps_per_epoch is set, Keras uses the current iterator, and that many batches of it.
     iterator.steps_per_epoch = sys.maxsize if of_epoch is None else of_epoch - batch
     return ResumedEpoch(iterator, steps, batch, uncounted)
-
-
-def _use_up(iterator: EpochIterator, epochs: int, lengths: Lengths) -> None:
-    """Creates as many iterators over the data as Keras did in these epochs: each draws an order."""
-    data = iterator._distributed_dataset
-    if _must_be_read(iterator):
-        read_to(lambda: iter(data), epochs, 0, _up_to_executions(lengths.epoch or 0, lengths.execution))
-        return
-    created = data_position(epochs, 0, lengths).passes
-    if epochs and lengths.epoch is not None:
-        created += 1  # the current one
-    for _ in range(created):
-        iter(data)
 
 
 def _must_be_read(iterator: EpochIterator) -> bool:
@@ -253,16 +253,6 @@ def _is_read_ahead_of_changes(adapter: PyDatasetAdapter, steps: int | None) -> b
     if adapter.enqueuer is not None:
         return bool(changes or adapter.shuffle)
     return changes and steps is not None and steps != adapter.num_batches
-
-
-def _opened_at(data: Any, position: DataPosition) -> Iterator[Any]:
-    if isinstance(data, Share | ArrayShare):
-        return data.at(position)
-    for _ in range(position.passes):  # data distributed by TensorFlow: there is no other way to skip
-        iter(data)
-    current: Iterator[Any] = iter(data)
-    _take(current, position.batches)
-    return current
 
 
 def _repeat_epochs(adapter: PyDatasetAdapter, epochs: int, lengths: Lengths) -> int:

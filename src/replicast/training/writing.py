@@ -185,19 +185,16 @@ class Writing:
         if position != self._position:
             self._position = position
             self._counts.clear()
-            self._delete_old_keys(position)
+            # Delete the keys of a position that all workers have left. A transfer or turn ends only if all
+            # join it: once this worker is two positions further, all have left the first.
+            with self._lock:
+                self._positions.append(position)
+                old = []
+                while self._put and self._put[0][0] < self._positions[0]:
+                    old.append(self._put.popleft()[1])
+            for key in old:
+                self._coordination.delete(key)
         return f"replicast/write/{position[0]}-{position[1]}"
-
-    def _delete_old_keys(self, position: tuple[int, int]) -> None:
-        # A transfer or turn ends only if all workers join it: once this worker is two positions further, all
-        # have left the first.
-        with self._lock:
-            self._positions.append(position)
-            old = []
-            while self._put and self._put[0][0] < self._positions[0]:
-                old.append(self._put.popleft()[1])
-        for key in old:
-            self._coordination.delete(key)
 
 
 def write_once(writing: Writing) -> None:
