@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast.allreduce import Exchange, Form, Part, Plan, open_exchange
-from replicast.allreduce.layout import CHUNK_BYTES, Layout
+from replicast.allreduce import Exchange, ExchangePlan, Form, WorkerPart, open_exchange
+from replicast.allreduce.message_layout import CHUNK_BYTES, MessageLayout
 from replicast.allreduce.part import part_bytes
 from replicast.allreduce.semaphores import SEMAPHORE_BYTES, Semaphore
 from replicast.config import HOST_ID, SHM_DIR, host_id
 from replicast.coordination import MemoryCoordination
 from replicast.errors import JobFailed
-from replicast.transport.files import SharedFile
+from replicast.transport.shared_file import SharedFile
 
 DEADLINE_SECS = 60.0
 
@@ -88,7 +88,7 @@ def expected(call: list[tuple[Form, tuple[int, ...]]], number: int, size: int) -
 
 def joined(rank: int, size: int, place: Path, check: Any = lambda: None) -> Exchange:
     file = SharedFile(place, part_bytes(size))
-    own = Part.of(file, size)
+    own = WorkerPart.of(file, size)
     file.complete(place / f"part-{rank}")
     parts = []
     for other in range(size):
@@ -96,7 +96,7 @@ def joined(rank: int, size: int, place: Path, check: Any = lambda: None) -> Exch
         while other != rank and not (place / f"part-{other}").exists():
             assert time.monotonic() < until, f"worker {other} is missing"
             time.sleep(0.001)
-        parts.append(own if other == rank else Part.open(place / f"part-{other}", size))
+        parts.append(own if other == rank else WorkerPart.open(place / f"part-{other}", size))
     return Exchange(rank, parts, check)
 
 
@@ -112,12 +112,12 @@ def work(rank: int, size: int, place: Path, task: str) -> None:
     if task == "for ever":
         value = np.full(CHUNK_BYTES, rank, np.float32)
         for number in range(10**9):
-            exchange.combine(Plan([Form(value.dtype)]), 1.0, [value])
+            exchange.combine(ExchangePlan([Form(value.dtype)]), 1.0, [value])
             if number == 3:
                 (place / f"in-{rank}").touch()
     random = np.random.default_rng(rank)
     for number, call in enumerate(some_calls(int(task))):
-        plan = Plan([form for form, _ in call])
+        plan = ExchangePlan([form for form, _ in call])
         given = values_of(call, number, rank)
         if random.integers(0, 4) == 0:
             time.sleep(0.01)
@@ -167,7 +167,7 @@ def test_a_worker_that_ends_or_freezes_in_an_exchange_keeps_nobody(
         wait_for([tmp_path / f"in-{rank}" for rank in range(3)])
         processes[1].send_signal(how)
         # As the watching thread of a job does, which notices it by the lock or by missing heartbeats.
-        watched = Part.open(tmp_path / "part-1", 3)
+        watched = WorkerPart.open(tmp_path / "part-1", 3)
         if how == signal.SIGKILL:
             processes[1].wait(DEADLINE_SECS)
             assert watched.owner_is_dead()
@@ -219,7 +219,7 @@ def opened(
 def test_an_exchange_leaves_no_name_in_shared_memory(tmp_path: Path) -> None:
     exchanges = opened(2, [{SHM_DIR: str(tmp_path)}] * 2)
     assert list(tmp_path.iterdir()) == []
-    plan = Plan([Form(np.dtype("f4"))])
+    plan = ExchangePlan([Form(np.dtype("f4"))])
     sums = together(2, lambda rank: exchanges[rank].combine(plan, 1.0, [np.float32([rank + 1])]))
     assert [total[0].tolist() for total in sums] == [[3.0], [3.0]]
 
@@ -281,7 +281,9 @@ def test_workers_with_other_values_are_told_so_and_mix_nothing(tmp_path: Path) -
 
     def call(rank: int) -> str:
         with pytest.raises(JobFailed) as caught:
-            exchanges[rank].combine(Plan([Form(np.dtype("f4"))]), 1.0, [np.zeros(3 + rank, np.float32)])
+            exchanges[rank].combine(
+                ExchangePlan([Form(np.dtype("f4"))]), 1.0, [np.zeros(3 + rank, np.float32)]
+            )
         return str(caught.value)
 
     assert all("in the same step: other shapes" in said for said in together(2, call))
@@ -289,7 +291,7 @@ def test_workers_with_other_values_are_told_so_and_mix_nothing(tmp_path: Path) -
 
 def test_nothing_is_summed_any_more_after_a_call_that_failed(tmp_path: Path) -> None:
     exchanges = opened(2, [{SHM_DIR: str(tmp_path)}] * 2)
-    plan, long = Plan([Form(np.dtype("f4"))]), np.ones(CHUNK_BYTES // 2, np.float32)
+    plan, long = ExchangePlan([Form(np.dtype("f4"))]), np.ones(CHUNK_BYTES // 2, np.float32)
 
     def call(rank: int, value: np.ndarray) -> str:
         with pytest.raises(JobFailed) as caught:
@@ -303,14 +305,17 @@ def test_nothing_is_summed_any_more_after_a_call_that_failed(tmp_path: Path) -> 
 
 def test_a_worker_without_rows_adds_nothing_to_means_also_if_its_value_is_nan(tmp_path: Path) -> None:
     exchanges = opened(2, [{SHM_DIR: str(tmp_path)}] * 2)
-    plan, values = Plan([Form(np.dtype("f4"), weighted=True)]), [np.float32([6]), np.float32([np.nan])]
+    plan, values = (
+        ExchangePlan([Form(np.dtype("f4"), weighted=True)]),
+        [np.float32([6]), np.float32([np.nan])],
+    )
     means = together(2, lambda rank: exchanges[rank].combine(plan, [3.0, 0.0][rank], [values[rank]]))
     assert [mean[0].tolist() for mean in means] == [[6.0], [6.0]]
 
 
 def test_a_result_is_not_overwritten_as_long_as_somebody_holds_it(tmp_path: Path) -> None:
     exchanges = opened(2, [{SHM_DIR: str(tmp_path)}] * 2)
-    plan = Plan([Form(np.dtype("f4")), Form(np.dtype("f4"))])
+    plan = ExchangePlan([Form(np.dtype("f4")), Form(np.dtype("f4"))])
 
     def call(rank: int) -> list[float]:
         kept = []
@@ -325,7 +330,7 @@ def test_a_result_is_not_overwritten_as_long_as_somebody_holds_it(tmp_path: Path
 def test_every_byte_of_a_message_is_in_one_chunk_and_is_summed_once() -> None:
     shapes = [(CHUNK_BYTES,), (), (3,), (0,), (5, 7)]
     forms = [Form(np.dtype(kind)) for kind in ("f4", "f8", "f4", "i4", "u1")]
-    layout = Layout(forms, shapes)
+    layout = MessageLayout(forms, shapes)
     for value, (form, shape) in enumerate(zip(forms, shapes, strict=True)):
         ranges = [(p.first, p.last) for chunk in layout.pieces for p in chunk if p.value == value]
         assert [i for first, last in ranges for i in range(first, last)] == list(range(int(np.prod(shape))))

@@ -36,15 +36,17 @@ from replicast.transport import (
     fetch,
     handshake,
     open_transport,
-    server,
     wire,
 )
-from replicast.transport.holdings import Holdings, Ready, Refused, Waiting
+from replicast.transport import (
+    chain_server as server,
+)
+from replicast.transport.chain_server import Server
+from replicast.transport.holdings import Holdings, SegmentAwaited, SegmentReady, SegmentRefused
 from replicast.transport.keys import predecessor
-from replicast.transport.layout import lay_out
-from replicast.transport.link import Link
+from replicast.transport.link import ChainLink
+from replicast.transport.parcel_layout import lay_out
 from replicast.transport.segments import MAX_DAMAGED, SEGMENT_BYTES, Missing, segments_of
-from replicast.transport.server import Server
 from replicast.update.digest import BLOCK_BYTES, digest_block
 from tests.unit.chains import chain_of, environment
 
@@ -167,21 +169,21 @@ def test_what_a_host_has_is_told_from_what_it_waits_for_and_from_what_is_gone(tm
     (tmp_path / "file").write_bytes(b"x")
     segments = segments_of(parcel_of(BLOCK_BYTES, BLOCK_BYTES))
     holdings = Holdings(7)
-    assert holdings.find("p", 0, 0.0) == Waiting(7)
+    assert holdings.find("p", 0, 0.0) == SegmentAwaited(7)
     holdings.add("p", os.open(tmp_path / "file", os.O_RDONLY), segments, arrives_from=3)
     holdings.arrived("p", 1)
-    assert holdings.find("p", 0, 0.0) == Waiting(3)
+    assert holdings.find("p", 0, 0.0) == SegmentAwaited(3)
     holdings.waits_for("p", 1)
-    assert holdings.find("p", 0, 0.0) == Waiting(1)
+    assert holdings.find("p", 0, 0.0) == SegmentAwaited(1)
     found = holdings.find("p", 1, 0.0)
-    assert isinstance(found, Ready)
+    assert isinstance(found, SegmentReady)
     holdings.remove("p")
     assert os.read(found.descriptor, 1) == b"x"  # what is being sent stays open
     os.close(found.descriptor)
     gone = holdings.find("p", 1, 0.0)
-    assert isinstance(gone, Refused)
+    assert isinstance(gone, SegmentRefused)
     assert "Worker 7 has released parcel 'p'" in gone.refusal["problem"]
-    assert isinstance(holdings.find("p", 2, 0.0), Refused)
+    assert isinstance(holdings.find("p", 2, 0.0), SegmentRefused)
 
 
 # What goes over the links.
@@ -483,7 +485,7 @@ def fetch_from(play: Callable[[socket.socket], object]) -> Iterator[fetch.Fetch]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = threading.Thread(target=serve)
         serving.start()
-        link = Link("127.0.0.1", listener.getsockname()[1], SECRET, 2)
+        link = ChainLink("127.0.0.1", listener.getsockname()[1], SECRET, 2)
         yield fetch.Fetch(
             parcel,
             np.zeros(nbytes, np.uint8),
@@ -555,7 +557,7 @@ def eventually(happens: Callable[[], bool], what: str) -> None:
         time.sleep(0.005)
 
 
-def ask_and_take(link: Link) -> None:
+def ask_and_take(link: ChainLink) -> None:
     connection = link.take()
     wire.send_request(connection, "p", 0)
     kind, count = wire.receive_answer(connection)
@@ -566,7 +568,7 @@ def ask_and_take(link: Link) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_reader_that_takes_nothing_holds_up_no_other_and_is_given_up(served: Server) -> None:
-    slow, fast = (Link("127.0.0.1", served.port, SECRET, rank) for rank in (1, 2))
+    slow, fast = (ChainLink("127.0.0.1", served.port, SECRET, rank) for rank in (1, 2))
     connection = slow.take()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     for _ in range(4):
@@ -582,7 +584,7 @@ def test_a_reader_that_takes_a_little_at_a_time_is_given_up_too(
     served: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "SEGMENT_SECS", 0.1)
-    link = Link("127.0.0.1", served.port, SECRET, 1)
+    link = ChainLink("127.0.0.1", served.port, SECRET, 1)
     connection = link.take()
     for _ in range(1000):
         wire.send_request(connection, "p", 0)
@@ -602,7 +604,7 @@ def test_a_server_that_waits_for_a_segment_ends_when_it_is_closed(
         return find(*arguments)
 
     monkeypatch.setattr(Holdings, "find", finding)
-    link = Link("127.0.0.1", served.port, SECRET, 1)
+    link = ChainLink("127.0.0.1", served.port, SECRET, 1)
     connection = link.take()
     wire.send_request(connection, "not here yet", 0)
     assert waits.wait(120)
@@ -613,7 +615,7 @@ def test_a_server_that_waits_for_a_segment_ends_when_it_is_closed(
 
 
 def test_connections_are_used_again(served: Server) -> None:
-    link = Link("127.0.0.1", served.port, SECRET, 1)
+    link = ChainLink("127.0.0.1", served.port, SECRET, 1)
     for _ in range(5):
         ask_and_take(link)
     assert senders() == 1
@@ -622,7 +624,7 @@ def test_connections_are_used_again(served: Server) -> None:
 
 @pytest.mark.parametrize("secret", [b"", b"S" * 32, SECRET[:-1]])
 def test_whoever_does_not_know_the_secret_gets_nothing(secret: bytes, served: Server) -> None:
-    link = Link("127.0.0.1", served.port, secret, 1)
+    link = ChainLink("127.0.0.1", served.port, secret, 1)
     with pytest.raises(OSError, match=r"closed by the other side|reset by peer"):
         link.take()
     with socket.create_connection(("127.0.0.1", served.port), timeout=120) as stranger:
@@ -632,7 +634,7 @@ def test_whoever_does_not_know_the_secret_gets_nothing(secret: bytes, served: Se
         stranger.sendall(greeting + b"\0" * 200)
         assert is_closed(stranger)
     link.close()
-    ask_and_take(right := Link("127.0.0.1", served.port, SECRET, 1))
+    ask_and_take(right := ChainLink("127.0.0.1", served.port, SECRET, 1))
     right.close()
 
 
@@ -644,7 +646,7 @@ def test_a_proof_that_was_overheard_is_worth_nothing(served: Server) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as threads:
         port = impostor.getsockname()[1]
-        victim = threads.submit(Link("127.0.0.1", port, SECRET, 1).take)
+        victim = threads.submit(ChainLink("127.0.0.1", port, SECRET, 1).take)
         relayed, _ = impostor.accept()
         relayed.sendall(b"replicast-chain-1" + bytes(32))
         proof = relayed.recv(1000)
@@ -661,7 +663,7 @@ def test_a_proof_that_was_overheard_is_worth_nothing(served: Server) -> None:
 def test_strangers_are_few_and_keep_no_peer_out(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_SECS", 600.0)
     strangers = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(100)]
-    ask_and_take(link := Link("127.0.0.1", served.port, SECRET, 1))
+    ask_and_take(link := ChainLink("127.0.0.1", served.port, SECRET, 1))
     eventually(lambda: senders() <= server.MAX_STRANGERS + 1, "too many strangers have a thread")
     for stranger in strangers:
         stranger.close()
@@ -704,8 +706,8 @@ def test_a_server_without_free_descriptors_says_so_once_and_serves_later(
 
     monkeypatch.setattr(socket.socket, "accept", fails_first)
     with socket.create_connection(("127.0.0.1", served.port), timeout=120):
-        ask_and_take(link := Link("127.0.0.1", served.port, SECRET, 1))
-        ask_and_take(other := Link("127.0.0.1", served.port, SECRET, 2))
+        ask_and_take(link := ChainLink("127.0.0.1", served.port, SECRET, 1))
+        ask_and_take(other := ChainLink("127.0.0.1", served.port, SECRET, 2))
     assert failures == []
     assert [record.message[:19] for record in caplog.records] == ["Too many open files"]
     link.close()
@@ -721,7 +723,7 @@ def test_the_port_is_open_at_the_named_address_only(served: Server) -> None:
 
 
 def test_an_authenticated_peer_that_talks_nonsense_is_closed(served: Server) -> None:
-    link = Link("127.0.0.1", served.port, SECRET, 1)
+    link = ChainLink("127.0.0.1", served.port, SECRET, 1)
     connection = link.take()
     connection.sendall(b"\xff" * 1000)
     with pytest.raises(OSError):  # noqa: PT011 - closed, or reset
@@ -754,7 +756,7 @@ def test_a_refusal_of_any_length_is_told() -> None:
 def test_a_host_that_cannot_start_a_thread_for_a_connection_serves_the_next(
     served: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = Link("127.0.0.1", served.port, SECRET, 1)
+    link = ChainLink("127.0.0.1", served.port, SECRET, 1)
     real = threading.Thread.start
 
     def no_thread(thread: threading.Thread) -> None:
@@ -841,14 +843,14 @@ def test_all_workers_fall_back_if_one_cannot_listen_at_its_address_and_the_log_s
 def test_all_workers_fall_back_if_one_cannot_reach_the_host_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = Link.take
+    real = ChainLink.take
 
-    def filtered(link: Link, *timeout: float) -> socket.socket:
+    def filtered(link: ChainLink, *timeout: float) -> socket.socket:
         if link._rank == 2:
             raise TimeoutError("timed out")
         return real(link, *timeout)
 
-    monkeypatch.setattr(Link, "take", filtered)
+    monkeypatch.setattr(ChainLink, "take", filtered)
     addresses = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
     transports = opened("abc", tmp_path, addresses, MemoryCoordination.Store())
     assert {type(transport) for transport in transports} == {BroadcastTransport}

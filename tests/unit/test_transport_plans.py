@@ -27,7 +27,7 @@ from replicast.transport import (
     opening,
 )
 from replicast.transport.chain_opening import ChainOpening
-from replicast.transport.layout import aligned_buffer, arrays_in, check_share, lay_out, write_out
+from replicast.transport.parcel_layout import aligned_buffer, arrays_in, check_share, lay_out, write_out
 from replicast.update.digest import BLOCK_BYTES, blocks_of, digest_block, digest_of_blocks
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from replicast.errors import ClusterError, UpdateRefused
-from replicast.transport import SharedMemoryTransport, files
-from replicast.transport.files import SharedFile, remove_leftovers
+from replicast.transport import SharedMemoryTransport
+from replicast.transport import shared_file as files
 from replicast.transport.shared import KEPT_BYTES
+from replicast.transport.shared_file import SharedFile, remove_leftovers
 from replicast.update.digest import BLOCK_BYTES
 from tests.unit.test_transport_conformance import some
 

@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replicast.allreduce.layout import CHUNK_BYTES, Layout, Plan, chunks_in
-from replicast.allreduce.part import SLOTS, Part
+from replicast.allreduce.message_layout import CHUNK_BYTES, ExchangePlan, MessageLayout, chunks_in
+from replicast.allreduce.part import SLOTS, WorkerPart
 from replicast.allreduce.semaphores import spins_on_this_host
 from replicast.errors import JobFailed
 from replicast.tensorfiles import Bytes, aligned, memory_to_fill
@@ -42,7 +42,7 @@ Array = npt.NDArray[Any]
 class Exchange:
     """One worker's end. All workers must make the same calls in the same order."""
 
-    def __init__(self, rank: int, parts: Sequence[Part], check: Callable[[], None]) -> None:
+    def __init__(self, rank: int, parts: Sequence[WorkerPart], check: Callable[[], None]) -> None:
         self._rank = rank
         self._parts = parts
         self._check = check
@@ -52,7 +52,7 @@ class Exchange:
         self._unfinished = False
         self._one_call = threading.Lock()
 
-    def combine(self, plan: Plan, weight: float, values: Sequence[Array]) -> list[Array]:
+    def combine(self, plan: ExchangePlan, weight: float, values: Sequence[Array]) -> list[Array]:
         """Sums, averages or concatenates the values of all workers, as their forms say.
 
         Blocks until all workers have called it, as long as the job has not failed.
@@ -97,12 +97,14 @@ class Exchange:
 class _Call:
     """One call of `combine` on this worker."""
 
-    def __init__(self, exchange: Exchange, plan: Plan, weight: float, values: Sequence[Array]) -> None:
+    def __init__(
+        self, exchange: Exchange, plan: ExchangePlan, weight: float, values: Sequence[Array]
+    ) -> None:
         self._exchange = exchange
         self._forms = plan.forms
         self._weight = np.float32(weight)
         self._values = [value.reshape(-1) for value in values]
-        self._layout: Layout = plan.layout(tuple([value.shape for value in values]))
+        self._layout: MessageLayout = plan.layout(tuple([value.shape for value in values]))
         # How many chunks the call has: those of the longest message, once all headers are known.
         self.chunks = chunks_in(self._layout.nbytes)
         self._total = np.float32(0)

@@ -11,15 +11,15 @@ import fcntl
 import os
 from pathlib import Path
 
-from replicast.allreduce.layout import CHUNK_BYTES
+from replicast.allreduce.message_layout import CHUNK_BYTES
 from replicast.allreduce.semaphores import SEMAPHORE_BYTES, Semaphore
 from replicast.tensorfiles import Bytes, aligned, map_shared
-from replicast.transport.files import SharedFile, opened
+from replicast.transport.shared_file import SharedFile, opened
 
 SLOTS = 4  # How many chunks a part holds: see `exchange.py` for why it is 4.
 
 
-class Part:
+class WorkerPart:
     """What one worker sends to all others, mapped by this process."""
 
     def __init__(self, memory: Bytes, workers: int, descriptor: int) -> None:
@@ -31,7 +31,7 @@ class Part:
         self._descriptor = descriptor
 
     @classmethod
-    def of(cls, file: SharedFile, workers: int) -> Part:
+    def of(cls, file: SharedFile, workers: int) -> WorkerPart:
         """This worker's own part, in a new file of `part_bytes`."""
         part = cls(file.buffer, workers, -1)
         for semaphore in part.written:
@@ -39,7 +39,7 @@ class Part:
         return part
 
     @classmethod
-    def open(cls, path: Path, workers: int) -> Part:
+    def open(cls, path: Path, workers: int) -> WorkerPart:
         with opened(path, os.O_RDWR) as descriptor:
             size = os.fstat(descriptor).st_size
             if size != part_bytes(workers):

@@ -28,7 +28,7 @@ from replicast.cli.story import OwnJob, check_installed
 from replicast.config import shared_memory_directory
 from replicast.demo import FLOOR, MEASURES, WARM_UP, figures_file
 from replicast.errors import LaunchRefused
-from replicast.transport.files import remove_leftovers
+from replicast.transport.shared_file import remove_leftovers
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SMALLEST = 10**4

@@ -176,7 +176,9 @@ class _Supervision:
                 end = self._run_attempt(order)
                 order = local_order(order, end) if self.peers is None else self.peers.decide(end)
                 if any(ended.code for ended in end.exits):  # Killed workers leave their shared memory.
-                    from replicast.transport.files import remove_leftovers  # Imports numpy: not at start-up.
+                    from replicast.transport.shared_file import (
+                        remove_leftovers,  # Imports numpy: not at start-up.
+                    )
 
                     with contextlib.suppress(ClusterError):  # the directory may be gone
                         remove_leftovers(shared_memory_directory(self.environ))

@@ -34,7 +34,7 @@ from replicast.storage.checkpoint_tools import differences
 from replicast.storage.checkpoints import CheckpointStore, choose
 from replicast.tensorfiles import memory_to_fill
 from replicast.transport import Parcel, Transport
-from replicast.transport.layout import arrays_in, lay_out
+from replicast.transport.parcel_layout import arrays_in, lay_out
 from replicast.update.digest import digest_array
 from replicast.update.edits import Edit, EditKind
 from replicast.update.state import Arrays, State

@@ -33,7 +33,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
-from replicast.allreduce import SEVERAL_HOSTS, Exchange, Form, Plan, open_exchange
+from replicast.allreduce import SEVERAL_HOSTS, Exchange, ExchangePlan, Form, open_exchange
 from replicast.coordination import Coordination
 from replicast.errors import NotSupported
 from replicast.lifetime import Lifetime
@@ -111,7 +111,7 @@ class SharedSums:
 
     def _call(self, sent: Sequence[tuple[tf.Tensor, bool, bool]], weight: tf.Tensor) -> list[tf.Tensor]:
         tensors = [tensor for tensor, _, _ in sent]
-        plan = Plan([Form(np.dtype(tensor.dtype.as_numpy_dtype), *how) for tensor, *how in sent])
+        plan = ExchangePlan([Form(np.dtype(tensor.dtype.as_numpy_dtype), *how) for tensor, *how in sent])
 
         def combine(weight: Any, *arrays: Any) -> list[Any]:
             return self._exchange.combine(plan, float(weight), [np.asarray(array) for array in arrays])

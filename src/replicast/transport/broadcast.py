@@ -36,9 +36,9 @@ from replicast.coordination import Coordination
 from replicast.errors import JobFailed, UpdateRefused
 from replicast.tensorfiles import Bytes
 from replicast.transport.base import Inspect, Parcel, Transport, not_arrived
-from replicast.transport.files import SharedFile
 from replicast.transport.keys import chunk_ranges, group_key, instance_keys, leaders_of, next_block
 from replicast.transport.shared import SharedMemoryTransport
+from replicast.transport.shared_file import SharedFile
 
 IN_FLIGHT = 4  # The number of chunks in flight: while one is copied, others are sent.
 TRANSFER_SECS = 600.0  # The timeout of a transfer that has started. Long, because a timeout ends the job.

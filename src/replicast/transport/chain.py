@@ -29,15 +29,15 @@ from msgspec.structs import replace
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed, UpdateRefused
 from replicast.transport.base import Inspect, Parcel, Transport, not_arrived
+from replicast.transport.chain_server import Server
 from replicast.transport.fetch import Fetch
-from replicast.transport.files import SharedFile
 from replicast.transport.holdings import Holdings
 from replicast.transport.keys import leaders_of, predecessor
-from replicast.transport.link import Link
+from replicast.transport.link import ChainLink
 from replicast.transport.mirrors import Mirrors
 from replicast.transport.segments import segments_of
-from replicast.transport.server import Server
 from replicast.transport.shared import SharedMemoryTransport
+from replicast.transport.shared_file import SharedFile
 
 # A leader gives up by this part of the time earlier, so that others of its host hear the reason in time.
 MARGIN = 0.05
@@ -50,7 +50,7 @@ class Ends:
 
     holdings: Holdings
     server: Server
-    link: Link
+    link: ChainLink
 
     def close(self) -> None:
         self.link.close()

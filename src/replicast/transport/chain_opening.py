@@ -20,10 +20,10 @@ from replicast.config import Cluster, read_cluster
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed
 from replicast.transport.chain import Ends
+from replicast.transport.chain_server import Server
 from replicast.transport.holdings import Holdings
 from replicast.transport.keys import predecessor
-from replicast.transport.link import Link
-from replicast.transport.server import Server
+from replicast.transport.link import ChainLink
 
 logger = logging.getLogger("replicast")
 
@@ -82,7 +82,7 @@ class ChainOpening:
             server.close()
             raise
         host = _host_of(self._cluster, before)
-        ends = Ends(holdings, server, Link(host, int(port or 0), secret, self._rank))
+        ends = Ends(holdings, server, ChainLink(host, int(port or 0), secret, self._rank))
         try:
             if port:
                 ends.link.give_back(ends.link.take())

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from replicast.errors import UpdateRefused
 from replicast.tensorfiles import Bytes
 from replicast.transport.base import Parcel, damaged, not_arrived
-from replicast.transport.link import Link
+from replicast.transport.link import ChainLink
 from replicast.transport.segments import Missing, Segment, segments_of
 from replicast.transport.wire import SILENT_SECS, Kind, limit, receive_answer, receive_into, send_request
 from replicast.update.digest import digest_block
@@ -32,7 +32,7 @@ class Fetch:
         self,
         parcel: Parcel,
         buffer: Bytes,
-        link: Link,
+        link: ChainLink,
         *,
         rank: int,
         predecessor: int,

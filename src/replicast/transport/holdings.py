@@ -16,7 +16,7 @@ REMEMBERED = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class SegmentReady:
     """The segment is here. The caller closes the descriptor of the file."""
 
     descriptor: int
@@ -24,14 +24,14 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class SegmentAwaited:
     """The segment is not here yet, because of this worker."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class SegmentRefused:
     """The segment will not come: the fields of an `UpdateRefused`."""
 
     refusal: dict[str, Any]
@@ -107,20 +107,22 @@ class Holdings:
             self._closing = True
             self._changed.notify_all()
 
-    def find(self, parcel_id: str, segment: int, timeout_secs: float) -> Ready | Waiting | Refused:
+    def find(
+        self, parcel_id: str, segment: int, timeout_secs: float
+    ) -> SegmentReady | SegmentAwaited | SegmentRefused:
         """A segment of a parcel. Blocks until there is something to say, at most `timeout_secs`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._is_known(parcel_id, segment), timeout_secs)
             if parcel_id in self._gone:
-                return Refused(self._gone[parcel_id])
+                return SegmentRefused(self._gone[parcel_id])
             holding = self._holdings.get(parcel_id)
             if holding is None:
-                return Waiting(self._rank)
+                return SegmentAwaited(self._rank)
             if segment >= len(holding.segments):
-                return Refused({"problem": f"Parcel {parcel_id!r} has no segment {segment}"})
+                return SegmentRefused({"problem": f"Parcel {parcel_id!r} has no segment {segment}"})
             if segment not in holding.here:
-                return Waiting(holding.waits_for)
-            return Ready(os.dup(holding.descriptor), holding.segments[segment])
+                return SegmentAwaited(holding.waits_for)
+            return SegmentReady(os.dup(holding.descriptor), holding.segments[segment])
 
     def _is_known(self, parcel_id: str, segment: int) -> bool:
         holding = self._holdings.get(parcel_id)

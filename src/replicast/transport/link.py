@@ -11,10 +11,10 @@ from replicast.errors import UpdateRefused
 from replicast.transport.handshake import HANDSHAKE_SECS, introduce
 from replicast.transport.wire import SILENT_SECS, limit
 
-KEPT_SECS = 20.0  # An idle connection is used again within this time: less than `server.IDLE_SECS`.
+KEPT_SECS = 20.0  # An idle connection is used again within this time: less than `chain_server.IDLE_SECS`.
 
 
-class Link:
+class ChainLink:
     """One host's. All methods may be called from any thread; it has no thread of its own."""
 
     def __init__(self, host: str, port: int, secret: bytes, rank: int) -> None:

@@ -10,7 +10,14 @@ import numpy.typing as npt
 
 from replicast.tensorfiles import Bytes
 from replicast.transport.base import Inspect, Parcel, Transport, no_room, not_arrived
-from replicast.transport.layout import aligned_buffer, arrays_in, check_share, checked_id, lay_out, write_out
+from replicast.transport.parcel_layout import (
+    aligned_buffer,
+    arrays_in,
+    check_share,
+    checked_id,
+    lay_out,
+    write_out,
+)
 
 
 class MemoryTransport(Transport):

@@ -11,8 +11,8 @@ import threading
 from dataclasses import dataclass
 
 from replicast.transport.base import Parcel
-from replicast.transport.files import SharedFile
 from replicast.transport.shared import SharedMemoryTransport
+from replicast.transport.shared_file import SharedFile
 
 
 @dataclass(slots=True)

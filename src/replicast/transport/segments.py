@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from replicast.transport.base import Parcel
-from replicast.transport.layout import piece_bytes
+from replicast.transport.parcel_layout import piece_bytes
 from replicast.update.digest import BLOCK_BYTES
 
 # Blocks that lie next to each other go together up to this size. A larger block goes alone.

@@ -21,8 +21,8 @@ import numpy.typing as npt
 from replicast.errors import UpdateRefused
 from replicast.tensorfiles import Bytes, map_private, map_to_read
 from replicast.transport.base import Inspect, Parcel, Transport, damaged, no_room, not_arrived
-from replicast.transport.files import SharedFile, check_directory, name_prefix, opened, remove_leftovers
-from replicast.transport.layout import arrays_in, check_share, checked_id, lay_out, write_out
+from replicast.transport.parcel_layout import arrays_in, check_share, checked_id, lay_out, write_out
+from replicast.transport.shared_file import SharedFile, check_directory, name_prefix, opened, remove_leftovers
 
 KEPT_BYTES = (1 << 20, 1 << 31)  # The smallest and the largest file that is kept for the next parcel.
 # All files that the workers of a host keep take at most one part in this many of the file system.

@@ -9,12 +9,12 @@ from functools import partial
 
 from replicast import agreement
 from replicast.allreduce.exchange import Exchange
-from replicast.allreduce.part import Part, part_bytes
+from replicast.allreduce.part import WorkerPart, part_bytes
 from replicast.config import shared_memory_directory
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed
-from replicast.transport.files import SharedFile, name_prefix, remove_leftovers
 from replicast.transport.opening import OPEN_SECS, hosts_of_job
+from replicast.transport.shared_file import SharedFile, name_prefix, remove_leftovers
 
 _PREFIX = "replicast/allreduce"
 SEVERAL_HOSTS = "the workers are on several hosts"
@@ -42,7 +42,7 @@ def open_exchange(
                 remove_leftovers(directory)
                 file = SharedFile(directory, part_bytes(size))
                 on_failure.callback(file.remove)
-                own = Part.of(file, size)
+                own = WorkerPart.of(file, size)
                 name = f"{name_prefix()}{job}-allreduce-"
                 file.complete(directory / f"{name}{rank}")
             except OSError as error:
@@ -51,7 +51,9 @@ def open_exchange(
         if problem is not None or file is None:
             return problem or "unreachable"
         try:
-            parts = [own if w == rank else Part.open(directory / f"{name}{w}", size) for w in range(size)]
+            parts = [
+                own if w == rank else WorkerPart.open(directory / f"{name}{w}", size) for w in range(size)
+            ]
         except OSError as error:
             problem = f"worker {rank} cannot map the shared memory of all workers ({error})"
         problem = first_problem("mapped", problem)

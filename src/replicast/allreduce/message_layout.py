@@ -33,7 +33,7 @@ class Form:
     weighted: bool = False
 
 
-class Piece(NamedTuple):
+class ValuePiece(NamedTuple):
     """A part of a value in a chunk: its elements `first` to `last`, at an offset in the chunk."""
 
     value: int
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     offset: int
 
 
-class Run(NamedTuple):
+class SumRun(NamedTuple):
     """Bytes of a chunk that are summed in one go, and where they begin in the message."""
 
     dtype: np.dtype[Any]
@@ -52,7 +52,7 @@ class Run(NamedTuple):
     offset: int
 
 
-class Layout:
+class MessageLayout:
     """The message of a worker whose values have these shapes."""
 
     def __init__(
@@ -69,13 +69,13 @@ class Layout:
         end = self._place(summed, sizes, self.header_bytes)
         self.summed_bytes = end - self.header_bytes
         self.nbytes = self._place(self.gathered, sizes, end)
-        self.pieces: list[list[Piece]] = [[] for _ in range(chunks_in(self.nbytes, chunk_bytes))]
-        self.runs: list[list[Run]] = [[] for _ in range(chunks_in(end, chunk_bytes))]
+        self.pieces: list[list[ValuePiece]] = [[] for _ in range(chunks_in(self.nbytes, chunk_bytes))]
+        self.runs: list[list[SumRun]] = [[] for _ in range(chunks_in(end, chunk_bytes))]
         for i in (*summed, *self.gathered):
             form, start = forms[i], self.offsets[i]
             for chunk, first, last in _cut(start, sizes[i], chunk_bytes):
                 begin = (chunk * chunk_bytes + first - start) // form.dtype.itemsize
-                piece = Piece(i, begin, begin + (last - first) // form.dtype.itemsize, first)
+                piece = ValuePiece(i, begin, begin + (last - first) // form.dtype.itemsize, first)
                 self.pieces[chunk].append(piece)
                 if not form.gathered:
                     self._extend(chunk, form, first, last, chunk * chunk_bytes)
@@ -97,7 +97,7 @@ class Layout:
         if runs and (runs[-1].dtype, runs[-1].weighted) == (form.dtype, form.weighted):
             runs[-1] = runs[-1]._replace(last=last)
         else:
-            runs.append(Run(form.dtype, form.weighted, first, last, start + first))
+            runs.append(SumRun(form.dtype, form.weighted, first, last, start + first))
 
 
 def chunks_in(nbytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
@@ -115,20 +115,20 @@ def _cut(start: int, nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int, 
         start += last - first
 
 
-class Plan:
+class ExchangePlan:
     """What all workers exchange in one call of a step, and its layout for each set of shapes."""
 
     def __init__(self, forms: Sequence[Form]) -> None:
         self.forms = tuple(forms)
-        self._layouts: dict[tuple[tuple[int, ...], ...], Layout] = {}
+        self._layouts: dict[tuple[tuple[int, ...], ...], MessageLayout] = {}
 
-    def layout(self, shapes: tuple[tuple[int, ...], ...]) -> Layout:
+    def layout(self, shapes: tuple[tuple[int, ...], ...]) -> MessageLayout:
         """The layout for values of these shapes; steps repeat, so it is kept."""
         found = self._layouts.get(shapes)
         if found is None:
             if len(self._layouts) >= _LAYOUTS_KEPT:
                 self._layouts.clear()
-            found = self._layouts[shapes] = Layout(self.forms, shapes)
+            found = self._layouts[shapes] = MessageLayout(self.forms, shapes)
         return found
 
 

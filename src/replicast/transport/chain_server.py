@@ -18,7 +18,7 @@ import time
 from replicast.processes import is_out_of_files
 from replicast.transport import wire
 from replicast.transport.handshake import admit
-from replicast.transport.holdings import Holdings, Ready, Refused
+from replicast.transport.holdings import Holdings, SegmentReady, SegmentRefused
 from replicast.transport.segments import Segment
 from replicast.transport.wire import BEAT_SECS, Kind, receive_request, send_answer, send_refusal
 
@@ -133,12 +133,12 @@ class Server:
             parcel_id, number = receive_request(connection)
             connection.settimeout(wire.SILENT_SECS)
             found = self._holdings.find(parcel_id, number, BEAT_SECS)
-            while not isinstance(found, Ready | Refused):
+            while not isinstance(found, SegmentReady | SegmentRefused):
                 if self._closing.is_set():
                     return
                 send_answer(connection, Kind.WAITING, found.worker)
                 found = self._holdings.find(parcel_id, number, BEAT_SECS)
-            if isinstance(found, Refused):
+            if isinstance(found, SegmentRefused):
                 send_refusal(connection, found.refusal)
                 continue
             try:
