@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import replicast
-from replicast.core.records import Stage
 from replicast.storage.run_files import last_metrics
 from replicast.transport import ChainTransport
 from replicast.update.update import Update
@@ -25,30 +24,6 @@ BIAS = "sequential/dense_1/bias"
 
 def bias_of(model: keras.Model) -> list[float]:
     return state(model)[BIAS].tolist()
-
-
-def in_a_row(strategy: Any, directory: Path) -> dict[str, Any]:
-    """A is prepared for the next boundary when B is proposed; then all workers wait for each other."""
-    model = perceptron(strategy)
-    ones = np.ones(CLASSES, np.float32)
-    with replicas_of(model, run_dir=directory, durability="disk") as replicas:
-        first = replicas.propose(Update(id="a").assign("dense_1/bias", ones))
-        ends = time.monotonic() + WAIT_SECS
-        while first.stage is Stage.PROPOSED and strategy.size > 1:
-            assert time.monotonic() < ends, first.stage
-            time.sleep(0.001)
-        replicas.propose(Update(id="b").scale("dense_1/bias", 3.0))
-        replicas.sync()
-    order = [receipt.id for receipt in sorted(replicas.history, key=lambda one: one.sequence)]
-    return {"order": order, "bias": bias_of(model)}
-
-
-def test_updates_are_applied_in_the_order_of_their_sequence_numbers_also_around_a_pause(
-    pool1: Pool, tmp_path: Path
-) -> None:
-    (found,) = pool1.run(in_a_row, tmp_path)
-    assert found["order"] == ["a", "b"]
-    assert found["bias"] == [3.0] * CLASSES, "b was applied before a"
 
 
 def function_after_an_update(strategy: Any) -> str:

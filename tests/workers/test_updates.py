@@ -350,38 +350,6 @@ def test_fifty_updates_of_three_sources_at_once_have_one_order_and_none_is_lost_
 # Steps, functions, sync.
 
 
-def at_steps(strategy: Any, steps_per_execution: int) -> dict[str, Any]:
-    model = perceptron(strategy, adam, steps_per_execution=steps_per_execution)
-    tickets: list[Any] = []
-
-    def act(step: int) -> None:
-        if step == 2 and strategy.rank == strategy.size - 1:
-            tickets.append(replicas.propose(mark(0), at_step=18))
-            tickets.append(replicas.propose(mark(1), at_step=10**6))
-            late = replicas.propose(mark(2), at_step=2)
-            with pytest.raises(replicast.UpdateRefused, match="Step 2 is past"):
-                late.result(WAIT_SECS)
-
-    with replicas_of(model) as replicas:
-        seen = train(replicas, "fit", act, lambda: replicas.step >= 30)
-        receipts = [(receipt.id, receipt.step) for receipt in replicas.history]
-    for ticket in tickets[1:]:
-        with pytest.raises(replicast.UpdatePending, match="The job ended"):
-            ticket.result(0)
-    return {"seen": seen, "receipts": receipts}
-
-
-@pytest.mark.parametrize(("steps_per_execution", "applied"), [(1, 18), (4, 20)])
-def test_a_scheduled_update_is_applied_at_its_step(
-    pool2: Pool, steps_per_execution: int, applied: int
-) -> None:
-    results = pool2.run(at_steps, steps_per_execution)
-    assert_equal_on_all(results)
-    assert results[0]["receipts"] == [("mark-0", applied)]
-    assert first_seen(results[0]["seen"], 0) == applied
-    assert not any(marks[1] or marks[2] for _, marks, _ in results[0]["seen"])
-
-
 def functions(strategy: Any, everywhere: bool) -> dict[str, Any]:
     model = perceptron(strategy, adam)
     source = strategy.size - 1
@@ -408,11 +376,6 @@ def functions(strategy: Any, everywhere: bool) -> dict[str, Any]:
             np.testing.assert_array_equal(live[receipt.step], -values["kernel"])
             assert not np.array_equal(live[receipt.step - 1], values["kernel"])
     return {"seen": seen, "step": receipt.step}
-
-
-@pytest.mark.parametrize("everywhere", [False, True])
-def test_a_function_runs_once_on_its_source_and_its_result_reaches_all(pool3: Pool, everywhere: bool) -> None:
-    assert_equal_on_all(pool3.run(functions, everywhere))
 
 
 def change_here_only(model: keras.Model, layer: str, weight: str, by: float) -> None:
