@@ -275,7 +275,7 @@ def different_plans(strategy: Any) -> str:
 def test_workers_with_different_plans_are_told(pool2: Pool) -> None:
     first, second = pool2.run(different_plans)
     assert first == second
-    assert first.startswith("Worker 1 has other audit settings than worker 0.")
+    assert first.startswith("Worker 1 has different audit settings than worker 0.")
 
 
 # Raise, and ask from outside.

@@ -160,7 +160,7 @@ def test_workers_that_save_at_different_steps_are_told_before_one_waits_for_the_
 ) -> None:
     first, second = pool2.run(saved_by_worker_0_only, tmp_path)
     assert first == second
-    assert first.startswith("Worker 1 has another save_every than worker 0.")
+    assert first.startswith("Worker 1 has a different save_every than worker 0.")
     assert "Received: None, worker 0: 1" in first
 
 

@@ -89,7 +89,7 @@ class Audits:
         self._session.require_same_plan(
             "audits",
             json.dumps([plan.every, plan.policy, plan.ends, may_differ]),
-            problem="Worker {} has other audit settings than",
+            problem="Worker {} has different audit settings than",
             remedy="Pass the same audit_every, on_divergence and may_differ on all workers",
         )
         self._follow(plan)

@@ -204,8 +204,8 @@ class Checkpoints:
         self._session.require_same_plan(
             "saves",
             repr(plan.every),
-            problem="Worker {} has another save_every than",
-            remedy="Give save_every alike on all workers; worker 0 writes, all take part",
+            problem="Worker {} has a different save_every than",
+            remedy="Pass the same save_every on all workers: worker 0 writes, and all take part",
         )
         self.follow(plan)
 
@@ -342,7 +342,7 @@ class Checkpoints:
                 )
             if remind.has_passed():
                 remind, secs = Deadline(REMIND_SECS), time.monotonic() - started
-                logger.warning("waiting since %.0f s for %s to be written", secs, self._current.id)
+                logger.warning("%s is still being written; waited %.0f s so far", self._current.id, secs)
 
     def _is_done_soon(self, saving: Saving) -> bool:
         """Waits briefly for a checkpoint. Returns whether it is done."""

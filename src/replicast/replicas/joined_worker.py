@@ -104,7 +104,7 @@ class JoinedWorker(WorkerHooks):
             "schema",
             self.state.schema.digest(),
             secs,
-            problem="The model of worker {} has other variables than that of",
+            problem="The model of worker {} has different variables than that of",
             remedy="Build the same model on every worker",
         )
         accelerated = exchange.agree("accelerator", str(self.state.on_accelerator), secs)

@@ -94,7 +94,7 @@ class Ticket:
         else:
             ends = f"it is {self.stage}" + (f" and waits for {self.waits_for}" if self.waits_for else "")
         waited = "this thread has to train first" if timeout is None else f"{timeout:g} s have passed"
-        return f"Update {self.id}: {waited}, and {ends}. Go on training and ask again"
+        return f"Update {self.id}: {waited}, and {ends}. Continue training and ask again"
 
     def reach(self, stage: Stage) -> None:
         """Advances the stage, as seen by this worker."""

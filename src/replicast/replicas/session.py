@@ -144,8 +144,8 @@ class Gate:
             )
         if self._is_left_early:  # what it has missed there cannot be made up
             raise JobFailed(
-                "This worker was interrupted while it waited for the others, which count on it there: it "
-                "cannot go on with them. Let the script end, and start the job again"
+                "This worker was interrupted while it waited for the others at a boundary, and cannot rejoin "
+                "them. Let the script exit, and restart the job"
             )
 
     def _next(self) -> e.Perform | tuple[Any]:
