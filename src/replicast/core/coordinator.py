@@ -47,37 +47,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from replicast.core import events as e
+from replicast.core import messages as m
 from replicast.core.entries import Committed, Decided, Entry, History, Receipt, Refused, Saved, Withdrawn
-from replicast.core.events import (
-    Broadcast,
-    CloseInbox,
-    CoordinatorCommand,
-    CoordinatorEvent,
-    Ended,
-    EndJob,
-    FromWorker,
-    SetTimer,
-    Write,
-    WriteOutcome,
-    Written,
-)
-from replicast.core.messages import (
-    OUTSIDE,
-    Answer,
-    At,
-    Do,
-    Meet,
-    Propose,
-    Release,
-    Request,
-    Rest,
-    Resume,
-    Stop,
-    Tell,
-    ToCoordinator,
-    ToWorkers,
-    Withdraw,
-)
 from replicast.core.operation import (
     AnyRequest,
     Ask,
@@ -187,10 +159,10 @@ class Coordinator:
         self.trial: Operation | None = None  # whose trial is in progress: most operations wait for its end
         self.leaving = False  # all workers have been told to exit: nothing more is decided
         self._numbers = itertools.count(1)  # of operations, orders, writes, timers and meetings
-        self._commands: list[CoordinatorCommand] = []
+        self._commands: list[e.CoordinatorCommand] = []
         self._over = False
         self._early: (
-            list[tuple[int, ToCoordinator]] | None
+            list[tuple[int, m.ToCoordinator]] | None
         ) = []  # until the work of earlier attempts is known
         # Proposals.
         self._known: dict[str, Operation] = {}  # by id: undecided ones, and refused functions
@@ -206,8 +178,8 @@ class Coordinator:
         self._planned: dict[ReportId, tuple[Gather, Operation]] = {}
         self._latest_report: dict[tuple[str, int], ReportId] = {}  # by kind and rank
         # Workers that are stopped.
-        self._rests: dict[int, Rest] = {}
-        self._resuming: Resume | None = None
+        self._rests: dict[int, m.Rest] = {}
+        self._resuming: m.Resume | None = None
         self._speaker: Operation | None = None  # has its turn
         self._waiting: list[Operation] = []  # for a turn, in the order of the list
         self._turn: list[Operation] = []  # have theirs next, where all are stopped
@@ -235,15 +207,15 @@ class Coordinator:
 
     # What comes in.
 
-    def handle(self, event: CoordinatorEvent) -> list[CoordinatorCommand]:
+    def handle(self, event: e.CoordinatorEvent) -> list[e.CoordinatorCommand]:
         """Handles an event; returns the commands to carry out, in order."""
-        commands: list[CoordinatorCommand] = []
+        commands: list[e.CoordinatorCommand] = []
         self._commands = commands
         if self._over:
             return commands
-        if isinstance(event, FromWorker):
+        if isinstance(event, e.FromWorker):
             self._on_message(event.rank, event.message)
-        elif isinstance(event, Written):
+        elif isinstance(event, e.Written):
             self._written(event)
         else:
             self._timers.pop(event.number, lambda: None)()
@@ -255,25 +227,25 @@ class Coordinator:
             pass
         return commands
 
-    def _on_message(self, rank: int, message: ToCoordinator) -> None:
-        if isinstance(message, Answer):
+    def _on_message(self, rank: int, message: m.ToCoordinator) -> None:
+        if isinstance(message, m.Answer):
             self._answered(rank, message.number, message.value)
-        elif isinstance(message, At):
+        elif isinstance(message, m.At):
             self._at(rank, message.meeting, message.step, message.standing)
-        elif isinstance(message, Rest):
+        elif isinstance(message, m.Rest):
             self._rest(rank, message)
         elif self._early is not None:
             self._early.append((rank, message))  # the work of earlier attempts comes first
-        elif isinstance(message, Propose):
+        elif isinstance(message, m.Propose):
             self._propose(rank, message)
-        elif isinstance(message, Withdraw):
-            if rank == OUTSIDE:
+        elif isinstance(message, m.Withdraw):
+            if rank == m.OUTSIDE:
                 self._inbox.add(message.ticket)
             self._withdraw(message.ticket, message.id)
         else:
             self._request(message)
 
-    def _rest(self, rank: int, rest: Rest) -> None:
+    def _rest(self, rank: int, rest: m.Rest) -> None:
         """Opens an operation once all training threads rest, if all rest for the same reason."""
         rests = self._rests
         rests[rank] = rest
@@ -284,7 +256,7 @@ class Coordinator:
             said = "; ".join(
                 f"worker {r} at step {one.step}: {one.intent[0]}" for r, one in sorted(rests.items())
             )
-            self._resuming = Resume(
+            self._resuming = m.Resume(
                 tokens, Refusal(f"The workers wait for each other at different places: {said}")
             )
             return
@@ -293,7 +265,7 @@ class Coordinator:
         self._give_up_reports(None if isinstance(operation, Close) else rest.step)
         self._open(operation)
 
-    def _request(self, request: Request) -> None:
+    def _request(self, request: m.Request) -> None:
         """Opens an operation for a request; further equal requests before its boundary share it."""
         kind, arguments = request.kind, request.arguments
         for one in self._waiting:
@@ -323,16 +295,16 @@ class Coordinator:
     #     a ticket ──► a proposal of an update: several authors may propose the same update, also repeatedly
     #     inbox    ──► the tickets from outside: their files are removed when their outcome is durable
 
-    def _propose(self, rank: int, message: Propose) -> None:
+    def _propose(self, rank: int, message: m.Propose) -> None:
         """The same id with the same content is one update; with other content it is refused."""
         proposal, ticket = message.proposal, message.ticket
-        if rank == OUTSIDE:
+        if rank == m.OUTSIDE:
             self._inbox.add(ticket)
         known, record = self._known.get(proposal.id), self.history.by_id.get(proposal.id)
         if ticket in self.history.refused:
-            self._tell(Tell(proposal.id, (ticket,), Stage.REFUSED))
+            self._tell(m.Tell(proposal.id, (ticket,), Stage.REFUSED))
         elif proposal.id in self.history.withdrawn:
-            self._tell(Tell(proposal.id, (ticket,), Stage.WITHDRAWN))
+            self._tell(m.Tell(proposal.id, (ticket,), Stage.WITHDRAWN))
         elif known is None and record is None:
             operation = proposed(proposal)
             operation.tickets.append(ticket)
@@ -343,7 +315,7 @@ class Coordinator:
                 f"An update with the id {proposal.id} and other content was already proposed. Give this one "
                 "an id of its own"
             )
-            self._refuse(Tell(proposal.id, (ticket,), Stage.REFUSED, outcome=Refusal(problem)))
+            self._refuse(m.Tell(proposal.id, (ticket,), Stage.REFUSED, outcome=Refusal(problem)))
         elif known is not None and known.outcome is None:
             known.tickets.append(ticket)
             self._note_proposer(known, rank)
@@ -375,7 +347,7 @@ class Coordinator:
         if operation is None or operation is self._speaker or operation.stage not in UNDECIDED:
             stage = Stage.WITHDRAWN if id_ in self.history.withdrawn else Stage.REFUSED
             refusal = Refusal(f"{id_} is unknown, or committed already")
-            self._tell(Tell(id_, (ticket,), stage, outcome=refusal))
+            self._tell(m.Tell(id_, (ticket,), stage, outcome=refusal))
             return
         withdrawn = operation
         withdrawn.withdrawing = True
@@ -386,7 +358,7 @@ class Coordinator:
                 withdrawn.tickets.append(ticket)
                 self._finish(withdrawn, Outcome(Stage.WITHDRAWN))
                 return
-            self._tell(Tell(id_, (ticket,), Stage.REFUSED, outcome=refusal))
+            self._tell(m.Tell(id_, (ticket,), Stage.REFUSED, outcome=refusal))
             if withdrawn.held:
                 (value,), withdrawn.held = withdrawn.held, ()
                 self._run(withdrawn, value)
@@ -400,10 +372,10 @@ class Coordinator:
             if one.proposal is not None and one.stored and one.stage in UNDECIDED
         )
 
-    def _outcome_of(self, id_: str, ticket: str, known: Operation | None, record: Committed | None) -> Tell:
+    def _outcome_of(self, id_: str, ticket: str, known: Operation | None, record: Committed | None) -> m.Tell:
         """What is known of an operation that has ended, in this attempt or before."""
         if known is not None and known.outcome is not None:
-            return Tell(id_, (ticket,), known.outcome.stage, known.step, known.outcome.result)
+            return m.Tell(id_, (ticket,), known.outcome.stage, known.step, known.outcome.result)
         sequence = 0 if record is None else record.sequence
         receipt, decided = self.history.receipts.get(sequence), self.history.decided.get(sequence)
         stage = receipt.stage if receipt is not None else Stage.VERIFIED
@@ -412,7 +384,7 @@ class Coordinator:
         step = None if record is None else record.step
         if receipt is None and step is not None:  # it was never written: the state that was restored has it
             receipt = Receipt(sequence, id_, step, {}, 0.0, 0.0, 0.0, stage)
-        return Tell(id_, (ticket,), stage, step, receipt)
+        return m.Tell(id_, (ticket,), stage, step, receipt)
 
     def _finish(self, operation: Operation, outcome: Outcome) -> None:
         """An operation has ended: the holders of its tickets are told, and workers at rest in it continue."""
@@ -423,19 +395,19 @@ class Coordinator:
         self._leave_boundary(operation)
         step = operation.step
         if operation.proposal is None:
-            self._commands.append(Ended(operation.kind, operation.id, outcome, step, operation.asked_by))
+            self._commands.append(e.Ended(operation.kind, operation.id, outcome, step, operation.asked_by))
         else:
             tickets = tuple(operation.tickets)
-            told = Tell(operation.id, tickets, outcome.stage, step, outcome.result, ended=True)
+            told = m.Tell(operation.id, tickets, outcome.stage, step, outcome.result, ended=True)
             if outcome.stage is Stage.REFUSED:
                 self._refuse(told, operation)
             else:
                 self._tell(told)
                 self._known.pop(operation.id, None)  # the journal knows it
         if operation.tokens:
-            self._resuming = Resume(operation.tokens, outcome)
+            self._resuming = m.Resume(operation.tokens, outcome)
 
-    def _refuse(self, tell: Tell, operation: Operation | None = None) -> None:
+    def _refuse(self, tell: m.Tell, operation: Operation | None = None) -> None:
         """Announces a refusal. One that journal, checkpoint or inbox would undo is written first."""
         kept = tell.id in self.history.scheduled or tell.id in self._in_checkpoints
         whole = operation is not None and kept
@@ -448,7 +420,7 @@ class Coordinator:
         else:
             self._forget(operation)
 
-    def _write_refusal(self, tell: Tell, operation: Operation | None, whole: bool) -> None:
+    def _write_refusal(self, tell: m.Tell, operation: Operation | None, whole: bool) -> None:
         def then(failed: Refusal | None) -> None:
             if failed is not None:
                 again = self.timeouts.retry_secs
@@ -464,12 +436,12 @@ class Coordinator:
         if operation is not None and not isinstance(operation, Function):
             self._known.pop(operation.id, None)
 
-    def _tell(self, tell: Tell) -> None:
+    def _tell(self, tell: m.Tell) -> None:
         self._say(tell)
         if tell.stage.is_final:
             for ticket in [one for one in dict.fromkeys(tell.tickets) if one in self._inbox]:
                 self._inbox.discard(ticket)
-                self._commands.append(CloseInbox(ticket, tell))
+                self._commands.append(e.CloseInbox(ticket, tell))
 
     def _tell_progress(self, operation: Operation, tickets: tuple[str, ...]) -> None:
         """Tells waiting workers why it is not decided yet, and whether training must continue first."""
@@ -477,12 +449,14 @@ class Coordinator:
         if tickets:
             why, until = operation.waits_for, operation.waits_until
             self._say(
-                Tell(operation.id, tickets, operation.stage, operation.step, waits_for=why, waits_until=until)
+                m.Tell(
+                    operation.id, tickets, operation.stage, operation.step, waits_for=why, waits_until=until
+                )
             )
 
     def announce(self, outcome: Outcome) -> None:
         receipt: Receipt = outcome.result
-        self._say(Tell(receipt.id, (), receipt.stage, receipt.step, receipt, ended=True))
+        self._say(m.Tell(receipt.id, (), receipt.stage, receipt.step, receipt, ended=True))
 
     # Scripts, and what they request.
     #
@@ -564,7 +538,7 @@ class Coordinator:
                     self._run(operation, gather.timed_out(secs))
 
             self._set_timer(secs, late)
-        self._say(Do(number, ask.order, ask.of))
+        self._say(m.Do(number, ask.order, ask.of))
 
     def _go(self, operation: Operation, go: Go) -> None:
         self._ask(operation, Ask(go.order, what="apply"))
@@ -572,7 +546,7 @@ class Coordinator:
         self._end_turn(operation)
         self._open_replays()
         if go.resume and operation.tokens:
-            self._resuming, operation.tokens = Resume(operation.tokens, None), ()
+            self._resuming, operation.tokens = m.Resume(operation.tokens, None), ()
 
     def _answered(self, rank: int, number: int | ReportId, value: Any) -> None:
         if isinstance(number, ReportId):
@@ -643,32 +617,32 @@ class Coordinator:
             self._in_checkpoints.update(one.proposal.id for one in entry.pending)
         number = next(self._numbers)
         self._writes[number] = entry, then
-        self._commands.append(Write(number, entry))
+        self._commands.append(e.Write(number, entry))
 
-    def _written(self, written: Written) -> None:
+    def _written(self, written: e.Written) -> None:
         entry, then = self._writes.pop(written.number)
         match written.outcome:
-            case WriteOutcome.DURABLE:
+            case e.WriteOutcome.DURABLE:
                 self.history.add(entry)
                 then(None)
-            case WriteOutcome.FAILED:
+            case e.WriteOutcome.FAILED:
                 then(Refusal(written.problem or "The journal cannot be written: free some space on its disk"))
-            case WriteOutcome.UNKNOWN:
+            case e.WriteOutcome.UNKNOWN:
                 self._end_job("It is unknown whether the journal was written: only a restart can tell")
-            case WriteOutcome.FENCED:
+            case e.WriteOutcome.FENCED:
                 self._end_job("Another group of workers has taken over the run directory")
 
-    def _say(self, message: ToWorkers) -> None:
-        self._commands.append(Broadcast(message))
+    def _say(self, message: m.ToWorkers) -> None:
+        self._commands.append(e.Broadcast(message))
 
     def _set_timer(self, secs: float, then: Callable[[], None]) -> None:
         number = next(self._numbers)
         self._timers[number] = then
-        self._commands.append(SetTimer(number, secs))
+        self._commands.append(e.SetTimer(number, secs))
 
     def _end_job(self, reason: str) -> None:
         self._over = True
-        self._commands.append(EndJob(reason))
+        self._commands.append(e.EndJob(reason))
 
     # Planned reports: each worker makes its part of a save or an audit by itself, at the same boundary.
     #
@@ -869,7 +843,7 @@ class Coordinator:
             self._tell_progress(operation, tuple(operation.tickets))
         if meeting is not None and meeting.standing and until > meeting.target:
             meeting.aim(until)
-            self._say(Meet(meeting.number, until))
+            self._say(m.Meet(meeting.number, until))
 
     def _deferred(self, operation: Operation) -> tuple[str, int] | None:
         """Why an operation must not run now, and until which step."""
@@ -904,7 +878,7 @@ class Coordinator:
         rests = self._rests
         if rests and len(rests) < self.size:
             tokens = tuple(rests[rank].token if rank in rests else NO_TOKEN for rank in range(self.size))
-            self._resuming = Resume(tokens, Outcome(Stage.REFUSED, refusal))
+            self._resuming = m.Resume(tokens, Outcome(Stage.REFUSED, refusal))
 
     def _resume_rests(self) -> bool:
         """Lets resting workers continue as soon as no operation needs them at rest."""
@@ -928,7 +902,7 @@ class Coordinator:
     def _open_meeting(self, at_step: int | None) -> Meeting:
         meeting = Meeting(next(self._numbers), self.size, at_step)
         self._meetings[meeting.number] = meeting
-        self._say(Stop(meeting.number, at_step))
+        self._say(m.Stop(meeting.number, at_step))
         return meeting
 
     def _open_next(self) -> None:
@@ -937,7 +911,7 @@ class Coordinator:
 
     def _release(self, meeting: Meeting) -> None:
         if self._meetings.pop(meeting.number, None) is not None:
-            self._say(Release(meeting.number))
+            self._say(m.Release(meeting.number))
         if meeting is self._next:
             self._next = None
 
@@ -966,7 +940,7 @@ class Coordinator:
         meeting.target = latest = meeting.latest
         if len(set(meeting.steps.values())) > 1:
             meeting.aim(latest)
-            self._say(Meet(meeting.number, latest))
+            self._say(m.Meet(meeting.number, latest))
             self._time_standing(meeting)  # with the workers that are already there
 
     def _agreed(self, meeting: Meeting) -> None:

@@ -19,41 +19,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from replicast.core.events import (
-    Arrived,
-    Awaited,
-    Continue,
-    DropPrepared,
-    EndJob,
-    FromCoordinator,
-    PassBoundary,
-    Perform,
-    Performed,
-    Proposed,
-    Reported,
-    Rested,
-    Send,
-    SetTimer,
-    Settle,
-    TimerFired,
-    WorkerCommand,
-    WorkerEvent,
-)
-from replicast.core.messages import (
-    Answer,
-    At,
-    Do,
-    Meet,
-    Order,
-    Propose,
-    Release,
-    Rest,
-    Resume,
-    Stop,
-    Tell,
-    ToCoordinator,
-    ToWorkers,
-)
+from replicast.core import events as e
+from replicast.core import messages as m
 from replicast.core.operation import Timeouts
 from replicast.core.records import Stage
 
@@ -79,7 +46,7 @@ class Worker:
         self._stops: dict[int, int] = {}
         self._scheduled: set[int] = set()
         self._in_background: set[int] = set()
-        self._orders: deque[tuple[int, Order]] = deque()
+        self._orders: deque[tuple[int, m.Order]] = deque()
         self._performing = False
         self._why = ""  # it stands: resting, waiting, or at a boundary
         self._token = 0
@@ -88,29 +55,29 @@ class Worker:
         self._result: tuple[Any, ...] = ()
         self._stands = 0
         self._is_timed = False
-        self._commands: list[WorkerCommand] = []
-        self._on_event: dict[type[WorkerEvent], Callable[[Any], None]] = {
-            FromCoordinator: self._on_message,
-            Arrived: self._arrive,
-            Performed: self._performed,
-            Reported: self._report,
-            Proposed: self._propose,
-            Rested: self._rest,
-            Awaited: self._wait_for,
-            TimerFired: self._timed_out,
+        self._commands: list[e.WorkerCommand] = []
+        self._on_event: dict[type[e.WorkerEvent], Callable[[Any], None]] = {
+            e.FromCoordinator: self._on_message,
+            e.Arrived: self._arrive,
+            e.Performed: self._performed,
+            e.Reported: self._report,
+            e.Proposed: self._propose,
+            e.Rested: self._rest,
+            e.Awaited: self._wait_for,
+            e.TimerFired: self._timed_out,
         }
-        self._on_log: dict[type[ToWorkers], Callable[[Any], None]] = {
-            Do: self._do,
-            Stop: self._stop,
-            Meet: self._meet,
-            Release: self._release,
-            Resume: self._resume,
-            Tell: self._tell,
+        self._on_log: dict[type[m.ToWorkers], Callable[[Any], None]] = {
+            m.Do: self._do,
+            m.Stop: self._stop,
+            m.Meet: self._meet,
+            m.Release: self._release,
+            m.Resume: self._resume,
+            m.Tell: self._tell,
         }
 
-    def handle(self, event: WorkerEvent) -> list[WorkerCommand]:
+    def handle(self, event: e.WorkerEvent) -> list[e.WorkerCommand]:
         """Handles an event; returns the commands to carry out, in order."""
-        commands: list[WorkerCommand] = []
+        commands: list[e.WorkerCommand] = []
         self._commands = commands
         self._on_event[type(event)](event)
         return commands
@@ -135,10 +102,10 @@ class Worker:
 
     # The training thread.
 
-    def _arrive(self, event: Arrived) -> None:
+    def _arrive(self, event: e.Arrived) -> None:
         step = event.step
         if self.passes(step):
-            self._commands.append(PassBoundary(step))
+            self._commands.append(e.PassBoundary(step))
             return
         self.step, self.standing, self._why, self._is_timed = step, True, "", False
         self._result = ()
@@ -149,18 +116,18 @@ class Worker:
         self.standing, self._why, self._result = True, why, ()
         self._say_standing()
 
-    def _rest(self, event: Rested) -> None:
+    def _rest(self, event: e.Rested) -> None:
         self._token += 1
         self._stand(_RESTING)
-        self._send(Rest(self._token, self.step, event.intent))
+        self._send(m.Rest(self._token, self.step, event.intent))
 
-    def _wait_for(self, event: Awaited) -> None:
+    def _wait_for(self, event: e.Awaited) -> None:
         ticket, secs = event.ticket, event.secs
         self._stand(_WAITING)
         self._ticket = ticket
         self._patient = secs is not None
         self._stands += 1
-        self._commands.append(SetTimer(self._stands, self._timeouts.decide_secs if secs is None else secs))
+        self._commands.append(e.SetTimer(self._stands, self._timeouts.decide_secs if secs is None else secs))
         stage = self.tickets.get(ticket)
         if stage is None or stage.is_final or stage is Stage.SCHEDULED:
             self._result = (stage,)
@@ -177,11 +144,11 @@ class Worker:
         """Answers every stop for this boundary; the training thread stays until it is released."""
         for meeting, target in self._stops.items():
             if target <= self.step:
-                self._send(At(meeting, self.step, True))
+                self._send(m.At(meeting, self.step, True))
             elif self._why and meeting not in self._scheduled:
                 # It rests before the agreed step; the others may do so as well.
                 self._stops[meeting] = self.step
-                self._send(At(meeting, self.step, True))
+                self._send(m.At(meeting, self.step, True))
 
     def _go_on(self) -> None:
         """Carries out the next order, or lets the training thread continue."""
@@ -190,38 +157,38 @@ class Worker:
         if self._orders:
             number, order = self._orders.popleft()
             self._performing = True
-            self._commands.append(Perform(number, order))
+            self._commands.append(e.Perform(number, order))
             return
         if self._stops_at(self.step):
             if not self._why and not self._is_timed:  # at a boundary: the coordinator must decide in time
                 self._is_timed = True
                 self._stands += 1
-                self._commands.append(SetTimer(self._stands, self._timeouts.decide_secs))
+                self._commands.append(e.SetTimer(self._stands, self._timeouts.decide_secs))
             return
         if not self._why:
             self.standing = False
-            self._commands.append(PassBoundary(self.step))
+            self._commands.append(e.PassBoundary(self.step))
         elif self._result:
             self.standing = False
-            self._commands.append(Continue(self._result[0]))
+            self._commands.append(e.Continue(self._result[0]))
 
-    def _propose(self, event: Proposed) -> None:
+    def _propose(self, event: e.Proposed) -> None:
         self.tickets[event.ticket] = Stage.PROPOSED
-        self._send(Propose(event.ticket, event.proposal))
+        self._send(m.Propose(event.ticket, event.proposal))
 
-    def _report(self, event: Reported) -> None:
-        self._send(Answer(event.id, event.value))
+    def _report(self, event: e.Reported) -> None:
+        self._send(m.Answer(event.id, event.value))
 
-    def _performed(self, event: Performed) -> None:
+    def _performed(self, event: e.Performed) -> None:
         if event.answers:
-            self._send(Answer(event.number, event.value))
+            self._send(m.Answer(event.number, event.value))
         if event.number in self._in_background:
             self._in_background.discard(event.number)
             return
         self._performing = False
         self._go_on()
 
-    def _timed_out(self, event: TimerFired) -> None:
+    def _timed_out(self, event: e.TimerFired) -> None:
         if event.number != self._stands or not self.standing or self._result:
             return
         if self._why == _WAITING:
@@ -230,57 +197,57 @@ class Worker:
         elif not self._why:
             secs = self._timeouts.decide_secs
             self._commands.append(
-                EndJob(f"Worker 0, the coordinator, decided nothing for step {self.step} within {secs:g} s")
+                e.EndJob(f"Worker 0, the coordinator, decided nothing for step {self.step} within {secs:g} s")
             )
 
     # The log.
 
-    def _on_message(self, event: FromCoordinator) -> None:
+    def _on_message(self, event: e.FromCoordinator) -> None:
         message = event.message
         self._on_log[type(message)](message)
 
-    def _stop(self, stop: Stop) -> None:
+    def _stop(self, stop: m.Stop) -> None:
         meeting, at_step = stop.meeting, stop.at_step
         step = self.step if self.standing else self.step + 1
         standing = self.standing and (at_step is None or step >= at_step)
         self._stops[meeting] = step if at_step is None else max(step, at_step)
         if at_step is not None:
             self._scheduled.add(meeting)
-        self._send(At(meeting, step, standing))
+        self._send(m.At(meeting, step, standing))
 
-    def _meet(self, meet: Meet) -> None:
+    def _meet(self, meet: m.Meet) -> None:
         if meet.meeting in self._stops:
             self._stops[meet.meeting] = meet.step
             if meet.step > self.step and self._why == _WAITING and not self._patient:
                 # The others continue to a later step, unless they also wait here.
-                self._commands.append(SetTimer(self._stands, self._timeouts.wait_secs))
+                self._commands.append(e.SetTimer(self._stands, self._timeouts.wait_secs))
             self._go_on()
 
-    def _release(self, release: Release) -> None:
+    def _release(self, release: m.Release) -> None:
         self._stops.pop(release.meeting, None)
         self._scheduled.discard(release.meeting)
         self._go_on()
 
-    def _resume(self, resume: Resume) -> None:
+    def _resume(self, resume: m.Resume) -> None:
         if resume.tokens[self.rank] == self._token:
             self._result = (resume.outcome,)
             self._go_on()
 
-    def _do(self, do: Do) -> None:
+    def _do(self, do: m.Do) -> None:
         if do.of is not None and self.rank not in do.of:
             return
         if do.order.in_background:
             self._in_background.add(do.number)
-            self._commands.append(Perform(do.number, do.order))
+            self._commands.append(e.Perform(do.number, do.order))
         else:
             self._orders.append((do.number, do.order))
             self._go_on()
 
-    def _tell(self, tell: Tell) -> None:
+    def _tell(self, tell: m.Tell) -> None:
         for ticket in tell.tickets:
             if ticket in self.tickets:
                 self.tickets[ticket] = tell.stage
-                self._commands.append(Settle(ticket, tell))
+                self._commands.append(e.Settle(ticket, tell))
                 if ticket == self._ticket and self._why == _WAITING and not self._result:
                     if tell.stage.is_final:
                         self._result = (tell.stage,)
@@ -291,7 +258,7 @@ class Worker:
                 if tell.stage.is_final:
                     del self.tickets[ticket], self._not_before[ticket]
         if tell.ended and tell.stage in (Stage.REFUSED, Stage.WITHDRAWN):
-            self._commands.append(DropPrepared(tell.id))
+            self._commands.append(e.DropPrepared(tell.id))
 
-    def _send(self, message: ToCoordinator) -> None:
-        self._commands.append(Send(message))
+    def _send(self, message: m.ToCoordinator) -> None:
+        self._commands.append(e.Send(message))

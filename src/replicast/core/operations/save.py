@@ -2,7 +2,7 @@
 
     coordinator                               every worker
     planned, without a stop: ◄─────────────── takes its snapshot at one boundary, and continues
-    one is missing? refused (`planned.py`)
+    one is missing? refused
     otherwise: stop all, Snapshot ──────────► copy the state on worker 0, digest it on all; continue
     all digests equal? otherwise an audit
     wait until the payloads of earlier proposals are durable
