@@ -13,7 +13,7 @@ import pytest
 
 from replicast.page.app import App
 from replicast.page.live import Find
-from replicast.page.server import PageSettings
+from replicast.page.web_server import PageSettings
 from tests.memory_run import MemoryRun
 from tests.page.live import TOKEN as TOKEN
 from tests.unit.played_job import SCHEMA

@@ -17,7 +17,7 @@ import pytest
 from replicast.client import Run
 from replicast.page.app import App
 from replicast.page.live import Find, RunWatch
-from replicast.page.server import PageServer, PageSettings, configured, listen
+from replicast.page.web_server import PageServer, PageSettings, configured, listen
 from replicast.testing.job import eventually
 
 TOKEN = "0123456789abcdef-the-token"

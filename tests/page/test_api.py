@@ -20,7 +20,7 @@ from replicast.page import app as api
 from replicast.page.app import ROWS, RUN
 from replicast.page.live import runs_in
 from replicast.page.openapi import description
-from replicast.page.server import MAX_FILES
+from replicast.page.web_server import MAX_FILES
 from replicast.storage.run_files import State, append_metrics
 from replicast.update.update import Update
 from tests.memory_run import MemoryRun

@@ -13,7 +13,7 @@ from replicast.client import connect
 from replicast.errors import RequestRefused, UpdateRefused
 from replicast.page import app as api
 from replicast.page.live import runs_in
-from replicast.page.server import PageSettings
+from replicast.page.web_server import PageSettings
 from replicast.update.update import Update
 from tests.memory_run import MemoryRun
 from tests.page.conftest import TOKEN

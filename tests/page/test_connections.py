@@ -13,9 +13,9 @@ from urllib.request import urlopen
 import pytest
 from uvicorn.server import ServerState
 
-from replicast.page import server
+from replicast.page import web_server as server
 from replicast.page.app import App
-from replicast.page.server import HEAD_SECS, READ_SECS, HttpConnection, PageSettings, configured
+from replicast.page.web_server import HEAD_SECS, READ_SECS, HttpConnection, PageSettings, configured
 from tests.memory_run import MemoryRun
 from tests.page.conftest import TOKEN
 from tests.page.live import served

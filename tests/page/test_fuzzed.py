@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 
 from replicast.page import security
 from replicast.page.app import ROWS
-from replicast.page.server import PageSettings
+from replicast.page.web_server import PageSettings
 from tests.memory_run import MemoryRun
 from tests.page.conftest import BEARER, TOKEN
 from tests.page.live import served

@@ -11,7 +11,7 @@ import pytest
 from replicast.errors import ServeRefused
 from replicast.page import security
 from replicast.page.app import ROWS
-from replicast.page.server import PageSettings, read_token
+from replicast.page.web_server import PageSettings, read_token
 from tests.memory_run import MemoryRun
 from tests.page.conftest import BEARER, TOKEN, Client, Serve
 

@@ -12,7 +12,7 @@ import pytest
 from replicast.cli import serve as command
 from replicast.page.app import App
 from replicast.page.live import runs_in
-from replicast.page.server import PageSettings
+from replicast.page.web_server import PageSettings
 from replicast.storage.run_files import append_metrics
 from tests.page.conftest import BEARER, TOKEN, Client
 from tests.page.live import Serving

@@ -15,7 +15,7 @@ from replicast.errors import FileDamaged
 from replicast.page import live as watching
 from replicast.page.answers import HttpError
 from replicast.page.live import RunWatch, SlotResponse, Slots
-from replicast.page.server import PageSettings, Threads
+from replicast.page.web_server import PageSettings, Threads
 from tests.memory_run import MemoryRun
 from tests.page.live import served
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from replicast.cli.texts import what_cell
-from replicast.client.updates import waiting_views
+from replicast.client.update_views import waiting_views
 from replicast.files import below
 from replicast.launcher.run_directory import what_is_taken_over
 from replicast.storage import inbox

@@ -342,7 +342,7 @@ _ALLOWED = {
     "import_environment.py": _OWN,
     "page/app.py": _OWN,
     "page/assets.py": _OWN,
-    "page/server.py": "the files of a token and a certificate",
+    "page/web_server.py": "the files of a token and a certificate",
     "paths.py": "RunPath itself, and `open_plain` for " + _USERS,
     "port_filter.py": _OWN,
     "processes.py": _OWN,

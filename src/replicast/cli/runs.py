@@ -30,13 +30,13 @@ from replicast.client import Run
 from replicast.client.directory import DirectoryRun
 from replicast.client.examination import EditView
 from replicast.client.run import Overview
-from replicast.client.updates import UpdateView
 from replicast.core.entries import Receipt
 from replicast.core.records import Stage
 from replicast.errors import printable
 from replicast.page.assets import report as make_report
 from replicast.storage.claims import read_chain
 from replicast.storage.run_files import ENDED, State, WorkerNote, absent_secs, age
+from replicast.storage.updates import UpdateView
 
 WATCH_SECS = 1.0
 _MOST_LINES = 10  # Of each audit in the list: two for a variable that differs on one worker.

@@ -62,7 +62,7 @@ def serve(path: Path, token_file: Path | None, max_upload: int, **options: Any) 
         )
     from replicast.page.app import App
     from replicast.page.live import runs_in
-    from replicast.page.server import PageSettings, address_of, listen, read_token, run
+    from replicast.page.web_server import PageSettings, address_of, listen, read_token, run
 
     token = read_token(token_file, os.environ)
     settings = PageSettings(token=token, max_upload_bytes=max_upload * 2**20, **options)

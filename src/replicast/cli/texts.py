@@ -22,9 +22,9 @@ from rich.text import Text
 
 from replicast.cli import error_text, one_line
 from replicast.client.examination import EditView, Examination, json_value
-from replicast.client.updates import UpdateView
 from replicast.core.records import Stage
 from replicast.errors import printable
+from replicast.storage.updates import UpdateView
 from replicast.update.edits import FLOAT_DTYPES, RESETS, EditKind
 from replicast.update.trial import Trial, TrialOutcome
 

@@ -32,10 +32,10 @@ from replicast.cli.texts import is_live, make_console, make_table, print_examina
 from replicast.client import Pushed, Run
 from replicast.client.examination import examine, values_of
 from replicast.client.run import Brief
-from replicast.client.updates import UpdateView
 from replicast.core.records import Stage
 from replicast.errors import printable
 from replicast.files import tensor_chunks, write_durably
+from replicast.storage.updates import UpdateView
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 

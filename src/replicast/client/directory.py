@@ -33,8 +33,7 @@ from replicast.client.run import (
     Run,
     RunOperation,
 )
-from replicast.client.updates import (
-    UpdateView,
+from replicast.client.update_views import (
     committed_views,
     damage_text,
     find,
@@ -58,7 +57,7 @@ from replicast.storage.run_files import (
     lines_from_the_end,
     read_state,
 )
-from replicast.storage.updates import Updates, load_update
+from replicast.storage.updates import Updates, UpdateView, load_update
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 

@@ -29,7 +29,7 @@ from replicast.client.notes import (
     see,
 )
 from replicast.client.run import Pulled, ranges_of
-from replicast.client.updates import UpdateView, damage_text, find, look
+from replicast.client.update_views import damage_text, find, look
 from replicast.core.records import Stage
 from replicast.errors import (
     CheckpointError,
@@ -46,7 +46,7 @@ from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.inbox import InboxAnswer, Kind, Rows
 from replicast.storage.run_files import absent_secs, age, read_run_info, read_state
-from replicast.storage.updates import Undo, Updates, undo
+from replicast.storage.updates import Undo, Updates, UpdateView, undo
 from replicast.update.audit_report import AuditReport, workers_text
 from replicast.update.digest import digest_array
 from replicast.update.edits import Array, EditKind

@@ -48,12 +48,12 @@ from replicast import errors
 from replicast.client.examination import Examination, View, examine, json_value
 from replicast.client.metrics import MAX_POINTS, Metrics
 from replicast.client.notes import ticks
-from replicast.client.updates import UpdateView
 from replicast.core.entries import Receipt
 from replicast.core.records import Stage
 from replicast.errors import NotFound, ReplicasDiverged, UpdateFailed, UpdatePending, UpdateRefused
 from replicast.files import RunPath
 from replicast.storage.run_files import WorkerNote, absent_secs
+from replicast.storage.updates import UpdateView
 from replicast.strictjson import parse_integer
 from replicast.tensorfiles import tensor_chunks
 from replicast.update.audit_report import AuditReport

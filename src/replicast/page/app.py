@@ -39,7 +39,7 @@ from replicast.page.assets import PAGE, PLOTLY, STATIC, TYPES, asset_names, plot
 from replicast.page.live import Find, Runs, RunWatch, SlotResponse, events
 from replicast.page.openapi import description
 from replicast.page.security import SecurityMiddleware
-from replicast.page.server import (
+from replicast.page.web_server import (
     MAX_DETAILS_BYTES,
     MAX_EDITS,
     MAX_JSON_BYTES,

@@ -21,7 +21,7 @@ from replicast.client.directory import DirectoryRun
 from replicast.errors import printable
 from replicast.files import RunPath
 from replicast.page.answers import HttpError, dumped, http_error
-from replicast.page.server import MAX_FILES, MAX_STREAMS, Threads
+from replicast.page.web_server import MAX_FILES, MAX_STREAMS, Threads
 
 logger = logging.getLogger("replicast")
 

@@ -22,7 +22,7 @@ from replicast.client.run import OPERATIONS
 from replicast.config import TOKEN
 from replicast.names import is_address
 from replicast.page.answers import HttpError
-from replicast.page.server import ACTIONS_PER_MINUTE, FAILED_TOKENS_PER_MINUTE, PageSettings, is_loopback
+from replicast.page.web_server import ACTIONS_PER_MINUTE, FAILED_TOKENS_PER_MINUTE, PageSettings, is_loopback
 
 # The hash of nothing: plotly adds an empty style element and fills it by script, which is allowed.
 EMPTY_STYLE = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"

@@ -17,8 +17,6 @@ from replicast.storage import inbox
 from replicast.storage.updates import Updates, UpdateView, describe
 from replicast.strictjson import parse_integer
 
-__all__ = ["UpdateView"]
-
 _MOST_DAMAGED = 5
 _MOST_DESCRIBED = 50  # So many waiting updates are described: a status reads their files each time.
 
