@@ -1,6 +1,6 @@
 """A worker's part of the shared memory: what it sends, and the semaphores that say so.
 
-One file, one owner, as in `transport.files`: each worker creates its own part and maps those of the others.
+One file, one owner, as in `transport.shared_file`: each worker creates its own part and maps those of others.
 Once all are mapped the names are removed, and the kernel frees the memory with the last process that maps it,
 however that ends. The owner's lock shows the others that it is alive.
 """

@@ -120,9 +120,8 @@ class InboxReader:
         left = [ascii(one.id[:8]) for one in inbox.waiting(run_dir) if one.path not in known]
         if left:
             logger.warning(
-                "not applied, because no step was trained since: %s in the inbox, for the next start that "
-                "trains: %s",
-                "1 update waits" if len(left) == 1 else f"{len(left)} updates wait",
+                "%s not applied, because no step was trained since; kept in the inbox for the next start: %s",
+                "1 update was" if len(left) == 1 else f"{len(left)} updates were",
                 ", ".join(left[:5]) + (", …" if len(left) > 5 else ""),
             )
 
