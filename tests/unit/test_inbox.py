@@ -362,9 +362,7 @@ def test_a_job_that_ends_says_which_updates_it_leaves_in_the_inbox(
             write_durably(tmp_path / "inbox" / f"{name}.safetensors", update_of("late").file_chunks())
         reader_of(job).finish(tmp_path)
     (said,) = [record.getMessage() for record in caplog.records if "inbox" in record.getMessage()]
-    assert said.startswith(
-        "2 updates were not applied, because no step was trained since; waiting in the inbox"
-    )
+    assert said.startswith("2 updates were not applied, because no step was trained since; kept")
     assert "'late'" in said
     assert "\n" not in said
 
