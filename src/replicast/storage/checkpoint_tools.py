@@ -268,41 +268,23 @@ def diff(a: RunDir, b: RunDir, *, values: bool = True, progress: Progress | None
     """
     with open_checkpoint(a) as first, open_checkpoint(b) as second:
         changed = {each.name: each for each in differences(first.manifest.schema, second.manifest.schema)}
-        done, total = 0, sum(_nbytes(first, name) + _nbytes(second, name) for name in _names(first, second))
-        made = []
-        for name in _names(first, second):
+        names = tuple(dict.fromkeys((*first.names(), *second.names())))
+        holders = {name: [one for one in (first, second) if name in one.layout.spans] for name in names}
+        total = sum(one.layout.spans[name].nbytes for name in names for one in holders[name])
+        done, made = 0, []
+        for name in names:
             if name in changed:
                 made.append(_changed(changed[name]))
-            elif first.manifest.digests[name] == second.manifest.digests[name]:
-                made.append(_same(first.layout.spans[name].variable))
-            elif values:
-                made.append(_compared(first, second, first.layout.spans[name].variable))
             else:
-                text = _described(first.layout.spans[name].variable)
-                made.append(Comparison(name, Verdict.DIFFERENT, text, text))
-            if values:
+                made.append(_compared(first, second, name, values=values))
+            for reader in holders[name] if values else []:
                 if made[-1].verdict is not Verdict.DIFFERENT:  # Otherwise the comparison has read them.
-                    _check(name, first, second)
-                done += _nbytes(first, name) + _nbytes(second, name)
+                    for _ in reader.pieces(name):  # Equal digests in the manifests do not prove intact bytes.
+                        pass
+                done += reader.layout.spans[name].nbytes
                 if progress is not None:
                     progress(done, total)
         return made
-
-
-def _names(first: CheckpointReader, second: CheckpointReader) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*first.names(), *second.names())))
-
-
-def _nbytes(reader: CheckpointReader, name: str) -> int:
-    return reader.layout.spans[name].nbytes if name in reader.layout.spans else 0
-
-
-def _check(name: str, *readers: CheckpointReader) -> None:
-    """Reads a variable where it exists: equal digests in the manifests do not prove intact bytes."""
-    for reader in readers:
-        if name in reader.layout.spans:
-            for _ in reader.pieces(name):
-                pass
 
 
 def _described(variable: Variable) -> str:
@@ -316,17 +298,18 @@ def _changed(difference: SchemaDifference) -> Comparison:
     return Comparison(difference.name, verdict, difference.expected, difference.received)
 
 
-def _same(variable: Variable) -> Comparison:
-    text, elements = _described(variable), int(np.prod(variable.shape, dtype=np.int64))
-    return Comparison(variable.name, Verdict.EQUAL, text, text, elements, 0, 0, 0.0, 0.0)
-
-
-def _compared(first: CheckpointReader, second: CheckpointReader, variable: Variable) -> Comparison:
+def _compared(first: CheckpointReader, second: CheckpointReader, name: str, *, values: bool) -> Comparison:
+    variable = first.layout.spans[name].variable
+    text = _described(variable)
+    if first.manifest.digests[name] == second.manifest.digests[name]:
+        elements = int(np.prod(variable.shape, dtype=np.int64))
+        return Comparison(name, Verdict.EQUAL, text, text, elements, 0, 0, 0.0, 0.0)
+    if not values:
+        return Comparison(name, Verdict.DIFFERENT, text, text)
     elements, found = 0, Distance()
     for left, right in zip(_pieces(first, variable), _pieces(second, variable), strict=True):
         found = found.then(distance(left, right), elements)
         elements += left.size
-    text = _described(variable)
     verdict = Verdict.DIFFERENT if found.differing else Verdict.EQUAL
     numbers = elements, found.differing, found.one_is_nan, found.absolute, found.relative
     return Comparison(variable.name, verdict, text, text, *numbers)

@@ -505,11 +505,10 @@ def _taken_over(run_dir: RunDir, number: int, attempt: int) -> tuple[Claim, str]
     previous = ""
     if before is not None:
         # What this group counts must not get lost in a power failure, so it is synced, whoever wrote it.
-        last = read_log(run_dir, before.group, sync=True).last
-        counted = (*before.counted, *([(before.group, last)] if last else []))
-    if counted:
-        line = read_log(run_dir, *counted[-1]).lines[-1:]
-        previous = line[0].seal if line and line[0].place == counted[-1] else ""
+        log = read_log(run_dir, before.group, sync=True)
+        counted = (*before.counted, *([(before.group, log.last)] if log.last else []))
+        lines = log.lines if log.last or not counted else read_log(run_dir, *counted[-1]).lines
+        previous = lines[-1].seal if lines and (lines[-1].place,) == counted[-1:] else ""
     own = set(group_numbers(run_dir))  # A checkpoint of any other group was copied here by a user.
     checkpoints = tuple(
         name

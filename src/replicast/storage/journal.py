@@ -528,14 +528,18 @@ class FileJournal(StoredJournal, Journal):
         """Removes files of earlier groups that no line which counts names: they use disk space."""
         if self._fence.is_taken_over():
             return
-        named = {str(stored_path(self.run_dir, line)) for line in self.lines}
+        named = {
+            (line.group, line.stored.file)
+            for line in self.lines
+            if isinstance(line.stored, StoredPayload | StoredBefore)
+        }
         damaged = {one.group for one in self.damaged}  # What those lines named may come back from a backup.
         for group in group_numbers(self.run_dir):
             if group < self._fence.number:
                 directory = group_directory(self.run_dir, group)
                 remove_leftovers(directory, older_than_secs=0.0)
                 for path in directory.glob("*.safetensors") if group not in damaged else []:
-                    if str(path) not in named:
+                    if (group, path.name) not in named:
                         path.unlink(missing_ok=True)
 
 
