@@ -35,6 +35,8 @@ from replicast.launcher.hosts_leader import (
     Refused,
     Report,
     Waiting,
+    read_message,
+    sent_from,
 )
 from replicast.launcher.hosts_link import (
     MAX_LINE,
@@ -43,7 +45,6 @@ from replicast.launcher.hosts_link import (
     First,
     HostsAttempts,
     Link,
-    Malformed,
     NotAuthentic,
     NotWelcome,
     Other,
@@ -134,6 +135,15 @@ def test_a_changed_line_is_not_accepted() -> None:
 def test_something_else_is_not_a_launcher(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"is not a launcher|without an end|repeats"):
         Wire(b"s", ONE, is_first=True).feed(data)
+
+
+def test_a_failure_fits_into_a_line_whatever_its_log_holds() -> None:
+    first, other = pair()
+    wild = Exit(worker=0, code=1, lines=("\x1b[31m" * 20_000, "😀" * 1000) * 50, why="😀" * 1000)
+    line = other.pack(Report(next_attempt=0, failure=sent_from(1, wild)))
+    assert len(line) < MAX_LINE
+    (fields,) = first.feed(line)
+    assert isinstance(read_message(fields, 2), Report)
 
 
 def test_a_line_without_an_end_takes_bounded_memory() -> None:
@@ -235,13 +245,13 @@ def next_of(link: Link, kind: type[E]) -> E:
                 return event
 
 
-def answer_to(endpoint: tuple[str, int], *messages: Message) -> Message | Malformed:
+def answer_to(endpoint: tuple[str, int], *messages: Message) -> Message | ValueError:
     """The first answer to what a launcher with the secret sends."""
     with socket.create_connection(endpoint) as connected:
         connection = Connection(connected, b"secret", is_first=False, nodes=2)
         for message in messages:
             connection.send(message)
-        answers: list[Message | Malformed] = []
+        answers: list[Message | ValueError] = []
         while not answers:
             assert select.select([connected], [], [], SECS)[0], "no answer"
             answers += connection.receive()

@@ -32,8 +32,18 @@ from msgspec.structs import replace
 
 from replicast.config import PEER_FAILED
 from replicast.errors import printable
-from replicast.launcher.failure import UNKILLABLE, Exit, Index, Order, Phase, StopSignal, first_cause
+from replicast.launcher.failure import (
+    MAX_LINES,
+    UNKILLABLE,
+    Exit,
+    Index,
+    Order,
+    Phase,
+    StopSignal,
+    first_cause,
+)
 
+_MAX_SENT_COLUMNS = 400
 _IN_USE_SECS = 5.0  # A launcher that was heard within this time lives: another one of its host is refused.
 
 
@@ -130,6 +140,12 @@ def read_message(fields: Mapping[str, Any], nodes: int) -> Message:
     if not hosts <= set(range(nodes)):
         raise ValueError(f"it names the hosts {sorted(hosts)} of {nodes}")
     return message
+
+
+def sent_from(host: int, failure: Exit) -> Exit:
+    """A failure as it goes to the other hosts: short enough for a message, whatever its lines hold."""
+    lines = tuple(line[:_MAX_SENT_COLUMNS] for line in failure.lines[-MAX_LINES:])
+    return replace(failure, host=host, reported_by=host, lines=lines)
 
 
 _DIFFERENCES = {

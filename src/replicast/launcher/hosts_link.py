@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import hashlib
 import hmac
 import json
@@ -60,6 +59,7 @@ from replicast.launcher.hosts_leader import (
     Waiting,
     difference,
     read_message,
+    sent_from,
     two_firsts,
 )
 from replicast.launcher.interruptions import STOP_SIGNALS, Interruptions
@@ -191,13 +191,6 @@ class Wire:
         return hmac.new(self._key, b"%s %d " % (who, number) + text, hashlib.sha256).hexdigest().encode()
 
 
-@dataclass(frozen=True, slots=True)
-class Malformed:
-    """An authentic line that is not a valid message. It is skipped."""
-
-    why: str
-
-
 class Connection:
     """A connection to another launcher: messages in, messages out. Nothing here blocks."""
 
@@ -228,8 +221,8 @@ class Connection:
             raise TimeoutError("the other side does not read")
         self._flush()
 
-    def receive(self) -> list[Message | Malformed]:
-        """What has arrived."""
+    def receive(self) -> list[Message | ValueError]:
+        """What has arrived; an error for an authentic line that is not a valid message."""
         try:
             data = self.socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -238,12 +231,12 @@ class Connection:
             raise ConnectionResetError("closed by the other side")
         if self.is_refused:  # It may read why, and closes the connection then.
             return []
-        messages: list[Message | Malformed] = []
+        messages: list[Message | ValueError] = []
         for fields in self._wire.feed(data):
             try:
                 messages.append(read_message(fields, self._nodes))
             except ValueError as error:
-                messages.append(Malformed(str(error)))
+                messages.append(error)
         if self._wire.is_open and self._waiting:
             waiting, self._waiting = self._waiting, []
             for message in waiting:
@@ -351,35 +344,29 @@ class Rivals:
             try:
                 addresses = self._lookups.addresses(host)
             except OSError:
-                self._unresolved.remove(host)
-                continue
+                addresses = []
             if addresses is None:
                 continue
             self._unresolved.remove(host)
-            connecting = _connecting(addresses[0], self._endpoint_port)
-            if connecting is None:
-                continue
-            try:
-                connection = Connection(connecting, self._secret, is_first=False, nodes=len(self._hosts))
-                connection.send(self._question)
-            except OSError:
-                connecting.close()
-            else:
-                self._connections[connection] = shown_address(host, self._endpoint_port)
+            with contextlib.suppress(OSError, IndexError):  # It cannot be reached, or has no address.
+                self._connections[self._ask(addresses[0])] = shown_address(host, self._endpoint_port)
 
-
-def _connecting(host: str, port: int) -> socket.socket | None:
-    """A socket that connects to an IP address, without waiting for it; None if it cannot."""
-    with contextlib.suppress(OSError):
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+    def _ask(self, address: str) -> Connection:
+        """Begins a connection to an IP address, without waiting for it, and asks."""
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            address, self._endpoint_port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
         connecting = socket.socket(family, kind, protocol)
-        connecting.setblocking(False)
-        if connecting.connect_ex(address) in (0, errno.EINPROGRESS):
-            return connecting
-        connecting.close()
-    return None
+        try:
+            connecting.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                connecting.connect(place)
+            connection = Connection(connecting, self._secret, is_first=False, nodes=len(self._hosts))
+            connection.send(self._question)
+        except OSError:
+            connecting.close()
+            raise
+        return connection
 
 
 class First:
@@ -472,7 +459,7 @@ class First:
             self._drop(connection)
         return []
 
-    def _take(self, connection: Connection, message: Message | Malformed) -> list[Event]:
+    def _take(self, connection: Connection, message: Message | ValueError) -> list[Event]:
         now = time.monotonic()
         if isinstance(message, Hello) and connection.hello is None:
             refusal = difference(self._identity, message.identity) or self.leader.refusal(
@@ -495,8 +482,8 @@ class First:
             if refusal := two_firsts(ours, message):
                 self._note_refusal(None, connection, refusal)
                 return self._refuse(connection, refusal, self._of_launchers)
-        elif isinstance(message, Malformed):
-            text = f"ignored an invalid message of the launcher at {connection.host}: {message.why}"
+        elif isinstance(message, ValueError):
+            text = f"ignored an invalid message of the launcher at {connection.host}: {message}"
             return [*map(Tell, self._of_launchers.say(text, now))]
         return []
 
@@ -604,8 +591,8 @@ class Other:
                 if isinstance(message, Order):
                     is_member = self._part.identity is not None
                     events += self.member.on_order(message, now) if is_member else [message]
-                if isinstance(message, Malformed):
-                    text = f"{self._shown}: ignored an invalid message: {message.why}"
+                if isinstance(message, ValueError):
+                    text = f"{self._shown}: ignored an invalid message: {message}"
                     events += map(Tell, self._of_first.say(text, now))
             return events
         except NotAuthentic as error:  # It may be anybody: no reason to give up.
@@ -793,8 +780,7 @@ class HostsAttempts:
         self._link.post(lambda member, _: member.on_signal(signum))
 
     def _from_here(self, failure: Exit | None) -> Exit | None:
-        here = self._job.node_rank
-        return None if failure is None else replace(failure, host=here, reported_by=here)
+        return None if failure is None else sent_from(self._job.node_rank, failure)
 
     def _is_known(self, end: End) -> bool:
         """Whether the group of this host ends already, because one of its own workers failed."""
