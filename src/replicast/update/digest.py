@@ -30,7 +30,7 @@ def digest_array(array: npt.NDArray[Any]) -> str:
     """Digests one array. Reads a row-major array in place; copies any other layout first."""
     array = np.asarray(array)
     hasher = begun_digest(array.dtype, array.shape)
-    hasher.update(_bytes_of(array))
+    hasher.update(bytes_of(array).data)
     return hasher.hexdigest()
 
 
@@ -56,12 +56,6 @@ def digest_of_digests(digests: Mapping[str, str]) -> str:
         hasher.update(len(encoded).to_bytes(8, "little") + encoded)
         hasher.update(bytes.fromhex(digests[name]))
     return hasher.hexdigest()
-
-
-def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
-    if not array.dtype.isnative:
-        array = array.byteswap().view(array.dtype.newbyteorder())
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 # Arrays divided into blocks with one digest each, so that several workers can verify one buffer together.

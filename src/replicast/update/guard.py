@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from replicast.errors import UpdateRefused
+from replicast.update.digest import nonfinite
 from replicast.update.edits import (
     FLOAT_DTYPES,
     RESETS,
@@ -129,12 +131,12 @@ class Guard:
             )
 
     def _check_change(self, name: str, edits: list[Edit], read: Read) -> None:
-        live = _CurrentValue(name, read)
+        live = functools.cache(lambda: read([name])[name])  # read when it is first needed
         change = _norm_of_change(edits, live)
         if self.max_norm is not None and not change <= self.max_norm:  # also refuses NaN
             raise _too_much(name, "norm", "max_norm", self.max_norm, change)
         if self.max_relative_change is not None:
-            size = math.sqrt(sum(_squares(live.rows(touched_rows(edits)))))
+            size = math.sqrt(sum(_squares(_rows(live(), touched_rows(edits)))))
             relative = 0.0 if change == 0 else math.inf if size == 0 else change / size
             if not relative <= self.max_relative_change:
                 bound = self.max_relative_change
@@ -149,23 +151,6 @@ def checked_guard(guard: Guard | None) -> Guard | None:
             f"Received: {guard!r}"
         )
     return guard
-
-
-class _CurrentValue:
-    """The current value of a variable, read when it is first needed."""
-
-    def __init__(self, name: str, read: Read) -> None:
-        self._name, self._read = name, read
-        self._value: Array | None = None
-
-    @property
-    def value(self) -> Array:
-        if self._value is None:
-            self._value = self._read([self._name])[self._name]
-        return self._value
-
-    def rows(self, indices: Array | None) -> Array:
-        return self.value if indices is None else self.value[indices]
 
 
 def _checked_bound(name: str, bound: float | None) -> float | None:
@@ -201,60 +186,40 @@ def _check_finite(name: str, edit: Edit, dtype: str) -> None:
     if edit.factor is not None:
         numbers["factor"] = factor_as(edit.factor, dtype_named(dtype))
     for key, array in numbers.items():
-        found = sum(chunk.size - int(np.count_nonzero(np.isfinite(chunk))) for chunk in _chunks(array))
+        found, first = nonfinite(array)
         if found:
             raise UpdateRefused(
                 f"{found} of {array.size} numbers of the {key} are not finite, which the guard refuses",
                 variable=name,
                 expected="finite numbers (require_finite), even with allow_nonfinite=True",
-                received=f"{array.reshape(-1)[np.argmin(np.isfinite(array.reshape(-1)))]}",
+                received=str(array.reshape(-1)[first]),
                 remedy="Make them finite, or pass a guard with require_finite=False to the job's Replicas",
             )
 
 
-def _norm_of_change(edits: list[Edit], live: _CurrentValue) -> float:
+def _norm_of_change(edits: list[Edit], live: Callable[[], Array]) -> float:
     with np.errstate(all="ignore"):  # infinity and NaN exceed every bound
-        if len(edits) > 1:
-            return math.sqrt(_squares_together(edits, live))
-        (edit,) = edits
-        arrays = edit.arrays
-        match edit.operation:
-            case EditKind.ADD:
-                squares = sum(_squares(arrays["value"]))
-            case EditKind.ASSIGN:
-                squares = sum(_squares(arrays["value"], live.value))
-            case EditKind.SCALE:
-                squares = sum(_squares(live.value)) * (_factor(edit, live.value) - 1) ** 2
-            case EditKind.BLEND:
-                squares = sum(_squares(arrays["value"], live.value)) * _factor(edit, live.value) ** 2
-            case EditKind.ADD_ROWS:
-                squares = sum(_squares(arrays["rows"]))
-            case EditKind.ASSIGN_ROWS:
-                squares = sum(_squares(arrays["rows"], live.rows(arrays["indices"])))
-            case EditKind.ADD_LOW_RANK:
-                # The squared norm of a @ b without computing the product: the sum of (aᵀa) ∘ (b bᵀ).
-                a, b = arrays["a"].astype(np.float64), arrays["b"].astype(np.float64)
-                squares = max(0.0, float(np.sum((a.T @ a) * (b @ b.T)))) if a.size and b.size else 0.0
-            case EditKind.RESET | EditKind.RESET_ROWS:
-                squares = 0.0
+        arrays, only = edits[0].arrays, edits[0].operation if len(edits) == 1 else None
+        if only in (EditKind.ADD, EditKind.ADD_ROWS):  # additions alone need not be compared with live values
+            squares = sum(_squares(arrays[only.arrays[-1]]))
+        elif only is EditKind.ADD_LOW_RANK:
+            # The squared norm of a @ b without computing the product: the sum of (aᵀa) ∘ (b bᵀ).
+            a, b = arrays["a"].astype(np.float64), arrays["b"].astype(np.float64)
+            squares = max(0.0, float(np.sum((a.T @ a) * (b @ b.T)))) if a.size and b.size else 0.0
+        else:  # together: one edit may undo another
+            rows = touched_rows(edits)
+            before = after = _rows(live(), rows)
+            for edit in edits:
+                if rows is not None:
+                    places = np.searchsorted(rows, edit.arrays["indices"])
+                    edit = replace(edit, arrays={**edit.arrays, "indices": places})
+                after = apply_edit(edit, after)
+            squares = sum(_squares(after, before))
         return math.sqrt(squares)
 
 
-def _squares_together(edits: list[Edit], live: _CurrentValue) -> float:
-    """The squared norm of several edits of one variable together: one may undo another."""
-    rows = touched_rows(edits)
-    before = live.rows(rows)
-    after = before
-    for edit in edits:
-        if rows is not None:
-            places = np.searchsorted(rows, edit.arrays["indices"])
-            edit = replace(edit, arrays={**edit.arrays, "indices": places})
-        after = apply_edit(edit, after)
-    return sum(_squares(after, before))
-
-
-def _factor(edit: Edit, value: Array) -> float:
-    return float(factor_as(0.0 if edit.factor is None else edit.factor, value.dtype))
+def _rows(value: Array, rows: Array | None) -> Array:
+    return value if rows is None else value[rows]
 
 
 def _squares(array: Array, subtracted: Array | None = None) -> Iterator[float]:
