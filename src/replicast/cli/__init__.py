@@ -11,6 +11,7 @@ A command returns its exit code, None for 0. Errors become messages and exit cod
 
 from __future__ import annotations
 
+import re
 import signal
 from importlib import import_module
 from typing import IO, Any
@@ -54,20 +55,9 @@ NO_ANSWER, STOPPED = 3, 128 + signal.SIGINT
 _EXIT_CODES = {NoAnswer: NO_ANSWER} | dict.fromkeys(
     (NotFound, RequestFailed, RequestRefused, UpdateRefused, CheckpointError, FileDamaged), 1
 )
-_FACTS = {
-    "path": "checkpoint",
-    "step": "step",
-    "variable": "variable",
-    "worker": "worker",
-    "expected": "expected",
-    "received": "received",
-    "remedy": "what to do",
-}
-_OPTIONS = {
-    "allow_nonfinite=True": "--allow-nonfinite",
-    "next_start=True": "--next-start",
-    "force=True": "--force",
-}
+_FACTS = ("path", "step", "variable", "worker", "expected", "received", "remedy")
+_LABELS = {"path": "checkpoint", "remedy": "what to do"}
+_ARGUMENT = re.compile(r"\b(allow_nonfinite|next_start|force)=True")
 
 
 class Failed(click.ClickException):
@@ -116,16 +106,13 @@ def error_text(error: ReplicastError) -> str:
     """An error, one fact per line; where it names an argument of Python, the option of the command line."""
     if not isinstance(error, UpdateRefused | CheckpointError | FileDamaged):
         return printable_lines(error)
-    facts = {label: getattr(error, name, None) for name, label in _FACTS.items()}
-    headline = error.problem
-    if isinstance(error, FileDamaged):
-        headline = error.headline
-        facts.pop("checkpoint")  # The headline has the path.
-    lines = [f"{label}: {one_line(value)}" for label, value in facts.items() if value is not None]
-    text = "\n  ".join([one_line(headline), *lines])
-    for argument, option in _OPTIONS.items():
-        text = text.replace(argument, option)
-    return text
+    is_damage = isinstance(error, FileDamaged)  # Its headline has the path.
+    facts = {name: getattr(error, name, None) for name in _FACTS if not (is_damage and name == "path")}
+    lines = [
+        f"{_LABELS.get(name, name)}: {one_line(value)}" for name, value in facts.items() if value is not None
+    ]
+    text = "\n  ".join([one_line(getattr(error, "headline", error.problem)), *lines])
+    return _ARGUMENT.sub(lambda found: f"--{found[1].replace('_', '-')}", text)
 
 
 def printable_lines(text: object) -> str:
@@ -157,4 +144,7 @@ def main() -> None:
       replicast push runs/first --set optimizer/learning_rate=0.0005 --wait
       replicast status runs/first
       replicast doctor
+
+    Exit codes of all commands: 2 when the command is wrong, 3 when the job is not running or does not answer,
+    130 after Ctrl-C. The help of each command says what 0 and 1 mean.
     """

@@ -72,8 +72,7 @@ def bench(workers: int, size: int, rounds: int, as_json: bool) -> None:
       replicast bench --workers 4 --size 1GB
       replicast bench --size 10MB --rounds 20 --json > figures.json
 
-    Exit code: 0 when everything was measured; 1 when the job failed; 130 after Ctrl-C; 2 when nothing was
-    started.
+    Exit code: 0 when everything was measured; 1 when the job failed; 2 when nothing was started.
     """
     check_installed("The workers need")
     from rich.progress import TimeElapsedColumn
@@ -83,7 +82,7 @@ def bench(workers: int, size: int, rounds: int, as_json: bool) -> None:
     plan, machine = Plan(workers, size, rounds), machine_facts()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Stops the workers, as Ctrl-C does.
     with progress_bar("starting the workers", TimeElapsedColumn()) as progress:
-        figures = measure(plan, progress or _LinePerRound())
+        figures = measure(plan, progress or line_per_round())
     if as_json:
         facts = {"replicast": __version__, "machine": machine}
         click.echo(json.dumps(figures_json(plan, figures, facts), indent=2))
@@ -93,27 +92,28 @@ def bench(workers: int, size: int, rounds: int, as_json: bool) -> None:
     click.echo(", ".join(f"{name}: {value}" for name, value in machine.items()))
     table = make_table("=", ">ms", ">lowest", ">highest", ">GB/s", ">× copy")
     for figure in figures:
-        times = figure.median(), min(figure.secs), max(figure.secs)
+        times = (1000 * secs for secs in (figure.median(), min(figure.secs), max(figure.secs)))
         rate = f"{plan.nbytes / figure.median() / 1e9:.2g}"
         by_copy = "" if figure.name == FLOOR else f"{ratio_to_floor(figure, figures):.1f}"
-        table.add_row(MEASURES[figure.name], *map(_milliseconds, times), rate, by_copy)
+        table.add_row(
+            MEASURES[figure.name],
+            *(f"{ms:.1f}" if ms < 1000 else f"{ms:,.0f}" for ms in times),
+            rate,
+            by_copy,
+        )
     make_console().print(table)
 
 
-class _LinePerRound:
+def line_per_round() -> Callable[[int, int, str], None]:
     """The progress without a terminal."""
+    said = [""]
 
-    last = ""
-
-    def __call__(self, done: int, total: int, doing: str) -> None:
-        now = doing.partition(":")[0]
-        if now != self.last:
-            self.last = now
+    def progress(done: int, total: int, doing: str) -> None:
+        if (now := doing.partition(":")[0]) != said[-1]:
+            said.append(now)
             click.echo(now, err=True)
 
-
-def _milliseconds(secs: float) -> str:
-    return f"{secs * 1000:.1f}" if secs < 1 else f"{secs * 1000:,.0f}"
+    return progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def list_(run: Path, as_json: bool) -> int:
       replicast checkpoint list runs/first
       replicast checkpoint list runs/first --json | jq .step
 
-    Exit code: 0; 1 when one is damaged, which is named; 2 when RUN is not a run directory.
+    Exit code: 0; 1 when one is damaged, which is named.
     """
     store = CheckpointStore(directory_of(run))
     manifests, problems = store.list(), store.problems()
@@ -106,8 +106,7 @@ def now(run: Run, timeout: float) -> None:
       replicast checkpoint now runs/first
       replicast checkpoint now https://host:8080/first
 
-    Exit code: 0 when it is durable; 1 when the job cannot make one; 2 when the command is wrong; 3 when the
-    job is not running or does not answer.
+    Exit code: 0 when it is durable; 1 when the job cannot make one.
     """
     click.echo(f"saved the checkpoint of step {run.checkpoint(timeout)}")
 
@@ -127,7 +126,7 @@ def show(path: Path, step: int | None, as_json: bool) -> None:
       replicast checkpoint show runs/first 1200
       replicast checkpoint show runs/first/checkpoints/00001200-1 --json | jq .metrics
 
-    Exit code: 0; 1 when there is no such checkpoint or it is damaged; 2 when the command is wrong.
+    Exit code: 0; 1 when there is no such checkpoint or it is damaged.
     """
     found = _the_checkpoint(path, step)
     with open_checkpoint(found) as reader:
@@ -157,7 +156,7 @@ def verify(path: Path, step: int | None) -> int:
       replicast checkpoint verify runs/first 1200
       replicast checkpoint verify backup/00001200
 
-    Exit code: 0 when all is intact; 1 when something is damaged, which is named; 2 when the command is wrong.
+    Exit code: 0 when all is intact; 1 when something is damaged, which is named.
     """
     if step is not None or _is_checkpoint(path):
         return 0 if _verified(_the_checkpoint(path, step)) else 1
@@ -186,7 +185,7 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
       replicast checkpoint diff runs/first/checkpoints/00001200-1 patched
       replicast checkpoint diff runs/first runs/second --digests-only
 
-    Exit code: 0 when every bit is equal; 1 when not, or when one is damaged; 2 when the command is wrong.
+    Exit code: 0 when every bit is equal; 1 when not, or when one is damaged.
     """
     paths = _the_checkpoint(first, None), _the_checkpoint(second, None)
     with progress_bar("comparing") as progress:
@@ -239,8 +238,7 @@ def patch(
       replicast checkpoint patch runs/first/checkpoints/00001200-1 --add delta.safetensors -o patched
       replicast checkpoint patch old/00001200-1 --update fix.safetensors -o runs/second/checkpoints/00001200
 
-    Exit code: 0; 1 when the update is refused, the checkpoint is damaged, OUT exists, or a job is running in
-    RUN; 2 when the command is wrong.
+    Exit code: 0; 1 when the update is refused, the checkpoint is damaged, OUT exists, or a job is running.
     """
     check_usage(options)
     if in_place and output is not None:

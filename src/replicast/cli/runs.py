@@ -59,8 +59,7 @@ def status(run: Run, as_json: bool, watch: bool) -> int:
       replicast status runs/first --json | jq .workers[].step
 
     Exit code: 0 while the job starts, trains, restarts or ends, and when it has finished or was stopped; 1
-    when it has failed or was lost, or a file of the run is damaged, which is named after everything else is
-    shown; 2 when RUN is not a run directory.
+    when it has failed or was lost, or a file of the run is damaged, which is named after everything else.
     """
     if watch:
         _watch(run, as_json)
@@ -105,8 +104,7 @@ def log(run: Run, as_json: bool, last: int | None) -> None:
       replicast log runs/first -n 5
       replicast log runs/first --json | jq .step
 
-    Exit code: 0; 1 when a file of the journal is damaged, which is named after all others are listed; 2 when
-    RUN is not a run directory.
+    Exit code: 0; 1 when a file of the journal is damaged, which is named after all others are listed.
     """
     views, seen = run.log(last), run.status()
     if as_json:
@@ -134,7 +132,7 @@ def show(run: Run, which: str, as_json: bool) -> None:
       replicast show runs/first 12
       replicast show runs/first 3f2a91c4 --json
 
-    Exit code: 0; 1 when there is no such update or its file is damaged; 2 when RUN is not a run directory.
+    Exit code: 0; 1 when there is no such update or its file is damaged.
     """
     view, problem = run.show(which), run.status().problem
     if problem:
@@ -169,8 +167,7 @@ def audit(run: Run, last: int, as_json: bool, now: bool, timeout: float) -> int:
       replicast audit runs/first --last 1 --json | jq .differences[].variable
 
     Exit code: 0 when the last audit found all replicas equal, or has made them so, or there is none yet; 1
-    when they differ; 2 when the command is wrong; 3 when --now finds no running job, or --timeout has passed;
-    130 after Ctrl-C.
+    when they differ; 3 when --now finds no running job, or --timeout has passed.
     """
     reports = [run.audit(timeout)] if now else run.audits(last)
     for report in reports:
@@ -208,8 +205,7 @@ def stop(run: Run, timeout: float) -> None:
       replicast stop runs/first --timeout 60
 
     Exit code: 0 when the state is saved and the job stops; 1 when it stops and the state could not be saved,
-    or the request cannot be written; 2 when the command is wrong; 3 when the job is not running or does not
-    answer.
+    or the request cannot be written.
     """
     click.echo(f"stopped at step {run.stop(timeout)}: the state is saved")
 
@@ -229,7 +225,7 @@ def report(run: Run, output: Path) -> int:
     Examples:
       replicast report runs/first -o report.html
 
-    Exit code: 0; 1 when a record of the journal is not what was written; 2 when the command is wrong.
+    Exit code: 0; 1 when a record of the journal is not what was written.
     """
     if not isinstance(run, DirectoryRun):
         raise Failed(

@@ -78,8 +78,7 @@ def demo(run_dir: Path | None) -> None:
       replicast demo
       replicast demo --run-dir runs/demo
 
-    Exit code: 0 when everything that was shown really happened; 1 when not; 130 after Ctrl-C; 2 when nothing
-    was started.
+    Exit code: 0 when everything that was shown really happened; 1 when not; 2 when nothing was started.
     """
     check_installed("The demo needs", sklearn="scikit-learn")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Stops the workers, as Ctrl-C does.

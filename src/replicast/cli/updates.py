@@ -76,8 +76,7 @@ def push(context: click.Context, /, run: Run, **options: Any) -> int:
       replicast push https://host:8080/first --add delta.safetensors --wait
 
     Exit code: 0 when it is in the inbox, with --wait when it is verified on all workers; 1 when it is refused
-    or has failed; 2 when the command is wrong; 3 when --timeout has passed; 4 when its trial failed and it
-    was reverted; 130 after Ctrl-C.
+    or has failed; 3 when --timeout has passed; 4 when its trial failed and it was reverted.
     """
     check_usage(options)
     trial = _trial(context, options)
@@ -126,7 +125,7 @@ def revert(run: Run, which: str, wait: bool, timeout: float, **how: Any) -> int:
       replicast revert runs/first 12 --note "loss went up" --wait
 
     Exit code: 0 when it is in the inbox, with --wait when it is verified on all workers; 1 when it is refused
-    or there is no such update; 2 when the command is wrong; 3 when --timeout has passed; 130 after Ctrl-C.
+    or there is no such update; 3 when --timeout has passed.
     """
     found = run.revert(which, **how)
     if isinstance(found, Pushed):
@@ -150,8 +149,7 @@ def withdraw(run: Run, update_id: str) -> None:
       replicast withdraw runs/first 3f2a91c4
       replicast withdraw https://host:8080/first 3f2a91c4
 
-    Exit code: 0 when it is withdrawn and will not be applied; 1 when it is too late, or there is no such
-    update; 3 when the job does not answer.
+    Exit code: 0 when it is withdrawn and will not be applied; 1 when it is too late or there is none.
     """
     click.echo(f"withdrawn {printable(run.withdraw(update_id).id)}: it will not be applied.")
 
@@ -174,7 +172,7 @@ def inspect(file: Path, run: Run | None, operation: str | None, weight: float | 
       replicast inspect saved-update.safetensors
       replicast inspect runs/first/groups/000001/000042.safetensors
 
-    Exit code: 0; 1 when it would be refused; 2 when the command is wrong, or --run is given without --as.
+    Exit code: 0; 1 when it would be refused; 2 also when --run is given without --as.
     """
     if (operation == "blend") != (weight is not None):
         raise click.UsageError("--as blend and --weight must be given together.")
@@ -189,17 +187,11 @@ def inspect(file: Path, run: Run | None, operation: str | None, weight: float | 
             raise click.UsageError("A saved update has its own operations: leave --as out.")
         update = found
     elif operation is None:
-        rows = (
-            (
-                printable(name),
-                texts.shape(tensor.shape),
-                tensor.dtype.name,
-                texts.size(tensor.nbytes),
-                texts.number(values_of(tensor).norm),
-            )
-            for name, tensor in found.items()
-        )
-        make_console().print(make_table("tensor", "shape", "dtype", ">size", ">norm", rows=rows))
+        table = make_table("tensor", "shape", "dtype", ">size", ">norm")
+        for name, one in found.items():
+            cells = texts.shape(one.shape), one.dtype.name, texts.size(one.nbytes)
+            table.add_row(printable(name), *cells, texts.number(values_of(one).norm))
+        make_console().print(table)
         click.echo("These are plain tensors. Say what to do with them, for example with --as add.")
         return 0 if run is None else 2
     else:
@@ -211,17 +203,11 @@ def inspect(file: Path, run: Run | None, operation: str | None, weight: float | 
 
 def _list_variables(run: Run) -> None:
     schema = run.schema()
-    rows = (
-        (
-            printable(one.name),
-            texts.shape(one.shape),
-            one.dtype,
-            texts.size(one.nbytes),
-            one.kind.replace("_", "-"),
-        )
-        for one in schema
-    )
-    make_console().print(make_table("variable", "shape", "=dtype", ">size", "kind", rows=rows))
+    table = make_table("variable", "shape", "=dtype", ">size", "kind")
+    for one in schema:
+        cells = texts.shape(one.shape), one.dtype, texts.size(one.nbytes), one.kind.replace("_", "-")
+        table.add_row(printable(one.name), *cells)
+    make_console().print(table)
     click.echo(f"{texts.counted(len(schema), 'variable')}, {texts.size(sum(one.nbytes for one in schema))}")
 
 
@@ -239,9 +225,8 @@ def pull(run: Run, name: str, rows: tuple[int, ...] | None, output: Path, timeou
       replicast pull runs/first dense/bias -o bias.npy
       replicast pull runs/first embeddings --rows 1,5,10:20 -o rows.safetensors
 
-    Exit code: 0 when the file is written; 1 when there is no such variable or row, or the job refuses it; 2
-    when the command is wrong; 3 when the job does not answer; 4 when the file is written and the workers have
-    different values: it has those of worker 0.
+    Exit code: 0 when the file is written; 1 when there is no such variable or row, or the job refuses it; 4
+    when the file is written and the workers have different values: it has those of worker 0.
     """
     if output.suffix not in (".npy", ".safetensors"):
         raise click.BadParameter("It must end in .npy or .safetensors.", param_hint="--output")
