@@ -164,10 +164,12 @@ def read_tensor_bytes(
     return read_bytes(path, max_bytes=max_bytes, follow=follow, check=check_first)
 
 
-def outline_of(path: RunPath, *, max_tensors: int) -> TensorFile:
+def outline_of(path: RunPath, *, max_tensors: int, max_bytes: int | None = None) -> TensorFile:
     """The metadata and the tensors of a safetensors file in outline, from its header. Links are refused."""
     with _opened(path, follow=False) as (descriptor, nbytes):
         _check_holes(path, descriptor, nbytes)
+        if max_bytes is not None and header_bytes(os.pread(descriptor, 8, 0)) > max_bytes:
+            raise FileDamaged(path, verdict="is too large", expected=f"a header of at most {max_bytes} bytes")
         return _outline(path.name, max_tensors, descriptor, nbytes)
 
 

@@ -11,7 +11,7 @@ from replicast.client.update_views import waiting_views
 from replicast.files import below
 from replicast.launcher.run_directory import what_is_taken_over
 from replicast.storage import inbox
-from replicast.storage.updates import describe
+from replicast.storage.inbox import describe
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
@@ -46,7 +46,7 @@ def test_the_values_of_a_waiting_update_are_not_read(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-4:] = b"\xff\xff\xff\xff"
     path.write_bytes(content)
-    told = describe(below(path.parent) / path.name)
+    told = describe(below(tmp_path) / "inbox" / path.name)
     assert told is not None
     assert told.words == "add x (+1)"
 
@@ -59,9 +59,9 @@ def test_a_file_that_is_no_update_is_listed_without_a_description(tmp_path: Path
         (view,) = waiting_views(tmp_path, ())
         assert (view.id, view.edits) == (UPDATE_ID, ())
     path.unlink()
-    assert describe(below(path.parent) / path.name) is None
+    assert describe(below(tmp_path) / "inbox" / path.name) is None
     path.symlink_to(tmp_path / "elsewhere")
-    assert describe(below(path.parent) / path.name) is None
+    assert describe(below(tmp_path) / "inbox" / path.name) is None
 
 
 def test_the_launcher_names_a_waiting_update_by_what_it_does(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from replicast.core.records import Stage
 from replicast.errors import NotFound, UpdateRefused
 from replicast.files import RunDir, below
 from replicast.storage import inbox
-from replicast.storage.updates import Updates, UpdateView, describe
+from replicast.storage.inbox import describe
+from replicast.storage.updates import Updates, UpdateView
 from replicast.strictjson import parse_integer
 
 _MOST_DAMAGED = 5

@@ -115,7 +115,8 @@ def _contents(run_dir: RunDir) -> list[str]:
     from replicast.errors import FileDamaged
     from replicast.storage import inbox  # These import numpy: not for a new run.
     from replicast.storage.checkpoints import CheckpointStore
-    from replicast.storage.updates import Updates, describe
+    from replicast.storage.inbox import describe
+    from replicast.storage.updates import Updates
 
     found = []
     try:

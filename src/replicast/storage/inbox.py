@@ -62,7 +62,8 @@ from replicast.files import (
 )
 from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.storage.updates import has_promised, refused
+from replicast.storage.journal import summary
+from replicast.storage.updates import UpdateView, has_promised, refused
 from replicast.strictjson import described, parse_object
 from replicast.update.schema import Variable
 from replicast.update.trial import Trial
@@ -74,6 +75,7 @@ _TENSOR = "values"
 _KEEP_SECS = 3600.0
 _MAX_REQUEST_BYTES = 2**20
 _MAX_ANSWER_BYTES = 64 * 2**20
+_MAX_SHOWN_BYTES = 2**20  # Of a header: a status reads those of many updates each time.
 _MAX_AUTHOR = 200
 _MOST_RANGES = 10_000
 
@@ -389,6 +391,27 @@ def _submitted(path: RunPath, file: TensorFile) -> Submitted:
     if reverts is not None and (update.edits or step is not None or trial is not None):
         raise UpdateRefused("A revert has no edits, step or trial of its own", received=repr(update)[:200])
     return Submitted(update, step, trial, reverts, forced is True)
+
+
+def describe(path: RunPath) -> UpdateView | None:
+    """An update in the inbox, by the header of its file alone; None if it is gone, too long or no update."""
+    with contextlib.suppress(OSError, FileDamaged, UpdateRefused):
+        nbytes = path.stat().st_size
+        found = _submitted(path, outline_of(path, max_tensors=MAX_TENSORS, max_bytes=_MAX_SHOWN_BYTES))
+        return UpdateView(
+            id=found.update.id,
+            stage=Stage.PROPOSED,
+            step=found.at_step,
+            nbytes=nbytes,
+            author=found.update.author,
+            note=found.update.note,
+            edits=tuple(summary(edit) for edit in found.update.edits),
+            scheduled=found.at_step is not None,
+            reverts=found.reverts,
+            trial=found.trial,
+            path=path,
+        )
+    return None
 
 
 def read_request(path: RunPath) -> InboxRequest:

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,18 +14,16 @@ from replicast.core.entries import Committed, History, Receipt, Refused, Schedul
 from replicast.core.operations.revert import why_not
 from replicast.core.records import Stage
 from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
-from replicast.files import RunDir, RunPath, below, open_plain
+from replicast.files import RunDir, RunPath, below
 from replicast.storage.claims import GROUPS, StoredPayload
-from replicast.storage.journal import HELD_BY_ALL, JournalReader, StoredJournal, summary
+from replicast.storage.journal import HELD_BY_ALL, JournalReader, StoredJournal
 from replicast.strictjson import described, parse_integer, reading
-from replicast.tensorfiles import check_header, header_bytes
 from replicast.update.edits import EditKind
 from replicast.update.inverse import NOT_KEPT, disturbs, inverse
 from replicast.update.trial import Trial, TrialOutcome, TrialVerdict
-from replicast.update.update import MAX_TENSORS, Update
+from replicast.update.update import Update
 
 _FROM_RECEIPT = ("digests", "propose_to_applied_secs", "stall_secs", "verified_at")
-_MAX_HEADER_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,36 +206,6 @@ def load_update(run_dir: RunDir, sequence: int) -> Update:
     if record is None:
         raise FileDamaged(below(run_dir) / GROUPS, f"the journal has no update {sequence}")
     return run.journal.load(record.id, record.digest)
-
-
-def describe(path: RunPath) -> UpdateView | None:
-    """An update in the inbox, by the header of its file alone; None if it is gone or no update."""
-    with contextlib.suppress(OSError, FileDamaged, UpdateRefused, ValueError, TypeError, AttributeError):
-        descriptor = open_plain(path)
-        try:
-            length = header_bytes(os.pread(descriptor, 8, 0))
-            if length > _MAX_HEADER_BYTES:
-                return None
-            begin, nbytes = os.pread(descriptor, length, 0), os.fstat(descriptor).st_size
-        finally:
-            os.close(descriptor)
-        outline = check_header(begin, nbytes, path.name, max_tensors=MAX_TENSORS)
-        update, extra = Update.of_file(outline, path.name)
-        trial, step, reverts = extra.get("trial"), extra.get("at_step"), extra.get("reverts")
-        return UpdateView(
-            id=update.id,
-            stage=Stage.PROPOSED,
-            step=step if type(step) is int else None,
-            nbytes=nbytes,
-            author=update.author,
-            note=update.note,
-            edits=tuple(summary(edit) for edit in update.edits),
-            scheduled=type(step) is int,
-            reverts=reverts if type(reverts) is int else None,
-            trial=None if trial is None else Trial.from_json(trial),
-            path=path,
-        )
-    return None
 
 
 # The update that undoes an update of the journal, for a job and for processes outside it.
