@@ -23,7 +23,7 @@ import click
 
 from replicast import __version__
 from replicast.cli import Failed
-from replicast.cli.options import json_option
+from replicast.cli.options import Parsed, json_option
 from replicast.cli.story import OwnJob, check_installed
 from replicast.config import shared_memory_directory
 from replicast.demo import FLOOR, MEASURES, WARM_UP, figures_file
@@ -39,16 +39,15 @@ _SILENCE_SECS = 300.0  # How long the workers may take for their start, or for o
 _LOOK_SECS = 0.1
 
 
-class SizeType(click.ParamType):  # type: ignore[type-arg]
-    """A number of bytes with its unit."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return value if isinstance(value, int) else parse_size(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def parse_size(text: str) -> int:
+    """The number of bytes in a text such as 100MB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)", text.strip().upper())
+    if found is None:
+        raise ValueError(f"expected a size such as 500KB, 100MB or 1GB. Received: {text!r}")
+    nbytes = int(float(found[1]) * _UNITS[found[2]])
+    if nbytes < _SMALLEST:
+        raise ValueError(f"must be at least {_SMALLEST // 1000}KB. Received: {text!r}")
+    return nbytes
 
 
 @click.command(context_settings={"show_default": True})
@@ -56,7 +55,11 @@ class SizeType(click.ParamType):  # type: ignore[type-arg]
     "-n", "--workers", type=click.IntRange(1, 64), default=2, metavar="N", help="Number of workers."
 )
 @click.option(
-    "--size", type=SizeType(), default="100MB", metavar="SIZE", help="Size of the state: 500KB, 100MB, 1GB."
+    "--size",
+    type=Parsed("size", parse_size),
+    default="100MB",
+    metavar="SIZE",
+    help="Size of the state: 500KB, 100MB, 1GB.",
 )
 @click.option("--rounds", type=click.IntRange(1, 1000), default=5, metavar="K", help="How often to measure.")
 @json_option("Print every figure as JSON.")
@@ -134,17 +137,6 @@ class Figure:
 
     def median(self) -> float:
         return median(self.secs)
-
-
-def parse_size(text: str) -> int:
-    """The number of bytes in a text such as 100MB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)", text.strip().upper())
-    if found is None:
-        raise ValueError(f"expected a size such as 500KB, 100MB or 1GB. Received: {text!r}")
-    nbytes = int(float(found[1]) * _UNITS[found[2]])
-    if nbytes < _SMALLEST:
-        raise ValueError(f"must be at least {_SMALLEST // 1000}KB. Received: {text!r}")
-    return nbytes
 
 
 def size_text(nbytes: int) -> str:

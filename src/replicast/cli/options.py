@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import click
 
-from replicast.client import Run, connect
+from replicast.client import connect
 from replicast.client.inbox_author import this_user
 from replicast.client.run import OPERATIONS, Parameter, rows_of
 from replicast.errors import NotFound, UpdateRefused, printable
@@ -66,32 +66,21 @@ _EDIT_OPTIONS = [
 ]
 
 
-class RunType(click.ParamType):  # type: ignore[type-arg]
-    """A run directory, or the address of a served run."""
+class Parsed(click.ParamType):  # type: ignore[type-arg]
+    """What a function makes of the text; what it raises is a usage error."""
 
-    name = "run"
+    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
+        self.name = name
+        self._parse = parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Run:
-        if isinstance(value, Run):
-            return value
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return connect(value)
-        except NotFound as error:
-            raise click.BadParameter(printable(error), ctx, param) from error
+            return self._parse(value) if isinstance(value, str | Path) else value
+        except (ValueError, NotFound) as error:
+            self.fail(printable(error), param, ctx)
 
 
-class RowsType(click.ParamType):  # type: ignore[type-arg]
-    """Rows and ranges of rows: 1,5,10:20."""
-
-    name = "rows"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        try:
-            return rows_of(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+RUN = Parsed("run", connect)  # A run directory, or the address of a served run.
 
 
 def asks(*operations: str) -> Callable[[_Command], _Command]:
@@ -102,7 +91,7 @@ def asks(*operations: str) -> Callable[[_Command], _Command]:
     def add(command: _Command) -> _Command:
         for one in reversed(found.values()):
             command = _parameter(one)(command)
-        return click.argument("run", type=RunType())(command)
+        return click.argument("run", type=RUN)(command)
 
     return add
 
@@ -117,7 +106,7 @@ def _parameter(one: Parameter) -> Callable[[_Command], _Command]:
     is_number = isinstance(one.default, int | float)
     return click.option(
         *names,
-        type=RowsType() if one.name == "rows" else _number_type(one.kind),
+        type=Parsed("rows", rows_of) if one.name == "rows" else _number_type(one.kind),
         default=one.default,
         metavar=metavar,
         show_default=is_number,
@@ -148,7 +137,7 @@ def json_option(text: str) -> Callable[[_Command], _Command]:
 def directory_of(path: Path) -> Path:
     """The path, if it is a run directory or has checkpoints; else a usage error that names those near it."""
     if not (below(path) / "checkpoints").is_dir():
-        RunType().convert(path, None, None)
+        RUN.convert(path, None, None)
     return path
 
 

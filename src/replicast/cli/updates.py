@@ -16,8 +16,8 @@ from rich.text import Text
 from replicast.cli import NO_ANSWER, STOPPED, Failed, error_text, one_line, printable_lines, texts
 from replicast.cli.options import (
     PATH,
+    RUN,
     EditCommand,
-    RunType,
     asks,
     check_usage,
     edit_options,
@@ -156,7 +156,7 @@ def withdraw(run: Run, update_id: str) -> None:
 
 @click.command()
 @click.argument("file", type=click.Path(exists=True, path_type=Path), metavar="FILE|RUN")
-@click.option("--run", type=RunType(), metavar="RUN", help="Check the file against the variables of RUN.")
+@click.option("--run", type=RUN, metavar="RUN", help="Check the file against the variables of RUN.")
 @click.option("--as", "operation", type=click.Choice(_AS), help="What to do with a plain file's tensors.")
 @click.option("--weight", type=float, metavar="W", help="With --as blend.")
 def inspect(file: Path, run: Run | None, operation: str | None, weight: float | None) -> int:
@@ -179,7 +179,7 @@ def inspect(file: Path, run: Run | None, operation: str | None, weight: float | 
     if file.is_dir():
         if operation is not None or run is not None:
             raise click.UsageError(f"{printable(file)} is a directory: --as and --run are for a file.")
-        _list_variables(RunType().convert(file, None, None))
+        _list_variables(RUN.convert(file, None, None))
         return 0
     found = read_file(file)
     if isinstance(found, Update):
