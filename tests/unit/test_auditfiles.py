@@ -7,16 +7,11 @@ from pathlib import Path
 import pytest
 
 from replicast.storage import run_files as runfiles
-from replicast.storage.claims import Fence
 from replicast.storage.run_files import (
-    FORMAT,
-    RunInfo,
     append_audit,
     last_audits,
     lines_from_the_end,
-    write_run_info,
 )
-from tests.unit.played_job import SCHEMA
 from tests.unit.test_audit import report
 
 
@@ -27,13 +22,6 @@ def test_the_last_reports_come_in_their_order(tmp_path: Path) -> None:
         append_audit(tmp_path, one)
     assert last_audits(tmp_path, 3) == reports[-3:]
     assert last_audits(tmp_path, 1000) == reports
-
-
-def test_a_report_says_to_which_start_of_the_job_it_belongs(tmp_path: Path) -> None:
-    for attempt in (0, 3):
-        write_run_info(Fence(tmp_path, attempt), RunInfo(FORMAT, SCHEMA, 2, attempt, 1.5))
-        append_audit(tmp_path, report(number=1))
-    assert [(one.number, one.attempt) for one in last_audits(tmp_path, 2)] == [(1, 0), (1, 3)]
 
 
 def test_only_the_end_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -379,7 +379,7 @@ def test_an_audit_that_the_script_asked_for_is_written_down_once(tmp_path: Path)
 
         def make(worker: Worker) -> Audits:
             schema = SlowSchema(worker.state.schema)
-            return Audits(worker.session, schema, tmp_path, AuditPlan())
+            return Audits(worker.session, schema, tmp_path, AuditPlan(), attempt=3)
 
         made = job.on_all(make)
         ended: list[Any] = []
@@ -392,4 +392,4 @@ def test_an_audit_that_the_script_asked_for_is_written_down_once(tmp_path: Path)
         reports = job.on_all(lambda worker: made[worker.rank].audit(None))
         eventually(lambda: ended)
         assert [one.number for one in made[0].reports] == [reports[0].number]
-        assert len(last_audits(tmp_path, 10)) == 1
+        assert [one.attempt for one in last_audits(tmp_path, 10)] == [3]

@@ -63,12 +63,14 @@ class Audits:
         schema: Schema,
         run_dir: RunDir | None,
         plan: AuditPlan,
+        attempt: int = 0,
         answer: Callable[[AuditReport], None] = lambda report: None,
     ) -> None:
         """`answer` tells those outside the job who have asked for an audit. On worker 0."""
         self._session = session
         self._schema = schema
         self._run_dir = run_dir
+        self._attempt = attempt
         self._usual = plan
         self._plan = plan
         self._audited_at = -1
@@ -155,7 +157,8 @@ class Audits:
             if known is not None:
                 return known
             nbytes = sum(variable.nbytes for variable in self._schema)
-            report = replace(found, variables=len(self._schema), nbytes=nbytes)
+            # The numbers of audits start over with each attempt.
+            report = replace(found, variables=len(self._schema), nbytes=nbytes, attempt=self._attempt)
             self._reports.append(report)
             if self._session.rank == 0:
                 log = logger.debug if report.equal else logger.warning

@@ -170,7 +170,9 @@ class JoinedWorker(WorkerHooks):
             has_trained=lambda: self.has_trained,
             answer=self._answer_leave,
         )
-        self.audits = Audits(self.session, self.state.schema, run_dir, audits, self._answer_audit)
+        self.audits = Audits(
+            self.session, self.state.schema, run_dir, audits, self._attempt, self._answer_audit
+        )
         self.session.start()
         self.run_files.start()
         self._states = RunStates(run_dir, rank, size, self._attempt)

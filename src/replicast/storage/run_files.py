@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from replicast.errors import FileDamaged, ReplicastError
+from replicast.errors import FileDamaged
 from replicast.files import (
     RunDir,
     RunPath,
@@ -230,8 +230,6 @@ def lines_from_the_end(path: RunPath) -> Iterator[bytes]:
 
 def append_audit(run_dir: RunDir, report: AuditReport) -> None:
     """Appends the report of an audit. Only worker 0."""
-    with contextlib.suppress(ReplicastError, OSError):  # audit numbers start over with each attempt
-        report = msgspec.structs.replace(report, attempt=read_run_info(run_dir).attempt)
     append_line(below(run_dir) / "audits.jsonl", json.dumps(report.to_json()))
 
 
