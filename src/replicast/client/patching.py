@@ -102,19 +102,8 @@ def patch_in_place(run: RunDir, step: int, update: Update, *, progress: Progress
         path = store.find(step)
         with store.open(step) as reader:
             digest = _digest_of_touched(reader, plan)
-        times = 0.0, 0.0, time.time()
-        journal.write(
-            Receipt(
-                sequence,
-                plan.id,
-                step,
-                {0: digest},
-                *times,
-                Stage.VERIFIED,
-                attempt=attempt,
-                checkpoint=path.name,
-            )
-        )
+        applied = sequence, plan.id, step, {0: digest}, 0.0, 0.0, time.time(), Stage.VERIFIED
+        journal.write(Receipt(*applied, attempt=attempt, checkpoint=path.name))
     return Patched(sequence, path, before, after)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from replicast.client.examination import json_value
 from replicast.errors import (
@@ -47,13 +47,6 @@ def dumped(value: Any) -> str:
         return json.dumps(json_value(value), allow_nan=False, separators=(",", ":"))
 
 
-class Json(JSONResponse):
-    """An answer in JSON."""
-
-    def render(self, content: Any) -> bytes:
-        return dumped(content).encode()
-
-
 class HttpError(Exception):
     """Answers a request with an error."""
 
@@ -78,8 +71,8 @@ class HttpError(Exception):
         told = {name: value for name, value in self.fields.items() if value is not None}
         return {"error": {name: _bounded(value) for name, value in told.items()}}
 
-    def response(self) -> Json:
-        return Json(self.body(), self.status, self.headers)
+    def response(self) -> Response:
+        return Response(dumped(self.body()), self.status, self.headers, "application/json")
 
 
 def http_error(error: Exception) -> HttpError | None:

@@ -1,4 +1,4 @@
-"""Serves an application with uvicorn until SIGINT or SIGTERM.
+"""The server below the application: settings and limits, uvicorn, blocking calls in threads, uploads.
 
 uvicorn has no limit on the time until a request is complete, nor on the time in which an answer is read, and
 counts a connection that sends nothing like any other: a thousand of them would lock everybody out. So each
