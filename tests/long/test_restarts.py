@@ -28,7 +28,7 @@ from pathlib import Path
 os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"    # what a standby has imported without knowing
 import keras, numpy as np, tensorflow as tf, replicast
 from replicast.storage import inbox
-from replicast.storage.updates import has_promised
+from replicast.storage.updates import Updates
 from replicast.update.update import Update
 
 tf.config.experimental.enable_op_determinism()
@@ -103,7 +103,7 @@ class Act(keras.callbacks.Callback):
         if step == int(at_step):
             self.suffer()
         if step == 12 and rank == 0:    # a step takes no time here: the inbox would be looked into too late
-            wait_until(lambda: has_promised(replicas.run_dir, "outside"))
+            wait_until(lambda: Updates(replicas.run_dir).has_promised("outside"))
 
     def is_noted(self):
         noted = replicas.run_dir / "workers" / f"{rank}.json"

@@ -37,7 +37,7 @@ from replicast.storage.journal import (
     counted_lines,
     summary,
 )
-from replicast.storage.updates import Updates, committed_updates, load_update, refused
+from replicast.storage.updates import Updates, committed_updates, load_update
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update
 from tests.unit.logs import lines_of, log_of
@@ -148,7 +148,7 @@ def test_a_metric_that_is_no_finite_number_was_not_measured(tmp_path: Path) -> N
 
 def test_text_that_is_not_valid_unicode_is_escaped(tmp_path: Path) -> None:
     writer(tmp_path).write(Refused("u1", ("a",), "no file \udcff"))
-    assert refused(tmp_path) == {"u1": "no file \\udcff"}
+    assert Updates(tmp_path).refused == {"u1": "no file \\udcff"}
 
 
 def test_what_has_only_a_payload_is_not_committed(journal: Journal) -> None:
@@ -413,9 +413,9 @@ def test_all_that_is_known_of_an_update_is_joined(tmp_path: Path) -> None:
     assert [edit["operation"] for edit in update.edits] == ["add", "scale"]
     assert update.nbytes == (folder(tmp_path) / "000003.safetensors").stat().st_size
     assert Updates(tmp_path).history.withdrawn == {"u2"}
-    assert refused(tmp_path) == {}
+    assert Updates(tmp_path).refused == {}
     journal.write(Refused("u3", ("c",), "too late"))
-    assert refused(tmp_path) == {"u3": "too late"}
+    assert Updates(tmp_path).refused == {"u3": "too late"}
 
 
 def test_what_is_scheduled_waits_until_it_is_committed_withdrawn_or_refused(tmp_path: Path) -> None:

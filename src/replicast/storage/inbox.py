@@ -63,7 +63,7 @@ from replicast.files import (
 from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.journal import summary
-from replicast.storage.updates import UpdateView, has_promised, refused
+from replicast.storage.updates import Updates, UpdateView
 from replicast.strictjson import described, parse_object
 from replicast.update.schema import Variable
 from replicast.update.trial import Trial
@@ -330,10 +330,11 @@ def _is_taken(run_dir: RunDir, update_id: str, *, job_is_running: Callable[[], b
         if job_is_running() if alive is None else alive:
             return True
     # A job that died may have committed or scheduled it: the next attempt applies it in any case.
-    if has_promised(run_dir, update_id):
+    journal = Updates(run_dir)
+    if journal.has_promised(update_id):
         return True
     pending = {one.proposal.id for manifest in CheckpointStore(run_dir).list() for one in manifest.pending}
-    return update_id in pending and update_id not in refused(run_dir)
+    return update_id in pending and update_id not in journal.refused
 
 
 # What waits.

@@ -191,14 +191,6 @@ def committed_updates(run_dir: RunDir) -> list[UpdateView]:
     return [run.committed(sequence) for sequence in run.history.committed]
 
 
-def has_promised(run_dir: RunDir, id_: str) -> bool:
-    return Updates(run_dir).has_promised(id_)
-
-
-def refused(run_dir: RunDir) -> dict[str, str]:
-    return Updates(run_dir).refused
-
-
 def load_update(run_dir: RunDir, sequence: int) -> Update:
     """A committed update with its values."""
     run = Updates(run_dir)
