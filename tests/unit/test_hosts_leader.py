@@ -16,6 +16,7 @@ from replicast.launcher import hosts_leader
 from replicast.launcher.failure import Exit, Order, Phase
 from replicast.launcher.hosts_leader import (
     End,
+    Hello,
     HostTimeouts,
     Identity,
     Leader,
@@ -594,6 +595,14 @@ def test_messages_survive_their_json(message: Report | Order) -> None:
 def test_other_fields_are_no_message(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"type|Expected|missing|unknown|Invalid"):
         read_message(fields, 2)
+
+
+def test_a_launcher_of_another_version_is_recognised_by_what_it_says_first() -> None:
+    hello = msgspec.to_builtins(Hello(node=1, session="s", address="", identity=IDENTITY))
+    later = hello | {"more": 1, "identity": hello["identity"] | {"version": "2", "more": 1}}
+    message = read_message(later, 2)
+    assert isinstance(message, Hello)
+    assert difference(IDENTITY, message.identity).startswith("a different version of replicast: 1 on")
 
 
 @pytest.mark.parametrize(

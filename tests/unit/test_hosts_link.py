@@ -263,7 +263,7 @@ def test_a_report_with_impossible_values_is_left_out_and_the_launchers_go_on() -
     endpoint = listener.getsockname()[:2]
     hello = Hello(node=1, session="s", address="127.0.0.1", identity=IDENTITY)
     with first_of(IDENTITY, listener) as link:
-        answer = answer_to(endpoint, hello, replace(Report(next_attempt=0), signal=9999), AskName(node=1))
+        answer = answer_to(endpoint, hello, replace(Report(next_attempt=0), signal=9999), AskName())
         assert isinstance(answer, Order), "the rest of what it sends is heard"
         told = next_of(link, Tell)
         assert "ignored an invalid message of the launcher at 127.0.0.1: Invalid enum value 9999" in told.text
@@ -392,7 +392,7 @@ def test_the_first_launcher_of_another_job_is_not_refused_and_no_stranger_can_ha
 ) -> None:
     listener = listen(("127.0.0.1", 0))
     with first_of(replace(IDENTITY, hosts=("127.0.0.1", "127.0.0.2")), listener):
-        assert isinstance(answer_to(listener.getsockname()[:2], question, AskName(node=1)), Order)
+        assert isinstance(answer_to(listener.getsockname()[:2], question, AskName()), Order)
 
 
 def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
@@ -445,7 +445,7 @@ def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
             FirstOf(hosts=("b", "a"), port=IDENTITY.port),
             "one with --hosts a,b, the other with --hosts b,a",
         ),
-        (b"another", AskName(node=1), "the other host has a different job secret"),
+        (b"another", AskName(), "the other host has a different job secret"),
     ],
 )
 def test_the_last_line_of_the_first_launcher_says_why_it_refused_the_host_that_is_missing(
@@ -530,7 +530,7 @@ def test_strangers_do_not_hide_the_refusal_of_a_launcher_that_knows_the_secret()
                 ("127.0.0.1", port), source_address=(f"127.0.0.{number}", 0)
             ) as connected:
                 stranger = Connection(connected, b"another", is_first=False, nodes=2)
-                stranger.send(AskName(node=1))
+                stranger.send(AskName())
                 with contextlib.suppress(NotAuthentic):
                     while select.select([connected], [], [], SECS)[0]:
                         stranger.receive()

@@ -72,8 +72,11 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What launchers tell each other. An `Order` is such a message too."""
 
 
-class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What must be the same on all hosts of a job."""
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be the same on all hosts of a job.
+
+    Another version may send more: what differs is then said, so this and `Hello` allow unknown fields.
+    """
 
     version: str
     program: tuple[str, ...]
@@ -84,7 +87,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_restarts: int
 
 
-class Hello(_Told, frozen=True):
+class Hello(_Told, frozen=True, forbid_unknown_fields=False):
     """The first message of a launcher to the first one."""
 
     node: int
@@ -107,8 +110,6 @@ class Report(_Told, frozen=True):
 
 class AskName(_Told, frozen=True):
     """A launcher without `--run-dir` asks for an order, which has the name of the run directory."""
-
-    node: int
 
 
 class FirstOf(_Told, frozen=True):

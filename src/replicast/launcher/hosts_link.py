@@ -578,7 +578,7 @@ class Other:
     def _introduction(self, address: str) -> Hello | AskName:
         node, identity = self._part.job.node_rank, self._part.identity
         if identity is None:
-            return AskName(node=node)
+            return AskName()
         return Hello(node=node, session=self._part.session, address=address, identity=identity)
 
     def _read(self, connection: Connection) -> list[Event]:
