@@ -162,7 +162,7 @@ class AuditReport(Record):
     workers: int = 0
     variables: int = 0
     nbytes: int = 0
-    attempt: int | None = None
+    attempt: int | None = None  # audit numbers start over with each attempt
 
     @property
     def equal(self) -> bool:

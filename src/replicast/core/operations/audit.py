@@ -186,6 +186,7 @@ def _report(job: JobView, step: int, seen: Reports) -> AuditReport:
         ),
         digest_secs=max(one.secs for one in seen.values()),
         workers=job.size,
+        attempt=job.attempt,
     )
 
 
