@@ -75,7 +75,6 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """The address that a person gives."""
         try:
             parts = urlsplit(text)
             is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -115,7 +114,6 @@ class ServedRun(Run):
         raise NotFound(f"{address} serves {len(names)} runs. Name one: {address}/{names[0]}, for example.")
 
     def perform(self, operation: RunOperation, arguments: dict[str, Any]) -> Any:
-        """Sends a request, and reads the result or raises the error."""
         if "author" in arguments:
             arguments["author"] = arguments["author"] or this_user()
         content = operation.content(arguments)
@@ -278,7 +276,6 @@ def connect(run: RunDir, *, token: str | None = None, token_file: Path | str | N
 
 
 def is_address(run: RunDir) -> bool:
-    """Whether a run is given by its address, and not by its directory."""
     return isinstance(run, str) and run.startswith(("http://", "https://"))
 
 
@@ -318,7 +315,6 @@ def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 @contextlib.contextmanager
 def _understood() -> Iterator[None]:
-    """Turns what goes wrong while an answer is read into one error."""
     try:
         yield
     except (AttributeError, FileDamaged, KeyError, TypeError, ValueError, msgspec.ValidationError) as error:

@@ -104,7 +104,6 @@ class DirectoryRun(Run):
         self._metrics = MetricsFile(self.path / "metrics.jsonl")
 
     def perform(self, operation: RunOperation, arguments: dict[str, Any]) -> Any:
-        """Calls the function that does it."""
         return DONE_BY[operation.name](self.path, **arguments)
 
     def brief(self) -> Brief:

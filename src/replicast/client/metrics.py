@@ -50,11 +50,9 @@ class Series:
         return {"steps": self.steps.tolist(), "times": self.times.tolist(), "values": values}
 
     def before(self, step: int) -> Series:
-        """The points before a step."""
         return self._chosen(slice(0, int(np.searchsorted(self.steps, step))))
 
     def followed_by(self, later: Series) -> Series:
-        """These points and later ones."""
         return Series(
             np.concatenate([self.steps, later.steps]),
             np.concatenate([self.times, later.times]),
@@ -130,7 +128,6 @@ class MetricsFile:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, since: int | None, points: int) -> Metrics:
-        """As `Run.metrics`."""
         points = min(max(points, _PER_BUCKET), MAX_POINTS)
         try:
             file: BinaryIO = os.fdopen(open_plain(self.path), "rb")
@@ -166,7 +163,6 @@ class _Seen:
         return Metrics(series, base + self.position, since, self.damaged)
 
     def read(self, file: BinaryIO) -> None:
-        """Reads every complete line behind the position."""
         for piece in _pieces(file, self.position):
             try:
                 lines = _LINE.decode_lines(piece)

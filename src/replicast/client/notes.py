@@ -143,7 +143,6 @@ def ticks(timeout_secs: float, every_secs: float) -> Iterator[bool]:
 
 
 def not_running_text(seen: SeenJob) -> str:
-    """Says that the job is not running, and since when."""
     if not seen.notes:
         return "The job is not running (no worker has written a note yet)"
     silent = seen.now - max(note.time for note in seen.notes)
@@ -173,7 +172,6 @@ def described_run(run: RunDir) -> RunInfo | None:
 
 
 def schema_of(run: RunDir) -> Schema:
-    """The variables of a run."""
     info = described_run(run)
     if info is None:
         seen = see(run)
@@ -183,7 +181,6 @@ def schema_of(run: RunDir) -> Schema:
 
 
 def is_run(run: RunDir) -> bool:
-    """Whether a job was started in this directory."""
     return (below(run) / STATES).is_file() or is_described(run)
 
 

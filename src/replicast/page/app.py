@@ -70,7 +70,7 @@ ROWS = (*OPERATIONS.values(), RATE)
 
 
 class _Nothing(Struct, forbid_unknown_fields=True):
-    """No parameters."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,6 @@ class Asked:
 
 
 async def _answer(asked: Asked) -> Any:
-    """Calls the method of `Run` of the same name."""
     row, arguments, perform = asked.row, asked.arguments, getattr(asked.watch.run, asked.row.name)
     if "author" in row.parameters:
         arguments["author"] = asked.author
@@ -252,7 +251,6 @@ class App(Starlette):
         self.router.redirect_slashes = False
 
     def stop(self) -> None:
-        """Ends every stream, so that the server can."""
         self._runs.stop()
 
     @asynccontextmanager

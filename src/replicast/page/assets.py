@@ -47,7 +47,6 @@ def plotly_file() -> Path | None:
 
 @lru_cache(maxsize=1)
 def asset_names() -> frozenset[str]:
-    """The files that can be asked for."""
     return frozenset({PLOTLY, *(path.name for path in STATIC.iterdir() if path.suffix in TYPES)})
 
 
@@ -100,6 +99,5 @@ def _data(run: DirectoryRun, chain: Chain) -> dict[str, Any]:
 
 
 def _address(name: str) -> str:
-    """A file as a data: address."""
     content = (STATIC / name).read_text().replace('from "./', 'from "replicast/')
     return f"data:{TYPES[Path(name).suffix]};base64,{base64.b64encode(content.encode()).decode()}"

@@ -75,7 +75,6 @@ class RunWatch:
         return result
 
     async def text(self, key: Any, act: Callable[[], Any], max_age: float = POLL_SECS) -> bytes:
-        """The result of a blocking call as JSON, shared as in `read`."""
         return await self.read(key, lambda: dumped(act()).encode(), max_age)
 
     def _was_read(self, kept: _Kept, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
@@ -90,7 +89,6 @@ class RunWatch:
             nbytes -= self._kept.pop(key).nbytes
 
     async def status(self) -> dict[str, Any]:
-        """The overview of the run, at most a second old."""
         return await self.read("status", lambda: self.run.status().to_json(), POLL_SECS / 2)
 
     def keep(self, key: Any, max_age: float) -> None:
@@ -119,7 +117,6 @@ class RunWatch:
             self._streams.discard(queue)
 
     def stop(self) -> None:
-        """Ends every stream."""
         if self._poller is not None:
             self._poller.cancel()
         for queue in self._streams:
@@ -146,7 +143,6 @@ class RunWatch:
             return self._changed(await self._parts_of({"unreadable": problem.body()["error"]}))
 
     async def _parts_of(self, status: dict[str, Any]) -> dict[str, str]:
-        """The parts of the status as JSON."""
         return await self._threads.call(
             lambda: {name: f"{dumped(name)}:{dumped(value)}" for name, value in status.items()}
         )
@@ -263,7 +259,6 @@ class Runs:
         self._watches: dict[str, RunWatch] = {}
 
     async def all(self) -> list[RunWatch]:
-        """All runs, by name."""
         found = await self.readers.call(self._find)
         for name in [name for name, watch in self._watches.items() if found.get(name) is not watch.run]:
             self._watches.pop(name).stop()
@@ -282,7 +277,6 @@ class Runs:
         return self._watches[name]
 
     def stop(self) -> None:
-        """Ends every stream."""
         for watch in self._watches.values():
             watch.stop()
 

@@ -42,7 +42,6 @@ _FREE = [{}, *_TOKEN]
 
 
 def description(rows: Iterable[RunOperation]) -> dict[str, Any]:
-    """The document at /openapi.json."""
     fields = {name: {"type": "string", "description": text} for name, text in _FIELDS.items()}
     error = _object(["error"], error=_object(["problem"], **fields))
     paths = _others()

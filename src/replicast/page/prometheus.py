@@ -35,7 +35,6 @@ _HELP = {
 
 
 async def exposition(watches: Iterable[RunWatch]) -> str:
-    """The page that Prometheus reads."""
     samples: dict[str, list[str]] = {name: [] for name in _HELP}
     for watch in watches:
         for name, labels, value in await _samples(watch):

@@ -114,7 +114,6 @@ class SecurityMiddleware:
         await self._app(scope, receive, send_with_headers)
 
     def check(self, method: str, path: str, headers: Headers, peer: str) -> None:
-        """Raises `HttpError` unless the request is allowed."""
         host = self._checked_host(headers)
         acts = method not in ("GET", "HEAD") or _STOPS_WORKERS.match(path) is not None
         if acts:

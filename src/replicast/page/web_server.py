@@ -267,7 +267,6 @@ def listen(settings: PageSettings) -> socket.socket:
 
 
 def address_of(settings: PageSettings, listener: socket.socket) -> str:
-    """The address to type into a browser."""
     scheme = "http" if settings.certfile is None else "https"
     host = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(settings.host, settings.host)
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
