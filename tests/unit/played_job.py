@@ -206,6 +206,17 @@ def invoke(*arguments: object) -> Result:
     return result
 
 
+def output_of(code: int, *arguments: object) -> str:
+    """Runs a command that must end with this exit code, and gives its output."""
+    result = invoke(*arguments)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def flat(output: str) -> str:
+    return " ".join(output.split())
+
+
 def tensors(name: str, **values: np.ndarray) -> Path:
     path = Path(f"{name}.safetensors")
     safetensors.numpy.save_file({key.replace("__", "/"): value for key, value in values.items()}, path)

@@ -31,11 +31,13 @@ from tests.unit.played_job import (
     LONG_AGO,
     SCHEMA,
     PlayedJob,
+    flat,
     heard_of,
     heard_of_always,
     invoke,
     made_run,
     meanwhile,
+    output_of,
     pushed,
     tensors,
 )
@@ -62,10 +64,6 @@ def job(run: Path, monkeypatch: pytest.MonkeyPatch) -> PlayedJob:
     return played
 
 
-def flat(output: str) -> str:
-    return " ".join(output.split())
-
-
 def is_harmless(output: str) -> bool:
     return not any(character in output for character in "\x1b\x07\r") and "[red]text" in output
 
@@ -88,11 +86,10 @@ def test_no_command_loads_tensorflow_when_it_works(run: Path) -> None:
 
 
 def test_one_number_is_assigned_and_the_id_is_printed(run: Path) -> None:
-    result = invoke("push", run, "--set", "learning_rate=5e-4", "--note", "slower", "--at-step", 9)
-    assert result.exit_code == 0
+    result = output_of(0, "push", run, "--set", "learning_rate=5e-4", "--note", "slower", "--at-step", 9)
     update, at_step = pushed(run)
-    assert f"pushed {update.id}\n" in result.output
-    assert f"replicast show run {update.id}" in result.output
+    assert f"pushed {update.id}\n" in result
+    assert f"replicast show run {update.id}" in result
     assert (update.note, at_step, "@" in update.author) == ("slower", 9, True)
     (edit,) = planned(update, SCHEMA).edits
     assert (edit.operation, edit.variable) == ("assign", "optimizer/learning_rate")
@@ -172,8 +169,7 @@ def test_a_trial_is_pushed_with_what_it_is_judged_by(run: Path) -> None:
 )
 def test_a_wrong_command_line_is_a_usage_error(run: Path, arguments: list[str], expected: str) -> None:
     tensors("bias", dense__bias=BIAS)
-    result = invoke("push", run, *arguments)
-    assert (result.exit_code, expected in result.output) == (2, True), result.output
+    assert expected in output_of(2, "push", run, *arguments)
     assert inbox.waiting(run) == []
 
 
@@ -196,8 +192,7 @@ def test_what_is_not_a_run_directory_is_a_usage_error(run: Path, words: list[str
         "empty": "has no run.json yet: is the job still starting?",
         "logs": "is not shared with the first host",
     }.items():
-        result = invoke(*(path if word == "@" else word for word in words))
-        assert (result.exit_code, expected in flat(result.output)) == (2, True), result.output
+        assert expected in flat(output_of(2, *(path if word == "@" else word for word in words)))
 
 
 def test_every_problem_is_listed_with_variable_expected_and_received(run: Path) -> None:
@@ -232,8 +227,7 @@ def test_damaged_files_and_files_of_the_other_kind_are_refused(run: Path) -> Non
         (["--add-rows", bias], "dense/bias.indices"),
         (["--set", "learning_rate=1", "--id", "../x"], "id is not valid"),
     ):
-        result = invoke("push", run, *arguments)
-        assert (result.exit_code, expected in result.output) == (1, True), result.output
+        assert expected in output_of(1, "push", run, *arguments)
     assert inbox.waiting(run) == []
 
 
@@ -260,9 +254,8 @@ def test_a_name_with_control_characters_cannot_reach_the_terminal(run: Path) -> 
 
 
 def test_waiting_ends_with_the_receipt(run: Path, job: PlayedJob) -> None:
-    result = invoke("push", run, *SET, "--wait", "--at-step", 40)
-    assert result.exit_code == 0, result.output
-    assert result.output.splitlines() == [
+    result = output_of(0, "push", run, *SET, "--wait", "--at-step", 40)
+    assert result.splitlines() == [
         "pushed x",
         "proposed",
         "prepared",
@@ -286,15 +279,13 @@ def test_an_update_that_ends_badly_is_told_with_its_reason(
     run: Path, job: PlayedJob, fate: Stage, said: str
 ) -> None:
     job.fate = fate
-    result = invoke("push", run, *SET, "--wait")
-    assert (result.exit_code, said in result.output) == (1, True), result.output
+    assert said in output_of(1, "push", run, *SET, "--wait")
 
 
 def test_when_time_is_up_the_update_stays_and_can_be_withdrawn(run: Path) -> None:
-    result = invoke("push", run, *SET, "--wait", "--timeout", 0)
-    assert result.exit_code == 3
-    assert "Timed out after 0 s: update x is proposed" in result.output
-    assert "replicast withdraw run x" in result.output
+    result = output_of(3, "push", run, *SET, "--wait", "--timeout", 0)
+    assert "Timed out after 0 s: update x is proposed" in result
+    assert "replicast withdraw run x" in result
     assert [entry.id for entry in inbox.waiting(run)] == ["x"]
 
 
@@ -309,11 +300,10 @@ def test_an_update_that_is_committed_is_not_pushed_again_and_is_said_to_be_appli
     played = PlayedJob(run)
     played.stops_at = Stage.COMMITTED
     played.act_all()
-    result = invoke("push", run, *SET, "--wait", "--timeout", 0)
-    assert result.exit_code == 3
-    assert "already in the journal, as number 1" in result.output
-    assert "pushed x" not in result.output
-    assert "x is committed at step 7.\nEvery worker applies it.\n" in result.output
+    result = output_of(3, "push", run, *SET, "--wait", "--timeout", 0)
+    assert "already in the journal, as number 1" in result
+    assert "pushed x" not in result
+    assert "x is committed at step 7.\nEvery worker applies it.\n" in result
 
 
 def interrupted(*_arguments: object) -> None:
@@ -322,10 +312,9 @@ def interrupted(*_arguments: object) -> None:
 
 def test_ctrl_c_while_waiting_says_that_the_update_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meanwhile(monkeypatch, interrupted)
-    result = invoke("push", run, *SET, "--wait")
-    assert result.exit_code == 130
-    assert "Stopped waiting: update x is proposed" in result.output
-    assert "replicast withdraw run x" in result.output
+    result = output_of(130, "push", run, *SET, "--wait")
+    assert "Stopped waiting: update x is proposed" in result
+    assert "replicast withdraw run x" in result
 
 
 def test_ctrl_c_before_it_is_written_pushes_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,12 +333,11 @@ def test_a_push_to_a_job_that_is_not_running_names_the_option_for_the_next_start
     heard_of(run, LONG_AGO)
     refused = invoke("push", run, *SET)
     assert (refused.exit_code, "--next-start" in refused.output, inbox.waiting(run)) == (1, True, [])
-    waited = invoke("push", run, *SET, "--wait", "--next-start")
-    assert waited.exit_code == 0
-    assert "It will take the update when it is started again" in flat(waited.output)
-    assert "To withdraw it: replicast withdraw run x" in waited.output
+    waited = output_of(0, "push", run, *SET, "--wait", "--next-start")
+    assert "It will take the update when it is started again" in flat(waited)
+    assert "To withdraw it: replicast withdraw run x" in waited
     told = "proposed. The job is not running: the update waits in the inbox, and the next start that trains"
-    assert told in waited.output
+    assert told in waited
     invoke("push", run, "--set", "learning_rate=1", "--next-start")
     assert "1 in the inbox, for the next start that trains" in invoke("status", run).output
 
@@ -383,13 +371,11 @@ def test_a_push_during_the_first_start_is_accepted_and_the_job_checks_it(
     Fence(run, attempt=0).release()  # a group that has no run.json yet
     arguments = "push", run, "--set", "learning_rate=0.1", "--id"
     for more in (["--dry-run"], []):
-        told = invoke(*arguments, "x", *more)
-        assert told.exit_code == 0, told.output
-        assert "Starting: no worker has been heard of yet" in told.output
-        assert "The job checks this when its workers have met" in flat(told.output)
-        assert "damaged" not in told.output
-    pulled = invoke("pull", run, "dense/bias", "-o", "a.npy")
-    assert (pulled.exit_code, "known when its workers have met" in pulled.output) == (1, True)
+        told = output_of(0, *arguments, "x", *more)
+        assert "Starting: no worker has been heard of yet" in told
+        assert "The job checks this when its workers have met" in flat(told)
+        assert "damaged" not in told
+    assert "known when its workers have met" in output_of(1, "pull", run, "dense/bias", "-o", "a.npy")
     assert invoke("show", run, "x").exit_code == 0
 
     def starts(_secs: float) -> None:
@@ -397,14 +383,12 @@ def test_a_push_during_the_first_start_is_accepted_and_the_job_checks_it(
         PlayedJob(run).act_all()
 
     moments = meanwhile(monkeypatch, lambda secs: starts(secs) if len(moments) == 1 else None)
-    waited = invoke(*arguments, "y", "--wait")
-    assert (waited.exit_code, "verified: number 2" in waited.output) == (0, True), waited.output
+    assert "verified: number 2" in output_of(0, *arguments, "y", "--wait")
 
 
 def test_a_first_start_that_has_failed_takes_no_push_unless_it_is_for_the_next_one(run: Path) -> None:
     run = new_run(State.FAILED, reason="no GPU")
-    refused = invoke("push", run, *SET)
-    assert (refused.exit_code, "Failed: no GPU" in refused.output) == (1, True), refused.output
+    assert "Failed: no GPU" in output_of(1, "push", run, *SET)
     assert invoke("push", run, *SET, "--next-start").exit_code == 0
     assert [one.id for one in inbox.waiting(run)] == ["x"]
 
@@ -424,16 +408,14 @@ def test_a_full_disk_is_told_without_a_traceback(run: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(inbox, "write_durably", full)
-    result = invoke("push", run, *SET)
-    assert (result.exit_code, "No space left on device" in result.output) == (1, True)
+    assert "No space left on device" in output_of(1, "push", run, *SET)
 
 
 def test_a_run_of_a_later_format_is_refused(run: Path) -> None:
     (path,) = run.glob("groups/*/run.json")
     fields = json.loads(unsealed(path.read_bytes())[0]) | {"format": 99}
     path.write_bytes(sealed(json.dumps(fields).encode())[0])
-    result = invoke("push", run, *SET)
-    assert (result.exit_code, "Received: 99" in result.output) == (1, True)
+    assert "Received: 99" in output_of(1, "push", run, *SET)
 
 
 # Trials

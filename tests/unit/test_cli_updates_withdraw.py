@@ -16,7 +16,7 @@ from replicast.storage import inbox
 from replicast.storage.run_files import ENDED, WorkerNote, write_worker_note
 from replicast.update.update import Update
 from tests.unit.logs import log_of
-from tests.unit.played_job import LONG_AGO, PlayedJob, heard_of, invoke, made_run, meanwhile
+from tests.unit.played_job import LONG_AGO, PlayedJob, flat, heard_of, invoke, made_run, meanwhile, output_of
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
 
@@ -37,13 +37,10 @@ def test_what_a_job_has_taken_and_not_committed_is_withdrawn_by_the_job(
     job.stops_at = stage
     job.act_all()
     meanwhile(monkeypatch, lambda _secs: job.withdraw())
-    result = invoke("withdraw", run, "x")
-    assert (result.exit_code, "withdrawn x: it will not be applied" in result.output) == (0, True)
-    shown = invoke("show", run, "x")
-    assert (shown.exit_code, "withdrawn" in shown.output) == (0, True)
+    assert "withdrawn x: it will not be applied" in output_of(0, "withdraw", run, "x")
+    assert "withdrawn" in output_of(0, "show", run, "x")
     assert "scheduled" not in invoke("status", run).output
-    again = invoke("withdraw", run, "x")
-    assert (again.exit_code, "x was withdrawn: there is nothing" in again.output) == (1, True)
+    assert "x was withdrawn: there is nothing" in output_of(1, "withdraw", run, "x")
 
 
 @pytest.mark.parametrize(
@@ -65,9 +62,7 @@ def test_what_is_committed_or_not_given_back_in_time_stays(
     job.act_all()
     before = [entry.id for entry in inbox.waiting(run)]
     result = invoke("withdraw", run, "x")
-    assert (result.exit_code, said in " ".join(result.output.split())) == (3 if secs else 1, True), (
-        result.output
-    )
+    assert (result.exit_code, said in flat(result.output)) == (3 if secs else 1, True), result.output
     assert [entry.id for entry in inbox.waiting(run)] == before
     assert sum(waited) == pytest.approx(secs)
     assert inbox.requests(run) == []
@@ -100,8 +95,7 @@ def test_what_a_dead_job_had_taken_can_be_withdrawn_unless_it_is_committed(
     played.stops_at = Stage.COMMITTED
     played.act_all()
     inbox.note_stage(run, "y", Stage.COMMITTED, step=7, taken_by=dead)
-    result = invoke("withdraw", run, "y")
-    assert (result.exit_code, "y is committed, step 7" in result.output) == (1, True)
+    assert "y is committed, step 7" in output_of(1, "withdraw", run, "y")
 
 
 def taken(run: Path, taker: dict[str, Any]) -> None:
@@ -131,7 +125,7 @@ def test_a_job_whose_clock_is_behind_is_heard_of_while_one_listens(
     listened = meanwhile(monkeypatch, lambda _secs: heard_of(run, secs_ago=59))
     taken(run, ELSEWHERE)
     result = invoke("withdraw", run, "x")
-    assert "without a withdrawal. Waited for the next step" in " ".join(result.output.split())
+    assert "without a withdrawal. Waited for the next step" in flat(result.output)
     assert (result.exit_code, sum(listened)) == (3, pytest.approx(30.0, abs=1.5)), "it is asked, as it runs"
     assert [entry.id for entry in inbox.waiting(run)] == ["x"]
 
