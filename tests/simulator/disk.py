@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from replicast.core.entries import Committed, Entry, GroupEntries, History, Payload, Scheduled, valid
+from replicast.core.entries import Committed, Entry, History, Payload, Scheduled
 from replicast.core.messages import Propose, Request, Withdraw
 from tests.simulator.replica import Edit, overwrites, undone
 
@@ -42,10 +42,9 @@ class Disk:
         return group < len(self.groups) - 1
 
     def entries(self) -> list[Entry]:
-        """The valid entries."""
-        return valid(
-            GroupEntries(entries, taken) for entries, taken in zip(self.groups, self.taken, strict=True)
-        )
+        """The valid entries, in order: of each group those that the next one took over."""
+        groups = zip(self.groups, self.taken, strict=True)
+        return [entry for entries, taken in groups for entry in entries[:taken]]
 
     def history(self) -> History:
         """The current history of the journal."""

@@ -37,14 +37,13 @@ Where to look:
 """
 
 from replicast.core.coordinator import Coordinator
-from replicast.core.entries import GroupEntries, History, valid
+from replicast.core.entries import History
 from replicast.core.operation import Timeouts
 from replicast.core.records import Proposal, Refusal, Refuse, Stage
 from replicast.core.worker import Worker
 
 __all__ = [
     "Coordinator",
-    "GroupEntries",
     "History",
     "Proposal",
     "Refusal",
@@ -52,5 +51,4 @@ __all__ = [
     "Stage",
     "Timeouts",
     "Worker",
-    "valid",
 ]

@@ -6,7 +6,7 @@ is a single entry: `Committed` is the commit of an update, `Saved` that of a che
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from replicast.codec import Record
@@ -143,7 +143,7 @@ Entry: TypeAlias = (
 
 # The valid entries of the journal: read in one way by the coordinator, `status` and the next attempt.
 #
-# Readers do the fencing. Each group of workers claims the run directory by creating the next claim file,
+# Readers do the fencing (`storage/claims.py`). Each group of workers claims the run directory,
 # and only then counts the entries of the group before it; that count is part of its claim. All later
 # entries of the earlier group are void. A group checks for a later claim *after* each write and before it
 # acts on it. So every entry that it acknowledges existed when the next group counted:
@@ -153,18 +153,6 @@ Entry: TypeAlias = (
 #
 #     group 1   write entry 7 ── durable ── is there a claim 2? yes ─► end: another group has taken over
 #     group 2                     claim 2 ── count group 1: 6 or 7 entries; the seventh was not acknowledged
-
-
-class GroupEntries(Record):
-    """The entries of one group of workers."""
-
-    entries: Sequence[Entry]
-    taken: int | None = None
-
-
-def valid(groups: Iterable[GroupEntries]) -> list[Entry]:
-    """The valid entries, in order: of each group those that the next one took over."""
-    return [entry for group in groups for entry in group.entries[: group.taken]]
 
 
 class History:

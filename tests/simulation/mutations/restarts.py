@@ -19,12 +19,12 @@ from replicast.core.operations.trial import EndTrial
 from replicast.core.operations.update import Load
 from replicast.core.records import Applied, Pending, Stage
 from tests.simulation.mutations.registry import ORIGINAL, broken, mutation
-from tests.simulator import disk as disk_module
+from tests.simulator.disk import Disk
 
 
 @mutation
 def let_a_stale_groups_records_count() -> Any:
-    return broken(disk_module, "valid", lambda groups: [entry for group in groups for entry in group.entries])
+    return broken(Disk, "entries", lambda self: [entry for group in self.groups for entry in group])
 
 
 @mutation

@@ -9,7 +9,6 @@ import pytest
 from replicast.core.coordinator import Coordinator
 from replicast.core.entries import (
     Committed,
-    GroupEntries,
     History,
     Payload,
     Refused,
@@ -17,7 +16,6 @@ from replicast.core.entries import (
     Scheduled,
     Started,
     Withdrawn,
-    valid,
 )
 from replicast.core.events import (
     Broadcast,
@@ -282,12 +280,6 @@ def test_an_inbox_proposal_that_is_refused_is_written_down_before_its_file_goes(
     (write,) = [one for one in commands if isinstance(one, Write)]
     assert write.entry == Refused("add", ("push",), "There is no room", False)
     assert any(isinstance(one, CloseInbox) for one in job.written())
-
-
-def test_only_what_the_next_group_took_over_counts() -> None:
-    first, second = Payload("a", "d", ()), Payload("b", "d", ())
-    third = Payload("c", "d", ())
-    assert valid([GroupEntries([first, second], taken=1), GroupEntries([third])]) == [first, third]
 
 
 def test_a_start_from_an_earlier_checkpoint_gives_up_the_later_ones() -> None:
