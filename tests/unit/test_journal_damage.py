@@ -29,7 +29,7 @@ from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal
-from replicast.storage.updates import Updates, committed_updates, has_promised, load_update
+from replicast.storage.updates import Updates, committed_updates, load_update
 from replicast.testing.job import DEADLINE_SECS, Job
 from replicast.update.trial import Trial
 from replicast.update.update import Update
@@ -114,7 +114,7 @@ def test_readers_show_all_other_entries_and_name_the_damaged_one(
     assert [len(view.edits) for view in views] == [1, 1]
     assert (views[0].outcome is None) == (kind == "decided")
     assert (len(views[0].receipts) == 0) == (kind == "receipt")
-    assert has_promised(tmp_path, "u1"), "it is known whatever else is damaged"
+    assert Updates(tmp_path).has_promised("u1"), "it is known whatever else is damaged"
 
 
 @pytest.mark.parametrize("how", [*DAMAGES, join])
@@ -128,9 +128,9 @@ def test_a_damaged_record_or_payload_hides_nothing_else(tmp_path: Path, how: Dam
     assert [(one.number, one.last) for one in journal.damaged] == [(4, 5)]
     third = journal.committed(3)
     assert (third.id, third.step, third.edits, third.nbytes) == ("u3", 30, (), 0)
-    assert has_promised(tmp_path, "u1")
+    assert Updates(tmp_path).has_promised("u1")
     with pytest.raises(FileDamaged, match="entries 4 to 5"):
-        has_promised(tmp_path, "u2")
+        Updates(tmp_path).has_promised("u2")
 
 
 def test_a_group_whose_files_are_all_gone_hides_no_other(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_what_is_no_plain_file_of_bounded_size_is_no_log_and_nobody_hangs(
         written(tmp_path, payload(f"u{sequence}"), committed(sequence, f"u{sequence}"))
     log_of(tmp_path, group).unlink()
     put(log_of(tmp_path, group))
-    for read in (committed_updates, started, lambda run: has_promised(run, "u3")):
+    for read in (committed_updates, started, lambda run: Updates(run).has_promised("u3")):
         with pytest.raises(FileDamaged, match=rf"00000{group}/log\.jsonl"):
             read(tmp_path)
 
