@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 
 from tests.unit.clock import Clock
+from tests.unit.played_job import made_run
 
 # Hypothesis has time limits for an example and for the making of all: a busy machine misses them.
 hypothesis.settings.register_profile(
@@ -54,3 +55,11 @@ def wall_clock_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was 12 s ago stays so, however long a busy machine takes until somebody looks."""
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run directory, seen from its parent, on a terminal of 80 columns."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return made_run()

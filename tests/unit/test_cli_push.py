@@ -50,13 +50,6 @@ HOSTILE = "\x1b[2Jgone\x07 [red]text[/red] [/nonsense]\rover"
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "110")
-    return made_run()
-
-
-@pytest.fixture
 def job(run: Path, monkeypatch: pytest.MonkeyPatch) -> PlayedJob:
     """A job that acts whenever `push --wait` pauses."""
     played = PlayedJob(run)
@@ -433,7 +426,7 @@ def committed(run: Path, outcome: TrialOutcome | None) -> None:
 
 def test_an_update_that_is_on_trial_is_listed_and_shown_as_such(run: Path) -> None:
     committed(run, None)
-    assert "on trial: 50 steps, loss, at most 5 % worse" in invoke("log", run).output
+    assert "on trial: 50 steps, loss, at most 5 % worse" in flat(invoke("log", run).output)
     assert "50 steps, loss, at most 5 % worse" in invoke("show", run, 1).output
     described = json.loads(invoke("log", run, "--json").output)
     assert described["trial"] == {**Trial(50, max_increase=0.05).to_json(), "before": 0.5}

@@ -42,18 +42,11 @@ from replicast.update.digest import digest_array
 from replicast.update.inverse import update_before
 from replicast.update.schema import Schema, planned
 from replicast.update.update import Update
-from tests.unit.played_job import BIAS, SCHEMA, flat, heard_of, invoke, made_run, meanwhile, output_of
+from tests.unit.played_job import BIAS, SCHEMA, flat, heard_of, invoke, meanwhile, output_of
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
 
 NAME = "model/dense/bias"
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-    return made_run()
 
 
 def committed(

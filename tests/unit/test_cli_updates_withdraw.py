@@ -16,16 +16,9 @@ from replicast.storage import inbox
 from replicast.storage.run_files import ENDED, WorkerNote, write_worker_note
 from replicast.update.update import Update
 from tests.unit.logs import log_of
-from tests.unit.played_job import LONG_AGO, PlayedJob, flat, heard_of, invoke, made_run, meanwhile, output_of
+from tests.unit.played_job import LONG_AGO, PlayedJob, flat, heard_of, invoke, meanwhile, output_of
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    return made_run()
 
 
 @pytest.mark.parametrize("stage", [Stage.PREPARED, Stage.SCHEDULED])

@@ -39,7 +39,6 @@ from tests.unit.played_job import (
     flat,
     heard_of,
     invoke,
-    made_run,
     output_of,
     tensors,
 )
@@ -55,13 +54,6 @@ EQUAL: dict[str, Any] = {
     "declared": (),
     "attempt": 0,
 }
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    return made_run()
 
 
 def filled(run: Path) -> None:
