@@ -429,7 +429,7 @@ def test_a_checkpoint_in_passing_waits_for_the_payload_of_what_was_proposed_befo
         saving = job.on_all(propose_and_save)[0]
         manifest = saving.result(DEADLINE_SECS)
     assert journal.overtaken == []
-    assert [one.id for one in manifest.pending] == ["mine"]
+    assert [one.proposal.id for one in manifest.pending] == ["mine"]
     assert saved_of(manifest).holds == frozenset()
 
 
@@ -459,7 +459,9 @@ def test_what_is_proposed_at_the_boundary_of_a_checkpoint_that_was_requested_bel
         job.workers[0].session.request("save")
         steps_until(job, made, CheckpointStore(tmp_path).list, propose)
     (manifest,) = CheckpointStore(tmp_path).list()
-    assert {f"at-{step}" for step in range(1, manifest.step + 1)} <= {one.id for one in manifest.pending}
+    assert {f"at-{step}" for step in range(1, manifest.step + 1)} <= {
+        one.proposal.id for one in manifest.pending
+    }
 
 
 def test_a_checkpoint_that_was_requested_at_the_last_batch_of_an_epoch_waits_for_its_end(
