@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -95,6 +95,40 @@ def described(
         return msgspec.convert(
             fields, kind, strict=strict, str_keys=True, dec_hook=lambda type_, value: type_.from_json(value)
         )
+
+
+class View(msgspec.Struct, frozen=True):
+    """What a run tells: the same fields in Python, as JSON, and over HTTP."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {name: json_value(getattr(self, name)) for name in self.__struct_fields__}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: The fields do not describe it.
+        """
+        return described(cls, cls.__name__, fields, strict=False)  # A number that is not finite is text.
+
+
+def json_value(value: Any) -> Any:
+    """Any part of a result as a JSON value; numbers that are not finite become text."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case dict():
+            return {str(name): json_value(one) for name, one in value.items()}
+        case list() | tuple():
+            return [json_value(one) for one in value]
+        case _ if hasattr(value, "to_json"):
+            return value.to_json()
+        case msgspec.Struct():
+            return {name: json_value(getattr(value, name)) for name in value.__struct_fields__}
+        case _:
+            return value
 
 
 @contextlib.contextmanager

@@ -194,13 +194,13 @@ class DirectoryRun(Run):
             return view
         except (FileDamaged, UpdateRefused) as error:
             # That may be why it was refused; or the job has just taken it away.
-            return view if view.sequence is None else replace(view, damage=str(error))
+            return view if view.sequence is None else structs.replace(view, damage=str(error))
         info = described_run(self.path)
         schema = None if info is None else info.schema
         if update is None:
             return view
         edits = tuple(edit.to_json() for edit in views_of(update.edits, schema))
-        return replace(view, edits=edits, detailed=True)
+        return structs.replace(view, edits=edits, detailed=True)
 
     def examine(self, update: Update) -> Examination:
         info = described_run(self.path)

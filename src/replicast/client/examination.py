@@ -3,52 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Iterable, Iterator
 
-import msgspec
 import numpy as np
 
 from replicast.errors import UpdateRefused
-from replicast.strictjson import described
+from replicast.strictjson import View
 from replicast.update.edits import RESETS, Array, Edit, EditKind
 from replicast.update.schema import Schema, Variable, planned
 from replicast.update.update import Update
 
 _POSITIVE = "A learning rate that trains is positive"
 _CHUNK = 2**20  # Elements that are widened to float64 at a time.
-
-
-class View(msgspec.Struct, frozen=True):
-    """What a run tells: the same fields in Python, as JSON, and over HTTP."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return {name: json_value(getattr(self, name)) for name in self.__struct_fields__}
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ValueError: The fields do not describe it.
-        """
-        return described(cls, cls.__name__, fields, strict=False)  # A number that is not finite is text.
-
-
-def json_value(value: Any) -> Any:
-    """Any part of a result as a JSON value; numbers that are not finite become text."""
-    match value:
-        case float():
-            return value if math.isfinite(value) else str(value)
-        case dict():
-            return {str(name): json_value(one) for name, one in value.items()}
-        case list() | tuple():
-            return [json_value(one) for one in value]
-        case _ if hasattr(value, "to_json"):
-            return value.to_json()
-        case _:
-            return value
 
 
 class Values(View, frozen=True):

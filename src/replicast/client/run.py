@@ -45,7 +45,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from replicast import errors
-from replicast.client.examination import Examination, View, examine, json_value
+from replicast.client.examination import Examination, examine
 from replicast.client.metrics import MAX_POINTS, Metrics
 from replicast.client.notes import ticks
 from replicast.core.entries import Receipt
@@ -54,7 +54,7 @@ from replicast.errors import NotFound, ReplicasDiverged, UpdateFailed, UpdatePen
 from replicast.files import RunPath
 from replicast.storage.run_files import WorkerNote, absent_secs
 from replicast.storage.updates import UpdateView
-from replicast.strictjson import parse_integer
+from replicast.strictjson import View, json_value, parse_integer
 from replicast.tensorfiles import tensor_chunks
 from replicast.update.audit_report import AuditReport
 from replicast.update.edits import Array

@@ -12,7 +12,6 @@ from typing import Any
 
 from starlette.responses import Response
 
-from replicast.client.examination import json_value
 from replicast.errors import (
     CheckpointError,
     FileDamaged,
@@ -24,6 +23,7 @@ from replicast.errors import (
     UpdateIdInUse,
     UpdateRefused,
 )
+from replicast.strictjson import json_value
 
 STATUS: dict[type[Exception], int] = {
     UpdateIdInUse: 409,

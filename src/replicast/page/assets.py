@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from replicast.client.directory import DirectoryRun
-from replicast.client.examination import json_value
 from replicast.client.run import OPERATIONS
 from replicast.storage.claims import Chain
 from replicast.storage.run_files import changes
+from replicast.strictjson import json_value
 
 STATIC = Path(__file__).parent / "static"
 PLOTLY = "plotly.js"

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from replicast.codec import fields_of
 from replicast.core.entries import Committed, History, Receipt, Refused, Scheduled
 from replicast.core.operations.revert import why_not
 from replicast.core.records import Stage
@@ -17,7 +16,7 @@ from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
 from replicast.files import RunDir, RunPath, below
 from replicast.storage.claims import GROUPS, StoredPayload
 from replicast.storage.journal import HELD_BY_ALL, JournalReader, StoredJournal
-from replicast.strictjson import described, parse_integer, reading
+from replicast.strictjson import View, parse_integer
 from replicast.update.edits import EditKind
 from replicast.update.inverse import NOT_KEPT, disturbs, inverse
 from replicast.update.trial import Trial, TrialOutcome, TrialVerdict
@@ -26,8 +25,7 @@ from replicast.update.update import Update
 _FROM_RECEIPT = ("digests", "propose_to_applied_secs", "stall_secs", "verified_at")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateView:
+class UpdateView(View, frozen=True, kw_only=True):
     """All that is known of one update of a run, wherever it is."""
 
     id: str
@@ -54,7 +52,7 @@ class UpdateView:
     receipts: tuple[Receipt, ...] = ()
     outcome: TrialOutcome | None = None
     refusal: UpdateRefused | None = None
-    path: RunPath | None = field(default=None, compare=False)
+    path: RunPath | None = None
     reason: str = ""
     waits_for: str = ""
     trial_until: int | None = None
@@ -77,22 +75,12 @@ class UpdateView:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values, with those of the last receipt beside them."""
-        last = {} if self.receipt is None else fields_of(self.receipt)
-        return {name: getattr(self, name) for name in self.__slots__ if name != "path"} | {
-            "edits": [dict(edit) for edit in self.edits],
-            "trial": None if self.trial is None else self.trial.to_json() | {"before": self.before},
-            "receipts": [fields_of(receipt) for receipt in self.receipts],
-            "outcome": None if self.outcome is None else self.outcome.to_json(),
-            "refusal": None if self.refusal is None else self.refusal.to_json(),
-            **{name: last.get(name) for name in _FROM_RECEIPT},
-        }
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> UpdateView:
-        """Reads what `to_json` wrote."""
-        with reading("update", fields):
-            known = {name: value for name, value in fields.items() if name != "path"}
-            return described(cls, "update", known)
+        made = super().to_json()
+        del made["path"]
+        if self.trial is not None:
+            made["trial"] |= {"before": self.before}
+        last = made["receipts"][-1] if self.receipts else {}
+        return made | {name: last.get(name) for name in _FROM_RECEIPT}
 
 
 class Updates:
