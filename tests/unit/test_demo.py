@@ -17,7 +17,7 @@ from rich.console import Console
 
 import replicast
 from replicast.cli import Failed, main, story
-from replicast.cli.story import DemoJob, Report, parse_reports, run_command
+from replicast.cli.story import DemoJob, ReplicaReport, parse_reports, run_command
 from replicast.testing.job import eventually
 from tests.unit.clock import Clock
 
@@ -25,10 +25,12 @@ NO_PROCESS = 2**22
 """Above what the kernel gives out."""
 
 
-def trained(first: int, last: int, process: int, changes: dict[int, str]) -> list[Report]:
+def trained(first: int, last: int, process: int, changes: dict[int, str]) -> list[ReplicaReport]:
     """Reports of both workers; `changes` has for some steps the digests of both, a character each."""
     return [
-        Report(worker, step, NO_PROCESS + process + worker, changes.get(step, f"{step % 7}" * 2)[worker] * 64)
+        ReplicaReport(
+            worker, step, NO_PROCESS + process + worker, changes.get(step, f"{step % 7}" * 2)[worker] * 64
+        )
         for step in [first, *range(first // 50 * 50 + 50, last + 1, 50)]
         for worker in range(2)
     ]
@@ -75,10 +77,10 @@ class Happened:
             def __exit__(self, *error: object) -> None:
                 pass
 
-            def wait_for_step(self, step: int) -> dict[int, Report]:
+            def wait_for_step(self, step: int) -> dict[int, ReplicaReport]:
                 return {report.worker: report for report in runs[self._run][::-1] if report.step == step}
 
-            def finish(self) -> list[Report]:
+            def finish(self) -> list[ReplicaReport]:
                 return runs[self._run]
 
         def played_command(directory: Path, command: str, expected: int = 0) -> list[str]:
@@ -160,7 +162,7 @@ def test_reports_are_found_among_other_output_and_not_before_their_line_is_compl
         f"[worker 0] said: step 50, process 77, weights {digest}\n"
         f"[worker 0] step 50, process 76, weights {digest[:-1]}"
     )
-    assert parse_reports(output) == [Report(worker=1, step=50, process=77, weights=digest)]
+    assert parse_reports(output) == [ReplicaReport(worker=1, step=50, process=77, weights=digest)]
 
 
 def test_a_command_with_another_exit_code_fails_with_what_it_said(tmp_path: Path) -> None:

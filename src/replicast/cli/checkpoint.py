@@ -34,7 +34,7 @@ from replicast.client.patching import check_patch, checkpoint_to_patch, patch_in
 from replicast.errors import CheckpointError, FileDamaged, JobFailed, printable
 from replicast.paths import RunDir, RunPath, below
 from replicast.storage.checkpoint_files import COMMITTED, MANIFEST, STATE, Manifest, open_checkpoint
-from replicast.storage.checkpoint_tools import Comparison, Verdict
+from replicast.storage.checkpoint_tools import Comparison, Equality
 from replicast.storage.checkpoint_tools import diff as compare
 from replicast.storage.checkpoint_tools import patch as patch_checkpoint
 from replicast.storage.checkpoints import CheckpointStore
@@ -190,7 +190,7 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
     paths = _the_checkpoint(first, None), _the_checkpoint(second, None)
     with progress_bar("comparing") as progress:
         comparisons = compare(*paths, values=not digests_only, progress=progress)
-    unequal = [each for each in comparisons if each.verdict is not Verdict.EQUAL]
+    unequal = [each for each in comparisons if each.verdict is not Equality.EQUAL]
     shown = comparisons if also_equal else unequal
     if as_json:
         for each in shown:
@@ -384,8 +384,8 @@ def _facts(path: RunPath, manifest: Manifest) -> list[tuple[str, str | Text]]:
 
 
 def _comparison_cells(each: Comparison) -> tuple[str | Text, ...]:
-    verdict = Text(each.verdict, style="green" if each.verdict is Verdict.EQUAL else "yellow")
-    if each.verdict is Verdict.CHANGED:
+    verdict = Text(each.verdict, style="green" if each.verdict is Equality.EQUAL else "yellow")
+    if each.verdict is Equality.CHANGED:
         verdict.append(f"\n{each.first}, {each.second}", style="dim")
     if each.one_is_nan:
         verdict.append(f"\n{each.one_is_nan} NaN in one only", style="dim")

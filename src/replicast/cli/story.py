@@ -141,7 +141,7 @@ def _argv(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "replicast", *command]
 
 
-class Report(NamedTuple):
+class ReplicaReport(NamedTuple):
     """A worker's report of its replica: the digest of all weights at a step, and its process id."""
 
     worker: int
@@ -150,10 +150,13 @@ class Report(NamedTuple):
     weights: str
 
 
-def parse_reports(output: str) -> list[Report]:
+def parse_reports(output: str) -> list[ReplicaReport]:
     """The reports of train.py in the output of `replicast run --tee all`, in order."""
     found = _REPORT.findall(output)
-    return [Report(int(worker), int(step), int(process), weights) for worker, step, process, weights in found]
+    return [
+        ReplicaReport(int(worker), int(step), int(process), weights)
+        for worker, step, process, weights in found
+    ]
 
 
 class DemoJob(OwnJob):
@@ -164,7 +167,7 @@ class DemoJob(OwnJob):
         self._deadline = time.monotonic() + JOB_SECS
         super().__init__(shlex.split(command)[1:], directory / "run.log", directory)
 
-    def wait_for_step(self, step: int) -> dict[int, Report]:
+    def wait_for_step(self, step: int) -> dict[int, ReplicaReport]:
         """Waits until all workers have reported a step, and returns these reports by worker."""
         while self.process.poll() is None and time.monotonic() < self._deadline:
             reached = {report.worker: report for report in parse_reports(self.said()) if report.step == step}
@@ -173,7 +176,7 @@ class DemoJob(OwnJob):
             time.sleep(LOOK_SECS)
         raise self._failed(f"All workers should report step {step}")
 
-    def finish(self) -> list[Report]:
+    def finish(self) -> list[ReplicaReport]:
         """Waits for the end of the job, and returns all reports."""
         try:
             code: int | None = self.process.wait(max(0.0, self._deadline - time.monotonic()))
@@ -396,7 +399,7 @@ def all_equal(digests: Iterable[str]) -> bool:
     return len(set(digests)) == 1
 
 
-def weights_by_step(reports: Iterable[Report], last: int) -> Weights:
+def weights_by_step(reports: Iterable[ReplicaReport], last: int) -> Weights:
     """The digests by step and worker; of a step that was repeated after a restart, the later ones."""
     found: dict[int, dict[int, str]] = {}
     for report in reports:
@@ -407,7 +410,7 @@ def weights_by_step(reports: Iterable[Report], last: int) -> Weights:
     return {step: [found[step][worker] for worker in range(WORKERS)] for step in sorted(found)}
 
 
-def restored_step(reports: Iterable[Report]) -> int:
+def restored_step(reports: Iterable[ReplicaReport]) -> int:
     """The step of the checkpoint with which all processes of a restarted job began."""
     first: dict[int, int] = {}
     for report in reports:

@@ -221,7 +221,7 @@ class SchemaDifference:
     received: str
 
 
-class Verdict(StrEnum):
+class Equality(StrEnum):
     """How a variable of two checkpoints compares."""
 
     EQUAL = "equal"  # every bit
@@ -236,7 +236,7 @@ class Comparison:
     """One variable of two checkpoints. The numbers are None where values were not compared."""
 
     name: str
-    verdict: Verdict
+    verdict: Equality
     first: str
     second: str
     elements: int | None = None
@@ -278,7 +278,7 @@ def diff(a: RunDir, b: RunDir, *, values: bool = True, progress: Progress | None
             else:
                 made.append(_compared(first, second, name, values=values))
             for reader in holders[name] if values else []:
-                if made[-1].verdict is not Verdict.DIFFERENT:  # Otherwise the comparison has read them.
+                if made[-1].verdict is not Equality.DIFFERENT:  # Otherwise the comparison has read them.
                     for _ in reader.pieces(name):  # Equal digests in the manifests do not prove intact bytes.
                         pass
                 done += reader.layout.spans[name].nbytes
@@ -292,9 +292,9 @@ def _described(variable: Variable) -> str:
 
 
 def _changed(difference: SchemaDifference) -> Comparison:
-    verdict = Verdict.CHANGED
+    verdict = Equality.CHANGED
     if NOTHING in (difference.expected, difference.received):
-        verdict = Verdict.ONLY_FIRST if difference.received == NOTHING else Verdict.ONLY_SECOND
+        verdict = Equality.ONLY_FIRST if difference.received == NOTHING else Equality.ONLY_SECOND
     return Comparison(difference.name, verdict, difference.expected, difference.received)
 
 
@@ -303,14 +303,14 @@ def _compared(first: CheckpointReader, second: CheckpointReader, name: str, *, v
     text = _described(variable)
     if first.manifest.digests[name] == second.manifest.digests[name]:
         elements = int(np.prod(variable.shape, dtype=np.int64))
-        return Comparison(name, Verdict.EQUAL, text, text, elements, 0, 0, 0.0, 0.0)
+        return Comparison(name, Equality.EQUAL, text, text, elements, 0, 0, 0.0, 0.0)
     if not values:
-        return Comparison(name, Verdict.DIFFERENT, text, text)
+        return Comparison(name, Equality.DIFFERENT, text, text)
     elements, found = 0, Distance()
     for left, right in zip(_pieces(first, variable), _pieces(second, variable), strict=True):
         found = found.then(distance(left, right), elements)
         elements += left.size
-    verdict = Verdict.DIFFERENT if found.differing else Verdict.EQUAL
+    verdict = Equality.DIFFERENT if found.differing else Equality.EQUAL
     numbers = elements, found.differing, found.one_is_nan, found.absolute, found.relative
     return Comparison(variable.name, verdict, text, text, *numbers)
 

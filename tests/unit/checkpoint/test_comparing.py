@@ -12,7 +12,7 @@ import pytest
 
 from replicast.errors import CheckpointError, FileDamaged
 from replicast.storage.checkpoint_files import open_checkpoint
-from replicast.storage.checkpoint_tools import Comparison, SchemaDifference, Verdict, diff, differences
+from replicast.storage.checkpoint_tools import Comparison, Equality, SchemaDifference, diff, differences
 from replicast.storage.checkpoints import CheckpointStore
 from tests.unit.checkpoint.samples import BFLOAT16, Arrays, draft_of, flip, schema_of, state_of
 
@@ -42,7 +42,7 @@ def test_differences_to_a_changed_model_are_listed_by_variable() -> None:
 def test_equal_checkpoints_are_equal_in_every_variable(tmp_path: Path) -> None:
     found = diff(made(tmp_path, 1, state_of()), made(tmp_path, 2, state_of()))
     assert [each.name for each in found] == list(state_of())
-    assert {each.verdict for each in found} == {Verdict.EQUAL}
+    assert {each.verdict for each in found} == {Equality.EQUAL}
     assert {each.differing for each in found} == {0}
 
 
@@ -53,11 +53,11 @@ def test_each_variable_has_its_verdict(tmp_path: Path) -> None:
     paths = made(tmp_path, 1, first), made(tmp_path, 2, second)
     for values in (True, False):
         verdicts = {each.name: each.verdict for each in diff(*paths, values=values)}
-        assert verdicts["dense/kernel"] is Verdict.DIFFERENT
-        assert verdicts["dense/bias"] is Verdict.EQUAL
-        assert verdicts["half"] is Verdict.CHANGED
-        assert verdicts["mine"] is Verdict.ONLY_FIRST
-        assert verdicts["yours"] is Verdict.ONLY_SECOND
+        assert verdicts["dense/kernel"] is Equality.DIFFERENT
+        assert verdicts["dense/bias"] is Equality.EQUAL
+        assert verdicts["half"] is Equality.CHANGED
+        assert verdicts["mine"] is Equality.ONLY_FIRST
+        assert verdicts["yours"] is Equality.ONLY_SECOND
     quick = {each.name: each for each in diff(*paths, values=False)}
     assert quick["dense/kernel"].differing is None
 
@@ -73,7 +73,7 @@ def test_floats_are_compared_by_bits_and_by_distance(tmp_path: Path, dtype: Any)
 
 def test_zeros_of_another_sign_differ_by_nothing(tmp_path: Path) -> None:
     found = compared(tmp_path, np.array(0.0), np.array(-0.0))
-    assert (found.verdict, found.differing) == (Verdict.DIFFERENT, 1)
+    assert (found.verdict, found.differing) == (Equality.DIFFERENT, 1)
     assert (found.max_absolute, found.max_relative) == (0.0, 0.0)
 
 
