@@ -137,7 +137,8 @@ def reading(what: str, fields: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError, msgspec.ValidationError) as error:
-        raise ValueError(f"This describes no {what} ({error!r}). Received: {str(fields)[:200]}") from error
+        why = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ValueError(f"Not a valid {what}: {why}. Received: {str(fields)[:200]}") from error
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

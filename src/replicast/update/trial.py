@@ -9,6 +9,8 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from replicast.strictjson import described
+
 Mode = Literal["min", "max"]
 TrialVerdict = Literal["kept", "reverted"]
 
@@ -83,10 +85,7 @@ class Trial(Struct, frozen=True):
         Raises:
             ValueError: The fields do not describe a trial.
         """
-        try:
-            return cls(**{name: fields[name] for name in cls.__struct_fields__ if name in fields})
-        except TypeError as error:
-            raise ValueError(f"Invalid trial ({error}). Received: {str(fields)[:200]}") from error
+        return described(cls, "trial", fields)
 
 
 class TrialOutcome(Struct, frozen=True):
