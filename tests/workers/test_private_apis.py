@@ -13,6 +13,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import saving_api, saving_lib
 
 from replicast.training import feeding, start_at_epoch
 from replicast.training.keras_call import Trainer, keras_call, only_looks_at_shapes
@@ -131,17 +133,54 @@ def test_the_classes_of_variables_have_the_methods_that_we_replace() -> None:
     assert parameters(SyncOnReadVariable.assign)[:2] == ["self", "value"]
 
 
-def test_an_optimizer_asks_the_strategy_where_we_answer() -> None:
-    kind = keras.optimizers.Optimizer
-    assert "apply_grad_to_update_var" in inspect.getsource(kind._distributed_tf_update_step)
-    assert "get_replica_context().all_reduce(" in inspect.getsource(kind._all_reduce_sum_gradients)
-    assert "extended.colocate_vars_with(" in inspect.getsource(kind.add_variable_from_reference)
+_FIT = inspect.unwrap(keras.Model.fit)
+_OPTIMIZER, _CALLBACKS = keras.optimizers.Optimizer, keras.callbacks
+# What the source of Keras must say where we take part in it.
+SAYS: list[tuple[Any, str]] = [
+    (_OPTIMIZER._distributed_tf_update_step, "apply_grad_to_update_var"),
+    (_OPTIMIZER._all_reduce_sum_gradients, "get_replica_context().all_reduce("),
+    (_OPTIMIZER.add_variable_from_reference, "extended.colocate_vars_with("),
+    (
+        Trainer._maybe_symbolic_build,
+        "with self.distribute_strategy.scope():\n            self._symbolic_build(",
+    ),
+    (keras.Model._make_function, "self.distribute_strategy.run(step_function, args=(data,))"),
+    (keras.Model.make_train_function, "self._make_function(self.train_step)"),
+    (keras.Model.make_predict_function, "def one_step_on_data_distributed("),
+    (keras.Model.compile, "self._loss_tracker = metrics_module.Mean"),
+    (_FIT, "self._maybe_symbolic_build(iterator=epoch_iterator)"),
+    (saving_lib.get_attr_skipset, "ref_obj = Optimizer(1.0)"),
+    (saving_api, "saving_lib.save_model("),
+    (saving_api, "saving_lib.save_weights_only("),
+    (saving_api, ".save_model_to_hdf5("),
+    (_CALLBACKS.BackupAndRestore._load_model, "self._training_metadata_path"),
+    (_CALLBACKS.TensorBoard.set_model, "self.log_dir"),
+    (_CALLBACKS.TensorBoard.on_train_batch_begin, "not self._should_trace"),
+    (_CALLBACKS.CSVLogger.on_train_begin, "self.filename"),
+]
+
+
+@pytest.mark.parametrize(("where", "text"), SAYS, ids=[text for _, text in SAYS])
+def test_keras_calls_and_keeps_what_we_replace_or_look_for(where: Any, text: str) -> None:
+    source = inspect.getsource(where)
+    assert text in source, f"{where} has changed: src/replicast/training needs {text!r} in it\n{source}"
+
+
+def test_the_locals_of_fit_have_the_names_that_we_know() -> None:
+    for name in ("callbacks", "epoch_iterator", "initial_epoch"):
+        assert name in _FIT.__code__.co_varnames, LOCALS["fit"].changed(_FIT.__code__.co_varnames, name)
     assert keras.optimizers.SGD()._distribution_strategy is tf.distribute.get_strategy()
 
 
-def test_keras_builds_a_model_in_the_scope_of_its_strategy() -> None:
-    source = inspect.getsource(Trainer._maybe_symbolic_build)
-    assert "with self.distribute_strategy.scope():\n            self._symbolic_build(" in source
+def test_callbacks_and_functions_that_save_have_the_parameters_that_we_replace() -> None:
+    assert parameters(_CALLBACKS.BackupAndRestore._save_model) == ["self"]
+    assert parameters(_CALLBACKS.ModelCheckpoint._get_file_path) == ["self", "epoch", "batch", "logs"]
+    if hasattr(_CALLBACKS, "OrbaxCheckpoint"):  # not in every Keras 3
+        assert parameters(_CALLBACKS.OrbaxCheckpoint._save_checkpoint) == ["self", "step", "logs"]
+    methods = [keras.Model.save, keras.Model.save_weights, keras.Model.export]
+    functions = [saving_lib.save_model, saving_lib.save_weights_only, legacy_h5_format.save_model_to_hdf5]
+    for save in (*methods, *functions, keras.export.ExportArchive.write_out):
+        assert "filepath" in parameters(save)
 
 
 def test_keras_tells_what_of_a_model_is_built() -> None:
@@ -180,23 +219,6 @@ def test_a_variable_that_is_written_is_told_from_one_that_is_read() -> None:
     writes = [tell(op)[1] for op in both.get_concrete_function().graph.get_operations()]
     found = sum(len(handles) for handles in writes)
     assert found == 1, api.changed(f"{found} writes", "1 write")
-
-
-def test_keras_gives_a_step_of_a_model_to_the_strategy_as_its_own_method() -> None:
-    api, source = LOCALS["step"], inspect.getsource(keras.Model._make_function)
-    assert "self.distribute_strategy.run(step_function, args=(data,))" in source, api.changed(source)
-    source = inspect.getsource(keras.Model.make_train_function)
-    assert "self._make_function(self.train_step)" in source, api.changed(source)
-
-
-def test_keras_keeps_what_we_look_for_under_the_names_that_we_know() -> None:
-    names = inspect.unwrap(keras.Model.fit).__code__.co_varnames
-    for name in ("callbacks", "epoch_iterator", "initial_epoch"):
-        assert name in names, LOCALS["fit"].changed(names, name)
-    source = inspect.getsource(keras.Model.make_predict_function)
-    assert "def one_step_on_data_distributed(" in source, LOCALS["predict"].changed(source)
-    source = inspect.getsource(inspect.unwrap(keras.Model.fit))
-    assert "self._maybe_symbolic_build(iterator=epoch_iterator)" in source, LOCALS["build"].changed(source)
 
 
 def test_keras_fields_of_arrays_and_generators_hold_what_they_held(pool1: Pool) -> None:
@@ -439,41 +461,6 @@ def test_a_callback_that_is_added_to_those_of_a_running_fit_is_called_last() -> 
     expected = [f"{name} {what}" for what in ("begins", "ends") for name in names]
     assert said == expected, LOCALS["order"].changed(said, expected)
     assert callbacks_of(model) is None
-
-
-def test_keras_makes_an_optimizer_to_see_its_attributes_where_we_look() -> None:
-    from keras.src.saving import saving_lib
-
-    assert "ref_obj = Optimizer(1.0)" in inspect.getsource(saving_lib.get_attr_skipset)
-
-
-def test_keras_makes_a_variable_in_compile() -> None:
-    assert "self._loss_tracker = metrics_module.Mean" in inspect.getsource(keras.Model.compile)
-
-
-def test_callbacks_write_in_the_methods_that_we_replace() -> None:
-    kinds = keras.callbacks
-    assert parameters(kinds.BackupAndRestore._save_model) == ["self"]
-    assert "self._training_metadata_path" in inspect.getsource(kinds.BackupAndRestore._load_model)
-    assert parameters(kinds.ModelCheckpoint._get_file_path) == ["self", "epoch", "batch", "logs"]
-    assert "self.log_dir" in inspect.getsource(kinds.TensorBoard.set_model)
-    assert "not self._should_trace" in inspect.getsource(kinds.TensorBoard.on_train_batch_begin)
-    assert "self.filename" in inspect.getsource(kinds.CSVLogger.on_train_begin)
-    if hasattr(kinds, "OrbaxCheckpoint"):  # not in every Keras 3
-        assert parameters(kinds.OrbaxCheckpoint._save_checkpoint) == ["self", "step", "logs"]
-
-
-def test_keras_saves_through_the_methods_and_functions_that_we_replace() -> None:
-    from keras.src.legacy.saving import legacy_h5_format
-    from keras.src.saving import saving_api, saving_lib
-
-    methods = [keras.Model.save, keras.Model.save_weights, keras.Model.export]
-    functions = [saving_lib.save_model, saving_lib.save_weights_only, legacy_h5_format.save_model_to_hdf5]
-    for save in (*methods, *functions, keras.export.ExportArchive.write_out):
-        assert "filepath" in parameters(save)
-    source = inspect.getsource(saving_api)
-    for name in ("saving_lib.save_model(", "saving_lib.save_weights_only(", ".save_model_to_hdf5("):
-        assert name in source
 
 
 def test_keras_draws_without_a_seed_from_the_generator_of_the_thread() -> None:
