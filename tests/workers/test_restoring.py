@@ -13,7 +13,7 @@ import pytest
 from replicast.errors import CheckpointError, UpdateRefused
 from replicast.replicas import restore as restoring
 from replicast.replicas.job_checkpoints import Checkpoints
-from replicast.replicas.training_progress import Training
+from replicast.replicas.position import Training
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.testing.job import Job, Worker, start_values
 from tests.pool import Pool

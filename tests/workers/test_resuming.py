@@ -14,8 +14,7 @@ import pytest
 import tensorflow as tf
 
 from replicast.replicas.callback import BoundaryCallback
-from replicast.replicas.position import Position
-from replicast.replicas.training_progress import Training
+from replicast.replicas.position import Position, Training
 from replicast.training import resuming
 from replicast.training.feeding import DataPosition
 from replicast.training.resuming import Lengths, data_position, read_to

@@ -15,8 +15,7 @@ import tensorflow as tf
 import replicast
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.job_checkpoints import Checkpoints, SavePlan
-from replicast.replicas.position import Position
-from replicast.replicas.training_progress import Training
+from replicast.replicas.position import Position, Training
 from replicast.testing.job import Job, eventually
 from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron

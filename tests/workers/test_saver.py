@@ -22,8 +22,7 @@ from replicast.core.events import Ended, WriteOutcome
 from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged
 from replicast.replicas.departure import Departure
 from replicast.replicas.job_checkpoints import Checkpoints, SavePlan, Saving
-from replicast.replicas.position import Position
-from replicast.replicas.training_progress import Training
+from replicast.replicas.position import Position, Training
 from replicast.storage.checkpoint_files import Draft, Manifest, saved_of
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.journal import MemoryJournal

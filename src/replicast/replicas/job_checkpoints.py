@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from replicast.core.records import Refusal, Refuse, ReportId, Snapshot, Stage
 from replicast.errors import CheckpointError, JobFailed, NotSupported, ReplicasDiverged, ReplicastError
 from replicast.replicas.lanes import LOOK_SECS, Deadline, wait_for
 from replicast.replicas.measures import MetricHistory, mean_history
+from replicast.replicas.position import Training
 from replicast.replicas.replica import joined
 from replicast.replicas.session import Session
 from replicast.storage.checkpoint_files import Draft, Manifest, file_order, saved_of
@@ -46,9 +47,6 @@ from replicast.update.digest import digest_array
 from replicast.update.edits import FLOAT_DTYPES, Array
 from replicast.update.schema import Schema
 from replicast.update.state import Arrays, State
-
-if TYPE_CHECKING:  # it imports TensorFlow, which a job of threads does without
-    from replicast.replicas.training_progress import Training
 
 logger = logging.getLogger("replicast")
 

@@ -32,9 +32,9 @@ from replicast.replicas.channel import Channel, DirectExchange
 from replicast.replicas.departure import Departure, leave_on_sigterm
 from replicast.replicas.job_audits import AuditPlan, Audits, declared, expected_fingerprints
 from replicast.replicas.job_checkpoints import Checkpoints
+from replicast.replicas.position import Training
 from replicast.replicas.replica import WorkerHooks
 from replicast.replicas.session import Session
-from replicast.replicas.training_progress import Training
 from replicast.replicas.worker_notes import RunFiles
 from replicast.storage.checkpoint_files import saved_of
 from replicast.storage.checkpoints import CheckpointStore
