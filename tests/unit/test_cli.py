@@ -167,7 +167,7 @@ def test_a_port_that_is_taken_is_refused_in_one_line(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("TF_CONFIG", tf_config(port))
         assert f"Port {port} is in use" in refused("run", "train.py")
         monkeypatch.delenv("TF_CONFIG")
-        monkeypatch.setattr("replicast.cli.run._PORTS_SECS", 0.0)  # Launchers of hosts wait for it before.
+        monkeypatch.setattr("replicast.cli.launch._PORTS_SECS", 0.0)  # Launchers of hosts wait for it before.
         several = ["--hosts", "a,b", "--node-rank", "0", "--port", str(port)]
         assert f"Port {port} is in use" in refused("run", *several, "train.py")
 

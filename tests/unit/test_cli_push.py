@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from replicast.cli.updates import live_line
+from replicast.cli.push import live_line
 from replicast.client import connect
 from replicast.core.records import Stage
 from replicast.storage import inbox
@@ -311,7 +311,7 @@ def test_ctrl_c_while_waiting_says_that_the_update_stays(run: Path, monkeypatch:
 
 
 def test_ctrl_c_before_it_is_written_pushes_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicast.cli.updates.update_of", interrupted)
+    monkeypatch.setattr("replicast.cli.push.update_of", interrupted)
     result = invoke("push", run, *SET)
     assert (result.exit_code, result.output, inbox.waiting(run)) == (
         130,

@@ -332,7 +332,7 @@ _USERS = "a file that a user names, outside of any run"
 _ALLOWED = {
     "cli/bench.py": "a new directory of the bench, which only its owner can enter; and the kernel's files",
     "demo/measure.py": "the same directory",
-    "cli/updates.py": _USERS,
+    "cli/push.py": _USERS,
     "cli/runs.py": _USERS,
     "client/connection.py": "the file of a token",
     "config.py": "shared memory, and " + _OWN,

@@ -33,15 +33,15 @@ from replicast.errors import (
 
 # Each command, the module of this package that has it, and its line in `replicast --help`.
 COMMANDS = {
-    "run": ("run", "Start the workers of a job on this machine and supervise them."),
-    "push": ("updates", "Change the weights of a running job, on every worker."),
+    "run": ("launch", "Start the workers of a job on this machine and supervise them."),
+    "push": ("push", "Change the weights of a running job, on every worker."),
     "status": ("runs", "Show the workers, the metrics and the updates of a run."),
     "log": ("runs", "List the updates that a run has committed."),
     "show": ("runs", "Show everything about one update."),
-    "inspect": ("updates", "Show what a file would do; list the variables of a run."),
-    "revert": ("updates", "Undo a committed update with a new one."),
-    "pull": ("updates", "Write the live values of one variable to a file."),
-    "withdraw": ("updates", "Withdraw an update that is not committed yet."),
+    "inspect": ("push", "Show what a file would do; list the variables of a run."),
+    "revert": ("push", "Undo a committed update with a new one."),
+    "pull": ("push", "Write the live values of one variable to a file."),
+    "withdraw": ("push", "Withdraw an update that is not committed yet."),
     "audit": ("runs", "Show whether the replicas are equal; --now compares them."),
     "report": ("runs", "Write a report on a run into one HTML file."),
     "checkpoint": ("checkpoint", "List, verify, compare and patch checkpoints; make one now."),
