@@ -77,11 +77,9 @@ class Draft:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def known(self) -> dict[str, Any]:
-        """What a draft says, by name."""
         return {each.name: getattr(self, each.name) for each in fields(Draft)}
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
         metrics = {name: factor_to_json(float(value)) for name, value in self.metrics.items()}
         encoded = msgspec.json.encode(replace(self, metrics={}), enc_hook=_json_of_schema)
         made: dict[str, Any] = msgspec.json.decode(encoded)
@@ -130,7 +128,6 @@ class Manifest(Draft):
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Manifest:
-        """What `to_json` described."""
         if given.get("format") != FORMAT:
             raise ValueError(
                 f"This version of replicast reads format {FORMAT} of a checkpoint. Use the version that "
@@ -170,8 +167,6 @@ _RESERVED = "__metadata__"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The place of one variable."""
-
     variable: Variable
     start: int
     nbytes: int
@@ -191,12 +186,10 @@ class Layout:
 
 
 def dtype_of(variable: Variable) -> np.dtype[np.generic]:
-    """The variable's dtype in numpy."""
     return BFLOAT16 if variable.dtype == "bfloat16" else np.dtype(variable.dtype)
 
 
 def layout_of(schema: Schema) -> Layout:
-    """The layout of the file for a state of this schema."""
     if _RESERVED in schema:
         raise CheckpointError(
             "A variable has a name that safetensors reserves", variable=_RESERVED, remedy="Rename it"
@@ -274,7 +267,6 @@ def in_pieces(
 
 
 def _pieces(array: Array, variable: Variable | None, name: str) -> Pieces:
-    """The bytes of an array, after a check of its dtype and shape."""
     if variable is None:
         return ()  # The writer raises: it does not know the name.
     array = np.asarray(array)
@@ -508,7 +500,6 @@ class CheckpointReader:
 
 
 def advice(path: RunPath) -> str:
-    """What to do about a damaged checkpoint."""
     return f"Use another checkpoint, or replace this one with a backup copy; remove {path} to discard it"
 
 

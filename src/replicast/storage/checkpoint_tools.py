@@ -54,7 +54,6 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many rows and columns."""
         return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
 
@@ -74,7 +73,6 @@ def blocks_of(variable: Variable, elements: int = SLICE_ELEMENTS) -> Iterator[Sl
 
 
 def apply_edits(edits: Sequence[Edit], variable: Variable, block: Slice, current: Array) -> Array:
-    """The values of a block after the edits."""
     for edit in edits:
         part = _part(edit, variable, block)
         if part is not None:
@@ -246,7 +244,6 @@ class Comparison:
     max_relative: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
         numbers = {name: factor_to_json(getattr(self, name)) for name in ("max_absolute", "max_relative")}
         return asdict(self) | numbers | {"verdict": str(self.verdict)}
 

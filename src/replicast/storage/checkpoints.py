@@ -97,8 +97,6 @@ _Named: TypeAlias = list[tuple[tuple[int, int, int], RunPath]]
 
 
 class CheckpointStore:
-    """The checkpoints in a run directory."""
-
     def __init__(self, run_dir: RunDir, fence: Fence | None = None) -> None:
         self._run_dir, self._fence = run_dir, fence
         self._group = 0 if fence is None else fence.number
@@ -111,7 +109,6 @@ class CheckpointStore:
         return there[-1] if there else self._new(step)
 
     def find(self, step: int) -> RunPath:
-        """The directory of the checkpoint of a step."""
         if paths := self._counting().get(step):
             return paths[-1]
         steps = [manifest.step for manifest in self.list()]

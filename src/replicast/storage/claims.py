@@ -273,7 +273,6 @@ def _parsed(piece: bytes, group: int, offset: int) -> LogLine:
 
 
 def group_directory(run_dir: RunDir, group: int) -> RunPath:
-    """Where a group writes."""
     return below(run_dir) / GROUPS / f"{group:06d}"
 
 
@@ -338,7 +337,6 @@ def checkpoint_name(step: int, group: int, count: int) -> str:
 
 
 def checkpoint_parts(name: str) -> tuple[int, int, int]:
-    """Step, group and count in the name of a checkpoint."""
     match = _CHECKPOINT.fullmatch(name)
     parts = (0, 0, 0) if match is None else (int(match[1]), int(match[2] or 0), int(match[3] or 1))
     if match is None or checkpoint_name(*parts) != name:
@@ -355,8 +353,6 @@ def counted_logs(run_dir: RunDir, claim: Claim | None) -> Iterator[GroupLog]:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What the chain of a run's log lines shows."""
-
     length: int
     last: str
     problems: tuple[str, ...]
@@ -520,7 +516,6 @@ def _taken_over(run_dir: RunDir, number: int, attempt: int) -> tuple[Claim, str]
 
 
 def _checkpoints(run_dir: RunDir) -> list[str]:
-    """The names of the checkpoints that jobs wrote."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for path in (below(run_dir) / "checkpoints").iterdir():

@@ -128,7 +128,6 @@ def read_stored(run_dir: RunDir, line: LogLine) -> Update:
 
 
 def stored_path(run_dir: RunDir, line: LogLine) -> RunPath:
-    """The file that a line names."""
     file = line.stored.file if isinstance(line.stored, StoredPayload | StoredBefore) else ""
     return group_directory(run_dir, line.group) / file
 

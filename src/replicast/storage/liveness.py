@@ -43,7 +43,6 @@ class Watch:
 
     @property
     def secs(self) -> float:
-        """How long ago the first look was."""
         return 0.0 if self._began is None else self._clock() - self._began
 
     def look(self, notes: Sequence[WorkerNote]) -> bool | None:

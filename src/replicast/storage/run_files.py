@@ -51,8 +51,6 @@ _MAX_NOTE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """The description of a run."""
-
     format: int
     schema: Schema
     workers: int
@@ -61,12 +59,10 @@ class RunInfo:
     journaled: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
         return {name: getattr(self, name) for name in self.__slots__} | {"schema": self.schema.to_json()}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> RunInfo:
-        """What `to_json` described."""
         if fields.get("format") != FORMAT:
             raise ValueError(
                 f"This version of replicast reads format {FORMAT} of a run. Use the version that wrote it. "
@@ -96,7 +92,6 @@ class WorkerNote:
     machine: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
         return asdict(self)
 
 
@@ -305,8 +300,6 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """How a run is now."""
-
     state: State
     sentence: str
     attempt: int
@@ -441,7 +434,6 @@ def absent_secs(workers: int) -> float:
 
 
 def age(secs: float) -> str:
-    """How long ago, roughly."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if secs >= 2 * length:
             return f"{secs / length:.0f} {unit}"

@@ -60,7 +60,6 @@ class UpdateView(View, frozen=True, kw_only=True):
 
     @property
     def receipt(self) -> Receipt | None:
-        """The receipt that counts."""
         return self.receipts[-1] if self.receipts else None
 
     @property
@@ -109,7 +108,6 @@ class Updates:
                     self.refused[id_] = problem
 
     def check_whole(self) -> None:
-        """Raises `FileDamaged` if any entry is missing or damaged."""
         if self.damaged:
             raise self.damaged[0].error
 
@@ -180,7 +178,6 @@ def committed_updates(run_dir: RunDir) -> list[UpdateView]:
 
 
 def load_update(run_dir: RunDir, sequence: int) -> Update:
-    """A committed update with its values."""
     run = Updates(run_dir)
     record = run.history.committed.get(sequence)
     if record is None:
@@ -193,8 +190,6 @@ def load_update(run_dir: RunDir, sequence: int) -> Update:
 
 @dataclass(frozen=True, slots=True)
 class Undo:
-    """How an update of the journal is undone."""
-
     record: Committed
     update: Update
     since: tuple[str, ...] = ()
