@@ -284,59 +284,49 @@ def _pieces(array: Array, variable: Variable | None, name: str) -> Pieces:
 
 
 def _write_state(path: RunPath, draft: Draft, variables: Iterable[tuple[str, Pieces]]) -> Manifest:
-    layout = layout_of(draft.schema)
+    """Writes each variable at its place, and computes its digest at the same time."""
+    layout, digests = layout_of(draft.schema), dict[str, str]()
     descriptor = path.open(os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
-        writer = _StateWriter(descriptor, layout)
-        for name, pieces in variables:
-            writer.write(name, pieces)
-        digests = writer.finish()
-        faults.point("write")
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    state_digest = digest_of_digests(digests)
-    return Manifest(**draft.known(), digests=digests, state_digest=state_digest, nbytes=layout.nbytes)
-
-
-class _StateWriter:
-    """Writes each variable at its place, and computes its digest at the same time."""
-
-    def __init__(self, descriptor: int, layout: Layout) -> None:
-        self._descriptor, self._layout = descriptor, layout
-        self._digests: dict[str, str] = {}
         _write_at(descriptor, memoryview(layout.header), 0)
-
-    def write(self, name: str, pieces: Pieces) -> None:
-        span = self._layout.spans.get(name)
-        if span is None or name in self._digests:
-            problem = "does not belong to the model" if span is None else "was given twice"
-            raise CheckpointError(f"A variable {problem}", variable=name, received=name)
-        digest, place, end = span.hasher(), span.start, span.start + span.nbytes
-        for piece in pieces:
-            if place + len(piece) > end:
-                place += len(piece)
-                break
-            _write_at(self._descriptor, piece, place)
-            start_writing(self._descriptor, place, len(piece))
-            digest.update(piece)
-            place += len(piece)
-        if place != end:
-            raise CheckpointError(
-                "A variable has the wrong size",
-                variable=name,
-                expected=f"{span.nbytes} bytes",
-                received=f"{'more' if place > end else place - span.start}",
-            )
-        self._digests[name] = digest.hexdigest()
-
-    def finish(self) -> dict[str, str]:
-        missing = [name for name in self._layout.spans if name not in self._digests]
+        for name, pieces in variables:
+            span = layout.spans.get(name)
+            if span is None or name in digests:
+                problem = "does not belong to the model" if span is None else "was given twice"
+                raise CheckpointError(f"A variable {problem}", variable=name, received=name)
+            digests[name] = _write_variable(descriptor, span, pieces)
+        missing = [name for name in layout.spans if name not in digests]
         if missing:
             raise CheckpointError(
                 "A variable of the model is missing", variable=missing[0], received=f"none of {missing[:5]}"
             )
-        return {name: self._digests[name] for name in self._layout.spans}
+        faults.point("write")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    in_order = {name: digests[name] for name in layout.spans}
+    state_digest = digest_of_digests(digests)
+    return Manifest(**draft.known(), digests=in_order, state_digest=state_digest, nbytes=layout.nbytes)
+
+
+def _write_variable(descriptor: int, span: Span, pieces: Pieces) -> str:
+    digest, place, end = span.hasher(), span.start, span.start + span.nbytes
+    for piece in pieces:
+        if place + len(piece) > end:
+            place += len(piece)
+            break
+        _write_at(descriptor, piece, place)
+        start_writing(descriptor, place, len(piece))
+        digest.update(piece)
+        place += len(piece)
+    if place != end:
+        raise CheckpointError(
+            "A variable has the wrong size",
+            variable=span.variable.name,
+            expected=f"{span.nbytes} bytes",
+            received=f"{'more' if place > end else place - span.start}",
+        )
+    return digest.hexdigest()
 
 
 def _write_file(path: RunPath, content: bytes) -> None:
