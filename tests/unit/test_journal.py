@@ -246,7 +246,7 @@ def test_a_log_that_somebody_else_has_written_to_takes_no_more_entries(tmp_path:
     commit(journal, 1)
     with log_of(tmp_path).open("ab") as file:
         file.write(b"{")
-    with pytest.raises(FileDamaged, match="another size"):
+    with pytest.raises(FileDamaged, match="wrong size"):
         journal.write(Withdrawn("x"))
 
 

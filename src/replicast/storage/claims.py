@@ -438,7 +438,7 @@ class Fence:
         descriptor = self._log.open(os.O_WRONLY | os.O_APPEND)
         try:
             if (found := os.fstat(descriptor).st_size) != offset:
-                raise FileDamaged(self._log, "it has another size", expected=f"{offset}", received=f"{found}")
+                raise FileDamaged(self._log, "wrong size", expected=f"{offset}", received=f"{found}")
             try:
                 write_all(descriptor, content)
             except OSError:

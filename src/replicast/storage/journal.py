@@ -204,7 +204,7 @@ def _stopped(run_dir: RunDir, error: FileDamaged, why: str) -> FileDamaged:
     begin, checkpoint = "start the job in a new run directory", _last_checkpoint(run_dir)
     if checkpoint is not None:
         begin = (
-            f"go on in a new run directory: copy {checkpoint} to NEW/checkpoints/ and start the job in NEW"
+            f"continue in a new run directory: copy {checkpoint} to NEW/checkpoints/ and start the job in NEW"
         )
     problem = f"{error.problem.removesuffix('.')}. The job cannot start without it: {why}"
     expected, received = error.expected, error.received
@@ -298,8 +298,8 @@ class PerhapsWritten(ReplicastError):  # noqa: N818 - reads as a sentence: raise
     """An entry may be in the journal: only a new attempt can tell."""
 
 
-class JournalReader(ABC):
-    """What can be read of a journal. Any thread may call it."""
+class Journal(ABC):
+    """A journal, with or without files. Only one thread writes; any thread may read."""
 
     @abstractmethod
     def history(self) -> History:
@@ -316,10 +316,6 @@ class JournalReader(ABC):
     @abstractmethod
     def edits(self, id_: str, digest: str) -> tuple[Mapping[str, Any], ...]:
         """A summary of each edit of a payload, also when its values are not kept; empty if not known."""
-
-
-class Journal(JournalReader):
-    """The interface of a journal, with or without files. Only one thread writes."""
 
     @abstractmethod
     def write(self, entry: Entry, update: Update | None = None) -> None:
@@ -343,7 +339,7 @@ class Journal(JournalReader):
         """
 
 
-class StoredJournal(JournalReader):
+class StoredJournal:
     """The journal in a run directory as it is now, for any process."""
 
     def __init__(self, run_dir: RunDir) -> None:
@@ -496,9 +492,7 @@ class FileJournal(StoredJournal, Journal):
             found = FileDamaged(path, str(error.strerror), verdict="cannot be read")
             raise _stopped(self.run_dir, found, what) from error
         if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
-            found = FileDamaged(
-                path, "it has another size", expected=f"{nbytes} bytes", received=f"{status.st_size}"
-            )
+            found = FileDamaged(path, "wrong size", expected=f"{nbytes} bytes", received=f"{status.st_size}")
             raise _stopped(self.run_dir, found, what)
 
     def stage_before(self, before: Update) -> Content:

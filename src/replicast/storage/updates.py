@@ -15,7 +15,7 @@ from replicast.core.records import Stage
 from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
 from replicast.files import RunDir, RunPath, below
 from replicast.storage.claims import GROUPS, StoredPayload
-from replicast.storage.journal import HELD_BY_ALL, JournalReader, StoredJournal
+from replicast.storage.journal import HELD_BY_ALL, Journal, StoredJournal
 from replicast.strictjson import View, parse_integer
 from replicast.update.edits import EditKind
 from replicast.update.inverse import NOT_KEPT, disturbs, inverse
@@ -214,7 +214,7 @@ def undo(run_dir: RunDir, which: int | str, *, forced: bool = False) -> Undo:
     return undo_of(run.journal, sequence)
 
 
-def undo_of(journal: JournalReader, sequence: int, *, id_: str | None = None) -> Undo:
+def undo_of(journal: Journal | StoredJournal, sequence: int, *, id_: str | None = None) -> Undo:
     """The update that undoes another one, from what the journal keeps of it."""
     history = journal.history()
     record = history.committed[sequence]
@@ -229,7 +229,7 @@ def undo_of(journal: JournalReader, sequence: int, *, id_: str | None = None) ->
 
 
 def _changes_since(
-    journal: JournalReader, history: History, first: Committed, back: Update
+    journal: Journal | StoredJournal, history: History, first: Committed, back: Update
 ) -> tuple[str, ...]:
     """What later updates have done that the undoing of one would discard or be wrong for, in words."""
     undoes = {edit.variable: edit.operation for edit in back.edits}
