@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from msgspec import Struct
-from msgspec.structs import asdict
-
-from replicast.strictjson import described
+from replicast.strictjson import View
 
 Mode = Literal["min", "max"]
 TrialVerdict = Literal["kept", "reverted"]
@@ -20,7 +16,7 @@ MAX_INCREASE = 1e6
 """Limits of a trial's settings, which may come from an untrusted file."""
 
 
-class Trial(Struct, frozen=True):
+class Trial(View, frozen=True):
     """Applies an update on trial: after some steps, all replicas keep it or revert it.
 
     Compares the mean of a metric over the steps of the trial with its mean over as many steps before.
@@ -74,21 +70,8 @@ class Trial(Struct, frozen=True):
         margin = self.max_increase * abs(before)
         return before + margin if self.mode == "min" else before - margin
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Trial:
-        """Reads what `to_json` wrote; ignores other fields.
-
-        Raises:
-            ValueError: The fields do not describe a trial.
-        """
-        return described(cls, "trial", fields)
-
-
-class TrialOutcome(Struct, frozen=True):
+class TrialOutcome(View, frozen=True):
     """How a trial ended, on every replica."""
 
     sequence: int
@@ -98,10 +81,6 @@ class TrialOutcome(Struct, frozen=True):
     before: float | None
     during: float | None
     reason: str
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return asdict(self)
 
 
 def judged(
