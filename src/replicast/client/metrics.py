@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replicast.files import RunPath, open_plain
-from replicast.strictjson import reading
-from replicast.update.update import factor_to_json
+from replicast.strictjson import json_value, reading
 
 MAX_POINTS = 10_000
 """The largest number of points of a series that can be asked for."""
@@ -46,7 +45,7 @@ class Series:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        values = [factor_to_json(value) for value in self.values.tolist()]
+        values = [json_value(value) for value in self.values.tolist()]
         return {"steps": self.steps.tolist(), "times": self.times.tolist(), "values": values}
 
     def before(self, step: int) -> Series:

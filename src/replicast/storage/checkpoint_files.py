@@ -42,11 +42,10 @@ from replicast.files import (
     sync_directory,
     tensor_chunks,
 )
-from replicast.strictjson import described, parse_object, reading
+from replicast.strictjson import described, json_value, parse_object, reading
 from replicast.update.digest import begun_digest, digest_of_digests
 from replicast.update.edits import BFLOAT16, Array
 from replicast.update.schema import Schema, Variable
-from replicast.update.update import factor_to_json
 
 # The manifest of a checkpoint: where in the training it was made, and the digests of its variables.
 
@@ -80,7 +79,7 @@ class Draft:
         return {each.name: getattr(self, each.name) for each in fields(Draft)}
 
     def to_json(self) -> dict[str, Any]:
-        metrics = {name: factor_to_json(float(value)) for name, value in self.metrics.items()}
+        metrics = {name: json_value(float(value)) for name, value in self.metrics.items()}
         encoded = msgspec.json.encode(replace(self, metrics={}), enc_hook=_json_of_schema)
         made: dict[str, Any] = msgspec.json.decode(encoded)
         return made | {"metrics": metrics}

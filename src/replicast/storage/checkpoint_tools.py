@@ -28,10 +28,11 @@ from replicast.storage.checkpoint_files import (
     write_contents,
 )
 from replicast.storage.claims import checkpoint_parts
+from replicast.strictjson import json_value
 from replicast.update.distance import Distance, distance
 from replicast.update.edits import Array, Edit, EditKind, apply_edit
 from replicast.update.schema import Schema, Variable, planned
-from replicast.update.update import Update, factor_to_json
+from replicast.update.update import Update
 
 # Applies edits to a variable slice by slice: the same bits as on the whole variable, with little memory.
 #
@@ -244,7 +245,7 @@ class Comparison:
     max_relative: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        numbers = {name: factor_to_json(getattr(self, name)) for name in ("max_absolute", "max_relative")}
+        numbers = {name: json_value(getattr(self, name)) for name in ("max_absolute", "max_relative")}
         return asdict(self) | numbers | {"verdict": str(self.verdict)}
 
 

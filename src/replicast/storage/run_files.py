@@ -30,10 +30,9 @@ from replicast.files import (
 )
 from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage.claims import GROUPS, Fence, group_directory, group_numbers, last_claim
-from replicast.strictjson import described, json_bytes, parse_json, parse_object, sealed
+from replicast.strictjson import described, json_bytes, json_value, parse_json, parse_object, sealed
 from replicast.update.audit_report import AuditReport
 from replicast.update.schema import Schema
-from replicast.update.update import factor_to_json
 
 _Record = TypeVar("_Record")
 
@@ -159,7 +158,7 @@ def _decoded(kind: type[_Record], content: bytes) -> _Record:
 
 def append_metrics(run_dir: RunDir, step: int, values: Mapping[str, float]) -> None:
     """Appends one line to metrics.jsonl. Only for one process, since it repairs a torn last line."""
-    numbers = {name: factor_to_json(float(value)) for name, value in values.items()}
+    numbers = {name: json_value(float(value)) for name, value in values.items()}
     line = json.dumps({"step": step, "time": time.time(), "values": numbers})
     append_line(below(run_dir) / "metrics.jsonl", line)
 

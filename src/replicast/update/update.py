@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from replicast.files import (
     tensor_chunks,
     write_durably,
 )
+from replicast.strictjson import json_value
 from replicast.tensorfiles import copied
 from replicast.update.digest import blocks_of, digest_block, digest_of_blocks, name_of
 from replicast.update.edits import DTYPES, FLOAT_DTYPES, RESETS, Array, Edit, EditKind
@@ -137,7 +137,7 @@ def edit_to_json(edit: Edit, describe_array: Callable[[str, Array], Any]) -> dic
     return {
         "operation": str(edit.operation),
         "variable": edit.variable,
-        "factor": factor_to_json(edit.factor),
+        "factor": json_value(edit.factor),
         "loose": edit.loose,
         "arrays": {name: describe_array(name, array) for name, array in ordered_arrays(edit)},
     }
@@ -233,11 +233,6 @@ def edits_of_tensors(
             )
         edits.append(edit_from_values(operation, variable, weight, values))
     return tuple(edits)
-
-
-def factor_to_json(factor: float | None) -> float | str | None:
-    """A factor as JSON, which has no NaN and no infinity: they become text."""
-    return factor if factor is None or math.isfinite(factor) else str(factor)
 
 
 def _checked_name(variable: Any) -> str:
