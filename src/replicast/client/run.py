@@ -6,10 +6,11 @@ parameters with their types, limits, defaults and help (the docstring's `Args`),
 
     DirectoryRun    does it: the one place where an operation is implemented (directory.py)
     ServedRun       sends it over HTTP; written once for all rows (connection.py)
-    the page        one route with its checks and its entry in /openapi.json (page/api.py)
+    the page        one route with its checks (page/app.py), and its entry in /openapi.json (page/openapi.py)
     the commands    names, limits and help of their options (cli/)
 
-so that a new operation is a method here and a method of `DirectoryRun`.
+so that a new operation is a method here, a method of `DirectoryRun` and a command. What the job itself must
+answer needs more: docs/architecture.md lists it.
 
 Always true:
 

@@ -1,7 +1,7 @@
 """The entries of the journal. Each is written completely or not at all.
 
-Each group of workers writes its own sequence of entries (`History` decides which of them are valid). A commit
-is a single entry: `Committed` is the commit of an update, `Saved` that of a checkpoint.
+Each group of workers writes its own sequence of entries; `storage/claims.py` decides which of them count. A
+commit is a single entry: `Committed` is the commit of an update, `Saved` that of a checkpoint.
 """
 
 from __future__ import annotations

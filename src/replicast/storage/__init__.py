@@ -1,8 +1,12 @@
-"""What outlives a process: the journal of a run directory, and what it says about each update.
+"""The run directory: what outlives a process.
 
-`journal.py`        the journal: one process writes, any may read
-`entry_files.py`    the file of an entry
-`counted.py`        which entries count, read with few files opened
-`index.py`          many entries in one file; derived from the entries
-`updates.py`        everything known about each update, for the command line
+`claims.py`             the groups of workers, the log of each, and which of its lines count
+`journal.py`            the journal: one process writes, any may read
+`updates.py`            everything known about each update
+`inbox.py`              requests from outside to a job, and their answers
+`checkpoints.py`        the checkpoints of a run
+`checkpoint_files.py`   the files of one checkpoint
+`checkpoint_tools.py`   an update applied to a checkpoint, and differences between two
+`run_files.py`          what the job says of itself: notes of workers, states, metrics, audits
+`liveness.py`           whether a job runs in a directory
 """

@@ -2,7 +2,7 @@
 
 One process writes; any process may read. No name is written twice: a second checkpoint of a step is written
 next to the first, which is removed once the second is durable. Checkpoints of a group that was presumed dead
-do not count (`groups.py`).
+do not count (`claims.py`).
 """
 
 from __future__ import annotations
