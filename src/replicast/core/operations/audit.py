@@ -12,8 +12,8 @@
     Report, release ────────────────────────► the report; with "raise", every training thread raises it
 
 A heal is recorded with `heals`, so that a restart applies it again, even in the middle of a trial. A worker
-that dies within a heal ends the job. The next attempt starts from the checkpoint, or from scratch, and applies
-again the heals that have their record.
+that dies within a heal ends the job. The next attempt starts from the checkpoint, or from scratch, and
+applies again the heals that have their record.
 """
 
 from __future__ import annotations
