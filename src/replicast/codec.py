@@ -48,7 +48,29 @@ def encode(value: Any) -> str:
     MessagePack and not JSON, which has no NaN: a loss that is not a number must arrive as such. A tuple in a
     field of type `Any` is decoded as a list.
     """
-    return base64.b64encode(msgspec.msgpack.encode(value, enc_hook=_refused)).decode("ascii")
+    try:
+        packed = msgspec.msgpack.encode(value, enc_hook=_refused)
+    except UnicodeEncodeError:
+        packed = msgspec.msgpack.encode(_escaped(msgspec.to_builtins(value, enc_hook=_refused)))
+    return base64.b64encode(packed).decode("ascii")
+
+
+def json_line(value: Any) -> bytes:
+    """Encodes a record as JSON, with the names of classes. A number that is not finite becomes null."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        plain = msgspec.to_builtins(value, enc_hook=msgspec.json.decode)  # the hook is for `msgspec.Raw`
+        return msgspec.json.encode(_escaped(plain))
+
+
+def _escaped(value: Any) -> Any:
+    """Text that is not valid Unicode, as in the error of a file with such a name, is escaped."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(name): _escaped(one) for name, one in value.items()}
+    return [_escaped(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def decode(text: str) -> Any:

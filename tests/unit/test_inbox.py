@@ -724,6 +724,17 @@ def test_what_is_no_request_is_refused_with_a_reason_and_delays_no_other(asked: 
     eventually(lambda: any(good in ended.asked_by for ended in asked.ended))
 
 
+@pytest.mark.parametrize("kind", ["audit", "leave", "withdraw"])
+def test_a_request_whose_name_is_not_valid_unicode_is_refused_and_ends_no_job(
+    asked: Asked, kind: Kind
+) -> None:
+    good = asked.ask(kind, name="x" if kind == "withdraw" else "")
+    path = asked.run_dir / "inbox" / f"{good}.request.json"
+    path.rename(path.with_name("\udcff.request.json"))
+    assert "not valid Unicode" in asked.refusal("\udcff")
+    asked.job.train(3)
+
+
 def test_what_cannot_be_read_or_removed_is_answered_once(asked: Asked) -> None:
     inbox = asked.run_dir / "inbox"
     good = asked.ask("save")

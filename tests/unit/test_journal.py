@@ -146,9 +146,25 @@ def test_a_metric_that_is_no_finite_number_was_not_measured(tmp_path: Path) -> N
     assert (record.before, decided.during) == (None, None)
 
 
+def test_a_number_is_read_back_although_its_author_gave_an_integer(tmp_path: Path) -> None:
+    entries = [
+        Scheduled("u1", "d", 10, Trial(4, max_increase=1)),
+        Receipt(1, "u1", 10, {0: "aa"}, 0, 0, 2, Stage.VERIFIED),
+    ]
+    journal = writer(tmp_path)
+    for entry in entries:
+        journal.write(entry)
+    lines, damaged = counted_lines(tmp_path)
+    assert not damaged
+    assert [line.entry() for line in lines] == entries
+
+
 def test_text_that_is_not_valid_unicode_is_escaped(tmp_path: Path) -> None:
-    writer(tmp_path).write(Refused("u1", ("a",), "no file \udcff"))
-    assert Updates(tmp_path).refused == {"u1": "no file \\udcff"}
+    writer(tmp_path).write(Refused("u1", ("file \udcff",), "no file \udcff"))
+    run = Updates(tmp_path)
+    assert run.refused == {"u1": "no file \\udcff"}
+    assert run.history.refused == {"file \\udcff"}
+    assert not run.damaged
 
 
 def test_what_has_only_a_payload_is_not_committed(journal: Journal) -> None:

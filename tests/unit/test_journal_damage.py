@@ -469,6 +469,21 @@ def test_log_status_show_and_push_show_everything_else(run: Path, number: int, h
     assert ("not known: its entry is damaged" in plain.stdout) == (kind == "payload")
 
 
+SUMMARIES = [b"5", b"{}", b"[1]", b"[{}]", b'[{"a":1e999}]', b'[{"operation":5,"variable":5,"shape":5}]']
+
+
+@pytest.mark.parametrize("edits", SUMMARIES, ids=bytes.decode)
+def test_edits_of_any_kind_in_a_line_whose_seal_is_right_hide_no_update(run: Path, edits: bytes) -> None:
+    (line,) = [line for line in lines_of(run, 2) if b'"id":"first"' in line and b'"edits":' in line]
+    begin, end = line.index(b'"edits":') + len(b'"edits":'), line.index(b'},"written_at"')
+    body = line[:begin] + edits + line[end : line.rindex(b',"seal"')] + b"}"
+    log_of(run, 2).write_bytes(log_of(run, 2).read_bytes().replace(line, sealed(body)))
+    listed = [json.loads(line) for line in invoke("log", run, "--json").stdout.splitlines()]
+    assert [(one["id"], len(one["edits"])) for one in listed] == [("first", 0), ("second", 1)]
+    for command in ("log", "status"):
+        assert invoke(command, run).exit_code == 0
+
+
 def test_an_update_that_is_not_found_may_be_the_damaged_one(run: Path) -> None:
     damage(run, 5, flip, group=2)
     result = invoke("show", run, "2")

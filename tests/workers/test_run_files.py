@@ -126,6 +126,20 @@ def test_a_disk_that_is_away_stops_no_training_and_is_said_once(
     assert caplog.text.count("cannot be kept up to date") == 1
 
 
+def test_a_link_in_the_place_of_the_groups_stops_no_training(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeping = keeping_of(job, tmp_path, Fence(tmp_path, attempt=0))
+    inbox.submit(tmp_path, bias(1.0, id="later"))
+    (tmp_path / "groups").rename(tmp_path / "away")
+    (tmp_path / "groups").symlink_to("away")
+    keeping.start()
+    eventually(lambda: "cannot be kept up to date" in caplog.text)
+    (tmp_path / "groups").unlink()
+    (tmp_path / "away").rename(tmp_path / "groups")
+    train_until(job, lambda: stage_of(tmp_path, "later") == Stage.VERIFIED)
+
+
 def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
     """The second arguments with which a function of the inbox is called from now on."""
     real, calls = getattr(inbox, name), []

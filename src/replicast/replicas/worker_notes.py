@@ -212,7 +212,8 @@ class RunFiles:
             try:
                 if self._fence is not None:
                     self._fence.check()  # Before each: another group may have taken over meanwhile.
-            except FileDamaged as error:  # Until the disk is back, it is not known which group owns the run.
+            except (FileDamaged, OSError) as error:
+                # Until the disk is back, it is not known which group owns the run.
                 self._warn(run_dir, problem, error)
                 return
             try:

@@ -44,7 +44,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from replicast import faults
-from replicast.codec import Record
+from replicast.codec import Record, json_line
 from replicast.core.entries import (
     Before,
     Committed,
@@ -456,13 +456,9 @@ class Fence:
         return LogLine(self.number, number, written_at, stored, previous, seal, offset, len(content))
 
     def _sealed(self, number: int, stored: Stored, written_at: float) -> tuple[bytes, str]:
-        try:
-            body = msgspec.json.encode(_Written(number, stored, written_at, self._previous))
-        except UnicodeEncodeError:  # Text that is not valid Unicode, as in names of files, is escaped.
-            texts = {name: text for name, text in msgspec.structs.asdict(stored).items() if type(text) is str}
-            valid = {name: text.encode(errors="backslashreplace").decode() for name, text in texts.items()}
-            return self._sealed(number, msgspec.structs.replace(stored, **valid), written_at)
-        return sealed(body)
+        # Written as it is read again: where a record has a float, its author may have given the integer 1.
+        line = _WRITTEN.decode(json_line(_Written(number, stored, written_at, self._previous)))
+        return sealed(msgspec.json.encode(line))
 
     @property
     def identity(self) -> str:

@@ -39,6 +39,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 import numpy.typing as npt
 
+from replicast.codec import json_line
 from replicast.core.entries import Receipt
 from replicast.core.records import Stage
 from replicast.errors import FileDamaged, UpdateIdInUse, UpdateRefused, refusal_of
@@ -425,8 +426,9 @@ def read_request(path: RunPath) -> InboxRequest:
         raise
     except (OSError, ValueError) as error:
         raise UpdateRefused(f"Not a valid request: {error}") from error
+    request = msgspec.structs.replace(request, id=id_of(path))
     _check(request)
-    return msgspec.structs.replace(request, id=id_of(path))
+    return request
 
 
 # The job's side: only worker 0.
@@ -456,7 +458,7 @@ def note_stage(run_dir: RunDir, update_id: str, stage: Stage, **fields: Any) -> 
     """Writes how far an update is, for its author outside the job. Without a sync: it is noted often."""
     make_durably(_inbox(run_dir))
     answer = InboxAnswer(stage, time.time(), **fields)
-    write_quickly(_inbox(run_dir) / f"{update_id}{_ANSWER}", _encoded(answer).decode())
+    write_quickly(_inbox(run_dir) / f"{update_id}{_ANSWER}", json_line(answer).decode())
 
 
 def refuse(run_dir: RunDir, path: RunPath, error: Exception, *, durably: bool = True) -> None:
@@ -482,7 +484,7 @@ def answer(run_dir: RunDir, id_: str, given: InboxAnswer, values: npt.NDArray[An
         return
     if values is not None:
         write_durably(path.with_name(f"{id_}{_VALUES}"), tensor_chunks({_TENSOR: values}, {}))
-    write_durably(path.with_name(f"{id_}{_ANSWER}"), [_encoded(given)])
+    write_durably(path.with_name(f"{id_}{_ANSWER}"), [json_line(given)])
     path.unlink(missing_ok=True)
 
 
@@ -523,17 +525,9 @@ def _check(request: InboxRequest) -> None:
         raise UpdateRefused(
             "Rows are ranges, each from a row to a later one", received=str(request.rows)[:200]
         )
+    checked_text("name of the file", request.id)  # It is part of messages and answers.
     checked_text("author", request.author, _MAX_AUTHOR)
     checked_text("name", request.name, 1000)
-
-
-def _encoded(answer: InboxAnswer) -> bytes:
-    # What it quotes need not be valid Unicode. A number that is not finite becomes null: not measured.
-    texts = {
-        name: getattr(answer, name).encode(errors="backslashreplace").decode()
-        for name in ("problem", "waits_for")
-    }
-    return msgspec.json.encode(msgspec.structs.replace(answer, **texts))
 
 
 def _checked_step(value: Any) -> int | None:

@@ -35,7 +35,7 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -71,7 +71,7 @@ from replicast.storage.claims import (
     log_path,
 )
 from replicast.tensorfiles import copied
-from replicast.update.edits import Edit
+from replicast.update.edits import Edit, EditKind
 from replicast.update.inverse import NOT_KEPT
 from replicast.update.update import Update
 
@@ -132,9 +132,18 @@ def stored_path(run_dir: RunDir, line: LogLine) -> RunPath:
     return group_directory(run_dir, line.group) / file
 
 
+class _EditSummary(TypedDict):
+    operation: EditKind
+    variable: str
+    shape: list[int] | None
+
+
 def _summaries(line: LogLine) -> tuple[Mapping[str, Any], ...]:
     edits = line.stored.edits if isinstance(line.stored, StoredPayload) else _NO_EDITS
-    return msgspec.json.decode(edits, type=tuple[dict[str, Any], ...])
+    try:
+        return msgspec.json.decode(edits, type=tuple[_EditSummary, ...])
+    except (ValueError, RecursionError):  # A line with a valid seal may still have anything here.
+        return ()
 
 
 def summary(edit: Edit) -> dict[str, Any]:

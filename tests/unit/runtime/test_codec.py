@@ -151,6 +151,13 @@ def test_a_measure_that_is_not_a_number_arrives_as_such() -> None:
     assert steps == 3
 
 
+def test_text_that_is_not_valid_unicode_is_escaped() -> None:
+    refusal = Refusal("no file \udcff", (1,), {"problem": "\ud800"})
+    received = decode(encode([3, Answer(ReportId("save", 4), refusal), Resume((4,), {0: "\udcff"})]))
+    escaped = Refusal("no file \\udcff", (1,), {"problem": "\\ud800"})
+    assert received == [3, Answer(ReportId("save", 4), escaped), Resume((4,), {0: "\\udcff"})]
+
+
 def test_every_kind_of_message_is_among_those() -> None:
     kinds = {*get_args(ToCoordinator), *get_args(ToWorkers), Note}
     assert {type(message) for message in MESSAGES} == kinds

@@ -61,10 +61,15 @@ def test_what_a_function_gets_are_copies() -> None:
         np.testing.assert_array_equal(job.workers[1].state.values["dense/kernel"], job.start["dense/kernel"])
 
 
+def raise_text_that_is_not_unicode(_values: Any) -> Any:
+    raise ValueError("no model \udcff")
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
         (lambda values: 1 / 0, "raised ZeroDivisionError: division by zero"),
+        (raise_text_that_is_not_unicode, "raised ValueError: no model \\udcff"),
         (lambda values: 7, "must return an Update, or a dict from variable names"),
         (lambda values: {"nothing": [1.0]}, "nothing"),
         (lambda values: {"bias": values["kernel"]}, "shape"),
