@@ -211,6 +211,10 @@ def test_values_can_be_read_by_row(client: Client) -> None:
         [[0.0] * 3] * 3,
     )
     assert client.get(path, params={"rows": "0:100000000"}, headers=BEARER).status_code == 400
+    error = client.get(path, params={"rows": "3-5"}, headers=BEARER).json()["error"]
+    assert "Rows are given as 3,5,10:20" in error["problem"]
+    error = client.get(path, params={"format": "csv"}, headers=BEARER).json()["error"]
+    assert (error["received"], error["remedy"]) == ("format=csv", "See /openapi.json")
 
 
 def test_values_that_are_too_many_for_json_come_as_a_file_and_larger_ones_by_row(

@@ -106,7 +106,8 @@ def now(run: Run, timeout: float) -> None:
       replicast checkpoint now runs/first
       replicast checkpoint now https://host:8080/first
 
-    Exit code: 0 when it is durable; 1 when the job cannot make one.
+    Exit code: 0 when it is durable; 1 when the job cannot make one; 3 when no job is running, or
+    --timeout has passed.
     """
     click.echo(f"saved the checkpoint of step {run.checkpoint(timeout)}")
 
@@ -148,7 +149,9 @@ def show(path: Path, step: int | None, as_json: bool) -> None:
 @path_argument
 @step_argument
 def verify(path: Path, step: int | None) -> int:
-    """Read every byte of one checkpoint, or of all of a run, and compare their digests.
+    """Compare every byte of a checkpoint with its digests.
+
+    Of a RUN, the checkpoint of STEP, or all of them.
 
     \b
     Examples:

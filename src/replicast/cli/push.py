@@ -225,8 +225,9 @@ def pull(run: Run, name: str, rows: tuple[int, ...] | None, output: Path, timeou
       replicast pull runs/first dense/bias -o bias.npy
       replicast pull runs/first embeddings --rows 1,5,10:20 -o rows.safetensors
 
-    Exit code: 0 when the file is written; 1 when there is no such variable or row, or the job refuses it; 4
-    when the file is written and the workers have different values: it has those of worker 0.
+    Exit code: 0 when the file is written; 1 when there is no such variable or row, or the job refuses it; 3
+    when --timeout has passed; 4 when the file is written and the workers have different values: it has those
+    of worker 0.
     """
     if output.suffix not in (".npy", ".safetensors"):
         raise click.BadParameter("It must end in .npy or .safetensors.", param_hint="--output")

@@ -205,7 +205,7 @@ def stop(run: Run, timeout: float) -> None:
       replicast stop runs/first --timeout 60
 
     Exit code: 0 when the state is saved and the job stops; 1 when it stops and the state could not be saved,
-    or the request cannot be written.
+    or the request cannot be written; 3 when no job is running, or --timeout has passed.
     """
     click.echo(f"stopped at step {run.stop(timeout)}: the state is saved")
 

@@ -61,7 +61,7 @@ _LATE_SECS = 3.0  # A worker writes a note every second: below this, which note 
 _WHAT = {
     "audit": "an audit",
     "save": "a checkpoint",
-    "leave": "stopping",
+    "leave": "a stop",
     "pull": "the values",
     "withdraw": "a withdrawal",
 }
@@ -137,8 +137,9 @@ def _submit(
     if not now.state.is_running:
         beside = running_beside(run, seen.now)
         if not next_start and all(one.id != update.id for one in inbox.waiting(run)):
-            again = "Do it again when the job runs, or for its next start: next_start=True"
-            raise UpdateRefused(now.sentence, expected="a running job", remedy=beside or again)
+            again = "Try again when the job runs, or leave it for the next start: next_start=True"
+            problem = f"The job is not running: {now.sentence}"
+            raise UpdateRefused(problem, expected="a running job", remedy=beside or again)
         warning = f"{now.sentence}. It will take the update when it is started again. {beside}".rstrip()
     try:
         inbox.submit(run, update, at_step, trial, reverts=reverts, forced=forced)

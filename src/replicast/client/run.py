@@ -308,7 +308,9 @@ def rows_of(text: str, most: int = MAX_ROWS) -> tuple[int, ...]:
             said = f"Rows are given as 3,5,10:20, where 20 is not included; {error}"
             raise ValueError(f"{said}. Received: {part[:80]}") from error
         if not 0 <= start < stop or len(found) + stop - start > most:
-            raise ValueError(f"A range has rows, at most {most} in all. Received: {part[:80]}")
+            raise ValueError(
+                f"A range must not be empty, and at most {most} rows can be read. Received: {part[:80]}"
+            )
         found.extend(range(start, stop))
     return tuple(found)
 
@@ -543,7 +545,7 @@ class Run:
         """The committed updates, in the order in which they are applied.
 
         Args:
-            last: Only so many of the last ones. A served run lists at most the last 1,000.
+            last: The number of updates, counted from the last one. A served run lists at most the last 1,000.
         """
 
     @operation("GET", "/updates/{which}", local=("max_bytes",))

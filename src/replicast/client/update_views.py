@@ -111,13 +111,19 @@ def look(run: RunDir, update_id: str, *, thoroughly: bool) -> UpdateView:
 
 
 def find(run: RunDir, given: str, journal: Updates) -> UpdateView:
-    """The update that a person means: by its number, by its id, or by the beginning of its id."""
+    """The update that a person means: by its number, by its id, or by the beginning of its id.
+
+    Digits alone are never the beginning of an id: `revert RUN 7`, where there is no update 7, must not revert
+    the one whose random id begins with 7.
+    """
+    number = None
     with contextlib.suppress(ValueError):
         if (number := parse_integer(given)) in journal.history.committed:
             return committed_views(run, journal, [number])[0]
     noted = noted_view(run, given)
-    exact = _matching(run, journal, lambda id_: id_ == given) or ([] if noted is None else [noted])
-    found = exact or _matching(run, journal, lambda id_: bool(given) and id_.startswith(given))
+    found = _matching(run, journal, lambda id_: id_ == given) or ([] if noted is None else [noted])
+    if not found and given and number is None:
+        found = _matching(run, journal, lambda id_: id_.startswith(given))
     ids = sorted({view.id for view in found})
     if not ids:
         hint = "`replicast status` and `log` list them."

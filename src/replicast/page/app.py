@@ -333,6 +333,12 @@ async def _arguments(row: RunOperation, request: Request) -> tuple[dict[str, Any
             except msgspec.ValidationError as error:
                 raise HttpError(404, "There is no such worker", received=arguments[name][:200]) from error
     query = dict(request.query_params)
+    rows = None
+    if "rows" in row.parameters and "rows" in query:  # Before the pattern is checked: its error is a regex.
+        try:
+            rows = rows_of(query["rows"], MAX_SERVED_ROWS)
+        except ValueError as error:
+            raise HttpError(400, str(error)) from error
     if row.method == "GET" or row.takes_file:
         options = _converted(query, row.fields)
     else:
@@ -345,11 +351,8 @@ async def _arguments(row: RunOperation, request: Request) -> tuple[dict[str, Any
     for name in row.parameters:
         if hasattr(options, name):
             arguments[name] = getattr(options, name)
-    if arguments.get("rows") is not None:
-        try:
-            arguments["rows"] = rows_of(arguments["rows"], MAX_SERVED_ROWS)
-        except ValueError as error:
-            raise HttpError(400, str(error)) from error
+    if rows is not None:
+        arguments["rows"] = rows
     return arguments, options
 
 
@@ -357,7 +360,10 @@ def _converted(given: dict[str, str], kind: type[Struct]) -> Struct:
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise HttpError(400, f"A parameter is not valid: {error}", received=str(given)[:500]) from error
+        received = "&".join(f"{name}={value}" for name, value in given.items())[:500]
+        raise HttpError(
+            400, f"A parameter is not valid: {error}", received=received, remedy="See /openapi.json"
+        ) from error
 
 
 def _checked(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:

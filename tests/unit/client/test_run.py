@@ -149,6 +149,17 @@ def test_what_waits_can_be_withdrawn_by_the_beginning_of_its_id(run: Run, direct
         pushed.result(timeout=120)
 
 
+def test_digits_alone_are_a_number_or_a_whole_id(run: Run, job: PlayedJob) -> None:
+    """Otherwise `revert RUN 7` would revert an update whose random id begins with 7."""
+    for id_ in ("7f3a91c4", "2024"):
+        run.push(Update(id=id_).assign("learning_rate", 0.5))
+    job.act_all()
+    assert (run.show("7f").id, run.show("2024").id, run.show("2").id) == ("7f3a91c4", "2024", "2024")
+    for ask in (run.show, run.revert, run.withdraw):
+        with pytest.raises(NotFound, match="no update 7 in"):
+            ask("7")
+
+
 def test_what_a_job_does_not_give_back_in_time_is_told(
     run: Run, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
