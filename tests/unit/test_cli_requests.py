@@ -327,6 +327,16 @@ def test_a_job_that_does_not_answer_is_exit_code_3(run: Path, words: tuple[str, 
     assert not inbox.requests(run)
 
 
+def test_an_answer_that_cannot_be_read_is_told_at_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer_rubbish(_secs: float) -> None:
+        for path in inbox.requests(run):
+            path.with_name(f"{inbox.id_of(path)}.answer.json").as_path().write_text("{")
+
+    meanwhile(monkeypatch, answer_rubbish)
+    assert "answer.json is damaged" in output_of(1, "checkpoint", "now", run, "--timeout", 5)
+    assert not list((run / "inbox").iterdir())
+
+
 def test_what_only_a_running_job_can_do_is_not_waited_for(run: Path) -> None:
     heard_of(run, secs_ago=60)
     for act in (replicast.connect(run).stop, replicast.connect(run).checkpoint, replicast.connect(run).audit):

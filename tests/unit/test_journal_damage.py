@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,6 +169,16 @@ BODIES = [
     (b'"number":2', b'"number":0'),
     (b'"number":2', b'"number":1'),
 ]
+
+
+@pytest.mark.parametrize("nbytes", [b"-1", b"1" + b"0" * 400], ids=lambda nbytes: nbytes[:5].decode())
+def test_a_payload_of_impossible_size_is_damage(tmp_path: Path, nbytes: bytes) -> None:
+    written(tmp_path, payload("u1"), Withdrawn("x"))
+    (line,) = [line for line in lines_of(tmp_path) if b'"nbytes":' in line]
+    body = re.sub(b'"nbytes":[0-9]+', b'"nbytes":' + nbytes, line[: line.rindex(b',"seal"')] + b"}")
+    log_of(tmp_path).write_bytes(log_of(tmp_path).read_bytes().replace(line, sealed(body)))
+    (found,) = Updates(tmp_path).damaged
+    assert found.place == (1, 1)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body[1][:30].decode())

@@ -64,6 +64,12 @@ def test_a_job_starts_trains_restarts_and_finishes(tmp_path: Path) -> None:
     assert [one.state for one in changes(tmp_path)] == ["starting", "restarting", "finished"]
 
 
+def test_a_reason_that_is_not_valid_unicode_is_escaped(tmp_path: Path) -> None:
+    write_change(tmp_path, Change(State.FAILED, 0, reason="no model \udcff", last_lines=("\ud800",)))
+    (change,) = changes(tmp_path)
+    assert (change.reason, change.last_lines) == ("no model \\udcff", ("\\ud800",))
+
+
 def test_a_note_written_just_before_the_failure_does_not_make_it_training(tmp_path: Path) -> None:
     write_change(tmp_path, Change(State.FAILED, 0, worker=1, reason="ValueError: bad", step=7))
     failed = read_state(tmp_path, [note(age=0.2)])

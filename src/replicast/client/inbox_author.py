@@ -248,7 +248,7 @@ def ask(
     answer = None
     try:
         for seen, _, _ in polls(run, timeout_secs):
-            answer = inbox.answer_of(run, asked.id)  # After the notes: a job may write it as it ends.
+            answer = inbox.read_answer(run, asked.id)  # After the notes: a job may write it as it ends.
             if answer is not None and answer.stage is Stage.REFUSED:
                 raise RequestRefused(f"The job refused it, at step {answer.step}: {answer.problem}")
             if answer is not None and variable is not None:

@@ -39,7 +39,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -71,6 +71,9 @@ _CLAIM_REMEDY = (
 _CHECKPOINT = re.compile(r"([0-9]{8,})(?:-([0-9]+)(?:-([0-9]+))?)?")
 
 
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # An integer in JSON may have any size.
+
+
 class Claim(Record):
     """What one group found when it took over a run directory."""
 
@@ -97,7 +100,7 @@ class StoredPayload(Record, tag="Payload"):
     note: str
     file: str
     sha256: str
-    nbytes: int
+    nbytes: _Size
     edits: msgspec.Raw  # A summary of each edit. It may be long, and few readers need it.
 
 
@@ -108,7 +111,7 @@ class StoredBefore(Record, tag="Before"):
     id: str
     file: str = ""
     sha256: str = ""
-    nbytes: int = 0
+    nbytes: _Size = 0
     problem: str = ""
 
 

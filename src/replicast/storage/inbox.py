@@ -218,11 +218,21 @@ def forget(run_dir: RunDir, id_: str) -> None:
 
 def answer_of(run_dir: RunDir, id_: str) -> InboxAnswer | None:
     """The last answer to a request; None if there is none, or it cannot be read."""
+    try:
+        return read_answer(run_dir, id_)
+    except FileDamaged:  # Written without a sync: a power failure may have damaged it.
+        return None
+
+
+def read_answer(run_dir: RunDir, id_: str) -> InboxAnswer | None:
+    """The same for who waits: an answer that cannot be read raises `FileDamaged`, and no other will come."""
     path = _inbox(run_dir) / f"{id_}{_ANSWER}"
+    if not path.exists():
+        return None
     try:
         return described(InboxAnswer, "answer", read_json(path, max_bytes=_MAX_ANSWER_BYTES))
-    except (FileDamaged, ValueError):  # Written without a sync: a power failure may have damaged it.
-        return None
+    except ValueError as error:
+        raise FileDamaged(path, str(error)) from error
 
 
 def values_of(run_dir: RunDir, id_: str, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from replicast.codec import json_line
 from replicast.errors import FileDamaged
 from replicast.files import (
     RunDir,
@@ -314,7 +315,7 @@ def write_change(run_dir: RunDir, change: Change) -> None:
         reason=change.reason[:_MAX_TEXT],
         last_lines=tuple(line[:_MAX_TEXT] for line in change.last_lines[-_MAX_LINES:]),
     )
-    append_line(below(run_dir) / FILE, msgspec.json.encode(stamped).decode())
+    append_line(below(run_dir) / FILE, json_line(stamped).decode())
 
 
 def changes(run_dir: RunDir, last: int = _MOST_CHANGES) -> list[Change]:
