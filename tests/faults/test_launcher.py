@@ -21,6 +21,7 @@ from replicast.launcher.group import EndTimeouts
 from replicast.launcher.launcher import Settings, supervise
 from replicast.launcher.plan import Job
 from replicast.paths import below
+from replicast.storage.run_files import changes
 
 DEADLINE_SECS = 120.0
 
@@ -180,6 +181,19 @@ sys.exit(9)
     assert "line 29" in err
     assert "line 1 " not in err, "only the end of the log is shown"
     assert "worker 0 failed afterwards (exit code 9)" in err
+
+
+def test_the_last_lines_of_a_killed_worker_are_kept_without_colours(launch: Launcher) -> None:
+    script = r"""
+print("\x1b[1m100/100\x1b[0m loss: 0.5\n    indented", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    launched = launch(script, "--run-dir", "run", workers=1)
+    assert launched.finish()[0] == 128 + signal.SIGKILL
+    assert changes(launched.directory / "run")[-1].last_lines == ("100/100 loss: 0.5", "    indented")
+    status = [sys.executable, "-m", "replicast", "status", "run"]
+    shown = subprocess.run(status, cwd=launched.directory, capture_output=True, text=True).stdout
+    assert "\n  100/100 loss: 0.5\n      indented\n" in shown
 
 
 def test_the_launcher_removes_the_shared_memory_of_a_worker_that_was_killed(

@@ -249,7 +249,7 @@ def _parts(seen: Overview) -> Iterator[RenderableType]:
     head.append(f"\n{printable(seen.run)}: {texts.counted(seen.size, 'worker')}", style="bold")
     if seen.state == State.FAILED and seen.changes:
         for line in seen.changes[-1]["last_lines"]:
-            head.append(f"\n  {one_line(line)}", style="dim")
+            head.append(f"\n  {printable(line.rstrip())}", style="dim")
     yield head
     notes = {note.rank: note for note in seen.workers}
     rows = (_worker_cells(rank, notes.get(rank), seen) for rank in range(seen.size))

@@ -58,7 +58,7 @@ from replicast.launcher.plan import (
     this_machine,
 )
 from replicast.launcher.run_directory import locked, make_attempt_dir, next_attempt, what_is_taken_over
-from replicast.launcher.screen import Screen, make_screen
+from replicast.launcher.screen import Screen, make_screen, without_colours
 from replicast.launcher.standby import StandbySet
 from replicast.paths import RunDir, RunPath, make_durably
 
@@ -276,7 +276,7 @@ class _Supervision:
             step=step,
             worker=lost_worker,
             reason=why,
-            last_lines=() if failure is None else failure.lines,
+            last_lines=() if failure is None else tuple(map(without_colours, failure.lines)),
         )
         try:
             write_change(self.settings.run_dir, change)
