@@ -19,7 +19,7 @@ import pytest
 from replicast.config import SHM_DIR
 from replicast.launcher.group import EndTimeouts
 from replicast.launcher.launcher import Settings, supervise
-from replicast.launcher.plan import Job
+from replicast.launcher.plan import JobPlan
 from replicast.paths import below
 from replicast.storage.run_files import changes
 
@@ -106,7 +106,7 @@ def supervised(directory: Path, script: str, timeouts: EndTimeouts) -> int:
     logs = below(directory) / "logs"
     settings = Settings(run_dir=directory, log_dir=logs, tee=frozenset(), timeouts=timeouts)
     with contextlib.chdir(directory):
-        return supervise(Job(argv=(sys.executable, "train.py"), workers=2), settings, os.environ)
+        return supervise(JobPlan(argv=(sys.executable, "train.py"), workers=2), settings, os.environ)
 
 
 def eventually(condition: Callable[[], bool], otherwise: str) -> None:

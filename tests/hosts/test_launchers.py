@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from replicast.storage.run_files import State, changes
+from replicast.storage.run_files import JobState, changes
 from tests.hosts.launchers import SECRET, Machines, eventually, lines_with, machines, noted_pid
 from tests.hosts.network import missing
 
@@ -97,7 +97,7 @@ if rank == 0:
     assert "worker 1 on 10.77.0.2 was stopped (SIGSTOP) and did not continue" in first.text
     assert "worker 1 was stopped (SIGSTOP) and did not continue" in second.text
     last = changes(two.directory / "run")[-1]
-    assert (last.state, last.worker, last.reason) == (State.FAILED, 1, "stopped by SIGSTOP on 10.77.0.2")
+    assert (last.state, last.worker, last.reason) == (JobState.FAILED, 1, "stopped by SIGSTOP on 10.77.0.2")
 
 
 @pytest.mark.parametrize(("node", "signum", "code"), [(0, signal.SIGTERM, 143), (1, signal.SIGINT, 130)])

@@ -21,7 +21,7 @@ from replicast.page.app import ROWS, RUN
 from replicast.page.live import runs_in
 from replicast.page.openapi import description
 from replicast.page.web_server import MAX_FILES
-from replicast.storage.run_files import State, append_metrics
+from replicast.storage.run_files import JobState, append_metrics
 from replicast.update.update import Update
 from tests.memory_run import MemoryRun
 from tests.page.conftest import BEARER, Client, Serve
@@ -393,7 +393,7 @@ def test_prometheus_can_read_it(client: Client, run: MemoryRun) -> None:
 def test_prometheus_can_tell_a_failed_run_and_count_its_restarts(
     client: Client, run: MemoryRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status = replace(run.status(), state=State.FAILED, restarted=1)
+    status = replace(run.status(), state=JobState.FAILED, restarted=1)
     monkeypatch.setattr(run, "status", lambda: status)
     lines = client.get("/metrics").text.splitlines()
     assert 'replicast_state{run="first",state="failed"} 1.0' in lines

@@ -12,7 +12,7 @@ import safetensors.numpy
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, expect
 
 from replicast.client import connect
-from replicast.storage.run_files import Change, State, write_change
+from replicast.storage.run_files import Change, JobState, write_change
 from replicast.update.update import Update
 from tests.page.browser import Watched, chromium
 from tests.page.live import Serving
@@ -263,7 +263,9 @@ def test_a_killed_job_is_told_and_the_page_goes_on_when_it_is_back(page: Page, r
 def test_a_failed_job_is_told_once_with_the_last_lines_of_its_worker(page: Page, run: PlayedRun) -> None:
     run.kill()
     lines = ("Traceback (most recent call last):", "ValueError: \x1b[31mno data\x1b[0m")
-    write_change(run.path, Change(State.FAILED, 0, worker=1, reason="ValueError: no data", last_lines=lines))
+    write_change(
+        run.path, Change(JobState.FAILED, 0, worker=1, reason="ValueError: no data", last_lines=lines)
+    )
     expect(page.locator("#failure")).to_have_text(f"{lines[0]}\nValueError: no data")
     expect(page.get_by_role("alert")).to_have_text("The job has failed.")
     expect(page.locator("#sentence")).to_contain_text("ValueError: no data")
@@ -271,7 +273,7 @@ def test_a_failed_job_is_told_once_with_the_last_lines_of_its_worker(page: Page,
 
 def test_a_start_by_hand_is_not_marked_as_a_restart(page: Page, run: PlayedRun) -> None:
     run.kill()
-    write_change(run.path, Change(State.STARTING, 1))
+    write_change(run.path, Change(JobState.STARTING, 1))
     run.start()
     key = page.locator("#metrics .key")
     expect(key.get_by_text("start", exact=True)).to_be_visible()

@@ -8,7 +8,7 @@ import numpy as np
 from playwright.sync_api import expect
 
 from replicast.client import connect
-from replicast.storage.run_files import Change, State, write_change
+from replicast.storage.run_files import Change, JobState, write_change
 from replicast.update.update import Update
 from tests.page.browser import Watched, chromium
 from tests.page.played_run import PlayedRun
@@ -22,7 +22,7 @@ def test_a_report_shows_the_run_without_a_server_and_asks_nobody(tmp_path: Path)
     with PlayedRun(tmp_path / "first") as played:
         update = Update(id="fix-1", author="ana", note=HOSTILE).add("dense/bias", np.ones(3, np.float32))
         receipt = connect(played.path).push(update).result(120)
-        write_change(played.path, Change(State.RESTARTING, 1, worker=1, reason=HOSTILE))
+        write_change(played.path, Change(JobState.RESTARTING, 1, worker=1, reason=HOSTILE))
         file = tmp_path / "report.html"
         assert invoke("report", played.path, "-o", file).exit_code == 0
     with chromium() as browser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import urllib.request
 from pathlib import Path
@@ -15,7 +16,7 @@ from replicast.page.live import runs_in
 from replicast.page.web_server import PageSettings
 from replicast.storage.run_files import append_metrics
 from tests.page.conftest import BEARER, TOKEN, Client
-from tests.page.live import Serving
+from tests.page.live import Serving, served
 from tests.unit.played_job import heard_of, invoke, made_run
 
 
@@ -27,6 +28,20 @@ def test_it_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
         assert (run["name"], run["workers"]) == ("first", 2)
         assert serving.kill(signal.SIGTERM) == 0
     assert len((tmp_path / "token").read_text().strip()) > 30
+
+
+def test_it_leaves_the_logging_of_its_process_alone(tmp_path: Path) -> None:
+    class Handler(logging.Handler):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+            super().close()
+
+    handler = Handler()
+    with served(runs_in(made_run(tmp_path / "first")), PageSettings(port=0, token=TOKEN)) as address:
+        urllib.request.urlopen(f"{address}/healthz", timeout=120).close()
+    assert not handler.closed
 
 
 def test_a_directory_with_runs_and_a_run_are_told_apart(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.trial import BeginTrial, EndTrial
 from replicast.core.operations.update import Apply, Discard, Load, Prepare
 from replicast.core.records import Applied, Pending, ReportId, Stage
-from replicast.core.worker import Worker
+from replicast.core.worker import WorkerMachine
 from tests.simulator import StoryFailed, World, random_plan
 from tests.simulator.disk import Disk
 
@@ -61,8 +61,8 @@ ORIGINAL = {
         (Coordinator, "handle"),
         (History, "after"),
         (Meeting, "step"),
-        (Worker, "_do"),
-        (Worker, "_go_on"),
+        (WorkerMachine, "_do"),
+        (WorkerMachine, "_go_on"),
         (coordinator_module, "replayed"),
     ]
 }
@@ -141,12 +141,12 @@ def skip_the_stop() -> Any:
 
 @mutation
 def pass_a_boundary_in_spite_of_a_stop() -> Any:
-    def go_on(self: Worker) -> None:
+    def go_on(self: WorkerMachine) -> None:
         stops, self._stops = self._stops, {}
-        ORIGINAL[Worker, "_go_on"](self)
+        ORIGINAL[WorkerMachine, "_go_on"](self)
         self._stops = stops
 
-    return broken(Worker, "_go_on", go_on)
+    return broken(WorkerMachine, "_go_on", go_on)
 
 
 @mutation
@@ -156,12 +156,12 @@ def choose_the_earliest_boundary_instead_of_the_latest() -> Any:
 
 @mutation
 def apply_twice() -> Any:
-    def twice(self: Worker, do: Do) -> None:
-        ORIGINAL[Worker, "_do"](self, do)
+    def twice(self: WorkerMachine, do: Do) -> None:
+        ORIGINAL[WorkerMachine, "_do"](self, do)
         if not do.order.in_background:
-            ORIGINAL[Worker, "_do"](self, do)
+            ORIGINAL[WorkerMachine, "_do"](self, do)
 
-    return broken(Worker, "_do", twice)
+    return broken(WorkerMachine, "_do", twice)
 
 
 @mutation
@@ -189,12 +189,12 @@ def end_a_rest_while_another_operation_has_the_turn() -> Any:
 
 @mutation
 def apply_in_another_order_on_one_worker() -> Any:
-    def go_on(self: Worker) -> None:
+    def go_on(self: WorkerMachine) -> None:
         if self.rank == 1:
             self._orders.reverse()
-        ORIGINAL[Worker, "_go_on"](self)
+        ORIGINAL[WorkerMachine, "_go_on"](self)
 
-    return broken(Worker, "_go_on", go_on)
+    return broken(WorkerMachine, "_go_on", go_on)
 
 
 @mutation

@@ -21,7 +21,7 @@ from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.trial import BeginTrial
 from replicast.core.operations.update import Apply, Load, Prepare
 from replicast.core.records import Proposal, Refusal, Refuse, ReportId, Snapshot
-from replicast.core.worker import Worker
+from replicast.core.worker import WorkerMachine
 from tests.simulator.model import needs_before
 from tests.simulator.plan import TOGETHER, Action
 from tests.simulator.replica import START, Edit, InMemory, SimulatedReplica, StoryFailed
@@ -40,7 +40,7 @@ class Process:
         story: Story,
         group: SimulatedGroup,
         rank: int,
-        worker: Worker,
+        worker: WorkerMachine,
         replica: SimulatedReplica,
         coordinator: Coordinator | None,
         place: int,
@@ -72,7 +72,7 @@ class Process:
 
     # Events in, commands out.
 
-    def feed(self, machine: Worker | Coordinator, event: Any) -> None:
+    def feed(self, machine: WorkerMachine | Coordinator, event: Any) -> None:
         """Passes an event to a state machine and carries out its commands, unless the process crashes."""
         if not self.alive:
             return
@@ -127,10 +127,10 @@ class Process:
 
     # Commands of both machines.
 
-    def _set_timer(self, machine: Worker | Coordinator, command: c.SetTimer) -> None:
+    def _set_timer(self, machine: WorkerMachine | Coordinator, command: c.SetTimer) -> None:
         self.clock.after(command.secs, self.feed, machine, e.TimerFired(command.number))
 
-    def _end_job(self, machine: Worker | Coordinator, command: c.EndJob) -> None:
+    def _end_job(self, machine: WorkerMachine | Coordinator, command: c.EndJob) -> None:
         self.story.notes.say(self.group.number, self.name, f"ends the job: {command.reason}")
         self.story.notes.count("jobs ended by the core")
         self.group.die(self)
@@ -195,10 +195,10 @@ class Process:
 
     # Commands of the worker.
 
-    def _send(self, machine: Worker, command: c.Send) -> None:
+    def _send(self, machine: WorkerMachine, command: c.Send) -> None:
         self.group.send(self.rank, command.message)
 
-    def _perform(self, machine: Worker, command: c.Perform) -> None:
+    def _perform(self, machine: WorkerMachine, command: c.Perform) -> None:
         delay = self.story.random.random()
         if command.order.in_background:
             if self.hangs and isinstance(command.order, Load | Prepare):
@@ -246,15 +246,15 @@ class Process:
         fetches = isinstance(command.order, Prepare)
         return fetches and self.replica.fetching.pop(command.number, None) is None
 
-    def _settle(self, machine: Worker, command: c.Settle) -> None:
+    def _settle(self, machine: WorkerMachine, command: c.Settle) -> None:
         self.story.checks.settled(self.group.replicas(), command.ticket, command.tell)
 
-    def _discard(self, machine: Worker, command: c.DropPrepared) -> None:
+    def _discard(self, machine: WorkerMachine, command: c.DropPrepared) -> None:
         self.replica.discard(command.id)
 
     # The training thread: trains, reaches boundaries, and carries out the actions of its script.
 
-    def _pass(self, machine: Worker, command: c.PassBoundary) -> None:
+    def _pass(self, machine: WorkerMachine, command: c.PassBoundary) -> None:
         if self.story.plan.planned_at == "behind":
             self._take_planned()
         self._play()
@@ -263,7 +263,7 @@ class Process:
         """The position from which a restart continues: the action in which the script waits is repeated."""
         return self.place - 1 if self._is_unfinished else self.place
 
-    def _continue(self, machine: Worker, command: c.Continue) -> None:
+    def _continue(self, machine: WorkerMachine, command: c.Continue) -> None:
         waits_since, self._waits_since, self._is_unfinished = self._waits_since, None, False
         if waits_since is not None and self.clock.now - waits_since > LONG_SECS:
             raise StoryFailed(f"{self.name} has waited for what cannot come before it trains")

@@ -7,7 +7,7 @@ from random import Random
 
 from replicast.core.coordinator import Coordinator
 from replicast.core.operation import Operation, Timeouts
-from replicast.core.worker import Worker
+from replicast.core.worker import WorkerMachine
 from tests.simulator.check import Checks
 from tests.simulator.disk import Disk
 from tests.simulator.notes import Clock, Notes
@@ -31,7 +31,7 @@ class Machines:
     """The classes of the state machines that a schedule runs."""
 
     coordinator: type[Coordinator] = StrictCoordinator
-    worker: type[Worker] = Worker
+    worker: type[WorkerMachine] = WorkerMachine
 
 
 class Story:

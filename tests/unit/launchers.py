@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from msgspec import to_builtins
 
-from replicast.launcher.failure import Exit, Order, Phase
+from replicast.launcher.failure import LaunchOrder, Phase, WorkerExit
 from replicast.launcher.hosts_leader import (
     Command,
     End,
@@ -37,12 +37,12 @@ class Launcher:
     connected_to: str = ""
     running: int | None = None
     said: list[Command] = field(default_factory=list)
-    over: Order | None = None
+    over: LaunchOrder | None = None
     ends_in_secs: float = 0.3
     connected_at: float = 0.0
     sent_at: float = -9.0
     last_arrivals: dict[str, float] = field(default_factory=dict)
-    sent: Report | Order | None = None
+    sent: Report | LaunchOrder | None = None
 
     @property
     def code(self) -> int | None:
@@ -111,7 +111,7 @@ class World:
         launcher = self.of(node)
         assert launcher.running is not None
         rank = node if worker is None else worker
-        failure = Exit(host=node, worker=rank, code=code, why=f"code {code}", reported_by=node)
+        failure = WorkerExit(host=node, worker=rank, code=code, why=f"code {code}", reported_by=node)
         launcher.member.on_failure(failure)
         self._end_later(launcher, failure)
         self._poll(launcher)
@@ -147,9 +147,9 @@ class World:
         everyone = [*self.ended, *self.present()]
         return [one for it in everyone if it.node == node for one in it.said]
 
-    def orders(self, node: int, phase: Phase) -> list[Order]:
+    def orders(self, node: int, phase: Phase) -> list[LaunchOrder]:
         """What a host was told: RUN starts an attempt, WAIT announces a restart, OVER ends the job."""
-        return [one for one in self.said(node) if isinstance(one, Order) and one.phase is phase]
+        return [one for one in self.said(node) if isinstance(one, LaunchOrder) and one.phase is phase]
 
     def waits(self, node: int) -> list[Waiting]:
         return [one for one in self.said(node) if isinstance(one, Waiting)]
@@ -217,11 +217,11 @@ class World:
             if launcher.connected_to == first.session:
                 self._send_order(launcher, first.session, order)
 
-    def _send_order(self, launcher: Launcher, session: str, order: Order) -> None:
+    def _send_order(self, launcher: Launcher, session: str, order: LaunchOrder) -> None:
         def arrives() -> None:
             if launcher.alive and launcher.connected_to == session and self.reached(launcher.node, 0):
                 received = read_message(to_builtins(order), self.hosts)
-                assert isinstance(received, Order)
+                assert isinstance(received, LaunchOrder)
                 self._do(launcher, launcher.member.on_order(received, self.now))
                 self._send_report(launcher)
 
@@ -260,9 +260,9 @@ class World:
             launcher.said.append(command)
             if isinstance(command, End):
                 self._end_later(launcher, launcher.member.report.failure)
-            elif isinstance(command, Order) and command.phase is Phase.RUN:
+            elif isinstance(command, LaunchOrder) and command.phase is Phase.RUN:
                 self._start(launcher, command.attempt)
-            elif isinstance(command, Order) and command.phase is Phase.OVER:
+            elif isinstance(command, LaunchOrder) and command.phase is Phase.OVER:
                 assert launcher.running is None, "a launcher left its workers"
                 launcher.over = command
                 if launcher.leader is None:
@@ -278,7 +278,7 @@ class World:
         self.last_attempts[launcher.node] = attempt
         self.starts.append((self.now, launcher.node, attempt))
 
-    def _end_later(self, launcher: Launcher, failure: Exit | None) -> None:
+    def _end_later(self, launcher: Launcher, failure: WorkerExit | None) -> None:
         attempt = launcher.running
 
         def ends() -> None:
@@ -287,7 +287,7 @@ class World:
 
         self.at(launcher.ends_in_secs, ends)
 
-    def _group_ends(self, launcher: Launcher, failure: Exit | None) -> None:
+    def _group_ends(self, launcher: Launcher, failure: WorkerExit | None) -> None:
         if not launcher.alive or launcher.running is None:
             return
         launcher.running = None

@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 
 from replicast.storage import run_files as runfiles
-from replicast.storage.run_files import (
-    append_audit,
-    last_audits,
-    lines_from_the_end,
-)
+from replicast.storage.run_files import append_audit, last_audits, lines_from_the_end
 from tests.unit.test_audit import report
 
 

@@ -13,7 +13,7 @@ from replicast.cli import main
 from replicast.core.entries import Refused, Started
 from replicast.storage.claims import Fence, read_chain
 from replicast.storage.journal import FileJournal
-from replicast.storage.run_files import Change, RunInfo, State, write_change, write_run_info
+from replicast.storage.run_files import Change, JobState, RunInfo, write_change, write_run_info
 from replicast.update.schema import Schema
 from tests.unit.logs import cut, damage, lines_of, log_of, remove, rewritten
 
@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> Path:
         journal.write(Started(attempt, None))
         journal.write(Refused(f"id-{attempt}", ("a" * 32,), "<script>alert(1)</script>"))
         fence.release()
-    write_change(tmp_path, Change(State.FAILED, 1, worker=1, reason="<b>ValueError</b>\x1b[31m"))
+    write_change(tmp_path, Change(JobState.FAILED, 1, worker=1, reason="<b>ValueError</b>\x1b[31m"))
     return tmp_path
 
 

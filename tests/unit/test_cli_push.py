@@ -21,7 +21,7 @@ from replicast.client import connect
 from replicast.core.records import Stage
 from replicast.storage import inbox
 from replicast.storage.claims import Fence
-from replicast.storage.run_files import ENDED, WITHOUT_CALLBACK, Change, State, write_change
+from replicast.storage.run_files import ENDED, WITHOUT_CALLBACK, Change, JobState, write_change
 from replicast.strictjson import sealed, unsealed
 from replicast.update.schema import planned
 from replicast.update.trial import Trial, TrialOutcome
@@ -349,7 +349,7 @@ def test_what_a_job_that_has_ended_left_in_the_inbox_is_said_to_wait_for_the_nex
     assert "1 in the inbox, for the next start that trains" in invoke("status", run).output
 
 
-def new_run(state: State, **fields: Any) -> Path:
+def new_run(state: JobState, **fields: Any) -> Path:
     """The directory of a job whose workers have not met yet."""
     run = Path("new")
     run.mkdir()
@@ -360,7 +360,7 @@ def new_run(state: State, **fields: Any) -> Path:
 def test_a_push_during_the_first_start_is_accepted_and_the_job_checks_it(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = new_run(State.STARTING, workers=2)
+    run = new_run(JobState.STARTING, workers=2)
     Fence(run, attempt=0).release()  # a group that has no run.json yet
     arguments = "push", run, "--set", "learning_rate=0.1", "--id"
     for more in (["--dry-run"], []):
@@ -380,7 +380,7 @@ def test_a_push_during_the_first_start_is_accepted_and_the_job_checks_it(
 
 
 def test_a_first_start_that_has_failed_takes_no_push_unless_it_is_for_the_next_one(run: Path) -> None:
-    run = new_run(State.FAILED, reason="no GPU")
+    run = new_run(JobState.FAILED, reason="no GPU")
     assert "Failed: no GPU" in output_of(1, "push", run, *SET)
     assert invoke("push", run, *SET, "--next-start").exit_code == 0
     assert [one.id for one in inbox.waiting(run)] == ["x"]

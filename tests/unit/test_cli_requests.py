@@ -31,8 +31,8 @@ from replicast.storage.run_files import (
     ENDED,
     FORMAT,
     Change,
+    JobState,
     RunInfo,
-    State,
     WorkerNote,
     write_change,
     write_run_info,
@@ -417,6 +417,6 @@ def test_nobody_listens_to_a_job_whose_note_is_recent_whose_processes_are_gone_o
         write_worker_note(run, WorkerNote(rank, gone.pid, here, 5, 0, old, training=True, waiting_for=""))
     assert "Not running" in invoke("status", run).output
     heard_of(run, secs_ago=60)
-    write_change(run, Change(State.FAILED, 0, time=time.time() - 50, reason="killed"))
+    write_change(run, Change(JobState.FAILED, 0, time=time.time() - 50, reason="killed"))
     assert "Failed at step 5: killed" in invoke("status", run).output
     assert listened == []

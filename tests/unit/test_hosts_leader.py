@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from replicast.launcher import hosts_leader
-from replicast.launcher.failure import Exit, Order, Phase
+from replicast.launcher.failure import LaunchOrder, Phase, WorkerExit
 from replicast.launcher.hosts_leader import (
     End,
     Hello,
@@ -46,7 +46,7 @@ def restarts_seen(world: World) -> list[list[tuple[int, int]]]:
     ]
 
 
-def causes(world: World) -> list[Exit | None]:
+def causes(world: World) -> list[WorkerExit | None]:
     return [over.failure for node in range(world.hosts) for over in world.orders(node, Phase.OVER)]
 
 
@@ -89,11 +89,11 @@ def test_the_first_cause_is_the_first_that_failed_by_itself_on_any_host() -> Non
         leader.on_report(node, Report(next_attempt=0), 0.1)
     told = [(0, 0, PEER), (1, 1, 4), (0, 2, 5)]  # Worker 0 noticed; then worker 1 and worker 2 failed.
     for node, worker, code in told:
-        failure = Exit(host=node, worker=worker, code=code, reported_by=node)
+        failure = WorkerExit(host=node, worker=worker, code=code, reported_by=node)
         leader.on_report(node, Report(next_attempt=0, attempt=0, running=True, failure=failure), 0.2)
     assert leader.order.failure is not None
     assert leader.order.failure.worker == 1
-    details = Exit(host=1, worker=1, code=4, lines=("the end of its log",), reported_by=1)
+    details = WorkerExit(host=1, worker=1, code=4, lines=("the end of its log",), reported_by=1)
     leader.on_report(1, Report(next_attempt=1, attempt=0, failure=details), 0.3)
     assert leader.order.failure == details, "what follows about the same worker changes no order"
 
@@ -104,8 +104,8 @@ def test_the_first_cause_stays_the_first_though_its_host_is_lost_then() -> None:
         leader.on_joined(node, session, "", 0.0)
         leader.on_report(node, Report(next_attempt=0), 0.0)
     began = Report(next_attempt=0, attempt=0, running=True)
-    leader.on_report(1, replace(began, failure=Exit(host=1, worker=1, code=KILLED)), 1.0)
-    leader.on_report(0, replace(began, failure=Exit(host=0, worker=0, code=-11)), 2.0)
+    leader.on_report(1, replace(began, failure=WorkerExit(host=1, worker=1, code=KILLED)), 1.0)
+    leader.on_report(0, replace(began, failure=WorkerExit(host=0, worker=0, code=-11)), 2.0)
     leader.on_closed(1, "one", 2.0)
     leader.on_time(5.0)
     assert leader.order.failure is not None
@@ -115,7 +115,7 @@ def test_the_first_cause_stays_the_first_though_its_host_is_lost_then() -> None:
 
 def test_a_launcher_that_ended_its_workers_for_want_of_the_first_does_not_report_a_good_end() -> None:
     member = Member(1, 0, 3, HostTimeouts(), 0.0)
-    run = Order(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=3, hosts=("a", "b"))
+    run = LaunchOrder(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=3, hosts=("a", "b"))
     assert member.on_order(run, 0.1) == [run]
     assert [type(one) for one in member.on_time(40.0)] == [End]
     member.on_group_end(None, 41.0, left_behind=False)
@@ -125,7 +125,7 @@ def test_a_launcher_that_ended_its_workers_for_want_of_the_first_does_not_report
 
 def test_a_launcher_whose_first_one_was_started_again_ends_its_workers_and_says_why() -> None:
     member = Member(1, 0, 3, HostTimeouts(), 0.0)
-    run = Order(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=3, hosts=("a", "b"))
+    run = LaunchOrder(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=3, hosts=("a", "b"))
     member.on_order(run, 0.1)
     (end,) = member.on_order(replace(run, session="t", phase=Phase.WAIT), 0.2)
     assert isinstance(end, End)
@@ -315,9 +315,9 @@ def test_a_host_that_finished_long_ago_waits_for_the_first_launcher_to_come_back
 
 def test_the_first_launcher_does_not_take_itself_for_lost_after_it_was_stopped() -> None:
     member = Member(0, 0, 0, HostTimeouts(), 0.0)
-    order = Order(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=0, hosts=("a", "b"))
+    order = LaunchOrder(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=0, hosts=("a", "b"))
     assert member.on_order(order, 0.0) == [order]
-    died = Exit(host=0, worker=0, code=3)
+    died = WorkerExit(host=0, worker=0, code=3)
     assert member.on_group_end(died, 100.0, left_behind=False) == [], "it decides when it has looked around"
 
 
@@ -570,14 +570,14 @@ def test_the_decisions_have_no_clocks_sockets_threads_or_files() -> None:
 
 
 REPORT = Report(next_attempt=0)
-ORDER = Order(session="s", phase=Phase.END, attempt=1, restarts=1, max_restarts=2, hosts=("a", "b"))
-FAILURE = Exit(host=1, worker=2, code=-9, lines=("a", "ü"))
+ORDER = LaunchOrder(session="s", phase=Phase.END, attempt=1, restarts=1, max_restarts=2, hosts=("a", "b"))
+FAILURE = WorkerExit(host=1, worker=2, code=-9, lines=("a", "ü"))
 
 
 @pytest.mark.parametrize(
     "message", [replace(REPORT, failure=FAILURE), ORDER, replace(ORDER, signal=15, failure=FAILURE)]
 )
-def test_messages_survive_their_json(message: Report | Order) -> None:
+def test_messages_survive_their_json(message: Report | LaunchOrder) -> None:
     assert read_message(json.loads(json.dumps(msgspec.to_builtins(message))), 2) == message
 
 
@@ -624,6 +624,8 @@ def test_a_launcher_of_another_version_is_recognised_by_what_it_says_first() -> 
         (replace(ORDER, hosts=("a",)), "an order for 1 hosts"),
     ],
 )
-def test_values_that_fit_their_type_and_cannot_be_are_no_message(message: Report | Order, named: str) -> None:
+def test_values_that_fit_their_type_and_cannot_be_are_no_message(
+    message: Report | LaunchOrder, named: str
+) -> None:
     with pytest.raises(ValueError, match=named):
         read_message(msgspec.to_builtins(message), 2)

@@ -21,7 +21,7 @@ import pytest
 from msgspec.structs import replace
 
 from replicast.errors import ClusterError
-from replicast.launcher.failure import Exit, Order, Phase
+from replicast.launcher.failure import LaunchOrder, Phase, WorkerExit
 from replicast.launcher.hosts_leader import (
     AskName,
     End,
@@ -32,7 +32,7 @@ from replicast.launcher.hosts_leader import (
     Member,
     Message,
     Notices,
-    Refused,
+    RefusedHost,
     Report,
     Waiting,
     read_message,
@@ -49,13 +49,13 @@ from replicast.launcher.hosts_link import (
     NotWelcome,
     Other,
     Part,
-    Tell,
+    TellLauncher,
     Wire,
 )
 from replicast.launcher.hosts_setup import identity_of, listen, own_node
 from replicast.launcher.interruptions import Interruptions
 from replicast.launcher.launcher import ask_run_name
-from replicast.launcher.plan import Job
+from replicast.launcher.plan import JobPlan
 from replicast.launcher.screen import make_screen
 from replicast.names import Dialer
 from replicast.testing.job import eventually
@@ -63,9 +63,9 @@ from tests.unit.clock import Clock
 
 SECS = 120.0
 E = TypeVar("E", bound=Event)
-JOB = Job(argv=("python", "train.py"), hosts=("a", "b"), node_rank=1, endpoint=("127.0.0.1", 1))
+JOB = JobPlan(argv=("python", "train.py"), hosts=("a", "b"), node_rank=1, endpoint=("127.0.0.1", 1))
 IDENTITY = identity_of(dataclasses.replace(JOB, hosts=(), nnodes=2), 0)
-ORDER = Order(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=0, hosts=("a", "b"))
+ORDER = LaunchOrder(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=0, hosts=("a", "b"))
 
 
 ONE, OTHER = "1" * 64, "2" * 64
@@ -139,7 +139,7 @@ def test_something_else_is_not_a_launcher(data: bytes) -> None:
 
 def test_a_failure_fits_into_a_line_whatever_its_log_holds() -> None:
     first, other = pair()
-    wild = Exit(worker=0, code=1, lines=("\x1b[31m" * 20_000, "😀" * 1000) * 50, why="😀" * 1000)
+    wild = WorkerExit(worker=0, code=1, lines=("\x1b[31m" * 20_000, "😀" * 1000) * 50, why="😀" * 1000)
     line = other.pack(Report(next_attempt=0, failure=sent_from(1, wild)))
     assert len(line) < MAX_LINE
     (fields,) = first.feed(line)
@@ -175,7 +175,7 @@ class Service:
 
 
 def test_a_group_that_must_end_as_soon_as_it_is_started_is_told_so() -> None:
-    end = End(Exit(host=0, worker=0, code=3), stopped_by=signal.SIGTERM)
+    end = End(WorkerExit(host=0, worker=0, code=3), stopped_by=signal.SIGTERM)
     service = Service(ORDER, end)
     with (
         Interruptions() as interruptions,
@@ -264,8 +264,8 @@ def test_a_report_with_impossible_values_is_left_out_and_the_launchers_go_on() -
     hello = Hello(node=1, session="s", address="127.0.0.1", identity=IDENTITY)
     with first_of(IDENTITY, listener) as link:
         answer = answer_to(endpoint, hello, replace(Report(next_attempt=0), signal=9999), AskName())
-        assert isinstance(answer, Order), "the rest of what it sends is heard"
-        told = next_of(link, Tell)
+        assert isinstance(answer, LaunchOrder), "the rest of what it sends is heard"
+        told = next_of(link, TellLauncher)
         assert "ignored an invalid message of the launcher at 127.0.0.1: Invalid enum value 9999" in told.text
         assert run_name(endpoint) == "the-run"
 
@@ -284,7 +284,7 @@ def test_of_two_launchers_that_take_themselves_for_the_first_the_later_one_is_re
         assert refused.by == f"The launcher at {early}:{port}"
         lists = f"one with --hosts {early},{late}, the other with --hosts {late},{early}"
         assert refused.why == f"both act as the launcher of the first host, {lists}"
-        told = next_of(first, Tell)
+        told = next_of(first, TellLauncher)
         assert told.text == f"refused a launcher at 127.0.0.1: {refused.why}"
 
 
@@ -310,7 +310,7 @@ def test_a_stranger_at_one_host_does_not_hide_another_first_launcher_at_the_next
         first_of(replace(IDENTITY, hosts=()), listen((stranger, port)), b"another"),
         first_of(replace(IDENTITY, hosts=(here, stranger, rival)), listener) as first,
     ):
-        told = next_of(first, Tell)
+        told = next_of(first, TellLauncher)
         assert told.text.startswith(f"{stranger}:{port}: the other host has a different job secret")
         with first_of(replace(IDENTITY, hosts=(rival, stranger, here)), late):
             assert next_of(first, NotWelcome).by == f"The launcher at {rival}:{port}"
@@ -357,7 +357,7 @@ def test_another_launcher_finds_the_first_one_when_a_slow_dns_server_has_answere
         waiting = next_of(late, Waiting)
         assert "no DNS server has resolved the name yet" in waiting.why
         resolver.set()
-        assert next_of(late, Order).phase is Phase.RUN
+        assert next_of(late, LaunchOrder).phase is Phase.RUN
 
 
 def test_a_launcher_says_when_no_dns_server_answers(
@@ -392,7 +392,7 @@ def test_the_first_launcher_of_another_job_is_not_refused_and_no_stranger_can_ha
 ) -> None:
     listener = listen(("127.0.0.1", 0))
     with first_of(replace(IDENTITY, hosts=("127.0.0.1", "127.0.0.2")), listener):
-        assert isinstance(answer_to(listener.getsockname()[:2], question, AskName()), Order)
+        assert isinstance(answer_to(listener.getsockname()[:2], question, AskName()), LaunchOrder)
 
 
 def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
@@ -412,21 +412,21 @@ def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
     timeouts = HostTimeouts(join_secs=100.0, redial_secs=1000.0)
     with first_of(IDENTITY, listener) as link:
         with other(endpoint, timeouts, None, b"another") as asking:
-            said: list[Event] = [next_of(asking, Tell)]
+            said: list[Event] = [next_of(asking, TellLauncher)]
             eventually(lambda: len(tries) >= 3)
             clock.added_secs = timeouts.join_secs
-            while not isinstance(said[-1], Order):
+            while not isinstance(said[-1], LaunchOrder):
                 said += [event for event in next_events(asking) if not isinstance(event, Waiting)]
         problem = "the other host has a different job secret. Set REPLICAST_JOB_SECRET"
         line, over = said
-        assert isinstance(line, Tell)
+        assert isinstance(line, TellLauncher)
         assert line.text.startswith(f"127.0.0.1:{endpoint[1]}: {problem}")
         assert line.text.endswith("; this launcher keeps trying")
-        assert isinstance(over, Order)
+        assert isinstance(over, LaunchOrder)
         assert over.failure is not None
         assert over.failure.why.startswith("it did not join within 100 s (127.0.0.1:")
         assert over.failure.why.endswith("the other host has a different job secret)")
-        told = [event.text for event in next_events(link) if isinstance(event, Tell)]
+        told = [event.text for event in next_events(link) if isinstance(event, TellLauncher)]
         assert len(told) == 1, "however often it came"
         assert told[0].startswith(f"refused a launcher at 127.0.0.1: {problem}")
         assert run_name(endpoint) == "the-run"
@@ -458,7 +458,7 @@ def test_the_last_line_of_the_first_launcher_says_why_it_refused_the_host_that_i
         sender = Connection(connected, secret, is_first=False, nodes=2)
         sender.send(message)
         events: list[Event] = []
-        while not any(isinstance(event, Tell) for event in events):
+        while not any(isinstance(event, TellLauncher) for event in events):
             readable, _, _ = select.select([*first.sockets(), connected], [], [], SECS)
             assert readable, "nothing happened"
             if connected in readable:
@@ -535,10 +535,10 @@ def test_strangers_do_not_hide_the_refusal_of_a_launcher_that_knows_the_secret()
                     while select.select([connected], [], [], SECS)[0]:
                         stranger.receive()
         refused = answer_to(("127.0.0.1", port), hello)
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, RefusedHost)
         said: list[str] = []
         while not any("a different --port" in text for text in said):
-            said += [event.text for event in next_events(link) if isinstance(event, Tell)]
+            said += [event.text for event in next_events(link) if isinstance(event, TellLauncher)]
         assert len([text for text in said if "secret" in text]) == 6
 
 
@@ -557,10 +557,10 @@ def test_a_first_launcher_that_cannot_accept_for_now_says_so_once_and_does_not_s
     with contextlib.closing(first), monkeypatch.context() as patched:
         patched.setattr(socket.socket, "accept", fails)
         assert listener in first.sockets()
-        (told,) = (event for event in first.poll([listener]) if isinstance(event, Tell))
+        (told,) = (event for event in first.poll([listener]) if isinstance(event, TellLauncher))
         assert told.text == f"cannot accept other launchers for now: {problem}"
         assert listener not in first.sockets(), "for a moment"
-        assert not any(isinstance(event, Tell) for event in first.poll([listener]))
+        assert not any(isinstance(event, TellLauncher) for event in first.poll([listener]))
 
 
 def test_an_address_in_use_is_refused_in_sentences_that_end_once() -> None:
@@ -573,8 +573,8 @@ def test_an_address_in_use_is_refused_in_sentences_that_end_once() -> None:
 
 def test_a_command_of_any_length_fits_into_a_message() -> None:
     files = tuple(f"data/part-{number:05}.tfrecord" for number in range(20_000))
-    long = identity_of(Job(argv=("python", "train.py", *files)), 0)
+    long = identity_of(JobPlan(argv=("python", "train.py", *files)), 0)
     assert sum(map(len, long.program)) < 4096
     assert long.program[0] == "train.py"
-    other = identity_of(Job(argv=("python", "train.py", *files[:-1], str(Path("other")))), 0)
+    other = identity_of(JobPlan(argv=("python", "train.py", *files[:-1], str(Path("other")))), 0)
     assert long.program != other.program

@@ -6,7 +6,7 @@ import pytest
 
 from replicast.errors import ClusterError, LaunchRefused
 from replicast.launcher.hosts_setup import own_node, parse_endpoint, parse_nnodes, place_on_hosts, read_secret
-from replicast.launcher.plan import Job
+from replicast.launcher.plan import JobPlan
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_this_host_is_found_by_its_address() -> None:
         own_node(("127.0.0.1", "127.0.0.2"))
 
 
-JOB = Job(argv=("python", "train.py"), workers=2)
+JOB = JobPlan(argv=("python", "train.py"), workers=2)
 
 
 def test_hosts_alone_say_where_the_launchers_meet() -> None:

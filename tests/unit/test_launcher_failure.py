@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from replicast.config import FAULTS, PEER_FAILED
 from replicast.faults import read_faults
 from replicast.launcher.failure import (
-    Exit,
     GroupEnd,
     Hosts,
-    Order,
+    LaunchOrder,
     Phase,
+    WorkerExit,
     absent_line,
     duration,
     exception_in,
@@ -74,17 +74,19 @@ def test_no_exception_no_traceback(tmp_path: Path) -> None:
     assert traceback_in(below(tmp_path) / "missing.log") == []
 
 
-def ended(worker: int, code: int, *, stopped: bool = False, frozen: bool = False) -> Exit:
-    return Exit(worker=worker, code=code, ran_secs=2.04, log="/logs/x.log", stopped=stopped, frozen=frozen)
+def ended(worker: int, code: int, *, stopped: bool = False, frozen: bool = False) -> WorkerExit:
+    return WorkerExit(
+        worker=worker, code=code, ran_secs=2.04, log="/logs/x.log", stopped=stopped, frozen=frozen
+    )
 
 
-def frozen(worker: int) -> Exit:
+def frozen(worker: int) -> WorkerExit:
     """Stopped by a signal for so long that the others failed because of it; killed by the launcher."""
     return ended(worker, -9, stopped=True, frozen=True)
 
 
 TWO = Hosts(("gpu0", "gpu1"), 0)
-LOST = Exit(host=1, why="nothing was heard of it")
+LOST = WorkerExit(host=1, why="nothing was heard of it")
 WITNESS = replace(
     ended(0, PEER_FAILED), says="worker 1 was lost: it sent no heartbeats (reported by worker 0)"
 )
@@ -102,14 +104,14 @@ WITNESS = replace(
     ],
 )
 def test_a_restart_names_the_worker_that_was_lost_not_the_one_that_says_so(
-    failure: Exit, hosts: Hosts, why: str
+    failure: WorkerExit, hosts: Hosts, why: str
 ) -> None:
-    order = Order(phase=Phase.WAIT, restarts=1, max_restarts=3, failure=failure)
+    order = LaunchOrder(phase=Phase.WAIT, restarts=1, max_restarts=3, failure=failure)
     assert restart_line(order, hosts) == f"replicast: restart 1 of 3 because {why}; 2 left after it"
 
 
 def test_a_stopped_launcher_does_not_say_that_the_workers_of_unreached_hosts_have_exited() -> None:
-    stopped = Order(phase=Phase.OVER, signal=signal.SIGINT.value)  # type: ignore[arg-type]
+    stopped = LaunchOrder(phase=Phase.OVER, signal=signal.SIGINT.value)  # type: ignore[arg-type]
     assert interruption_line(stopped, GroupEnd()) == "replicast: stopped by Ctrl-C; all workers have exited"
     three = Hosts(("gpu0", "gpu1", "gpu2"))
     assert interruption_line(replace(stopped, unreached=(1, 2), stopped_on=1), GroupEnd(), three) == (
@@ -157,18 +159,21 @@ def test_an_exit_has_the_traceback_of_its_log_else_the_last_lines(tmp_path: Path
         ([ended(1, 3), frozen(0)], 0),
         ([ended(1, 1), ended(2, PEER_FAILED), frozen(0)], 0),
         ([ended(1, 0), frozen(0)], 0),
-        ([ended(1, PEER_FAILED), Exit(host=1)], None),  # A lost host is the cause of what others notice,
-        ([ended(1, PEER_FAILED), Exit(host=1), ended(2, 1)], 2),  # unless one failed by itself.
+        (
+            [ended(1, PEER_FAILED), WorkerExit(host=1)],
+            None,
+        ),  # A lost host is the cause of what others notice,
+        ([ended(1, PEER_FAILED), WorkerExit(host=1), ended(2, 1)], 2),  # unless one failed by itself.
     ],
 )
 def test_the_worker_to_blame_is_a_frozen_one_or_the_first_to_fail_by_itself(
-    exits: list[Exit], blamed: int | None
+    exits: list[WorkerExit], blamed: int | None
 ) -> None:
     failure = first_cause(exits)
     assert (None if failure is None else failure.worker) == blamed
 
 
-FIRST = Order(phase=Phase.RUN, attempt=4, max_restarts=1)
+FIRST = LaunchOrder(phase=Phase.RUN, attempt=4, max_restarts=1)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from replicast.config import PEER_FAILED
 from replicast.launcher.failure import GroupEnd
-from replicast.launcher.group import EndTimeouts, FrozenWorkers, Group, Worker
+from replicast.launcher.group import EndTimeouts, FrozenWorkers, Group, WorkerProcess
 from replicast.launcher.interruptions import Interruptions
 from replicast.launcher.plan import WorkerPlan
 from replicast.launcher.screen import Screen
@@ -54,13 +54,13 @@ def test_all_workers_of_a_group_are_closed_within_one_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[float] = []
-    close = Worker.close
+    close = WorkerProcess.close
 
-    def noted(worker: Worker, *, until: float) -> None:
+    def noted(worker: WorkerProcess, *, until: float) -> None:
         closed.append(until)
         close(worker, until=until)
 
-    monkeypatch.setattr(Worker, "close", noted)
+    monkeypatch.setattr(WorkerProcess, "close", noted)
     end = run_group(tmp_path, "", "", "")
     assert [ended.code for ended in end.exits] == [0, 0, 0]
     assert len(closed) == 3

@@ -13,7 +13,7 @@ import pytest
 from replicast.config import Cluster
 from replicast.errors import ClusterError, LaunchRefused
 from replicast.launcher.plan import (
-    Job,
+    JobPlan,
     Machine,
     WorkerPlan,
     assign_gpus,
@@ -29,11 +29,11 @@ from replicast.launcher.plan import (
     visible_gpus,
 )
 
-JOB = Job(argv=("python", "train.py", "--lr", "1"), workers=2)
+JOB = JobPlan(argv=("python", "train.py", "--lr", "1"), workers=2)
 GIVEN = Cluster(addresses=("a:1", "b:2", "c:3"), rank=2, task_index=2)
 
 
-def planned(job: Job = JOB, **changes: object) -> tuple[WorkerPlan, ...]:
+def planned(job: JobPlan = JOB, **changes: object) -> tuple[WorkerPlan, ...]:
     known: dict[str, object] = {
         "ports": (7001, 7002),
         "attempt": 0,
@@ -94,7 +94,7 @@ def test_an_existing_tf_config_is_not_changed() -> None:
         (replace(JOB, workers=1, given=GIVEN), (3,)),
     ],
 )
-def test_which_ports_must_be_free(job: Job, ports: tuple[int, ...] | None) -> None:
+def test_which_ports_must_be_free(job: JobPlan, ports: tuple[int, ...] | None) -> None:
     assert job.fixed_ports == ports
 
 
@@ -187,7 +187,7 @@ def test_the_gpu_reaches_the_worker_only_where_there_are_several() -> None:
         (replace(JOB, hosts=("h1", "h2"), port=65535), "--port"),
     ],
 )
-def test_a_job_that_cannot_run_is_refused(job: Job, expected: str) -> None:
+def test_a_job_that_cannot_run_is_refused(job: JobPlan, expected: str) -> None:
     with pytest.raises(ClusterError) as caught:
         check_job(job)
     assert expected in str(caught.value)
@@ -201,7 +201,7 @@ def test_a_job_that_cannot_run_is_refused(job: Job, expected: str) -> None:
         replace(JOB, hosts=("h1", "h2"), node_rank=1, port=65534),
     ],
 )
-def test_a_good_job_is_accepted(job: Job) -> None:
+def test_a_good_job_is_accepted(job: JobPlan) -> None:
     check_job(job)
 
 
@@ -308,14 +308,14 @@ def test_a_port_of_workers_that_are_just_ending_is_waited_for() -> None:
 def test_a_job_between_machines_warns_once_and_one_on_the_loopback_or_with_trusted_networks_does_not() -> (
     None
 ):
-    between = Job(argv=("true",), workers=2, hosts=("a", "b"))
+    between = JobPlan(argv=("true",), workers=2, hosts=("a", "b"))
     line = exposure_line(between, {}, ["10.0.0.1", "fd00::1", "10.1.0.1"])
     assert "any process that can reach 10.0.0.1, fd00::1 and 1 more can run code in the workers" in line
     assert "SECURITY.md" in line
     assert exposure_line(between, {"REPLICAST_TRUSTED_NETWORKS": "any"}, ["10.0.0.1"]) == ""
     assert exposure_line(between, {"REPLICAST_TRUSTED_NETWORKS": "10.0.0.0/8"}, ["10.0.0.1"]) == ""
     assert exposure_line(between, {}, []) == ""
-    assert exposure_line(Job(argv=("true",), workers=2), {}, ["10.0.0.1"]) == ""
+    assert exposure_line(JobPlan(argv=("true",), workers=2), {}, ["10.0.0.1"]) == ""
 
 
 def test_the_loopback_and_link_local_addresses_are_not_outside() -> None:

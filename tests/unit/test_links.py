@@ -29,7 +29,7 @@ from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal
 from replicast.storage.run_files import (
     Change,
-    State,
+    JobState,
     append_audit,
     append_metrics,
     read_run_info,
@@ -266,7 +266,7 @@ WRITES: dict[tuple[str, str], Callable[[Path], Any]] = {
     ("workers", "notes"): read_worker_notes,
     ("metrics.jsonl", "metrics"): lambda run: append_metrics(run, 1, {"loss": 1.0}),
     ("audits.jsonl", "audit"): lambda run: append_audit(run, report()),
-    ("states.jsonl", "state"): lambda run: write_change(run, Change(State.STARTING, 0)),
+    ("states.jsonl", "state"): lambda run: write_change(run, Change(JobState.STARTING, 0)),
 }
 
 
@@ -282,7 +282,7 @@ def run(tmp_path: Path) -> Path:
     arrays = state_of()
     CheckpointStore(path).write(draft_of(arrays, 5), arrays.items())
     append_metrics(path, 1, {"loss": 1.0})
-    write_change(path, Change(State.STARTING, 0))
+    write_change(path, Change(JobState.STARTING, 0))
     make_attempt_dir(below(path) / "logs", 1)
     write_log(path)
     return path

@@ -17,7 +17,7 @@ from replicast.replicas.joined_worker import RunStates
 from replicast.storage.run_files import (
     ENDED,
     Change,
-    State,
+    JobState,
     WorkerNote,
     absent_secs,
     changes,
@@ -44,22 +44,22 @@ def dead_process() -> dict[str, Any]:
 
 
 def test_a_directory_without_a_job_was_never_started(tmp_path: Path) -> None:
-    assert read_state(tmp_path, []).state is State.NEVER_STARTED
+    assert read_state(tmp_path, []).state is JobState.NEVER_STARTED
 
 
 def test_a_job_starts_trains_restarts_and_finishes(tmp_path: Path) -> None:
-    write_change(tmp_path, Change(State.STARTING, 0))
-    assert read_state(tmp_path, []).state is State.STARTING
+    write_change(tmp_path, Change(JobState.STARTING, 0))
+    assert read_state(tmp_path, []).state is JobState.STARTING
     assert read_state(tmp_path, [note()]).sentence == "Training at step 7"
-    assert read_state(tmp_path, [note(training=False)]).state is State.WAITING
-    write_change(tmp_path, Change(State.RESTARTING, 1, worker=1, reason="killed by SIGKILL"))
+    assert read_state(tmp_path, [note(training=False)]).state is JobState.WAITING
+    write_change(tmp_path, Change(JobState.RESTARTING, 1, worker=1, reason="killed by SIGKILL"))
     restarting = read_state(tmp_path, [note(age=2.0)])
-    assert restarting.state is State.RESTARTING
+    assert restarting.state is JobState.RESTARTING
     assert restarting.sentence == "Restarting, attempt 1 (worker 1): killed by SIGKILL"
     assert read_state(tmp_path, [note(9, attempt=1)]).sentence == "Training at step 9, attempt 1"
-    write_change(tmp_path, Change(State.FINISHED, 1, step=20))
+    write_change(tmp_path, Change(JobState.FINISHED, 1, step=20))
     finished = read_state(tmp_path, [note(20, attempt=1, age=0.5, waits=ENDED)])
-    assert finished.state is State.FINISHED
+    assert finished.state is JobState.FINISHED
     assert finished.sentence.startswith("Finished at step 20")
     assert [one.state for one in changes(tmp_path)] == ["starting", "restarting", "finished"]
 
@@ -71,60 +71,60 @@ def test_a_reason_that_is_not_valid_unicode_is_escaped(tmp_path: Path) -> None:
 
 
 def test_a_note_written_just_before_the_failure_does_not_make_it_training(tmp_path: Path) -> None:
-    write_change(tmp_path, Change(State.FAILED, 0, worker=1, reason="ValueError: bad", step=7))
+    write_change(tmp_path, Change(JobState.FAILED, 0, worker=1, reason="ValueError: bad", step=7))
     failed = read_state(tmp_path, [note(age=0.2)])
-    assert failed.state is State.FAILED
+    assert failed.state is JobState.FAILED
     assert "(worker 1): ValueError: bad" in failed.sentence
 
 
 def test_a_later_start_without_a_launcher_counts_after_the_end_of_the_first(tmp_path: Path) -> None:
-    write_change(tmp_path, Change(State.FINISHED, 0, time=time.time() - 60))
-    assert read_state(tmp_path, [note()]).state is State.TRAINING
+    write_change(tmp_path, Change(JobState.FINISHED, 0, time=time.time() - 60))
+    assert read_state(tmp_path, [note()]).state is JobState.TRAINING
 
 
-@pytest.mark.parametrize("state", [State.STARTING, State.RESTARTING])
-def test_a_start_whose_process_is_gone_is_lost(tmp_path: Path, state: State) -> None:
+@pytest.mark.parametrize("state", [JobState.STARTING, JobState.RESTARTING])
+def test_a_start_whose_process_is_gone_is_lost(tmp_path: Path, state: JobState) -> None:
     write_change(tmp_path, Change(state, 0, process=dead_process()))
-    assert read_state(tmp_path, []).state is State.LOST
+    assert read_state(tmp_path, []).state is JobState.LOST
 
 
 def test_a_job_that_is_silent_and_has_no_launcher_any_more_was_lost(tmp_path: Path) -> None:
-    write_change(tmp_path, Change(State.STARTING, 0, time=time.time() - 100, process=dead_process()))
+    write_change(tmp_path, Change(JobState.STARTING, 0, time=time.time() - 100, process=dead_process()))
     lost = read_state(tmp_path, [note(age=60)])
-    assert lost.state is State.LOST
+    assert lost.state is JobState.LOST
     assert "last heard of 60 s ago" in lost.sentence
 
 
 def test_damaged_lines_hide_no_good_one(tmp_path: Path) -> None:
-    write_change(tmp_path, Change(State.STARTING, 0))
+    write_change(tmp_path, Change(JobState.STARTING, 0))
     with (tmp_path / "states.jsonl").open("ab") as file:
         file.write(b'{"state": "flying"}\nnot json\n{"state": "finis')
-    assert read_state(tmp_path, []).state is State.STARTING
-    write_change(tmp_path, Change(State.STOPPED, 0, reason="Ctrl-C"))
+    assert read_state(tmp_path, []).state is JobState.STARTING
+    write_change(tmp_path, Change(JobState.STOPPED, 0, reason="Ctrl-C"))
     assert read_state(tmp_path, []).sentence.startswith("Stopped by Ctrl-C")
 
 
 def test_damaged_lines_are_counted_for_the_status(tmp_path: Path) -> None:
-    write_change(tmp_path, Change(State.STARTING, 0))
+    write_change(tmp_path, Change(JobState.STARTING, 0))
     assert damage(tmp_path) == ""
     with (tmp_path / "states.jsonl").open("ab") as file:
         file.write(b'{"state": "flying"}\n')
     assert damage(tmp_path) == "states.jsonl is damaged: 1 line is not readable and left out"
     seen = DirectoryRun(tmp_path).status()
-    assert (seen.state, seen.problem) == (State.STARTING, damage(tmp_path))
+    assert (seen.state, seen.problem) == (JobState.STARTING, damage(tmp_path))
 
 
 def test_long_texts_are_cut(tmp_path: Path) -> None:
-    write_change(tmp_path, Change(State.FAILED, 0, reason="x" * 10**6, last_lines=("y" * 10**6,) * 1000))
+    write_change(tmp_path, Change(JobState.FAILED, 0, reason="x" * 10**6, last_lines=("y" * 10**6,) * 1000))
     assert (tmp_path / "states.jsonl").stat().st_size < 100_000
 
 
 def test_while_the_launcher_lives_the_end_of_the_workers_is_no_loss(tmp_path: Path) -> None:
-    write_change(tmp_path, Change(State.STARTING, 0, time=time.time() - 100, process=this_process()))
+    write_change(tmp_path, Change(JobState.STARTING, 0, time=time.time() - 100, process=this_process()))
     assert read_state(tmp_path, [note(100, age=3.0, waits=ENDED)]).sentence.startswith("Ending at step 100")
     silent = read_state(tmp_path, [note(age=20)])
     assert (silent.state, silent.sentence) == (
-        State.WAITING,
+        JobState.WAITING,
         "Running at step 7: no worker has been heard of for 20 s",
     )
 
@@ -140,7 +140,7 @@ def test_a_script_of_one_worker_that_raises_has_failed(
     states.ended(20, told_to=False, at_exit=True)
     assert read_state(tmp_path, []).sentence.startswith("Stopped at step 20 by Ctrl-C")
     states.ended(20, told_to=False, at_exit=False)
-    assert read_state(tmp_path, []).state is State.FINISHED, "an error of an earlier cell of a notebook"
+    assert read_state(tmp_path, []).state is JobState.FINISHED, "an error of an earlier cell of a notebook"
 
 
 def test_a_job_without_a_launcher_names_the_worker_that_was_lost_not_what_tensorflow_raised(
@@ -161,7 +161,7 @@ def test_a_job_without_a_launcher_names_the_worker_that_was_lost_not_what_tensor
 
 def test_restarts_are_counted_also_when_their_changes_are_no_longer_told(tmp_path: Path) -> None:
     for attempt in range(80):
-        write_change(tmp_path, Change(State.RESTARTING if attempt else State.STARTING, attempt))
+        write_change(tmp_path, Change(JobState.RESTARTING if attempt else JobState.STARTING, attempt))
     seen = DirectoryRun(tmp_path).status()
     assert (seen.restarted, len(seen.changes)) == (79, 50)
 

@@ -38,9 +38,7 @@ from replicast.transport import (
     open_transport,
     wire,
 )
-from replicast.transport import (
-    chain_server as server,
-)
+from replicast.transport import chain_server as server
 from replicast.transport.chain_server import Server
 from replicast.transport.holdings import Holdings, SegmentAwaited, SegmentReady, SegmentRefused
 from replicast.transport.keys import predecessor

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from replicast.launcher.checks import Check, Verdict, all_checks, check_two_workers
-from replicast.launcher.plan import DEFAULT_PORT, Job
+from replicast.launcher.plan import DEFAULT_PORT, JobPlan
 
 _STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
 
@@ -76,7 +76,7 @@ def doctor(
         from replicast.launcher.hosts_setup import place_on_hosts, read_secret
 
         visit = Visit(
-            job=place_on_hosts(Job(argv=(), port=port), hosts=hosts, node_rank=node_rank),
+            job=place_on_hosts(JobPlan(argv=(), port=port), hosts=hosts, node_rank=node_rank),
             secret=read_secret(os.environ, secret_file),
             timeout_secs=timeout,
             run_dir=run_dir.absolute() if run_dir is not None else None,

@@ -22,7 +22,7 @@ from replicast.launcher.group import EndTimeouts
 from replicast.launcher.hosts_leader import HostTimeouts, host_timeouts
 from replicast.launcher.hosts_setup import place_on_hosts, read_secret
 from replicast.launcher.launcher import PageAddress, Settings, ask_run_name, page_beside, supervise
-from replicast.launcher.plan import DEFAULT_PORT, Job, check_module, check_script, hold_ports, parse_tee
+from replicast.launcher.plan import DEFAULT_PORT, JobPlan, check_module, check_script, hold_ports, parse_tee
 from replicast.launcher.run_directory import RUNS, make_run_dir
 from replicast.paths import below
 
@@ -150,7 +150,7 @@ def run(
         )
     argv = (sys.executable, *(["-m"] if module else []), program, *arguments)
     job = place_on_hosts(
-        Job(argv=argv, workers=workers, port=port, given=read_cluster(os.environ)),
+        JobPlan(argv=argv, workers=workers, port=port, given=read_cluster(os.environ)),
         hosts=hosts,
         nnodes=nnodes,
         node_rank=node_rank,

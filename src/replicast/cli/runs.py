@@ -35,13 +35,13 @@ from replicast.core.records import Stage
 from replicast.errors import printable
 from replicast.page.assets import report as make_report
 from replicast.storage.claims import read_chain
-from replicast.storage.run_files import ENDED, State, WorkerNote, absent_secs, age
+from replicast.storage.run_files import ENDED, JobState, WorkerNote, absent_secs, age
 from replicast.storage.updates import UpdateView
 
 WATCH_SECS = 1.0
 _MOST_LINES = 10  # Of each audit in the list: two for a variable that differs on one worker.
-_YELLOW = (State.NEVER_STARTED, State.STARTING, State.RESTARTING, State.STOPPED, State.ENDING)
-_STATE_STYLES = dict.fromkeys(_YELLOW, "yellow") | {State.FAILED: "red", State.LOST: "red"}
+_YELLOW = (JobState.NEVER_STARTED, JobState.STARTING, JobState.RESTARTING, JobState.STOPPED, JobState.ENDING)
+_STATE_STYLES = dict.fromkeys(_YELLOW, "yellow") | {JobState.FAILED: "red", JobState.LOST: "red"}
 _AUDIT_STYLES = {"equal": "green", "healed": "yellow"}
 
 
@@ -68,7 +68,7 @@ def status(run: Run, as_json: bool, watch: bool) -> int:
     _show(seen, as_json)
     if seen.problem:
         raise Failed(printable_lines(seen.problem))
-    return 1 if seen.state in (State.FAILED, State.LOST) else 0
+    return 1 if seen.state in (JobState.FAILED, JobState.LOST) else 0
 
 
 def _show(seen: Overview, as_json: bool) -> None:
@@ -245,9 +245,9 @@ def _overview(seen: Overview) -> RenderableType:
 
 
 def _parts(seen: Overview) -> Iterator[RenderableType]:
-    head = Text(printable(seen.sentence), style=f"bold {_STATE_STYLES.get(State(seen.state), 'green')}")
+    head = Text(printable(seen.sentence), style=f"bold {_STATE_STYLES.get(JobState(seen.state), 'green')}")
     head.append(f"\n{printable(seen.run)}: {texts.counted(seen.size, 'worker')}", style="bold")
-    if seen.state == State.FAILED and seen.changes:
+    if seen.state == JobState.FAILED and seen.changes:
         for line in seen.changes[-1]["last_lines"]:
             head.append(f"\n  {printable(line.rstrip())}", style="dim")
     yield head

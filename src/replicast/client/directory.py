@@ -47,9 +47,9 @@ from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import group_numbers, read_claim
 from replicast.storage.run_files import (
     WITHOUT_CALLBACK,
+    JobState,
     RunInfo,
     RunState,
-    State,
     changes,
     damage,
     last_audits,
@@ -150,7 +150,7 @@ class DirectoryRun(Run):
             operations=tuple(read_operations(self.path)) if brief.running else (),
             changes=tuple(asdict(one) for one in told[-_LAST_CHANGES:]),
             restarts=_restarts(self.path),
-            restarted=sum(one.state is State.RESTARTING for one in told),
+            restarted=sum(one.state is JobState.RESTARTING for one in told),
             problem="\n".join(problems),
             **updates,
         )

@@ -1,10 +1,10 @@
 """The protocol without I/O: event in, commands out.
 
-`Coordinator` and `Worker` are state machines. They have no threads, locks, clocks, files or sockets, so a
+`Coordinator` and `WorkerMachine` are state machines. They have no threads, locks, clocks, files or sockets, so a
 simulation can run a whole job of them in one thread, in virtual time, from a seed
 (`tests.simulator`), and a runtime can drive them with real ones:
 
-    on every worker     worker = Worker(rank, step)
+    on every worker     worker = WorkerMachine(rank, step)
     on worker 0         coordinator = Coordinator(size, history, attempt=…, start=checkpoint)
 
     a message, a boundary, a finished write, a timer ──► handle(event) ──► commands, carried out in order
@@ -40,7 +40,7 @@ from replicast.core.coordinator import Coordinator
 from replicast.core.entries import History
 from replicast.core.operation import Timeouts
 from replicast.core.records import Proposal, Refusal, Refuse, Stage
-from replicast.core.worker import Worker
+from replicast.core.worker import WorkerMachine
 
 __all__ = [
     "Coordinator",
@@ -50,5 +50,5 @@ __all__ = [
     "Refuse",
     "Stage",
     "Timeouts",
-    "Worker",
+    "WorkerMachine",
 ]

@@ -27,7 +27,7 @@ from replicast.core.records import Stage
 _RESTING, _WAITING = "resting", "waiting"
 
 
-class Worker:
+class WorkerMachine:
     """The state machine of one worker."""
 
     def __init__(

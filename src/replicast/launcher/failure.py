@@ -47,7 +47,7 @@ StopSignal = Literal[1, 2, 15]  # SIGHUP, SIGINT, SIGTERM
 # --- Records ---------------------------------------------------------------------------------------------
 
 
-class Exit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkerExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one worker exited; with `worker` None, why a whole host counts as lost."""
 
     host: Index = 0
@@ -85,12 +85,12 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 @dataclass(frozen=True, slots=True)
 class GroupEnd:
-    exits: tuple[Exit, ...] = ()
+    exits: tuple[WorkerExit, ...] = ()
     interrupted_by: signal.Signals | None = None
     left_behind: tuple[int, ...] = ()  # They could not be killed.
 
     @property
-    def first_failure(self) -> Exit | None:
+    def first_failure(self) -> WorkerExit | None:
         return first_cause(self.exits)
 
 
@@ -101,7 +101,7 @@ class Phase(enum.Enum):
     OVER = "over"  # The job is over: exit with the code.
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="order"):
+class LaunchOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="order"):
     """What all launchers of a job shall do now, and why."""
 
     phase: Phase
@@ -109,7 +109,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     restarts: Index = 0
     max_restarts: Index = 0
     code: Annotated[int, Meta(ge=0, lt=256)] = 0
-    failure: Exit | None = None
+    failure: WorkerExit | None = None
     signal: StopSignal | None = None
     stopped_on: Index = 0  # the host on which the signal came
     hosts: tuple[str, ...] = ()
@@ -123,7 +123,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.restarts >= self.max_restarts
 
 
-def first_cause(exits: Iterable[Exit]) -> Exit | None:
+def first_cause(exits: Iterable[WorkerExit]) -> WorkerExit | None:
     """Who is to blame: a frozen worker, one that failed by itself, a lost host, else the first one."""
     failed = [one for one in exits if one.frozen or (one.code != 0 and not one.stopped)]
     frozen = [one for one in failed if one.frozen]
@@ -132,7 +132,7 @@ def first_cause(exits: Iterable[Exit]) -> Exit | None:
     return next(iter(frozen or by_itself or lost or failed), None)
 
 
-def local_order(before: Order, end: GroupEnd) -> Order:
+def local_order(before: LaunchOrder, end: GroupEnd) -> LaunchOrder:
     """What follows an attempt of a job on one host.
 
     No restart after SIGTERM, not even one to a worker: they have saved their state, the machine is needed.
@@ -153,7 +153,7 @@ def local_order(before: Order, end: GroupEnd) -> Order:
 # --- What a log says -------------------------------------------------------------------------------------
 
 
-def with_details(ended: Exit, log: RunPath, tail: Sequence[str]) -> Exit:
+def with_details(ended: WorkerExit, log: RunPath, tail: Sequence[str]) -> WorkerExit:
     """An exit with what the worker's log says about it; `tail` are the last lines that were shown."""
     traceback = traceback_in(log, _BEFORE_LINES) if ended.code > 0 and not ended.frozen else []
     blamed = (_BLAMES.match(without_colours(line)) for line in tail)
@@ -212,12 +212,12 @@ class Hosts:
     def on(self, host: int) -> str:
         return "" if host == self.here else f" on {self.names[host]}"
 
-    def reporter(self, exited: Exit) -> str:
+    def reporter(self, exited: WorkerExit) -> str:
         if exited.reported_by == self.here:
             return ""
         return f" (reported by the launcher on {self.names[exited.reported_by]})"
 
-    def lost(self, exited: Exit) -> str:
+    def lost(self, exited: WorkerExit) -> str:
         name = self.names[exited.host]
         return f"{name if name.startswith('host ') else f'host {name}'} was lost"
 
@@ -229,14 +229,14 @@ def signal_name(signum: int) -> str:
     return "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
 
 
-def reason(failure: Exit, hosts: Hosts = ONE_HOST) -> str:
+def reason(failure: WorkerExit, hosts: Hosts = ONE_HOST) -> str:
     """Why the job failed, for states.jsonl: the exception, else how the worker ended."""
     if failure.worker is None:
         return f"{hosts.lost(failure)}: {failure.why}"
     return (failure.why or failure.how) + hosts.on(failure.host)
 
 
-def failure_line(failure: Exit, hosts: Hosts = ONE_HOST) -> str:
+def failure_line(failure: WorkerExit, hosts: Hosts = ONE_HOST) -> str:
     """Which worker failed, how, after how long, and where its log is; or which host was lost."""
     if failure.worker is None:
         return f"replicast: {hosts.lost(failure)}{hosts.reporter(failure)}: {failure.why}"
@@ -250,23 +250,23 @@ def failure_line(failure: Exit, hosts: Hosts = ONE_HOST) -> str:
     )
 
 
-def sigterm_line(first: Exit, by: str = "", hosts: Hosts = ONE_HOST) -> str:
+def sigterm_line(first: WorkerExit, by: str = "", hosts: Hosts = ONE_HOST) -> str:
     """The group exited because of SIGTERM or a request, without a failure."""
     told = printable(by) or "the group was told to stop (SIGTERM)"
     who = f"worker {first.worker}{hosts.on(first.host)}"
     return f"replicast: {told}; {who} exited first, with {first.code}, {_after_and_log(first, hosts)}"
 
 
-def _after_and_log(exited: Exit, hosts: Hosts) -> str:
+def _after_and_log(exited: WorkerExit, hosts: Hosts) -> str:
     where = hosts.on(exited.host)
     log = exited.log if where else short_path(exited.log)
     return f"after {duration(exited.ran_secs)}. Log{where}: {log}"
 
 
-def others_line(end: GroupEnd, first: Exit) -> str:
+def others_line(end: GroupEnd, first: WorkerExit) -> str:
     """How the other workers exited; empty if there are none."""
 
-    def how(one: Exit) -> str:
+    def how(one: WorkerExit) -> str:
         if one.frozen:
             return "was stopped by SIGSTOP"
         if one.stopped:
@@ -281,7 +281,7 @@ def others_line(end: GroupEnd, first: Exit) -> str:
     return f"replicast: {', '.join(parts)}." if parts else ""
 
 
-def restart_line(order: Order, hosts: Hosts = ONE_HOST) -> str:
+def restart_line(order: LaunchOrder, hosts: Hosts = ONE_HOST) -> str:
     failure, why = order.failure, ""
     if failure is not None and failure.worker is None:
         why = f" because {hosts.lost(failure)}"
@@ -301,7 +301,7 @@ def stopping_line(signum: int, secs: float, where: str = "") -> str:
     return f"replicast: {name}{where}: the workers save a checkpoint and exit, within {secs:g} s{again}"
 
 
-def interruption_line(order: Order, end: GroupEnd, hosts: Hosts = ONE_HOST) -> str:
+def interruption_line(order: LaunchOrder, end: GroupEnd, hosts: Hosts = ONE_HOST) -> str:
     """What stopped the group, on which other host, and whether all workers exited in time."""
     left = ", ".join(str(rank) for rank in end.left_behind)
     killed = ", ".join(sorted(str(one.worker) for one in end.exits if one.code == -signal.SIGKILL))
@@ -318,7 +318,7 @@ def interruption_line(order: Order, end: GroupEnd, hosts: Hosts = ONE_HOST) -> s
     return f"replicast: stopped by {name}{hosts.on(order.stopped_on)}; {rest}{unknown}"
 
 
-def report(order: Order, end: GroupEnd | None, hosts: Hosts, screen: Screen, told_by: str = "") -> None:
+def report(order: LaunchOrder, end: GroupEnd | None, hosts: Hosts, screen: Screen, told_by: str = "") -> None:
     """Says who failed first, how the others ended, and who stopped the job; `end` is None if nothing ran."""
     failure = order.failure
     if failure is not None and failure.was_told_to and end is not None:
@@ -350,7 +350,7 @@ def absent_line(faults: Sequence[Fault], world_size: int) -> str:
     return f"replicast: warning: {FAULTS} plans a fault for {whom}, but the job has {those}: it will not fire"
 
 
-def failure_box(failure: Exit, hosts: Hosts, stream: TextIO) -> str:
+def failure_box(failure: WorkerExit, hosts: Hosts, stream: TextIO) -> str:
     """The exception of the failed worker, or its last lines, in a box for a stream; does not write to it."""
     from rich.console import Console  # Takes time to import: only when something has failed.
     from rich.panel import Panel

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from replicast.config import CHANGES_FD, PEER_FAILED, TOLD_TO_END
-from replicast.launcher.failure import Exit, GroupEnd, first_cause, stopping_line, with_details
+from replicast.launcher.failure import GroupEnd, WorkerExit, first_cause, stopping_line, with_details
 from replicast.launcher.hosts_link import HostsAttempts
 from replicast.launcher.interruptions import STOP_SIGNALS, Interruptions
 from replicast.launcher.plan import WorkerPlan, bootstrapped
@@ -73,7 +73,7 @@ class FrozenWorkers:
         return {rank for rank, since in self._since.items() if now - since >= secs}
 
 
-class Worker:
+class WorkerProcess:
     """A running worker.
 
     Only `close` reaps the process, at the end of the group: until then its pid is not reused, and a signal to
@@ -114,12 +114,12 @@ class Worker:
         self.stopped = True
         self._signal(signum)
 
-    def poll(self) -> Exit | None:
+    def poll(self) -> WorkerExit | None:
         """Returns how the worker exited, or None while it runs."""
         status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if status is None:
             return None
-        return Exit(
+        return WorkerExit(
             worker=self.plan.rank,
             code=status.si_status if status.si_code == os.CLD_EXITED else -status.si_status,
             ran_secs=time.monotonic() - self._started,
@@ -169,8 +169,8 @@ class Group:
     standbys: StandbySet | None = None
     peers: HostsAttempts | None = None
 
-    _workers: dict[int, Worker] = field(default_factory=dict, init=False)
-    _exits: dict[int, Exit] = field(default_factory=dict, init=False)  # in the order in which they exited
+    _workers: dict[int, WorkerProcess] = field(default_factory=dict, init=False)
+    _exits: dict[int, WorkerExit] = field(default_factory=dict, init=False)  # in the order of exit
     _frozen: FrozenWorkers = field(default_factory=FrozenWorkers, init=False)
     _ending: Ending = field(default=Ending.RUNNING, init=False)
     _deadline: float | None = field(default=None, init=False)  # of the stage
@@ -210,7 +210,7 @@ class Group:
             chatter = wants_chatter(environ)
             output = Output(plan.rank, plan.log, screen=teed, columns=columns, chatter=chatter)
             try:
-                worker = Worker(plan, output, environ, self.standbys)
+                worker = WorkerProcess(plan, output, environ, self.standbys)
             except BaseException:
                 output.close()
                 raise
@@ -231,7 +231,7 @@ class Group:
                 source.pump()
                 if source.at_end:
                     selector.unregister(key.fileobj)
-            elif isinstance(source, Worker):
+            elif isinstance(source, WorkerProcess):
                 selector.unregister(key.fileobj)
                 self._take_exit(source)
             else:
@@ -243,7 +243,7 @@ class Group:
         elif self._is_late(Ending.STOPPING):
             self._kill()
 
-    def _take_exit(self, worker: Worker) -> None:
+    def _take_exit(self, worker: WorkerProcess) -> None:
         ended = worker.poll()
         if ended is None:
             return
@@ -254,7 +254,7 @@ class Group:
             if self.peers is not None and first is not None:
                 self.peers.tell_failure(self._detailed(first))
 
-    def _detailed(self, ended: Exit) -> Exit:
+    def _detailed(self, ended: WorkerExit) -> WorkerExit:
         worker = self._workers[ended.worker or 0]
         return with_details(ended, worker.plan.log, list(worker.output.tail)) if ended.code else ended
 
@@ -308,7 +308,7 @@ class Group:
         for worker in self._rest():
             worker.blamed_as_frozen = worker.blamed_as_frozen or worker.plan.rank in long
 
-    def _rest(self) -> list[Worker]:
+    def _rest(self) -> list[WorkerProcess]:
         return [worker for rank, worker in self._workers.items() if rank not in self._exits]
 
     def _settle(self, code: int) -> None:

@@ -28,10 +28,10 @@ import msgspec
 
 from replicast.errors import ClusterError
 from replicast.launcher.checks import Check, Verdict, machine_checks
-from replicast.launcher.hosts_leader import FirstOf, Notices, Refused, two_firsts
+from replicast.launcher.hosts_leader import FirstOf, Notices, RefusedHost, two_firsts
 from replicast.launcher.hosts_link import STEP_SECS, NotAuthentic, NotWelcome, Rivals, Wire, shown_address
 from replicast.launcher.hosts_setup import listen
-from replicast.launcher.plan import Job
+from replicast.launcher.plan import JobPlan
 from replicast.names import NAMES_SECS, Dialer, Lookups
 from replicast.paths import RunDir, below
 from replicast.processes import accept_problem
@@ -91,7 +91,7 @@ class Table(_Step, frozen=True):
     checks: tuple[Check, ...]
 
 
-_STEPS = Facts | Clock | Look | Found | Table | FirstOf | Refused
+_STEPS = Facts | Clock | Look | Found | Table | FirstOf | RefusedHost
 _Kind = TypeVar("_Kind", Facts, Clock, Look, Found, Table, FirstOf)
 
 
@@ -184,7 +184,7 @@ def look_around(look: Look, hosts: Sequence[str], port: int, run_dir: RunDir | N
 class Visit:
     """One run of `replicast doctor --hosts` on one host."""
 
-    job: Job
+    job: JobPlan
     secret: bytes
     timeout_secs: float
     run_dir: RunDir | None
@@ -295,7 +295,7 @@ class Visit:
         message = talk.receive(STEP_SECS)
         ours = FirstOf(hosts=tuple(self.job.hosts), port=self.job.port)
         if isinstance(message, FirstOf) and (why := two_firsts(ours, message)):
-            talk.send(Refused(why=why))
+            talk.send(RefusedHost(why=why))
             self._say(f"refused a host: {why}")
         if not isinstance(message, Facts):
             raise ValueError("it did not introduce itself")

@@ -35,11 +35,11 @@ from replicast.errors import printable
 from replicast.launcher.failure import (
     MAX_LINES,
     UNKILLABLE,
-    Exit,
     Index,
-    Order,
+    LaunchOrder,
     Phase,
     StopSignal,
+    WorkerExit,
     first_cause,
 )
 
@@ -103,7 +103,7 @@ class Report(_Told, frozen=True):
     attempt: Index | None = None
     restarts: Index = 0
     running: bool = False
-    failure: Exit | None = None
+    failure: WorkerExit | None = None
     signal: StopSignal | None = None
     left_behind: bool = False
 
@@ -119,22 +119,22 @@ class FirstOf(_Told, frozen=True):
     port: int
 
 
-class Refused(_Told, frozen=True):
+class RefusedHost(_Told, frozen=True):
     """The first launcher's answer to one that does not belong to the job."""
 
     why: str
 
 
-Message = Hello | Report | Order | AskName | FirstOf | Refused
+Message = Hello | Report | LaunchOrder | AskName | FirstOf | RefusedHost
 
 
 def read_message(fields: Mapping[str, Any], nodes: int) -> Message:
     """Reads a message to a job of so many hosts; raises ValueError if no launcher can have sent it."""
     message: Message = msgspec.convert(fields, Message)
     hosts: set[int] = set()
-    if isinstance(message, Report | Order) and message.failure is not None:
+    if isinstance(message, Report | LaunchOrder) and message.failure is not None:
         hosts |= {message.failure.host, message.failure.reported_by}
-    if isinstance(message, Order):
+    if isinstance(message, LaunchOrder):
         hosts |= {message.stopped_on, *message.missing, *message.unreached}
         if len(message.hosts) != nodes:
             raise ValueError(f"an order for {len(message.hosts)} hosts, expected {nodes}")
@@ -143,7 +143,7 @@ def read_message(fields: Mapping[str, Any], nodes: int) -> Message:
     return message
 
 
-def sent_from(host: int, failure: Exit) -> Exit:
+def sent_from(host: int, failure: WorkerExit) -> WorkerExit:
     """A failure as it goes to the other hosts: short enough for a message, whatever its lines hold."""
     lines = tuple(line[:_MAX_SENT_COLUMNS] for line in failure.lines[-MAX_LINES:])
     return replace(failure, host=host, reported_by=host, lines=lines)
@@ -198,7 +198,7 @@ def _shown(value: object, separator: str = " ") -> str:
 class End:
     """End the workers: because of a failure, or because the job is stopped by a signal on a host."""
 
-    failure: Exit | None = None
+    failure: WorkerExit | None = None
     stopped_by: signal.Signals | None = None
     stopped_on: int = 0
 
@@ -213,7 +213,7 @@ class Waiting:
     why: str = ""
 
 
-Command = Order | End | Waiting
+Command = LaunchOrder | End | Waiting
 
 
 # --- Whether the other side is there ---------------------------------------------------------------------
@@ -289,11 +289,11 @@ class Leader:
         self._timeouts = timeouts
         self._hosts = [_Host(timeouts) for _ in hosts]
         self._names = tuple(hosts)
-        self._failures: dict[int, Exit] = {}  # by host, in the order in which they were reported
+        self._failures: dict[int, WorkerExit] = {}  # by host, in the order in which they were reported
         self._missing_since = dict.fromkeys(range(len(hosts)), now)
         self._refused: dict[int | None, str] = {}
         self._has_run = False
-        self.order = Order(
+        self.order = LaunchOrder(
             session=session,
             phase=Phase.WAIT,
             max_restarts=max_restarts,
@@ -370,7 +370,7 @@ class Leader:
         if known is not None and known.code != PEER_FAILED:
             self._failures[node] = replace(known, why=f"{known.why or known.how}; then {why}")
         else:
-            self._failures[node] = Exit(host=node, why=why)
+            self._failures[node] = WorkerExit(host=node, why=why)
         self._hosts[node].report = None
 
     def _lost(self) -> set[int]:
@@ -403,7 +403,7 @@ class Leader:
         if not missing:
             self._start()
         elif late:
-            self._over(PEER_FAILED, Exit(host=late[0], why=self._why_late(late[0])))
+            self._over(PEER_FAILED, WorkerExit(host=late[0], why=self._why_late(late[0])))
 
     def _why_late(self, node: int) -> str:
         waited = f"it did not join within {self._timeouts.join_secs:g} s"
@@ -420,7 +420,7 @@ class Leader:
             had_run = [report for report in reports if report.attempt is not None]
             order = replace(order, restarts=max((report.restarts + 1 for report in had_run), default=0))
             if order.restarts > order.max_restarts:
-                self._over(PEER_FAILED, Exit(host=0, why="its launcher ended"))
+                self._over(PEER_FAILED, WorkerExit(host=0, why="its launcher ended"))
                 return
         attempt = max(order.attempt, *(report.next_attempt for report in reports))
         addresses = tuple(name or host.address for name, host in zip(self._names, self._hosts, strict=True))
@@ -460,7 +460,7 @@ class Leader:
     def _left_behind(self) -> bool:
         return any(host.report is not None and host.report.left_behind for host in self._hosts)
 
-    def _over(self, code: int, failure: Exit | None) -> None:
+    def _over(self, code: int, failure: WorkerExit | None) -> None:
         self.order = replace(self.order, phase=Phase.OVER, code=code, failure=failure)
 
 
@@ -480,7 +480,7 @@ class Member:
         self._node = node
         self._timeouts = timeouts
         self._presence = Presence(timeouts)
-        self._order = Order(phase=Phase.WAIT, max_restarts=max_restarts)
+        self._order = LaunchOrder(phase=Phase.WAIT, max_restarts=max_restarts)
         self._told_end: End | None = None
         self._told_restart = True
         self._unreachable = ""
@@ -490,7 +490,7 @@ class Member:
         self.report = Report(next_attempt=next_attempt)
         self.is_over = False
 
-    def on_order(self, order: Order, now: float) -> list[Command]:
+    def on_order(self, order: LaunchOrder, now: float) -> list[Command]:
         self._presence.hear(now)
         self._unreachable, self._lost_since = "", None
         if not self._missing_since.keys() >= set(order.missing):
@@ -546,14 +546,14 @@ class Member:
             return self._end_because(why)
         return self._without_leader(why, now)
 
-    def on_failure(self, failure: Exit) -> None:
+    def on_failure(self, failure: WorkerExit) -> None:
         self.report = replace(self.report, failure=failure)
 
     def on_signal(self, signum: int) -> None:
         if self.report.signal is None:
             self.report = replace(self.report, signal=signum)
 
-    def on_group_end(self, failure: Exit | None, now: float, *, left_behind: bool) -> list[Command]:
+    def on_group_end(self, failure: WorkerExit | None, now: float, *, left_behind: bool) -> list[Command]:
         attempt = self.report.attempt
         self.report = replace(
             self.report,
@@ -565,13 +565,13 @@ class Member:
         self._ended_at = self._next_tell = now
         return self._finish(self._order) if self._order.phase is Phase.OVER else []
 
-    def _begin(self, order: Order, *, running: bool) -> None:
+    def _begin(self, order: LaunchOrder, *, running: bool) -> None:
         self._told_end, self._told_restart = None, False
         self.report = replace(
             self.report, attempt=order.attempt, restarts=order.restarts, running=running, failure=None
         )
 
-    def _restart(self, order: Order) -> list[Command]:
+    def _restart(self, order: LaunchOrder) -> list[Command]:
         told, self._told_restart = self._told_restart, True
         return [] if told else [replace(order, phase=Phase.WAIT)]
 
@@ -582,11 +582,11 @@ class Member:
 
     def _end_because(self, why: str) -> list[Command]:
         """The first launcher is lost. It may think otherwise, and must not take this for a good end."""
-        failure = Exit(host=0, why=why, reported_by=self._node)
+        failure = WorkerExit(host=0, why=why, reported_by=self._node)
         self._order = replace(self._order, failure=failure)
         if self.report.failure is None:
             own = f"its launcher stopped its workers because of the first host: {why}"
-            self.on_failure(Exit(host=self._node, why=own, reported_by=self._node))
+            self.on_failure(WorkerExit(host=self._node, why=own, reported_by=self._node))
         return self._tell_end(End(failure))
 
     def _tell_end(self, end: End) -> list[Command]:
@@ -608,7 +608,7 @@ class Member:
             return self._finish(replace(over, unreached=(0,) if has_run else (), code=128 + over.signal))
         if own is not None and own.was_told_to:
             return self._finish(replace(over, code=own.shell_code))
-        lost = Exit(host=0, why=why, reported_by=self._node)
+        lost = WorkerExit(host=0, why=why, reported_by=self._node)
         if has_run and order.is_last_attempt:
             return self._finish(replace(over, failure=lost, code=PEER_FAILED))
         if self._lost_since is None:  # Not when the workers here exited: it was not lost then.
@@ -627,7 +627,7 @@ class Member:
         self._next_tell = now + self._timeouts.tell_again_secs
         return [Waiting(now - since, missing, self._timeouts.join_secs, why)]
 
-    def _finish(self, over: Order) -> list[Command]:
+    def _finish(self, over: LaunchOrder) -> list[Command]:
         if (
             self.report.running
         ):  # Its workers are being ended; `on_time` or the next order comes back to this.

@@ -41,7 +41,7 @@ from msgspec.structs import replace
 
 from replicast.config import JOB_SECRET
 from replicast.errors import ClusterError, LaunchRefused, printable
-from replicast.launcher.failure import Exit, GroupEnd, Hosts, Order, Phase
+from replicast.launcher.failure import GroupEnd, Hosts, LaunchOrder, Phase, WorkerExit
 from replicast.launcher.hosts_leader import (
     AskName,
     Command,
@@ -54,7 +54,7 @@ from replicast.launcher.hosts_leader import (
     Member,
     Message,
     Notices,
-    Refused,
+    RefusedHost,
     Report,
     Waiting,
     difference,
@@ -63,7 +63,7 @@ from replicast.launcher.hosts_leader import (
     two_firsts,
 )
 from replicast.launcher.interruptions import STOP_SIGNALS, Interruptions
-from replicast.launcher.plan import Job
+from replicast.launcher.plan import JobPlan
 from replicast.launcher.screen import Screen
 from replicast.names import Dialer, Lookups
 from replicast.processes import accept_problem
@@ -95,7 +95,7 @@ class Broken:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class TellLauncher:
     text: str
 
 
@@ -107,7 +107,7 @@ class NotWelcome:
     by: str = "The first launcher"
 
 
-Event = Command | Broken | Tell | NotWelcome
+Event = Command | Broken | TellLauncher | NotWelcome
 
 
 # --- Lines and connections -------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def shown_address(host: str, port: int) -> str:
 class Part:
     """What one launcher brings to the others."""
 
-    job: Job
+    job: JobPlan
     identity: Identity | None  # None: it does not join, and only asks the first one for its order.
     secret: bytes
     timeouts: HostTimeouts
@@ -308,21 +308,23 @@ class Rivals:
     def sockets(self) -> list[socket.socket]:
         return [connection.socket for connection in self._connections]
 
-    def poll(self, readable: list[socket.socket], notices: Notices) -> list[NotWelcome | Tell]:
+    def poll(self, readable: list[socket.socket], notices: Notices) -> list[NotWelcome | TellLauncher]:
         """What was found; `notices` decides which lines are said of strangers."""
-        events: list[NotWelcome | Tell] = []
+        events: list[NotWelcome | TellLauncher] = []
         for connection, address in list(self._connections.items()):
-            found: list[NotWelcome | Tell] = []
+            found: list[NotWelcome | TellLauncher] = []
             is_over = time.monotonic() - connection.since >= _RIVAL_SECS
             try:
                 if connection.socket in readable:
                     found += [
                         NotWelcome(message.why, by=f"The launcher at {address}")
                         for message in connection.receive()
-                        if isinstance(message, Refused)
+                        if isinstance(message, RefusedHost)
                     ]
             except NotAuthentic as error:
-                found += map(Tell, notices.say(f"{address}: {error}. {error.remedy}", time.monotonic()))
+                found += map(
+                    TellLauncher, notices.say(f"{address}: {error}. {error.remedy}", time.monotonic())
+                )
                 is_over = True
             except (OSError, ValueError):  # Nothing listens there, as it should be, or something else does.
                 is_over = True
@@ -383,7 +385,7 @@ class First:
         # It listens already: of two launchers that take themselves for the first, one finds the other.
         self._rivals = Rivals(identity.hosts, listener.getsockname()[1], identity.port, part.secret)
         self._connections: list[Connection] = []
-        self._sent: Order | None = None
+        self._sent: LaunchOrder | None = None
         self._sent_at = 0.0
         self._of_strangers, self._of_launchers = Notices(), Notices()
         self._deaf_until = 0.0
@@ -431,7 +433,7 @@ class First:
                 return []
             self._deaf_until = now + _DEAF_SECS
             said = self._of_launchers.say(f"cannot accept other launchers for now: {problem}", now)
-            return [*map(Tell, said)]
+            return [*map(TellLauncher, said)]
         strangers = [one for one in self._connections if one.hello is None]
         if len(strangers) >= _MAX_STRANGERS:  # A launcher introduces itself at once: the oldest is none.
             self._drop(strangers[0])
@@ -484,7 +486,7 @@ class First:
                 return self._refuse(connection, refusal, self._of_launchers)
         elif isinstance(message, ValueError):
             text = f"ignored an invalid message of the launcher at {connection.host}: {message}"
-            return [*map(Tell, self._of_launchers.say(text, now))]
+            return [*map(TellLauncher, self._of_launchers.say(text, now))]
         return []
 
     def _broadcast(self, now: float) -> None:
@@ -507,9 +509,9 @@ class First:
     def _refuse(self, connection: Connection, why: str, notices: Notices) -> list[Event]:
         connection.is_refused = True
         with contextlib.suppress(OSError):
-            connection.send(Refused(why=why))
+            connection.send(RefusedHost(why=why))
         said = notices.say(f"refused a launcher at {connection.host}: {why}", time.monotonic())
-        return [*map(Tell, said)]
+        return [*map(TellLauncher, said)]
 
     def _note_refusal(self, node: int | None, connection: Connection, why: str) -> None:
         self.leader.on_refused(node, f"A launcher at {connection.host} was refused: {printable(why)}")
@@ -586,20 +588,20 @@ class Other:
         try:
             events: list[Event] = []
             for message in connection.receive():
-                if isinstance(message, Refused):
+                if isinstance(message, RefusedHost):
                     return [NotWelcome(message.why)]
-                if isinstance(message, Order):
+                if isinstance(message, LaunchOrder):
                     is_member = self._part.identity is not None
                     events += self.member.on_order(message, now) if is_member else [message]
                 if isinstance(message, ValueError):
                     text = f"{self._shown}: ignored an invalid message: {message}"
-                    events += map(Tell, self._of_first.say(text, now))
+                    events += map(TellLauncher, self._of_first.say(text, now))
             return events
         except NotAuthentic as error:  # It may be anybody: no reason to give up.
             self._lost(is_closed=False)
             self.member.on_unreachable(f"{self._shown}: {error}")
             text = f"{self._shown}: {error}. {error.remedy}; this launcher keeps trying"
-            return [*map(Tell, self._of_strangers.say(text, now))]
+            return [*map(TellLauncher, self._of_strangers.say(text, now))]
         except OSError as error:
             self._lost(is_closed=_is_closed(error))
         except ValueError:
@@ -720,7 +722,7 @@ def _wake(end: socket.socket) -> None:
 class HostsAttempts:
     """Decides together with the launchers of the other hosts. Only in the main thread."""
 
-    def __init__(self, link: Link, job: Job, screen: Screen, interruptions: Interruptions) -> None:
+    def __init__(self, link: Link, job: JobPlan, screen: Screen, interruptions: Interruptions) -> None:
         self._link, self._job, self._screen, self._interruptions = link, job, screen, interruptions
         first = "" if job.endpoint is None else job.endpoint[0]
         # The addresses of the others are known when all have come.
@@ -729,21 +731,21 @@ class HostsAttempts:
         self._kept: collections.deque[Event] = collections.deque()  # not for the group
         self._stopped_by: signal.Signals | None = None
 
-    def ask(self) -> Order:
+    def ask(self) -> LaunchOrder:
         """Waits until the first launcher has told its order, at most the time to join."""
         order = self._wait_for(*Phase)
         came = [one for one in self._interruptions.take() if one in STOP_SIGNALS]
         stopped_by = next(iter(came), self._stopped_by)  # At the same time: nobody will see it later.
         return order if stopped_by is None or order.phase is Phase.OVER else self._interrupted(stopped_by)
 
-    def begin(self) -> Order:
+    def begin(self) -> LaunchOrder:
         """Waits until all hosts are ready, at most the time to join; the job may be over before."""
         order = self._wait_for(Phase.RUN)
         if order.phase is Phase.RUN and not self._job.hosts:
             self.hosts = Hosts(order.hosts, self._job.node_rank)
         return order
 
-    def decide(self, end: GroupEnd) -> Order:
+    def decide(self, end: GroupEnd) -> LaunchOrder:
         """Waits until the workers of all hosts have exited."""
         failure, left = self._from_here(end.first_failure), bool(end.left_behind)
         self._link.post(lambda member, now: member.on_group_end(failure, now, left_behind=left))
@@ -765,13 +767,13 @@ class HostsAttempts:
             if isinstance(event, End):
                 ends += [] if self._is_known(event) else [event]
             elif isinstance(event, Broken | NotWelcome):
-                ends.append(End(Exit(host=self._job.node_rank)))
+                ends.append(End(WorkerExit(host=self._job.node_rank)))
                 self._kept.append(event)
             elif not self._tell(event):
                 self._kept.append(event)
         return ends
 
-    def tell_failure(self, failure: Exit) -> None:
+    def tell_failure(self, failure: WorkerExit) -> None:
         told = self._from_here(failure)
         self._link.post(lambda member, _: None if told is None else member.on_failure(told))
 
@@ -779,7 +781,7 @@ class HostsAttempts:
         self._stopped_by = signum
         self._link.post(lambda member, _: member.on_signal(signum))
 
-    def _from_here(self, failure: Exit | None) -> Exit | None:
+    def _from_here(self, failure: WorkerExit | None) -> WorkerExit | None:
         return None if failure is None else sent_from(self._job.node_rank, failure)
 
     def _is_known(self, end: End) -> bool:
@@ -789,14 +791,14 @@ class HostsAttempts:
             return False
         return failure.host == self._job.node_rank
 
-    def _wait_for(self, *phases: Phase) -> Order:
+    def _wait_for(self, *phases: Phase) -> LaunchOrder:
         """Waits for such an order or the end of the job; a second Ctrl-C does not wait."""
         with selectors.PollSelector() as selector:
             selector.register(self._link, selectors.EVENT_READ)
             selector.register(self._interruptions, selectors.EVENT_READ)
             while True:
                 while (event := self._kept.popleft() if self._kept else self._link.next_event()) is not None:
-                    if isinstance(event, Order) and event.phase in (*phases, Phase.OVER):
+                    if isinstance(event, LaunchOrder) and event.phase in (*phases, Phase.OVER):
                         return event  # What follows, such as an `End`, is for the group that is started now.
                     self._tell(event)
                 selector.select(_POLL_SECS)
@@ -806,8 +808,8 @@ class HostsAttempts:
                     if signum in STOP_SIGNALS:
                         self.tell_signal(signum)
 
-    def _interrupted(self, signum: signal.Signals) -> Order:
-        order = Order(phase=Phase.OVER, code=128 + signum, stopped_on=self._job.node_rank)
+    def _interrupted(self, signum: signal.Signals) -> LaunchOrder:
+        order = LaunchOrder(phase=Phase.OVER, code=128 + signum, stopped_on=self._job.node_rank)
         return replace(order, signal=signum)
 
     def _tell(self, event: Event) -> bool:
@@ -820,7 +822,7 @@ class HostsAttempts:
                 f"{event.by} refused this one: {event.why}",
                 remedy=f"Start the same command on all hosts, with {same}",
             )
-        if isinstance(event, Tell):
+        if isinstance(event, TellLauncher):
             self._screen.tell(f"replicast: {event.text}")
         elif isinstance(event, Waiting):
             self._screen.tell(f"replicast: {self._waiting(event)}")

@@ -17,7 +17,7 @@ from replicast.config import JOB_SECRET
 from replicast.errors import ClusterError, LaunchRefused
 from replicast.launcher.hosts_leader import Identity
 from replicast.launcher.hosts_link import First, Link, Other, Part, shown_address
-from replicast.launcher.plan import Job, check_job
+from replicast.launcher.plan import JobPlan, check_job
 from replicast.names import NAMES_SECS, Lookups
 
 DEFAULT_RDZV_PORT = 29400
@@ -29,13 +29,13 @@ _NAME_SECS, _PAUSE_SECS = 10.0, 0.5
 
 
 def place_on_hosts(
-    job: Job,
+    job: JobPlan,
     *,
     hosts: str | None = None,
     nnodes: str | None = None,
     node_rank: int | None = None,
     rdzv_endpoint: str | None = None,
-) -> Job:
+) -> JobPlan:
     """The job with its hosts, the index of this one, and where the launchers meet."""
     listed = tuple(hosts.split(",")) if hosts is not None else ()
     count = parse_nnodes(nnodes) if nnodes is not None else max(1, len(listed))
@@ -150,7 +150,7 @@ def read_secret(environ: Mapping[str, str], file: Path | None) -> bytes:
     return secret
 
 
-def secret_line(job: Job, secret: bytes) -> str:
+def secret_line(job: JobPlan, secret: bytes) -> str:
     if secret or job.endpoint is None:
         return ""
     return (
@@ -205,7 +205,7 @@ def _address_of(host: str, until: float) -> str:
 # --- Joining ---------------------------------------------------------------------------------------------
 
 
-def identity_of(job: Job, max_restarts: int) -> Identity:
+def identity_of(job: JobPlan, max_restarts: int) -> Identity:
     """What must be the same on all hosts of a job."""
     program, text = job.argv[1:], "\0".join(job.argv[1:])
     if (

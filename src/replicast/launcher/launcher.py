@@ -25,11 +25,11 @@ from replicast.errors import ClusterError, LaunchRefused, printable
 from replicast.faults import read_faults
 from replicast.launcher.failure import (
     ONE_HOST,
-    Exit,
     GroupEnd,
     Hosts,
-    Order,
+    LaunchOrder,
     Phase,
+    WorkerExit,
     absent_line,
     duration,
     end_of,
@@ -47,7 +47,7 @@ from replicast.launcher.hosts_link import HostsAttempts, Part
 from replicast.launcher.hosts_setup import identity_of, make_link, secret_line
 from replicast.launcher.interruptions import Interruptions
 from replicast.launcher.plan import (
-    Job,
+    JobPlan,
     bootstrapped,
     check_job,
     exposure_line,
@@ -79,7 +79,7 @@ class Settings:
     take_over: bool = False
 
 
-def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
+def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> int:
     """Runs a job to its end and reports on standard error. Only in the main thread."""
     check_job(job)
     environ = without(environ, *SECRETS)  # No worker and no standby needs them.
@@ -95,7 +95,7 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
         if settings.standby:
             standbys = StandbySet(job.argv[1:], screen, lambda attempt: _trains(settings.run_dir, attempt))
             stack.enter_context(contextlib.closing(standbys))
-        first = Order(
+        first = LaunchOrder(
             phase=Phase.RUN,
             attempt=next_attempt(settings.log_dir, job.ranks),
             max_restarts=settings.max_restarts,
@@ -132,7 +132,7 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
         ).run(first)
 
 
-def _wait_for_other_hosts_job(job: Job, settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+def _wait_for_other_hosts_job(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
     """Waits until no job of another host runs in the directory; one of this host would hold the lock.
 
     Returns the environment of the workers: their first one need not watch again what was watched here.
@@ -152,7 +152,7 @@ def _wait_for_other_hosts_job(job: Job, settings: Settings, environ: Mapping[str
 class _Supervision:
     """One attempt after another, until the job is over."""
 
-    job: Job
+    job: JobPlan
     settings: Settings
     environ: Mapping[str, str]
     screen: Screen
@@ -166,7 +166,7 @@ class _Supervision:
     def hosts(self) -> Hosts:
         return ONE_HOST if self.peers is None else self.peers.hosts
 
-    def run(self, order: Order) -> int:
+    def run(self, order: LaunchOrder) -> int:
         """Returns the exit code of the launcher."""
         while True:
             if self.peers is not None:
@@ -176,9 +176,7 @@ class _Supervision:
                 end = self._run_attempt(order)
                 order = local_order(order, end) if self.peers is None else self.peers.decide(end)
                 if any(ended.code for ended in end.exits):  # Killed workers leave their shared memory.
-                    from replicast.transport.shared_file import (
-                        remove_leftovers,  # Imports numpy: not at start-up.
-                    )
+                    from replicast.transport.shared_file import remove_leftovers
 
                     with contextlib.suppress(ClusterError):  # the directory may be gone
                         remove_leftovers(shared_memory_directory(self.environ))
@@ -190,7 +188,7 @@ class _Supervision:
             self._note("restarting", order.attempt, order.failure, why)
             self.screen.tell(restart_line(order, self.hosts))
 
-    def _run_attempt(self, order: Order) -> GroupEnd:
+    def _run_attempt(self, order: LaunchOrder) -> GroupEnd:
         job = replace(self.job, hosts=order.hosts) if order.hosts else self.job
         attempt_dir = make_attempt_dir(self.settings.log_dir, order.attempt)
         fixed = job.fixed_ports
@@ -223,7 +221,7 @@ class _Supervision:
             )
             return group.run(self.environ, lambda: self._started(order))
 
-    def _started(self, order: Order) -> None:
+    def _started(self, order: LaunchOrder) -> None:
         """The workers were started: this loads numpy or starts processes, for which they need not wait."""
         if not self.has_started:
             self._note("starting", order.attempt)
@@ -231,7 +229,7 @@ class _Supervision:
         if self.standbys is not None:
             self.standbys.begin(order.attempt, is_last=order.is_last_attempt)
 
-    def _finish(self, attempt: int, order: Order, end: GroupEnd | None) -> None:
+    def _finish(self, attempt: int, order: LaunchOrder, end: GroupEnd | None) -> None:
         """Says how the job ended, and notes it; `end` is None if nothing ran."""
         failure = order.failure
         was_told_to = failure is not None and failure.was_told_to
@@ -259,18 +257,27 @@ class _Supervision:
             self._note("failed", attempt, failure, why, step)
 
     def _note(
-        self, state: str, attempt: int, failure: Exit | None = None, why: str = "", step: int | None = None
+        self,
+        state: str,
+        attempt: int,
+        failure: WorkerExit | None = None,
+        why: str = "",
+        step: int | None = None,
     ) -> None:
         """Writes the state of the job. The launcher of worker 0 does; those of other hosts write nothing."""
         if 0 not in self.job.ranks:
             return
-        from replicast.storage.run_files import Change, State, write_change  # Imports numpy: not at start-up.
+        from replicast.storage.run_files import (  # Imports numpy: not at start-up.
+            Change,
+            JobState,
+            write_change,
+        )
 
         lost_worker = None
         if failure is not None:
             lost_worker = failure.host * self.job.workers if failure.worker is None else failure.worker
         change = Change(
-            State(state),
+            JobState(state),
             attempt,
             workers=self.job.world_size,
             step=step,
@@ -284,7 +291,9 @@ class _Supervision:
             self.screen.tell(f"replicast: the state of the job cannot be written ({error.strerror})")
 
 
-def ask_run_name(job: Job, secret: bytes, timeouts: HostTimeouts, environ: Mapping[str, str]) -> str | int:
+def ask_run_name(
+    job: JobPlan, secret: bytes, timeouts: HostTimeouts, environ: Mapping[str, str]
+) -> str | int:
     """How a launcher without `--run-dir` learns the name of the run directory from the first launcher.
 
     Waits as a job with a run directory does; an exit code says that the job is over before. Only in the main
@@ -303,7 +312,7 @@ def ask_run_name(job: Job, secret: bytes, timeouts: HostTimeouts, environ: Mappi
     return Path(order.run_name).name
 
 
-def _who(job: Job) -> str:
+def _who(job: JobPlan) -> str:
     if job.world_size == 1:
         return "1 worker"
     if job.workers == job.world_size:

@@ -45,7 +45,7 @@ _SHOWN_ADDRESSES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class JobPlan:
     """What to run, and where."""
 
     argv: tuple[str, ...]
@@ -80,7 +80,7 @@ class Job:
         return None
 
 
-def check_job(job: Job) -> None:
+def check_job(job: JobPlan) -> None:
     if job.workers < 1:
         raise ClusterError("-n must be at least 1", remedy="Try -n 2", received=job.workers)
     if job.given is not None and (job.workers > 1 or job.hosts or job.nnodes > 1):
@@ -121,7 +121,7 @@ def check_job(job: Job) -> None:
         )
 
 
-def parse_tee(text: str | None, job: Job) -> frozenset[int]:
+def parse_tee(text: str | None, job: JobPlan) -> frozenset[int]:
     """Reads which workers' output goes to the screen: `all`, `none` or ranks such as `0,2`."""
     if text is None:
         return frozenset(job.ranks[:1])
@@ -250,7 +250,7 @@ def log_path(log_dir: RunPath, attempt: int, rank: int) -> RunPath:
     return log_dir / f"attempt-{attempt}" / f"worker-{rank}.log"
 
 
-def plan_addresses(job: Job, ports: Sequence[int]) -> tuple[str, ...]:
+def plan_addresses(job: JobPlan, ports: Sequence[int]) -> tuple[str, ...]:
     if job.given is not None:
         return job.given.addresses
     if not job.hosts:
@@ -259,7 +259,7 @@ def plan_addresses(job: Job, ports: Sequence[int]) -> tuple[str, ...]:
 
 
 def plan_workers(
-    job: Job,
+    job: JobPlan,
     *,
     ports: Sequence[int],
     attempt: int,
@@ -409,7 +409,7 @@ def outside_addresses() -> tuple[str, ...]:
     return tuple(str(one) for one in found if not (one.is_loopback or one.is_link_local))
 
 
-def exposure_line(job: Job, environ: Mapping[str, str], addresses: Sequence[str]) -> str:
+def exposure_line(job: JobPlan, environ: Mapping[str, str], addresses: Sequence[str]) -> str:
     """One line if machines outside the job may connect to its workers, else nothing."""
     workers = plan_addresses(job, ports=[0] * job.workers)
     limited = trusted_networks(environ, workers) is not None

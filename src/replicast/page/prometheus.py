@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from replicast.page.live import RunWatch
-from replicast.storage.run_files import State
+from replicast.storage.run_files import JobState
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _COUNT_SECS = 10.0
@@ -64,7 +64,7 @@ async def _samples(watch: RunWatch) -> list[tuple[str, dict[str, str], float]]:
 
 def _of_status(status: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str], float]]:
     yield "replicast_running", {}, float(status["running"])
-    for state in State:
+    for state in JobState:
         yield "replicast_state", {"state": str(state)}, float(status["state"] == state)
     yield "replicast_restarts_total", {}, float(status["restarted"])
     yield "replicast_workers", {}, float(status["size"])

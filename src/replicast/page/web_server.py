@@ -274,7 +274,6 @@ def address_of(settings: PageSettings, listener: socket.socket) -> str:
 
 
 def configured(app: ASGIApp, settings: PageSettings) -> uvicorn.Config:
-
     class Served(HttpConnection):
         def is_shared(self, peer: str) -> bool:
             return super().is_shared(peer) or settings.is_proxy(peer)
@@ -284,6 +283,7 @@ def configured(app: ASGIApp, settings: PageSettings) -> uvicorn.Config:
         http=Served,
         ws="none",
         lifespan="on",
+        log_config=None,  # uvicorn's closes every handler of the process, and absl's then closes stderr
         log_level="warning",
         access_log=False,
         server_header=False,

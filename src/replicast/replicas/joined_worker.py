@@ -45,8 +45,8 @@ from replicast.storage.run_files import (
     FORMAT,
     WITHOUT_CALLBACK,
     Change,
+    JobState,
     RunInfo,
-    State,
     clean_run,
     read_run_info,
     write_change,
@@ -410,7 +410,7 @@ class RunStates:
         writes = rank == 0 and not read_launch(os.environ).launched
         self._run_dir = run_dir if writes else None
         self._change = partial(Change, attempt=attempt, by="worker 0", workers=workers)
-        self._write(State.STARTING)
+        self._write(JobState.STARTING)
 
     def ended(self, step: int, *, told_to: bool, at_exit: bool) -> None:
         """The script has come to its end, or all workers were told to save and exit.
@@ -421,20 +421,22 @@ class RunStates:
         if at_exit and not told_to and getattr(sys, "last_value", None) is not None:
             self.abandoned(step, None)
         else:
-            self._write(State.STOPPED if told_to else State.FINISHED, step, "SIGTERM" if told_to else "")
+            self._write(
+                JobState.STOPPED if told_to else JobState.FINISHED, step, "SIGTERM" if told_to else ""
+            )
 
     def abandoned(self, step: int, failure: JobFailed | None) -> None:
         """The process exits without having come to the end."""
         error = getattr(sys, "last_value", None)  # what ended the script, set before exit handlers run
         if failure is not None and failure.worker not in (None, 0):
-            self._write(State.FAILED, step, str(failure), failure.worker)
+            self._write(JobState.FAILED, step, str(failure), failure.worker)
         elif isinstance(error, KeyboardInterrupt):
-            self._write(State.STOPPED, step, "Ctrl-C")
+            self._write(JobState.STOPPED, step, "Ctrl-C")
         else:
-            self._write(State.FAILED, step, _said(error), 0)
+            self._write(JobState.FAILED, step, _said(error), 0)
 
     def _write(
-        self, state: State, step: int | None = None, reason: str = "", worker: int | None = None
+        self, state: JobState, step: int | None = None, reason: str = "", worker: int | None = None
     ) -> None:
         try:
             if self._run_dir is not None:

@@ -1,7 +1,7 @@
 """One worker's part in a job: drives the state machines of the core with real threads, messages and files.
 
     training thread    reaches boundaries, rests, waits for tickets; executes orders there       (`Gate`)
-    loop               the only thread that calls `Worker` and, on worker 0, `Coordinator`
+    loop               the only thread that calls `WorkerMachine` and, on worker 0, `Coordinator`
     readers            pass messages of other workers to the loop                                (`Channel`)
     outbox             publishes this worker's proposals in order, then tells the loop
     prepare            loads, fetches, checks and discards the bytes of updates, in the order of the log
@@ -57,7 +57,7 @@ from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.trial import BeginTrial, EndTrial
 from replicast.core.operations.update import Apply
 from replicast.core.records import Refusal, Refuse, ReportId, Stage
-from replicast.core.worker import Worker
+from replicast.core.worker import WorkerMachine
 from replicast.errors import ClusterError, FileDamaged, JobFailed, ReplicastError, UpdateRefused
 from replicast.replicas.channel import Channel, DirectExchange, Note
 from replicast.replicas.lanes import WorkerThreads, wait_for
@@ -236,7 +236,7 @@ class Session:
         self._timers: list[tuple[float, int, Any]] = []
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._worker = Worker(self.rank, timeouts=self.timeouts)
+        self._worker = WorkerMachine(self.rank, timeouts=self.timeouts)
         self._coordinator: Coordinator | None = None
         if journal is not None:
             history = journal.history()
@@ -515,7 +515,7 @@ class Session:
         if isinstance(event, Note):
             self._channel.send([event])
             return []
-        machine: Worker | Coordinator | None
+        machine: WorkerMachine | Coordinator | None
         if isinstance(event, tuple):  # a timer of one of the machines
             machine, event = event
         else:
@@ -529,7 +529,7 @@ class Session:
             commands: list[Any] = [*machine.handle(event)]
         return self._dispatch(commands, machine)
 
-    def _dispatch(self, commands: list[Any], machine: Worker | Coordinator | None) -> list[Any]:
+    def _dispatch(self, commands: list[Any], machine: WorkerMachine | Coordinator | None) -> list[Any]:
         follow: list[Any] = []
         sent = [command.message for command in commands if isinstance(command, e.Send)]
         said = [command.message for command in commands if isinstance(command, e.Broadcast)]

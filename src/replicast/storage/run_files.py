@@ -257,7 +257,7 @@ _MAX_TEXT, _MAX_LINES = 2000, 20
 _MOST_CHANGES = 10_000
 
 
-class State(StrEnum):
+class JobState(StrEnum):
     """How a run is. Training, waiting, ending, lost and never started are found out, not written."""
 
     STARTING = "starting"
@@ -274,19 +274,19 @@ class State(StrEnum):
     @property
     def is_running(self) -> bool:
         """Whether there is a job that can train, or will be again."""
-        return self in (State.STARTING, State.TRAINING, State.WAITING, State.RESTARTING)
+        return self in (JobState.STARTING, JobState.TRAINING, JobState.WAITING, JobState.RESTARTING)
 
     @property
     def is_over(self) -> bool:
         """Whether the job has said how it ended."""
-        return self in (State.FINISHED, State.FAILED, State.STOPPED)
+        return self in (JobState.FINISHED, JobState.FAILED, JobState.STOPPED)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """A line of the file: the job has come to this state."""
 
-    state: State
+    state: JobState
     attempt: int
     time: float = 0.0
     by: str = "launcher"
@@ -300,7 +300,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    state: State
+    state: JobState
     sentence: str
     attempt: int
     change: Change | None
@@ -363,25 +363,27 @@ def _newer(notes: Sequence[WorkerNote], change: Change) -> list[WorkerNote]:
     return [note for note in notes if note.attempt > change.attempt or note.time > change.time]
 
 
-def _state(change: Change | None, heard: Sequence[WorkerNote], now: float) -> State:
+def _state(change: Change | None, heard: Sequence[WorkerNote], now: float) -> JobState:
     running = [note for note in heard if note.waiting_for != ENDED and abs(now - note.time) <= ABSENT_SECS]
     if change is not None and change.state.is_over:
         running = _newer(running, change)
         if not running:  # A note that was written just before the end is not news.
             return change.state
     if running:
-        return State.TRAINING if any(note.training for note in running) else State.WAITING
+        return JobState.TRAINING if any(note.training for note in running) else JobState.WAITING
     if change is None:
         if not heard:
-            return State.NEVER_STARTED
-        return State.FINISHED if all(note.waiting_for == ENDED for note in heard) else State.LOST
+            return JobState.NEVER_STARTED
+        return JobState.FINISHED if all(note.waiting_for == ENDED for note in heard) else JobState.LOST
     said = [note for note in heard if note.attempt == change.attempt and note.time > change.time]
     if change.state.is_over or not _may_live(change, now):
-        return State.LOST
+        return JobState.LOST
     if not said:
         return change.state
     ended = [note for note in said if note.waiting_for == ENDED]
-    return State.ENDING if len(ended) == len(said) else State.WAITING  # a silent worker; its launcher decides
+    return (
+        JobState.ENDING if len(ended) == len(said) else JobState.WAITING
+    )  # a silent worker; its launcher decides
 
 
 def _may_live(change: Change, now: float) -> bool:
@@ -391,7 +393,7 @@ def _may_live(change: Change, now: float) -> bool:
 
 
 def _sentence(
-    state: State, change: Change | None, heard: Sequence[WorkerNote], attempt: int, now: float
+    state: JobState, change: Change | None, heard: Sequence[WorkerNote], attempt: int, now: float
 ) -> str:
     step = max((note.step for note in heard), default=None)
     if change is not None and change.step is not None and state.is_over:
@@ -402,28 +404,28 @@ def _sentence(
     who = "" if change is None or change.worker is None else f" (worker {change.worker})"
     ago = "" if change is None else f", {age(now - change.time)} ago"
     match state:
-        case State.NEVER_STARTED:
+        case JobState.NEVER_STARTED:
             return "No worker has been heard of yet"
-        case State.STARTING:
+        case JobState.STARTING:
             return f"Starting{tries}: no worker has been heard of yet{ago.replace(' ago', '')}"
-        case State.RESTARTING:
+        case JobState.RESTARTING:
             return f"Restarting{tries}{who}{reason}"
-        case State.TRAINING:
+        case JobState.TRAINING:
             return f"Training{at}{tries}"
-        case State.WAITING:
+        case JobState.WAITING:
             silent = min((now - note.time for note in heard), default=0.0)
             if silent > ABSENT_SECS:
                 return f"Running{at}{tries}: no worker has been heard of for {age(silent)}"
             return f"Running{at}{tries}, not inside a training loop"
-        case State.ENDING:
+        case JobState.ENDING:
             return f"Ending{at}{tries}: the workers have exited, or are about to"
-        case State.FINISHED:
+        case JobState.FINISHED:
             return f"Finished{at}{ago}"
-        case State.FAILED:
+        case JobState.FAILED:
             return f"Failed{at}{tries}{who}{reason}{ago}"
-        case State.STOPPED:
+        case JobState.STOPPED:
             return f"Stopped{at}{reason.replace(':', ' by', 1)}{ago}"
-        case State.LOST:
+        case JobState.LOST:
             silent = max((note.time for note in heard), default=0.0 if change is None else change.time)
             return f"Not running: last heard of {age(now - silent)} ago{at}{tries}; it did not say why"
 

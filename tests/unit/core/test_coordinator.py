@@ -7,16 +7,7 @@ from typing import Any
 import pytest
 
 from replicast.core.coordinator import Coordinator
-from replicast.core.entries import (
-    Committed,
-    History,
-    Payload,
-    Refused,
-    Saved,
-    Scheduled,
-    Started,
-    Withdrawn,
-)
+from replicast.core.entries import Committed, History, Payload, Refused, Saved, Scheduled, Started, Withdrawn
 from replicast.core.events import (
     Broadcast,
     CloseInbox,

@@ -25,10 +25,10 @@ from replicast.core.messages import Answer, At, Do, Meet, Release, Rest, Resume,
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.update import Apply, Prepare
 from replicast.core.records import Proposal, ReportId, Stage
-from replicast.core.worker import Worker
+from replicast.core.worker import WorkerMachine
 
 
-def hear(worker: Worker, message: Any) -> list[Any]:
+def hear(worker: WorkerMachine, message: Any) -> list[Any]:
     return worker.handle(FromCoordinator(message))
 
 
@@ -37,21 +37,21 @@ def without_timers(commands: list[Any]) -> list[Any]:
 
 
 def test_an_idle_boundary_is_passed_at_once_and_nothing_is_sent() -> None:
-    worker = Worker(0)
+    worker = WorkerMachine(0)
     assert worker.handle(Arrived(1)) == [PassBoundary(1)]
     assert worker.passes(2)
     assert worker.step == 2
 
 
 def test_a_stop_for_a_far_step_costs_the_boundaries_before_it_nothing() -> None:
-    worker = Worker(0)
+    worker = WorkerMachine(0)
     hear(worker, Stop(7, at_step=1000))
     assert all(worker.passes(step) for step in range(1, 1000))
     assert not worker.passes(1000)
 
 
 def test_a_stop_is_answered_with_the_first_boundary_that_is_not_passed() -> None:
-    worker = Worker(0)
+    worker = WorkerMachine(0)
     worker.handle(Arrived(3))
     assert hear(worker, Stop(7)) == [Send(At(7, 4, False))]
     assert without_timers(worker.handle(Arrived(4))) == [Send(At(7, 4, True))]
@@ -59,7 +59,7 @@ def test_a_stop_is_answered_with_the_first_boundary_that_is_not_passed() -> None
 
 
 def test_a_worker_continues_to_the_agreed_step_and_stands_there() -> None:
-    worker = Worker(0)
+    worker = WorkerMachine(0)
     hear(worker, Stop(7))
     worker.handle(Arrived(1))
     assert hear(worker, Meet(7, 2)) == [PassBoundary(1)]
@@ -67,7 +67,7 @@ def test_a_worker_continues_to_the_agreed_step_and_stands_there() -> None:
 
 
 def test_orders_are_carried_out_one_after_the_other_before_the_boundary_is_passed() -> None:
-    worker = Worker(0)
+    worker = WorkerMachine(0)
     hear(worker, Stop(7))
     worker.handle(Arrived(1))
     assert hear(worker, Do(8, Apply("a", "digest", 1))) == [Perform(8, Apply("a", "digest", 1))]
@@ -78,7 +78,7 @@ def test_orders_are_carried_out_one_after_the_other_before_the_boundary_is_passe
 
 
 def test_training_continues_before_a_late_answer() -> None:
-    worker = Worker(0)
+    worker = WorkerMachine(0)
     hear(worker, Stop(7))
     worker.handle(Arrived(1))
     hear(worker, Do(8, TakeSnapshot("a")))
@@ -88,18 +88,18 @@ def test_training_continues_before_a_late_answer() -> None:
 
 
 def test_preparing_continues_beside_the_training() -> None:
-    worker = Worker(0)
+    worker = WorkerMachine(0)
     assert hear(worker, Do(8, Prepare("a", "digest", ()))) == [Perform(8, Prepare("a", "digest", ()))]
     assert worker.handle(Arrived(1)) == [PassBoundary(1)]
     assert worker.handle(Performed(8, None)) == [Send(Answer(8, None))]
 
 
 def test_an_order_for_another_worker_is_left_to_it() -> None:
-    assert hear(Worker(0), Do(8, Prepare("a", "digest", ()), of=(1,))) == []
+    assert hear(WorkerMachine(0), Do(8, Prepare("a", "digest", ()), of=(1,))) == []
 
 
 def test_a_worker_that_rests_before_the_agreed_step_says_so_and_stays() -> None:
-    worker = Worker(0)
+    worker = WorkerMachine(0)
     worker.handle(Arrived(1))
     hear(worker, Stop(7))
     hear(worker, Meet(7, 2))
@@ -109,7 +109,7 @@ def test_a_worker_that_rests_before_the_agreed_step_says_so_and_stays() -> None:
 
 
 def test_a_stop_for_a_later_step_does_not_keep_a_rest() -> None:
-    worker = Worker(0)
+    worker = WorkerMachine(0)
     worker.handle(Rested(("sync", 0)))
     assert hear(worker, Stop(7, at_step=5)) == [Send(At(7, 0, False))]
     assert hear(worker, Resume((1,), "over")) == [Continue("over")]
@@ -118,7 +118,7 @@ def test_a_stop_for_a_later_step_does_not_keep_a_rest() -> None:
 def test_a_training_thread_that_waits_for_a_ticket_continues_with_its_outcome_or_when_the_time_is_up() -> (
     None
 ):
-    worker = Worker(0)
+    worker = WorkerMachine(0)
     worker.handle(Proposed("t", Proposal("a", "digest", ())))
     assert worker.handle(Awaited("t", 5.0)) == [SetTimer(1, 5.0)]
     told = Tell("a", ("t",), Stage.VERIFIED)
@@ -129,7 +129,7 @@ def test_a_training_thread_that_waits_for_a_ticket_continues_with_its_outcome_or
 
 
 def test_a_training_thread_does_not_wait_for_the_coordinator_forever_and_names_it() -> None:
-    worker = Worker(1)
+    worker = WorkerMachine(1)
     worker.handle(Rested(("begin",)))
     hear(worker, Resume((1, 1), "over"))
     hear(worker, Stop(7))
@@ -141,7 +141,7 @@ def test_a_training_thread_does_not_wait_for_the_coordinator_forever_and_names_i
 
 
 def test_what_all_workers_do_by_themselves_is_sent_with_its_step_and_keeps_no_thread() -> None:
-    worker = Worker(0)
+    worker = WorkerMachine(0)
     audit, save = ReportId("audit", 0), ReportId("save", 0)
     assert worker.handle(Reported(audit, "first")) == [Send(Answer(audit, "first"))]
     assert worker.handle(Reported(save, None)) == [Send(Answer(save, None))]
@@ -149,7 +149,7 @@ def test_what_all_workers_do_by_themselves_is_sent_with_its_step_and_keeps_no_th
 
 
 def test_a_training_thread_waits_without_a_limit_only_for_what_can_come_before_it_trains() -> None:
-    worker = Worker(0)
+    worker = WorkerMachine(0)
     worker.handle(Proposed("t", Proposal("a", "digest", ())))
     assert without_timers(worker.handle(Awaited("t", None))) == []
     waits = Tell("a", ("t",), Stage.PREPARED, waits_for="the trial of b, until step 3", waits_until=3)
