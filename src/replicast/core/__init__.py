@@ -1,8 +1,8 @@
 """The protocol without I/O: event in, commands out.
 
-`Coordinator` and `WorkerMachine` are state machines. They have no threads, locks, clocks, files or sockets, so a
-simulation can run a whole job of them in one thread, in virtual time, from a seed
-(`tests.simulator`), and a runtime can drive them with real ones:
+`Coordinator` and `WorkerMachine` are state machines. They have no threads, locks, clocks, files or sockets:
+a simulation runs a whole job of them in one thread, in virtual time, from a seed (`tests.simulator`), and a
+runtime drives them with real ones:
 
     on every worker     worker = WorkerMachine(rank, step)
     on worker 0         coordinator = Coordinator(size, history, attempt=…, start=checkpoint)
