@@ -32,6 +32,7 @@ from replicast.storage.run_files import (
     JobState,
     append_audit,
     append_metrics,
+    changes,
     read_run_info,
     read_worker_notes,
     write_change,
@@ -296,6 +297,20 @@ def test_a_job_its_launcher_and_its_users_go_through_no_link(
     with pytest.raises((OSError, ReplicastError)):
         WRITES[place, act](run)
     assert contents(tmp_path / "elsewhere") == before
+
+
+@pytest.mark.parametrize("code", [0, 143])
+def test_links_in_a_run_directory_do_not_change_how_a_job_ends(tmp_path: Path, code: int) -> None:
+    for name in ("workers", "inbox"):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / name).symlink_to(tmp_path)
+    program = tmp_path / "program.py"
+    program.write_text(f"raise SystemExit({code})")
+    run = [sys.executable, "-m", "replicast", "run", "--run-dir", str(tmp_path / "run"), str(program)]
+    ended = subprocess.run(run, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == code, ended.stderr
+    states = [one.state for one in changes(tmp_path / "run")]
+    assert states == [State.STARTING, State.STOPPED if code else State.FINISHED]
 
 
 def test_a_log_is_not_read_through_a_link(run: Path, tmp_path: Path) -> None:

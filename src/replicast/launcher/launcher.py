@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from replicast.config import ANY, JOB_SECRET, SECRETS, TAKE_OVER, shared_memory_directory, without
 from replicast.errors import ClusterError, LaunchRefused, printable
@@ -61,6 +62,9 @@ from replicast.launcher.run_directory import locked, make_attempt_dir, next_atte
 from replicast.launcher.screen import Screen, make_screen, without_colours
 from replicast.launcher.standby import StandbySet
 from replicast.paths import RunDir, RunPath, make_durably
+
+if TYPE_CHECKING:
+    from replicast.storage.run_files import WorkerNote
 
 _PAGE_START_SECS = 15.0
 _PAGE_END_SECS = 5.0
@@ -321,27 +325,36 @@ def _who(job: JobPlan) -> str:
     return f"{'workers' if job.workers > 1 else 'worker'} {ranks} of {job.world_size}"
 
 
+# What the workers have left in the run directory only adds to what the launcher says: what cannot be read
+# there must change neither the exit code nor how the job ends.
+
+
 def _last_step(run_dir: RunDir, attempt: int) -> int | None:
     """The last step of an attempt; None if its workers write no notes, as in a job without Replicas."""
-    from replicast.storage.run_files import read_worker_notes  # Imports numpy: not at start-up.
-
-    return max((note.step for note in read_worker_notes(run_dir) if note.attempt == attempt), default=None)
+    return max((note.step for note in _notes(run_dir) if note.attempt == attempt), default=None)
 
 
 def _trains(run_dir: RunDir, attempt: int) -> bool:
     """Whether a worker notes that it has finished a step in this attempt."""
+    return any(note.attempt == attempt and note.stepped_at is not None for note in _notes(run_dir))
+
+
+def _notes(run_dir: RunDir) -> list[WorkerNote]:
     from replicast.storage.run_files import read_worker_notes  # Imports numpy: not at start-up.
 
-    notes = read_worker_notes(run_dir)
-    return any(note.attempt == attempt and note.stepped_at is not None for note in notes)
+    with contextlib.suppress(OSError):
+        return read_worker_notes(run_dir)
+    return []
 
 
 def _stopped_by(run_dir: RunDir, attempt: int) -> tuple[str, int] | None:
     """Who has asked the job to stop, and at which step it did; None if nobody has."""
     from replicast.storage.inbox import stopped_by  # Imports numpy: not at start-up.
 
-    told = stopped_by(run_dir, attempt)
-    return None if told is None else (told.author, told.done_at)
+    with contextlib.suppress(OSError):
+        told = stopped_by(run_dir, attempt)
+        return None if told is None else (told.author, told.done_at)
+    return None
 
 
 # --- The page beside a job: `replicast serve` as a child. It ends with the launcher, and does no harm ------
