@@ -310,7 +310,7 @@ def test_links_in_a_run_directory_do_not_change_how_a_job_ends(tmp_path: Path, c
     ended = subprocess.run(run, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == code, ended.stderr
     states = [one.state for one in changes(tmp_path / "run")]
-    assert states == [State.STARTING, State.STOPPED if code else State.FINISHED]
+    assert states == [JobState.STARTING, JobState.STOPPED if code else JobState.FINISHED]
 
 
 def test_a_log_is_not_read_through_a_link(run: Path, tmp_path: Path) -> None:

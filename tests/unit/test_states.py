@@ -65,7 +65,7 @@ def test_a_job_starts_trains_restarts_and_finishes(tmp_path: Path) -> None:
 
 
 def test_a_reason_that_is_not_valid_unicode_is_escaped(tmp_path: Path) -> None:
-    write_change(tmp_path, Change(State.FAILED, 0, reason="no model \udcff", last_lines=("\ud800",)))
+    write_change(tmp_path, Change(JobState.FAILED, 0, reason="no model \udcff", last_lines=("\ud800",)))
     (change,) = changes(tmp_path)
     assert (change.reason, change.last_lines) == ("no model \\udcff", ("\\ud800",))
 
