@@ -627,12 +627,13 @@ def watch(event: str, arguments: tuple[Any, ...]) -> None:
 def idle(strategy: Any, directory: Path) -> dict[str, Any]:
     model = perceptron(strategy, adam)
     sys.addaudithook(watch)
-    coordination, asked = strategy.coordination, []
+    coordination, asked, called = strategy.coordination, [], set[str]()
 
     def counted(name: str) -> Any:
         original = getattr(coordination, name)
 
         def call(*given: Any) -> Any:
+            called.add(name)
             if threading.get_ident() == WATCHED["thread"]:
                 asked.append((name, given))
             return original(*given)
@@ -667,7 +668,8 @@ def idle(strategy: Any, directory: Path) -> dict[str, Any]:
         (directory / "run").exists()
         os.listdir(directory)  # noqa: PTH208 - one event
         WATCHED["thread"] = None
-    return {"moved": moved, "asked": asked, "events": [event for event, _ in WATCHED["events"]]}
+    events = [event for event, _ in WATCHED["events"]]
+    return {"moved": moved, "asked": asked, "called": called, "events": events}
 
 
 def test_an_idle_job_pays_no_transfer_no_question_and_no_file_access_in_the_training_thread(
@@ -676,4 +678,5 @@ def test_an_idle_job_pays_no_transfer_no_question_and_no_file_access_in_the_trai
     for found in pool2.run(idle, tmp_path):
         assert found["moved"] == [0] * 20
         assert found["asked"] == []
+        assert "get" in found["called"], "other threads ask: the calls are seen"
         assert found["events"] == ["os.listdir"]
