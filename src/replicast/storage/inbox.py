@@ -362,7 +362,7 @@ def waiting(run_dir: RunDir) -> list[WaitingUpdate]:
 
 
 def requests(run_dir: RunDir) -> list[RunPath]:
-    """The files of the other requests that wait for an answer."""
+    """The files of the other requests that wait for an answer. Their order is that of random ids."""
     return sorted(_named(run_dir, _REQUEST))
 
 
