@@ -297,7 +297,7 @@ class Proposals:
         sequence = checked_step(number)
         if sequence is None:
             raise UpdateRefused("A revert needs the number of an update", received="None")
-        checked_text("note", note)
+        note = checked_text("note", note)
         id_ = self._new_id(f"revert-{sequence}-worker-{self._rank}")
         return self.propose_revert(id_, sequence, note, forced=force)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from msgspec.structs import force_setattr
+
 from replicast.strictjson import View
 
 Mode = Literal["min", "max"]
@@ -59,6 +61,11 @@ class Trial(View, frozen=True):
             raise ValueError(
                 f'mode must be "min" (smaller is better) or "max" (larger is better). Received: {self.mode!r}'
             )
+        # Messages and files have plain types only, and a number of numpy is a `float` too.
+        force_setattr(self, "steps", int(steps))
+        force_setattr(self, "metric", str.__str__(name))
+        force_setattr(self, "max_increase", float(number))
+        force_setattr(self, "mode", str.__str__(self.mode))
 
     def allows(self, before: float, during: float) -> bool:
         """Whether an update with this effect on the metric is kept."""

@@ -51,11 +51,11 @@ def checked_id(value: Any) -> str:
             expected="up to 100 of A-Z a-z 0-9 . _ -, beginning with a letter or digit",
             received=repr(value)[:200],
         )
-    return value
+    return str.__str__(value)
 
 
 def checked_text(what: str, value: Any, most: int = MAX_TEXT) -> str:
-    """Checks that a text can be stored."""
+    """Checks that a text can be stored. What is more than a `str`, such as numpy's, becomes one."""
     if not isinstance(value, str) or len(value) > most:
         received = f"{len(value)} characters" if isinstance(value, str) else type(value).__name__
         raise UpdateRefused(
@@ -65,7 +65,7 @@ def checked_text(what: str, value: Any, most: int = MAX_TEXT) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise UpdateRefused(f"The {what} is not valid Unicode", received=ascii(value)[:200]) from error
-    return value
+    return str.__str__(value)
 
 
 def edit_from_values(

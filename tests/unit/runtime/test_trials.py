@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ import pytest
 from replicast.core.records import Refusal, Stage
 from replicast.errors import ReplicasDiverged
 from replicast.replicas.proposals import Ticket
+from replicast.storage.claims import Fence
+from replicast.storage.journal import FileJournal
+from replicast.storage.updates import committed_updates
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update
@@ -57,6 +61,18 @@ def outcome_of(ticket: Ticket) -> TrialOutcome:
 
 def losses(of: Callable[[Worker, int], float]) -> Callable[[Worker, int], Mapping[str, float]]:
     return lambda worker, step: {"loss": of(worker, step)}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_author_may_use_the_types_of_numpy(size: int, tmp_path: Path) -> None:
+    text, trial = np.str_, Trial(3, np.str_("loss"), np.float64(0.5))
+    update = bias(0.0, id=text("fix"), note=text("why"), author=text("me"))
+    with Job(size, FileJournal(tmp_path, Fence(tmp_path, 0))) as job:
+        run = Run(job)
+        run.train(12, {2: run.propose(size - 1, update, 4, trial)})
+        assert outcome_of(run.tickets[0]).outcome == "kept"
+    (view,) = committed_updates(tmp_path)
+    assert (view.id, view.note, view.author, view.trial) == ("fix", "why", "me", trial)
 
 
 @pytest.mark.parametrize("size", [1, 3])
