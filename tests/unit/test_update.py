@@ -404,6 +404,11 @@ def test_a_plain_file_that_does_not_fit_its_operation_is_refused(
         Update.from_tensors(path, operation, weight=weight)
 
 
+def test_an_unknown_operation_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(UpdateRefused, match=r"one of add, assign, scale, .*add_low_rank. Received: subtract"):
+        Update.from_tensors(tmp_path / "plain.safetensors", "subtract")
+
+
 def test_a_plain_file_without_operation_says_how_to_push_it(tmp_path: Path) -> None:
     path = tmp_path / "plain.safetensors"
     safetensors.numpy.save_file({"a": ONES}, path)

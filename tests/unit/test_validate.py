@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicast import Timeouts
 from replicast.errors import UpdateRefused
 from replicast.update.edits import Edit, EditKind, apply_edit
 from replicast.update.schema import Limits, Schema, Variable, planned
@@ -212,6 +213,14 @@ def test_size_and_number_have_limits() -> None:
         planned(update, SCHEMA, Limits(max_edits=2))
     with pytest.raises(UpdateRefused, match="too many edits"):
         planned(update.scale("kernel", 2), SCHEMA, Limits(max_edits=1))
+
+
+def test_limits_and_timeouts_below_zero_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_bytes must be at least 0. Received: -1"):
+        Limits(max_bytes=-1)
+    for secs in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="meet_secs must be a number of seconds, at least 0"):
+            Timeouts(meet_secs=secs)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,11 @@ class Timeouts(Record):
     wait_secs: float = 5.0
     join_secs: float = 600.0  # for the other workers to create their `Replicas`, or to reach the same call
 
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not (secs := getattr(self, name)) >= 0:
+                raise ValueError(f"{name} must be a number of seconds, at least 0. Received: {secs}")
+
 
 class AuditTrail:
     """The results of the audits of one attempt."""

@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -177,6 +177,11 @@ class Limits:
     max_edits: int = 10_000  # including resets of slots
     # Overwritten values that are kept for a revert; a larger update is applied, and cannot be reverted.
     max_before_bytes: int = 256 * 2**20
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if (most := getattr(self, field.name)) < 0:
+                raise ValueError(f"{field.name} must be at least 0. Received: {most}")
 
 
 def planned(

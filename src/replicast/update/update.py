@@ -555,7 +555,7 @@ class Update:
     def from_tensors(
         cls,
         path: Path | str,
-        operation: EditKind,
+        operation: EditKind | str,
         *,
         weight: float | None = None,
         note: str = "",
@@ -579,11 +579,18 @@ class Update:
 
         Raises:
             FileDamaged: The file cannot be read, is damaged, or too large.
-            UpdateRefused: Its tensors do not fit the operation.
+            UpdateRefused: There is no such operation, or the tensors do not fit it.
         """
+        try:
+            kind = EditKind(operation)
+        except ValueError as error:
+            expected = f"one of {', '.join(one for one in EditKind if one not in RESETS)}"
+            raise UpdateRefused(
+                "There is no such operation", expected=expected, received=str(operation)
+            ) from error
         content = read_tensor_bytes(Path(path), max_tensors=MAX_TENSORS, max_bytes=max_bytes)
         file = parse_tensors(content, str(path), max_tensors=MAX_TENSORS)
-        edits = edits_of_tensors(file.tensors, EditKind(operation), weight)
+        edits = edits_of_tensors(file.tensors, kind, weight)
         return cls(note=note, author=author, id=id)._changed(edits=edits)
 
     def _with(self, operation: EditKind, variable: str, factor: Any = None, **values: Any) -> Update:
