@@ -23,7 +23,7 @@ from replicast.replicas.position import Fit, Position
 from replicast.replicas.worker_notes import RunFiles
 from replicast.storage import inbox
 from replicast.storage.claims import Fence
-from replicast.storage.run_files import WorkerNote, read_worker_notes, write_worker_note
+from replicast.storage.run_files import WorkerNote, last_metrics, read_worker_notes, write_worker_note
 from replicast.strictjson import parse_object
 from replicast.testing.job import Job, eventually
 from replicast.update.update import Update
@@ -124,6 +124,17 @@ def test_a_disk_that_is_away_stops_no_training_and_is_said_once(
     (tmp_path / "away").rename(tmp_path / "groups")
     train_until(job, lambda: stage_of(tmp_path, "later") == Stage.VERIFIED)
     assert caplog.text.count("cannot be kept up to date") == 1
+
+
+def test_a_metric_that_is_no_float_hides_no_other_and_stops_no_training(job: Job, tmp_path: Path) -> None:
+    keeping = keeping_of(job, tmp_path)
+    keeping.logs = logs = {"huge": 10**400, "words": "many", "loss": 1.0}
+    keeping.start()
+    eventually(lambda: last_metrics(tmp_path))
+    assert (last_metrics(tmp_path) or {})["values"] == {"loss": 1.0}
+    measures = job.workers[0].session.replica.measures
+    measures.note(1, 1, logs)
+    assert measures.history() == [(1, 1, {"loss": 1.0})]
 
 
 def test_a_link_in_the_place_of_the_groups_stops_no_training(

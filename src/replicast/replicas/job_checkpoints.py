@@ -594,7 +594,7 @@ def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
     """The logs that are numbers; a metric may be anything."""
     found = {}
     for name, value in logs.items():
-        with contextlib.suppress(TypeError, ValueError):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
             found[name] = float(value)
     return found
 

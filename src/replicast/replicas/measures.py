@@ -150,7 +150,7 @@ def _own_value(one: _Logs, previous: _Logs | None, metric: str) -> float | None:
 def _number(value: Any) -> float | None:
     try:
         return None if value is None else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
