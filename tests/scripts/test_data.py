@@ -62,14 +62,17 @@ def _off(pairs: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def warnings_of(strategy: Any, kinds: list[Kind]) -> dict[Kind, list[str]]:
-    """What is warned of when a model is fitted twice on each kind of data."""
+    """What is warned of when a model is fitted twice on each kind of data.
+
+    Except that the length of a generator is unknown, which concerns one worker as well.
+    """
     found = {}
     for kind in kinds:
         model = compiled(strategy)
         with heard() as said:
             model.fit(**given(kind, strategy.rank), epochs=2, verbose=0)
             model.fit(**given(kind, strategy.rank), epochs=1, verbose=0)
-        found[kind] = list(said)
+        found[kind] = [text for text in said if not text.startswith("The length of the training data")]
     return found
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.pool import Pool
-from tests.scripts.compare import assert_same_as_plain_keras
+from tests.scripts.compare import assert_same_as_plain_keras, heard, in_plain_keras
 
 ROWS, FEATURES = 60, 5
 
@@ -20,7 +20,14 @@ def columns(rows: int = ROWS, seed: int = 7) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rows_of(seed: int, rows: int = 40) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices(columns(rows, seed))
+    """Without the prefetch that TensorFlow adds to a pipeline.
+
+    What it has read when a pass ends depends on timing, and decides the next order of a repeated shuffle: two
+    runs of plain Keras validate with different rows.
+    """
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    return tf.data.Dataset.from_tensor_slices(columns(rows, seed)).with_options(options)
 
 
 def compiled(strategy: Any, **options: Any) -> keras.Model:
@@ -64,3 +71,101 @@ def validated_with_steps(strategy: Any, steps: int) -> Any:
 
 def test_validation_steps_see_the_batches_that_they_see_in_plain_keras(pool2: Pool, plain: Pool) -> None:
     assert_same_as_plain_keras(pool2, plain, validated_with_steps, 3)  # part of a repetition
+
+
+def test_validation_that_ends_near_the_end_of_a_repetition_does_not_draw_the_next_order(
+    pool2: Pool, plain: Pool
+) -> None:
+    assert_same_as_plain_keras(pool2, plain, validated_with_steps, 4)  # of the 5 batches of a repetition
+
+
+def warned_of_orders(strategy: Any) -> dict[str, list[str]]:
+    rows = tf.data.Dataset.from_tensor_slices(columns())
+    still = tf.data.Options()
+    still.autotune.enabled = False
+    found = {}
+    for kind, data in {
+        "shuffled, repeated": rows.shuffle(60, seed=1).repeat().batch(8),
+        "shuffled, repeated, prefetched": rows.shuffle(60, seed=1).repeat().batch(8).prefetch(2),
+        "shuffled, repeated, without autotune": rows.shuffle(60, seed=1)
+        .repeat()
+        .batch(8)
+        .with_options(still),
+        "shuffled once, repeated": rows.shuffle(60, 1, reshuffle_each_iteration=False).repeat().batch(8),
+        "repeated, shuffled": rows.repeat().shuffle(60, seed=1).batch(8),
+    }.items():
+        model = compiled(strategy)
+        with heard() as said:
+            model.fit(data, steps_per_epoch=3, epochs=2, verbose=0)  # one pass
+            assert said == [], said
+            for _ in range(2):
+                model.fit(data, steps_per_epoch=3, verbose=0)
+        found[kind] = list(said)
+    return found
+
+
+def test_worker_0_warns_at_a_second_pass_whose_order_depends_on_timing_in_one_process(pool2: Pool) -> None:
+    first, second = pool2.run(warned_of_orders)
+    assert not any(second.values())
+    assert [kind for kind, said in first.items() if said] == [
+        "shuffled, repeated",
+        "shuffled, repeated, prefetched",
+    ]
+    (plain,) = first["shuffled, repeated"]
+    assert plain.startswith("The training data is shuffled, then repeated, and a second pass over it begins")
+    assert "on another worker" not in plain
+    (prefetched,) = first["shuffled, repeated, prefetched"]
+    assert "on another worker, since the pipeline itself reads ahead (PrefetchDataset)" in prefetched
+
+
+def warned_of_length(strategy: Any) -> dict[str, tuple[int, list[str]]]:
+    unknown = rows_of(2).batch(8).filter(lambda x, y: True)
+    known = unknown.apply(tf.data.experimental.assert_cardinality(5))
+    found = {}
+    for kind, data, options in (
+        ("unknown", unknown, {}),
+        ("known", known, {}),
+        ("eager", unknown, {"run_eagerly": True}),
+        ("several steps", unknown, {"steps_per_execution": 2}),
+    ):
+        model = compiled(strategy, **options)
+        with heard() as said:
+            for _ in range(2):
+                model.fit(data, epochs=2, verbose=0)
+        found[kind] = int(keras.ops.convert_to_numpy(model.optimizer.iterations)), list(said)
+    return found
+
+
+def test_worker_0_warns_where_one_process_counts_steps_that_it_does_not_train(
+    pool2: Pool, plain: Pool
+) -> None:
+    first, second = pool2.run(warned_of_length)
+    (one_process,) = plain.run(in_plain_keras, warned_of_length)
+    differing = [kind for kind in first if first[kind][0] != one_process[kind][0]]
+    assert differing == ["unknown"]
+    assert [kind for kind, (_, said) in first.items() if said] == differing
+    (said,) = first["unknown"][1]
+    assert said.startswith("The length of the training data is unknown.")
+    assert not any(said for _, said in second.values())
+
+
+def evaluated_to_an_unknown_end(strategy: Any) -> tuple[list[float], list[str]]:
+    model = compiled(strategy)
+    with heard() as said:
+        data = rows_of(2).batch(8, drop_remainder=True)
+        known = model.evaluate(data, verbose=0)[0]
+        unknown = model.evaluate(data.filter(lambda x, y: True), verbose=0)[0]
+    return [known, unknown], list(said)
+
+
+def test_worker_0_warns_where_one_process_counts_a_missing_batch_in_the_loss(
+    pool2: Pool, plain: Pool
+) -> None:
+    (first, said), (_, others) = pool2.run(evaluated_to_an_unknown_end)
+    ((in_one_process, _),) = plain.run(in_plain_keras, evaluated_to_an_unknown_end)
+    np.testing.assert_allclose(first, [in_one_process[0]] * 2, rtol=1e-4)
+    assert in_one_process[1] < 0.9 * in_one_process[0]
+    (warning,) = said
+    assert warning.startswith("The length of the data for evaluate is unknown.")
+    assert "as a batch of zeros in the reported loss and metrics" in warning
+    assert others == []

@@ -162,6 +162,8 @@ training/feeding.py
   keras.src.callbacks.callback_list: to recognise its frames, which call callbacks
   <adapters>.array_data_adapter.ArrayDataAdapter: holds arrays
   tensorflow.python.data.ops.iterator_ops.OwnedIterator: what iter(dataset) makes
+  tensorflow.python.data.ops.repeat_op._RepeatDataset: what dataset.repeat() makes
+  tensorflow.python.data.ops.shuffle_op._ShuffleDataset: what dataset.shuffle() makes
 training/keras_call.py
   <iterator>: its constructor asks a strategy for the data of a call
   keras.src.backend.tensorflow.trainer: the module of the class that has fit
@@ -204,6 +206,7 @@ training/feeding.py
   ArrayDataAdapter.batch_size: the rows of a batch
   GeneratorDataAdapter._first_batches: what was taken to see the shapes
   Dataset._variant_tensor: to make a dataset of our own class
+  ShuffledDataset._reshuffle_each_iteration: whether every repetition has another order
 training/resuming.py
   PyDatasetAdapter.py_dataset: the PyDataset of the user
   PyDatasetAdapter.enqueuer: whether batches are read ahead

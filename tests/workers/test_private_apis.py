@@ -72,6 +72,7 @@ def objects(strategy: Any) -> dict[str, Any]:
         private_apis.LAUNCHER: strategy.extended._cross_device_ops._launchers[0],
         private_apis.OPTIMIZER: model.optimizer,
         private_apis.DATASET: tf.data.Dataset.range(1),
+        "ShuffledDataset": tf.data.Dataset.range(1).shuffle(1),
         private_apis.SEEDED: context.context(),
         private_apis.MODEL: model,
         private_apis.BACKUP: keras.callbacks.BackupAndRestore("backup"),

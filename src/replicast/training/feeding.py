@@ -29,8 +29,11 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
-# Private: the class of `iter(dataset)`, the only kind of iterator that Keras passes to its graphs.
+# Private: the class of `iter(dataset)`, the only kind of iterator that Keras passes to its graphs; and the
+# classes of two stages of a pipeline, to recognize a shuffle that is repeated.
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
+from tensorflow.python.data.ops.repeat_op import _RepeatDataset
+from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset
 
 from replicast.errors import NotSupported
 from replicast.training.keras_call import KerasCall, only_looks_at_shapes
@@ -352,7 +355,14 @@ class Share(tf.data.Dataset):
 
         def share_of(batches: tf.data.Dataset) -> tf.data.Dataset:
             shares = batches if division is None else _divided(batches, rank, size, division)
-            return shares.prefetch(PREFETCHED_BATCHES) if ahead else shares
+            if ahead:
+                return shares.prefetch(PREFETCHED_BATCHES)
+            # TensorFlow would add a prefetch, and run `map` in parallel. Both read ahead, by timing: when a
+            # pass ends, one worker may have drawn the next order of a repeated shuffle and another not.
+            options = tf.data.Options()
+            options.experimental_optimization.inject_prefetch = False
+            options.experimental_optimization.map_parallelization = False
+            return shares.with_options(options)
 
         self._share = share_of(self._batches)
         self._first_share = self._share if report is None else share_of(sampled(self._batches, report))
@@ -401,6 +411,21 @@ class Share(tf.data.Dataset):
 
     def is_infinite(self) -> bool:
         return bool(self._share.cardinality() == tf.data.INFINITE_CARDINALITY)
+
+
+def repeated_shuffles(dataset: tf.data.Dataset, *, repeated: bool = False) -> Iterator[tf.data.Dataset]:
+    """The stages of a pipeline that draw a new order each time a later `repeat` starts again."""
+    if repeated and isinstance(dataset, _ShuffleDataset) and dataset._reshuffle_each_iteration:
+        yield dataset
+    for source in dataset._inputs():
+        yield from repeated_shuffles(source, repeated=repeated or isinstance(dataset, _RepeatDataset))
+
+
+def stages_that_read_ahead(dataset: tf.data.Dataset) -> set[str]:
+    """The classes of the stages of a pipeline with which a script itself reads ahead."""
+    name = type(dataset).__name__
+    found = {name.strip("_")} if name.startswith(("_Prefetch", "_Parallel")) else set()
+    return found.union(*(stages_that_read_ahead(source) for source in dataset._inputs()))
 
 
 class ArrayShare:
@@ -549,6 +574,8 @@ class Inputs:
         self._meet = turns.meet if strategy.size > 1 else lambda message: {0: message}
         self._seeds = Seeds(strategy.coordination, strategy.rank)
         self._warned: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
+        # How many passes used the orders of a repeated shuffle.
+        self._passes: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
 
     def are_arrays(self, call: KerasCall) -> bool:
         """Whether the data is arrays in memory whose rows can be gathered: dense, and no None."""
@@ -592,7 +619,19 @@ class Inputs:
             order = order_of_batches() if shuffled else ""
             sample = Sample(_what(call), length=length, order=order, divided=divided)
         compared = self._comparison(call, sample)
+        # Only a pass that is used to its end reads ahead. Otherwise reading ahead would draw the next
+        # order from a shuffled, repeated dataset, and take batches from a generator.
+        ahead = call.steps is None or at_most is not None
+        count_pass = None if ahead else self._pass_counter(dataset, _what(call))
+
+        def opened() -> None:
+            compared.open_pass()
+            if count_pass is not None:
+                count_pass()
+
         if not divided:
+            if dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY and adapter.num_batches is None:
+                self._warn_of_unknown_length(call, dataset.element_spec)
             batch = first_batch if first_batches else dataset.element_spec
             shapes = [tf.TensorShape(getattr(leaf, "shape", None)) for leaf in tf.nest.flatten(batch)]
             known = next((shape[0] for shape in shapes if shape.rank), None)
@@ -601,26 +640,81 @@ class Inputs:
             dataset,
             0 if divided else self._rank,
             1 if divided else self._size,
-            opened=compared.open_pass,
+            opened=opened,
             start=self._start_of(call),
             first_batch=first_batch,
             at_most=at_most,
-            # Only a pass that is used to its end reads ahead. Otherwise reading ahead would draw the next
-            # order from a shuffled, repeated dataset, and take batches from a generator.
-            ahead=call.steps is None or at_most is not None,
+            ahead=ahead,
             report=None if first_batches or divided or self._size == 1 else compared.report_first_batch,
         )
 
     def share_of_loop(self, dataset: tf.data.Dataset) -> Share:
         """This worker's rows of every batch of a dataset for a custom training loop."""
         endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-        return Share(dataset, self._rank, self._size, opened=lambda: None, ahead=not endless)
+        opened = self._pass_counter(dataset, "dataset") if endless else lambda: None
+        return Share(dataset, self._rank, self._size, opened=opened, ahead=not endless)
 
     def warn_once(self, model: keras.Model, subject: str, message: str) -> None:
         warned = self._warned.setdefault(model, set())
         if subject not in warned:
             warned.add(subject)
             logger.warning(message)
+
+    def _pass_counter(self, dataset: tf.data.Dataset, what: str) -> Callable[[], None]:
+        """Counts the passes over a repeated shuffle; worker 0 warns at the second one.
+
+        In one process, what TensorFlow has read ahead when a pass ends decides which order the next pass
+        gets. So there is no order of one process to reproduce.
+        """
+        options, stages = dataset.options(), sorted(stages_that_read_ahead(dataset))
+        optimized = options.experimental_optimization.apply_default_optimizations is not False
+        if not stages and not (optimized and options.autotune.enabled is not False):
+            return lambda: None
+        shuffles = list(repeated_shuffles(dataset))
+
+        def count_pass() -> None:
+            for shuffle in shuffles:
+                self._passes[shuffle] = self._passes.get(shuffle, 0) + 1
+            if self._rank == 0 and any(self._passes[shuffle] == 2 for shuffle in shuffles):
+                logger.warning(
+                    "The %s is shuffled, then repeated, and a second pass over it begins before its end. In "
+                    "one process, TensorFlow reads ahead, and what it has read when a pass ends decides the "
+                    "order of the next one: that depends on timing. So this pass may have another order than "
+                    "in one process%s. Shuffle after repeat instead: dataset.repeat().shuffle(n, seed=1) "
+                    "(docs/training.md, steps).",
+                    what,
+                    f", and on another worker, since the pipeline itself reads ahead ({', '.join(stages)})"
+                    if stages
+                    else "",
+                )
+
+        return count_pass
+
+    def _warn_of_unknown_length(self, call: KerasCall, spec: Any) -> None:
+        """Warns of what Keras in one process counts once more per pass, with a step that finds no data left.
+
+        It does so only in a graph that is not compiled by XLA and has one step.
+        """
+        model, what = call.model, _what(call)
+        counts = not (model.run_eagerly or model.jit_compile or model.steps_per_execution > 1)
+        if self._rank != 0 or call.steps is not None or call.method == "predict" or not counts:
+            return
+        differing = []
+        if call.method == "fit":
+            differing.append("in optimizer.iterations, which learning rate schedules and Adam use")
+        inputs, labels = _arrays(spec)
+        if any(_fixed_length(array) is not None for _, _, array in (*inputs, *labels)):
+            differing.append("as a batch of zeros in the reported loss and metrics")
+        if differing:
+            self.warn_once(
+                model,
+                f"length of {what}",
+                f"The length of the {what} is unknown. Keras in one process finds the end with a step that "
+                f"has no data but counts, once per pass: {'; '.join(differing)}. replicast counts only "
+                "batches that exist. For the numbers of one process, tell the length: "
+                "dataset.apply(tf.data.experimental.assert_cardinality(n)), or pass the number of steps "
+                "(docs/training.md, numbers).",
+            )
 
     def _comparison(self, call: KerasCall, sample: Sample) -> DataComparison:
         warn = functools.partial(self.warn_once, call.model, call.method)

@@ -159,7 +159,8 @@ def texts(strategy: Any) -> Any:
         model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 
     history = [model.fit(data, validation_data=data, epochs=2, verbose=0).history for _ in range(2)]
-    return {"history": history, "weights": weights(model)}
+    # Not the optimizer's iterations: plain Keras counts the step that finds no data left.
+    return {"history": history, "weights": model.get_weights()}
 
 
 def test_batches_of_changing_width_come_in_the_order_of_plain_keras(pool2: Pool, plain: Pool) -> None:
