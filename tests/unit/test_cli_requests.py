@@ -337,6 +337,17 @@ def test_an_answer_that_cannot_be_read_is_told_at_once(run: Path, monkeypatch: p
     assert not list((run / "inbox").iterdir())
 
 
+@pytest.mark.parametrize("digests", [5, {}, {"zero": "a"}], ids=str)
+def test_an_answer_that_says_nothing_valid_is_told_in_words(
+    run: Path, monkeypatch: pytest.MonkeyPatch, digests: Any
+) -> None:
+    job = Answering(run, digests=digests, step="many")
+    job.values = BIAS
+    meanwhile(monkeypatch, job.act)
+    for words in (("pull", run, "dense/bias", "-o", "bias.npy"), ("audit", run, "--now")):
+        assert "The answer to the request is not valid" in flat(output_of(1, *words))
+
+
 def test_what_only_a_running_job_can_do_is_not_waited_for(run: Path) -> None:
     heard_of(run, secs_ago=60)
     for act in (replicast.connect(run).stop, replicast.connect(run).checkpoint, replicast.connect(run).audit):

@@ -13,7 +13,7 @@ import getpass
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from msgspec.structs import replace
@@ -270,7 +270,9 @@ def ask(
 
 
 def audit(run: RunDir, timeout: float, author: str) -> AuditReport:
-    return AuditReport.from_json(ask(run, "audit", timeout, author)[0].details)
+    answer, _ = ask(run, "audit", timeout, author)
+    with _answer_is_read():
+        return AuditReport.from_json(answer.details)
 
 
 def checkpoint(run: RunDir, timeout: float, author: str) -> int:
@@ -303,8 +305,18 @@ def pull(
     answer, values = ask(run, "pull", timeout, variable=variable, rows=ranges)
     if values is None:
         raise NoAnswer("The job has answered without values.")
-    digests = {int(rank): str(digest) for rank, digest in answer.details["digests"].items()}
-    return Pulled(variable.name, answer.done_at, digests[0], "job", values, wanted, digests)
+    with _answer_is_read():
+        digests = {int(rank): str(digest) for rank, digest in answer.details["digests"].items()}
+        return Pulled(variable.name, answer.done_at, digests[0], "job", values, wanted, digests)
+
+
+@contextlib.contextmanager
+def _answer_is_read() -> Iterator[None]:
+    """Anybody may write an answer into the inbox."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RequestFailed(f"The answer to the request is not valid ({error!r}).") from error
 
 
 def _check_size(variable: Variable, ranges: Rows, max_bytes: int | None) -> None:
