@@ -20,13 +20,13 @@ from rich.console import Console
 from benchmarks import checkpoint, checkpoint_restart, document, growth, hosts, report, step, update
 from benchmarks.audit import AUDIT
 from benchmarks.idle import IDLE
+from benchmarks.machine import machine_facts
 from benchmarks.page import PAGE
 from benchmarks.question import Say
 from benchmarks.race import ask
 from benchmarks.results import DIRECTORY, Result, Run, versions
 from benchmarks.rows import ROWS
 from benchmarks.stall import STALL
-from replicast.cli.bench import machine_facts
 from replicast.config import shared_memory_directory
 from replicast.transport.shared_file import remove_leftovers
 

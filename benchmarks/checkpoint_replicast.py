@@ -12,8 +12,7 @@ import numpy as np
 import replicast
 from benchmarks.checkpoint_task import Keeping
 from benchmarks.runner import Array, Times, lasted
-from benchmarks.update_replicast import weights_of
-from replicast.demo.measure import Weights
+from benchmarks.update_replicast import Weights, weights_of
 from replicast.replicas.job_checkpoints import SavePlan
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.update.digest import digest_array

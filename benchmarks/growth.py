@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.machine import available_memory
 from benchmarks.question import QUICK_SECS, TURNS, Contestant, Question, Ratio
 from benchmarks.update import FIRST, FLOOR, FROM_ARRAYS, MPI_TENSORS, REPLICAST, UNAVOIDABLE
 from benchmarks.update_task import Task
-from replicast.cli.bench import available_memory
 
 OURS, PEER, BARE = "replicast propose", "mpi4py Bcast + TensorFlow assign_add", "floor: assign_add alone"
 MADE, FIRST_ONE = "replicast, making included", "replicast, first of a job"

@@ -10,9 +10,8 @@ import replicast
 from benchmarks.peers.mirrored import Floor
 from benchmarks.runner import Array, Times, lasted
 from benchmarks.training import Loop, Training
-from benchmarks.update_replicast import weights_of
+from benchmarks.update_replicast import adding, weights_of
 from benchmarks.update_task import Adding
-from replicast.demo.measure import adding
 
 LEAD_STEPS = 5
 """Steps before the measurement, so that it happens during training."""

@@ -9,15 +9,40 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 import replicast
 from benchmarks.runner import Array, Times
 from benchmarks.update_task import Adding
-from replicast.demo.measure import Weights, adding
 from replicast.tensorfiles import Bytes
 from replicast.update.digest import blocks_of, bytes_of, digest_block, is_finite
+
+
+class Weights(keras.Model):  # type: ignore[misc]
+    """Variables `part_0`, `part_1` and so on, initially zero."""
+
+    def __init__(self, count: int, shape: tuple[int, ...], net: keras.Model | None = None) -> None:
+        super().__init__(name="weights")
+        self.parts = [
+            self.add_weight(shape=shape, initializer="zeros", trainable=False, name=f"part_{number}")
+            for number in range(count)
+        ]
+        self.net = net
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        """Does nothing."""
+        return inputs
+
+
+def adding(changes: Iterable[Any]) -> replicast.Update:
+    """The changes of all variables as an update."""
+    update = replicast.Update()
+    for number, change in enumerate(changes):
+        update = update.add(f"part_{number}", change)
+    return update
 
 
 def weights_of(task: Any, net: Any = None) -> Weights:

@@ -345,8 +345,6 @@ def test_a_linked_directory_is_named_and_never_taken_for_an_empty_one(
 _OWN = "files of the package, /proc, /dev or /sys, which no other user writes"
 _USERS = "a file that a user names, outside of any run"
 _ALLOWED = {
-    "cli/bench.py": "a new directory of the bench, which only its owner can enter; and the kernel's files",
-    "demo/measure.py": "the same directory",
     "cli/push.py": _USERS,
     "cli/runs.py": _USERS,
     "client/connection.py": "the file of a token",
