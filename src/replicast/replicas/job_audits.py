@@ -72,7 +72,6 @@ class Audits:
         self._run_dir = run_dir
         self._attempt = attempt
         self._usual = plan
-        self._plan = plan
         self._audited_at = -1
         self._warned = False
         self._reports: deque[AuditReport] = deque(maxlen=MOST_REPORTS)
@@ -106,20 +105,15 @@ class Audits:
             self._audit_in_passing()
 
     def after_training(self) -> None:
-        """Called at the end of the training: audits once more if the plan says so.
-
-        It does so even at a boundary that was already audited: callbacks may have changed the state since.
-        """
-        if self._plan.ends and self._plan.every is not None:
-            self._audited_at = -1
-            self._audit_in_passing()
+        """Audits even at a boundary that was already audited: callbacks may have changed the state since."""
+        self._audited_at = -1
+        self.after_epoch()
 
     def training_ended(self) -> None:
-        """Returns to the usual plan. Called on all workers."""
         self._follow(self._usual)
 
     def audit(self, policy: Policy | None) -> AuditReport:
-        """Compares all replicas at this boundary. All workers call it."""
+        """As `Replicas.audit`."""
         policy = self._usual.policy if policy is None else checked_policy(policy)
         report = self._session.rest("audit", policy)
         if isinstance(report, Refusal):
@@ -179,8 +173,7 @@ class Audits:
 
 
 def diverged(report: AuditReport, *, on_trial: bool = False) -> ReplicasDiverged:
-    """The error for an audit that found a difference."""
-    named = "; ".join(str(difference) for difference in report.differences[:_MOST_NAMED])
+    named = "; ".join(map(str, report.differences[:_MOST_NAMED]))
     more = len(report.differences) - _MOST_NAMED
     rest = f"; and {more} more" if more > 0 else ""
     also = f"; replicas.sync(source={report.differences[0].reference}) makes them equal"
@@ -234,14 +227,12 @@ def expected_fingerprints(
         since = {sequence: one for sequence, one in recorded if sequence in sequences}
         with store.open(last.step) as reader:
             for name in names:
-                touching = {
-                    sequence: one
-                    for sequence, one in since.items()
-                    if any(edit["variable"] == name for edit in one.edits)
-                }
+                touching = [
+                    one for one in since if any(edit["variable"] == name for edit in since[one].edits)
+                ]
                 # One on trial may have been reverted.
-                on_trial = any(one.trial is not None for one in touching.values())
-                nbytes = sum(one.nbytes or 0 for one in touching.values())
+                on_trial = any(since[one].trial is not None for one in touching)
+                nbytes = sum(since[one].nbytes or 0 for one in touching)
                 if name not in last.schema or on_trial or nbytes > MOST_BYTES:
                     continue
                 value = reader.read(name)

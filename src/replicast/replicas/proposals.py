@@ -316,7 +316,7 @@ class Proposals:
     ) -> Ticket:
         """Proposes a function to be run on worker `source`, which must propose it too."""
         if source == self._rank:
-            self._replica.add_function(id_, function)
+            self._replica.functions[id_] = function
         return self._propose(self._ticket(id_, trial), at_step=at_step, source=source)
 
     def propose_revert(self, id_: str, sequence: int, note: str = "", *, forced: bool = False) -> Ticket:

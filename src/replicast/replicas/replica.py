@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from msgspec.structs import replace
 
 from replicast import faults
 from replicast.core.entries import Saved
@@ -17,6 +19,7 @@ from replicast.core.events import Ended, WriteOutcome
 from replicast.core.messages import Tell
 from replicast.core.operations.pull import Ranges
 from replicast.core.records import Applied, Content, Published, Refuse, SeenDigests, Snapshot, Stage
+from replicast.core.worker import WorkerMachine
 from replicast.errors import FileDamaged, PayloadRemoved
 from replicast.replicas.lanes import Lane
 from replicast.replicas.measures import RecentMetrics
@@ -85,49 +88,36 @@ class WorkerHooks:
 
 
 class _Before(NamedTuple):
-    """What an update has overwritten, held without a copy of whole variables; or why that is not kept."""
+    """What an update has overwritten, held without a copy of whole variables; if not, `problem` says why."""
 
     id: str
     values: Held | None
     rows: Arrays
-    problem: str = ""
+    problem: str
 
 
+@dataclass(eq=False)
 class StateReplica:
     """Implements `replicast.core.messages.Replica`, which documents the methods.
 
     An `UpdateRefused` that an order raises is this worker's refusal of it (`Session`, `Gate`).
     """
 
-    def __init__(
-        self,
-        rank: int,
-        state: State,
-        parcels: Parcels,
-        releasing: Lane,
-        *,
-        step: Callable[[], int],
-        reached: Callable[[str, Stage], None],
-        hooks: WorkerHooks,
-        limits: Limits,
-        receive_secs: float,
-        journal: Journal | None,
-        guard: Guard | None,
-        may_differ: frozenset[str],
-    ) -> None:
-        self.rank = rank
-        self.state = state
-        self.may_differ = may_differ
-        self._parcels = parcels
-        self._releasing = releasing
-        self._step = step
-        self._reached = reached
-        self._hooks = hooks
-        self._limits = limits
-        self._receive_secs = receive_secs
-        self._journal = journal
-        self._guard = guard
-        self._functions: dict[str, Function] = {}
+    machine: WorkerMachine
+    state: State
+    parcels: Parcels
+    releasing: Lane
+    hooks: WorkerHooks
+    reached: Callable[[str, Stage], None]
+    limits: Limits
+    receive_secs: float
+    journal: Journal | None
+    guard: Guard | None
+    may_differ: frozenset[str]
+
+    def __post_init__(self) -> None:
+        self.rank = self.machine.rank
+        self.functions: dict[str, Function] = {}  # that this worker has proposed and will run
         self._copy: Arrays | None = None  # during a trial: the state before it
         # Worker 0: what updates have overwritten, from their boundary until it is written. A revert needs it.
         self._before: dict[int, _Before] = {}
@@ -141,15 +131,15 @@ class StateReplica:
 
     def load(self, id_: str, digest: str) -> Content:
         try:
-            return self._parcels.publish(self._journal_of_worker_0().load(id_, digest))
+            return self.parcels.publish(self._journal_of_worker_0().load(id_, digest))
         except PayloadRemoved as error:
             raise Refuse(str(error)) from error
 
     def prepare(self, id_: str, digest: str, content: Content) -> None:
         if not isinstance(content, Parcel):
             raise Refuse(f"No bytes were published for {id_}")
-        self._parcels.prepare(id_, digest, content, self._receive_secs)
-        self._reached(id_, Stage.PREPARED)
+        self.parcels.prepare(id_, digest, content, self.receive_secs)
+        self.reached(id_, Stage.PREPARED)
 
     def write_before(self, sequence: int) -> tuple[Content, str]:
         before = self._before.pop(sequence)
@@ -166,17 +156,15 @@ class StateReplica:
             logger.warning(
                 "update %d cannot be reverted: its values before cannot be written: %s", sequence, error
             )
-            raise Refuse(
-                f"The values before update {sequence} cannot be written ({error.strerror})"
-            ) from error
+            problem = f"The values before update {sequence} cannot be written ({error.strerror})"
+            raise Refuse(problem) from error
 
     def drop_before(self, sequence: int) -> None:
         self._before.pop(sequence, None)
 
     def invert(self, id_: str, sequence: int, *, forced: bool) -> Published:
-        journal = self._journal_of_worker_0()
         try:
-            plan = undo_of(journal, sequence, id_=id_)
+            plan = undo_of(self._journal_of_worker_0(), sequence, id_=id_)
             if not forced:
                 plan.check()
         except FileDamaged as error:
@@ -184,13 +172,13 @@ class StateReplica:
         return self._checked_and_published(plan.update)
 
     def discard(self, id_: str) -> None:
-        self._functions.pop(id_, None)
-        self._parcels.discard(id_)
+        self.functions.pop(id_, None)
+        self.parcels.discard(id_)
 
     def _journal_of_worker_0(self) -> Journal:
-        if self._journal is None:
+        if self.journal is None:
             raise Refuse("Only worker 0 reads and writes the journal")
-        return self._journal
+        return self.journal
 
     # In the training thread.
 
@@ -199,7 +187,7 @@ class StateReplica:
         return self._copy is not None
 
     def apply(self, id_: str, digest: str, sequence: int, *, keep: bool) -> Callable[[], Applied]:
-        update, parcel_id = self._parcels.take(id_, digest)
+        update, parcel_id = self.parcels.take(id_, digest)
         keeps = keep and self.rank == 0 and self._hold_before(id_, sequence, update.edits)
         faults.point("apply")
         self.state.apply(update.edits)
@@ -207,33 +195,27 @@ class StateReplica:
         applied_at = time.time()
         strict = [edit for edit in update.edits if edit.variable not in self.may_differ]
         digested = self.state.digest_later(strict)
-        self._releasing.do(lambda: self._parcels.release_applied(parcel_id))
-        self._reached(id_, Stage.APPLIED)
+        self.releasing.do(lambda: self.parcels.release_applied(parcel_id))
+        self.reached(id_, Stage.APPLIED)
         faults.point("ack")
-        stall_secs, trained = time.monotonic() - self.stopped_at, self._hooks.trained()
+        stall_secs, trained = time.monotonic() - self.stopped_at, self.hooks.trained()
         return lambda: Applied(digested(), applied_at, stall_secs, trained, keeps)
 
     def _hold_before(self, id_: str, sequence: int, edits: Sequence[Edit]) -> bool:
         whole, rows = parts_to_keep(edits, self.state.schema)
         if not whole and not rows:
             return False
-        nbytes, most = bytes_to_keep(whole, rows, self.state.schema), self._limits.max_before_bytes
-        if nbytes <= most:
-            self._before[sequence] = _Before(id_, self.state.hold(whole, rows), rows)
-            return True
+        nbytes, most = bytes_to_keep(whole, rows, self.state.schema), self.limits.max_before_bytes
         problem = (
             f"Update {sequence} cannot be reverted: it has overwritten {nbytes / 2**20:,.1f} MiB, and only "
             f"up to {most / 2**20:,.1f} MiB are kept. Limits(max_before_bytes=...) keeps more"
         )
-        self._before[sequence] = _Before(id_, None, {}, problem)
+        values = self.state.hold(whole, rows) if nbytes <= most else None
+        self._before[sequence] = _Before(id_, values, rows, problem)
         return True
 
-    def add_function(self, id_: str, function: Function) -> None:
-        """Adds a function that this worker has proposed and will run. Any thread."""
-        self._functions[id_] = function
-
     def compute(self, id_: str) -> Published:
-        function = self._functions.get(id_)
+        function = self.functions.get(id_)
         if function is None:
             raise Refuse(f"Worker {self.rank} has no function for {id_}", (self.rank,))
         self.in_function = True
@@ -241,16 +223,16 @@ class StateReplica:
             published = self._checked_and_published(computed_update(id_, function, self.state, self.rank))
         finally:
             self.in_function = False
-            known = self._functions.pop(id_, None)
+            known = self.functions.pop(id_, None)
         if known is None:  # the function took too long: it was refused and discarded before it was published
-            self._parcels.discard(id_)
+            self.parcels.discard(id_)
             raise Refuse(f"Worker {self.rank} took too long to compute {id_}", (self.rank,))
         return published
 
     def check_by_guard(self, update: Update) -> None:
         """Raises `UpdateRefused` when the guard does not allow the update."""
-        if self._guard is not None:
-            self._guard.check(update.edits, self.state.schema, self.state.read)
+        if self.guard is not None:
+            self.guard.check(update.edits, self.state.schema, self.state.read)
 
     def publish(self, id_: str, names: tuple[str, ...]) -> Published:
         update = Update(id=id_, allow_nonfinite=True)
@@ -260,12 +242,12 @@ class StateReplica:
         return self._published(planned(update, self.state.schema, NO_LIMITS))
 
     def _checked_and_published(self, update: Update) -> Published:
-        update = planned(update, self.state.schema, self._limits)
+        update = planned(update, self.state.schema, self.limits)
         self.check_by_guard(update)
         return self._published(update)
 
     def _published(self, update: Update) -> Published:
-        parcel = self._parcels.publish(update)
+        parcel = self.parcels.publish(update)
         return Published(parcel.digest, parcel, update.note)
 
     def pull(self, id_: str, name: str, rows: Ranges) -> str:
@@ -291,38 +273,33 @@ class StateReplica:
         started = time.monotonic()
         digests = self.state.fingerprints(variable.name for variable in self.state.schema)
         secs = time.monotonic() - started
-        strict = {name: digest for name, digest in digests.items() if name not in self.may_differ}
-        free = {name: digest for name, digest in digests.items() if name in self.may_differ}
-        return SeenDigests(self._step(), strict, free, secs, self._hooks.trained(), time.time())
+        free = {name: digests.pop(name) for name in self.may_differ}
+        return SeenDigests(self.machine.step, digests, free, secs, self.hooks.trained(), time.time())
 
     def examine_quietly(self) -> SeenDigests:
         """As `examine`, with one digest for all variables that must be equal: less to send."""
         seen = self.examine()
-        return SeenDigests(
-            seen.step, {"": joined(seen.digests)}, seen.free, seen.secs, seen.trained, seen.time
-        )
+        return replace(seen, digests={"": joined(seen.digests)})
 
     def expected(self, names: tuple[str, ...]) -> dict[str, str]:
-        return self._hooks.expected_fingerprints(names)
+        return self.hooks.expected_fingerprints(names)
 
     def deviations(self, id_: str, digest: str, names: tuple[str, ...]) -> Mapping[str, Any]:
-        """As in `Replica`, for the variables that differ."""
         found = {}
-        for edit in self._parcels.prepared(id_, digest).edits:
+        for edit in self.parcels.prepared(id_, digest).edits:
             if edit.variable in names:
-                mine = self.state.read([edit.variable])[edit.variable]
-                value = edit.arrays["value"]
+                mine, value = self.state.read([edit.variable])[edit.variable], edit.arrays["value"]
                 if mine.tobytes() != value.tobytes():
                     found[edit.variable] = deviation(mine, value)
         return found
 
     def snapshot(self, id_: str, *, due: bool, again: bool) -> Callable[[], Snapshot]:
-        return self._hooks.take_snapshot(id_, due, again)
+        return self.hooks.take_snapshot(id_, due, again)
 
     def keep_copy(self) -> None:
         self._copy = {}
         self.state.snapshot(self._copy)
-        self.measures.begin(self._step())
+        self.measures.begin(self.machine.step)
 
     def go_back(self) -> None:
         if self._copy is not None:
@@ -343,10 +320,10 @@ class StateReplica:
         return self.measures.before(trial.metric, trial.steps), trial.steps
 
     def report(self, report: Any, *, raises: bool) -> None:
-        self._hooks.on_report(report, raises)
+        self.hooks.on_report(report, raises)
 
     def leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
-        self._hooks.on_leave(problem, asked_by)
+        self.hooks.on_leave(problem, asked_by)
 
 
 def joined(digests: Mapping[str, str]) -> str:

@@ -255,14 +255,13 @@ class Session:
             self._saver = self.threads.lane("saver")
         self._parcels = Parcels(transport, exchange.name, self.rank, state.schema)
         self.replica = StateReplica(
-            self.rank,
+            self._worker,
             state,
             self._parcels,
             self._releasing,
-            step=lambda: self.step,
-            reached=self._reached,
-            hooks=hooks,
-            limits=self.limits,
+            hooks,
+            self._reached,
+            self.limits,
             receive_secs=self.timeouts.prepare_secs - 10.0,
             journal=journal,
             guard=guard,
