@@ -16,7 +16,7 @@ import tensorflow as tf
 import replicast
 from benchmarks.runner import Array, Times
 from benchmarks.update_task import Adding
-from replicast.tensorfiles import Bytes
+from replicast.mapped_memory import Bytes
 from replicast.update.digest import blocks_of, bytes_of, digest_block, is_finite
 
 

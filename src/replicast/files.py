@@ -1,118 +1,318 @@
-"""Writes files completely or not at all, and reads them defensively.
+"""Files: below a run directory no link is followed, what has a final name is complete, and reads are limited.
 
-A file with a final name is complete: files are written under a temporary name in the same directory, fsynced
-and renamed; then the directory is fsynced. Tensors have the safetensors format (`tensorfiles.py`).
+Others than the owner of a job may be allowed to write into its run directory. Whoever may do so can replace
+any name in it by a link, at any moment, also between a check and an open. So everything below a run directory
+is a `RunPath`: each operation starts from a descriptor of the run directory and follows no link on its way.
+A `Path` is what a user named: it is used as it is, links included.
+
+A file is written under a temporary name in the same directory, fsynced and renamed; then the directory is
+fsynced. Without numpy, which the launcher may not import before it has started the workers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import secrets
+import shutil
+import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeAlias
 
 from replicast import faults
-from replicast.errors import FileDamaged
-from replicast.paths import (
-    WALKED,
-    RunDir,
-    RunPath,
-    below,
-    check_name,
-    make_durably,
-    open_plain,
-    read_small,
-    rename_new,
-    sync_directory,
-)
-from replicast.strictjson import json_bytes, parse_object, unsealed
-from replicast.tensorfiles import (
-    TensorFile,
-    check_header,
-    header_bytes,
-    loads_strictly,
-    parse_tensors,
-    tensor_chunks,
-)
-
-__all__ = [
-    "MAX_BYTES",
-    "TEMPORARY",
-    "RunDir",
-    "RunPath",
-    "TensorFile",
-    "below",
-    "json_bytes",
-    "loads_strictly",
-    "make_durably",
-    "open_plain",
-    "outline_of",
-    "parse_tensors",
-    "read_bytes",
-    "read_json",
-    "read_sealed",
-    "read_small",
-    "read_tensor_bytes",
-    "remove_leftovers",
-    "start_writing",
-    "sync_directory",
-    "tensor_chunks",
-    "write_all",
-    "write_durably",
-    "write_quickly",
-]
+from replicast.errors import FileDamaged, printable
+from replicast.strictjson import parse_object, unsealed
 
 TEMPORARY = ".tmp-"
-MAX_BYTES = 4 * 2**30
 MAX_JSON_BYTES = 256 * 2**20  # About ten times the size of a manifest of a hundred thousand variables.
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux only; `os` has none.
+_LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_WALKED = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+_libc = ctypes.CDLL(None, use_errno=True)  # For what `os` has not; both are only in Linux.
+_renameat2 = getattr(_libc, "renameat2", None)
+_sync_file_range = getattr(_libc, "sync_file_range", None)
 if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 _SYNC_FILE_RANGE_WRITE = 2
-# How much less than its size a file from outside may take on disk. Not 0: ZFS stores zeros as holes.
-_MOST_HOLES_BYTES = 64 * 2**20
+_RENAME_NOREPLACE = 1
+_LINK = "it is a symbolic link, and links in a run directory are not followed"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class RunPath:
+    """A file or directory below a run directory. No operation follows a link below the root.
+
+    It has no `__fspath__`: `open(path)` and `os.stat(path)` raise TypeError. A name that no file can have,
+    such as "..", names nothing: FileNotFoundError. Every OSError has the whole path as its `filename`.
+    """
+
+    root: Path
+    parts: tuple[str, ...] = ()
+
+    def __truediv__(self, name: str) -> RunPath:
+        return RunPath(self.root, (*self.parts, name))
+
+    def __str__(self) -> str:
+        """For messages: characters that are not printable are escaped, since others choose the names."""
+        return printable(self.as_path())
+
+    def as_path(self) -> Path:
+        """For users and other programs. Whoever opens it follows links; nothing in this package may."""
+        return self.root.joinpath(*self.parts)
+
+    @property
+    def name(self) -> str:
+        return self.parts[-1] if self.parts else self.root.name
+
+    @property
+    def parent(self) -> RunPath:
+        """The directory that it is in; never one above the root."""
+        if not self.parts:
+            raise ValueError(f"The parent of a run directory does not belong to it. Received: {self}")
+        return RunPath(self.root, self.parts[:-1])
+
+    def with_name(self, name: str) -> RunPath:
+        return self.parent / name
+
+    def stat(self) -> os.stat_result:
+        with self._place() as (directory, name):
+            return os.stat(name, dir_fd=directory, follow_symlinks=False)
+
+    def exists(self) -> bool:
+        """Whether there is anything with this name, a link included."""
+        return self._mode() != 0
+
+    def is_dir(self) -> bool:
+        """Whether it is a directory; not a link to one."""
+        return stat.S_ISDIR(self._mode())
+
+    def is_file(self) -> bool:
+        """Whether it is a regular file; not a link to one."""
+        return stat.S_ISREG(self._mode())
+
+    def iterdir(self) -> list[RunPath]:
+        with self.entered() as directory:
+            return [self / name for name in os.listdir(directory)]  # noqa: PTH208 - a descriptor
+
+    def glob(self, pattern: str) -> list[RunPath]:
+        """What is in this directory under such a name; nothing if there is no such directory."""
+        try:
+            return [path for path in self.iterdir() if fnmatchcase(path.name, pattern)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def open(self, flags: int, mode: int = 0o666) -> int:
+        """Opens a regular file, returns its descriptor. A pipe or device could block or have side effects."""
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+        with self._place() as (directory, name):
+            return _regular(os.open(name, flags, mode, dir_fd=directory))
+
+    def mkdir(self, *, exist_ok: bool = False) -> None:
+        with self._place() as (directory, name):
+            try:
+                os.mkdir(name, dir_fd=directory)
+            except FileExistsError:
+                if not exist_ok or not stat.S_ISDIR(_mode_of(name, directory)):
+                    raise
+
+    def rename(self, target: RunPath, *, replace: bool = True) -> None:
+        """Gives it another name. What had that name, or a link, is replaced; or FileExistsError."""
+        with self._place() as (directory, name), target._place() as (other, new):
+            (os.rename if replace else rename_new)(name, new, src_dir_fd=directory, dst_dir_fd=other)
+
+    def unlink(self, *, missing_ok: bool = False) -> None:
+        try:
+            with self._place() as (directory, name):
+                os.unlink(name, dir_fd=directory)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def rmdir(self) -> None:
+        with self._place() as (directory, name):
+            os.rmdir(name, dir_fd=directory)
+
+    def rmtree(self) -> None:
+        """Removes this directory and all in it, as far as possible. Errors are ignored."""
+        with contextlib.suppress(OSError), self._place() as (directory, name):
+            shutil.rmtree(name, ignore_errors=True, dir_fd=directory)
+
+    @contextlib.contextmanager
+    def entered(self, flags: int = _LISTED) -> Iterator[int]:
+        """A descriptor of this directory: what is opened relative to it is in this directory."""
+        with self._place() as (parent, name):
+            directory = os.open(name, flags | os.O_NOFOLLOW, dir_fd=parent)
+        try:
+            yield directory
+        finally:
+            os.close(directory)
+
+    def _mode(self) -> int:
+        try:
+            return self.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[tuple[int, str]]:
+        """The descriptor of the directory that it is in, and its name there; "." for the root."""
+        directory = os.open(self.root, _WALKED)
+        count, name = 0, "."
+        try:
+            for count, name in enumerate(self.parts, 1):
+                check_name(name)
+                if count < len(self.parts):
+                    outer, directory = directory, os.open(name, _WALKED | os.O_NOFOLLOW, dir_fd=directory)
+                    os.close(outer)
+            yield directory, name
+        except OSError as error:
+            if error.filename not in (name, None):  # Of another path, which has told it.
+                raise
+            at = RunPath(self.root, self.parts[:count])
+            error.filename = str(at)
+            del error.filename2  # That of a rename.
+            # The system says "not a directory" of a link to one, and "exists" where one was to be made.
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EEXIST) and stat.S_ISLNK(
+                _mode_of(name, directory)
+            ):
+                raise OSError(errno.ELOOP, _LINK, str(at)) from error
+            raise
+        finally:
+            os.close(directory)
+
+
+# A run directory as functions accept it. `below(run_dir) / "inbox"` is the only way into it.
+RunDir: TypeAlias = RunPath | Path | str
+
+
+def below(run_dir: RunDir) -> RunPath:
+    """A run directory as the root of paths; one below a served directory, or below another run, stays so."""
+    return run_dir if isinstance(run_dir, RunPath) else RunPath(Path(run_dir))
+
+
+def check_name(name: str) -> None:
+    """Raises FileNotFoundError unless a file in a directory can have this name."""
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        encoded = b""
+    if encoded in (b"", b".", b"..") or b"/" in encoded or b"\0" in encoded:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+
+
+def rename_new(name: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+    """Like os.rename, but raises FileExistsError if there is something with the new name."""
+    if _renameat2 is not None:
+        if not _renameat2(src_dir_fd, os.fsencode(name), dst_dir_fd, os.fsencode(new), _RENAME_NOREPLACE):
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise OSError(number, os.strerror(number), name)
+    # NFS cannot do it in one step. Killed between these two, the file has both names.
+    os.link(name, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, follow_symlinks=False)
+    os.unlink(name, dir_fd=src_dir_fd)
+
+
+def _mode_of(name: str, directory: int) -> int:
+    try:
+        return os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
+    except OSError:
+        return 0
+
+
+def _regular(descriptor: int) -> int:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Not a regular file")
+    return descriptor
+
+
+def sync_directory(path: RunDir) -> None:
+    with below(path).entered() as directory:
+        os.fsync(directory)
+
+
+def make_durably(directory: RunDir) -> None:
+    """Creates a directory and its parents, so that their names survive a power failure."""
+    path = below(directory)
+    if path.is_dir():
+        return
+    if not path.parts:  # A run directory that a user named: its parents are outside it.
+        path = RunPath(path.root.parent) / path.name
+    make_durably(path.parent)
+    path.mkdir(exist_ok=True)
+    try:
+        sync_directory(path.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.rmdir()  # Otherwise the next caller would find it and assume that it is durable.
+        raise
+
+
+def read_small(path: RunPath | Path | str, *, max_bytes: int, directory: int | None = None) -> bytes:
+    """Reads a regular file. Links, pipes and devices are not read, and do not block."""
+    descriptor = open_plain(path, directory=directory)
+    with os.fdopen(descriptor, "rb") as file:
+        content = file.read(min(max_bytes, os.fstat(descriptor).st_size) + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes} bytes")
+    return content
+
+
+def open_plain(path: RunPath | Path | str, *, directory: int | None = None, follow: bool = False) -> int:
+    """Opens a regular file for reading. Opening a pipe or a device could block or have side effects."""
+    if isinstance(path, RunPath):
+        return path.open(os.O_RDONLY)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+    return _regular(os.open(path, flags, dir_fd=directory))
 
 
 def write_durably(
-    path: RunPath | Path, chunks: Iterable[bytes | memoryview], *, replace: bool = True
+    path: RunPath | Path, chunks: Iterable[bytes | memoryview], *, replace: bool = True, sync: bool = True
 ) -> None:
     """Writes a file that is complete even after a power failure. `replace=False`: FileExistsError."""
-    path = _as_entry(path)
-    with path.parent.entered() as directory:
-        with _temporary(path, directory) as (descriptor, temporary):
-            for chunk in chunks:
-                write_all(descriptor, chunk)
-            faults.point("write")
-            os.fsync(descriptor)
-            faults.point("rename")
-            rename = os.rename if replace else rename_new
-            rename(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)
-        os.fsync(directory)
+    path = path if isinstance(path, RunPath) else RunPath(path.parent) / path.name
+    temporary = f"{TEMPORARY}{secrets.token_hex(8)}"
+    with path.parent.entered(_LISTED if sync else _WALKED) as directory:
+        try:
+            check_name(path.name)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            descriptor = os.open(temporary, flags, 0o666, dir_fd=directory)
+            try:
+                for chunk in chunks:
+                    write_all(descriptor, chunk)
+                if sync:
+                    faults.point("write")
+                    os.fsync(descriptor)
+                    faults.point("rename")
+                rename = os.rename if replace else rename_new
+                rename(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=directory)
+                raise
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            error.filename = str(path)
+            del error.filename2  # That of a rename.
+            raise
+        if sync:
+            os.fsync(directory)
 
 
 def write_quickly(path: RunPath | Path, text: str) -> None:
     """Writes a small file completely, without waiting for the disk: it may be lost in a power failure."""
-    path = _as_entry(path)
-    with path.parent.entered(WALKED) as directory, _temporary(path, directory) as (descriptor, temporary):
-        write_all(descriptor, text.encode())
-        os.rename(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)
-
-
-def _as_entry(path: RunPath | Path) -> RunPath:
-    return path if isinstance(path, RunPath) else RunPath(path.parent) / path.name
+    write_durably(path, [text.encode()], sync=False)
 
 
 def start_writing(descriptor: int, place: int, nbytes: int) -> None:
-    """Makes the kernel start to write these bytes to disk, so that the final fsync has less to do.
-
-    Only a hint: no-op where the system does not support it.
-    """
+    """Makes the kernel start to write these bytes to disk, if it can: the final fsync has less to do."""
     if _sync_file_range is not None:
         _sync_file_range(descriptor, place, nbytes, _SYNC_FILE_RANGE_WRITE)
 
@@ -126,143 +326,15 @@ def remove_leftovers(directory: RunDir, *, older_than_secs: float = 3600.0) -> N
                 path.unlink()
 
 
-def read_json(path: RunPath, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file of a run directory."""
-    return _read_with(parse_object, path, max_bytes)
-
-
-def read_sealed(path: RunPath, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file with a checksum (`strictjson.sealed`)."""
-    return _read_with(lambda content: parse_object(unsealed(content)[0]), path, max_bytes)
-
-
-def _read_with(parse: Callable[[bytes], dict[str, Any]], path: RunPath, max_bytes: int) -> dict[str, Any]:
+def read_json(path: RunPath, *, max_bytes: int = MAX_JSON_BYTES, is_sealed: bool = False) -> dict[str, Any]:
+    """The JSON object in a file, which may end with its checksum (`strictjson.sealed`)."""
     try:
-        return parse(read_small(path, max_bytes=max_bytes))
+        content = read_small(path, max_bytes=max_bytes)
+        return parse_object(unsealed(content)[0] if is_sealed else content)
     except OSError as error:
         raise FileDamaged(path, f"it cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise FileDamaged(path, str(error)[:500]) from error
-
-
-def read_tensor_bytes(
-    path: RunPath | Path,
-    *,
-    max_tensors: int,
-    max_bytes: int | None = None,
-    follow: bool = True,
-    holes: bool = True,
-    check: Callable[[TensorFile], object] = lambda _outline: None,
-) -> memoryview:
-    """Reads a safetensors file after checking its header against its size."""
-
-    def check_first(descriptor: int, nbytes: int) -> None:
-        if not holes:
-            _check_holes(path, descriptor, nbytes)
-        check(_outline(path.name, max_tensors, descriptor, nbytes))
-
-    return read_bytes(path, max_bytes=max_bytes, follow=follow, check=check_first)
-
-
-def outline_of(path: RunPath, *, max_tensors: int, max_bytes: int | None = None) -> TensorFile:
-    """The metadata and the tensors of a safetensors file in outline, from its header. Links are refused."""
-    with _opened(path, follow=False) as (descriptor, nbytes):
-        _check_holes(path, descriptor, nbytes)
-        if max_bytes is not None and header_bytes(os.pread(descriptor, 8, 0)) > max_bytes:
-            raise FileDamaged(path, verdict="is too large", expected=f"a header of at most {max_bytes} bytes")
-        return _outline(path.name, max_tensors, descriptor, nbytes)
-
-
-def read_bytes(
-    path: RunPath | Path,
-    *,
-    max_bytes: int | None = None,
-    follow: bool = True,
-    check: Callable[[int, int], None] = lambda _descriptor, _nbytes: None,
-) -> memoryview:
-    """Reads a file into memory that numpy can use in place."""
-    limit = MAX_BYTES if max_bytes is None else max_bytes
-    with _opened(path, follow=follow) as (descriptor, nbytes):
-        if nbytes > limit:
-            expected, received = f"at most {limit} bytes", f"{nbytes} bytes"
-            raise FileDamaged(path, verdict="is too large", expected=expected, received=received)
-        check(descriptor, nbytes)
-        content = np.empty(nbytes, np.uint8).data
-        read = _read_all(descriptor, content)
-    if read != nbytes:
-        raise FileDamaged(
-            path,
-            verdict="became shorter while it was read",
-            expected=f"{nbytes} bytes",
-            received=f"{read} bytes",
-            remedy="Write it under another name and rename it when it is complete",
-        )
-    return content
-
-
-@contextlib.contextmanager
-def _opened(path: RunPath | Path, *, follow: bool) -> Iterator[tuple[int, int]]:
-    """Opens a user's file: its descriptor and its size. Errors become `FileDamaged`."""
-    try:
-        descriptor = open_plain(path, follow=follow)
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    try:
-        yield descriptor, os.fstat(descriptor).st_size
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    finally:
-        os.close(descriptor)
-
-
-def _unreadable(path: RunPath | Path, error: Exception) -> FileDamaged:
-    return FileDamaged(path, getattr(error, "strerror", None) or str(error), verdict="cannot be read")
-
-
-def _outline(source: str, max_tensors: int, descriptor: int, nbytes: int) -> TensorFile:
-    begin = os.pread(descriptor, header_bytes(os.pread(descriptor, 8, 0)), 0)
-    return check_header(begin, nbytes, source, max_tensors=max_tensors)
-
-
-def _check_holes(path: RunPath | Path, descriptor: int, nbytes: int) -> None:
-    """Refuses a file that costs its reader far more than its author: 4 GiB may take 4 KiB on disk."""
-    on_disk = 512 * os.fstat(descriptor).st_blocks
-    # The size on disk alone would also refuse files that are compressed, not yet written back, or on a file
-    # system that does not tell it. Where holes are not told either, the first one is at the end.
-    if nbytes - on_disk <= _MOST_HOLES_BYTES:
-        return
-    has_holes = os.lseek(descriptor, 0, os.SEEK_HOLE) < nbytes
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    if has_holes:
-        raise FileDamaged(
-            path,
-            verdict="has holes",
-            expected=f"{nbytes} bytes on disk",
-            received=f"{on_disk} bytes on disk",
-            remedy="Write all bytes (cp --sparse=never); instead of many zeros, send the rows that change",
-        )
-
-
-@contextlib.contextmanager
-def _temporary(path: RunPath, directory: int) -> Iterator[tuple[int, str]]:
-    """A new temporary file in the directory of `path`, open for writing; removed unless it was renamed."""
-    temporary = f"{TEMPORARY}{secrets.token_hex(8)}"
-    try:
-        check_name(path.name)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(temporary, flags, 0o666, dir_fd=directory)
-        try:
-            yield descriptor, temporary
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=directory)
-            raise
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        error.filename = str(path)
-        del error.filename2  # That of a rename.
-        raise
 
 
 def write_all(descriptor: int, chunk: bytes | memoryview) -> None:
@@ -270,10 +342,3 @@ def write_all(descriptor: int, chunk: bytes | memoryview) -> None:
     rest = memoryview(chunk).cast("B")
     while rest:
         rest = rest[os.write(descriptor, rest) :]
-
-
-def _read_all(descriptor: int, content: memoryview) -> int:
-    done = 0
-    while done < len(content) and (count := os.readv(descriptor, [content[done:]])):
-        done += count
-    return done

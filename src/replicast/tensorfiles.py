@@ -5,15 +5,14 @@ Everything a header claims is checked against the size of the file before memory
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import json
 import math
-import mmap
 import os
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
 
 import ml_dtypes
 import msgspec
@@ -21,32 +20,28 @@ import numpy as np
 import numpy.typing as npt
 
 from replicast.errors import FileDamaged
+from replicast.files import RunPath, open_plain
 from replicast.strictjson import parse_json
 
 Array: TypeAlias = npt.NDArray[Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+MAX_BYTES = 4 * 2**30
 MAX_HEADER_BYTES = 32 * 2**20
 _MAX_DIMENSIONS = 32
 _METADATA = "__metadata__"
+# How much less than its size a file from outside may take on disk. Not 0: ZFS stores zeros as holes.
+_MOST_HOLES_BYTES = 64 * 2**20
 # How files begin that somebody may give instead.
 _OTHER_FORMATS = {
     b"PK\x03\x04": "a ZIP archive, as .npz and .keras files are",
     b"\x93NUMPY": "a NumPy file",
     b"\x89HDF\r\n": "an HDF5 file",
 }
-_DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
+_DTYPES: dict[str, np.dtype[Any]] = {
+    **{f"F{8 * size}": np.dtype(f"f{size}") for size in (8, 4, 2)},
+    **{f"I{8 * size}": np.dtype(f"i{size}") for size in (8, 4, 2, 1)},
+    **{f"U{8 * size}": np.dtype(f"u{size}") for size in (8, 4, 2, 1)},
     "BF16": BFLOAT16,
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U64": np.dtype(np.uint64),
-    "U32": np.dtype(np.uint32),
-    "U16": np.dtype(np.uint16),
-    "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -85,22 +80,9 @@ def tensor_chunks(tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> 
 
 def parse_tensors(content: memoryview, source: str, *, max_tensors: int) -> TensorFile:
     """Parses the bytes of a safetensors file; the tensors are views of these bytes."""
-    header, first = _header_of(content, len(content), source, max_tensors)
-    metadata, entries = _layout_of(header, len(content) - first, source)
+    metadata, entries, first = _layout_of(content, len(content), source, max_tensors)
     data = content[first:]
     return TensorFile(metadata, {name: _tensor(data, entry, source, name) for name, entry in entries.items()})
-
-
-def header_bytes(first: bytes) -> int:
-    """The length of the header of a safetensors file according to its first eight bytes, limited."""
-    return 8 + min(int.from_bytes(first[:8], "little"), MAX_HEADER_BYTES)
-
-
-def check_header(begin: bytes, nbytes: int, source: str, *, max_tensors: int) -> TensorFile:
-    """Checks the header of a safetensors file before the rest is read."""
-    header, first = _header_of(memoryview(begin), nbytes, source, max_tensors)
-    metadata, entries = _layout_of(header, nbytes - first, source)
-    return TensorFile(metadata, {name: _outline(entry, source, name) for name, entry in entries.items()})
 
 
 def loads_strictly(text: str | bytes, source: str, what: str) -> Any:
@@ -111,8 +93,16 @@ def loads_strictly(text: str | bytes, source: str, what: str) -> Any:
         raise FileDamaged(source, f"its {what} is not valid JSON ({str(error)[:200]})") from error
 
 
-def _header_of(content: memoryview, nbytes: int, source: str, max_tensors: int) -> tuple[dict[str, Any], int]:
-    """The header of a file of `nbytes` bytes, and the offset of the data."""
+class _Entry(msgspec.Struct):
+    dtype: Literal[tuple(_DTYPES)]  # type: ignore[valid-type]
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_DIMENSIONS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+def _layout_of(
+    content: memoryview, nbytes: int, source: str, max_tensors: int
+) -> tuple[dict[str, str], dict[str, _Entry], int]:
+    """What the header of a file of `nbytes` bytes says: metadata, tensors in order, and where data begins."""
     for beginning, what in _OTHER_FORMATS.items():
         if bytes(content[: len(beginning)]) == beginning:
             raise FileDamaged(source, verdict=f"is {what}, and not a safetensors file")
@@ -134,17 +124,6 @@ def _header_of(content: memoryview, nbytes: int, source: str, max_tensors: int) 
     header = loads_strictly(text, source, "header")
     if not isinstance(header, dict):
         raise FileDamaged(source, "its header is not a JSON object", verdict="is not a safetensors file")
-    return header, 8 + length
-
-
-class _Entry(msgspec.Struct):
-    dtype: Literal[tuple(_DTYPES)]  # type: ignore[valid-type]
-    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_DIMENSIONS)]
-    data_offsets: tuple[_Size, _Size]
-
-
-def _layout_of(header: dict[str, Any], nbytes: int, source: str) -> tuple[dict[str, str], dict[str, _Entry]]:
-    """The metadata, and the entries of all tensors in the order of their bytes."""
     try:
         metadata = msgspec.convert(header.pop(_METADATA, {}), dict[str, str])
         entries = msgspec.convert(header, dict[str, _Entry])
@@ -163,22 +142,15 @@ def _layout_of(header: dict[str, Any], nbytes: int, source: str) -> tuple[dict[s
                 received=str(list(entry.data_offsets)),
             )
         end = stop
-    if end != nbytes:
+    if end != nbytes - 8 - length:
         raise FileDamaged(
             source,
             "it does not have the size given in its header",
             expected=f"{end} bytes of data",
-            received=f"{nbytes}",
+            received=f"{nbytes - 8 - length}",
             remedy="The file may be truncated: write it again",
         )
-    return metadata, entries
-
-
-def _outline(entry: _Entry, source: str, name: str) -> Array:
-    try:
-        return np.broadcast_to(np.zeros((), _DTYPES[entry.dtype]), entry.shape)
-    except ValueError as error:
-        raise FileDamaged(source, f"the tensor {name!r} has an impossible shape ({error})") from error
+    return metadata, entries, 8 + length
 
 
 def _tensor(data: memoryview, entry: _Entry, source: str, name: str) -> Array:
@@ -189,134 +161,120 @@ def _tensor(data: memoryview, entry: _Entry, source: str, name: str) -> Array:
         raise FileDamaged(source, problem, expected="0 or 1", received=str(flat.max()))
     if flat.size and flat.ctypes.data % dtype.itemsize:
         flat = flat.copy()  # Other writers may not align tensors.
-    try:
+    with _possible_shape(source, name):
         array: Array = flat.view(dtype).reshape(entry.shape)
-    except ValueError as error:
-        raise FileDamaged(source, f"the tensor {name!r} has an impossible shape ({error})") from error
     array.flags.writeable = False
     return array
 
 
-# Files and memory mapped without a file descriptor each and without holding the interpreter's lock.
-#
-# Python's own `mmap` keeps a descriptor open for as long as the mapping lives. Here a mapping may live as
-# long as a variable that was assigned from it, and a model may have more variables than a process
-# descriptors.
-
-Bytes = npt.NDArray[np.uint8]
-
-ALIGNMENT = 64  # What TensorFlow asks of memory that it reads in place, or takes over without a copy.
-# Copies of this size or larger go into huge pages: three times as fast as page by page.
-LARGE_BYTES = 1 << 20
-
-REUSED_BYTES = 1 << 31  # The most memory that is kept for later arrays of the same size.
-
-_READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-_HUGE_PAGE = 1 << 21
-_ADVISE_FREE = 8  # MADV_FREE of Linux
-_ADVISE_HUGE_PAGES = 14  # MADV_HUGEPAGE of Linux; has no effect where there are none
-_AROUND_BYTES = 1 << 16  # Linux maps this much around a page that is touched, if it is in memory
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_FAILED = ctypes.c_void_p(-1).value
+@contextlib.contextmanager
+def _possible_shape(source: str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise FileDamaged(source, f"the tensor {name!r} has an impossible shape ({error})") from error
 
 
-class _Mapped:
-    """The owner of one mapping, which ends with the last array that looks into it."""
+def read_tensor_bytes(
+    path: RunPath | Path,
+    *,
+    max_tensors: int,
+    max_bytes: int | None = None,
+    follow: bool = True,
+    holes: bool = True,
+    check: Callable[[TensorFile], object] = lambda _outline: None,
+) -> memoryview:
+    """Reads a safetensors file after checking its header against its size."""
 
-    def __init__(self, descriptor: int, nbytes: int, flags: int, access: int = _READ_AND_WRITE) -> None:
-        self._unmap = _libc.munmap  # still there when the interpreter ends and has cleared this module
-        self._nbytes = nbytes
-        self._address = _libc.mmap(None, nbytes, access, flags, descriptor, 0)
-        if self._address == _FAILED:
-            self._address = None
-            error = ctypes.get_errno()
-            raise OSError(error, os.strerror(error))
+    def check_first(descriptor: int, nbytes: int) -> None:
+        if not holes:
+            _check_holes(path, descriptor, nbytes)
+        check(_outline(path.name, max_tensors, descriptor, nbytes))
 
-    def __del__(self) -> None:
-        if self._address is not None:
-            self._unmap(self._address, self._nbytes)
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        return {"data": (self._address, False), "shape": (self._nbytes,), "typestr": "|u1", "version": 3}
+    return read_bytes(path, max_bytes=max_bytes, follow=follow, check=check_first)
 
 
-class _Reused(_Mapped):
-    """Memory of this process in huge pages, which the next array of the same size takes over.
+def outline_of(path: RunPath, *, max_tensors: int, max_bytes: int | None = None) -> TensorFile:
+    """The metadata and the tensors of a safetensors file in outline, from its header. Links are refused."""
+    with _opened(path, follow=False) as (descriptor, nbytes):
+        _check_holes(path, descriptor, nbytes)
+        return _outline(path.name, max_tensors, descriptor, nbytes, max_bytes)
 
-    The system has to find and clear new pages, which takes longer than to fill them. Until the memory is
-    taken over, the system may take the pages back if it needs them (MADV_FREE).
-    """
 
-    _free: ClassVar[dict[int, deque[int]]] = {}
-    _unmap, _madvise = _libc.munmap, _libc.madvise  # as above
-    _advice, _most, _queue = _ADVISE_FREE, REUSED_BYTES, deque
+def read_bytes(
+    path: RunPath | Path,
+    *,
+    max_bytes: int | None = None,
+    follow: bool = True,
+    check: Callable[[int, int], None] = lambda _descriptor, _nbytes: None,
+) -> memoryview:
+    """Reads a file into memory that numpy can use in place."""
+    limit = MAX_BYTES if max_bytes is None else max_bytes
+    with _opened(path, follow=follow) as (descriptor, nbytes):
+        if nbytes > limit:
+            expected, received = f"at most {limit} bytes", f"{nbytes} bytes"
+            raise FileDamaged(path, verdict="is too large", expected=expected, received=received)
+        check(descriptor, nbytes)
+        content, read = np.empty(nbytes, np.uint8).data, 0
+        while read < nbytes and (count := os.readv(descriptor, [content[read:]])):
+            read += count
+    if read != nbytes:
+        raise FileDamaged(
+            path,
+            verdict="became shorter while it was read",
+            expected=f"{nbytes} bytes",
+            received=f"{read} bytes",
+            remedy="Write it under another name and rename it when it is complete",
+        )
+    return content
 
-    def __init__(self, nbytes: int) -> None:
+
+@contextlib.contextmanager
+def _opened(path: RunPath | Path, *, follow: bool) -> Iterator[tuple[int, int]]:
+    """Opens a user's file: its descriptor and its size. Errors become `FileDamaged`."""
+    try:
         try:
-            self._address: int | None = self._free[nbytes].pop()
-            self._nbytes = nbytes
-        except LookupError:  # there is none, or another thread was faster
-            super().__init__(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            _libc.madvise(self._address, nbytes, _ADVISE_HUGE_PAGES)
-
-    def __del__(self) -> None:
-        if self._address is None:
-            return
-        kept = sum(size * len(addresses) for size, addresses in list(self._free.items()))
-        is_kept = kept + self._nbytes <= self._most
-        if is_kept and self._madvise(self._address, self._nbytes, self._advice) == 0:
-            self._free.setdefault(self._nbytes, self._queue()).append(self._address)
-        else:
-            self._unmap(self._address, self._nbytes)
+            descriptor = open_plain(path, follow=follow)
+        except ValueError as error:  # No file can have such a name.
+            raise OSError(None, str(error)) from error
+        try:
+            yield descriptor, os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise FileDamaged(path, error.strerror or str(error), verdict="cannot be read") from error
 
 
-def aligned(nbytes: int) -> int:
-    """The number of bytes, rounded up to where the next array may begin."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def _outline(
+    source: str, max_tensors: int, descriptor: int, nbytes: int, most: int | None = None
+) -> TensorFile:
+    """What the header says of the tensors; each is an array of its shape and dtype that takes no memory."""
+    announced = 8 + min(int.from_bytes(os.pread(descriptor, 8, 0), "little"), MAX_HEADER_BYTES)
+    if most is not None and announced > most:
+        raise FileDamaged(source, verdict="is too large", expected=f"a header of at most {most} bytes")
+    begin = memoryview(os.pread(descriptor, announced, 0))
+    metadata, entries, _ = _layout_of(begin, nbytes, source, max_tensors)
+    tensors = dict[str, Array]()
+    for name, entry in entries.items():
+        with _possible_shape(source, name):
+            tensors[name] = np.broadcast_to(np.zeros((), _DTYPES[entry.dtype]), entry.shape)
+    return TensorFile(metadata, tensors)
 
 
-def map_private(descriptor: int, nbytes: int) -> Bytes:
-    """Maps a complete file for this process alone: writes to the array reach neither the file nor others.
-
-    The descriptor may be closed and the file unlinked; the array stays valid. The pages are brought in.
-    """
-    data = np.asarray(_Mapped(descriptor, nbytes, mmap.MAP_PRIVATE))
-    data[::_AROUND_BYTES].sum()
-    return data
-
-
-def map_to_read(descriptor: int, nbytes: int) -> Bytes:
-    """Maps a file whose later changes are to be seen. The pages are brought in.
-
-    TensorFlow reads the array in place only if numpy takes it for writable. Do not write to it: the process
-    would end.
-    """
-    data = np.asarray(_Mapped(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
-    data[::_AROUND_BYTES].sum()
-    return data
-
-
-def map_shared(descriptor: int, nbytes: int) -> Bytes:
-    """Maps a file for writing: writes to the array are in the file. The pages are brought in."""
-    return np.asarray(_Mapped(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE))
-
-
-def memory_to_fill(nbytes: int) -> Bytes:
-    """Memory of this process with any content, in huge pages where the system has them: faster to fill."""
-    rounded = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
-    return np.asarray(_Reused(rounded))[:nbytes]
-
-
-def copied(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A row-major copy of the caller's own. A large one is in `memory_to_fill`."""
-    if array.nbytes < LARGE_BYTES:
-        return np.array(array, order="C")
-    copy = memory_to_fill(array.nbytes).view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
+def _check_holes(path: RunPath | Path, descriptor: int, nbytes: int) -> None:
+    """Refuses a file that costs its reader far more than its author: 4 GiB may take 4 KiB on disk."""
+    on_disk = 512 * os.fstat(descriptor).st_blocks
+    # The size on disk alone would also refuse files that are compressed, not yet written back, or on a file
+    # system that does not tell it. Where holes are not told either, the first one is at the end.
+    if nbytes - on_disk <= _MOST_HOLES_BYTES:
+        return
+    has_holes = os.lseek(descriptor, 0, os.SEEK_HOLE) < nbytes
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    if has_holes:
+        raise FileDamaged(
+            path,
+            verdict="has holes",
+            expected=f"{nbytes} bytes on disk",
+            received=f"{on_disk} bytes on disk",
+            remedy="Write all bytes (cp --sparse=never); instead of many zeros, send the rows that change",
+        )

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from replicast.config import SHM_DIR
+from replicast.files import below
 from replicast.launcher.group import EndTimeouts
 from replicast.launcher.launcher import Settings, supervise
 from replicast.launcher.plan import JobPlan
-from replicast.paths import below
 from replicast.storage.run_files import changes
 
 DEADLINE_SECS = 120.0

@@ -160,7 +160,6 @@ def test_a_run_in_which_nothing_fired_has_no_record(tmp_path: Path) -> None:
 DOOMED = """
 import sys
 from pathlib import Path
-from replicast.files import write_durably
 write_durably(Path(sys.argv[1]), [b"content"])
 print("it went on")
 """

@@ -19,13 +19,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from replicast import paths
+from replicast import files
 from replicast.core.entries import Committed, Payload, Refused, Saved, Scheduled
 from replicast.core.events import Ended
 from replicast.core.records import Pending, Proposal, Stage
 from replicast.errors import FileDamaged, UpdateRefused
-from replicast.files import below, make_durably, write_durably
-from replicast.paths import RunPath
+from replicast.files import RunPath, below, make_durably, write_durably
 from replicast.processes import this_process
 from replicast.replicas.inbox_reader import RETRY_SECS, InboxReader
 from replicast.storage import inbox
@@ -488,7 +487,7 @@ def test_what_is_put_back_does_not_replace_what_was_submitted_again_in_that_mome
         renamed.append(target.name)
 
     if not in_one_step:  # as on NFS
-        monkeypatch.setattr(paths, "_renameat2", None)
+        monkeypatch.setattr(files, "_renameat2", None)
     monkeypatch.setattr(RunPath, "rename", submit_just_before)
     inbox.put_back(killed)
     (waiting,) = inbox.waiting(killed)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from replicast.config import FAULTS, PEER_FAILED
 from replicast.faults import read_faults
+from replicast.files import below
 from replicast.launcher.failure import (
     GroupEnd,
     Hosts,
@@ -34,7 +35,6 @@ from replicast.launcher.failure import (
     traceback_in,
     with_details,
 )
-from replicast.paths import below
 
 RAISED = """Epoch 1/3
 Traceback (most recent call last):

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from replicast.config import PEER_FAILED
+from replicast.files import below
 from replicast.launcher.failure import GroupEnd
 from replicast.launcher.group import EndTimeouts, FrozenWorkers, Group, WorkerProcess
 from replicast.launcher.interruptions import Interruptions
 from replicast.launcher.plan import WorkerPlan
 from replicast.launcher.screen import Screen
-from replicast.paths import below
 
 
 def run_group(directory: Path, *programs: str, frozen_secs: float = 10.0) -> GroupEnd:

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from replicast.cli import main
 from replicast.config import FAULTS
 from replicast.errors import LaunchRefused
+from replicast.files import below
 from replicast.launcher.run_directory import (
     locked,
     make_attempt_dir,
@@ -24,7 +25,6 @@ from replicast.launcher.run_directory import (
     next_attempt,
     what_is_taken_over,
 )
-from replicast.paths import below
 
 NOON = datetime(2030, 1, 2, 12, 0, 5)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from replicast.files import RunPath, below
 from replicast.launcher.screen import (
     LineAssembler,
     Outlet,
@@ -27,7 +28,6 @@ from replicast.launcher.screen import (
     with_shorter_bar,
     without_colours,
 )
-from replicast.paths import RunPath, below
 
 
 class Terminal(io.StringIO):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from replicast import import_environment
+from replicast.files import below
 from replicast.import_environment import PASSED_ON, changes, make_memory, read_changes, relevant, with_changes
 from replicast.launcher.failure import GroupEnd
 from replicast.launcher.group import EndTimeouts, Group
@@ -22,7 +23,6 @@ from replicast.launcher.interruptions import Interruptions
 from replicast.launcher.plan import WorkerPlan
 from replicast.launcher.screen import Screen
 from replicast.launcher.standby import StandbySet
-from replicast.paths import below
 
 DEADLINE_SECS = 120.0
 MIRROR = '''"""A script that writes down all that it can see of its process."""

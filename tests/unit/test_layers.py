@@ -23,7 +23,7 @@ LAYERS = [
         "import_environment",
         "script_digest",
         "names",
-        "paths",
+        "mapped_memory",
         "sigterm",
     },
     {"update"},

@@ -17,12 +17,19 @@ import pytest
 import replicast
 from replicast.core.records import Stage
 from replicast.errors import ReplicastError
-from replicast.files import make_durably, read_small, remove_leftovers, write_durably, write_quickly
+from replicast.files import (
+    RunPath,
+    below,
+    make_durably,
+    read_small,
+    remove_leftovers,
+    write_durably,
+    write_quickly,
+)
 from replicast.launcher.failure import traceback_in
 from replicast.launcher.launcher import PageAddress, page_beside
 from replicast.launcher.run_directory import locked, make_attempt_dir, next_attempt
 from replicast.launcher.screen import Output
-from replicast.paths import RunPath, below
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence
@@ -351,12 +358,11 @@ _ALLOWED = {
     "config.py": "shared memory, and " + _OWN,
     "cli/story.py": "a new directory of the demo, which only its owner can enter",
     "faults.py": "only in tests; one name below the run directory, with O_NOFOLLOW; files.py imports it",
-    "files.py": "relative to a descriptor that RunPath gives",
+    "files.py": "RunPath itself, what is relative to its descriptors, and `open_plain` for " + _USERS,
     "import_environment.py": _OWN,
     "page/app.py": _OWN,
     "page/assets.py": _OWN,
     "page/web_server.py": "the files of a token and a certificate",
-    "paths.py": "RunPath itself, and `open_plain` for " + _USERS,
     "port_filter.py": _OWN,
     "processes.py": _OWN,
     "replicas/worker_notes.py": _OWN,
@@ -379,7 +385,7 @@ _LEAVES = {
     "client/connection.py": "a user who names a directory in a run means the run",
     "cli/checkpoint.py": "printed as JSON",
     "launcher/hosts_doctor.py": "only whether a run directory is writable",
-    "paths.py": "it is defined there",
+    "files.py": "it is defined there",
 }
 """Where a `RunPath` becomes a `Path`."""
 _OS = {

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from replicast.coordination import MemoryCoordination
 from replicast.errors import UpdateRefused
-from replicast.tensorfiles import aligned
+from replicast.mapped_memory import aligned
 from replicast.transport import (
     BroadcastTransport,
     ChainTransport,

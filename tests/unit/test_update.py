@@ -15,8 +15,8 @@ from hypothesis.extra import numpy as hnp
 
 from replicast.core.records import Stage
 from replicast.errors import FileDamaged, UpdateRefused
-from replicast.files import tensor_chunks
-from replicast.tensorfiles import LARGE_BYTES
+from replicast.mapped_memory import LARGE_BYTES
+from replicast.tensorfiles import tensor_chunks
 from replicast.update.edits import DTYPES, RESETS, EditKind
 from replicast.update.update import Update
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from replicast import Update
-from replicast.tensorfiles import LARGE_BYTES
+from replicast.mapped_memory import LARGE_BYTES
 from replicast.training.variables import component
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all

@@ -34,7 +34,7 @@ from replicast.allreduce.message_layout import CHUNK_BYTES, ExchangePlan, Messag
 from replicast.allreduce.part import SLOTS, WorkerPart
 from replicast.allreduce.semaphores import spins_on_this_host
 from replicast.errors import JobFailed
-from replicast.tensorfiles import Bytes, aligned, memory_to_fill
+from replicast.mapped_memory import Bytes, aligned, memory_to_fill
 
 Array = npt.NDArray[Any]
 

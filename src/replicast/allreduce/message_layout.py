@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from replicast.tensorfiles import aligned
+from replicast.mapped_memory import aligned
 
 # Small enough that what one worker writes is still in the cache when another one reads it.
 CHUNK_BYTES = 1 << 18

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from replicast.allreduce.message_layout import CHUNK_BYTES
 from replicast.allreduce.semaphores import SEMAPHORE_BYTES, Semaphore
-from replicast.tensorfiles import Bytes, aligned, map_shared
+from replicast.mapped_memory import Bytes, aligned, map_shared
 from replicast.transport.shared_file import SharedFile, opened
 
 SLOTS = 4  # How many chunks a part holds: see `exchange.py` for why it is 4.

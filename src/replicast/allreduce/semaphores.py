@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 
-from replicast.tensorfiles import Bytes
+from replicast.mapped_memory import Bytes
 
 SEMAPHORE_BYTES = 64  # One cache line for each. A `sem_t` has 32 bytes.
 CHECK_SECS = 0.2  # How long a worker sleeps before it checks whether the job has failed.

@@ -32,7 +32,7 @@ from replicast.client import Run, connect
 from replicast.client.examination import examine
 from replicast.client.patching import check_patch, checkpoint_to_patch, patch_in_place
 from replicast.errors import CheckpointError, FileDamaged, JobFailed, printable
-from replicast.paths import RunDir, RunPath, below
+from replicast.files import RunDir, RunPath, below
 from replicast.storage.checkpoint_files import COMMITTED, MANIFEST, STATE, Manifest, open_checkpoint
 from replicast.storage.checkpoint_tools import Comparison, Equality
 from replicast.storage.checkpoint_tools import diff as compare

@@ -18,13 +18,13 @@ from replicast.config import (
     read_cluster,
 )
 from replicast.errors import LaunchRefused
+from replicast.files import below
 from replicast.launcher.group import EndTimeouts
 from replicast.launcher.hosts_leader import HostTimeouts, host_timeouts
 from replicast.launcher.hosts_setup import place_on_hosts, read_secret
 from replicast.launcher.launcher import PageAddress, Settings, ask_run_name, page_beside, supervise
 from replicast.launcher.plan import DEFAULT_PORT, JobPlan, check_module, check_script, hold_ports, parse_tee
 from replicast.launcher.run_directory import RUNS, make_run_dir
-from replicast.paths import below
 
 _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.FloatRange(min=0)
 _PORTS_SECS = 5.0

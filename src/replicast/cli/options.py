@@ -13,8 +13,8 @@ from replicast.client import connect
 from replicast.client.inbox_author import this_user
 from replicast.client.run import OPERATIONS, Parameter, rows_of
 from replicast.errors import NotFound, UpdateRefused, printable
-from replicast.files import parse_tensors, read_tensor_bytes
-from replicast.paths import below
+from replicast.files import below
+from replicast.tensorfiles import parse_tensors, read_tensor_bytes
 from replicast.update.edits import Array, EditKind
 from replicast.update.update import MAX_TENSORS, Update, edits_of_tensors
 

@@ -34,8 +34,9 @@ from replicast.client.examination import examine, values_of
 from replicast.client.run import Brief
 from replicast.core.records import Stage
 from replicast.errors import printable
-from replicast.files import tensor_chunks, write_durably
+from replicast.files import write_durably
 from replicast.storage.updates import UpdateView
+from replicast.tensorfiles import tensor_chunks
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 

@@ -41,12 +41,13 @@ from replicast.errors import (
     UpdateIdInUse,
     UpdateRefused,
 )
-from replicast.files import TEMPORARY, RunDir, RunPath, below, outline_of, parse_tensors
+from replicast.files import TEMPORARY, RunDir, RunPath, below
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.inbox import InboxAnswer, Kind, Rows
 from replicast.storage.run_files import absent_secs, age, read_run_info, read_state
 from replicast.storage.updates import Undo, Updates, UpdateView, undo
+from replicast.tensorfiles import outline_of, parse_tensors
 from replicast.update.audit_report import AuditReport, workers_text
 from replicast.update.digest import digest_array
 from replicast.update.edits import Array, EditKind

@@ -27,8 +27,8 @@ from msgspec.structs import replace
 from replicast.config import FAULTS, PEER_FAILED, TOLD_TO_END
 from replicast.errors import printable
 from replicast.faults import Fault
+from replicast.files import RunDir, RunPath, below
 from replicast.launcher.screen import Screen, cropped, is_chatter, without_colours
-from replicast.paths import RunDir, RunPath, below
 
 UNKILLABLE = 1  # The exit code when workers could not be killed.
 MAX_LINES, MAX_COLUMNS = 25, 1000  # How much of the end of a worker's log an `Exit` carries.

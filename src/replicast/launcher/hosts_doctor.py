@@ -27,13 +27,13 @@ from typing import TypeVar
 import msgspec
 
 from replicast.errors import ClusterError
+from replicast.files import RunDir, below
 from replicast.launcher.checks import Check, Verdict, machine_checks
 from replicast.launcher.hosts_leader import FirstOf, Notices, RefusedHost, two_firsts
 from replicast.launcher.hosts_link import STEP_SECS, NotAuthentic, NotWelcome, Rivals, Wire, shown_address
 from replicast.launcher.hosts_setup import listen
 from replicast.launcher.plan import JobPlan
 from replicast.names import NAMES_SECS, Dialer, Lookups
-from replicast.paths import RunDir, below
 from replicast.processes import accept_problem
 
 _CONNECT_SECS = 2.0

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from replicast.config import ANY, JOB_SECRET, SECRETS, TAKE_OVER, shared_memory_directory, without
 from replicast.errors import ClusterError, LaunchRefused, printable
 from replicast.faults import read_faults
+from replicast.files import RunDir, RunPath, make_durably
 from replicast.launcher.failure import (
     ONE_HOST,
     GroupEnd,
@@ -61,7 +62,6 @@ from replicast.launcher.plan import (
 from replicast.launcher.run_directory import locked, make_attempt_dir, next_attempt, what_is_taken_over
 from replicast.launcher.screen import Screen, make_screen, without_colours
 from replicast.launcher.standby import StandbySet
-from replicast.paths import RunDir, RunPath, make_durably
 
 if TYPE_CHECKING:
     from replicast.storage.run_files import WorkerNote

@@ -24,7 +24,7 @@ from typing import Self
 
 from replicast.config import ATTEMPT, LAUNCHED, RUN_DIR, TRUSTED_NETWORKS, Cluster, trusted_networks
 from replicast.errors import ClusterError, LaunchRefused
-from replicast.paths import RunDir, RunPath
+from replicast.files import RunDir, RunPath
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"

@@ -11,9 +11,9 @@ from datetime import datetime
 from pathlib import Path
 
 from replicast.errors import LaunchRefused, printable
+from replicast.files import RunDir, RunPath, below, make_durably
 from replicast.launcher.failure import short_path
 from replicast.launcher.plan import log_path
-from replicast.paths import RunDir, RunPath, below, make_durably
 
 RUNS = Path("runs")
 _SHOWN_UPDATES = 3

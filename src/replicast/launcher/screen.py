@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from replicast.paths import RunPath
+from replicast.files import RunPath
 
 TAIL_LINES = 20
 _CHUNK = 65536

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from replicast import faults
 from replicast.core.records import Stage
 from replicast.errors import UpdateRefused
-from replicast.tensorfiles import copied
+from replicast.mapped_memory import copied
 from replicast.transport import Inspect, Parcel, Transport
 from replicast.update.digest import is_finite
 from replicast.update.edits import EditKind

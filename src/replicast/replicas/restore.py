@@ -27,12 +27,12 @@ from replicast.codec import Record, decode, encode
 from replicast.config import host_id
 from replicast.core.records import Refusal
 from replicast.errors import CheckpointError, FileDamaged, JobFailed, ReplicastError, UpdateRefused
+from replicast.mapped_memory import memory_to_fill
 from replicast.replicas.position import Position
 from replicast.replicas.session import Session
 from replicast.storage.checkpoint_files import CheckpointReader, Manifest, advice, dtype_of, saved_of
 from replicast.storage.checkpoint_tools import differences
 from replicast.storage.checkpoints import CheckpointStore, choose
-from replicast.tensorfiles import memory_to_fill
 from replicast.transport import Parcel, Transport
 from replicast.transport.parcel_layout import arrays_in, lay_out
 from replicast.update.digest import digest_array

@@ -34,15 +34,14 @@ from replicast.files import (
     RunDir,
     RunPath,
     below,
-    json_bytes,
     make_durably,
     open_plain,
     read_small,
     start_writing,
     sync_directory,
-    tensor_chunks,
 )
-from replicast.strictjson import described, json_value, parse_object, reading
+from replicast.strictjson import described, json_bytes, json_value, parse_object, reading
+from replicast.tensorfiles import tensor_chunks
 from replicast.update.digest import begun_digest, digest_of_digests
 from replicast.update.edits import BFLOAT16, Array
 from replicast.update.schema import Schema, Variable

@@ -46,18 +46,12 @@ from replicast.errors import FileDamaged, UpdateIdInUse, UpdateRefused, refusal_
 from replicast.files import (
     RunDir,
     RunPath,
-    TensorFile,
     below,
-    json_bytes,
     make_durably,
-    outline_of,
-    parse_tensors,
     read_json,
     read_small,
-    read_tensor_bytes,
     remove_leftovers,
     sync_directory,
-    tensor_chunks,
     write_durably,
     write_quickly,
 )
@@ -65,7 +59,8 @@ from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.journal import summary
 from replicast.storage.updates import Updates, UpdateView
-from replicast.strictjson import described, parse_object
+from replicast.strictjson import described, json_bytes, parse_object
+from replicast.tensorfiles import TensorFile, outline_of, parse_tensors, read_tensor_bytes, tensor_chunks
 from replicast.update.schema import Variable
 from replicast.update.trial import Trial
 from replicast.update.update import MAX_STEP, MAX_TENSORS, Update, checked_text

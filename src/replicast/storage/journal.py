@@ -53,7 +53,8 @@ from replicast.core.entries import (
 )
 from replicast.core.records import Content
 from replicast.errors import FileDamaged, PayloadRemoved, ReplicastError, UpdateRefused
-from replicast.files import RunDir, RunPath, below, read_bytes, remove_leftovers, write_durably
+from replicast.files import RunDir, RunPath, below, remove_leftovers, write_durably
+from replicast.mapped_memory import copied
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import (
     GROUPS,
@@ -70,7 +71,7 @@ from replicast.storage.claims import (
     line_again,
     log_path,
 )
-from replicast.tensorfiles import copied
+from replicast.tensorfiles import read_bytes
 from replicast.update.edits import Edit, EditKind
 from replicast.update.inverse import NOT_KEPT
 from replicast.update.update import Update

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from replicast.config import ANY, shortened
 from replicast.errors import ClusterError
-from replicast.paths import RunDir
+from replicast.files import RunDir
 from replicast.processes import is_alive, is_on_this_host
 from replicast.storage.claims import RELEASED, Claim, group_directory, last_claim
 from replicast.storage.run_files import ENDED, WorkerNote, read_worker_notes

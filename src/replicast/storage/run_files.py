@@ -22,7 +22,7 @@ from replicast.files import (
     below,
     make_durably,
     open_plain,
-    read_sealed,
+    read_json,
     read_small,
     remove_leftovers,
     write_all,
@@ -122,7 +122,7 @@ def read_run_info(run_dir: RunDir) -> RunInfo:
         path = group_directory(run_dir, group) / RUN_FILE
         if claim is not None and group <= claim.group and path.exists():
             try:
-                return RunInfo.from_json(read_sealed(path))
+                return RunInfo.from_json(read_json(path, is_sealed=True))
             except ValueError as error:
                 raise FileDamaged(path, str(error)) from error
     raise FileDamaged(

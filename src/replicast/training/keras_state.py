@@ -18,7 +18,7 @@ import numpy.typing as npt
 import tensorflow as tf
 import xxhash
 
-from replicast.tensorfiles import ALIGNMENT
+from replicast.mapped_memory import ALIGNMENT
 from replicast.training.variables import (
     component,
     global_seed_generator,

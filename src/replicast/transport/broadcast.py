@@ -34,7 +34,7 @@ from msgspec.structs import replace
 
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed, UpdateRefused
-from replicast.tensorfiles import Bytes
+from replicast.mapped_memory import Bytes
 from replicast.transport.base import Inspect, Parcel, Transport, not_arrived
 from replicast.transport.keys import chunk_ranges, group_key, instance_keys, leaders_of, next_block
 from replicast.transport.shared import SharedMemoryTransport

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from replicast.errors import UpdateRefused
-from replicast.tensorfiles import Bytes
+from replicast.mapped_memory import Bytes
 from replicast.transport.base import Parcel, damaged, not_arrived
 from replicast.transport.link import ChainLink
 from replicast.transport.segments import Missing, Segment, segments_of

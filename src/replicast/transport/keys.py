@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 
-from replicast.tensorfiles import ALIGNMENT
+from replicast.mapped_memory import ALIGNMENT
 
 # Above all keys of other transfers: those start at 100, 100 million and 500 million, and count up.
 FIRST_KEY = 1_000_000_000

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from replicast.tensorfiles import Bytes
+from replicast.mapped_memory import Bytes
 from replicast.transport.base import Inspect, Parcel, Transport, no_room, not_arrived
 from replicast.transport.parcel_layout import (
     aligned_buffer,

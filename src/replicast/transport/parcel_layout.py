@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replicast.tensorfiles import ALIGNMENT, Bytes, aligned
+from replicast.mapped_memory import ALIGNMENT, Bytes, aligned
 from replicast.transport.base import Inspect, Parcel, Piece, damaged
 from replicast.update.digest import blocks_of, digest_block, name_of
 

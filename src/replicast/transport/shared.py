@@ -19,7 +19,7 @@ from typing import Any
 import numpy.typing as npt
 
 from replicast.errors import UpdateRefused
-from replicast.tensorfiles import Bytes, map_private, map_to_read
+from replicast.mapped_memory import Bytes, map_private, map_to_read
 from replicast.transport.base import Inspect, Parcel, Transport, damaged, no_room, not_arrived
 from replicast.transport.parcel_layout import arrays_in, check_share, checked_id, lay_out, write_out
 from replicast.transport.shared_file import SharedFile, check_directory, name_prefix, opened, remove_leftovers

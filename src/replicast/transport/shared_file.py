@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from replicast.errors import ClusterError
-from replicast.tensorfiles import Bytes, map_shared
+from replicast.mapped_memory import Bytes, map_shared
 
 logger = logging.getLogger("replicast")
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from replicast.tensorfiles import Bytes
+from replicast.mapped_memory import Bytes
 from replicast.update.edits import FLOAT_DTYPES, Array
 
 

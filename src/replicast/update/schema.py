@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from replicast.codec import fields_of
 from replicast.errors import UpdateRefused
-from replicast.files import MAX_BYTES
 from replicast.strictjson import described
+from replicast.tensorfiles import MAX_BYTES
 from replicast.update.digest import name_of, nonfinite
 from replicast.update.edits import (
     ADDITIONS,

@@ -15,18 +15,10 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from replicast.errors import FileDamaged, UpdateRefused
-from replicast.files import (
-    RunDir,
-    RunPath,
-    TensorFile,
-    loads_strictly,
-    parse_tensors,
-    read_tensor_bytes,
-    tensor_chunks,
-    write_durably,
-)
+from replicast.files import RunDir, RunPath, write_durably
+from replicast.mapped_memory import copied
 from replicast.strictjson import json_value
-from replicast.tensorfiles import copied
+from replicast.tensorfiles import TensorFile, loads_strictly, parse_tensors, read_tensor_bytes, tensor_chunks
 from replicast.update.digest import blocks_of, digest_block, digest_of_blocks, name_of
 from replicast.update.edits import DTYPES, FLOAT_DTYPES, RESETS, Array, Edit, EditKind
 
