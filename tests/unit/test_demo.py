@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import io
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +17,14 @@ from rich.console import Console
 
 import replicast
 from replicast.cli import Failed, main, story
-from replicast.cli.story import DemoJob, ReplicaReport, parse_reports, run_command
+from replicast.cli.story import DemoJob, ReplicaReport, Story, parse_reports
+from replicast.client import UpdateView
+from replicast.core.entries import Receipt
+from replicast.core.records import Stage
 from replicast.testing.job import eventually
+from replicast.update.audit_report import AuditReport, Deviation, Difference
 from tests.unit.clock import Clock
+from tests.unit.played_job import made_run
 
 NO_PROCESS = 2**22
 """Above what the kernel gives out."""
@@ -36,35 +41,39 @@ def trained(first: int, last: int, process: int, changes: dict[int, str]) -> lis
     ]
 
 
-def update(step: int, author: str, **other: Any) -> dict[str, Any]:
-    digest = f"{step}abcdef01"
-    fields = {"step": step, "author": author, "stage": "verified", "digests": {"0": digest, "1": digest}}
-    return {**fields, **other}
+def update(step: int, author: str, **other: Any) -> UpdateView:
+    digests = other.pop("digests", dict.fromkeys(range(2), f"{step}abcdef01"))
+    receipt = Receipt(1, "x", step, digests, 0.1, 0.0, 0.0, Stage.VERIFIED)
+    fields = {"step": step, "author": author, "stage": Stage.VERIFIED, "receipts": (receipt,)}
+    return UpdateView(id="x", **{**fields, **other})
+
+
+def audit(step: int, *differences: Difference) -> AuditReport:
+    return AuditReport(1, step, 0.0, step, differences=differences, variables=14)
 
 
 class Happened:
     """What the commands of a demo lead to when all claims hold; a test falsifies a part of it."""
 
     def __init__(self) -> None:
-        by = {"count": 2048, "of": 2048, "largest_absolute": 0.05000025}
-        difference = {"variable": "classifier/hidden/kernel", "differing": {"1": by}}
+        by = {1: Deviation(2048, 2048, 0.05000025, 0.1, (0, 0))}
+        difference = Difference("classifier/hidden/kernel", ((0,), (1,)), 0, "coordinator", by)
         self.assigned = trained(0, 200, 1, {100: "ab", 150: "cd", 200: "ef"})
         self.undisturbed = trained(0, 600, 11, {100: "bb", 600: "99"})
         self.killed = trained(0, 400, 21, {}) + trained(225, 600, 31, {600: "99"})
-        self.found = [{"variables": 14, "step": 200, "equal": False, "differences": [difference]}]
-        self.found_later = [{"variables": 14, "step": 600, "equal": True, "differences": []}]
+        self.found = [audit(200, difference)]
+        self.found_later = [audit(600)]
         self.updates = [update(300, "user@host"), update(100, "worker 1")]
-        self.updates_again = [update(300, "user@host"), update(100, "worker 1")]
+        self.updates_again = list(self.updates)
         self.signalled: list[tuple[int, int]] = []
 
     def play(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         """Plays the story, and returns what the screen shows at 80 columns without a terminal."""
         runs = {"assign": self.assigned, "undisturbed": self.undisturbed, "killed": self.killed}
-        printed = {
-            "audit assign": self.found,
-            "audit undisturbed": self.found_later,
-            "log undisturbed": self.updates,
-            "log killed": self.updates_again,
+        told = {
+            "assign": SimpleNamespace(audits=lambda _last: self.found),
+            "undisturbed": SimpleNamespace(audits=lambda _last: self.found_later, log=lambda: self.updates),
+            "killed": SimpleNamespace(log=lambda: self.updates_again),
         }
 
         class PlayedJob:
@@ -83,16 +92,9 @@ class Happened:
             def finish(self) -> list[ReplicaReport]:
                 return runs[self._run]
 
-        def played_command(directory: Path, command: str, expected: int = 0) -> list[str]:
-            if command.startswith("replicast push"):
-                return ["pushed"]
-            return [json.dumps(record) for record in printed[" ".join(command.split()[1:3])]]
-
         monkeypatch.setattr(story, "DemoJob", PlayedJob)
-        monkeypatch.setattr(story, "run_command", played_command)
-        monkeypatch.setattr(
-            story, "push_in_pause", lambda directory, command, run: played_command(directory, command)
-        )
+        monkeypatch.setattr(story, "connect", lambda path: told[path.name])
+        monkeypatch.setattr(Story, "_push", lambda _self, _command, _run: ["pushed"])
         monkeypatch.setattr(os, "kill", lambda process, signum: self.signalled.append((process, signum)))
         file = io.StringIO()
         story.play(directory, Console(file=file, width=80, highlight=False, markup=False))
@@ -116,23 +118,31 @@ def test_the_story_says_what_happened_in_plain_text_of_80_columns(
     assert (tmp_path / "train.py").read_bytes() == story.TRAIN.read_bytes()
 
 
+def falsified(number: int, **fields: Any) -> Callable[[Happened], None]:
+    def falsify(happened: Happened) -> None:
+        happened.updates[number] = update(happened.updates[number].step or 0, "me", **fields)
+
+    return falsify
+
+
 @pytest.mark.parametrize(
     ("falsify", "expected"),
     [
         (lambda h: setattr(h, "assigned", trained(0, 200, 1, {50: "ab"})), "be equal at step 50"),
         (lambda h: setattr(h, "assigned", trained(0, 200, 1, {})), "differ at step 100"),
         (lambda h: setattr(h, "assigned", trained(0, 150, 1, {})), "report step 200. Received: \\[\\]"),
-        (lambda h: h.found[0]["differences"].clear(), "hidden/kernel differs, and nothing else"),
+        (lambda h: setattr(h, "found", [audit(200)]), "hidden/kernel differs, and nothing else"),
         (lambda h: h.found.clear(), "should have been audited"),
         (lambda h: h.undisturbed.pop(), "All workers should report step 600. Received: \\[0\\]"),
         (lambda h: setattr(h, "undisturbed", trained(0, 600, 11, {350: "ab"})), "be equal at step 350"),
         (lambda h: setattr(h, "undisturbed", trained(0, 600, 11, {100: "aa"})), "as worker 1's alone was"),
-        (lambda h: h.found_later[0].update(equal=False), "step 600 should find no difference"),
+        (lambda h: setattr(h, "found_later", h.found), "step 600 should find no difference"),
         (lambda h: h.updates.pop(), "applied once, at its step. Received: \\[300\\]"),
-        (lambda h: h.updates[0].update(step=301), "Received: \\[100, 301\\]"),
-        (lambda h: h.updates[0].update(stage="failed", digests=None), "step 300 should have one digest"),
-        (lambda h: h.updates[1].update(digests={"0": "a", "1": "b"}), "step 100 should have one digest"),
-        (lambda h: h.updates[1].update(digests={"0": "a"}), "step 100 should have one digest"),
+        (lambda h: h.updates.append(update(301, "me")), "Received: \\[100, 300, 301\\]"),
+        (falsified(0, stage=Stage.FAILED), "step 300 should have one digest"),
+        (falsified(0, receipts=()), "step 300 should have one digest"),
+        (falsified(1, digests={0: "a", 1: "b"}), "step 100 should have one digest"),
+        (falsified(1, digests={0: "a"}), "step 100 should have one digest"),
         (lambda h: setattr(h, "killed", trained(0, 600, 21, {600: "99"})), "New processes of all workers"),
         (
             lambda h: setattr(h, "killed", trained(0, 400, 21, {}) + trained(0, 600, 31, {600: "99"})),
@@ -165,11 +175,13 @@ def test_reports_are_found_among_other_output_and_not_before_their_line_is_compl
     assert parse_reports(output) == [ReplicaReport(worker=1, step=50, process=77, weights=digest)]
 
 
-def test_a_command_with_another_exit_code_fails_with_what_it_said(tmp_path: Path) -> None:
-    (line,) = run_command(tmp_path, "replicast --version")
-    assert replicast.__version__ in line
-    with pytest.raises(Failed, match=r"should end with 0. Received: 2.*(?s:.*)no-run"):
-        run_command(tmp_path, "replicast log no-run")
+def test_a_push_that_is_refused_fails_with_what_it_said(tmp_path: Path) -> None:
+    made_run(tmp_path / "run")
+    (tmp_path / story.PAUSE).touch()
+    told = Story(tmp_path, Console(file=io.StringIO()))
+    with pytest.raises(Failed, match=r"should end with 0. Received: 1(?s:.*)no variable"):
+        told._push("replicast push run --set nothing=1", "run")
+    assert not (tmp_path / story.PAUSE).exists(), "the workers go on"
 
 
 def test_a_job_that_fails_or_ends_too_early_fails_with_its_output(tmp_path: Path) -> None:

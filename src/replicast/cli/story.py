@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -17,10 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import click
 from rich import box
@@ -31,17 +30,17 @@ from rich.text import Text
 
 import replicast.demo
 from replicast.cli import Failed
+from replicast.client import UpdateView, connect
 from replicast.config import SECRETS, without
+from replicast.core.records import Stage
 from replicast.errors import LaunchRefused
 from replicast.launcher import bootstrap
 from replicast.launcher.run_directory import make_run_dir
+from replicast.update.audit_report import AuditReport
 
 TRAIN = Path(replicast.demo.__file__).with_name("train.py")
 WORKERS = 2
-CHANGE_STEP, LAST_STEP = (
-    100,
-    600,
-)  # When worker 1 changes a weight, and how long the training is: as in train.py.
+CHANGE_STEP, LAST_STEP = 100, 600  # As in train.py: when worker 1 changes a weight, and where training ends.
 PUSH_STEP, KILL_STEP = 300, 400
 CHANGED = "hidden/kernel"
 PAUSE = "pause"  # While this file exists, train.py waits: the push must come before its step.
@@ -80,65 +79,19 @@ def demo(run_dir: Path | None) -> None:
 
     Exit code: 0 when everything that was shown really happened; 1 when not; 2 when nothing was started.
     """
-    check_installed("The demo needs", sklearn="scikit-learn")
+    needed = {"tensorflow": "TensorFlow", "keras": "Keras", "sklearn": "scikit-learn"}
+    missing = [name for module, name in needed.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        install = "pip install 'replicast[cpu,demo]' (no GPU) or 'replicast[tensorflow,demo]'"
+        raise LaunchRefused(
+            f"The demo needs {' and '.join(missing)}, not installed for {sys.executable}",
+            remedy="pip install 'replicast[demo]'" if missing == ["scikit-learn"] else install,
+        )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Stops the workers, as Ctrl-C does.
     parent = None if run_dir is None else make_run_dir(run_dir, program="demo", now=datetime.now())
     # In a new directory: the runs of an earlier demo must not be continued.
     directory = Path(tempfile.mkdtemp(prefix="replicast-demo-", dir=parent))
     play(directory, Console(width=min(Console().width, _WIDEST), highlight=False, markup=False))
-
-
-def check_installed(who: str, **more: str) -> None:
-    """Refuses to begin where a module is missing that the workers need."""
-    needed = {"tensorflow": "TensorFlow", "keras": "Keras", **more}
-    missing = [name for module, name in needed.items() if importlib.util.find_spec(module) is None]
-    if not missing:
-        return
-    extra = ",demo" if more else ""
-    install = f"pip install 'replicast[cpu{extra}]' (no GPU) or 'replicast[tensorflow{extra}]'"
-    raise LaunchRefused(
-        f"{who} {' and '.join(missing)}, not installed for {sys.executable}",
-        remedy="pip install 'replicast[demo]'" if missing == ["scikit-learn"] else install,
-    )
-
-
-class OwnJob:
-    """A `replicast run …` of the demo or the bench. On exit it is stopped, if it still runs."""
-
-    def __init__(self, command: Sequence[str], output: Path, directory: Path) -> None:
-        inherited = without(os.environ, "TF_CONFIG", *SECRETS)
-        self._output = output
-        with output.open("wb") as file:
-            self.process = subprocess.Popen(
-                # With bootstrap.py, the launcher ends with us.
-                [sys.executable, bootstrap.__file__, str(os.getpid()), *_argv(command)],
-                cwd=directory,
-                env={**inherited, **_ENVIRONMENT},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                process_group=0,  # Ctrl-C is for us, and we stop the job.
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-        try:
-            self.process.wait(STOP_SECS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()  # Its workers end with it.
-            self.process.wait()
-
-    def said(self) -> str:
-        return self._output.read_text(encoding="utf-8", errors="replace")
-
-
-def _argv(command: Sequence[str]) -> list[str]:
-    # -P: a file of the current directory must not take the place of a module.
-    return [sys.executable, "-P", "-m", "replicast", *command]
 
 
 class ReplicaReport(NamedTuple):
@@ -152,24 +105,49 @@ class ReplicaReport(NamedTuple):
 
 def parse_reports(output: str) -> list[ReplicaReport]:
     """The reports of train.py in the output of `replicast run --tee all`, in order."""
-    found = _REPORT.findall(output)
     return [
         ReplicaReport(int(worker), int(step), int(process), weights)
-        for worker, step, process, weights in found
+        for worker, step, process, weights in _REPORT.findall(output)
     ]
 
 
-class DemoJob(OwnJob):
-    """A job whose workers report their weights."""
+class DemoJob:
+    """A `replicast run …` whose workers report their weights. On exit it is stopped, if it still runs."""
 
     def __init__(self, directory: Path, command: str) -> None:
         self._command = command
+        self._output = directory / "run.log"
         self._deadline = time.monotonic() + JOB_SECS
-        super().__init__(shlex.split(command)[1:], directory / "run.log", directory)
+        with self._output.open("wb") as file:
+            self._process = subprocess.Popen(
+                # With bootstrap.py, the launcher ends with us.
+                [sys.executable, bootstrap.__file__, str(os.getpid()), *_argv(command)],
+                cwd=directory,
+                env={**without(os.environ, "TF_CONFIG", *SECRETS), **_ENVIRONMENT},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # Ctrl-C is for us, and we stop the job.
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(STOP_SECS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # Its workers end with it.
+            self._process.wait()
+
+    def said(self) -> str:
+        return self._output.read_text(encoding="utf-8", errors="replace")
 
     def wait_for_step(self, step: int) -> dict[int, ReplicaReport]:
         """Waits until all workers have reported a step, and returns these reports by worker."""
-        while self.process.poll() is None and time.monotonic() < self._deadline:
+        while self._process.poll() is None and time.monotonic() < self._deadline:
             reached = {report.worker: report for report in parse_reports(self.said()) if report.step == step}
             if len(reached) == WORKERS:
                 return reached
@@ -178,53 +156,21 @@ class DemoJob(OwnJob):
 
     def finish(self) -> list[ReplicaReport]:
         """Waits for the end of the job, and returns all reports."""
-        try:
-            code: int | None = self.process.wait(max(0.0, self._deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            code = None
-        if code != 0:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, self._deadline - time.monotonic()))
+        if self._process.returncode != 0:
             raise self._failed("The job should end with exit code 0")
         return parse_reports(self.said())
 
     def _failed(self, claim: str) -> Failed:
-        code = self.process.poll()
+        code = self._process.poll()
         state = f"still running after {JOB_SECS:.0f} s" if code is None else f"exit code {code}"
         return Failed(f"{claim}. Received: {state}. Output of `{self._command}`:\n{self.said()}")
 
 
-def run_command(directory: Path, command: str, expected: int = 0) -> list[str]:
-    """Runs a `replicast …` command, as people type it, and returns the lines that it printed."""
-    try:
-        done = subprocess.run(
-            _argv(shlex.split(command)[1:]),
-            cwd=directory,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SECS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise Failed(f"`{command}` has not ended after {COMMAND_SECS:.0f} s") from None
-    if done.returncode != expected:
-        said = done.stdout + done.stderr
-        raise Failed(
-            f"`{command}` should end with {expected}. Received: {done.returncode}. Its output:\n{said}"
-        )
-    return done.stdout.splitlines()
-
-
-def push_in_pause(directory: Path, command: str, run: str) -> list[str]:
-    """Runs `replicast push` while train.py waits for it to be scheduled; returns what it printed."""
-    deadline = time.monotonic() + COMMAND_SECS
-    with ThreadPoolExecutor(1) as pushing:
-        pushed = pushing.submit(run_command, directory, command)
-        while not json.loads("".join(run_command(directory, f"replicast status {run} --json")))["scheduled"]:
-            if time.monotonic() > deadline or (pushed.done() and pushed.exception() is not None):
-                (directory / PAUSE).unlink()
-                pushed.result()
-                raise Failed(f"`{command}`: the update is not scheduled after {COMMAND_SECS:.0f} s")
-        (directory / PAUSE).unlink()
-        return pushed.result()
+def _argv(command: str) -> list[str]:
+    # -P: a file of the current directory must not take the place of a module.
+    return [sys.executable, "-P", "-m", "replicast", *shlex.split(command)[1:]]
 
 
 def play(directory: Path, console: Console, train: Path = TRAIN) -> None:
@@ -252,11 +198,11 @@ class Story:
 
     def one_worker_assigns(self) -> Weights:
         """Part 1: the usual way. Returns the resulting weights."""
-        self._heading("Part 1: one worker assigns, as people do today")
-        self._console.print(
+        self._begin(
+            "Part 1: one worker assigns, as people do today",
             "Two workers train one model of handwritten digits. Each holds a replica of all weights, "
             "and the replicas must stay equal: the table has digests of all their bits. "
-            f"At step {CHANGE_STEP} worker 1 runs kernel.assign_add(0.05):"
+            f"At step {CHANGE_STEP} worker 1 runs kernel.assign_add(0.05):",
         )
         with self._start(
             "replicast run -n 2 --tee all --run-dir assign train.py --assign --epochs 20"
@@ -267,26 +213,25 @@ class Story:
             wanted = "be equal" if step < CHANGE_STEP else "differ"
             holds = all_equal(digests) == (step < CHANGE_STEP)
             require(holds, f"The replicas should {wanted} at step {step}", digests)
-        audit = self._last_audit("assign", expected=1)  # The exit code for replicas that differ.
-        names = [difference["variable"] for difference in audit["differences"]]
+        audit = self._last_audit("assign")
+        names = [difference.variable for difference in audit.differences]
         only = len(names) == 1 and names[0].endswith(CHANGED)
         require(only, f"The audit should find that {CHANGED} differs, and nothing else", names)
-        by = audit["differences"][0]["differing"]["1"]
+        by = audit.differences[0].differing[1]
         self._console.print(
             f"No error, exit code 0, but since step {CHANGE_STEP} the replicas differ. More training "
             "does not help: it synchronises gradients, never weights. At its end train.py calls "
-            f"replicas.audit(), which finds it: {names[0]} of worker 1 differs in {by['count']} of "
-            f"{by['of']} elements, by up to {by['largest_absolute']:.2g}; the other "
-            f"{audit['variables'] - 1} variables are equal."
+            f"replicas.audit(), which finds it: {names[0]} of worker 1 differs in {by.share} elements, "
+            f"by up to {by.largest_absolute:.2g}; the other {audit.variables - 1} variables are equal."
         )
         return weights
 
     def every_replica_follows(self, assigned: Weights) -> Weights:
         """Part 2: through replicast, from a worker and from outside. Returns the resulting weights."""
-        self._heading("Part 2: the same change through replicast, and one from outside of the job")
-        self._console.print(
+        self._begin(
+            "Part 2: the same change through replicast, and one from outside of the job",
             f"The same training, but for step {CHANGE_STEP} worker 1 calls replicas.propose(update). "
-            f"While both train, another process, which is no worker, pushes a change for step {PUSH_STEP}:"
+            f"While both train, another process, which is no worker, pushes a change for step {PUSH_STEP}:",
         )
         with self._start("replicast run -n 2 --tee all --run-dir undisturbed train.py --pause pause") as job:
             job.wait_for_step(0)
@@ -300,25 +245,27 @@ class Story:
         same = weights[CHANGE_STEP] == [assigned[CHANGE_STEP][1]] * WORKERS
         claim = f"At step {CHANGE_STEP} all replicas should be as worker 1's alone was in part 1"
         require(same, claim, weights[CHANGE_STEP])
-        updates = check_receipts(self._records("replicast log undisturbed --json"))
-        audit = self._last_audit("undisturbed", expected=0)
-        found_none = audit["equal"] and audit["step"] == LAST_STEP
+        updates = self._updates("undisturbed")
+        audit = self._last_audit("undisturbed")
+        found_none = audit.equal and audit.step == LAST_STEP
         require(found_none, f"The audit of step {LAST_STEP} should find no difference", audit)
         self._console.print(
             f"At step {CHANGE_STEP} both replicas have, bit for bit, the weights that worker 1 alone had "
             "in part 1. The receipts: the digest of what was changed, as each worker computed it:"
         )
-        self._print_output(map(receipt_text, updates))
+        self._print_output(
+            f"step {update.step}, by {update.author}: {digests_text(update)}; {update.stage}"
+            for update in updates
+        )
         self._console.print(
             f"The replicas were equal each of the {len(weights)} times that the workers reported, and "
-            f"the last audit finds all {audit['variables']} variables equal, the optimizer's too."
+            f"the last audit finds all {audit.variables} variables equal, the optimizer's too."
         )
         return weights
 
     def a_worker_is_killed(self, undisturbed: Weights) -> None:
         """Part 3: the training of part 2 again, with a crash."""
-        self._heading("Part 3: a worker is killed")
-        self._console.print(f"Part 2 again. At step {KILL_STEP} worker 1 is killed:")
+        self._begin("Part 3: a worker is killed", f"Part 2 again. At step {KILL_STEP} worker 1 is killed:")
         run = "replicast run -n 2 --tee all --max-restarts 1 --run-dir killed train.py --pause pause"
         with self._start(run) as job:
             before = {worker: report.process for worker, report in job.wait_for_step(0).items()}
@@ -337,8 +284,7 @@ class Story:
         )
         same = weights[LAST_STEP] == undisturbed[LAST_STEP]
         require(same, "The killed job should end with the weights of part 2", weights[LAST_STEP])
-        updates = check_receipts(self._records("replicast log killed --json"))
-        again = ", ".join(str(update["step"]) for update in updates if update["step"] > restored)
+        again = ", ".join(str(one.step) for one in self._updates("killed") if (one.step or 0) > restored)
         self._console.print(
             "The launcher ended worker 0 too and started both again. The new processes restored the "
             f"checkpoint of step {restored} and trained on; the journal applied the updates after it "
@@ -353,14 +299,43 @@ class Story:
         return DemoJob(self._directory, command)
 
     def _push(self, command: str, run: str) -> list[str]:
+        """Runs `replicast push` while train.py waits for it to be scheduled; returns what it printed."""
         self._print_command(command)
-        return push_in_pause(self._directory, command, run)
+        job, deadline = connect(self._directory / run), time.monotonic() + COMMAND_SECS
+        with subprocess.Popen(
+            _argv(command),
+            cwd=self._directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as push:
+            try:
+                while push.poll() in (None, 0) and time.monotonic() < deadline:
+                    if PUSH_STEP in [one.step for one in job.status().scheduled]:  # Not worker 1's own.
+                        break
+                    time.sleep(LOOK_SECS)
+                (self._directory / PAUSE).unlink()
+                said, _ = push.communicate(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise Failed(f"`{command}` has not ended after {COMMAND_SECS:.0f} s") from None
+            finally:
+                push.kill()
+        require(push.returncode == 0, f"`{command}` should end with 0", f"{push.returncode}:\n{said}")
+        return said.splitlines()
 
-    def _records(self, command: str, expected: int = 0) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in run_command(self._directory, command, expected)]
+    def _updates(self, run: str) -> list[UpdateView]:
+        """Both updates by step: each must be verified, at its step, with one digest."""
+        updates = sorted(connect(self._directory / run).log(), key=lambda update: update.step or 0)
+        steps = [update.step for update in updates]
+        require(steps == [CHANGE_STEP, PUSH_STEP], "Each update should be applied once, at its step", steps)
+        for update in updates:
+            digests = [] if update.receipt is None else list(update.receipt.digests.values())
+            verified = update.stage is Stage.VERIFIED and len(digests) == WORKERS and all_equal(digests)
+            require(verified, f"The update of step {update.step} should have one digest everywhere", digests)
+        return updates
 
-    def _last_audit(self, run: str, expected: int) -> dict[str, Any]:
-        audits = self._records(f"replicast audit {run} --last 1 --json", expected)
+    def _last_audit(self, run: str) -> AuditReport:
+        audits = connect(self._directory / run).audits(1)
         require(len(audits) == 1, "The replicas should have been audited", audits)
         return audits[0]
 
@@ -371,15 +346,15 @@ class Story:
         except ProcessLookupError:
             raise Failed(f"Process {process} ended before it could be killed") from None
 
-    def _heading(self, title: str) -> None:
+    def _begin(self, title: str, text: str) -> None:
         self._console.print(f"\n{title}", style="bold cyan")
+        self._console.print(text)
 
     def _print_command(self, command: str) -> None:
         self._console.print(f"   $ {command}", style="bold")
 
     def _print_output(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self._console.print(Padding(line, (0, 0, 0, 3)))
+        self._console.print(*(Padding(line, (0, 0, 0, 3)) for line in lines), sep="\n")
 
     def _print_digests(self, rows: Mapping[str, Sequence[str]]) -> None:
         table = Table("weights at", "worker 0", "worker 1", "equal?", box=box.SIMPLE_HEAD, show_edge=False)
@@ -421,18 +396,6 @@ def restored_step(reports: Iterable[ReplicaReport]) -> int:
     return steps.pop()
 
 
-def check_receipts(updates: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Requires that both updates are verified, each at its step, with one digest. Returns them by step."""
-    updates = sorted(updates, key=lambda update: int(update["step"]))
-    steps = [update["step"] for update in updates]
-    require(steps == [CHANGE_STEP, PUSH_STEP], "Each update should be applied once, at its step", steps)
-    for update in updates:
-        digests = (update["digests"] or {}).values()
-        verified = update["stage"] == "verified" and len(digests) == WORKERS and all_equal(digests)
-        require(verified, f"The update of step {update['step']} should have one digest everywhere", update)
-    return updates
-
-
-def receipt_text(update: Mapping[str, Any]) -> str:
-    digests = ", ".join(f"{digest[:8]} on worker {worker}" for worker, digest in update["digests"].items())
-    return f"step {update['step']}, by {update['author']}: {digests}; {update['stage']}"
+def digests_text(update: UpdateView) -> str:
+    digests = {} if update.receipt is None else update.receipt.digests
+    return ", ".join(f"{digest[:8]} on worker {worker}" for worker, digest in digests.items())
