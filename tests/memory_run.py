@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from msgspec.structs import replace
 from replicast.client import (
     Brief,
     CheckpointView,
-    Examination,
     Metrics,
     Overview,
     Pulled,
@@ -70,7 +68,6 @@ class MemoryRun(Run):
         self.authors: list[str] = []
         self.step = 100
         self.running = True
-        self.lines = {0: ["a line"], 1: ["another line"]}
         self.steps = 50
         self.reads = 0
         self._schema = schema
@@ -79,16 +76,14 @@ class MemoryRun(Run):
         self._numbers = itertools.count(1)
         self._audits: list[AuditReport] = []
 
-    def brief(self) -> Brief:
+    def do_brief(self) -> Brief:
         state = "training" if self.running else "lost"
         return Brief(self.where, state, f"{state}, step {self.step}", self.running, self.step, 2, time.time())
 
-    def status(self) -> Overview:
+    def do_status(self) -> Overview:
         self.reads += 1
         brief, now = self.brief(), time.time()
-        notes = tuple(
-            WorkerNote(rank, 1, "box", self.step, 0, now, self.running, "") for rank in range(_WORKERS)
-        )
+        notes = (WorkerNote(rank, 1, "box", self.step, 0, now, self.running, "") for rank in range(_WORKERS))
         return Overview(
             run=self.where,
             time=now,
@@ -98,7 +93,7 @@ class MemoryRun(Run):
             size=_WORKERS,
             attempt=0,
             journaled=True,
-            workers=notes,
+            workers=tuple(notes),
             metrics={"step": self.step, "time": now, "values": {"loss": float("nan")}},
             audit=self._audits[-1] if self._audits else None,
             operations=(),
@@ -106,61 +101,49 @@ class MemoryRun(Run):
             scheduled=tuple(view for view in self._views.values() if view.stage is Stage.SCHEDULED),
         )
 
-    def schema(self) -> Schema:
+    def do_schema(self) -> Schema:
         return self._schema
 
-    def log(self, last: int | None = None) -> list[UpdateView]:
+    def do_log(self, last: int | None) -> list[UpdateView]:
         found = [view for view in self._views.values() if view.sequence is not None]
         return found if last is None else found[-last:]
 
-    def show(self, which: str | int, max_bytes: int | None = None) -> UpdateView:
-        given = str(which)
-        found = [view for view in self._views.values() if given in (view.id, str(view.sequence))]
-        found = found or [view for view in self._views.values() if given and view.id.startswith(given)]
-        if len(found) != 1:
-            raise NotFound(f"There is no update {given}.")
-        return found[0]
+    def do_show(self, which: str | int, **_: Any) -> UpdateView:
+        for view in self._views.values():
+            if str(which) in (view.id, str(view.sequence)):
+                return view
+        raise NotFound(f"There is no update {which}.")
 
-    def look(self, update_id: str, thoroughly: bool = False) -> UpdateView:
+    def do_look(self, update_id: str, **_: Any) -> UpdateView:
         return self._views.get(update_id, UpdateView(id=update_id, stage=Stage.PROPOSED))
 
-    def audits(self, last: int = 10) -> list[AuditReport]:
+    def do_audits(self, last: int) -> list[AuditReport]:
         return self._audits[-last:]
 
-    def audit(self, timeout: float = 300.0, author: str = "") -> AuditReport:
+    def do_audit(self, author: str, **_: Any) -> AuditReport:
         self._ask("audit", author)
         number, now = len(self._audits) + 1, time.time()
         found = equal_report(number=number, step=self.step, time=now, workers=_WORKERS, requests=())
         self._audits.append(found)
         return found
 
-    def push(
-        self,
-        update: Update,
-        at_step: int | None = None,
-        trial: Trial | None = None,
-        next_start: bool = False,
-    ) -> Pushed:
-        plan = planned(update, self._schema)
-        known = self._updates.get(update.id)
+    def do_push(self, update: Update, at_step: int | None, trial: Trial | None, next_start: bool) -> Pushed:
+        plan, known = planned(update, self._schema), self._updates.get(update.id)
         if known is not None:
             if known.content_digest() != update.content_digest():
                 raise UpdateIdInUse("Another update with this id is in the journal", received=update.id)
             return Pushed(self, update.id, self._views[update.id].sequence)
         if not self.running and not next_start:
             raise UpdateRefused("The job is not running")
-        self.done.append("push")
-        self.authors.append(update.author)
-        number, step = next(self._numbers), self.step if at_step is None else at_step
-        receipt = Receipt(
-            number, update.id, step, {0: "a" * 32, 1: "a" * 32}, 0.1, 0.001, time.time(), Stage.VERIFIED
-        )
-        is_later = at_step is not None and at_step > self.step
+        self._ask("push", update.author)
+        now, number, step = time.time(), next(self._numbers), self.step if at_step is None else at_step
+        digests, is_later = dict.fromkeys(range(_WORKERS), "a" * 32), step > self.step
+        receipt = Receipt(number, update.id, step, digests, 0.1, 0.001, now, Stage.VERIFIED)
         self._updates[update.id] = update
         self._views[update.id] = UpdateView(
             id=update.id,
             stage=Stage.SCHEDULED if is_later else Stage.VERIFIED,
-            at=time.time(),
+            at=now,
             step=step,
             nbytes=update.nbytes,
             sequence=None if is_later else number,
@@ -172,7 +155,7 @@ class MemoryRun(Run):
         )
         return Pushed(self, update.id)
 
-    def withdraw(self, update_id: str) -> UpdateView:
+    def do_withdraw(self, update_id: str) -> UpdateView:
         view = self.show(update_id)
         if view.stage is not Stage.SCHEDULED:
             raise UpdateRefused(f"It is too late: the update is {view.stage}")
@@ -180,62 +163,46 @@ class MemoryRun(Run):
         self._views[view.id] = replace(view, stage=Stage.WITHDRAWN)
         return self._views[view.id]
 
-    def revert(
-        self,
-        which: str | int,
-        note: str = "",
-        dry_run: bool = False,
-        force: bool = False,
-        next_start: bool = False,
-        author: str = "",
-    ) -> Pushed | Examination:
-        view = self.show(which)
-        edits = self._updates[view.id].edits
+    def do_revert(
+        self, which: str | int, note: str, dry_run: bool, next_start: bool, author: str, **_: Any
+    ) -> Any:
         inverse = Update(note=note, author=author)
-        for edit in edits:
+        for edit in self._updates[self.show(which).id].edits:
             inverse = inverse.add(edit.variable, -edit.arrays["value"])
         return self.examine(inverse) if dry_run else self.push(inverse, next_start=next_start)
 
-    def pull(
-        self,
-        name: str,
-        rows: Sequence[int] | None = None,
-        timeout: float = 300.0,
-        max_bytes: int | None = None,
-    ) -> Pulled:
+    def do_pull(self, name: str, rows: tuple[int, ...] | None, max_bytes: int | None, **_: Any) -> Pulled:
         variable = self._schema.resolve(name)
         if max_bytes is not None and rows is None and variable.nbytes > max_bytes:
             raise RequestRefused(f"These are too many values of {variable.name}")
         self._ask("pull")
-        whole = np.zeros(variable.shape, np.float32)
         if rows is not None and (not variable.shape or any(row >= variable.shape[0] for row in rows)):
             raise UpdateRefused("There is no such row", variable=variable.name)
+        whole = np.zeros(variable.shape, np.float32)
         chosen = whole if rows is None else whole[list(rows)]
-        return Pulled(
-            variable.name, self.step, "d" * 32, "job", chosen, None if rows is None else tuple(rows)
-        )
+        return Pulled(variable.name, self.step, "d" * 32, "job", chosen, rows)
 
-    def checkpoint(self, timeout: float = 300.0, author: str = "") -> int:
+    def do_checkpoint(self, author: str, **_: Any) -> int:
         self._ask("checkpoint", author)
         return self.step
 
-    def stop(self, timeout: float = 300.0, author: str = "") -> int:
+    def do_stop(self, author: str, **_: Any) -> int:
         self._ask("stop", author)
         return self.step
 
-    def metrics(self, since: int | None = None, points: int = 2000) -> Metrics:
+    def do_metrics(self, since: int | None, points: int) -> Metrics:
         steps = np.arange(min(since or 0, self.steps), self.steps)
         times = steps.astype(np.float64)
         series = Series(steps, times, np.reciprocal(times + 1.0)).decimated(points)
         return Metrics({"loss": series} if len(series) else {}, self.steps, since)
 
-    def checkpoints(self) -> list[CheckpointView]:
+    def do_checkpoints(self) -> list[CheckpointView]:
         return []
 
-    def log_lines(self, worker: int, lines: int = 200, attempt: int | None = None) -> list[str]:
-        if worker not in self.lines or attempt not in (None, 0):
+    def do_log_lines(self, worker: int, attempt: int | None, **_: Any) -> list[str]:
+        if worker >= _WORKERS or attempt not in (None, 0):
             raise NotFound(f"There is no log of worker {worker}")
-        return self.lines[worker][-lines:]
+        return ["a line"]
 
     def _ask(self, what: str, author: str = "") -> None:
         if not self.running:

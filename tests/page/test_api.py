@@ -59,6 +59,12 @@ def test_everything_can_be_read_without_a_token_on_this_machine(client: Client, 
     assert client.get(FIRST + path).status_code == 200
 
 
+def test_the_schema_lists_the_variables(client: Client, run: MemoryRun) -> None:
+    answer = client.get(f"{FIRST}/schema").json()
+    assert answer == run.schema().to_json()
+    assert answer["variables"][0]["name"] == "model/dense/kernel"
+
+
 def test_metrics_go_on_from_a_position(client: Client, run: MemoryRun) -> None:
     first = client.get(f"{FIRST}/metrics", params={"points": 10}).json()
     assert len(first["series"]["loss"]["steps"]) <= 10

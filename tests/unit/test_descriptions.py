@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from replicast.cli.texts import what_cell
-from replicast.client.update_views import waiting_views
+from replicast.client.directory import DirectoryRun
 from replicast.files import below
 from replicast.launcher.run_directory import what_is_taken_over
 from replicast.storage import inbox
@@ -25,19 +25,22 @@ def update_of(name: str = UPDATE_ID) -> Update:
 
 def test_a_waiting_update_is_shown_with_what_it_does_who_proposed_it_and_why(tmp_path: Path) -> None:
     inbox.submit(tmp_path, update_of(), at_step=7, trial=Trial(50, "loss", 0.05))
-    (view,) = waiting_views(tmp_path, ())
+    (view,) = DirectoryRun(tmp_path)._waiting(())
     assert (view.author, view.note, view.step, view.trial) == ("ana", "why", 7, Trial(50, "loss", 0.05))
     assert view.edits == (
         {"operation": "add", "variable": "x", "shape": [2, 3]},
         {"operation": "scale", "variable": "my_y", "shape": None},
     )
     inbox.submit(tmp_path, Update(id="undo"), reverts=3)
-    assert {one.id: one.reverts for one in waiting_views(tmp_path, ())} == {UPDATE_ID: None, "undo": 3}
+    assert {one.id: one.reverts for one in DirectoryRun(tmp_path)._waiting(())} == {
+        UPDATE_ID: None,
+        "undo": 3,
+    }
 
 
 def test_what_a_waiting_update_does_and_waits_for_is_on_lines_of_its_own(tmp_path: Path) -> None:
     inbox.submit(tmp_path, Update(id="undo", author="ana"), reverts=3)
-    (view,) = waiting_views(tmp_path, ())
+    (view,) = DirectoryRun(tmp_path)._waiting(())
     assert what_cell(view).plain == "reverts update 3\nana"
 
 
@@ -56,7 +59,7 @@ def test_a_file_that_is_no_update_is_listed_without_a_description(tmp_path: Path
     content = path.read_bytes()
     for wrong in (b"", b"x" * 9, content[:-1], b"\xff" * 8 + content[8:], content.replace(b"add", b"axd")):
         path.write_bytes(wrong)
-        (view,) = waiting_views(tmp_path, ())
+        (view,) = DirectoryRun(tmp_path)._waiting(())
         assert (view.id, view.edits) == (UPDATE_ID, ())
     path.unlink()
     assert describe(below(tmp_path) / "inbox" / path.name) is None

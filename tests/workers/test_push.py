@@ -18,7 +18,7 @@ import safetensors.numpy
 from click.testing import CliRunner
 
 from replicast.cli import main
-from replicast.client.inbox_author import this_user
+from replicast.client.directory import this_user
 from replicast.config import TOLD_TO_END
 from replicast.core.records import Stage
 from replicast.storage import inbox

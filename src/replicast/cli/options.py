@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import click
 
 from replicast.client import connect
-from replicast.client.inbox_author import this_user
+from replicast.client.directory import this_user
 from replicast.client.run import OPERATIONS, Parameter, rows_of
 from replicast.errors import NotFound, UpdateRefused, printable
 from replicast.files import below

@@ -12,7 +12,7 @@ import http.client
 import json
 import os
 import ssl
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from dataclasses import replace as with_name
 from pathlib import Path
@@ -22,12 +22,10 @@ from urllib.parse import quote, urlencode, urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from replicast.client.directory import DirectoryRun
+from replicast.client.directory import DirectoryRun, this_user
 from replicast.client.examination import Examination
-from replicast.client.inbox_author import this_user
 from replicast.client.notes import is_run, ticks
 from replicast.client.run import (
-    OPERATIONS,
     PULLED,
     Brief,
     Overview,
@@ -42,8 +40,6 @@ from replicast.errors import FileDamaged, NotFound, ReplicastError, RequestFaile
 from replicast.files import RunDir, below
 from replicast.strictjson import parse_json, parse_object
 from replicast.tensorfiles import parse_tensors
-from replicast.update.trial import Trial
-from replicast.update.update import Update
 
 TOKEN_FILE = "REPLICAST_TOKEN_FILE"
 _CALL_SECS = 30.0  # For an answer, beside the time that the job may take.
@@ -89,6 +85,12 @@ class Address:
         prefix, _, name = parts.path.rstrip("/").rpartition("/")
         return cls(parts.scheme, parts.netloc, prefix, name)
 
+    def connection(self, wait_secs: float) -> http.client.HTTPConnection:
+        if self.scheme == "http":
+            return http.client.HTTPConnection(self.netloc, timeout=wait_secs)
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(self.netloc, timeout=wait_secs, context=context)
+
 
 class ServedRun(Run):
     """A run at an address: every row of the table, over HTTP."""
@@ -116,69 +118,41 @@ class ServedRun(Run):
     def perform(self, operation: RunOperation, arguments: dict[str, Any]) -> Any:
         if "author" in arguments:
             arguments["author"] = arguments["author"] or this_user()
-        content = operation.content(arguments)
-        wait_secs = content.get("timeout", operation.takes_secs) + _CALL_SECS
-        target = self._path + operation.target(arguments)
-        if operation.method == "GET":
-            answer = self._ask("GET", target + _query(content), wait_secs, retry_secs=_RETRY_SECS)
+        sent, target = operation.content(arguments), self._path + operation.target(arguments)
+        wait_secs = sent.get("timeout", operation.takes_secs) + _CALL_SECS
+        if operation.name == "pull":
+            return self._pull(target, sent, wait_secs, arguments["max_bytes"])
+        if operation.takes_file:
+            query = _query(sent | TrialOptions.of(arguments["trial"]))
+            # The arrays are sent as they are in memory, without a copy of the whole.
+            body = tuple(arguments["update"].signed(this_user()).file_chunks())
+            answer = self._ask("POST", target + query, wait_secs, body, kind=_FILE, retry_secs=_RETRY_SECS)
+        elif operation.method == "GET":
+            answer = self._ask("GET", target + _query(sent), wait_secs, retry_secs=_RETRY_SECS)
         else:
-            answer = self._ask("POST", target, wait_secs, (json.dumps(content).encode(),))
+            answer = self._ask("POST", target, wait_secs, (json.dumps(sent).encode(),))
         with _understood():
+            if operation.proposes and "edits" in answer:
+                return Examination.from_json(answer)
             if operation.proposes:
-                return self._pushed(answer)
+                number = answer["number"]
+                number = None if number is None else int(number)
+                return Pushed(self, str(answer["id"]), number, str(answer["warning"]))
             result = operation.decoded(answer)
         return replace(result, run=self.where) if isinstance(result, Brief | Overview) else result
 
-    def push(
-        self,
-        update: Update,
-        at_step: int | None = None,
-        trial: Trial | None = None,
-        next_start: bool = False,
-    ) -> Pushed:
-        """As `Run.push`. The arrays are sent as they are in memory, without a copy of the whole."""
-        row = OPERATIONS["push"]
-        sent = row.content({"at_step": at_step, "next_start": next_start}) | TrialOptions.of(trial)
-        chunks = tuple(update.signed(this_user()).file_chunks())
-        target = self._path + row.path + _query(sent)
-        answer = self._ask("POST", target, body=chunks, kind=_FILE, retry_secs=_RETRY_SECS)
-        with _understood():
-            pushed: Pushed = self._pushed(answer)
-        return pushed
-
-    def pull(
-        self,
-        name: str,
-        rows: Sequence[int] | None = None,
-        timeout: float = 300.0,
-        max_bytes: int | None = None,
-    ) -> Pulled:
-        """As `Run.pull`; the server has a limit of its own."""
-        row, arguments = OPERATIONS["pull"], {"name": name, "rows": rows, "timeout": timeout}
-        sent = row.content(arguments) | {"format": "safetensors"}
-        target, wait_secs = self._path + row.target(arguments) + _query(sent), sent["timeout"] + _CALL_SECS
+    def _pull(self, target: str, sent: dict[str, Any], wait_secs: float, max_bytes: int | None) -> Pulled:
+        """The server has a limit of its own."""
+        target += _query(sent | {"format": "safetensors"})
         content = self._ask("GET", target, wait_secs, accept=_FILE, retry_secs=_RETRY_SECS)
         with _understood():
             file = parse_tensors(memoryview(content), "the answer", max_tensors=1)
             told = parse_object(file.metadata[PULLED])
-            pulled = Pulled(
-                name=str(told["name"]),
-                step=int(told["step"]),
-                digest=str(told["digest"]),
-                source=str(told["source"]),
-                array=file.tensors[told["name"]],
-                rows=None if told["rows"] is None else tuple(map(int, told["rows"])),
-                digests={int(rank): str(digest) for rank, digest in told["digests"].items()},
-            )
+            told["array"] = file.tensors[told["name"]]
+            pulled = msgspec.convert(told, Pulled, str_keys=True, dec_hook=lambda _, array: array)
         if max_bytes is not None and pulled.array.nbytes > max_bytes:
             raise RequestRefused(f"Expected: at most {max_bytes} bytes. Received: {pulled.array.nbytes}")
         return pulled
-
-    def _pushed(self, told: Mapping[str, Any]) -> Any:
-        if "edits" in told:
-            return Examination.from_json(told)
-        number = told["number"]
-        return Pushed(self, str(told["id"]), None if number is None else int(number), str(told["warning"]))
 
     def _ask(
         self,
@@ -192,7 +166,8 @@ class ServedRun(Run):
         retry_secs: float = 0.0,
     ) -> Any:
         """What the server answers; asks again for `retry_secs` where there is no answer."""
-        where = f"{self._address.scheme}://{self._address.netloc}"
+        address = self._address
+        where = f"{address.scheme}://{address.netloc}"
         headers = {"Accept": accept}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
@@ -201,7 +176,15 @@ class ServedRun(Run):
             headers["Content-Length"] = str(sum(memoryview(chunk).nbytes for chunk in body))
         for is_last in ticks(retry_secs, _RETRY_EVERY_SECS):
             try:
-                content = self._once(method, target, wait_secs, body, headers)
+                with contextlib.closing(address.connection(wait_secs)) as connection:
+                    # A server may answer before it has everything, for example that it is too large.
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        pieces = None if body is None else _pieces(body)
+                        connection.request(method, f"{address.prefix}{target}", pieces, headers)
+                    answer = connection.getresponse()
+                    content = answer.read(_MAX_ANSWER_BYTES)
+                if answer.status >= 300:
+                    raise _error_of(answer.status, content, address, answer.getheader("Retry-After"))
                 return parse_json(content) if accept == _JSON else content
             except ssl.SSLCertVerificationError as error:
                 raise RequestFailed(
@@ -210,37 +193,14 @@ class ServedRun(Run):
                 ) from error
             except (OSError, http.client.HTTPException) as error:
                 if is_last:
-                    raise RequestFailed(f"{where} cannot be reached ({_why(error)})") from error
+                    why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                    why = "it did not answer in time" if isinstance(error, TimeoutError) else why
+                    raise RequestFailed(f"{where} cannot be reached ({why})") from error
             except ValueError as error:
                 raise RequestFailed(
-                    f"{self._address} is not a server of replicast: its answer is not JSON"
+                    f"{address} is not a server of replicast: its answer is not JSON"
                 ) from error
         raise RequestFailed(f"{where} was not asked")  # Not reached: the last attempt returns or raises.
-
-    def _once(
-        self,
-        method: str,
-        target: str,
-        wait_secs: float,
-        body: tuple[bytes | memoryview, ...] | None,
-        headers: dict[str, str],
-    ) -> bytes:
-        netloc = self._address.netloc
-        if self._address.scheme == "http":
-            connection = http.client.HTTPConnection(netloc, timeout=wait_secs)
-        else:
-            context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(netloc, timeout=wait_secs, context=context)
-        with contextlib.closing(connection):
-            # A server may answer before it has everything, for example that it is too large.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                sent = None if body is None else _pieces(body)
-                connection.request(method, f"{self._address.prefix}{target}", sent, headers)
-            answer = connection.getresponse()
-            content = answer.read(_MAX_ANSWER_BYTES)
-        if answer.status >= 300:
-            raise _error_of(answer.status, content, self._address, answer.getheader("Retry-After"))
-        return content
 
 
 def connect(run: RunDir, *, token: str | None = None, token_file: Path | str | None = None) -> Run:
@@ -293,12 +253,6 @@ def read_token(token: str | None, token_file: Path | str | None, environ: Mappin
     if token is not None and not (token.isascii() and token.isprintable()):
         raise RequestFailed("The token has characters that a header cannot carry")
     return token
-
-
-def _why(error: OSError | http.client.HTTPException) -> str:
-    if isinstance(error, TimeoutError):
-        return "it did not answer in time"
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _query(given: Mapping[str, object]) -> str:

@@ -1,63 +1,79 @@
-"""A run in a directory: what its files tell, and requests to its job through its inbox."""
+"""A run in a directory: what its files tell, and how its job is asked for something through its inbox.
+
+push, revert             checked first, and submitted only if a job will take it
+withdraw                 removes an update that no job has taken, or asks the job that has
+audit, pull,             a request; whoever asks polls for the answer until a deadline, and leaves nothing
+checkpoint, stop         behind when it gives up
+status, log, show, look  the journal, the inbox and the refusals seen as one list. A damaged entry of the
+                         journal hides no other: what it said is missing, and `_damage_text` names its file
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import getpass
+import os
+import socket
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any, cast
 
+import msgspec
 from msgspec import structs
 
 from replicast.client.examination import Examination, examine, views_of
-from replicast.client.inbox_author import (
-    audit,
-    checkpoint,
-    examine_revert,
-    pull,
-    stop,
-    submit,
-    submit_revert,
-    withdraw,
-)
 from replicast.client.metrics import Metrics, MetricsFile
-from replicast.client.notes import POLL_SECS, SeenJob, described_run, running_beside, schema_of, see
+from replicast.client.notes import POLL_SECS, SeenJob, described_run, polls, running_beside, schema_of, see
 from replicast.client.run import (
     Brief,
     CheckpointView,
     LastMetrics,
     Overview,
+    Pulled,
     Pushed,
     Restart,
     Run,
-    RunOperation,
+    ranges_of,
 )
-from replicast.client.update_views import (
-    committed_views,
-    damage_text,
-    find,
-    look,
-    refused_views,
-    waiting_views,
+from replicast.core.records import Stage
+from replicast.errors import (
+    CheckpointError,
+    FileDamaged,
+    NoAnswer,
+    NotFound,
+    PayloadRemoved,
+    RequestFailed,
+    RequestRefused,
+    UpdateIdInUse,
+    UpdateRefused,
 )
-from replicast.errors import FileDamaged, NotFound, PayloadRemoved, UpdateRefused
 from replicast.files import RunDir, RunPath, below, read_json
+from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import group_numbers, read_claim
+from replicast.storage.inbox import InboxAnswer, Kind, Rows
 from replicast.storage.run_files import (
     WITHOUT_CALLBACK,
     JobState,
     RunInfo,
     RunState,
+    absent_secs,
+    age,
     changes,
     damage,
     last_audits,
     last_metrics,
     lines_from_the_end,
-    read_state,
+    read_run_info,
 )
-from replicast.storage.updates import Updates, UpdateView, load_update
+from replicast.storage.updates import Undo, Updates, UpdateView, load_update, undo
+from replicast.strictjson import parse_integer
+from replicast.update.audit_report import AuditReport, workers_text
+from replicast.update.digest import digest_array
+from replicast.update.edits import Array
+from replicast.update.inverse import meaning
+from replicast.update.schema import Schema, Variable, planned
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
@@ -66,30 +82,29 @@ _LAST_CHANGES = 50
 _MAX_LOG_LINES = 10_000
 _MAX_OPERATIONS_BYTES = 2**20
 _MOST_RESTARTS = 50
+_MOST_DAMAGED = 5
+_MOST_DESCRIBED = 50  # So many waiting updates are described: a status reads their files each time.
+_DESCRIBED = ("author", "note", "edits", "scheduled", "trial", "reverts")
 _OPERATION = ("id", "kind", "stage", "step", "waits_for", "author", "note")
-
-
-def _restarts(path: RunDir) -> tuple[Restart, ...]:
-    """The last restarts, oldest first; without those whose claim cannot be read."""
-    found = []
-    for group in sorted(group_numbers(path))[1:][-_MOST_RESTARTS:]:
-        with contextlib.suppress(FileDamaged):
-            claim = read_claim(path, group)
-            found.append(Restart(claim.attempt, claim.claimed_at))
-    return tuple(found)
-
-
-# Functions that have the parameters of the operation, after the run's directory.
-DONE_BY: dict[str, Callable[..., Any]] = {
-    "schema": schema_of,
-    "look": look,
-    "audits": last_audits,
-    "audit": audit,
-    "withdraw": withdraw,
-    "pull": pull,
-    "checkpoint": checkpoint,
-    "stop": stop,
+_WITHDRAWAL_SECS = 30.0  # The job may be far from its next boundary, for example in an evaluation.
+_WITHDRAWABLE = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
+_LATE_SECS = 3.0  # A worker writes a note every second: below this, which note is the oldest is chance.
+_WHAT = {
+    "audit": "an audit",
+    "save": "a checkpoint",
+    "leave": "a stop",
+    "pull": "the values",
+    "withdraw": "a withdrawal",
 }
+
+
+def this_user() -> str:
+    """Who runs this, as user@host: the author of what does not say by whom it is."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # A container's user without a name.
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 class DirectoryRun(Run):
@@ -103,13 +118,11 @@ class DirectoryRun(Run):
         self.where = str(path)
         self._metrics = MetricsFile(self.path / "metrics.jsonl")
 
-    def perform(self, operation: RunOperation, arguments: dict[str, Any]) -> Any:
-        return DONE_BY[operation.name](self.path, **arguments)
+    # The run as a whole.
 
-    def brief(self) -> Brief:
+    def do_brief(self) -> Brief:
         seen = see(self.path)
-        now = read_state(self.path, seen.notes, seen.now)
-        return self._brief(described_run(self.path), seen, now)
+        return self._brief(described_run(self.path), seen, seen.state)
 
     def _brief(self, info: RunInfo | None, seen: SeenJob, now: RunState) -> Brief:
         notes = seen.notes
@@ -126,10 +139,9 @@ class DirectoryRun(Run):
             waits_for=WITHOUT_CALLBACK if waits else "",
         )
 
-    def status(self) -> Overview:
-        seen = see(self.path)
-        now = read_state(self.path, seen.notes, seen.now)
-        info = described_run(self.path)
+    def do_status(self) -> Overview:
+        seen, info = see(self.path), described_run(self.path)
+        now = seen.state
         # A former, larger job may have left notes of workers that this one does not have.
         seen = replace(seen, notes=[note for note in seen.notes if note.rank < _size(info, now)])
         brief, told = self._brief(info, seen, now), changes(self.path)
@@ -147,9 +159,9 @@ class DirectoryRun(Run):
             workers=tuple(seen.notes),
             metrics=cast("LastMetrics | None", last_metrics(self.path)),
             audit=next(iter(last_audits(self.path, 1)), None),
-            operations=tuple(read_operations(self.path)) if brief.running else (),
+            operations=tuple(self._operations()) if brief.running else (),
             changes=tuple(asdict(one) for one in told[-_LAST_CHANGES:]),
-            restarts=_restarts(self.path),
+            restarts=tuple(self._restarts()),
             restarted=sum(one.state is JobState.RESTARTING for one in told),
             problem="\n".join(problems),
             **updates,
@@ -159,32 +171,78 @@ class DirectoryRun(Run):
         """The updates of an overview; those in the inbox can be seen also when the journal is damaged."""
         try:
             journal = Updates(self.path)
-            updates = committed_views(self.path, journal, _order(journal)[-_LAST:])
+            updates = self._committed(journal, _order(journal)[-_LAST:])
             known = journal.history.by_id.keys() | journal.history.scheduled.keys()
-            waiting = waiting_views(self.path, known)
-            refused = refused_views(self.path, journal, known | {view.id for view in waiting})
+            waiting = self._waiting(known)
+            refused = self._refused(journal, known | {view.id for view in waiting})
             return {
                 "updates": tuple(updates),
                 "scheduled": tuple(journal.scheduled()),
                 "waiting": tuple(waiting),
                 "refused": tuple(refused[-_LAST:]),
-                "problem": damage_text(journal),
+                "problem": _damage_text(journal),
             }
         except FileDamaged as error:
-            return {"waiting": tuple(waiting_views(self.path, ())), "problem": str(error)}
+            return {"waiting": tuple(self._waiting(())), "problem": str(error)}
 
-    def log(self, last: int | None = None) -> list[UpdateView]:
+    def _operations(self) -> Iterator[dict[str, Any]]:
+        """The operations that the job has in progress, as worker 0 last wrote them down."""
+        try:
+            told = read_json(self.path / "operations.json", max_bytes=_MAX_OPERATIONS_BYTES).get("operations")
+        except FileDamaged:  # Missing when nothing ever was; replaced without waiting for the disk.
+            return
+        for one in told if isinstance(told, list) else ():
+            if isinstance(one, dict):
+                yield {name: one.get(name) for name in _OPERATION}
+
+    def _restarts(self) -> Iterator[Restart]:
+        """The last restarts, oldest first; without those whose claim cannot be read."""
+        for group in sorted(group_numbers(self.path))[1:][-_MOST_RESTARTS:]:
+            with contextlib.suppress(FileDamaged):
+                claim = read_claim(self.path, group)
+                yield Restart(claim.attempt, claim.claimed_at)
+
+    def do_schema(self) -> Schema:
+        return schema_of(self.path)
+
+    def do_audits(self, last: int) -> list[AuditReport]:
+        return last_audits(self.path, last)
+
+    def do_metrics(self, since: int | None, points: int) -> Metrics:
+        return self._metrics.read(since, points)
+
+    def do_checkpoints(self) -> list[CheckpointView]:
+        found = []
+        for one in CheckpointStore(self.path).list():
+            patched_by = "" if one.parent is None else str(one.parent.get("update_id", "an update"))
+            view = msgspec.convert(one, CheckpointView, from_attributes=True)
+            found.append(structs.replace(view, patched_by=patched_by))
+        return found
+
+    def do_log_lines(self, worker: int, lines: int, attempt: int | None) -> list[str]:
+        logs, name = self.path / "logs", f"worker-{worker:d}.log"
+        if attempt is None:
+            numbers = (path.name[8:] for path in logs.glob("attempt-*") if (path / name).exists())
+            attempt = max((int(one) for one in numbers if one.isascii() and one.isdigit()), default=0)
+        path = logs / f"attempt-{attempt:d}" / name
+        if not path.is_file():
+            raise NotFound(
+                f"There is no log {path}: `replicast run` writes it, unless another --log-dir was given."
+            )
+        last = islice(lines_from_the_end(path), min(max(lines, 0), _MAX_LOG_LINES))
+        return [line.decode(errors="replace") for line in last][::-1]
+
+    # Where each update is.
+
+    def do_log(self, last: int | None) -> list[UpdateView]:
         journal = Updates(self.path)
         order = _order(journal)
-        return committed_views(
-            self.path, journal, order if last is None else order[max(0, len(order) - last) :]
-        )
+        return self._committed(journal, order if last is None else order[max(0, len(order) - last) :])
 
-    def show(self, which: str | int, max_bytes: int | None = None) -> UpdateView:
-        view = find(self.path, str(which), Updates(self.path))
+    def do_show(self, which: str | int, max_bytes: int | None) -> UpdateView:
+        view, update = self._find(which), None
         if max_bytes is not None and (view.nbytes or 0) > max_bytes:
             return view
-        update = None
         try:
             if view.sequence is not None:
                 update = load_update(self.path, view.sequence)
@@ -195,72 +253,384 @@ class DirectoryRun(Run):
         except (FileDamaged, UpdateRefused) as error:
             # That may be why it was refused; or the job has just taken it away.
             return view if view.sequence is None else structs.replace(view, damage=str(error))
-        info = described_run(self.path)
-        schema = None if info is None else info.schema
         if update is None:
             return view
-        edits = tuple(edit.to_json() for edit in views_of(update.edits, schema))
+        info = described_run(self.path)
+        edits = tuple(
+            edit.to_json() for edit in views_of(update.edits, None if info is None else info.schema)
+        )
         return structs.replace(view, edits=edits, detailed=True)
+
+    def do_look(self, update_id: str, thoroughly: bool) -> UpdateView:
+        """By its note; by the journal when the note is missing or says too little."""
+        noted = self._noted(update_id)
+        if noted is not None and noted.receipt is not None:
+            return noted
+        if thoroughly or noted is None or noted.stage.is_final:
+            found = self._matching(Updates(self.path), lambda id_: id_ == update_id)
+            if found:
+                return found[0]
+        if noted is None:
+            raise NotFound(
+                f"Nothing is known of update {update_id} in {self.path}: it may have been withdrawn."
+            )
+        return noted
+
+    def _find(self, which: str | int) -> UpdateView:
+        """The update that a person means: by its number, by its id, or by the beginning of its id.
+
+        Digits alone are never the beginning of an id: `revert RUN 7`, where there is no update 7, must not
+        revert the one whose random id begins with 7.
+        """
+        given, journal, number = str(which), Updates(self.path), None
+        with contextlib.suppress(ValueError):
+            if (number := parse_integer(given)) in journal.history.committed:
+                return self._committed(journal, [number])[0]
+        noted = self._noted(given)
+        found = self._matching(journal, lambda id_: id_ == given) or ([] if noted is None else [noted])
+        if not found and given and number is None:
+            found = self._matching(journal, lambda id_: id_.startswith(given))
+        ids = sorted({view.id for view in found})
+        if not ids:
+            said = f"There is no update {given[:200]} in {self.path}. `replicast status` and `log` list them."
+            raise NotFound(f"{said}\n{_damage_text(journal)}".rstrip())
+        if len(ids) > 1:
+            raise NotFound(f"{given} may be {len(ids)} updates: {', '.join(ids[:5])}. Give more of the id.")
+        return found[0]
+
+    def _matching(self, journal: Updates, matches: Callable[[str], bool]) -> list[UpdateView]:
+        """The updates with such an id; of those with the same one, what counts comes first."""
+        numbers = [record.sequence for record in journal.history.committed.values() if matches(record.id)]
+        views = [*self._committed(journal, numbers), *journal.scheduled()]
+        known = {view.id for view in views}
+        views += self._waiting(known)
+        views += [UpdateView(id=one, stage=Stage.WITHDRAWN) for one in sorted(journal.history.withdrawn)]
+        views += self._refused(journal, known)
+        return [view for view in views if matches(view.id)]
+
+    def _committed(self, journal: Updates, sequences: Iterable[int]) -> list[UpdateView]:
+        """Some of the committed updates, with what the job that runs now has to do about them."""
+        seen = see(self.path)
+        attempt = max((note.attempt for note in seen.notes), default=0) if seen.running else 0
+        reached = max((note.step for note in seen.notes if note.attempt == attempt), default=0)
+        views = []
+        for view in map(journal.committed, sequences):
+            receipt, step = view.receipt, view.step or 0
+            if receipt is not None and receipt.attempt < attempt and step > reached:
+                # The job was restarted before its step, and will apply it again there.
+                view = structs.replace(view, stage=Stage.COMMITTED)
+            elif receipt is None or view.stage is Stage.FAILED:
+                note = inbox.answer_of(self.path, view.id)
+                if note is not None:
+                    applied = receipt is None and note.stage is Stage.APPLIED
+                    stage = Stage.APPLIED if applied else view.stage
+                    view = structs.replace(view, stage=stage, reason=note.problem)
+            views.append(view)
+        return views
+
+    def _waiting(self, known: Collection[str]) -> list[UpdateView]:
+        """What waits in the inbox, the oldest first, without the ids that are known from elsewhere."""
+        found = list[UpdateView]()
+        for entry in inbox.waiting(self.path):
+            if entry.id not in known:
+                view = self._noted(entry.id) or UpdateView(id=entry.id, stage=Stage.PROPOSED)
+                told = inbox.describe(entry.path) if len(found) < _MOST_DESCRIBED else None
+                if told is not None:
+                    given = {name: getattr(told, name) for name in _DESCRIBED}
+                    view = structs.replace(view, step=told.step if view.step is None else view.step, **given)
+                at, nbytes = entry.submitted_at, entry.nbytes
+                found.append(structs.replace(view, at=at, path=entry.path, nbytes=nbytes))
+        return found
+
+    def _refused(self, journal: Updates, known: Collection[str]) -> list[UpdateView]:
+        """What was refused, the oldest first, without the ids that were accepted or submitted again since."""
+        found = []
+        reasons = {id_: UpdateRefused(problem) for id_, problem in journal.refused.items()}
+        reasons |= inbox.refusals(self.path)
+        for update_id in reasons.keys() - known:
+            view = UpdateView(id=update_id, stage=Stage.REFUSED, refusal=reasons[update_id])
+            path = self.path / "refused" / f"{update_id}.safetensors"
+            with contextlib.suppress(OSError):
+                view = structs.replace(view, at=path.with_name(f"{update_id}.json").stat().st_mtime)
+                view = structs.replace(view, nbytes=path.stat().st_size, path=path)
+            found.append(view)
+        return sorted(found, key=lambda view: (view.at, view.id))
+
+    def _noted(self, update_id: str) -> UpdateView | None:
+        """An update as its note says, which is cheap to read; None without a note.
+
+        The note is all that is left of an update in a job whose journal is in memory.
+        """
+        note = inbox.answer_of(self.path, update_id)
+        if note is None:
+            return None
+        receipt = note.receipt
+        return UpdateView(
+            id=update_id,
+            stage=note.stage,
+            at=note.time,
+            step=note.step if receipt is None else receipt.step,
+            receipts=() if receipt is None else (receipt,),
+            outcome=None if receipt is None else receipt.trial,
+            reason=note.problem,
+            waits_for=note.waits_for,
+            trial_until=note.trial_until,
+        )
+
+    # Push, revert, withdraw.
 
     def examine(self, update: Update) -> Examination:
         info = described_run(self.path)
-        if info is None:
-            seen = see(self.path)
-            said = read_state(self.path, seen.notes, seen.now).sentence
-            told = f"{said}. The job checks this when its workers have met and its variables are known"
-            return structs.replace(examine(update, None), warnings=(told,))
-        return examine(update, info.schema)
+        if info is not None:
+            return examine(update, info.schema)
+        said = see(self.path).state.sentence
+        told = f"{said}. The job checks this when its workers have met and its variables are known"
+        return structs.replace(examine(update, None), warnings=(told,))
 
-    def push(
-        self,
-        update: Update,
-        at_step: int | None = None,
-        trial: Trial | None = None,
-        next_start: bool = False,
-    ) -> Pushed:
-        number, warning = submit(self.path, update, at_step, trial, next_start=next_start)
-        return Pushed(self, update.id, number, warning)
+    def do_push(self, update: Update, at_step: int | None, trial: Trial | None, next_start: bool) -> Pushed:
+        info = described_run(self.path)  # While the first workers start, the job checks it when it takes it.
+        plan, journal = update if info is None else planned(update, info.schema), Updates(self.path)
+        if update.id in journal.history.withdrawn:
+            raise UpdateRefused(
+                "An update with this id was withdrawn", expected="a new id", received=update.id
+            )
+        record = journal.history.by_id.get(update.id)
+        if record is not None and record.digest in (update.content_digest(), plan.content_digest()):
+            return Pushed(self, update.id, record.sequence)
+        if record is not None:
+            raise UpdateIdInUse(
+                f"Another update with this id is in the journal, as number {record.sequence}",
+                expected="a new id, or the same content",
+                received=update.id,
+            )
+        seen = see(self.path)
+        step = max((note.step for note in seen.notes), default=0)
+        if at_step is not None and at_step <= step and seen.running:
+            expected = f"a step after {step}, where the job is"
+            raise UpdateRefused(f"Step {at_step} is past", expected=expected, received=f"step {at_step}")
+        signed = update.signed(this_user())
+        warning = self._submit(signed, seen, next_start, at_step=at_step, trial=trial)
+        # Where the journal is damaged, the job knows what it has: it decides.
+        return Pushed(self, update.id, warning=f"{_damage_text(journal)}\n{warning}".strip())
 
-    def revert(
-        self,
-        which: str | int,
-        note: str = "",
-        dry_run: bool = False,
-        force: bool = False,
-        next_start: bool = False,
-        author: str = "",
+    def do_revert(
+        self, which: str | int, note: str, dry_run: bool, force: bool, next_start: bool, author: str
     ) -> Pushed | Examination:
+        plan = self._undo(which, force)
         if dry_run:
-            return examine_revert(self.path, which, force=force)
-        id_, warning = submit_revert(self.path, which, note, author, force=force, next_start=next_start)
-        return Pushed(self, id_, warning=warning)
+            meanings = dict.fromkeys(f"{edit.variable}: {meaning(edit)}" for edit in plan.update.edits)
+            unless = "" if force else ": it is refused unless it is forced (--force, force=True)"
+            notes = (*meanings, *(f"{one}{unless}" for one in plan.since))
+            return structs.replace(examine(plan.update, schema_of(self.path)), notes=notes)
+        if not force:
+            plan.check()
+        revert = Update(note=note or plan.update.note, author=author or this_user())
+        reverts = plan.record.sequence
+        warning = self._submit(revert, see(self.path), next_start, reverts=reverts, forced=force)
+        return Pushed(self, revert.id, warning=warning)
 
-    def metrics(self, since: int | None = None, points: int = 2000) -> Metrics:
-        return self._metrics.read(since, points)
-
-    def checkpoints(self) -> list[CheckpointView]:
-        found = []
-        for one in CheckpointStore(self.path).list():
-            patched_by = "" if one.parent is None else str(one.parent.get("update_id", "an update"))
-            fields = {name: getattr(one, name) for name in CheckpointView.__struct_fields__[:-1]}
-            found.append(CheckpointView(**fields, patched_by=patched_by))
-        return found
-
-    def log_lines(self, worker: int, lines: int = 200, attempt: int | None = None) -> list[str]:
-        logs = self.path / "logs"
-        if attempt is None:
-            name = f"worker-{worker:d}.log"
-            found = (path.name[8:] for path in logs.glob("attempt-*") if (path / name).exists())
-            attempt = max(
-                (int(number) for number in found if number.isascii() and number.isdigit()), default=0
+    def _undo(self, which: str | int, force: bool) -> Undo:
+        view = self._find(which)
+        if view.sequence is None:
+            raise UpdateRefused(
+                f"Update {view.id} is {view.stage}: it was not applied, so there is nothing to revert",
+                remedy="replicast withdraw takes back what is not committed",
             )
-        path = logs / f"attempt-{attempt:d}" / f"worker-{worker:d}.log"
-        if not path.is_file():
-            raise NotFound(
-                f"There is no log {path}: `replicast run` writes it, unless another --log-dir was given."
+        return undo(self.path, view.sequence, forced=force)
+
+    def _submit(self, update: Update, seen: SeenJob, next_start: bool, **more: Any) -> str:
+        """Refuses what nobody would take, unless that is wanted or it waits there already; warns."""
+        now, warning = seen.state, ""
+        if not now.state.is_running:
+            beside = running_beside(self.path, seen.now)
+            if not next_start and all(one.id != update.id for one in inbox.waiting(self.path)):
+                again = "Try again when the job runs, or leave it for the next start: next_start=True"
+                problem = f"The job is not running: {now.sentence}"
+                raise UpdateRefused(problem, expected="a running job", remedy=beside or again)
+            warning = f"{now.sentence}. It will take the update when it is started again. {beside}".rstrip()
+        try:
+            inbox.submit(self.path, update, **more)
+        except OSError as error:
+            raise UpdateRefused(
+                f"The update cannot be written to {self.path / 'inbox'} ({error.strerror})",
+                received=f"{update.nbytes} bytes",
+                remedy="Free some space there, or let this user write there, and try again",
+            ) from error
+        return warning
+
+    def do_withdraw(self, update_id: str) -> UpdateView:
+        """Blocks until the job has answered, if one has taken it."""
+        with contextlib.suppress(
+            OSError
+        ):  # Then the update is not found, or cannot be removed: that is told.
+            inbox.put_back(self.path)  # Of a withdrawal that was killed.
+        view = self._find(update_id)
+        if view.stage in (Stage.REFUSED, Stage.WITHDRAWN):
+            raise UpdateRefused(f"Update {view.id} was {view.stage}: there is nothing to withdraw")
+        withdrawn = UpdateView(id=view.id, stage=Stage.WITHDRAWN)
+        try:
+            if inbox.withdraw(self.path, view.id, job_is_running=lambda: see(self.path).running):
+                return withdrawn
+        except OSError as error:
+            raise UpdateRefused(
+                f"It cannot be removed from {self.path / 'inbox'} ({error.strerror})"
+            ) from error
+        problem = "It was taken by a job"
+        if self._find(view.id).stage in _WITHDRAWABLE:
+            try:
+                self._ask("withdraw", _WITHDRAWAL_SECS, name=view.id)
+                return withdrawn
+            except (NoAnswer, RequestRefused) as error:
+                problem = str(error)
+        view = self.look(view.id, thoroughly=True)
+        if view.stage is Stage.REFUSED:
+            raise UpdateRefused(f"Update {view.id} was refused: there is nothing to withdraw")
+        if view.stage in _WITHDRAWABLE:
+            raise NoAnswer(
+                f"{problem}\nUpdate {view.id} is still {view.stage}: withdraw it again when the job trains."
             )
-        last = islice(lines_from_the_end(path), min(max(lines, 0), _MAX_LOG_LINES))
-        return [line.decode(errors="replace") for line in last][::-1]
+        if view.stage is not Stage.WITHDRAWN:
+            step = "" if view.step is None else f", step {view.step}"
+            raise UpdateRefused(f"Too late: update {view.id} is {view.stage}{step}")
+        return view
+
+    # Requests.
+
+    def do_audit(self, timeout: float, author: str) -> AuditReport:
+        answer, _ = self._ask("audit", timeout, author)
+        with _answer_is_read():
+            return AuditReport.from_json(answer.details)
+
+    def do_checkpoint(self, timeout: float, author: str) -> int:
+        return self._ask("save", timeout, author)[0].done_at
+
+    def do_stop(self, timeout: float, author: str) -> int:
+        answer, _ = self._ask("leave", timeout, author)
+        if answer.problem:
+            raise RequestRefused(
+                f"The job has stopped at step {answer.done_at}, without a checkpoint: {answer.problem}"
+            )
+        return answer.done_at
+
+    def do_pull(self, name: str, rows: Sequence[int] | None, timeout: float, max_bytes: int | None) -> Pulled:
+        wanted = None if rows is None else tuple(rows)
+        ranges = () if wanted is None else ranges_of(wanted)
+        try:
+            variable = schema_of(self.path).resolve(name)
+            _check_size(variable, ranges, max_bytes)
+        except UpdateRefused as error:
+            raise NotFound(str(error)) from error
+        if wanted == ():
+            raise NotFound("Rows are wanted, and none is named.")
+        if not (seen := see(self.path)).running:
+            return self._pull_from_checkpoint(seen, variable, wanted, ranges, max_bytes)
+        answer, values = self._ask("pull", timeout, variable=variable, rows=ranges)
+        if values is None:
+            raise NoAnswer("The job has answered without values.")
+        with _answer_is_read():
+            digests = {int(rank): str(digest) for rank, digest in answer.details["digests"].items()}
+            return Pulled(variable.name, answer.done_at, digests[0], "job", values, wanted, digests)
+
+    def _pull_from_checkpoint(
+        self,
+        seen: SeenJob,
+        variable: Variable,
+        wanted: tuple[int, ...] | None,
+        ranges: Rows,
+        max_bytes: int | None,
+    ) -> Pulled:
+        store, name = CheckpointStore(self.path), variable.name
+        last = store.last()
+        if last is None:
+            raise NotFound(f"{seen.not_running_text}, and it has no checkpoint.")
+        with store.open(last.step) as reader:
+            try:  # The variable may have another shape there.
+                _check_size(reader.manifest.schema.resolve(name), ranges, max_bytes)
+                array = reader.read(name) if wanted is None else reader.read_rows(name, ranges)
+            except (CheckpointError, UpdateRefused) as error:
+                raise NotFound(str(error)) from error
+        return Pulled(name, last.step, digest_array(array), f"checkpoint {last.step}", array, wanted)
+
+    def _ask(
+        self,
+        kind: Kind,
+        timeout_secs: float,
+        author: str = "",
+        *,
+        name: str = "",
+        variable: Variable | None = None,
+        rows: Rows = (),
+    ) -> tuple[InboxAnswer, Array | None]:
+        """Asks the job for something and waits for its answer, at most `timeout_secs`; a pull has values."""
+        seen, what = see(self.path), _WHAT[kind]
+        if not seen.running:
+            raise NoAnswer(f"{seen.not_running_text}: only a running job can be asked for {what}.")
+        named = {"author": author or this_user(), "name": name if variable is None else variable.name}
+        try:
+            id_ = inbox.ask(self.path, kind, timeout_secs=timeout_secs, now=seen.now, rows=rows, **named).id
+        except OSError as error:
+            raise RequestFailed(
+                f"The request cannot be written to {self.path / 'inbox'} ({error.strerror})."
+            ) from error
+        answer = None
+        try:
+            for seen in polls(self.path, timeout_secs):
+                answer = inbox.read_answer(self.path, id_)  # After the notes: a job may write it as it ends.
+                if answer is not None and answer.stage is Stage.REFUSED:
+                    raise RequestRefused(f"The job refused it, at step {answer.step}: {answer.problem}")
+                if answer is not None and variable is not None:
+                    count = sum(stop - start for start, stop in rows)
+                    shape = (count, *variable.shape[1:]) if rows else variable.shape
+                    return answer, inbox.values_of(self.path, id_, shape, variable.dtype)
+                if answer is not None:
+                    return answer, None
+                if not seen.running:
+                    raise NoAnswer(f"{seen.not_running_text}: it ended without {what}.")
+            waited_for = _waited_for(see(self.path), read_run_info(self.path).workers)
+            raise NoAnswer(f"{timeout_secs:g} s have passed without {what}. {waited_for}")
+        finally:
+            if kind != "leave" or answer is None:  # otherwise the launcher reads who has stopped the job
+                inbox.forget(self.path, id_)
+
+
+@contextlib.contextmanager
+def _answer_is_read() -> Iterator[None]:
+    """Anybody may write an answer into the inbox."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RequestFailed(f"The answer to the request is not valid ({error!r}).") from error
+
+
+def _check_size(variable: Variable, ranges: Rows, max_bytes: int | None) -> None:
+    nbytes = inbox.checked_rows(variable, ranges)
+    if max_bytes is not None and nbytes > max_bytes:
+        raise RequestRefused(
+            f"These are too many values of {variable.name}. Expected: at most {max_bytes} bytes. "
+            f"Received: {nbytes}. Ask for some rows at a time"
+        )
+
+
+def _waited_for(seen: SeenJob, workers: int) -> str:
+    """What keeps a job from answering, as far as the workers' notes tell."""
+    now, limit = seen.now, absent_secs(workers)
+    heard = {note.rank: note for note in seen.notes if now - note.time <= limit}
+    silent = [rank for rank in range(workers) if rank not in heard]
+    if silent:
+        return f"Waited for {workers_text(silent)}, not heard of for {age(limit)} or more."
+    if not any(note.training for note in heard.values()):
+        return "Waited for the training to begin: no worker is inside a training loop."
+    steps = sorted({note.step for note in heard.values()})
+    if len(steps) > 1:
+        behind = workers_text(sorted(note.rank for note in heard.values() if note.step == steps[0]))
+        verb = "are" if " and " in behind else "is"
+        return f"Waited for the next step: {behind} {verb} behind, at step {steps[0]}, others at {steps[-1]}."
+    oldest = min(heard.values(), key=lambda note: note.time)
+    told = f"; worker {oldest.rank} was not heard of for the longest, {age(now - oldest.time)}"
+    return (
+        f"Waited for the next step: every worker is at step {steps[0]}, and one that hangs keeps the "
+        f"others there{told if now - oldest.time > _LATE_SECS else ''}. Look into the logs of all."
+    )
 
 
 def _order(journal: Updates) -> list[int]:
@@ -268,14 +638,12 @@ def _order(journal: Updates) -> list[int]:
     return [record.sequence for record in journal.history.after(frozenset())]
 
 
-def read_operations(run: RunDir) -> list[dict[str, Any]]:
-    """The operations that the job has in progress, as worker 0 last wrote them down."""
-    try:
-        listed = read_json(below(run) / "operations.json", max_bytes=_MAX_OPERATIONS_BYTES).get("operations")
-    except FileDamaged:  # Missing when nothing ever was; replaced without waiting for the disk.
-        return []
-    found = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-    return [{name: one.get(name) for name in _OPERATION} for one in found]
+def _damage_text(journal: Updates) -> str:
+    """Which entries of the journal are damaged, and what they said; empty if none is."""
+    lines = [" ".join(str(one.error).split()) for one in journal.damaged[:_MOST_DAMAGED]]
+    if len(journal.damaged) > _MOST_DAMAGED:
+        lines.append(f"{len(journal.damaged) - _MOST_DAMAGED} more entries of the journal are damaged.")
+    return "\n".join(lines)
 
 
 def _size(info: RunInfo | None, now: RunState) -> int:

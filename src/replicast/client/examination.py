@@ -11,6 +11,7 @@ from replicast.errors import UpdateRefused
 from replicast.strictjson import View
 from replicast.update.edits import RESETS, Array, Edit, EditKind
 from replicast.update.schema import Schema, Variable, planned
+from replicast.update.trial import Trial
 from replicast.update.update import Update
 
 _POSITIVE = "A learning rate that trains is positive"
@@ -57,6 +58,7 @@ class Examination(View, frozen=True):
 
 def examine(update: Update, schema: Schema | None) -> Examination:
     """What an update would do, and why it would be refused: all problems, not only the first."""
+    check_types(update)
     if schema is None:
         views = views_of(update.edits, None)
         return Examination(tuple(views), tuple(_problems_by_themselves(update, views)))
@@ -76,6 +78,15 @@ def examine(update: Update, schema: Schema | None) -> Examination:
             problems.append(error)
     views = views_of(edits, schema)
     return Examination(tuple(views), tuple(problems), tuple(_warnings(views)))
+
+
+def check_types(update: object, trial: object = None) -> None:
+    """A dictionary is a common mistake, and would fail later with an error about an attribute."""
+    if not isinstance(update, Update):
+        example = 'replicast.Update().add("dense/bias", delta)'
+        raise TypeError(f"Expected an Update, such as {example}. Received: {type(update).__name__}")
+    if not isinstance(trial, Trial | None):
+        raise TypeError(f"Expected a Trial, such as replicast.Trial(50). Received: {type(trial).__name__}")
 
 
 def views_of(edits: Iterable[Edit], schema: Schema | None) -> list[EditView]:

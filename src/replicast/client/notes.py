@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from threading import Lock
 from time import monotonic, sleep
 
@@ -32,6 +32,7 @@ from replicast.storage.run_files import (
     ENDED,
     RUN_FILE,
     RunInfo,
+    RunState,
     WorkerNote,
     age,
     has_ended,
@@ -49,12 +50,24 @@ LISTEN_SECS = ABSENT_SECS
 _TOO_OLD_SECS = 86_400.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SeenJob:
     """What the workers of a job last said, and what time it was then by their clock."""
 
+    run: RunPath
     notes: list[WorkerNote]
     now: float
+
+    @cached_property
+    def state(self) -> RunState:
+        return read_state(self.run, self.notes, self.now)
+
+    @property
+    def not_running_text(self) -> str:
+        if not self.notes:
+            return "The job is not running (no worker has written a note yet)"
+        silent = self.now - max(note.time for note in self.notes)
+        return f"The job is not running (last heard of {age(silent)} ago)"
 
     @property
     def running(self) -> bool:
@@ -104,7 +117,7 @@ class _NotesReader:
         return seen
 
     def _seen(self) -> SeenJob:
-        return SeenJob(read_worker_notes(self._run), time.time() - self._behind_secs)
+        return SeenJob(self._run, read_worker_notes(self._run), time.time() - self._behind_secs)
 
     def _is_surely_dead(self, seen: SeenJob) -> bool:
         running = [note for note in seen.notes if note.waiting_for != ENDED]
@@ -122,15 +135,13 @@ def _is_gone(note: WorkerNote) -> bool:
     return is_on_this_host(process) and is_alive(process) is False
 
 
-def polls(run: RunDir, timeout_secs: float) -> Iterator[tuple[SeenJob, bool, bool]]:
-    """Looks at a job ten times a second until the time is up; blocks at most `timeout_secs` in all."""
+def polls(run: RunDir, timeout_secs: float) -> Iterator[SeenJob]:
+    """Looks at a job ten times a second until the time is up, and reads its notes once a second."""
     seen, read_at = see(run), monotonic()
-    is_fresh = True
-    for is_last in ticks(timeout_secs, POLL_SECS):
-        if not is_fresh and monotonic() - read_at >= _READ_NOTES_SECS:
-            is_fresh, seen, read_at = True, see(run), monotonic()
-        yield seen, is_fresh, is_last
-        is_fresh = False
+    for number, _ in enumerate(ticks(timeout_secs, POLL_SECS)):
+        if number and monotonic() - read_at >= _READ_NOTES_SECS:
+            seen, read_at = see(run), monotonic()
+        yield seen
 
 
 def ticks(timeout_secs: float, every_secs: float) -> Iterator[bool]:
@@ -142,20 +153,13 @@ def ticks(timeout_secs: float, every_secs: float) -> Iterator[bool]:
         yield monotonic() >= ends
 
 
-def not_running_text(seen: SeenJob) -> str:
-    if not seen.notes:
-        return "The job is not running (no worker has written a note yet)"
-    silent = seen.now - max(note.time for note in seen.notes)
-    return f"The job is not running (last heard of {age(silent)} ago)"
-
-
 def running_beside(run: RunDir, now: float) -> str:
     """Which further `Replicas` of the same script are running, in a sentence; empty when none is.
 
     A hint, so nobody listens for it: `now` is the time by the clock of `run`.
     """
     found = [child for child in sorted(below(run).glob("replicas-*")) if is_run(child)]
-    running = [str(child) for child in found if SeenJob(read_worker_notes(child), now).running]
+    running = [str(child) for child in found if SeenJob(child, read_worker_notes(child), now).running]
     if not running:
         return ""
     return f"Another Replicas of the same script is running: give {' or '.join(running)} instead."
@@ -174,9 +178,9 @@ def described_run(run: RunDir) -> RunInfo | None:
 def schema_of(run: RunDir) -> Schema:
     info = described_run(run)
     if info is None:
-        seen = see(run)
-        said = read_state(run, seen.notes, seen.now).sentence
-        raise NotFound(f"{said}. Its variables are known when its workers have met: ask again then.")
+        raise NotFound(
+            f"{see(run).state.sentence}. Its variables are known when its workers have met: ask again then."
+        )
     return info.schema
 
 

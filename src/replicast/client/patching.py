@@ -30,7 +30,7 @@ from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence, last_claim
 from replicast.storage.journal import FileJournal
 from replicast.storage.liveness import check_free
-from replicast.storage.run_files import read_run_info, read_state
+from replicast.storage.run_files import read_run_info
 from replicast.storage.updates import Updates
 from replicast.update.digest import digest_array, digest_of_digests
 from replicast.update.edits import Array
@@ -67,8 +67,7 @@ def checkpoint_to_patch(run: RunDir, step: int | None) -> Manifest:
 
 def check_patch(run: RunDir, step: int, update: Update) -> None:
     """Checks whether a checkpoint of a run can be patched in place now. Changes nothing."""
-    seen = see(run)
-    state = read_state(run, seen.notes, seen.now)
+    state = see(run).state
     if state.state.is_running:
         raise _job_is_running(state.sentence)
     if not read_run_info(run).journaled:

@@ -4,12 +4,12 @@ A row of the table is a method of `Run` with `@operation`. It says once what the
 parameters with their types, limits, defaults and help (the docstring's `Args`), the result, the errors
 (`Raises`), and the HTTP method and path. `OPERATIONS` holds the rows by name. From a row follow
 
-    DirectoryRun    does it: the one place where an operation is implemented (directory.py)
+    DirectoryRun    does it, in the method `do_<name>`: the one place that implements it (directory.py)
     ServedRun       sends it over HTTP; written once for all rows (connection.py)
     the page        one route with its checks (page/app.py), and its entry in /openapi.json (page/openapi.py)
     the commands    names, limits and help of their options (cli/)
 
-so that a new operation is a method here, a method of `DirectoryRun` and a command. What the job itself must
+so that a new operation is a method here, one of `DirectoryRun` and a command. What the job itself must
 answer needs more: docs/architecture.md lists it.
 
 Always true:
@@ -46,7 +46,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from replicast import errors
-from replicast.client.examination import Examination, examine
+from replicast.client.examination import Examination, check_types, examine
 from replicast.client.metrics import MAX_POINTS, Metrics
 from replicast.client.notes import ticks
 from replicast.core.entries import Receipt
@@ -81,7 +81,9 @@ Step = Annotated[int, Meta(ge=0, le=MAX_STEP - 1)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 UpdateId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Rank = Annotated[int, Meta(ge=0, le=MAX_RANK)]
-RowsText = Annotated[str, Meta(pattern=r"^\d{1,15}(:\d{1,15})?(,\d{1,15}(:\d{1,15})?)*$", max_length=4000)]
+# `rows_of` checks it, with a better message than that it does not match a pattern.
+_ROWS = {"pattern": r"^\d{1,15}(:\d{1,15})?(,\d{1,15}(:\d{1,15})?)*$"}
+RowsText = Annotated[str, Meta(max_length=4000, extra_json_schema=_ROWS)]
 
 
 class TrialOptions(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -276,6 +278,8 @@ def operation(method: Literal["GET", "POST"], path: str, **more: Any) -> Callabl
             bound.apply_defaults()
             arguments = dict(bound.arguments)
             del arguments["self"]
+            if row.takes_file:
+                check_types(arguments["update"], arguments["trial"])
             return self.perform(row, arguments)
 
         return cast("_Method", ask)
@@ -525,8 +529,8 @@ class Run:
     poll_secs: float  # The interval between two reads of an update that somebody waits for.
 
     def perform(self, operation: RunOperation, arguments: dict[str, Any]) -> Any:
-        """Does what a row of the table says, where a class does not do it in a method of its own."""
-        raise NotImplementedError(f"{type(self).__name__} has no {operation.name}")
+        """Does what a row of the table says, with all of its arguments."""
+        return getattr(self, f"do_{operation.name}")(**arguments)
 
     @operation("GET", "")
     def brief(self) -> Brief:
@@ -536,7 +540,7 @@ class Run:
     def status(self) -> Overview:
         """Workers, metrics, what is under way, updates and what waits."""
 
-    @operation("GET", "/schema", key="variables")
+    @operation("GET", "/schema")
     def schema(self) -> Schema:
         """The variables that an update may change."""
 

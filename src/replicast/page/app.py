@@ -12,6 +12,7 @@ import asyncio
 import gzip
 import hashlib
 import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 from starlette.applications import Starlette
@@ -31,9 +33,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from replicast.client import Examination, Pulled, Pushed, Run, UpdateView
-from replicast.client.inbox_author import new_upload, update_in
 from replicast.client.run import MAX_LOG, MAX_SERVED_ROWS, OPERATIONS, RateOptions, RunOperation, rows_of
-from replicast.errors import RequestRefused
+from replicast.errors import FileDamaged, RequestRefused, UpdateRefused
+from replicast.files import RunPath
 from replicast.page import prometheus
 from replicast.page.answers import HttpError, dumped, http_error
 from replicast.page.assets import PAGE, PLOTLY, STATIC, TYPES, asset_names, plotly_file
@@ -49,8 +51,9 @@ from replicast.page.web_server import (
     small_body,
     uploaded,
 )
+from replicast.tensorfiles import outline_of, parse_tensors
 from replicast.update.edits import EditKind
-from replicast.update.update import Update
+from replicast.update.update import MAX_TENSORS, Update, edits_of_tensors
 
 logger = logging.getLogger("replicast")
 
@@ -59,6 +62,7 @@ _T = TypeVar("_T")
 _KEPT_SECS = {"schema": 10.0, "checkpoints": 3.0, "show": 0.0, "look": 0.0}  # Others: a second.
 _RUNNING_SECS, _RESTING_SECS = 2.0, 15.0
 _PIECE_BYTES = 256 * 1024
+_SOURCE = "The uploaded file"
 
 
 def set_learning_rate(_run: Run) -> Pushed | Examination:
@@ -188,25 +192,50 @@ def _with_values(pulled: Pulled) -> dict[str, Any]:
 
 
 async def _push(asked: Asked) -> dict[str, Any]:
-    options, run = asked.options, asked.watch.run
-    temporary = new_upload(run.path or run.where)
-    most = asked.settings.max_upload_bytes
-    async with uploaded(asked.request, temporary, asked.runs.readers, most) as path:
+    run, most = asked.watch.run, asked.settings.max_upload_bytes
+    async with uploaded(asked.request, run.path or run.where, asked.runs.readers, most) as path:
+        return await asked.act(lambda: _proposed(asked, _update_in(path, asked.options, asked.author)))
 
-        def propose() -> dict[str, Any]:
-            update = update_in(
-                path,
-                operation=None if options.operation is None else EditKind(options.operation),
-                weight=options.weight,
-                id=options.id,
-                note=options.note,
-                author=asked.author,
-                reset_slots=options.reset_slots,
-                allow_nonfinite=options.allow_nonfinite,
-            )
-            return _proposed(asked, update)
 
-        return await asked.act(propose)
+def _update_in(path: RunPath, options: Any, author: str) -> Update:
+    """The update in a file that nobody else changes. Its arrays are views of the mapped file."""
+    operation = None if options.operation is None else EditKind(options.operation)
+    try:
+        update = _read(path, operation, options.weight)
+    except FileDamaged as error:
+        verdict = f": {error.problem}" if error.problem else ""
+        raise UpdateRefused(
+            f"{_SOURCE} {error.verdict}{verdict}",
+            expected=error.expected,
+            received=error.received,
+            remedy=error.remedy,
+        ) from error
+    kept_id = update.id if update.id_was_given or operation is None else None
+    blank = Update(
+        id=kept_id if options.id is None else options.id,
+        note=update.note if options.note is None else options.note,
+        author=update.author if update.author else author,
+        reset_slots=options.reset_slots or update.reset_slots,
+        allow_nonfinite=options.allow_nonfinite or update.allow_nonfinite,
+    )
+    return Update.from_parts(blank.describe() | {"edits": update.describe()["edits"]}, update.arrays())
+
+
+def _read(path: RunPath, operation: EditKind | None, weight: float | None) -> Update:
+    outline_of(path, max_tensors=MAX_TENSORS)
+    with os.fdopen(path.open(os.O_RDONLY), "rb") as opened:
+        content = np.memmap(opened, np.uint8, "r").data
+    if operation is None:
+        return Update.parse(content, _SOURCE, remedy="Say what to do with them: choose an operation")[0]
+    file = parse_tensors(content, _SOURCE, max_tensors=MAX_TENSORS)
+    if "replicast" in file.metadata:
+        raise UpdateRefused(
+            f"{_SOURCE} says itself what to do with its tensors",
+            expected="a plain file of tensors",
+            received="a saved update",
+            remedy="Send it without an operation",
+        )
+    return Update().replaced(edits_of_tensors(file.tensors, operation, weight))
 
 
 async def _set_learning_rate(asked: Asked) -> dict[str, Any]:
@@ -333,12 +362,6 @@ async def _arguments(row: RunOperation, request: Request) -> tuple[dict[str, Any
             except msgspec.ValidationError as error:
                 raise HttpError(404, "There is no such worker", received=arguments[name][:200]) from error
     query = dict(request.query_params)
-    rows = None
-    if "rows" in row.parameters and "rows" in query:  # Before the pattern is checked: its error is a regex.
-        try:
-            rows = rows_of(query["rows"], MAX_SERVED_ROWS)
-        except ValueError as error:
-            raise HttpError(400, str(error)) from error
     if row.method == "GET" or row.takes_file:
         options = _converted(query, row.fields)
     else:
@@ -351,8 +374,11 @@ async def _arguments(row: RunOperation, request: Request) -> tuple[dict[str, Any
     for name in row.parameters:
         if hasattr(options, name):
             arguments[name] = getattr(options, name)
-    if rows is not None:
-        arguments["rows"] = rows
+    if arguments.get("rows") is not None:
+        try:
+            arguments["rows"] = rows_of(arguments["rows"], MAX_SERVED_ROWS)
+        except ValueError as error:
+            raise HttpError(400, str(error)) from error
     return arguments, options
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +10,7 @@ import msgspec
 
 from replicast import __version__
 from replicast.client.run import MAX_RANK, RunOperation
+from replicast.update.schema import Schema
 
 _ERRORS = {
     400: "A parameter or the body is not valid",
@@ -105,9 +105,10 @@ def _required(row: RunOperation) -> list[str]:
     """The names that every answer has."""
     if row.key:
         return [row.key]
-    is_struct = issubclass(row.returns, msgspec.Struct)
-    fields = msgspec.structs.fields(row.returns) if is_struct else dataclasses.fields(row.returns)
-    return [one.name for one in fields if one.name not in _NOT_IN_JSON]
+    if row.returns is Schema:
+        return ["variables", "hints"]
+    names = getattr(row.returns, "__struct_fields__", None) or row.returns.__dataclass_fields__
+    return [name for name in names if name not in _NOT_IN_JSON]
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:

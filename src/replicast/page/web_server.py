@@ -33,7 +33,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from replicast.config import TOKEN
 from replicast.errors import ServeRefused
-from replicast.files import RunPath, make_durably
+from replicast.files import TEMPORARY, RunDir, RunPath, below, make_durably
 from replicast.page.answers import HttpError
 from replicast.strictjson import parse_integer
 
@@ -344,10 +344,9 @@ STALL_SECS = 30.0  # An upload that makes no progress for so long is given up.
 
 
 @asynccontextmanager
-async def uploaded(
-    request: Request, temporary: RunPath, threads: Threads, max_bytes: int
-) -> AsyncIterator[RunPath]:
-    """The body of a request in a file, which is gone afterwards."""
+async def uploaded(request: Request, run: RunDir, threads: Threads, max_bytes: int) -> AsyncIterator[RunPath]:
+    """The body of a request in a file, which is gone afterwards; if it is left behind, the job removes it."""
+    temporary = below(run) / "inbox" / f"{TEMPORARY}upload-{secrets.token_hex(8)}"
 
     def create() -> int:
         make_durably(temporary.parent)

@@ -1,6 +1,6 @@
 """Everything known about each update of a run: one reader of the journal, and one record for what it tells.
 
-`client/update_views.py` adds what the inbox and the notes of workers say.
+`client/directory.py` adds what the inbox and the notes of workers say.
 """
 
 from __future__ import annotations

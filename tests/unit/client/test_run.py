@@ -10,7 +10,7 @@ import pytest
 
 import replicast
 from replicast.client import Run, connect
-from replicast.client.directory import DONE_BY, DirectoryRun
+from replicast.client.directory import DirectoryRun
 from replicast.client.run import OPERATIONS, rows_of, rows_text
 from replicast.core.records import Stage
 from replicast.errors import (
@@ -96,6 +96,14 @@ def test_an_update_that_does_not_fit_is_refused_with_the_reason(run: Run, direct
         run.push(Update().add("dense/bias", np.ones(4, np.float32)))
     assert (caught.value.variable, caught.value.expected) == ("model/dense/bias", "(3,)")
     assert inbox.waiting(directory) == []
+
+
+def test_what_is_not_an_update_is_refused_by_its_type(run: Run) -> None:
+    for ask in (run.push, run.examine):
+        with pytest.raises(TypeError, match=r"Expected an Update, such as .* Received: dict"):
+            ask({"dense/bias": BIAS})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Expected a Trial"):
+        run.push(slower(), trial=50)  # type: ignore[arg-type]
 
 
 def test_step_and_trial_arrive(run: Run, directory: Path) -> None:
@@ -301,7 +309,7 @@ def test_connect_is_a_name_of_the_package(directory: Path) -> None:
 
 def test_a_directory_does_all_that_the_table_lists_and_each_parameter_is_explained() -> None:
     for name, row in OPERATIONS.items():
-        assert name in DONE_BY or getattr(DirectoryRun, name) is not getattr(Run, name)
+        assert hasattr(DirectoryRun, f"do_{name}")
         assert row.summary
         assert all(one.help for one in row.parameters.values()), name
         assert all(issubclass(one, ReplicastError) for one in row.errors)
