@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 import replicast
-from replicast.storage.updates import committed_updates
+from replicast.storage.journal import committed_updates
 from tests.pool import Pool
 from tests.pool.checks import digest, state
 from tests.workers.recipes import perceptron

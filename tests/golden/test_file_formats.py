@@ -24,9 +24,8 @@ from replicast.core.entries import (
 )
 from replicast.core.records import Stage
 from replicast.storage.claims import Claim, Fence, last_claim
-from replicast.storage.journal import FileJournal, counted_lines, read_stored
+from replicast.storage.journal import FileJournal, committed_updates, counted_lines, load_update, read_stored
 from replicast.storage.run_files import RunInfo, read_run_info, write_run_info
-from replicast.storage.updates import committed_updates, load_update
 from replicast.update.inverse import update_before
 from replicast.update.schema import Schema, Variable
 from replicast.update.trial import Trial, TrialOutcome

@@ -9,7 +9,7 @@ import pytest
 
 from replicast.faults import Fault, Point, read_fired
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.storage.updates import committed_updates
+from replicast.storage.journal import committed_updates
 from tests.faults.test_updates import finish, start
 from tests.long.test_killed_updates import states
 from tests.pool.checks import assert_equal_on_all

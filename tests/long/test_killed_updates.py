@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replicast.storage.updates import committed_updates
+from replicast.storage.journal import committed_updates
 from tests.faults.test_updates import finish, start
 from tests.pool.checks import assert_equal_on_all
 

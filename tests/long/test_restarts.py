@@ -16,7 +16,7 @@ import pytest
 
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.storage.updates import committed_updates
+from replicast.storage.journal import committed_updates
 from tests.pool.checks import assert_equal_on_all
 
 DEADLINE_SECS = 120.0
@@ -28,7 +28,7 @@ from pathlib import Path
 os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"    # what a standby has imported without knowing
 import keras, numpy as np, tensorflow as tf, replicast
 from replicast.storage import inbox
-from replicast.storage.updates import Updates
+from replicast.storage.journal import Updates
 from replicast.update.update import Update
 
 tf.config.experimental.enable_op_determinism()

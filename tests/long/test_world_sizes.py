@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from replicast.storage import inbox
-from replicast.storage.updates import committed_updates
+from replicast.storage.journal import committed_updates
 from replicast.update.update import Update
 
 SCRIPT = Path(__file__).parents[1] / "hosts" / "launched.py"

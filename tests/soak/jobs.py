@@ -18,7 +18,7 @@ import numpy as np
 from replicast import Update
 from replicast.faults import Action, Fault, read_fired
 from replicast.storage import inbox
-from replicast.storage.updates import committed_updates
+from replicast.storage.journal import committed_updates
 
 PUSHED = "pushed"
 TRAIN = Path(__file__).with_name("train.py")

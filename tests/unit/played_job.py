@@ -21,9 +21,8 @@ from replicast.processes import this_process
 from replicast.storage import inbox
 from replicast.storage.claims import Fence
 from replicast.storage.inbox import InboxAnswer
-from replicast.storage.journal import FileJournal
+from replicast.storage.journal import FileJournal, undo
 from replicast.storage.run_files import FORMAT, RunInfo, WorkerNote, write_run_info, write_worker_note
-from replicast.storage.updates import undo
 from replicast.update.schema import Schema, Variable, planned
 from replicast.update.trial import TrialOutcome
 from replicast.update.update import Update

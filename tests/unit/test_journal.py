@@ -34,10 +34,12 @@ from replicast.storage.journal import (
     MemoryJournal,
     NotWritten,
     PerhapsWritten,
+    Updates,
+    committed_updates,
     counted_lines,
+    load_update,
     summary,
 )
-from replicast.storage.updates import Updates, committed_updates, load_update
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update
 from tests.unit.logs import lines_of, log_of

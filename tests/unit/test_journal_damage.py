@@ -29,8 +29,7 @@ from replicast.errors import FileDamaged, PayloadRemoved
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence
-from replicast.storage.journal import FileJournal
-from replicast.storage.updates import Updates, committed_updates, load_update
+from replicast.storage.journal import FileJournal, Updates, committed_updates, load_update
 from replicast.testing.job import DEADLINE_SECS, Job
 from replicast.update.trial import Trial
 from replicast.update.update import Update

@@ -33,7 +33,7 @@ from replicast.launcher.screen import Output
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence
-from replicast.storage.journal import FileJournal
+from replicast.storage.journal import FileJournal, Updates
 from replicast.storage.run_files import (
     Change,
     JobState,
@@ -45,7 +45,6 @@ from replicast.storage.run_files import (
     write_change,
     write_worker_note,
 )
-from replicast.storage.updates import Updates
 from replicast.update.update import Update
 from tests.unit.checkpoint.samples import draft_of, state_of
 from tests.unit.played_job import PlayedJob, invoke, made_run

@@ -12,8 +12,7 @@ from replicast.core.entries import Committed, Payload, Refused, Scheduled, Withd
 from replicast.errors import PayloadRemoved
 from replicast.files import RunPath
 from replicast.storage.claims import Fence
-from replicast.storage.journal import FileJournal, MemoryJournal
-from replicast.storage.updates import committed_updates, load_update
+from replicast.storage.journal import FileJournal, MemoryJournal, committed_updates, load_update
 from replicast.update.update import Update
 from tests.unit.logs import cut, damage
 

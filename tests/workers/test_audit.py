@@ -18,8 +18,8 @@ import replicast
 from replicast.replicas import job_audits as auditing
 from replicast.replicas.job_audits import AuditPlan, Audits
 from replicast.storage import inbox
+from replicast.storage.journal import committed_updates
 from replicast.storage.run_files import append_audit, last_audits
-from replicast.storage.updates import committed_updates
 from replicast.testing.job import Job, Worker, eventually
 from replicast.update.schema import Schema
 from replicast.update.update import Update

@@ -24,7 +24,7 @@ from replicast.storage import inbox
 from replicast.storage.checkpoint_files import open_checkpoint
 from replicast.storage.checkpoint_tools import patch
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.storage.updates import committed_updates
+from replicast.storage.journal import committed_updates
 from replicast.training.variables import component
 from replicast.update.digest import digest_state
 from replicast.update.edits import DTYPES

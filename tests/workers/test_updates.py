@@ -23,7 +23,7 @@ import tensorflow as tf
 import replicast
 from replicast.replicas.joined_worker import JoinedWorker
 from replicast.storage import inbox
-from replicast.storage.updates import committed_updates
+from replicast.storage.journal import committed_updates
 from replicast.training.variables import component
 from replicast.transport import SharedMemoryTransport, open_transport
 from replicast.update.edits import apply_edit

@@ -35,7 +35,7 @@ from replicast.client.run import Brief
 from replicast.core.records import Stage
 from replicast.errors import printable
 from replicast.files import write_durably
-from replicast.storage.updates import UpdateView
+from replicast.storage.journal import UpdateView
 from replicast.tensorfiles import tensor_chunks
 from replicast.update.trial import Trial
 from replicast.update.update import Update

@@ -35,8 +35,8 @@ from replicast.core.records import Stage
 from replicast.errors import printable
 from replicast.page.assets import report as make_report
 from replicast.storage.claims import read_chain
+from replicast.storage.journal import UpdateView
 from replicast.storage.run_files import ENDED, JobState, WorkerNote, absent_secs, age
-from replicast.storage.updates import UpdateView
 
 WATCH_SECS = 1.0
 _MOST_LINES = 10  # Of each audit in the list: two for a variable that differs on one worker.

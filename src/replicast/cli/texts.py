@@ -24,7 +24,7 @@ from replicast.cli import error_text, one_line
 from replicast.client.examination import EditView, Examination
 from replicast.core.records import Stage
 from replicast.errors import printable
-from replicast.storage.updates import UpdateView
+from replicast.storage.journal import UpdateView
 from replicast.strictjson import json_value
 from replicast.update.edits import FLOAT_DTYPES, RESETS, EditKind
 from replicast.update.trial import Trial, TrialOutcome

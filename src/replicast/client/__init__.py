@@ -7,7 +7,7 @@ from replicast.client.examination import EditView, Examination
 from replicast.client.metrics import Metrics, Series
 from replicast.client.notes import is_run
 from replicast.client.run import Brief, CheckpointView, Overview, Pulled, Pushed, Run
-from replicast.storage.updates import UpdateView
+from replicast.storage.journal import UpdateView
 
 __all__ = [
     "Brief",

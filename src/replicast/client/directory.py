@@ -53,6 +53,7 @@ from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import group_numbers, read_claim
 from replicast.storage.inbox import InboxAnswer, Kind, Rows
+from replicast.storage.journal import Undo, Updates, UpdateView, load_update, undo
 from replicast.storage.run_files import (
     WITHOUT_CALLBACK,
     JobState,
@@ -67,7 +68,6 @@ from replicast.storage.run_files import (
     lines_from_the_end,
     read_run_info,
 )
-from replicast.storage.updates import Undo, Updates, UpdateView, load_update, undo
 from replicast.strictjson import parse_integer
 from replicast.update.audit_report import AuditReport, workers_text
 from replicast.update.digest import digest_array

@@ -53,8 +53,8 @@ from replicast.core.entries import Receipt
 from replicast.core.records import Stage
 from replicast.errors import NotFound, ReplicasDiverged, UpdateFailed, UpdatePending, UpdateRefused
 from replicast.files import RunPath
+from replicast.storage.journal import UpdateView
 from replicast.storage.run_files import WorkerNote, absent_secs
-from replicast.storage.updates import UpdateView
 from replicast.strictjson import View, json_value, parse_integer
 from replicast.tensorfiles import tensor_chunks
 from replicast.update.audit_report import AuditReport

@@ -136,9 +136,9 @@ class Saved(Record):
     state: Any
 
 
-Entry: TypeAlias = (
-    Started | Payload | Scheduled | Committed | Before | Decided | Receipt | Withdrawn | Refused | Saved
-)
+# Entries without bytes: in the log as they are here. `storage/claims.py` says how it keeps the others.
+PlainEntry: TypeAlias = Started | Scheduled | Committed | Decided | Receipt | Withdrawn | Refused
+Entry: TypeAlias = PlainEntry | Payload | Before | Saved
 
 
 # The valid entries of the journal: read in one way by the coordinator, `status` and the next attempt.

@@ -116,7 +116,7 @@ def _contents(run_dir: RunDir) -> list[str]:
     from replicast.storage import inbox  # These import numpy: not for a new run.
     from replicast.storage.checkpoints import CheckpointStore
     from replicast.storage.inbox import describe
-    from replicast.storage.updates import Updates
+    from replicast.storage.journal import Updates
 
     found = []
     try:

@@ -25,8 +25,8 @@ from replicast.files import RunDir
 from replicast.replicas.session import Session
 from replicast.storage.checkpoint_files import saved_of
 from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.journal import committed_updates, load_update
 from replicast.storage.run_files import append_audit
-from replicast.storage.updates import committed_updates, load_update
 from replicast.update.audit_report import AuditReport, Policy, checked_policy
 from replicast.update.edits import FLOAT_DTYPES, apply_edit
 from replicast.update.schema import Schema

@@ -24,8 +24,7 @@ from replicast.errors import FileDamaged, PayloadRemoved
 from replicast.replicas.lanes import Lane
 from replicast.replicas.measures import RecentMetrics
 from replicast.replicas.parcels import NO_LIMITS, Function, Parcels, computed_update
-from replicast.storage.journal import Journal
-from replicast.storage.updates import undo_of
+from replicast.storage.journal import Journal, undo_of
 from replicast.transport import Parcel
 from replicast.update.digest import digest_array
 from replicast.update.distance import deviation

@@ -2,7 +2,6 @@
 
 `claims.py`             the groups of workers, the log of each, and which of its lines count
 `journal.py`            the journal: one process writes, any may read
-`updates.py`            everything known about each update
 `inbox.py`              requests from outside to a job, and their answers
 `checkpoints.py`        the checkpoints of a run
 `checkpoint_files.py`   the files of one checkpoint

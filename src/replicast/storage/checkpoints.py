@@ -29,7 +29,7 @@ from replicast.storage.checkpoint_files import (
     temporary_directory,
     write_contents,
 )
-from replicast.storage.claims import Fence, checkpoint_name, checkpoint_parts, last_claim
+from replicast.storage.claims import CHECKPOINTS, Fence, checkpoint_name, last_claim, named_checkpoints
 from replicast.update.edits import Array
 
 logger = logging.getLogger("replicast")
@@ -93,14 +93,13 @@ _Manifests: TypeAlias = list[Manifest]
 _Problems: TypeAlias = list[FileDamaged]
 _Steps: TypeAlias = list[int]
 _Paths: TypeAlias = list[RunPath]
-_Named: TypeAlias = list[tuple[tuple[int, int, int], RunPath]]
 
 
 class CheckpointStore:
     def __init__(self, run_dir: RunDir, fence: Fence | None = None) -> None:
         self._run_dir, self._fence = run_dir, fence
         self._group = 0 if fence is None else fence.number
-        self.directory = below(run_dir) / "checkpoints"
+        self.directory = below(run_dir) / CHECKPOINTS
         self._stuck: set[RunPath] = set()
 
     def path(self, step: int) -> RunPath:
@@ -255,7 +254,7 @@ class CheckpointStore:
         counting = self._counting()
         self._remove(path for paths in counting.values() for path in paths[:-1])
         sync_directory(self.directory)
-        for (step, _, _), path in self._named():
+        for (step, _, _), path in named_checkpoints(self._run_dir):
             if path not in counting.get(step, []):
                 logger.warning(
                     "%s does not count: it was written by a group of workers that was presumed dead. If it "
@@ -264,27 +263,18 @@ class CheckpointStore:
                     step,
                 )
 
-    def _named(self) -> _Named:
-        """All directories named like a checkpoint, with the parts of their names, in order."""
-        found = []
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for path in self.directory.iterdir():
-                with contextlib.suppress(ValueError):
-                    found.append((checkpoint_parts(path.name), path))
-        return sorted(found)
-
     def _counting(self) -> dict[int, _Paths]:
         """The directories of the checkpoints that count, by step; those of one step with the newest last."""
         claim = last_claim(self._run_dir)
         counting: dict[int, _Paths] = {}
-        for (step, _, _), path in self._named():
+        for (step, _, _), path in named_checkpoints(self._run_dir):
             if claim is None or claim.counts(path.name):
                 counting.setdefault(step, []).append(path)
         return counting
 
     def _new(self, step: int) -> RunPath:
         """A name for a checkpoint of this step that this group has not used."""
-        own = [parts[2] for parts, _ in self._named() if parts[:2] == (step, self._group)]
+        own = [parts[2] for parts, _ in named_checkpoints(self._run_dir) if parts[:2] == (step, self._group)]
         return self.directory / checkpoint_name(step, self._group, max(own, default=0) + 1)
 
     def _run(self) -> str:

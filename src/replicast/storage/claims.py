@@ -45,24 +45,13 @@ import msgspec
 
 from replicast import faults
 from replicast.codec import Record, json_line
-from replicast.core.entries import (
-    Before,
-    Committed,
-    Decided,
-    Entry,
-    Payload,
-    Receipt,
-    Refused,
-    Scheduled,
-    Started,
-    Withdrawn,
-)
+from replicast.core.entries import Before, Entry, Payload, PlainEntry
 from replicast.errors import FileDamaged, JobFailed
 from replicast.files import RunDir, RunPath, below, make_durably, sync_directory, write_all, write_durably
 from replicast.processes import this_process
 from replicast.strictjson import sealed, unsealed
 
-GROUPS, LOG, RELEASED = "groups", "log.jsonl", "ended"
+GROUPS, LOG, RELEASED, CHECKPOINTS = "groups", "log.jsonl", "ended", "checkpoints"
 MAX_LINE_BYTES = 64 * 2**20  # A summary of a hundred thousand edits takes about 10 MiB.
 _CLAIM_REMEDY = (
     "Its first line says which entries and checkpoints count. Restore it from a backup, or copy a checkpoint "
@@ -115,18 +104,7 @@ class StoredBefore(Record, tag="Before"):
     problem: str = ""
 
 
-Stored: TypeAlias = (
-    Claim
-    | Started
-    | StoredPayload
-    | Scheduled
-    | Committed
-    | StoredBefore
-    | Decided
-    | Receipt
-    | Withdrawn
-    | Refused
-)
+Stored: TypeAlias = Claim | StoredPayload | StoredBefore | PlainEntry
 
 
 class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -255,11 +233,8 @@ def read_log(run_dir: RunDir, group: int, most: int = sys.maxsize, *, sync: bool
 
 def line_again(run_dir: RunDir, line: LogLine) -> LogLine:
     """Reads a line again, for what was not kept of it."""
-    descriptor = log_path(run_dir, line.group).open(os.O_RDONLY)
-    try:
-        return _parsed(os.pread(descriptor, line.nbytes, line.offset), line.group, line.offset)
-    finally:
-        os.close(descriptor)
+    with os.fdopen(log_path(run_dir, line.group).open(os.O_RDONLY), "rb") as file:
+        return _parsed(os.pread(file.fileno(), line.nbytes, line.offset), line.group, line.offset)
 
 
 def _parsed(piece: bytes, group: int, offset: int) -> LogLine:
@@ -345,6 +320,15 @@ def checkpoint_parts(name: str) -> tuple[int, int, int]:
     if match is None or checkpoint_name(*parts) != name:
         raise ValueError(f"Not the name of a checkpoint. Received: {name}")
     return parts
+
+
+def named_checkpoints(run_dir: RunDir) -> list[tuple[tuple[int, int, int], RunPath]]:
+    """All directories named like a checkpoint, with the parts of their names, in order."""
+    found = []
+    for path in (below(run_dir) / CHECKPOINTS).glob("*"):
+        with contextlib.suppress(ValueError):
+            found.append((checkpoint_parts(path.name), path))
+    return sorted(found)
 
 
 def counted_logs(run_dir: RunDir, claim: Claim | None) -> Iterator[GroupLog]:
@@ -507,18 +491,8 @@ def _taken_over(run_dir: RunDir, number: int, attempt: int) -> tuple[Claim, str]
     own = set(group_numbers(run_dir))  # A checkpoint of any other group was copied here by a user.
     checkpoints = tuple(
         name
-        for name in _checkpoints(run_dir)
+        for name in sorted(path.name for (_, group, _), path in named_checkpoints(run_dir) if group)
         if before is None or before.counts(name) or checkpoint_parts(name)[1] not in own
     )
     run = uuid.uuid4().hex if before is None else before.run
     return Claim(number, counted, checkpoints, attempt, this_process(), run, time.time()), previous
-
-
-def _checkpoints(run_dir: RunDir) -> list[str]:
-    found = []
-    with contextlib.suppress(FileNotFoundError):
-        for path in (below(run_dir) / "checkpoints").iterdir():
-            with contextlib.suppress(ValueError):
-                if checkpoint_parts(path.name)[1]:
-                    found.append(path.name)
-    return sorted(found)

@@ -57,8 +57,7 @@ from replicast.files import (
 )
 from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.storage.journal import summary
-from replicast.storage.updates import Updates, UpdateView
+from replicast.storage.journal import Updates, UpdateView, summary
 from replicast.strictjson import described, json_bytes, parse_object
 from replicast.tensorfiles import TensorFile, outline_of, parse_tensors, read_tensor_bytes, tensor_chunks
 from replicast.update.schema import Variable

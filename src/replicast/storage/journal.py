@@ -30,12 +30,11 @@ import itertools
 import logging
 import stat
 import threading
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import msgspec
 
@@ -46,12 +45,14 @@ from replicast.core.entries import (
     Entry,
     History,
     Payload,
+    Receipt,
     Refused,
     Saved,
     Scheduled,
     Withdrawn,
 )
-from replicast.core.records import Content
+from replicast.core.operations.revert import why_not
+from replicast.core.records import Content, Stage
 from replicast.errors import FileDamaged, PayloadRemoved, ReplicastError, UpdateRefused
 from replicast.files import RunDir, RunPath, below, remove_leftovers, write_durably
 from replicast.mapped_memory import copied
@@ -71,9 +72,11 @@ from replicast.storage.claims import (
     line_again,
     log_path,
 )
+from replicast.strictjson import View, parse_integer
 from replicast.tensorfiles import read_bytes
 from replicast.update.edits import Edit, EditKind
-from replicast.update.inverse import NOT_KEPT
+from replicast.update.inverse import NOT_KEPT, disturbs, inverse
+from replicast.update.trial import Trial, TrialOutcome, TrialVerdict
 from replicast.update.update import Update
 
 logger = logging.getLogger("replicast")
@@ -81,6 +84,7 @@ logger = logging.getLogger("replicast")
 HELD_BY_ALL = "every checkpoint that is kept contains it"
 REVERTIBLE_BYTES = 2**30  # So many bytes of the newest updates are kept for reverts.
 KEPT_BYTES = 1 << 26  # The most bytes of update values that a journal in memory keeps.
+_NOT_AN_ENTRY = "A checkpoint is not a journal entry: the checkpoint store writes it"
 _BEFORE = " before"
 _NO_EDITS = msgspec.Raw(b"[]")
 
@@ -308,47 +312,6 @@ class PerhapsWritten(ReplicastError):  # noqa: N818 - reads as a sentence: raise
     """An entry may be in the journal: only a new attempt can tell."""
 
 
-class Journal(ABC):
-    """A journal, with or without files. Only one thread writes; any thread may read."""
-
-    @abstractmethod
-    def history(self) -> History:
-        """The entries that count. The content of a payload is the tuple of its id and digest."""
-
-    @abstractmethod
-    def load(self, id_: str, digest: str) -> Update:
-        """Loads the update of a payload."""
-
-    @abstractmethod
-    def load_before(self, sequence: int) -> Update | None:
-        """Loads the values before an update, as the update that assigns them."""
-
-    @abstractmethod
-    def edits(self, id_: str, digest: str) -> tuple[Mapping[str, Any], ...]:
-        """A summary of each edit of a payload, also when its values are not kept; empty if not known."""
-
-    @abstractmethod
-    def write(self, entry: Entry, update: Update | None = None) -> None:
-        """Writes an entry. It is durable when this returns."""
-
-    @abstractmethod
-    def check_start(self, saved: Saved | None) -> None:
-        """Checks that all is known and stored that a start has to apply, before anything is decided."""
-
-    @abstractmethod
-    def stage_before(self, before: Update) -> Content:
-        """Makes the values before an update durable; they count once a `Before` names them. Any thread."""
-
-    @abstractmethod
-    def remove_payloads(self, held: Container[int], pending: Container[tuple[str, str]] | None) -> int:
-        """Removes the bytes of updates that no attempt will need again; the entries stay.
-
-        These are the updates that every kept checkpoint contains, those that were refused or withdrawn, and
-        those that an earlier attempt stored and neither scheduled nor committed, unless a kept checkpoint
-        proposes them again. Files that cannot be removed are left alone. Only for the thread that writes.
-        """
-
-
 class StoredJournal:
     """The journal in a run directory as it is now, for any process."""
 
@@ -369,6 +332,7 @@ class StoredJournal:
             self.before[line.stored.sequence] = line
 
     def history(self) -> History:
+        """The entries that count. The content of a payload is the tuple of its id and digest."""
         return History(line.entry() for line in self.lines)
 
     def load(self, id_: str, digest: str) -> Update:
@@ -378,16 +342,18 @@ class StoredJournal:
         return read_stored(self.run_dir, line)
 
     def load_before(self, sequence: int) -> Update | None:
+        """The values before an update, as the update that assigns them."""
         line = self.before.get(sequence)
         return None if line is None else read_stored(self.run_dir, line)
 
     def edits(self, id_: str, digest: str) -> tuple[Mapping[str, Any], ...]:
+        """A summary of each edit of a payload, also when its values are not kept; empty if not known."""
         line = self.payloads.get((id_, digest))
         return () if line is None else _summaries(line)
 
 
-class FileJournal(StoredJournal, Journal):
-    """The journal in a run directory, for the group that writes it."""
+class FileJournal(StoredJournal):
+    """The journal in a run directory, for the group that writes it. Only one thread writes; any may read."""
 
     def __init__(self, run_dir: RunDir, fence: Fence) -> None:
         self._fence = fence
@@ -407,23 +373,27 @@ class FileJournal(StoredJournal, Journal):
         super()._add(line)
 
     def write(self, entry: Entry, update: Update | None = None) -> None:
+        """Writes an entry. It is durable when this returns."""
         if isinstance(entry, Committed) and entry.sequence != self._committed + 1:
             raise ValueError(f"The next update is {self._committed + 1}. Received: {entry.sequence}")
-        if isinstance(entry, Saved):
-            raise ValueError("A checkpoint is not a journal entry: the checkpoint store writes it")
-        number = self._fence.entries + 1
-        file = f"{number:06d}.safetensors" if isinstance(entry, Payload) else ""
+        number, file = self._fence.entries + 1, ""
         stored: Stored
         try:
-            if isinstance(entry, Payload):
-                stored = self._write_payload(entry, _checked(entry, update), file)
-            elif not isinstance(entry, Before):
-                stored = entry
-            elif isinstance(entry.content, tuple):
-                file, sha256, nbytes = entry.content
-                stored = StoredBefore(entry.sequence, entry.id, file, sha256, nbytes)
-            else:
-                stored = StoredBefore(entry.sequence, entry.id, problem=entry.problem)
+            match entry:
+                case Payload(id_, digest, _, author, note):
+                    file, update = f"{number:06d}.safetensors", _checked(entry, update)
+                    sha256, nbytes = self._write_update(file, update)
+                    faults.point("journal")
+                    edits = msgspec.Raw(msgspec.json.encode([summary(edit) for edit in update.edits]))
+                    stored = StoredPayload(id_, digest, author, note, file, sha256, nbytes, edits)
+                case Before(sequence, id_, (file, sha256, nbytes)):
+                    stored = StoredBefore(sequence, id_, file, sha256, nbytes)
+                case Before(sequence, id_, problem=problem):
+                    stored = StoredBefore(sequence, id_, problem=problem)
+                case Saved():
+                    raise ValueError(_NOT_AN_ENTRY)
+                case _:
+                    stored = entry
             self._add(self._fence.append(stored))
         except OSError as error:
             if self._fence.entries >= number:
@@ -440,12 +410,6 @@ class FileJournal(StoredJournal, Journal):
                 f"The journal cannot be written ({error.strerror}). "
                 f"Free space on the disk of {self.run_dir}, or repair it, and propose the update again."
             ) from error
-
-    def _write_payload(self, entry: Payload, update: Update, file: str) -> StoredPayload:
-        sha256, nbytes = self._write_update(file, update)
-        faults.point("journal")
-        edits = msgspec.Raw(msgspec.json.encode([summary(edit) for edit in update.edits]))
-        return StoredPayload(entry.id, entry.digest, entry.author, entry.note, file, sha256, nbytes, edits)
 
     def _write_update(self, file: str, update: Update) -> tuple[str, int]:
         """Writes an update's file durably; gives its sha256 and its size."""
@@ -475,7 +439,10 @@ class FileJournal(StoredJournal, Journal):
             return ()
 
     def check_start(self, saved: Saved | None) -> None:
-        """As in `Journal`. Warns of damaged entries that this start does not need."""
+        """Checks that all is known and stored that a start has to apply, before anything is decided.
+
+        Warns of damaged entries that this start does not need.
+        """
         history = self.history()
         holds = frozenset[int]() if saved is None else saved.holds
         for one in self.damaged:
@@ -506,12 +473,19 @@ class FileJournal(StoredJournal, Journal):
             raise _stopped(self.run_dir, found, what)
 
     def stage_before(self, before: Update) -> Content:
+        """Makes the values before an update durable; they count once a `Before` names them. Any thread."""
         # With its final name: until a line names it, it is void, and the next group removes it.
         file = f"{next(self._staged):06d}.before.safetensors"
         return file, *self._write_update(file, before)
 
     def remove_payloads(self, held: Container[int], pending: Container[tuple[str, str]] | None) -> int:
-        """As in `Journal`. Removes nothing if an entry is damaged, or a later group has taken over."""
+        """Removes the bytes of updates that no attempt will need again; the entries stay.
+
+        These are the updates that every kept checkpoint contains, those that were refused or withdrawn, and
+        those that an earlier attempt stored and neither scheduled nor committed, unless a kept checkpoint
+        proposes them again. Files that cannot be removed are left alone; all are if an entry is damaged, or a
+        later group has taken over. Only for the thread that writes.
+        """
         if self.damaged or self._fence.is_taken_over():
             return 0
         removed = 0
@@ -546,11 +520,8 @@ class FileJournal(StoredJournal, Journal):
                         path.unlink(missing_ok=True)
 
 
-class MemoryJournal(Journal):
-    """A journal without files: for jobs without durability, and for tests.
-
-    It keeps only the latest updates, up to `KEPT_BYTES` in total.
-    """
+class MemoryJournal:
+    """The same without files. It keeps only the latest updates, up to `KEPT_BYTES` in total."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -561,7 +532,7 @@ class MemoryJournal(Journal):
 
     def write(self, entry: Entry, update: Update | None = None) -> None:
         if isinstance(entry, Saved):
-            raise ValueError("A checkpoint is not a journal entry: the checkpoint store writes it")
+            raise ValueError(_NOT_AN_ENTRY)
         if isinstance(entry, Payload):
             update = _checked(entry, update)
             if update.nbytes <= KEPT_BYTES:  # a copy: what was received is in memory that is used again
@@ -581,7 +552,7 @@ class MemoryJournal(Journal):
         return () if update is None else tuple(summary(edit) for edit in update.edits)
 
     def check_start(self, saved: Saved | None) -> None:
-        """As in `Journal`. What is not in memory is refused when it is loaded."""
+        """What is not in memory is refused when it is loaded."""
 
     def stage_before(self, before: Update) -> Content:
         number = next(self._staged)
@@ -603,8 +574,7 @@ class MemoryJournal(Journal):
         return History(self._entries)
 
     def remove_payloads(self, held: Container[int], pending: Container[tuple[str, str]] | None) -> int:
-        """As in `Journal`. Removes nothing, since the size is bounded."""
-        return 0
+        return 0  # The size is bounded.
 
     def _keep(self, key: tuple[str, str], update: Update) -> None:
         with self._lock:
@@ -619,8 +589,277 @@ class MemoryJournal(Journal):
         self._kept_bytes -= 0 if update is None else update.nbytes
 
 
+Journal: TypeAlias = FileJournal | MemoryJournal
+
+
 def _checked(payload: Payload, update: Update | None) -> Update:
     if update is None or update.id != payload.id:
         received = None if update is None else update.id
         raise ValueError(f"A payload must be written with its update, {payload.id}. Received: {received}")
     return update
+
+
+# Everything known about each update of a run: one reader of the journal, and one record for what it tells.
+# `client/directory.py` adds what the inbox and the notes of workers say.
+
+_FROM_RECEIPT = ("digests", "propose_to_applied_secs", "stall_secs", "verified_at")
+
+
+class UpdateView(View, frozen=True, kw_only=True):
+    """All that is known of one update of a run, wherever it is."""
+
+    id: str
+    stage: Stage
+    at: float = 0.0
+    step: int | None = None
+    nbytes: int | None = None
+    sequence: int | None = None
+    author: str = ""
+    note: str = ""
+    edits: tuple[Mapping[str, Any], ...] = ()
+    detailed: bool = False  # Whether `edits` are those of an examination, and not only summaries.
+    scheduled: bool = False
+    heals: bool = False
+    reverts: int | None = None
+    reverted_by: int | None = None
+    attempt: int | None = None
+    committed_at: float | None = None
+    workers: int | None = None
+    content_digest: str = ""
+    sha256: str = ""
+    trial: Trial | None = None
+    before: float | None = None
+    receipts: tuple[Receipt, ...] = ()
+    outcome: TrialOutcome | None = None
+    refusal: UpdateRefused | None = None
+    path: RunPath | None = None
+    reason: str = ""
+    waits_for: str = ""
+    trial_until: int | None = None
+    damage: str = ""
+
+    @property
+    def receipt(self) -> Receipt | None:
+        return self.receipts[-1] if self.receipts else None
+
+    @property
+    def words(self) -> str:
+        """What it does in a few words: "add dense/bias (+3)"."""
+        if self.reverts is not None:
+            return f"reverts update {self.reverts}"
+        if not self.edits:
+            return "no edits"
+        first = f"{self.edits[0]['operation']}".replace("_", " ") + f" {self.edits[0]['variable']}"
+        return first + (f" (+{len(self.edits) - 1})" if len(self.edits) > 1 else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values, with those of the last receipt beside them."""
+        made = super().to_json()
+        del made["path"]
+        if self.trial is not None:
+            made["trial"] |= {"before": self.before}
+        last = made["receipts"][-1] if self.receipts else {}
+        return made | {name: last.get(name) for name in _FROM_RECEIPT}
+
+
+class Updates:
+    """The updates of a run according to the journal, at the moment when it is read."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.journal = StoredJournal(run_dir)
+        self.damaged = self.journal.damaged
+        self.history = History()
+        self.refused: dict[str, str] = {}  # The reasons, by id, without updates accepted later.
+        self._chosen: set[str] = set()  # Updates with a step that their author chose.
+        self._committed_at: dict[int, float] = {}
+        self._receipts: dict[int, list[Receipt]] = {}
+        for line in self.journal.lines:
+            self.history.add(line.entry())
+            match line.stored:
+                case StoredPayload(id_):
+                    self.refused.pop(id_, None)
+                case Scheduled(id_):
+                    self._chosen.add(id_)
+                case Committed(sequence):
+                    self._committed_at[sequence] = line.written_at
+                case Receipt(sequence) as receipt:
+                    self._receipts.setdefault(sequence, []).append(receipt)
+                case Refused(id_, _, problem, whole=True):
+                    self.refused[id_] = problem
+
+    def check_whole(self) -> None:
+        if self.damaged:
+            raise self.damaged[0].error
+
+    def has_promised(self, id_: str) -> bool:
+        """Whether an update is committed or scheduled, so that every attempt of the job will apply it."""
+        if id_ in self.history.scheduled or id_ in self.history.by_id:
+            return True
+        self.check_whole()
+        return False
+
+    def committed(self, sequence: int) -> UpdateView:
+        """What is known of a committed update; without author, note and edits if their entry is damaged."""
+        record = self.history.committed[sequence]
+        trial, decided = record.trial, self.history.decided.get(sequence)
+        outcome = None
+        if trial is not None and decided is not None:
+            measured = record.before, decided.during
+            kept: TrialVerdict = "kept" if decided.kept else "reverted"
+            outcome = TrialOutcome(sequence, kept, decided.step, trial.metric, *measured, decided.reason)
+        receipts = tuple(self._receipts.get(sequence, ()))
+        return UpdateView(
+            stage=receipts[-1].stage if receipts else Stage.COMMITTED,
+            at=receipts[-1].verified_at if receipts else self._committed_at[sequence],
+            step=record.step,
+            sequence=sequence,
+            scheduled=record.id in self._chosen,
+            heals=record.heals,
+            reverts=record.reverts,
+            reverted_by=self.history.reverted_by(sequence),
+            attempt=record.attempt,
+            committed_at=self._committed_at[sequence],
+            workers=record.workers,
+            content_digest=record.digest,
+            trial=trial,
+            before=record.before,
+            receipts=receipts,
+            outcome=outcome,
+            trial_until=record.step + trial.steps if trial is not None and not receipts else None,
+            **self._payload(record.id, record.digest),
+        )
+
+    def scheduled(self) -> list[UpdateView]:
+        """The updates that wait for the step that their author chose, in the order of the steps."""
+        return [
+            UpdateView(
+                stage=Stage.SCHEDULED,
+                step=one.at_step,
+                scheduled=True,
+                trial=one.trial,
+                **self._payload(one.id, one.digest),
+            )
+            for one in sorted(self.history.scheduled.values(), key=lambda one: one.at_step)
+        ]
+
+    def _payload(self, id_: str, digest: str) -> dict[str, Any]:
+        line = self.journal.payloads.get((id_, digest))
+        if line is None or not isinstance(line.stored, StoredPayload):
+            return {"id": id_, "nbytes": 0}
+        found = {name: getattr(line.stored, name) for name in ("id", "author", "note", "nbytes", "sha256")}
+        return found | {"edits": self.journal.edits(id_, digest)}
+
+
+def committed_updates(run_dir: RunDir) -> list[UpdateView]:
+    """The committed updates in their order; raises `FileDamaged` if any entry is missing or damaged."""
+    run = Updates(run_dir)
+    run.check_whole()
+    return [run.committed(sequence) for sequence in run.history.committed]
+
+
+def load_update(run_dir: RunDir, sequence: int) -> Update:
+    run = Updates(run_dir)
+    record = run.history.committed.get(sequence)
+    if record is None:
+        raise FileDamaged(below(run_dir) / GROUPS, f"the journal has no update {sequence}")
+    return run.journal.load(record.id, record.digest)
+
+
+# The update that undoes an update of the journal, for a job and for processes outside it.
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    record: Committed
+    update: Update
+    since: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raises `UpdateRefused` if later updates have changed what it would change."""
+        if self.since:
+            raise UpdateRefused(
+                f"Update {self.record.sequence} is not the last one: {'; '.join(self.since)}",
+                remedy="Revert those first, or revert it all the same: force=True",
+            )
+
+
+def undo(run_dir: RunDir, which: int | str, *, forced: bool = False) -> Undo:
+    """The update that undoes a committed update of a run. Changes nothing."""
+    run = Updates(run_dir)
+    by_id = run.history.by_id.get(str(which))
+    sequence = by_id.sequence if by_id is not None else number_of(which)
+    problem = why_not(run.history, sequence, forced=forced)
+    if problem:
+        raise UpdateRefused(problem)
+    return undo_of(run.journal, sequence)
+
+
+def undo_of(journal: Journal | StoredJournal, sequence: int, *, id_: str | None = None) -> Undo:
+    """The update that undoes another one, from what the journal keeps of it."""
+    history = journal.history()
+    record = history.committed[sequence]
+    try:
+        update = journal.load(record.id, record.digest)
+    except PayloadRemoved as error:
+        problem = f"The values of update {sequence} are not kept any more: {HELD_BY_ALL}"
+        raise UpdateRefused(problem, remedy=NOT_KEPT) from error
+    note = f"revert update {sequence} ({record.id})"
+    back = inverse(update, journal.load_before(sequence), id_=id_, note=note)
+    return Undo(record, back, _changes_since(journal, history, record, back))
+
+
+def _changes_since(
+    journal: Journal | StoredJournal, history: History, first: Committed, back: Update
+) -> tuple[str, ...]:
+    """What later updates have done that the undoing of one would discard or be wrong for, in words."""
+    undoes = {edit.variable: edit.operation for edit in back.edits}
+    found = []
+    for record in history.after(frozenset()):
+        if not _counts_after(history, record, first):
+            continue
+        done: dict[str, None] = {}
+        for edit in journal.edits(record.id, record.digest):
+            name, operation = edit["variable"], EditKind(edit["operation"])
+            if name in undoes and disturbs(operation, undoes[name], heals=record.heals):
+                done[f"{_DONE[operation]} {name}"] = None
+        if done:
+            found.append(f"update {record.sequence} has {', '.join(done)} since then")
+    return tuple(found)
+
+
+def _counts_after(history: History, record: Committed, first: Committed) -> bool:
+    """Whether an update was applied after another one and still has an effect."""
+    if (record.step, record.sequence) <= (first.step, first.sequence):
+        return False
+    decided = history.decided.get(record.sequence)
+    if history.reverted_by(record.sequence) is not None or (decided is not None and not decided.kept):
+        return False
+    undone = None if record.reverts is None else history.committed.get(record.reverts)
+    # What undoes a later update leaves nothing of it.
+    return undone is None or (undone.step, undone.sequence) <= (first.step, first.sequence)
+
+
+_DONE = {
+    EditKind.ADD: "added to",
+    EditKind.ADD_ROWS: "added to rows of",
+    EditKind.ADD_LOW_RANK: "added to",
+    EditKind.SCALE: "scaled",
+    EditKind.BLEND: "blended",
+    EditKind.ASSIGN: "assigned",
+    EditKind.ASSIGN_ROWS: "assigned rows of",
+    EditKind.RESET: "reset",
+    EditKind.RESET_ROWS: "reset rows of",
+}
+
+
+def number_of(which: int | str) -> int:
+    """The number of an update, as somebody gave it."""
+    try:
+        return parse_integer(str(which))
+    except ValueError as error:
+        raise UpdateRefused(
+            "There is no such update",
+            expected="the number or the id of a committed update",
+            received=str(which)[:200],
+            remedy="replicast log lists them",
+        ) from error

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from replicast.storage.journal import committed_updates
 from replicast.storage.run_files import ENDED
-from replicast.storage.updates import committed_updates
 from tests.hosts.launchers import Launched, Machines, eventually, machines, noted_pid
 from tests.hosts.network import missing
 

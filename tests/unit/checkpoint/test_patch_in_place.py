@@ -22,10 +22,9 @@ from replicast.errors import UpdateRefused
 from replicast.storage.checkpoint_files import Draft, saved_of
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence, read_chain
-from replicast.storage.journal import FileJournal
+from replicast.storage.journal import FileJournal, Updates, committed_updates, undo
 from replicast.storage.liveness import check_free
 from replicast.storage.run_files import FORMAT, RunInfo, write_run_info
-from replicast.storage.updates import Updates, committed_updates, undo
 from replicast.testing.job import Job, Worker, eventually
 from replicast.update.schema import Schema
 from replicast.update.update import Update

@@ -12,8 +12,7 @@ import pytest
 from replicast.errors import UpdateRefused
 from replicast.replicas.proposals import Ticket
 from replicast.storage.claims import Fence
-from replicast.storage.journal import FileJournal
-from replicast.storage.updates import Updates, committed_updates, undo
+from replicast.storage.journal import FileJournal, Updates, committed_updates, undo
 from replicast.testing.job import Job, eventually, start_values
 from replicast.update.schema import Limits, Schema, Variable
 from replicast.update.state import MemoryState

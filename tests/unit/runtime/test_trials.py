@@ -14,8 +14,7 @@ from replicast.core.records import Refusal, Stage
 from replicast.errors import ReplicasDiverged
 from replicast.replicas.proposals import Ticket
 from replicast.storage.claims import Fence
-from replicast.storage.journal import FileJournal
-from replicast.storage.updates import committed_updates
+from replicast.storage.journal import FileJournal, committed_updates
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update
