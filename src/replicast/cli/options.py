@@ -183,8 +183,7 @@ def update_of(context: click.Context, options: dict[str, Any]) -> Update:
         reset_slots=options["reset_slots"] or any(part.reset_slots for part in parts),
         allow_nonfinite=options["allow_nonfinite"] or any(part.allow_nonfinite for part in parts),
     )
-    made = blank.replaced([edit for part in parts for edit in part.edits])
-    return Update.from_parts(blank.describe() | {"edits": made.describe()["edits"]}, made.arrays())
+    return blank.with_edits(edit for part in parts for edit in part.edits)
 
 
 def files_of(options: dict[str, Any]) -> list[Path]:

@@ -218,7 +218,7 @@ def _update_in(path: RunPath, options: Any, author: str) -> Update:
         reset_slots=options.reset_slots or update.reset_slots,
         allow_nonfinite=options.allow_nonfinite or update.allow_nonfinite,
     )
-    return Update.from_parts(blank.describe() | {"edits": update.describe()["edits"]}, update.arrays())
+    return blank.with_edits(update.edits)
 
 
 def _read(path: RunPath, operation: EditKind | None, weight: float | None) -> Update:

@@ -195,7 +195,7 @@ def computed_update(id_: str, function: Function, state: State, rank: int) -> Up
         said = f"The function {_name(function)} raised {type(error).__name__}: {error}"
         raise UpdateRefused(said, worker=rank) from error
     if isinstance(returned, Update):
-        return Update.from_parts({**returned.describe(), "id": id_}, returned.arrays())
+        return returned.with_id(id_)
     if isinstance(returned, Mapping):
         update = Update(id=id_)
         for name, value in returned.items():

@@ -29,7 +29,7 @@ from replicast.storage.checkpoint_files import (
 )
 from replicast.storage.claims import checkpoint_parts
 from replicast.strictjson import json_value
-from replicast.update.distance import Distance, distance
+from replicast.update.distance import distance
 from replicast.update.edits import Array, Edit, EditKind, apply_edit
 from replicast.update.schema import Schema, Variable, planned
 from replicast.update.update import Update
@@ -304,12 +304,9 @@ def _compared(first: CheckpointReader, second: CheckpointReader, name: str, *, v
         return Comparison(name, Equality.EQUAL, text, text, elements, 0, 0, 0.0, 0.0)
     if not values:
         return Comparison(name, Equality.DIFFERENT, text, text)
-    elements, found = 0, Distance()
-    for left, right in zip(_pieces(first, variable), _pieces(second, variable), strict=True):
-        found = found.then(distance(left, right), elements)
-        elements += left.size
-    verdict = Equality.DIFFERENT if found.differing else Equality.EQUAL
-    numbers = elements, found.differing, found.one_is_nan, found.absolute, found.relative
+    found = distance(zip(_pieces(first, variable), _pieces(second, variable), strict=True))
+    verdict = Equality.DIFFERENT if found.count else Equality.EQUAL
+    numbers = found.of, found.count, found.one_is_nan, found.largest_absolute, found.largest_relative
     return Comparison(variable.name, verdict, text, text, *numbers)
 
 

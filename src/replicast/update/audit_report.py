@@ -5,7 +5,7 @@ An audit compares the digests of every variable of the state between all workers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from msgspec import field
@@ -19,27 +19,20 @@ Rule: TypeAlias = Literal["majority", "checkpoint and journal", "coordinator"]  
 Groups: TypeAlias = dict[str, tuple[int, ...]]  # of one variable: the workers that have each digest
 
 
-def groups_of(digests: Mapping[int, Sequence[str]], names: Iterable[str]) -> dict[str, Groups]:
+def groups_of(digests: Mapping[int, Mapping[str, str]]) -> dict[str, Groups]:
     """Groups the workers by digest, for each variable on which not all workers agree."""
-    names = list(names)
-    for rank, reported in digests.items():
-        if len(reported) != len(names):
-            raise ValueError(
-                f"Worker {rank} must report one digest for each of {len(names)} variables. "
-                f"Received: {len(reported)}"
-            )
     found: dict[str, Groups] = {}
-    for place, name in enumerate(names):
-        groups: dict[str, list[int]] = {}
+    for name in digests[0]:
+        groups: Groups = {}
         for rank in sorted(digests):
-            groups.setdefault(digests[rank][place], []).append(rank)
+            digest = digests[rank][name]
+            groups[digest] = (*groups.get(digest, ()), rank)
         if len(groups) > 1:
-            ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))
-            found[name] = {digest: tuple(ranks) for digest, ranks in ordered}
+            found[name] = dict(sorted(groups.items(), key=lambda group: (-len(group[1]), group[1])))
     return found
 
 
-def reference_of(groups: Groups, expected: Callable[[], str | None] = lambda: None) -> tuple[int, Rule]:
+def reference_of(groups: Groups, expected: str | None) -> tuple[int, Rule]:
     """Chooses the worker whose value of a variable is the reference, and says why.
 
     The value of the strict majority. Without a majority, the value with the expected digest; otherwise that
@@ -49,15 +42,9 @@ def reference_of(groups: Groups, expected: Callable[[], str | None] = lambda: No
     for ranks in groups.values():
         if 2 * len(ranks) > workers:
             return min(ranks), "majority"
-    digest = expected()
-    if digest is not None and digest in groups:
-        return min(groups[digest]), "checkpoint and journal"
-    return min(min(ranks) for ranks in groups.values()), "coordinator"
-
-
-def reference_first(groups: Groups, reference: int) -> tuple[tuple[int, ...], ...]:
-    """The groups of a `Difference`: the reference's group first, then the others in the same order."""
-    return tuple(sorted(groups.values(), key=lambda ranks: reference not in ranks))
+    if expected in groups:
+        return min(groups[expected]), "checkpoint and journal"
+    return 0, "coordinator"
 
 
 # The report.
@@ -115,7 +102,7 @@ class Difference(Record):
     """A variable that is not the same on all workers."""
 
     variable: str
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]  # the reference's first
     reference: int
     rule: str
     differing: Mapping[int, Deviation] = field(default_factory=dict)

@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import numpy as np
+from msgspec.structs import replace
 
 from replicast.update.audit_report import Deviation
 from replicast.update.edits import FLOAT_DTYPES, Array
 
 _PIECE_BYTES = 2**20  # In float64 and with temporary arrays, a piece takes up to forty times its size.
-
-
-@dataclass(frozen=True, slots=True)
-class Distance:
-    """The distance between two arrays of the same shape and dtype."""
-
-    differing: int = 0
-    first: int | None = None
-    one_is_nan: int = 0
-    absolute: float = 0.0
-    relative: float = 0.0
-
-    def then(self, other: Distance, start: int) -> Distance:
-        """Combines the distance so far with that of the next piece, which starts at index `start`."""
-        if other.first is None:
-            return self
-        return Distance(
-            self.differing + other.differing,
-            start + other.first if self.first is None else self.first,
-            self.one_is_nan + other.one_is_nan,
-            max(self.absolute, other.absolute),
-            max(self.relative, other.relative),
-        )
-
-
-def distance(left: Array, right: Array) -> Distance:
-    """Compares two arrays of the same shape and dtype, piece by piece."""
-    left, right = (np.ascontiguousarray(side).reshape(-1) for side in (left, right))
-    length = _PIECE_BYTES // left.dtype.itemsize
-    found = Distance()
-    for start in range(0, left.size, length):
-        found = found.then(_of_piece(left[start : start + length], right[start : start + length]), start)
-    return found
 
 
 def deviation(mine: Array, reference: Array) -> Deviation:
@@ -52,20 +20,32 @@ def deviation(mine: Array, reference: Array) -> Deviation:
             f"Only values of the same shape and dtype can be compared, here {reference.dtype} "
             f"{reference.shape}. Received: {mine.dtype} {mine.shape}"
         )
-    found = distance(mine, reference)
-    index = None
-    if found.first is not None:
-        index = tuple(int(place) for place in np.unravel_index(found.first, mine.shape))
-    return Deviation(found.differing, mine.size, found.absolute, found.relative, index, found.one_is_nan)
+    found = distance([(mine, reference)])
+    if found.first_index is None:
+        return found
+    index = np.unravel_index(found.first_index[0], mine.shape)
+    return replace(found, first_index=tuple(int(place) for place in index))
 
 
-def _of_piece(left: Array, right: Array) -> Distance:
-    bits = np.dtype(f"u{left.dtype.itemsize}")
-    where = left.view(bits) != right.view(bits)
-    if not where.any():
-        return Distance()
-    numbers = _largest(left[where], right[where])
-    return Distance(int(np.count_nonzero(where)), int(np.argmax(where)), *numbers)
+def distance(pairs: Iterable[tuple[Array, Array]]) -> Deviation:
+    """Compares a value in parts, each with the reference's, piece by piece. Its index has one dimension."""
+    count = of = one_is_nan = 0
+    absolute = relative = 0.0
+    first: tuple[int] | None = None
+    for pair in pairs:
+        left, right = (np.ascontiguousarray(side).reshape(-1) for side in pair)
+        bits, length = np.dtype(f"u{left.dtype.itemsize}"), _PIECE_BYTES // left.dtype.itemsize
+        for start in range(0, left.size, length):
+            piece = slice(start, start + length)
+            where = left[piece].view(bits) != right[piece].view(bits)
+            if where.any():
+                count += int(np.count_nonzero(where))
+                first = (of + start + int(np.argmax(where)),) if first is None else first
+                nans, *largest = _largest(left[piece][where], right[piece][where])
+                one_is_nan += nans
+                absolute, relative = max(absolute, largest[0]), max(relative, largest[1])
+        of += left.size
+    return Deviation(count, of, absolute, relative, first, one_is_nan)
 
 
 def _largest(left: Array, right: Array) -> tuple[int, float, float]:

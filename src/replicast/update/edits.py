@@ -12,7 +12,7 @@ the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -21,6 +21,8 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+
+from replicast.errors import UpdateRefused
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -85,9 +87,26 @@ class Edit:
         return sum(array.nbytes for array in self.arrays.values())
 
 
-def touched_rows(edits: Iterable[Edit]) -> npt.NDArray[np.int64] | None:
+def refused(
+    variable: str,
+    problem: str,
+    expected: str | None = None,
+    received: str | None = None,
+    remedy: str | None = None,
+) -> UpdateRefused:
+    """Why a variable cannot be changed so."""
+    return UpdateRefused(problem, variable=variable, expected=expected, received=received, remedy=remedy)
+
+
+def by_variable(edits: Iterable[Edit]) -> dict[str, list[Edit]]:
+    of_each: dict[str, list[Edit]] = {}
+    for edit in edits:
+        of_each.setdefault(edit.variable, []).append(edit)
+    return of_each
+
+
+def touched_rows(edits: Sequence[Edit]) -> npt.NDArray[np.int64] | None:
     """The rows that edits of one variable write, unique and sorted; None if one writes the whole variable."""
-    edits = list(edits)
     if not all(edit.operation.is_of_rows for edit in edits):
         return None
     rows = np.unique(np.concatenate([edit.arrays["indices"] for edit in edits])).astype(np.int64)
@@ -118,22 +137,19 @@ def apply_edit(edit: Edit, current: Array) -> Array:
             return _calculate(np.multiply, current, factor_as(_factor(edit), current.dtype))
         case EditKind.BLEND:
             difference = _calculate(np.subtract, arrays["value"], current)
-            return _calculate(
-                np.add, current, _calculate(np.multiply, difference, factor_as(_factor(edit), current.dtype))
-            )
+            weight = factor_as(_factor(edit), current.dtype)
+            return _calculate(np.add, current, _calculate(np.multiply, difference, weight))
         case EditKind.ADD_ROWS:
-            return _with_rows(
-                current, arrays["indices"], _calculate(np.add, current[arrays["indices"]], arrays["rows"])
-            )
+            rows = _calculate(np.add, current[arrays["indices"]], arrays["rows"])
+            return _with_rows(current, arrays["indices"], rows)
         case EditKind.ASSIGN_ROWS:
             return _with_rows(current, arrays["indices"], arrays["rows"])
         case EditKind.ADD_LOW_RANK:
             a, b = arrays["a"], arrays["b"]
             result = np.array(current, order="C")
             for rank in range(a.shape[1]):
-                result = _calculate(
-                    np.add, result, _calculate(np.multiply, a[:, rank : rank + 1], b[rank : rank + 1, :])
-                )
+                product = _calculate(np.multiply, a[:, rank : rank + 1], b[rank : rank + 1, :])
+                result = _calculate(np.add, result, product)
             return result
         case EditKind.RESET:
             return np.full(current.shape, factor_as(_factor(edit), current.dtype), current.dtype)

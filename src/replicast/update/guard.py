@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from replicast.errors import UpdateRefused
 from replicast.update.digest import nonfinite
 from replicast.update.edits import (
     FLOAT_DTYPES,
@@ -20,8 +19,10 @@ from replicast.update.edits import (
     Edit,
     EditKind,
     apply_edit,
+    by_variable,
     dtype_named,
     factor_as,
+    refused,
     touched_rows,
 )
 from replicast.update.schema import Schema
@@ -29,6 +30,7 @@ from replicast.update.schema import Schema
 Read = Callable[[Iterable[str]], Mapping[str, Array]]
 _CHUNK = 2**16  # Elements. In float64 they stay in the processor's cache.
 _REMEDY = "Make the change smaller, or pass another guard to the job's Replicas"
+_NOT_FINITE = "Make them finite, or pass a guard with require_finite=False to the job's Replicas"
 _OTHER_VARIABLE = "Leave this variable out of the update, or pass another guard to the job's Replicas"
 
 
@@ -90,7 +92,7 @@ class Guard:
         """Checks what an update would change.
 
         Args:
-            edits: The edits of a validated update.
+            edits: The edits of a planned update.
             schema: The state's variables.
             read: Returns the current values of variables. Called for one variable at a time, and only if its
                 value is needed to compute the change.
@@ -98,13 +100,9 @@ class Guard:
         Raises:
             UpdateRefused: A bound is exceeded; reports the first one found.
         """
-        by_variable: dict[str, list[Edit]] = {}
         for edit in edits:
-            name = schema.resolve(edit.variable).name
-            self._check_name(name)
-            if edit.operation not in RESETS:
-                by_variable.setdefault(name, []).append(edit)
-        for name, several in by_variable.items():
+            self._check_name(edit.variable)
+        for name, several in by_variable(edit for edit in edits if edit.operation not in RESETS).items():
             if self.require_finite:
                 for edit in several:
                     _check_finite(name, edit, schema.resolve(name).dtype)
@@ -114,33 +112,23 @@ class Guard:
     def _check_name(self, name: str) -> None:
         denied = next((pattern for pattern in self.deny if fnmatchcase(name, pattern)), None)
         if denied is not None:
-            raise UpdateRefused(
-                "The guard denies changes to this variable",
-                variable=name,
-                expected=f"none that matches {denied!r} (deny)",
-                received=name,
-                remedy=_OTHER_VARIABLE,
-            )
+            problem = "The guard denies changes to this variable"
+            raise refused(name, problem, f"none that matches {denied!r} (deny)", name, _OTHER_VARIABLE)
         if self.allow and not any(fnmatchcase(name, pattern) for pattern in self.allow):
-            raise UpdateRefused(
-                "The guard does not allow changes to this variable",
-                variable=name,
-                expected=f"one that matches {' or '.join(map(repr, self.allow))} (allow)",
-                received=name,
-                remedy=_OTHER_VARIABLE,
-            )
+            problem = "The guard does not allow changes to this variable"
+            expected = f"one that matches {' or '.join(map(repr, self.allow))} (allow)"
+            raise refused(name, problem, expected, name, _OTHER_VARIABLE)
 
     def _check_change(self, name: str, edits: list[Edit], read: Read) -> None:
         live = functools.cache(lambda: read([name])[name])  # read when it is first needed
         change = _norm_of_change(edits, live)
-        if self.max_norm is not None and not change <= self.max_norm:  # also refuses NaN
-            raise _too_much(name, "norm", "max_norm", self.max_norm, change)
+        if self.max_norm is not None:
+            _check_bound(name, "norm", "max_norm", self.max_norm, change)
         if self.max_relative_change is not None:
             size = math.sqrt(sum(_squares(_rows(live(), touched_rows(edits)))))
             relative = 0.0 if change == 0 else math.inf if size == 0 else change / size
-            if not relative <= self.max_relative_change:
-                bound = self.max_relative_change
-                raise _too_much(name, "relative change", "max_relative_change", bound, relative)
+            bound = self.max_relative_change
+            _check_bound(name, "relative change", "max_relative_change", bound, relative)
 
 
 def checked_guard(guard: Guard | None) -> Guard | None:
@@ -168,15 +156,11 @@ def _checked_patterns(name: str, patterns: Sequence[str]) -> tuple[str, ...]:
     return checked
 
 
-def _too_much(name: str, what: str, parameter: str, bound: float, found: float) -> UpdateRefused:
-    times = f", {found / bound:.4g} times the bound" if math.isfinite(found) else ""
-    return UpdateRefused(
-        f"The {what} of this update is larger than the guard allows",
-        variable=name,
-        expected=f"at most {bound:g} ({parameter})",
-        received=f"{found:.6g}{times}",
-        remedy=_REMEDY,
-    )
+def _check_bound(name: str, what: str, parameter: str, bound: float, found: float) -> None:
+    if not found <= bound:  # also refuses NaN
+        times = f", {found / bound:.4g} times the bound" if math.isfinite(found) else ""
+        problem = f"The {what} of this update is larger than the guard allows"
+        raise refused(name, problem, f"at most {bound:g} ({parameter})", f"{found:.6g}{times}", _REMEDY)
 
 
 def _check_finite(name: str, edit: Edit, dtype: str) -> None:
@@ -188,13 +172,9 @@ def _check_finite(name: str, edit: Edit, dtype: str) -> None:
     for key, array in numbers.items():
         found, first = nonfinite(array)
         if found:
-            raise UpdateRefused(
-                f"{found} of {array.size} numbers of the {key} are not finite, which the guard refuses",
-                variable=name,
-                expected="finite numbers (require_finite), even with allow_nonfinite=True",
-                received=str(array.reshape(-1)[first]),
-                remedy="Make them finite, or pass a guard with require_finite=False to the job's Replicas",
-            )
+            problem = f"{found} of {array.size} numbers of the {key} are not finite, which the guard refuses"
+            expected = "finite numbers (require_finite), even with allow_nonfinite=True"
+            raise refused(name, problem, expected, str(array.reshape(-1)[first]), _NOT_FINITE)
 
 
 def _norm_of_change(edits: list[Edit], live: Callable[[], Array]) -> float:

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from replicast.errors import UpdateRefused
-from replicast.update.edits import ADDITIONS, Array, Edit, EditKind, dtype_named, factor_as
+from replicast.update.edits import ADDITIONS, Array, Edit, EditKind, dtype_named, factor_as, refused
 from replicast.update.schema import Schema
 from replicast.update.state import Arrays, touched_parts
 from replicast.update.update import Update
@@ -59,12 +58,8 @@ def inverse(
         if name in kept:
             continue  # the values before undo all edits of this variable
         if edit.operation not in ADDITIONS and edit.operation is not EditKind.SCALE:
-            raise UpdateRefused(
-                f"The values of {name} before the update are not kept, and without them its {edit.operation} "
-                "cannot be undone",
-                variable=name,
-                remedy=NOT_KEPT,
-            )
+            problem = f"The values of {name} before the update are not kept, and without them its "
+            raise refused(name, f"{problem}{edit.operation} cannot be undone", remedy=NOT_KEPT)
         edits.append(_inverse_edit(edit))
     edits += kept.values()
     return Update(note=note, author=author, id=id_, allow_nonfinite=True).replaced(edits)
@@ -106,12 +101,11 @@ def _has_inverse(edit: Edit, schema: Schema) -> bool:
         return True
     if edit.operation is not EditKind.SCALE or edit.factor is None:
         return False
-    dtype = dtype_named(schema.resolve(edit.variable).dtype)
     if edit.factor == 0.0 or not math.isfinite(edit.factor):
         return False
-    back = factor_as(1.0 / edit.factor, dtype).astype(np.float64)
-    there = factor_as(edit.factor, dtype).astype(np.float64)
-    return bool(np.isfinite(back) and back != 0.0 and np.isfinite(there) and there != 0.0)
+    dtype = dtype_named(schema.resolve(edit.variable).dtype)
+    both = [factor_as(factor, dtype).astype(np.float64) for factor in (edit.factor, 1.0 / edit.factor)]
+    return all(np.isfinite(factor) and factor != 0.0 for factor in both)
 
 
 def _inverse_edit(edit: Edit) -> Edit:

@@ -28,8 +28,10 @@ from replicast.update.edits import (
     Array,
     Edit,
     EditKind,
+    by_variable,
     dtype_named,
     factor_as,
+    refused,
     touched_rows,
 )
 from replicast.update.update import Update, cast_loose
@@ -102,20 +104,12 @@ class Schema:
         if len(matches) == 1:
             return self._variables[matches[0]]
         if matches:
-            raise UpdateRefused(
-                f"The name matches {len(matches)} variables",
-                variable=name,
-                expected=f"one of {_listed(matches, 20)}",
-                received=name,
-            )
-        hint = self._hint(name)
-        near = self._near(name)
-        raise UpdateRefused(
-            f"There is no variable with this name: {hint}" if hint else "There is no variable with this name",
-            variable=name,
-            expected=f"perhaps {_listed(near)}" if near else f"one of {_listed(list(self._variables))}",
-            received=name,
-        )
+            problem = f"The name matches {len(matches)} variables"
+            raise refused(name, problem, f"one of {_listed(matches, 20)}", name)
+        hint, near = self._hint(name), self._near(name)
+        problem = "There is no variable with this name" + (f": {hint}" if hint else "")
+        expected = f"perhaps {_listed(near)}" if near else f"one of {_listed(list(self._variables))}"
+        raise refused(name, problem, expected, name)
 
     def to_json(self) -> dict[str, Any]:
         return {"variables": [fields_of(variable) for variable in self], "hints": self._hints}
@@ -211,8 +205,7 @@ def planned(
         edits.append(_planned_edit(edit, variable, allow_nonfinite=allowed, look=look))
     if update.reset_slots:
         edits += _resets(touched, edits, schema)
-    if len(edits) > limits.max_edits:
-        raise _too_many(len(edits), limits)
+    _check_count(len(edits), limits)
     return update.replaced(edits)
 
 
@@ -226,25 +219,8 @@ def check_outline(update: Update, schema: Schema, limits: Limits = Limits()) -> 
         _check_fit(edit, schema.resolve(edit.variable))
 
 
-def _check_fit(edit: Edit, variable: Variable) -> None:
-    _check_operation(edit.operation, variable)
-    if edit.operation.is_of_rows:
-        _check_form(edit.arrays["indices"], variable)
-    _check_shapes(edit.operation, edit.arrays, variable)
-    for key, array in edit.arrays.items():
-        if key != "indices" and not edit.loose and array.dtype != dtype_named(variable.dtype):
-            raise UpdateRefused(
-                "Wrong dtype",
-                variable=variable.name,
-                expected=dtype_named(variable.dtype).name,
-                received=array.dtype.name,
-                remedy=f'Use .astype("{dtype_named(variable.dtype).name}")',
-            )
-
-
 def _check_size(update: Update, limits: Limits) -> None:
-    if len(update.edits) > limits.max_edits:
-        raise _too_many(len(update.edits), limits)
+    _check_count(len(update.edits), limits)
     if update.nbytes > limits.max_bytes:
         raise UpdateRefused(
             "The update is too large",
@@ -254,13 +230,52 @@ def _check_size(update: Update, limits: Limits) -> None:
         )
 
 
-def _too_many(number: int, limits: Limits) -> UpdateRefused:
-    return UpdateRefused(
-        "The update has too many edits",
-        expected=f"at most {limits.max_edits}",
-        received=str(number),
-        remedy="Split it",
-    )
+def _check_count(edits: int, limits: Limits) -> None:
+    if edits > limits.max_edits:
+        most = f"at most {limits.max_edits}"
+        problem = "The update has too many edits"
+        raise UpdateRefused(problem, expected=most, received=str(edits), remedy="Split it")
+
+
+def _check_fit(edit: Edit, variable: Variable) -> None:
+    """Checks what of an edit can be known without its values: its operation, shapes and dtypes."""
+    operation, arrays = edit.operation, edit.arrays
+    name, shape, dtype = variable.name, variable.shape, dtype_named(variable.dtype)
+    is_bool = variable.dtype == "bool"
+    changes_bits = operation not in COPY_BITS and variable.dtype not in FLOAT_DTYPES
+    if changes_bits and (is_bool or operation not in ADDITIONS):
+        possible = f"{'assign or assign_rows' if is_bool else 'add or assign'}, which keep its dtype"
+        problem = f"A variable of dtype {variable.dtype} does not support {operation}"
+        raise refused(name, problem, possible, str(operation))
+    if operation is EditKind.ADD_LOW_RANK:
+        a, b = arrays["a"].shape, arrays["b"].shape
+        if len(shape) != 2 or len(a) != 2 or len(b) != 2 or (a[0], b[1]) != shape or a[1] != b[0]:
+            expected = "a variable with 2 dimensions"
+            if len(shape) == 2:
+                expected = f"({shape[0]}, rank) and (rank, {shape[1]})"
+            problem = "The low-rank factors do not match the variable"
+            raise refused(name, problem, expected, f"{a} and {b} for shape {shape}")
+    else:
+        key = "value"
+        if operation.is_of_rows:
+            _check_form(arrays["indices"], variable)
+            key, shape = "rows", (arrays["indices"].shape[0], *shape[1:])
+        if key in arrays and arrays[key].shape != shape:
+            raise refused(name, f"Wrong shape of {key}", str(shape), str(arrays[key].shape))
+    for key, array in arrays.items():
+        if key != "indices" and not edit.loose and array.dtype != dtype:
+            remedy = f'Use .astype("{dtype.name}")'
+            raise refused(name, "Wrong dtype", dtype.name, array.dtype.name, remedy)
+
+
+def _check_form(indices: Array, variable: Variable) -> None:
+    """Checks that indices are one-dimensional integers, and a variable has rows."""
+    if not variable.shape:
+        raise refused(variable.name, "A scalar variable has no rows", "at least one dimension")
+    if indices.ndim != 1 or indices.dtype.kind not in "iu":
+        received = f"{indices.dtype.name} of shape {indices.shape}"
+        expected = "a one-dimensional array of integers"
+        raise refused(variable.name, "Wrong dtype or shape of indices", expected, received)
 
 
 def _resets(touched: dict[str, Variable], edits: list[Edit], schema: Schema) -> Iterator[Edit]:
@@ -269,9 +284,7 @@ def _resets(touched: dict[str, Variable], edits: list[Edit], schema: Schema) -> 
     If only rows of a variable are touched, only these rows are reset in slots that have its shape.
     """
     done = {edit.variable for edit in edits if edit.operation in RESETS}
-    of_each: dict[str, list[Edit]] = {}
-    for edit in edits:
-        of_each.setdefault(edit.variable, []).append(edit)
+    of_each = by_variable(edits)
     for variable in touched.values():
         rows = touched_rows(of_each[variable.name])
         for name, fill in variable.slots:
@@ -288,104 +301,34 @@ def _planned_reset(edit: Edit, variable: Variable, touched: dict[str, Variable])
     """Checks a reset that planning created before: of a slot of a touched variable, to its reset value."""
     slots = dict(slot for owner in touched.values() for slot in owner.slots)
     if edit.factor is None or slots.get(variable.name) != edit.factor:
-        raise UpdateRefused(
-            "A reset cannot be proposed as an edit",
-            variable=variable.name,
-            remedy="Use reset_slots=True, or assign the values",
-        )
+        remedy = "Use reset_slots=True, or assign the values"
+        raise refused(variable.name, "A reset cannot be proposed as an edit", remedy=remedy)
     arrays = {name: _checked_indices(indices, variable) for name, indices in edit.arrays.items()}
     return replace(edit, variable=variable.name, arrays=arrays, loose=False)
 
 
 def _planned_edit(edit: Edit, variable: Variable, *, allow_nonfinite: bool, look: bool) -> Edit:
     _check_fit(edit, variable)
-    if edit.factor is not None:
-        _check_factor(edit.factor, edit.operation, variable, allow_nonfinite=allow_nonfinite)
+    dtype = dtype_named(variable.dtype)
+    if edit.factor is not None and not allow_nonfinite and not np.isfinite(factor_as(edit.factor, dtype)):
+        problem = f"The {'weight' if edit.operation is EditKind.BLEND else 'factor'} is not finite"
+        problem += f" in {variable.dtype}" if math.isfinite(edit.factor) else ""
+        expected = f"a number in the range of {variable.dtype}, or allow_nonfinite=True"
+        raise refused(variable.name, problem, expected, str(edit.factor))
     arrays = dict(edit.arrays)
-    if edit.operation.is_of_rows:
-        arrays["indices"] = _checked_indices(arrays["indices"], variable)
-    for key, array in arrays.items():
+    for key, array in edit.arrays.items():
         if key == "indices":
+            arrays[key] = _checked_indices(array, variable)
             continue
         if edit.loose:
-            array = arrays[key] = cast_loose(variable.name, array, dtype_named(variable.dtype))
-        if look:
-            _check_finite(array, variable)
+            array = arrays[key] = cast_loose(variable.name, array, dtype)
+        found, first = nonfinite(array) if look and name_of(array.dtype) in FLOAT_DTYPES else (0, 0)
+        if found:
+            position = [int(index) for index in np.unravel_index(first, array.shape)]
+            problem = f"{found} of {array.size} values are not finite"
+            received = f"{array[tuple(position)]} at {position}"
+            raise refused(variable.name, problem, "finite values, or allow_nonfinite=True", received)
     return Edit(edit.operation, variable.name, arrays, edit.factor)
-
-
-def _check_operation(operation: EditKind, variable: Variable) -> None:
-    if operation in COPY_BITS or variable.dtype in FLOAT_DTYPES:
-        return
-    if variable.dtype == "bool" or operation not in ADDITIONS:
-        possible = "assign or assign_rows" if variable.dtype == "bool" else "add or assign"
-        raise UpdateRefused(
-            f"A variable of dtype {variable.dtype} does not support {operation}",
-            variable=variable.name,
-            expected=f"{possible}, which keep its dtype",
-            received=str(operation),
-        )
-
-
-def _check_factor(factor: float, operation: EditKind, variable: Variable, *, allow_nonfinite: bool) -> None:
-    if allow_nonfinite:
-        return
-    as_used = float(factor_as(factor, dtype_named(variable.dtype)))
-    if not math.isfinite(as_used):
-        raise UpdateRefused(
-            f"The {'weight' if operation is EditKind.BLEND else 'factor'} is not finite"
-            + (f" in {variable.dtype}" if math.isfinite(factor) else ""),
-            variable=variable.name,
-            expected=f"a number in the range of {variable.dtype}, or allow_nonfinite=True",
-            received=str(factor),
-        )
-
-
-def _check_shapes(operation: EditKind, arrays: Mapping[str, Array], variable: Variable) -> None:
-    shape = variable.shape
-    if operation is EditKind.ADD_LOW_RANK:
-        a, b = arrays["a"].shape, arrays["b"].shape
-        if len(shape) != 2 or len(a) != 2 or len(b) != 2 or (a[0], b[1]) != shape or a[1] != b[0]:
-            matrix = (
-                f"({shape[0]}, rank) and (rank, {shape[1]})"
-                if len(shape) == 2
-                else "a variable with 2 dimensions"
-            )
-            raise UpdateRefused(
-                "The low-rank factors do not match the variable",
-                variable=variable.name,
-                expected=f"{matrix}",
-                received=f"{a} and {b} for shape {shape}",
-            )
-        return
-    if operation.is_of_rows:
-        key, expected = "rows", (arrays["indices"].shape[0], *shape[1:])
-    else:
-        key, expected = "value", shape
-    if key in arrays and arrays[key].shape != expected:
-        raise UpdateRefused(
-            f"Wrong shape of {key}",
-            variable=variable.name,
-            expected=str(expected),
-            received=str(arrays[key].shape),
-        )
-
-
-def _check_form(indices: Array, variable: Variable) -> None:
-    """Checks that indices are one-dimensional integers, and a variable has rows."""
-    if not variable.shape:
-        raise UpdateRefused(
-            "A scalar variable has no rows",
-            variable=variable.name,
-            expected="at least one dimension",
-        )
-    if indices.ndim != 1 or indices.dtype.kind not in "iu":
-        raise UpdateRefused(
-            "Wrong dtype or shape of indices",
-            variable=variable.name,
-            expected="a one-dimensional array of integers",
-            received=f"{indices.dtype.name} of shape {indices.shape}",
-        )
 
 
 def _checked_indices(indices: Array, variable: Variable) -> Array:
@@ -395,37 +338,16 @@ def _checked_indices(indices: Array, variable: Variable) -> Array:
     wrong = (indices < 0) | (indices >= count)
     if wrong.any():
         position = int(np.argmax(wrong))
-        raise UpdateRefused(
-            "A row index is out of range",
-            variable=variable.name,
-            expected=f"0 to {count - 1}" if count else "no index: the variable has no rows",
-            received=f"{indices[position]} at position {position}",
-        )
+        expected = f"0 to {count - 1}" if count else "no index: the variable has no rows"
+        received = f"{indices[position]} at position {position}"
+        raise refused(variable.name, "A row index is out of range", expected, received)
     ascending = np.sort(indices)
     twice = ascending[1:][ascending[1:] == ascending[:-1]]
     if twice.size:
-        raise UpdateRefused(
-            "A row appears twice",
-            variable=variable.name,
-            expected="each row once",
-            received=f"row {twice[0]} at positions {np.flatnonzero(indices == twice[0])[:5].tolist()}",
-        )
+        received = f"row {twice[0]} at positions {np.flatnonzero(indices == twice[0])[:5].tolist()}"
+        raise refused(variable.name, "A row appears twice", "each row once", received)
     if indices.dtype == np.int64:
         return indices
     cast = indices.astype(np.int64)
     cast.flags.writeable = False
     return cast
-
-
-def _check_finite(array: Array, variable: Variable) -> None:
-    if name_of(array.dtype) not in FLOAT_DTYPES:
-        return
-    found, first = nonfinite(array)
-    if found:
-        position = [int(index) for index in np.unravel_index(first, array.shape)]
-        raise UpdateRefused(
-            f"{found} of {array.size} values are not finite",
-            variable=variable.name,
-            expected="finite values, or allow_nonfinite=True",
-            received=f"{array[tuple(position)]} at {position}",
-        )

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replicast.update.digest import digest_array, digest_state
-from replicast.update.edits import Edit, EditKind, apply_edit, touched_rows
+from replicast.update.edits import Edit, EditKind, apply_edit, by_variable, touched_rows
 from replicast.update.schema import Schema, Variable
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -79,13 +79,9 @@ class State(abc.ABC):
 
 def touched_parts(edits: Sequence[Edit]) -> tuple[list[str], Arrays]:
     """The variables that these edits touch completely, and the touched rows of others."""
-    of_each: dict[str, list[Edit]] = {}
-    for edit in edits:
-        of_each.setdefault(edit.variable, []).append(edit)
-    rows = {name: touched_rows(several) for name, several in sorted(of_each.items())}
-    return [name for name, one in rows.items() if one is None], {
-        name: one for name, one in rows.items() if one is not None
-    }
+    rows = {name: touched_rows(several) for name, several in sorted(by_variable(edits).items())}
+    whole = [name for name, indices in rows.items() if indices is None]
+    return whole, {name: indices for name, indices in rows.items() if indices is not None}
 
 
 class MemoryState(State):

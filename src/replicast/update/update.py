@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +20,7 @@ from replicast.mapped_memory import copied
 from replicast.strictjson import json_value
 from replicast.tensorfiles import TensorFile, loads_strictly, parse_tensors, read_tensor_bytes, tensor_chunks
 from replicast.update.digest import blocks_of, digest_block, digest_of_blocks, name_of
-from replicast.update.edits import DTYPES, FLOAT_DTYPES, RESETS, Array, Edit, EditKind
+from replicast.update.edits import DTYPES, FLOAT_DTYPES, RESETS, Array, Edit, EditKind, refused
 
 # The parts of an update, built and checked from user input: values, JSON, plain tensors.
 
@@ -60,12 +60,7 @@ def checked_text(what: str, value: Any, most: int = MAX_TEXT) -> str:
     return str.__str__(value)
 
 
-def edit_from_values(
-    operation: EditKind,
-    variable: Any,
-    factor: Any,
-    values: Mapping[str, Any],
-) -> Edit:
+def edit_from_values(operation: EditKind, variable: Any, factor: Any, values: Mapping[str, Any]) -> Edit:
     """An edit from what an author passed."""
     name = _checked_name(variable)
     arrays: dict[str, Array] = {}
@@ -88,12 +83,7 @@ def cast_loose(variable: str, array: Array, dtype: np.dtype[Any]) -> Array:
     if array.dtype == dtype:
         return array
     if (array.dtype == np.bool_) != (dtype == np.bool_) and array.size:
-        raise UpdateRefused(
-            "The values have the wrong dtype",
-            variable=variable,
-            expected=dtype.name,
-            received=array.dtype.name,
-        )
+        raise refused(variable, "The values have the wrong dtype", dtype.name, array.dtype.name)
     with np.errstate(all="ignore"):
         cast = np.asarray(array.astype(dtype))
         if name_of(dtype) in FLOAT_DTYPES:
@@ -104,12 +94,8 @@ def cast_loose(variable: str, array: Array, dtype: np.dtype[Any]) -> Array:
             wrong = (cast.astype(array.dtype) != array) | (array < info.min) | (array > info.max)
     if wrong.any():
         position = tuple(int(index) for index in np.argwhere(wrong)[0])
-        raise UpdateRefused(
-            "A value does not fit the variable",
-            variable=variable,
-            expected=f"numbers that fit {dtype.name}",
-            received=f"{array[position]} at {list(position)}",
-        )
+        expected, received = f"numbers that fit {dtype.name}", f"{array[position]} at {list(position)}"
+        raise refused(variable, "A value does not fit the variable", expected, received)
     cast.flags.writeable = False
     return cast
 
@@ -170,23 +156,24 @@ def _from_description(description: Any, array_of: Callable[[str, Any], Array]) -
             f"The description of the update is not valid ({error})", received=str(description)[:200]
         ) from error
     edits = tuple(_edit_of(number, edit, array_of) for number, edit in enumerate(known.edits))
-    head = {name: getattr(known, name) for name in ("id", "author", "note", "reset_slots", "allow_nonfinite")}
-    return Update(**head)._changed(edits=edits)
+    update = Update(
+        note=known.note,
+        author=known.author,
+        id=known.id,
+        reset_slots=known.reset_slots,
+        allow_nonfinite=known.allow_nonfinite,
+    )
+    return update.with_edits(edits)
 
 
 def _edit_of(number: int, known: _DescribedEdit, array_of: Callable[[str, Any], Array]) -> Edit:
     operation, variable = known.operation, _checked_name(known.variable)
     if (known.factor is not None) != operation.has_factor or set(known.arrays) != set(operation.arrays):
-        raise UpdateRefused(
-            f"Edit {number} is not what {operation} needs",
-            variable=variable,
-            expected=f"arrays {list(operation.arrays)}" + (" and a factor" if operation.has_factor else ""),
-            received=f"arrays {list(known.arrays)}, factor {known.factor}"[:200],
-        )
-    arrays = {
-        name: array_of(f"The array {name!r} of edit {number}", known.arrays[name])
-        for name in operation.arrays
-    }
+        expected = f"arrays {list(operation.arrays)}" + (" and a factor" if operation.has_factor else "")
+        received = f"arrays {list(known.arrays)}, factor {known.factor}"[:200]
+        raise refused(variable, f"Edit {number} is not what {operation} needs", expected, received)
+    what = f"The array {{!r}} of edit {number}"
+    arrays = {name: array_of(what.format(name), known.arrays[name]) for name in operation.arrays}
     factor = None if known.factor is None else float(known.factor)
     return Edit(operation, variable, arrays, factor, known.loose)
 
@@ -217,12 +204,8 @@ def edits_of_tensors(
         values = {key: rest.pop(variable + suffixes[key], None) for key in keys}
         missing = [variable + suffixes[key] for key, value in values.items() if value is None]
         if missing:
-            raise UpdateRefused(
-                f"A tensor is missing to {operation}",
-                variable=variable,
-                expected=" and ".join(variable + suffixes[key] for key in keys),
-                received=f"no {missing[0]}",
-            )
+            expected = " and ".join(variable + suffixes[key] for key in keys)
+            raise refused(variable, f"A tensor is missing to {operation}", expected, f"no {missing[0]}")
         edits.append(edit_from_values(operation, variable, weight, values))
     return tuple(edits)
 
@@ -237,25 +220,16 @@ def _array_of(variable: str, value: Any) -> tuple[Array, bool]:
     """The value as a private row-major array, and whether it was given as Python numbers."""
     loose = isinstance(value, bool | int | float | list | tuple)
     if not loose and not isinstance(value, np.ndarray | np.generic) and not hasattr(value, "__array__"):
-        raise UpdateRefused(
-            "A value is not an array", variable=variable, expected="numbers", received=type(value).__name__
-        )
+        raise refused(variable, "A value is not an array", "numbers", type(value).__name__)
     try:
         array = np.asarray(value)
     except Exception as error:  # A foreign object's conversion may raise anything.
-        raise UpdateRefused(
-            "A value cannot be converted to an array",
-            variable=variable,
-            expected="numbers in rows of equal length",
-            received=f"{type(value).__name__} ({str(error)[:200]})",
-        ) from error
+        problem, expected = "A value cannot be converted to an array", "numbers in rows of equal length"
+        received = f"{type(value).__name__} ({str(error)[:200]})"
+        raise refused(variable, problem, expected, received) from error
     if name_of(array.dtype) not in DTYPES:
-        raise UpdateRefused(
-            "A value has an unsupported dtype",
-            variable=variable,
-            expected="floats, integers or bools",
-            received=str(array.dtype),
-        )
+        problem = "A value has an unsupported dtype"
+        raise refused(variable, problem, "floats, integers or bools", str(array.dtype))
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if not isinstance(value, np.ndarray) or not _is_frozen(array):
@@ -274,21 +248,15 @@ def _is_frozen(array: Array) -> bool:
 
 
 def _factor_of(operation: EditKind, variable: str, factor: Any) -> float | None:
-    if (operation.has_factor) != (factor is not None):
+    if operation.has_factor != (factor is not None):
         expected = "a number" if operation.has_factor else "none"
-        raise UpdateRefused(
-            f"The factor does not fit {operation}",
-            variable=variable,
-            expected=expected,
-            received=repr(factor)[:200],
-        )
+        raise refused(variable, f"The factor does not fit {operation}", expected, repr(factor)[:200])
     if factor is None:
         return None
     array, _ = _array_of(variable, factor)
     if array.size != 1 or array.ndim > 1:
-        raise UpdateRefused(
-            "The factor must be a scalar", variable=variable, received=f"an array of shape {array.shape}"
-        )
+        received = f"an array of shape {array.shape}"
+        raise refused(variable, "The factor must be a scalar", received=received)
     return float(array.astype(np.float64).reshape(-1)[0])
 
 
@@ -407,6 +375,10 @@ class Update:
         """The same update with other edits, which are already fully expanded."""
         return self._changed(edits=tuple(edits), reset_slots=False)
 
+    def with_edits(self, edits: Iterable[Edit]) -> Update:
+        """The same update with other edits."""
+        return self._changed(edits=tuple(edits))
+
     def arrays(self) -> list[Array]:
         """Every array, edit after edit, in the order that `describe` lists them."""
         return [array for edit in self.edits for _, array in ordered_arrays(edit)]
@@ -426,15 +398,7 @@ class Update:
 
     @classmethod
     def from_content(cls, id_: str, content: Sequence[Array]) -> Update:
-        """The update that `content` came from, under an id.
-
-        Args:
-            id_: The id.
-            content: What `content` returned, or views of the same bytes. Kept as they are, without a copy.
-
-        Raises:
-            UpdateRefused: It is not the content of an update.
-        """
+        """The update that `content` came from, under an id. Its arrays are not copied."""
         *arrays, described = content
         return cls.from_parts({**json.loads(described.tobytes()), "id": id_}, arrays)
 
@@ -444,15 +408,7 @@ class Update:
 
     @classmethod
     def from_parts(cls, description: Mapping[str, Any], arrays: Sequence[Array]) -> Update:
-        """Rebuilds an update from the output of `describe` and `arrays`.
-
-        Args:
-            description: What `describe` returned.
-            arrays: What `arrays` returned, or views of the same bytes. Not copied.
-
-        Raises:
-            UpdateRefused: They do not belong together, or the description is not valid.
-        """
+        """Rebuilds an update from what `describe` and `arrays` returned. The arrays are not copied."""
         rest = iter(arrays)
 
         def next_array(what: str, spec: Any) -> Array:
@@ -477,9 +433,7 @@ class Update:
 
     def file_chunks(self, extra: Mapping[str, Any] | None = None) -> Iterator[bytes | memoryview]:
         """The bytes of the update's file, piece by piece; `extra` goes into the description."""
-        described = self._described(lambda number, name, _: f"{number}.{name}") | dict(
-            extra if extra is not None else {}
-        )
+        described = self._described(lambda number, name, _: f"{number}.{name}") | dict(extra or {})
         tensors = {
             f"{number}.{name}": array
             for number, edit in enumerate(self.edits)
@@ -503,9 +457,6 @@ class Update:
         """Parses the bytes of an update's file; also returns its description, with any extra entries.
 
         The arrays are views of `content`. `remedy` is the advice for a file that contains only tensors.
-
-        Raises:
-            FileDamaged: The bytes are damaged, or not an update.
         """
         return cls.of_file(parse_tensors(content, source, max_tensors=MAX_TENSORS), source, remedy)
 
@@ -518,9 +469,7 @@ class Update:
                 verdict="holds tensors and not what to do with them",
                 expected="a file that Update.save wrote",
                 received=f"{len(file.tensors)} tensors without metadata of replicast",
-                remedy=remedy
-                if remedy
-                else "Say the operation: Update.from_tensors, `replicast push RUN --add FILE`",
+                remedy=remedy or "Say the operation: Update.from_tensors, `replicast push RUN --add FILE`",
             )
         description = loads_strictly(file.metadata[_METADATA], source, "description")
         unused = dict(file.tensors)
@@ -538,9 +487,8 @@ class Update:
                 source, error.problem, expected=expected, received=received, remedy=error.remedy
             ) from error
         if unused:
-            raise FileDamaged(
-                source, "it has tensors that no edit uses", received=", ".join(list(unused)[:5])
-            )
+            received = ", ".join(list(unused)[:5])
+            raise FileDamaged(source, "it has tensors that no edit uses", received=received)
         return update, description
 
     @classmethod
@@ -576,17 +524,16 @@ class Update:
         try:
             kind = EditKind(operation)
         except ValueError as error:
-            expected = f"one of {', '.join(one for one in EditKind if one not in RESETS)}"
-            raise UpdateRefused(
-                "There is no such operation", expected=expected, received=str(operation)
-            ) from error
+            one_of = f"one of {', '.join(one for one in EditKind if one not in RESETS)}"
+            problem = "There is no such operation"
+            raise UpdateRefused(problem, expected=one_of, received=str(operation)) from error
         content = read_tensor_bytes(Path(path), max_tensors=MAX_TENSORS, max_bytes=max_bytes)
         file = parse_tensors(content, str(path), max_tensors=MAX_TENSORS)
         edits = edits_of_tensors(file.tensors, kind, weight)
-        return cls(note=note, author=author, id=id)._changed(edits=edits)
+        return cls(note=note, author=author, id=id).with_edits(edits)
 
     def _with(self, operation: EditKind, variable: str, factor: Any = None, **values: Any) -> Update:
-        return self._changed(edits=(*self.edits, edit_from_values(operation, variable, factor, values)))
+        return self.with_edits((*self.edits, edit_from_values(operation, variable, factor, values)))
 
     def _changed(self, **fields: Any) -> Update:
         copy = Update.__new__(Update)

@@ -45,7 +45,6 @@ from replicast.update.audit_report import (
     Declared,
     Difference,
     groups_of,
-    reference_first,
     reference_of,
 )
 
@@ -103,17 +102,16 @@ class Audit(Operation):
 
     def _differences(self, job: JobView, seen: Reports) -> Part[tuple[Difference, ...]]:
         """The variables that differ, each with its reference."""
-        names = tuple(seen[0].digests)
-        groups = groups_of({rank: tuple(one.digests.values()) for rank, one in seen.items()}, names)
+        groups = groups_of({rank: one.digests for rank, one in seen.items()})
         if not groups:
             return ()
         order = Expected(tuple(groups))
         expected = (yield Ask(order, (0,), job.timeouts.compute_secs, "read the journal"))[0]
         found = []
         for name, of in groups.items():
-            digest = expected.get(name)
-            reference, rule = reference_of(of, lambda digest=digest: digest)  # type: ignore[misc]
-            found.append(Difference(name, reference_first(of, reference), reference, rule))
+            reference, rule = reference_of(of, expected.get(name))
+            reference_first = sorted(of.values(), key=lambda ranks: reference not in ranks)
+            found.append(Difference(name, tuple(reference_first), reference, rule))
         return tuple(found)
 
     def _looked_into(
