@@ -13,12 +13,14 @@ import tensorflow as tf
 from replicast import NotSupported
 from replicast.training.feeding import (
     Division,
+    Sample,
+    differing_parts,
     epoch_order,
     losses_that_mix_rows,
     predicting_all_rows,
+    refuse_other_lengths,
     shares_of_order,
 )
-from replicast.training.samples import Sample, differing_parts, refuse_other_lengths, sample_of_arrays
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
@@ -52,7 +54,7 @@ def test_samples_of_arrays_see_the_first_row_the_last_row_and_rows_between() -> 
     for row in (0, 999, *range(0, 1000, 999 // 3)):
         changed = rows.copy()
         changed[row] = -1.0
-        samples = {0: sample_of_arrays("training data", rows), 1: sample_of_arrays("training data", changed)}
+        samples = {0: Sample.of_arrays("training data", rows), 1: Sample.of_arrays("training data", changed)}
         assert differing_parts(samples) == {1: ["x"]}
 
 

@@ -13,8 +13,7 @@ import pytest
 import tensorflow as tf
 
 from replicast.launcher.screen import LineAssembler, with_its_loss
-from replicast.training import resuming as progress
-from replicast.training.resuming import callbacks_of
+from replicast.training.resuming import callbacks_of, count_done_batches
 from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron
 from tests.workers.test_updates import replicas_of
@@ -97,12 +96,13 @@ def test_the_launcher_knows_the_bar_of_this_keras_from_what_is_written_behind_it
 
 
 def test_batches_that_were_done_before_are_not_in_the_time_of_a_batch() -> None:
-    bar = progress.ResumedProgress(epoch=3, done=90)
-    bar.set_params({"verbose": 1, "epochs": 5, "steps": 100})
+    logger = keras.callbacks.ProgbarLogger()
+    logger.set_params({"verbose": 1, "epochs": 5, "steps": 100})
     with contextlib.redirect_stdout(io.StringIO()):
-        bar.on_epoch_begin(3)
-        bar.progbar._start -= 8.0
-        bar.progbar.interval = -1.0
+        logger.on_epoch_begin(3)
+        count_done_batches(logger, 90)
+        logger.progbar._start -= 8.0
+        logger.progbar.interval = -1.0
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        bar.on_train_batch_end(3)
+        logger.on_train_batch_end(3)
     assert re.search(r"94/100.*12s\x1b\[0m 2s/step", out.getvalue()), out.getvalue()

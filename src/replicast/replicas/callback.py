@@ -89,8 +89,6 @@ class BoundaryCallback(keras.callbacks.Callback):
             self._after_others = _AfterOthers(self)
             others.append(self._after_others)
         self._resumed_epoch = resume_fit(self.model, self._resumed.epoch, self._resumed.batch, self._warn)
-        if others is not None and self._resumed_epoch.done:
-            count_done_batches(others, called_with, self._resumed.epoch, self._resumed_epoch.done)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch = epoch
@@ -163,6 +161,9 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._worker.training.frozen_variables.put_back()
         self._worker.training.frozen_variables.release()
         resumes = self._resumed.batch and self._epoch == self._resumed.epoch
+        for callback in callbacks_of(self.model) or [] if resumes else []:
+            if type(callback) is keras.callbacks.ProgbarLogger:
+                count_done_batches(callback, self._resumed_epoch.done)
         self.set_moment("batch" if resumes else "first")
 
     def save_epoch(self) -> None:

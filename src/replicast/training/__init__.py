@@ -5,8 +5,7 @@ use says why in a comment, and `tests/workers/test_private_apis.py` fails when o
 
     strategy       the public class; what Keras asks of a strategy, for several workers; the start of a worker
     keras_call     which Keras call is running, on which model, with which callbacks
-    feeding        each worker's share of every batch, without a transfer per step
-    samples        comparison of the workers' data
+    feeding        each worker's share of every batch, without a transfer per step; comparison of the data
     step           one training step of a Keras model: weighted gradients, exact metrics, equal statistics
     step_metrics   how a step updates each metric; which of the values that it returns are their results
     origins        what a tensor of a step comes from: rows, common values, constants, a call

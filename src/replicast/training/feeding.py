@@ -4,6 +4,9 @@ TensorFlow's distributed iterator asks all workers before every step whether eac
 more than a whole step of a small model. Here every worker reads the same batches and takes its own rows of
 each: worker r of N gets rows B*r//N to B*(r+1)//N of a batch of B rows. So each example is used once, also in
 the last short batch, and all workers run out of data at the same step without communication.
+
+All workers must have the same batches; otherwise training would silently use wrong examples. So they compare
+samples of their data (`Sample`, `DataComparison`).
 """
 
 from __future__ import annotations
@@ -12,15 +15,18 @@ import contextlib
 import functools
 import itertools
 import logging
+import random
+import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
+import msgspec
 import numpy as np
 import tensorflow as tf
+import xxhash
 
 # Private: the module whose functions call callbacks, to recognize its frames; Keras' adapters of its inputs,
 # to distinguish the kinds of data.
@@ -35,25 +41,18 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 from tensorflow.python.data.ops.repeat_op import _RepeatDataset
 from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset
 
-from replicast.errors import NotSupported
+from replicast.errors import JobFailed, NotSupported
 from replicast.training.keras_call import KerasCall, only_looks_at_shapes
-from replicast.training.samples import (
-    PARTS,
-    WHAT,
-    DataComparison,
-    Sample,
-    order_of_batches,
-    sample_of_arrays,
-    sample_of_batch,
-    sampled,
-)
 from replicast.training.variables import Seeds
 from replicast.turns import Turns
 
 logger = logging.getLogger("replicast")
 
+PARTS = ("x", "y", "sample_weight")
 PREFETCHED_BATCHES = 2
 LARGE_SHARE_BYTES = 1 << 20
+ROWS_OF_ARRAYS = 64
+FIRST_BATCH_SECS = 60.0  # how long worker 0 waits for another worker's; the step would wait for it anyway
 # The losses of Keras whose value for a row depends on other rows, and what to do.
 _MIXING = {
     "Circle": "gather the embeddings and labels of all workers in compute_loss",
@@ -83,6 +82,19 @@ _MIXING = {
 # discarded.
 
 
+class _Array(NamedTuple):
+    """An array of a batch, or its type, with its place in the flat batch."""
+
+    place: int
+    name: str
+    value: Any
+
+    @property
+    def fixed_length(self) -> int | None:
+        shape = tf.TensorShape(self.value.shape)
+        return None if shape.rank is None else shape[0]
+
+
 def named_leaves(structure: Any, name: str) -> Iterator[tuple[str, Any]]:
     """The leaves of a structure in the order of `tf.nest`, with a name for each: x['table'], x[0]."""
     if isinstance(structure, dict):
@@ -95,23 +107,17 @@ def named_leaves(structure: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from ((name, leaf) for leaf in tf.nest.flatten(structure))
 
 
-def _arrays(batch: Any) -> tuple[list[tuple[int, str, Any]], list[tuple[int, str, Any]]]:
-    """The arrays of x, and those of y and sample_weight: with places in the flat batch, and names."""
+def _arrays(batch: Any) -> tuple[list[_Array], list[_Array]]:
+    """The arrays of x, and those of y and sample_weight."""
     as_keras = isinstance(batch, (tuple, list)) and 0 < len(batch) <= len(PARTS)
-    found: tuple[list[Any], list[Any]] = ([], [])
-    place = 0
-    for part, value in zip(PARTS, batch, strict=False) if as_keras else (("x", batch),):
-        for name, leaf in named_leaves(value, part):
-            shape = getattr(leaf, "shape", None)  # None: an absent part of the batch
-            if shape is not None and tf.TensorShape(shape).rank != 0:
-                found[part != "x"].append((place, name, leaf))
-            place += 1
+    parts = zip(PARTS, batch, strict=False) if as_keras else [("x", batch)]
+    leaves = [(part, *named) for part, value in parts for named in named_leaves(value, part)]
+    found: tuple[list[_Array], list[_Array]] = ([], [])
+    for place, (part, name, leaf) in enumerate(leaves):
+        shape = getattr(leaf, "shape", None)  # None: an absent part of the batch
+        if shape is not None and tf.TensorShape(shape).rank != 0:
+            found[part != "x"].append(_Array(place, name, leaf))
     return found
-
-
-def _fixed_length(array: Any) -> int | None:
-    shape = tf.TensorShape(array.shape)
-    return None if shape.rank is None else shape[0]
 
 
 def length_of(array: Any) -> tf.Tensor:
@@ -127,61 +133,56 @@ class Division:
     """Which arrays of a dataset's batches have rows."""
 
     def __init__(self, spec: Any, first_batch: Any = None) -> None:
-        inputs, labels = _arrays(spec)
-        self.counted = labels or inputs  # the arrays whose first dimension is the number of rows
-        self._arrays = [*inputs, *labels]
-        fixed = {place: _fixed_length(array) for place, _, array in self._arrays}
-        rows = {fixed[place] for place, _, _ in self.counted} - {None}
+        self._inputs, labels = _arrays(spec)
+        self._arrays = [*self._inputs, *labels]
+        self._counted = labels or self._inputs  # the arrays whose first dimension is the number of rows
+        rows = {array.fixed_length for array in self._counted} - {None}
         if len(rows) > 1:
             raise self._refusal()
         self.rows = next(iter(rows), None)  # if it is fixed
         # By place, whether an array has rows; None if the first batch tells it.
-        self.kinds: dict[int, bool | None] = dict.fromkeys((place for place, _, _ in self.counted), True)
+        self.kinds: dict[int, bool | None] = dict.fromkeys((array.place for array in self._counted), True)
         if labels:
-            unfixed = any(fixed[place] is None for place, _, _ in inputs)
-            for place, _, _ in inputs:
-                length = fixed[place]
-                if length is not None and (self.rows is not None or unfixed):
-                    self.kinds[place] = length == self.rows
-                else:
-                    self.kinds[place] = None
-            possible = [place for place, _, _ in inputs if self.kinds[place] is not False]
-            if inputs and not possible:
+            told = self.rows is not None or any(array.fixed_length is None for array in self._inputs)
+            for array in self._inputs:
+                length = array.fixed_length
+                self.kinds[array.place] = length == self.rows if told and length is not None else None
+            possible = [array.place for array in self._inputs if self.kinds[array.place] is not False]
+            if self._inputs and not possible:
                 raise self._refusal()
             if len(possible) == 1:
                 self.kinds[possible[0]] = True
-        self._inputs = [place for place, _, _ in inputs]
-        self._fixed = fixed
         if first_batch is not None:
             self.kinds = Division(first_batch).kinds
 
     def tell(self, flat: list[Any], told: tf.Tensor) -> tuple[tf.Tensor, dict[int, Any], tf.Tensor]:
         """The number of rows of a batch, whether each of its arrays has rows, and what is told now."""
         lengths = {place: length_of(flat[place]) for place in self.kinds}
-        first = self.counted[0][0]
+        first = self._counted[0].place
         rows = lengths[first] if self.rows is None else tf.constant(self.rows)
         has_rows: dict[int, Any] = dict(self.kinds)
-        agree = [
-            lengths[place] == rows
-            for place, kind in self.kinds.items()
-            if kind and (place != first if self.rows is None else self._fixed[place] is None)
-        ]
-        for place in (place for place, kind in self.kinds.items() if kind is None):
-            equal = lengths[place] == rows
-            has_rows[place] = tf.where(told[place] == 0, equal, told[place] > 0)
-            agree.append(equal | ~has_rows[place])
-            told = tf.tensor_scatter_nd_update(told, [[place]], [tf.where(has_rows[place], 1, -1)])
+        arrays = [array for array in self._arrays if array.place in self.kinds]
+        agree = []
+        for place, array in ((array.place, array) for array in arrays):
+            if self.kinds[place] is None:
+                equal = lengths[place] == rows
+                has_rows[place] = tf.where(told[place] == 0, equal, told[place] > 0)
+                agree.append(equal | ~has_rows[place])
+                told = tf.tensor_scatter_nd_update(told, [[place]], [tf.where(has_rows[place], 1, -1)])
+            elif self.kinds[place] and (place != first if self.rows is None else array.fixed_length is None):
+                agree.append(lengths[place] == rows)
         if None in self.kinds.values():
-            agree.append(tf.reduce_any([tf.convert_to_tensor(has_rows[place]) for place in self._inputs]))
+            some = [tf.convert_to_tensor(has_rows[array.place]) for array in self._inputs]
+            agree.append(tf.reduce_any(some))
         if agree:
-            names = ", ".join(name for _, name, _ in self._arrays)
+            names = ", ".join(array.name for array in arrays)
             message = f"{self._refusal()} First dimensions of {names} in this batch, and the number of rows:"
-            given = [lengths[place] for place, _, _ in self._arrays]
+            given = [lengths[array.place] for array in arrays]
             tf.debugging.Assert(tf.reduce_all(agree), [message, *given, rows], summarize=len(given) + 1)
         return rows, has_rows, told
 
     def _refusal(self) -> NotSupported:
-        shapes = ", ".join(f"{name} {tf.TensorShape(array.shape)}" for _, name, array in self._arrays)
+        shapes = ", ".join(f"{array.name} {tf.TensorShape(array.value.shape)}" for array in self._arrays)
         return NotSupported(
             f"A batch whose number of rows cannot be told ({shapes})",
             reason="replicast divides the rows of every batch among the workers; they are counted by y and "
@@ -193,12 +194,16 @@ class Division:
         )
 
 
+def _counted(data: Any) -> _Array | None:
+    """An array whose first dimension is the number of rows of a share."""
+    inputs, labels = _arrays(data)
+    return next(iter([*labels, *inputs]), None)
+
+
 def rows_of(data: Any) -> tf.Tensor:
     """The number of rows of a share."""
-    inputs, labels = _arrays(data)
-    for _, _, array in (*labels, *inputs):
-        return length_of(array)
-    return tf.constant(1)
+    counted = _counted(data)
+    return tf.constant(1) if counted is None else length_of(counted.value)
 
 
 def first_input_is_whole(data: Any) -> tf.Tensor | None:
@@ -207,16 +212,20 @@ def first_input_is_whole(data: Any) -> tf.Tensor | None:
     None if it certainly is rows.
     """
     inputs, labels = _arrays(data)
-    return length_of(inputs[0][2]) != length_of(labels[0][2]) if labels and len(inputs) > 1 else None
+    if not labels or len(inputs) < 2:
+        return None
+    return length_of(inputs[0].value) != length_of(labels[0].value)
+
+
+def _has_first_axis(leaf: Any) -> bool:
+    return isinstance(leaf, tf.Tensor) and leaf.shape.rank not in (None, 0)
 
 
 def at_least_one_row(data: Any, rows: tf.Tensor) -> Any:
     """The share, with a row of zeros if it has no rows."""
 
     def filled(leaf: Any) -> Any:
-        if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (None, 0):
-            return leaf
-        if leaf.shape[0] is not None and leaf.shape[0] > 0:
+        if not _has_first_axis(leaf) or (leaf.shape[0] or 0) > 0:
             return leaf
         shape = tf.shape(leaf)
         zeros = functools.partial(tf.zeros, tf.concat([[1], shape[1:]], axis=0), leaf.dtype)
@@ -238,7 +247,7 @@ def with_unknown_rows(data: Any) -> Any:
     """The share, without its number of rows in the static shapes of its tensors."""
 
     def unknown(leaf: Any) -> Any:
-        if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (None, 0) or leaf.shape[0] is None:
+        if not _has_first_axis(leaf) or leaf.shape[0] is None:
             return leaf
         return tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]])
 
@@ -249,12 +258,13 @@ def predicting_all_rows(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wraps a prediction function; for a share without rows it returns empty tensors."""
 
     def predict(data: Any) -> Any:
-        rows = rows_of(data)
-        inputs, labels = _arrays(data)
-        fixed = _fixed_length([*labels, *inputs][0][2]) if inputs or labels else None
+        rows, counted = rows_of(data), _counted(data)
+        fixed = None if counted is None else counted.fixed_length
         outputs = function(at_least_one_row(data, rows))
+        real = []
         for name, output in named_leaves(outputs, "output"):
             if not isinstance(output, tf.Tensor) or output.shape.rank is None:
+                real.append(output)
                 continue
             length = output.shape[0] if output.shape.rank else None
             whole = length is not None and (fixed is None or length % max(fixed, 1) != 0)
@@ -264,12 +274,8 @@ def predicting_all_rows(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
                     reason="each worker computes it from its own rows of the batch, and predict joins rows",
                     remedy="Return one entry per row, or call the model itself on the whole batch: model(x)",
                 )
-
-        def of_the_share(output: Any) -> Any:
-            known = isinstance(output, tf.Tensor) and output.shape.rank is not None
-            return only_real(output, rows) if known else output
-
-        return tf.nest.map_structure(of_the_share, outputs)
+            real.append(only_real(output, rows))
+        return tf.nest.pack_sequence_as(outputs, real)
 
     return predict
 
@@ -290,8 +296,213 @@ def losses_that_mix_rows(loss: Any) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+# Comparing the workers' data. What is compared, at the first pass:
+#
+#     arrays                      the number of rows, and 64 rows spread over them, with the first and last
+#     generator                   its first batch
+#     tf.data, PyDataset, others  the number of batches, if an epoch uses all of them, and the first one used
+#
+# Lengths, arrays and generators are known before the pass, so their samples are exchanged when the workers
+# meet to open it. The first batch of a pipeline is reported from the pipeline's own thread when it is read.
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """A description of one worker's data for the other workers."""
+
+    what: str
+    length: int | None = None
+    unit: str = "batches"
+    order: str = ""
+    digests: dict[str, str] = {}
+    divided: bool = False
+    labelled: bool = False  # the targets identify the examples
+
+    @staticmethod
+    def of_arrays(what: str, arrays: Any) -> Sample:
+        rows = int(tf.nest.flatten(arrays)[0].shape[0])
+        some = np.unique(np.linspace(0, max(rows - 1, 0), ROWS_OF_ARRAYS).astype(np.int64))[:rows]
+
+        def some_of(array: Any) -> np.ndarray[Any, Any]:
+            return np.asarray(tf.gather(array, some) if isinstance(array, tf.Tensor) else array[some])
+
+        parts = _parts_of(arrays).items()
+        digests = {name: _digest([some_of(leaf) for leaf in tf.nest.flatten(part)]) for name, part in parts}
+        return Sample(what, length=rows, unit="rows", digests=digests)
+
+    @staticmethod
+    def of_batch(what: str, parts: Mapping[str, Sequence[np.ndarray[Any, Any]]], order: str = "") -> Sample:
+        labelled = any(
+            target.ndim > 0 and bool(np.any(target != target[:1])) for target in parts.get("y", ())
+        )
+        digests = {name: _digest(part) for name, part in parts.items()}
+        return Sample(what, order=order, digests=digests, labelled=labelled)
+
+
+def _parts_of(batch: Any) -> dict[str, Any]:
+    """The inputs, targets and weights of a batch, by name."""
+    return dict(zip(PARTS, batch, strict=False)) if isinstance(batch, tuple) else {"x": batch}
+
+
+def _digest(components: Sequence[np.ndarray[Any, Any]]) -> str:
+    digest = xxhash.xxh3_64()
+    for component in components:
+        if component.dtype == object:  # strings
+            digest.update(repr(component.tolist()).encode())
+        elif component.size:
+            digest.update(np.ascontiguousarray(component).view(np.uint8).data)
+        digest.update(f"{component.dtype} {component.shape}".encode())
+    return digest.hexdigest()
+
+
+class DataComparison:
+    """Compares the workers' data of one `fit`, `evaluate` or `predict`."""
+
+    def __init__(
+        self,
+        own: Sample,
+        strategy: Any,
+        meet: Callable[[str], dict[int, str]],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._own = own
+        self._strategy = strategy
+        self._meet = meet
+        self._warn = warn
+        self._key = f"replicast/{strategy.next_name('first-batch')}"
+        self._compared = False
+        self.first_rows: int | None = None  # the rows of the first batch, once a pipeline has read it
+
+    def open_pass(self) -> None:
+        """Waits for the other workers before a pass; before the first one, compares the samples."""
+        if self._compared:
+            self._meet("")
+            return
+        self._compared = True
+        heard = self._meet(msgspec.json.encode(self._own).decode())
+        decode = functools.partial(msgspec.json.decode, type=Sample)
+        samples = {worker: decode(text) for worker, text in sorted(heard.items()) if text}
+        refuse_other_lengths(samples)
+        self._compare(samples, "a sample of its rows" if self._own.unit == "rows" else "its first batch")
+
+    def report_first_batch(self, parts: Mapping[str, Sequence[np.ndarray[Any, Any]]]) -> None:
+        """Compares the first batch of a pipeline. Worker 0 waits for the others, at most 60 s."""
+        self.first_rows = next((len(a) for part in parts.values() for a in part if a.ndim), None)
+        rank, coordination = self._strategy.rank, self._strategy.coordination
+        try:
+            sample = Sample.of_batch(self._own.what, parts, self._own.order)
+            coordination.put(f"{self._key}/{rank}", msgspec.json.encode(sample).decode())
+            if rank == 0:
+                self._compare({0: sample, **self._reported()}, "its first batch")
+        except JobFailed:
+            logger.debug("the first batch was not compared: the job has failed", exc_info=True)
+        except Exception:  # a value that cannot be digested: training continues without the comparison
+            logger.warning("Could not compare the first batch with the other workers'", exc_info=True)
+
+    def _reported(self) -> dict[int, Sample]:
+        ends = time.monotonic() + FIRST_BATCH_SECS
+        coordination, found = self._strategy.coordination, {}
+        for worker in range(1, self._strategy.size):
+            text = None
+            while text is None and time.monotonic() < ends:
+                self._strategy.lifetime.check()
+                text = coordination.get(f"{self._key}/{worker}", 1.0)
+            if text is not None:
+                found[worker] = msgspec.json.decode(text, type=Sample)
+                continue
+            logger.warning(
+                "Worker %d did not read its first batch of %s within %.0f s: it is not compared",
+                worker,
+                self._own.what,
+                FIRST_BATCH_SECS,
+            )
+        for worker in range(self._strategy.size):
+            coordination.delete(f"{self._key}/{worker}")
+        return found
+
+    def _compare(self, samples: Mapping[int, Sample], compared: str) -> None:
+        found = differing_parts(samples)
+        if self._strategy.rank != 0 or not found:
+            return
+        workers = ", ".join(str(worker) for worker in found)
+        parts = ", ".join(dict.fromkeys(part for differing in found.values() for part in differing))
+        self._warn(
+            f"The workers have different {self._own.what} (worker 0 and worker {workers} differ in {parts} "
+            f"of {compared}). Each worker takes its own rows of its own batch, so some examples may be used "
+            "twice in an epoch and others not at all. Give every worker all of the data, in the same order: "
+            "call keras.utils.set_random_seed(n) first or pass a seed to dataset.shuffle(), and do not "
+            "divide the data by rank. To divide a tf.data.Dataset yourself, set its auto_shard_policy to OFF."
+        )
+
+
+def differing_parts(samples: Mapping[int, Sample]) -> dict[int, list[str]]:
+    """The parts of each worker's sample that differ from worker 0's, if that means different examples.
+
+    If only the inputs differ and the targets identify examples, these are the same examples with random
+    augmentation. Each worker takes its own rows, so that is harmless.
+    """
+    found: dict[int, list[str]] = {}
+    first = samples.get(0)
+    for worker, sample in samples.items():
+        if first is None or (sample.what, sample.order) != (first.what, first.order):
+            continue
+        names = list(dict.fromkeys([*first.digests, *sample.digests]))
+        parts = [name for name in names if first.digests.get(name) != sample.digests.get(name)]
+        if parts and not (parts == ["x"] and first.labelled):
+            found[worker] = parts
+    return found
+
+
+def refuse_other_lengths(samples: Mapping[int, Sample]) -> None:
+    known = {worker: sample for worker, sample in samples.items() if sample.length is not None}
+    if len({(sample.length, sample.unit, sample.what) for sample in known.values()}) < 2:
+        return
+    first = next(iter(known.values()))
+    lengths = ", ".join(f"worker {worker} has {s.length} {s.unit}" for worker, s in known.items())
+    reason, remedy = (
+        "each worker takes its own rows of every batch, so all need the same data",
+        "Give every worker all of the data, and do not divide it by rank",
+    )
+    if first.divided:
+        reason = "every step uses one batch of each worker"
+        remedy = "Give every worker the same number of batches, for example with dataset.take(n)"
+    what = f"{first.what[0].upper()}{first.what[1:]} of different lengths ({lengths})"
+    raise NotSupported(what, reason=reason, remedy=remedy)
+
+
+def sampled(
+    batches: tf.data.Dataset, report: Callable[[dict[str, list[np.ndarray[Any, Any]]]], None]
+) -> tf.data.Dataset:
+    """The same batches; also reports the first one of a pass, from the pipeline's own thread."""
+
+    def look(number: tf.Tensor, batch: Any) -> Any:
+        leaves = [
+            (name, leaf)
+            for name, part in _parts_of(batch).items()
+            for leaf in tf.nest.flatten(part, expand_composites=True)
+            if isinstance(leaf, tf.Tensor) and leaf.dtype != tf.variant
+        ]
+
+        def report_leaves(*values: np.ndarray[Any, Any]) -> np.int64:
+            parts: dict[str, list[np.ndarray[Any, Any]]] = {}
+            for (name, _), value in zip(leaves, values, strict=True):
+                parts.setdefault(name, []).append(value)
+            report(parts)
+            return np.int64(0)
+
+        tf.cond(
+            tf.equal(number, 0),
+            lambda: tf.numpy_function(report_leaves, [leaf for _, leaf in leaves], tf.int64),
+            lambda: tf.constant(0, tf.int64),
+        )
+        return batch
+
+    return batches.enumerate().map(look)
+
+
+# The shares.
+
+
+class Start(NamedTuple):
     """Where a pass over the data continues."""
 
     epoch: int
@@ -299,8 +510,7 @@ class Start:
     batches: int
 
 
-@dataclass(frozen=True, slots=True)
-class DataPosition:
+class DataPosition(NamedTuple):
     """The position of a training in its data, in terms of Keras' iterators."""
 
     passes: int
@@ -343,14 +553,11 @@ class Share(tf.data.Dataset):
         opened: Callable[[], object],
         start: Callable[[], Start | None] = lambda: None,
         first_batch: Any = None,
-        at_most: int | None = None,
         ahead: bool = True,
         report: Callable[[Any], None] | None = None,
     ) -> None:
-        self._batches = batches if at_most is None else batches.take(at_most)
         self._opened = opened
         self._start = start
-
         division = Division(batches.element_spec, first_batch) if size > 1 else None
 
         def share_of(batches: tf.data.Dataset) -> tf.data.Dataset:
@@ -364,8 +571,8 @@ class Share(tf.data.Dataset):
             options.experimental_optimization.map_parallelization = False
             return shares.with_options(options)
 
-        self._share = share_of(self._batches)
-        self._first_share = self._share if report is None else share_of(sampled(self._batches, report))
+        self._share = share_of(batches)
+        self._first_share = self._share if report is None else share_of(sampled(batches, report))
         self._shapes = first_batch  # or types, from which Keras can build a model; None if a shape is unknown
         if first_batch is None:
             shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(self._share.element_spec)]
@@ -391,145 +598,26 @@ class Share(tf.data.Dataset):
             return self._pass_over(share)
         # A `fit` without the callback, which starts with its first epoch.
         if self.is_infinite():
-            return self._rest(DataPosition(0, start.batches, epoch=0))
+            return self._rest(0, start.batches)
         # If the length is known, Keras creates two iterators per epoch and uses the first.
         per_epoch = 2 if self._share.cardinality() != tf.data.UNKNOWN_CARDINALITY else 1
-        return self._rest(DataPosition(per_epoch * start.epoch, start.batch, epoch=start.epoch))
+        return self._rest(per_epoch * start.epoch, start.batch)
 
     def at(self, position: DataPosition) -> Iterator[Any]:
         """The rest of a pass. Skipped batches are read and discarded; skipped passes draw their shuffles."""
         self._opened()
-        return self._rest(position)
+        return self._rest(position.passes, position.batches)
 
-    def _rest(self, position: DataPosition) -> Iterator[Any]:
-        for _ in range(position.passes):
+    def _rest(self, passes: int, batches: int) -> Iterator[Any]:
+        for _ in range(passes):
             iter(self._share)  # draws the order of its pass
-        return self._pass_over(self._share.skip(position.batches) if position.batches else self._share)
+        return self._pass_over(self._share.skip(batches) if batches else self._share)
 
     def _pass_over(self, share: tf.data.Dataset) -> Iterator[Any]:
         return iter(share) if self._shapes is None else DataPass(share, self._shapes)
 
     def is_infinite(self) -> bool:
         return bool(self._share.cardinality() == tf.data.INFINITE_CARDINALITY)
-
-
-def repeated_shuffles(dataset: tf.data.Dataset, *, repeated: bool = False) -> Iterator[tf.data.Dataset]:
-    """The stages of a pipeline that draw a new order each time a later `repeat` starts again."""
-    if repeated and isinstance(dataset, _ShuffleDataset) and dataset._reshuffle_each_iteration:
-        yield dataset
-    for source in dataset._inputs():
-        yield from repeated_shuffles(source, repeated=repeated or isinstance(dataset, _RepeatDataset))
-
-
-def stages_that_read_ahead(dataset: tf.data.Dataset) -> set[str]:
-    """The classes of the stages of a pipeline with which a script itself reads ahead."""
-    name = type(dataset).__name__
-    found = {name.strip("_")} if name.startswith(("_Prefetch", "_Parallel")) else set()
-    return found.union(*(stages_that_read_ahead(source) for source in dataset._inputs()))
-
-
-class ArrayShare:
-    """One worker's rows of every batch of arrays in memory, shuffled alike on every worker.
-
-    Keras shuffles with an operation whose seed differs between workers, so some examples would be used twice
-    in an epoch and others never; and with a global seed it repeats the same order in every epoch. The order
-    here depends on the seed, the call of `fit` and the epoch. A worker gathers only its own rows: small ones
-    directly, which is cheaper than passing them between threads, and large ones ahead in a pipeline.
-    """
-
-    def __init__(
-        self,
-        adapter: ArrayDataAdapter,
-        *,
-        rank: int,
-        size: int,
-        seed: tuple[int, ...],
-        opened: Callable[[], object],
-        in_graph: bool,
-        start: Callable[[], Start | None],
-        epoch: Callable[[], int | None],
-    ) -> None:
-        self._start = start
-        self._epoch_told = epoch
-        with tf.device("CPU:0"):
-            # Keras makes tuples of lists as well: tf.data takes a list for a tensor.
-            arrays = keras.tree.lists_to_tuples(adapter._inputs)
-            self._tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
-        leaves = tf.nest.flatten(self._tensors)
-        self._rows = int(leaves[0].shape[0])
-        self._rank = rank
-        self._size = size
-        self._batch_size = adapter.batch_size
-        self._shuffle = adapter._shuffle
-        self._seed = seed
-        self._opened = opened
-        self._epoch = 0
-        bytes_of_row = sum(leaf.dtype.size * int(np.prod(leaf.shape[1:])) for leaf in leaves)
-        self._ahead = in_graph or bytes_of_row * self._batch_size // size > LARGE_SHARE_BYTES
-
-    def __iter__(self) -> Iterator[Any]:
-        if only_looks_at_shapes():
-            rows = min(self._rows, self._batch_size)
-            return iter([tf.nest.map_structure(lambda tensor: tensor[:rows], self._tensors)])
-        self._opened()
-        told, start = self._epoch_told(), self._start()
-        epoch = self._epoch if told is None else told
-        self._epoch += 1
-        shares = self._shares(epoch)
-        if start is not None:  # Keras accepts an early end of a pass only from a TensorFlow iterator
-            return iter(self._pipeline(itertools.islice(shares, start.batch, None)))
-        return iter(self._pipeline(shares)) if self._ahead else map(self._gather, shares)
-
-    def at(self, position: DataPosition) -> Iterator[Any]:
-        """The rest of a pass."""
-        self._opened()
-        self._epoch += position.passes + 1
-        rest = itertools.islice(self._shares(position.epoch), position.batches, None)
-        return iter(self._pipeline(rest)) if self._ahead else map(self._gather, rest)
-
-    def _shares(self, epoch: int) -> Iterator[np.ndarray[Any, Any]]:
-        order = epoch_order(self._rows, self._batch_size, self._shuffle, (*self._seed, epoch))
-        return shares_of_order(order, self._batch_size, self._rank, self._size)
-
-    def _gather(self, rows: Any) -> Any:
-        with tf.device("CPU:0"):
-            return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), self._tensors)
-
-    def _pipeline(self, shares: Iterator[np.ndarray[Any, Any]]) -> tf.data.Dataset:
-        mine = list(shares)
-        last = mine.pop() if mine and self._rows % self._batch_size else None
-        columns = len(mine[0]) if mine else 0
-        indices = tf.data.Dataset.from_tensor_slices(np.array(mine, np.int64).reshape(len(mine), columns))
-        if last is not None:
-            indices = indices.concatenate(tf.data.Dataset.from_tensors(last))
-        options = tf.data.Options()
-        options.experimental_optimization.apply_default_optimizations = False  # would copy the arrays
-        options.autotune.enabled = False  # nothing to tune, and it needs a thread
-        options.threading.private_threadpool_size = 1
-        return indices.map(self._gather).prefetch(PREFETCHED_BATCHES).with_options(options)
-
-
-def epoch_order(
-    rows: int, batch_size: int, shuffle: bool | str, seed: tuple[int, ...]
-) -> np.ndarray[Any, Any]:
-    """The order in which one epoch uses the rows: the same on every worker with the same seed."""
-    random = np.random.default_rng(seed)
-    order = np.arange(rows, dtype=np.int64)
-    if shuffle == "batch":
-        for first in range(0, rows, batch_size):
-            random.shuffle(order[first : first + batch_size])
-    elif shuffle:
-        random.shuffle(order)
-    return order
-
-
-def shares_of_order(
-    order: np.ndarray[Any, Any], batch_size: int, rank: int, size: int
-) -> Iterator[np.ndarray[Any, Any]]:
-    """The rows of one worker, batch by batch."""
-    for first in range(0, len(order), batch_size):
-        batch = order[first : first + batch_size]
-        yield batch[slice(*rows_of_share(len(batch), rank, size))]
 
 
 def _divided(batches: tf.data.Dataset, rank: int, size: int, division: Division) -> tf.data.Dataset:
@@ -565,6 +653,108 @@ def _divided(batches: tf.data.Dataset, rank: int, size: int, division: Division)
     return batches.map(lambda *parts: take(tf.constant(nothing), parts if of_tuples else parts[0])[1])
 
 
+class ArrayShare:
+    """One worker's rows of every batch of arrays in memory, shuffled alike on every worker.
+
+    Keras shuffles with an operation whose seed differs between workers, so some examples would be used twice
+    in an epoch and others never; and with a global seed it repeats the same order in every epoch. The order
+    here depends on the seed, the call of `fit` and the epoch. A worker gathers only its own rows: small ones
+    directly, which is cheaper than passing them between threads, and large ones ahead in a pipeline.
+    """
+
+    def __init__(
+        self,
+        adapter: ArrayDataAdapter,
+        *,
+        rank: int,
+        size: int,
+        seed: tuple[int, ...],
+        opened: Callable[[], object],
+        in_graph: bool,
+        start: Callable[[], Start | None],
+        epoch: Callable[[], int | None],
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._seed = seed
+        self._opened = opened
+        self._start = start
+        self._epoch_told = epoch
+        self._epoch = 0
+        self._batch_size = adapter.batch_size
+        self._shuffle = adapter._shuffle
+        with tf.device("CPU:0"):
+            # Keras makes tuples of lists as well: tf.data takes a list for a tensor.
+            arrays = keras.tree.lists_to_tuples(adapter._inputs)
+            self._tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
+        leaves = tf.nest.flatten(self._tensors)
+        self._rows = int(leaves[0].shape[0])
+        bytes_of_row = sum(leaf.dtype.size * int(np.prod(leaf.shape[1:])) for leaf in leaves)
+        self._ahead = in_graph or bytes_of_row * self._batch_size // size > LARGE_SHARE_BYTES
+
+    def __iter__(self) -> Iterator[Any]:
+        if only_looks_at_shapes():
+            rows = min(self._rows, self._batch_size)
+            return iter([tf.nest.map_structure(lambda tensor: tensor[:rows], self._tensors)])
+        self._opened()
+        told, start = self._epoch_told(), self._start()
+        epoch = self._epoch if told is None else told
+        self._epoch += 1
+        # Keras accepts an early end of a pass only from a TensorFlow iterator.
+        return self._rest(epoch, start.batch, ahead=True) if start is not None else self._rest(epoch, 0)
+
+    def at(self, position: DataPosition) -> Iterator[Any]:
+        """The rest of a pass."""
+        self._opened()
+        self._epoch += position.passes + 1
+        return self._rest(position.epoch, position.batches)
+
+    def _rest(self, epoch: int, done: int, *, ahead: bool = False) -> Iterator[Any]:
+        order = epoch_order(self._rows, self._batch_size, self._shuffle, (*self._seed, epoch))
+        shares = shares_of_order(order, self._batch_size, self._rank, self._size)
+        rest = itertools.islice(shares, done, None)
+        return iter(self._pipeline(list(rest))) if ahead or self._ahead else map(self._gather, rest)
+
+    def _gather(self, rows: Any) -> Any:
+        with tf.device("CPU:0"):
+            return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), self._tensors)
+
+    def _pipeline(self, mine: list[np.ndarray[Any, Any]]) -> tf.data.Dataset:
+        last = mine.pop() if mine and self._rows % self._batch_size else None
+        columns = len(mine[0]) if mine else 0
+        indices = tf.data.Dataset.from_tensor_slices(np.array(mine, np.int64).reshape(len(mine), columns))
+        if last is not None:
+            indices = indices.concatenate(tf.data.Dataset.from_tensors(last))
+        options = tf.data.Options()
+        options.experimental_optimization.apply_default_optimizations = False  # would copy the arrays
+        options.autotune.enabled = False  # nothing to tune, and it needs a thread
+        options.threading.private_threadpool_size = 1
+        return indices.map(self._gather).prefetch(PREFETCHED_BATCHES).with_options(options)
+
+
+def epoch_order(
+    rows: int, batch_size: int, shuffle: bool | str, seed: tuple[int, ...]
+) -> np.ndarray[Any, Any]:
+    """The order in which one epoch uses the rows: the same on every worker with the same seed."""
+    generator = np.random.default_rng(seed)
+    order = np.arange(rows, dtype=np.int64)
+    if shuffle == "batch":
+        for first in range(0, rows, batch_size):
+            generator.shuffle(order[first : first + batch_size])
+    elif shuffle:
+        generator.shuffle(order)
+    return order
+
+
+def shares_of_order(
+    order: np.ndarray[Any, Any], batch_size: int, rank: int, size: int
+) -> Iterator[np.ndarray[Any, Any]]:
+    """The rows of one worker, batch by batch."""
+    for first in range(0, len(order), batch_size):
+        batch = order[first : first + batch_size]
+        yield batch[slice(*rows_of_share(len(batch), rank, size))]
+
+
 class Inputs:
     """Divides the data of Keras calls among the workers, by its kind, and compares the workers' data."""
 
@@ -585,8 +775,8 @@ class Inputs:
         return all(isinstance(leaf, (np.ndarray, tf.Tensor)) and leaf.ndim > 0 for leaf in leaves)
 
     def share_of_arrays(self, call: KerasCall) -> ArrayShare:
-        adapter = call.adapter
-        sample = sample_of_arrays(_what(call), adapter._inputs)
+        adapter, strategy = call.adapter, self._strategy
+        sample = Sample.of_arrays(call.data_name, adapter._inputs)
         compared = self._comparison(call, sample)
         self._explain_errors(call, lambda: min(sample.length or 0, adapter.batch_size))
         return ArrayShare(
@@ -596,43 +786,43 @@ class Inputs:
             seed=self._seeds.next(),
             opened=compared.open_pass,
             start=self._start_of(call),
-            epoch=(lambda: self._strategy.epoch) if call.method == "fit" else (lambda: None),
+            epoch=(lambda: strategy.epoch) if call.method == "fit" else (lambda: None),
             in_graph=getattr(call.model, "steps_per_execution", 1) > 1,
         )
 
     def share_of_batches(self, dataset: tf.data.Dataset, call: KerasCall, *, divided: bool = False) -> Share:
         """This worker's rows of every batch of a dataset."""
-        adapter = call.adapter
-        first_batches = getattr(adapter, "_first_batches", None)
-        first_batch = first_batches[0] if first_batches else None
-        at_most = None
+        adapter, what = call.adapter, call.data_name
+        # Only a pass that is used to its end reads ahead. Otherwise reading ahead would draw the next
+        # order from a shuffled, repeated dataset, and take batches from a generator.
+        ahead = call.steps is None
         # `fit` continues one pass from epoch to epoch; the other methods start one each time.
         if isinstance(adapter, GeneratorDataAdapter) and call.method != "fit" and call.steps is not None:
             # Private: Keras reads a generator ahead, and loses what it has read ahead when a pass ends.
             (dataset,) = dataset._inputs()
-            at_most = call.steps
-        if first_batches:
-            sample = sample_of_batch(_what(call), first_batch)
+            dataset, ahead = dataset.take(call.steps), True
+        first_batch = next(iter(getattr(adapter, "_first_batches", None) or ()), None)
+        if first_batch is not None:
+            parts = _parts_of(first_batch).items()
+            arrays = {name: tf.nest.flatten(part, expand_composites=True) for name, part in parts}
+            sample = Sample.of_batch(what, {name: [*map(np.asarray, part)] for name, part in arrays.items()})
         else:
+            # The order that Keras will draw for the batches of a PyDataset, with Python's generator.
             shuffled = isinstance(adapter, PyDatasetAdapter) and adapter.shuffle
+            order = xxhash.xxh3_64_hexdigest(repr(random.getstate()).encode()) if shuffled else ""
             length = adapter.num_batches if call.steps is None else None
-            order = order_of_batches() if shuffled else ""
-            sample = Sample(_what(call), length=length, order=order, divided=divided)
+            sample = Sample(what, length=length, order=order, divided=divided)
         compared = self._comparison(call, sample)
-        # Only a pass that is used to its end reads ahead. Otherwise reading ahead would draw the next
-        # order from a shuffled, repeated dataset, and take batches from a generator.
-        ahead = call.steps is None or at_most is not None
-        count_pass = None if ahead else self._pass_counter(dataset, _what(call))
+        count_pass = self._pass_counter(dataset, what) if not ahead else lambda: None
 
         def opened() -> None:
             compared.open_pass()
-            if count_pass is not None:
-                count_pass()
+            count_pass()
 
         if not divided:
             if dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY and adapter.num_batches is None:
                 self._warn_of_unknown_length(call, dataset.element_spec)
-            batch = first_batch if first_batches else dataset.element_spec
+            batch = dataset.element_spec if first_batch is None else first_batch
             shapes = [tf.TensorShape(getattr(leaf, "shape", None)) for leaf in tf.nest.flatten(batch)]
             known = next((shape[0] for shape in shapes if shape.rank), None)
             self._explain_errors(call, lambda: known or compared.first_rows)
@@ -643,9 +833,10 @@ class Inputs:
             opened=opened,
             start=self._start_of(call),
             first_batch=first_batch,
-            at_most=at_most,
             ahead=ahead,
-            report=None if first_batches or divided or self._size == 1 else compared.report_first_batch,
+            report=compared.report_first_batch
+            if first_batch is None and not divided and self._size > 1
+            else None,
         )
 
     def share_of_loop(self, dataset: tf.data.Dataset) -> Share:
@@ -695,15 +886,14 @@ class Inputs:
 
         It does so only in a graph that is not compiled by XLA and has one step.
         """
-        model, what = call.model, _what(call)
+        model, what = call.model, call.data_name
         counts = not (model.run_eagerly or model.jit_compile or model.steps_per_execution > 1)
         if self._rank != 0 or call.steps is not None or call.method == "predict" or not counts:
             return
         differing = []
         if call.method == "fit":
             differing.append("in optimizer.iterations, which learning rate schedules and Adam use")
-        inputs, labels = _arrays(spec)
-        if any(_fixed_length(array) is not None for _, _, array in (*inputs, *labels)):
+        if any(array.fixed_length is not None for array in itertools.chain(*_arrays(spec))):
             differing.append("as a batch of zeros in the reported loss and metrics")
         if differing:
             self.warn_once(
@@ -722,9 +912,8 @@ class Inputs:
 
     def _start_of(self, call: KerasCall) -> Callable[[], Start | None]:
         # Not the call itself, whose iterator holds the share.
-        return (
-            functools.partial(self._strategy.take_start, call.model) if call.method == "fit" else lambda: None
-        )
+        take = functools.partial(self._strategy.take_start, call.model)
+        return take if call.method == "fit" else lambda: None
 
     def _explain_errors(self, call: KerasCall, rows_of_batch: Callable[[], int | None]) -> None:
         """Adds to an error in a step of this call that the batch was divided.
@@ -755,15 +944,25 @@ class Inputs:
                 except (ValueError, tf.errors.InvalidArgumentError) as error:
                     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
                     modules = {frame.f_globals.get("__name__") for frame in frames}
+                    told = note() in getattr(error, "__notes__", ())
                     # Not if a callback raised it, which is code of the user but not of the model.
-                    if callback_list.__name__ not in modules and note() not in getattr(
-                        error, "__notes__", ()
-                    ):
+                    if callback_list.__name__ not in modules and not told:
                         error.add_note(note())
                     raise
 
         call.iterator.catch_stop_iteration = explained
 
 
-def _what(call: KerasCall) -> str:
-    return WHAT.get(call.method, f"data for {call.method}")
+def repeated_shuffles(dataset: tf.data.Dataset, *, repeated: bool = False) -> Iterator[tf.data.Dataset]:
+    """The stages of a pipeline that draw a new order each time a later `repeat` starts again."""
+    if repeated and isinstance(dataset, _ShuffleDataset) and dataset._reshuffle_each_iteration:
+        yield dataset
+    for source in dataset._inputs():
+        yield from repeated_shuffles(source, repeated=repeated or isinstance(dataset, _RepeatDataset))
+
+
+def stages_that_read_ahead(dataset: tf.data.Dataset) -> set[str]:
+    """The classes of the stages of a pipeline with which a script itself reads ahead."""
+    name = type(dataset).__name__
+    found = {name.strip("_")} if name.startswith(("_Prefetch", "_Parallel")) else set()
+    return found.union(*(stages_that_read_ahead(source) for source in dataset._inputs()))

@@ -35,7 +35,7 @@ import re
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,8 @@ _OF_ONE_WORKER = re.compile(r"_.*|seed2?|shared_name|container|token|config(_pro
 _ROUNDING = {"float64": 1e-5, "float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-1}
 _EXACT = 1e-12
 _MAX_DIMENSIONS = 8
-_KEPT_KEYS = 8
-_TRACE_SECS = 60.0  # to wait for the trace of a worker that has published its digest and is about to send it
+_KEPT_KEYS = 4
+_Value = tuple[str, list[int], float, float]  # dtype, shape, and the two numbers of `_mix`
 _WEIGHTS = np.arange(1, 65537) * 0.6180339887498949 % 1.0 + 0.5
 
 
@@ -106,7 +106,7 @@ class Functions:
             return  # without a transfer, it is not one that all workers certainly run together
         first = step.function is not None and step.function not in self._met
         try:
-            trace = OwnTrace(step, outputs)
+            trace = _Reader.read(step, outputs)
         except Exception:  # a graph that cannot be read is not compared; the others must not wait for it
             logger.warning("Could not compare %s with the other workers'", step.name, exc_info=True)
             trace = None
@@ -117,7 +117,7 @@ class Functions:
             elif trace is not None:
                 self._compare_with_first(step, trace)
 
-    def _compare_with_all(self, name: str, trace: OwnTrace | None) -> None:
+    def _compare_with_all(self, name: str, trace: Trace | None) -> None:
         """Two rounds: the digests, and only if they differ everything."""
         heard = self._turns.meet("" if trace is None else f"{trace.digest} {trace.signature}")
         said = set(filter(None, heard.values()))
@@ -129,25 +129,21 @@ class Functions:
         if refusal is not None:
             raise refusal
 
-    def _compare_with_first(self, step: Step, trace: OwnTrace) -> None:
+    def _compare_with_first(self, step: Step, trace: Trace) -> None:
         traced = ("-".join(map(str, self._turns.position())), step.name)
         self._traces = Counter({traced: self._traces[traced] + 1})
         key = f"replicast/function/{traced[0]}/{self._traces[traced]}/{_digest([step.name])}"
-        if self._coordination.put(key, json.dumps([self._rank, trace.digest])):
-            self._coordination.put(f"{key}/trace", trace.to_text())
-            self._published += [key, f"{key}/trace"]
+        if self._coordination.put(key, json.dumps([self._rank, trace.digest, trace.to_text()])):
+            self._published.append(key)
             # All workers that trace at one position do so before the transfer after it.
             while len(self._published) > _KEPT_KEYS:
                 self._coordination.delete(self._published.popleft())
             return
-        worker, digest = json.loads(self._coordination.peek(key) or f'[{self._rank}, ""]')
+        worker, digest, text = json.loads(self._coordination.peek(key) or f'[{self._rank}, "", ""]')
         if worker == self._rank or digest == trace.digest:
             return
-        text = self._coordination.get(f"{key}/trace", _TRACE_SECS)
-        if text is None:  # the other worker has died between the two keys: the job ends anyway
-            return
-        texts = sorted({worker: text, self._rank: trace.to_text()}.items())
-        refusal = _refusal(step.name, {rank: _decoded(said) for rank, said in texts})
+        traces = {worker: _decoded(text), self._rank: trace}
+        refusal = _refusal(step.name, dict(sorted(traces.items())))
         if refusal is not None and step.function is not None:
             raise refusal
         if refusal is not None:
@@ -217,6 +213,17 @@ class Trace(msgspec.Struct, frozen=True, array_like=True):
     operations: list[list[str]]
     leaves: list[Leaf]
 
+    @property
+    def digest(self) -> str:
+        """Covers the structure from which results and written variables are computed, and the leaves."""
+        leaves = (f"{leaf.place} {leaf.dtype}{leaf.shape} {leaf.mix} {leaf.norm}" for leaf in self.leaves)
+        return _digest([self.signature, self.structure, *sorted(leaves)])
+
+    def to_text(self, *, operations: bool = True) -> str:
+        """All of it as compressed text; the operations only if they can be compared."""
+        sent = self if operations else msgspec.structs.replace(self, operations=[])
+        return base64.b85encode(zlib.compress(msgspec.msgpack.encode(sent), 1)).decode()
+
     def difference(self, other: Trace) -> str:
         """The first thing in which two traces differ; empty if there is none."""
         if self.signature != other.signature:
@@ -248,61 +255,31 @@ def _decoded(text: str) -> Trace:
     return msgspec.msgpack.decode(zlib.decompress(base64.b85decode(text)), type=Trace)
 
 
-class _Value:
-    """The value of a leaf."""
-
-    def __init__(self, dtype: str, shape: list[int], content: bytes, read: Callable[[], Any]) -> None:
-        self.digest = xxhash.xxh3_128_hexdigest(content)
-        self.kind = f"{dtype}{shape}"
-        self._dtype = dtype
-        self._shape = shape
-        self._read = read
-
-    def described(self) -> tuple[str, list[int], float, float]:
-        """Type, shape, and numbers that are about equal for values that are about equal."""
-        if self._dtype == "string":
-            return self._dtype, self._shape, float(int(self.digest[:12], 16)), 0.0
-        array = np.ravel(np.asarray(self._read()))
-        if array.dtype.kind == "c":
-            array = np.concatenate([array.real, array.imag])
-        return self._dtype, self._shape, *_mix(array)
-
-
-class OwnTrace:
-    """This worker's trace of a step.
+class _Reader:
+    """Reads the graph of a step.
 
     The digest of an operation covers its type, its attributes and the digests of its inputs, so it says what
-    is computed, however the graph is ordered and named. `digest` covers the structure from which the results
-    and all written variables are computed, and the leaves.
+    is computed, however the graph is ordered and named.
     """
 
-    def __init__(self, step: Step, outputs: Any) -> None:
-        definition = step.graph.as_graph_def(from_version=step.version)
+    def __init__(self, definition: Any) -> None:
         self._library = {function.signature.name: function for function in definition.library.function}
         self._functions: dict[str, str] = {}
-        self._operations: list[list[str]] = []
-        self._leaves: list[tuple[str, str, _Value]] = []
+        self.operations: list[list[str]] = []
+        self.leaves: list[Leaf] = []
+
+    @staticmethod
+    def read(step: Step, outputs: Any) -> Trace:
+        definition = step.graph.as_graph_def(from_version=step.version)
         inputs = [tensor for tensor in tensors_in(step.args) if isinstance(tensor, tf.Tensor)]
-        self.signature = " ".join(f"{tensor.dtype.name}{tensor.shape}" for tensor in inputs)
-        self._rows = max(1, next((tensor.shape[0] for tensor in inputs if tensor.shape.rank), None) or 1)
+        signature = " ".join(f"{tensor.dtype.name}{tensor.shape}" for tensor in inputs)
+        rows = max(1, next((tensor.shape[0] for tensor in inputs if tensor.shape.rank), None) or 1)
         results = [tensor for tensor in tensors_in(outputs) if isinstance(tensor, tf.Tensor)]
         named = [tensor.name for tensor in results if tensor.graph is step.graph]
         captured = {inside.op.name: outside(taken) for taken, inside in step.graph.captures}
-        self._structure = self._body(definition.node, named, {}, captured)
-        leaves = sorted(f"{place} {value.digest}" for _, place, value in self._leaves)
-        self.digest = _digest([self.signature, self._structure, *leaves])
-
-    def to_text(self, *, operations: bool = True) -> str:
-        """All of it as compressed text; the operations only if they can be compared."""
-        found = {(value.kind, value.digest): value for _, _, value in self._leaves}
-        described = {key: value.described() for key, value in found.items()}  # most are a few small numbers
-        leaves = [
-            Leaf(used_by, place[:12], *described[value.kind, value.digest])
-            for used_by, place, value in self._leaves
-        ]
-        named = self._operations if operations else []
-        trace = Trace(self.signature, self._rows, self._structure, named, leaves)
-        return base64.b85encode(zlib.compress(msgspec.msgpack.encode(trace), 1)).decode()
+        reader = _Reader(definition)
+        structure = reader._body(definition.node, named, {}, captured)
+        return Trace(signature, rows, structure, reader.operations, reader.leaves)
 
     def _body(
         self,
@@ -312,7 +289,7 @@ class OwnTrace:
         captured: Mapping[str, Any],
     ) -> str:
         by_name = {node.name: node for node in nodes}
-        values: dict[str, _Value | None] = {}
+        values: dict[str, _Value] = {}
         writes = [node.name for node in by_name.values() if self._writes(node)]
         for name in _inputs_first(by_name, [*map(_node_of, results), *writes]):
             node, origin = by_name.get(name), captured.get(name)
@@ -321,19 +298,20 @@ class OwnTrace:
             if _is_declared(name, origin):
                 digests[name] = _digest(["per worker"])
             elif node is None or node.op in ("Const", "Placeholder"):
-                values[name] = value = _value_of(node, origin)
-                digests[name] = _digest(["value", "" if value is None else value.kind])
+                value = _value_of(node, origin)
+                digests[name] = _digest(["value", "" if value is None else f"{value[0]}{value[1]}"])
+                if value is not None:
+                    values[name] = value
             else:
                 inputs = _inputs(node)[:1] if node.op.startswith("Collective") else _inputs(node)
                 sources = [f"{digests.get(_node_of(source))}:{source.partition(':')[2]}" for source in inputs]
                 digests[name] = digest = _digest([node.op, *self._attributes(node), *sources])
-                self._operations.append([name, digest[:12]])
+                self.operations.append([name, digest[:12]])
                 for index, source in enumerate(inputs):
-                    value = values.pop(_node_of(source), None)
-                    if value is not None:
-                        self._leaves.append((f"{name}:{index}", f"{index}:{digest}", value))
+                    if (used := values.pop(_node_of(source), None)) is not None:
+                        self.leaves.append(Leaf(f"{name}:{index}", f"{index}:{digest}"[:12], *used))
         returned = [f"{digests.get(_node_of(name))}:{name.partition(':')[2]}" for name in results]
-        self._leaves += [(f"{name}:", "result", value) for name, value in values.items() if value is not None]
+        self.leaves += [Leaf(f"{name}:", "result", *value) for name, value in values.items()]
         return _digest([*returned, *sorted(digests[name] for name in writes)])
 
     def _attributes(self, node: Any) -> Iterator[str]:
@@ -399,19 +377,18 @@ def _value_of(node: Any, origin: Any) -> _Value | None:
     """The value of a constant, or of a captured tensor that is none of a variable, table or iterator."""
     if node is not None and node.op == "Const":
         proto = node.attr["value"].tensor
-        dtype = tf.as_dtype(proto.dtype).name
-        shape = [dimension.size for dimension in proto.tensor_shape.dim]
-        if dtype == "string" and (not shape or any(b"/" in text for text in proto.string_val)):
+        array, dtype = tf.make_ndarray(proto), tf.as_dtype(proto.dtype).name
+        if dtype == "string" and (not array.shape or any(b"/" in text for text in array.flat)):
             return None  # a message or a path
-        return _Value(
-            dtype, shape, proto.SerializeToString(deterministic=True), lambda: tf.make_ndarray(proto)
-        )
-    if origin is None or origin.dtype in (tf.resource, tf.variant):
+    elif origin is None or origin.dtype in (tf.resource, tf.variant):
         return None
-    array = np.asarray(origin)
-    text = array.dtype == object
-    content = repr(array.tolist()).encode() if text else np.ascontiguousarray(array).tobytes()
-    return _Value(origin.dtype.name, list(array.shape), content, lambda: array)
+    else:
+        array, dtype = np.asarray(origin), origin.dtype.name
+    if dtype == "string":
+        return dtype, list(array.shape), float(int(_digest([repr(array.tolist())])[:12], 16)), 0.0
+    flat = np.ravel(array)
+    mixed = _mix(np.concatenate([flat.real, flat.imag]) if flat.dtype.kind == "c" else flat)
+    return dtype, list(array.shape), *mixed
 
 
 def _inputs(node: Any) -> list[str]:

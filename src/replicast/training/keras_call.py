@@ -37,14 +37,17 @@ class KerasCall:
     steps: int | None
     callbacks: Any
 
+    @property
+    def data_name(self) -> str:
+        names = {"fit": "training data", "validation": "validation data"}
+        return names.get(self.method, f"data for {self.method}")
+
 
 def keras_call() -> KerasCall | None:
     """The Keras call that called the caller of this function; None if it is something else."""
-    frame = sys._getframe(2)
-    iterator = frame.f_locals.get("self")
-    if frame.f_code.co_name != "__init__" or not isinstance(iterator, EpochIterator):
-        return None
-    outer = frame.f_back
+    frame = _frame_of("__init__", 1)
+    iterator: Any = None if frame is None else frame.f_locals.get("self")
+    outer = frame.f_back if isinstance(iterator, EpochIterator) else None
     model = None if outer is None else outer.f_locals.get("self")
     if outer is None or not isinstance(model, Trainer):
         return None
@@ -61,16 +64,26 @@ def keras_call() -> KerasCall | None:
     )
 
 
+def local_of_fit(model: keras.Model, name: str, kind: type) -> tuple[Any, dict[str, Any]] | None:
+    """A local variable of the running `fit`, and all of them. Private: `fit` keeps these nowhere else."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
+            found = frame.f_locals.get(name)
+            if isinstance(found, kind):
+                return found, frame.f_locals
+        frame = frame.f_back
+    return None
+
+
 def predicting_model() -> Any:
     """The model whose `predict` called the caller of this function, with a function instead of a method."""
-    frame = sys._getframe(2)
-    return frame.f_locals.get("self") if frame.f_code.co_name == "one_step_on_data_distributed" else None
+    return _self_of("one_step_on_data_distributed", 1)
 
 
 def model_to_build() -> Any:
     """The model that Keras is about to build; None if the caller was called for something else."""
-    frame = sys._getframe(2)
-    return frame.f_locals.get("self") if frame.f_code.co_name == "_maybe_symbolic_build" else None
+    return _self_of("_maybe_symbolic_build", 1)
 
 
 def keras_scales_a_loss() -> bool:
@@ -82,9 +95,7 @@ def keras_scales_a_loss() -> bool:
 def optimizer_that_sums() -> keras.optimizers.Optimizer | None:
     """The optimizer whose gradients are about to be summed; None if something else is summed."""
     # `all_reduce`, and what TensorFlow wraps around it
-    frame = _frame_of("_all_reduce_sum_gradients", 16)
-    optimizer = None if frame is None else frame.f_locals.get("self")
-    return optimizer if isinstance(optimizer, keras.optimizers.Optimizer) else None
+    return _self_of("_all_reduce_sum_gradients", 16, keras.optimizers.Optimizer)
 
 
 def only_looks_at_shapes() -> bool:
@@ -102,23 +113,24 @@ def compiled_model() -> keras.Model | None:
 
     `compile` creates the metric that tracks the loss, so every model compiled in the scope is seen.
     """
-    frame = _frame_of("compile", FRAMES_OF_A_VARIABLE)
-    model = None if frame is None else frame.f_locals.get("self")
-    return model if isinstance(model, keras.Model) else None
+    return _self_of("compile", FRAMES_OF_A_VARIABLE, keras.Model)
 
 
 def keras_looks_at_attributes() -> bool:
-    """Whether Keras creates an object only to inspect its attributes.
-
-    It does so for every optimizer that it saves or loads.
-    """
+    """Whether Keras creates an object only to inspect it, as each optimizer that it saves or loads."""
     frame = _frame_of("get_attr_skipset", FRAMES_OF_A_VARIABLE)
     return frame is not None and frame.f_globals.get("__name__") == saving_lib.__name__
 
 
-def _frame_of(function: str, furthest: int) -> Any:
+def _self_of(function: str, furthest: int, kind: type = object) -> Any:
+    frame = _frame_of(function, furthest, depth=4)
+    found = None if frame is None else frame.f_locals.get("self")
+    return found if isinstance(found, kind) else None
+
+
+def _frame_of(function: str, furthest: int, depth: int = 3) -> Any:
     """The nearest frame of this function around the caller of the caller, at most so many frames away."""
-    frame: Any = sys._getframe(3)
+    frame: Any = sys._getframe(depth)
     for _ in range(furthest):
         if frame is None or frame.f_code.co_name == function:
             return frame

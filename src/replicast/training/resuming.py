@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -26,6 +26,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from replicast.training.feeding import ArrayShare, DataPosition, Share
+from replicast.training.keras_call import local_of_fit
 
 POSITIONED = (ArrayDataAdapter, GeneratorDataAdapter, PyDatasetAdapter, TFDatasetAdapter)
 Batches = Any  # any iterable: best a `tf.data.Dataset`, but also a distributed dataset, a list or a generator
@@ -40,30 +41,24 @@ class Lengths:
     execution: int = 1
 
 
+@dataclass(slots=True)
 class ResumedEpoch:
     """The first epoch of a resumed `fit`, which has only the remaining batches."""
 
-    def __init__(
-        self,
-        iterator: EpochIterator | None = None,
-        steps_per_epoch: int | None = None,
-        done: int = 0,
-        uncounted: int = 0,
-    ) -> None:
-        self._iterator = iterator
-        self._steps_per_epoch = steps_per_epoch
-        self._uncounted = uncounted
-        self.done = done
+    iterator: EpochIterator | None = None
+    steps_per_epoch: int | None = None
+    done: int = 0
+    uncounted: int = 0
 
     def ended(self) -> None:
         """Makes the following epochs complete again. Call it in `on_epoch_end`."""
-        if self._iterator is not None:
-            self._iterator.steps_per_epoch = self._steps_per_epoch
-            if self._steps_per_epoch is None:  # Keras has counted the rest of a pass, not a whole pass
-                self._iterator._num_batches = self._iterator.data_adapter.num_batches
-            if self._uncounted:
-                self._iterator.data_adapter._epoch += self._uncounted
-        self._iterator = None
+        if self.iterator is not None:
+            self.iterator.steps_per_epoch = self.steps_per_epoch
+            if self.steps_per_epoch is None:  # Keras has counted the rest of a pass, not a whole pass
+                self.iterator._num_batches = self.iterator.data_adapter.num_batches
+            if self.uncounted:
+                self.iterator.data_adapter._epoch += self.uncounted
+        self.iterator = None
 
 
 def start_at_epoch(model: keras.Model, epoch: int) -> None:
@@ -97,9 +92,7 @@ def resume_fit(model: keras.Model, epoch: int, batch: int, warn: Callable[[str],
             "used are skipped, but in the order after the restart. Pass a tf.data.Dataset, a "
             f"keras.utils.PyDataset or arrays to fit. Received: {type(adapter).__name__}"
         )
-    elif isinstance(adapter, PyDatasetAdapter) and _is_read_ahead_of_changes(
-        adapter, iterator.steps_per_epoch
-    ):
+    elif _is_read_ahead_of_changes(adapter, iterator.steps_per_epoch):
         warn(
             "This PyDataset has a different order in each epoch, and Keras reads it ahead, so the order of a "
             "batch is unknown: the data may be at another position than before. Leave out steps_per_epoch "
@@ -219,7 +212,7 @@ def _position(
     else:
         used = position.batches
         if isinstance(data, Share | ArrayShare):
-            current = data.at(replace(position, epoch=first_epoch + position.epoch))
+            current = data.at(position._replace(epoch=first_epoch + position.epoch))
         else:  # data distributed by TensorFlow: there is no other way to skip
             for _ in range(position.passes):
                 iter(data)
@@ -245,11 +238,12 @@ def _must_be_read(iterator: EpochIterator) -> bool:
     return iterator._num_batches is None and not (isinstance(data, Share) and data.is_infinite())
 
 
-def _is_read_ahead_of_changes(adapter: PyDatasetAdapter, steps: int | None) -> bool:
+def _is_read_ahead_of_changes(adapter: Any, steps: int | None) -> bool:
     """Whether batches are read before the start of the epoch that uses them, and change at that start."""
-    kind = type(adapter.py_dataset)
-    changes = kind.on_epoch_end is not keras.utils.PyDataset.on_epoch_end
-    changes = changes or kind.on_epoch_begin is not keras.utils.PyDataset.on_epoch_begin
+    if not isinstance(adapter, PyDatasetAdapter):
+        return False
+    kind, stock = type(adapter.py_dataset), keras.utils.PyDataset
+    changes = (kind.on_epoch_begin, kind.on_epoch_end) != (stock.on_epoch_begin, stock.on_epoch_end)
     if adapter.enqueuer is not None:
         return bool(changes or adapter.shuffle)
     return changes and steps is not None and steps != adapter.num_batches
@@ -278,26 +272,14 @@ def _repeat_epochs(adapter: PyDatasetAdapter, epochs: int, lengths: Lengths) -> 
 
 def callbacks_of(model: keras.Model) -> list[keras.callbacks.Callback] | None:
     """The list of callbacks of the running `fit`, in order; a callback appended to it is called last."""
-    found = _local_of_fit(model, "callbacks", keras.callbacks.CallbackList)
+    found = local_of_fit(model, "callbacks", keras.callbacks.CallbackList)
     return None if found is None else found[0].callbacks
 
 
 def _running_fit(model: keras.Model) -> tuple[EpochIterator, int] | None:
     """The iterator of the running `fit`, and its `initial_epoch`."""
-    found = _local_of_fit(model, "epoch_iterator", EpochIterator)
+    found = local_of_fit(model, "epoch_iterator", EpochIterator)
     return None if found is None else (found[0], int(found[1].get("initial_epoch", 0)))
-
-
-def _local_of_fit(model: keras.Model, name: str, kind: type) -> tuple[Any, dict[str, Any]] | None:
-    """A local variable of the running `fit`, and all of them. Private: `fit` keeps these nowhere else."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
-            found = frame.f_locals.get(name)
-            if isinstance(found, kind):
-                return found, frame.f_locals
-        frame = frame.f_back
-    return None
 
 
 # Positions the data of a custom training loop after a restore.
@@ -319,18 +301,7 @@ def rest_of(batches: Batches, passes: int, done: int) -> Batches:
         return batches
     if isinstance(batches, tf.data.Dataset):
         return batches.skip(done)
-    return _Rest(batches, done)
-
-
-class _Rest(Iterable[Any]):
-    """A pass without its first batches, which are read and discarded."""
-
-    def __init__(self, batches: Iterable[Any], done: int) -> None:
-        self._batches = batches
-        self._done = done
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._batches), self._done, None)
+    return itertools.islice(batches, done, None)
 
 
 def position_problem(batches: Batches) -> str:
@@ -346,39 +317,15 @@ def position_problem(batches: Batches) -> str:
     )
 
 
-# Keras' progress bar in a `fit` that resumes in the middle of an epoch.
+def count_done_batches(logger: keras.callbacks.ProgbarLogger, done: int) -> None:
+    """Makes the progress bar of the epoch that has begun include the batches that were done before."""
+    bar, shown, estimate = logger.progbar, logger.on_train_batch_end, logger.progbar._estimate_step_duration
 
+    def on_train_batch_end(batch: int, logs: dict[str, Any] | None = None) -> None:
+        shown(batch + (done if logger.progbar is bar else 0), logs)  # each epoch has its own bar
 
-class ResumedProgress(keras.callbacks.ProgbarLogger):
-    """Keras' progress bar, including the batches that were done before a restore."""
-
-    def __init__(self, epoch: int, done: int) -> None:
-        super().__init__()
-        self._resumed = {epoch: done}
-        self._done = 0
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        super().on_epoch_begin(epoch, logs)
-        self._done = done = self._resumed.get(epoch, 0)
-        if done:
-            # The batches that were done before do not count for the time per batch. Private: Keras divides
-            # the time since the bar was created by all batches, and has no option for it.
-            estimate = self.progbar._estimate_step_duration
-            self.progbar._estimate_step_duration = lambda current, now: estimate(current - done, now)
-            self.progbar.update(done)
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        super().on_train_batch_end(self._done + batch, logs)
-
-
-def count_done_batches(
-    callbacks: list[keras.callbacks.Callback], params: dict[str, Any], epoch: int, done: int
-) -> None:
-    """Makes the progress bar of a starting `fit` include the batches that were done before."""
-    for place, callback in enumerate(callbacks):
-        if type(callback) is keras.callbacks.ProgbarLogger:
-            resumed = ResumedProgress(epoch, done)
-            resumed.set_params(params)
-            resumed.set_model(callback.model)
-            resumed.on_train_begin()  # Keras may have already called it on the replaced one.
-            callbacks[place] = resumed
+    logger.on_train_batch_end = on_train_batch_end
+    # The batches that were done before do not count for the time per batch. Private: Keras divides the time
+    # since the bar was created by all batches, and has no option for it.
+    bar._estimate_step_duration = lambda current, now: estimate(current - done, now)
+    bar.update(done)

@@ -26,7 +26,7 @@ import time
 import types
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +61,20 @@ _FUNCTIONS = (
     (saving_lib, "save_weights_only"),
     (legacy_h5_format, "save_model_to_hdf5"),
 )
+_LOGS = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
+_ORBAX = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # not in every Keras 3
+_WRITE = (*_LOGS, keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint, _ORBAX)
 _NO_BACKUP = "no backup"
 _UNSET = object()
-# By method of a model: the last method that Keras calls on its callbacks.
-_ENDS = {
-    "fit": "on_train_end",
-    "validation": "on_train_end",
-    "evaluate": "on_test_end",
-    "predict": "on_predict_end",
-}
+# By method of a model: the last method that Keras calls on its callbacks. Others are parts of `fit`.
+_ENDS = {"evaluate": "on_test_end", "predict": "on_predict_end"}
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    writes = False  # part of a larger write
+
+
+_thread = _Thread()
 _writing: Writing | None = None  # decides who writes what Keras writes in this process
 
 
@@ -89,12 +92,8 @@ class Writing:
         self._lock = threading.Lock()
 
     def once(self, path: Any, write: Callable[[], Any], kind: str = "file") -> Any:
-        """Calls `write` on one of the workers that write this path; the others wait for it.
-
-        Blocks until worker 0 has reached a write of its own, at most 20 s, and until the file is complete, at
-        most an hour.
-        """
-        if getattr(_thread, "writes", False):  # part of a larger write
+        """Calls `write` on one of the workers that write this path; the others wait for it, at most 1 h."""
+        if _thread.writes:
             return write()
         key, worker = self.claim(path, kind)
         if worker == self.rank:
@@ -132,10 +131,8 @@ class Writing:
                 if next(waits) > arrive_secs or self._lifetime.has_gone_on(0):
                     logger.info("worker 0 does not write %s; worker %d does", path, self.rank)
                     break
-        if self.put_key(key, str(self.rank)):
-            worker = self.rank
-        else:
-            worker = int(self.wait_for_key(key, 0, f"write {path}"))
+        mine = self.put_key(key, str(self.rank))
+        worker = self.rank if mine else int(self.wait_for_key(key, 0, f"write {path}"))
         if self.rank == 0:
             self.put_key(turn, str(path))
         return key, worker
@@ -219,8 +216,7 @@ def _asked_by_first(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
     @functools.wraps(ask)
     def asked(path: Any) -> bool:
-        follows = _writing is not None and _writing.rank != 0 and not getattr(_thread, "writes", False)
-        return True if follows else ask(path)
+        return (_writing is not None and _writing.rank != 0 and not _thread.writes) or ask(path)
 
     return asked
 
@@ -228,7 +224,7 @@ def _asked_by_first(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
 @contextlib.contextmanager
 def writing_alone() -> Iterator[None]:
     """Inside, this worker writes what Keras writes, and no other worker waits for it."""
-    before, _thread.writes = getattr(_thread, "writes", False), True
+    before, _thread.writes = _thread.writes, True
     try:
         yield
     finally:
@@ -238,7 +234,7 @@ def writing_alone() -> Iterator[None]:
 def _written_once(write: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(write)
     def once(*args: Any, **kwargs: Any) -> Any:
-        path = _bound(write, args, kwargs).arguments.get("filepath")
+        path = inspect.signature(write).bind_partial(*args, **kwargs).arguments.get("filepath")
         if _writing is None or not isinstance(path, str | os.PathLike):  # Keras also writes to open files
             return write(*args, **kwargs)
         return _writing.once(path, functools.partial(write, *args, **kwargs))
@@ -254,8 +250,8 @@ def _written_whole(write: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(write)
     def whole(*args: Any, **kwargs: Any) -> Any:
-        bound = _bound(write, args, kwargs)
-        path = bound.arguments.get("filepath")
+        bound = inspect.signature(write).bind_partial(*args, **kwargs)
+        path: Any = bound.arguments.get("filepath")
         one_file = isinstance(path, str | os.PathLike) and str(path).endswith((".keras", ".h5", ".hdf5"))
         shards = bound.arguments.get("max_shard_size") is not None
         if not one_file or shards or "://" in str(path) or not Path(path).absolute().parent.is_dir():
@@ -273,10 +269,6 @@ def _written_whole(write: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return whole
-
-
-def _bound(write: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return inspect.signature(write).bind_partial(*args, **kwargs)
 
 
 def _described(error: BaseException) -> dict[str, Any]:
@@ -301,26 +293,23 @@ def _failed_write(problem: dict[str, Any], worker: int, path: str) -> Exception:
         return ReplicastError(message)
 
 
-# Keras callbacks that write files: one worker writes, all workers decide.
-#
-# All callbacks run on all workers and keep all of their state, so that they decide the same everywhere.
-# Only the output path differs: a log that worker 0 writes goes to the null device or a temporary directory
-# on the others. `writing.py` decides who writes what a callback saves through the model.
-#
-# A callback belongs to the user: attributes that are replaced for a call of `fit` are restored when the
-# call ends. The callback can then be copied, pickled, given another path and used again.
-
-
 class Callbacks:
-    """Prepares the callbacks of a call of `fit`, `evaluate` or `predict`, until that call ends."""
+    """Prepares the callbacks of a call of `fit`, `evaluate` or `predict`, until that call ends.
+
+    All callbacks run on all workers and keep all of their state, so that they decide the same everywhere.
+    Only the output path differs: a log that worker 0 writes goes to the null device or a temporary directory
+    on the others. `Writing` decides who writes what a callback saves through the model.
+
+    A callback belongs to the user: attributes that are replaced for a call of `fit` are restored when the
+    call ends. The callback can then be copied, pickled, given another path and used again.
+    """
 
     def __init__(self, rank: int, size: int, writing: Writing) -> None:
         self._rank = rank
         self._size = size
         self._writing = writing
         # By callback and attribute: the value before, and the new value if it is a path.
-        self._changes: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, str | None]]]
-        self._changes = weakref.WeakKeyDictionary()
+        self._changes: MutableMapping[Any, dict[str, tuple[Any, str | None]]] = weakref.WeakKeyDictionary()
         self._scratch: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def prepare(self, callbacks: Any, method: str) -> None:
@@ -330,7 +319,7 @@ class Callbacks:
                 self._restore(callback)  # the previous call may have raised before it restored it
             if callback not in self._changes:
                 self._changes[callback] = {}
-                self._prepare(callback, _ENDS[method])
+                self._prepare(callback, _ENDS.get(method, "on_train_end"))
         self._writing.end_claims("log")
 
     def _prepare(self, callback: Any, end: str) -> None:
@@ -450,13 +439,10 @@ class Callbacks:
 
 
 def _callbacks_that_write(callbacks: Any) -> Iterator[keras.callbacks.Callback]:
-    kinds = keras.callbacks
-    orbax = getattr(kinds, "OrbaxCheckpoint", ())  # not in every Keras 3
-    logs = (kinds.CSVLogger, kinds.TensorBoard, kinds.RemoteMonitor)
     for callback in keras.tree.flatten(callbacks):
-        if isinstance(callback, kinds.CallbackList):
+        if isinstance(callback, keras.callbacks.CallbackList):
             yield from _callbacks_that_write(callback.callbacks)
-        elif isinstance(callback, (*logs, kinds.BackupAndRestore, kinds.ModelCheckpoint, orbax)):
+        elif isinstance(callback, _WRITE):
             yield callback
 
 
@@ -467,5 +453,4 @@ def _path_in_a_directory(callback: Any, *args: Any, **kwargs: Any) -> str:
     return path
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+def _nothing(*_: Any, **__: Any) -> None: ...
