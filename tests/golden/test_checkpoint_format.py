@@ -6,8 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from replicast.core.records import Pending, Proposal
-from replicast.storage.checkpoint_files import Draft, open_checkpoint
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, Draft, open_checkpoint
 from replicast.update.schema import Schema, Variable
 from replicast.update.trial import Trial
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replicast.storage.checkpoint_files import open_checkpoint
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
 from replicast.storage.run_files import ENDED
 from replicast.update.digest import digest_state
 from replicast.update.schema import planned

@@ -22,8 +22,7 @@ from replicast.core.records import Stage
 from replicast.errors import NoAnswer, NotFound, RequestRefused
 from replicast.launcher.run_directory import what_is_taken_over
 from replicast.storage import inbox
-from replicast.storage.checkpoint_files import Draft
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, Draft
 from replicast.storage.claims import Fence
 from replicast.storage.inbox import InboxAnswer
 from replicast.storage.journal import FileJournal

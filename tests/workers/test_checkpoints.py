@@ -21,9 +21,8 @@ import replicast
 from replicast.client.patching import patch_in_place
 from replicast.errors import CheckpointError
 from replicast.storage import inbox
-from replicast.storage.checkpoint_files import open_checkpoint
 from replicast.storage.checkpoint_tools import patch
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
 from replicast.storage.journal import committed_updates
 from replicast.training.variables import component
 from replicast.update.digest import digest_state

@@ -13,8 +13,7 @@ import pytest
 from replicast.core.entries import Saved
 from replicast.errors import FileDamaged
 from replicast.replicas import job_audits as expectation
-from replicast.storage.checkpoint_files import Draft
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, Draft
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal
 from replicast.testing.job import DEADLINE_SECS, Job

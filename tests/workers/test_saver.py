@@ -23,8 +23,7 @@ from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged
 from replicast.replicas.departure import Departure
 from replicast.replicas.job_checkpoints import Checkpoints, SavePlan, Saving
 from replicast.replicas.position import Position, Training
-from replicast.storage.checkpoint_files import Draft, Manifest, saved_of
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, Draft, Manifest, saved_of
 from replicast.storage.journal import MemoryJournal
 from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
 from replicast.update.update import Update

@@ -33,11 +33,17 @@ from replicast.client.examination import examine
 from replicast.client.patching import check_patch, checkpoint_to_patch, patch_in_place
 from replicast.errors import CheckpointError, FileDamaged, JobFailed, printable
 from replicast.files import RunDir, RunPath, below
-from replicast.storage.checkpoint_files import COMMITTED, MANIFEST, STATE, Manifest, open_checkpoint
 from replicast.storage.checkpoint_tools import Comparison, Equality
 from replicast.storage.checkpoint_tools import diff as compare
 from replicast.storage.checkpoint_tools import patch as patch_checkpoint
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import (
+    COMMITTED,
+    MANIFEST,
+    STATE,
+    CheckpointStore,
+    Manifest,
+    open_checkpoint,
+)
 from replicast.storage.journal import NotWritten, PerhapsWritten
 from replicast.update.update import Update
 

@@ -24,9 +24,8 @@ from replicast.core.entries import Before, Committed, History, Payload, Receipt
 from replicast.core.records import Stage
 from replicast.errors import CheckpointError, ClusterError, UpdateRefused
 from replicast.files import RunDir, RunPath
-from replicast.storage.checkpoint_files import CheckpointReader, Manifest, Progress, saved_of
 from replicast.storage.checkpoint_tools import patched_draft, patched_variables
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointReader, CheckpointStore, Manifest, Progress, saved_of
 from replicast.storage.claims import Fence, last_claim
 from replicast.storage.journal import FileJournal, Updates
 from replicast.storage.liveness import check_free

@@ -23,8 +23,7 @@ from replicast.core.records import Refusal
 from replicast.errors import ClusterError, ReplicasDiverged, ReplicastError
 from replicast.files import RunDir
 from replicast.replicas.session import Session
-from replicast.storage.checkpoint_files import saved_of
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, saved_of
 from replicast.storage.journal import committed_updates, load_update
 from replicast.storage.run_files import append_audit
 from replicast.update.audit_report import AuditReport, Policy, checked_policy

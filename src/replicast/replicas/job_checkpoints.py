@@ -40,8 +40,7 @@ from replicast.replicas.measures import MetricHistory, mean_history
 from replicast.replicas.position import Training
 from replicast.replicas.replica import joined
 from replicast.replicas.session import Session
-from replicast.storage.checkpoint_files import Draft, Manifest, file_order, saved_of
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, Draft, Manifest, file_order, saved_of
 from replicast.update.audit_report import what_follows
 from replicast.update.digest import digest_array
 from replicast.update.edits import FLOAT_DTYPES, Array

@@ -36,8 +36,7 @@ from replicast.replicas.position import Training
 from replicast.replicas.replica import WorkerHooks
 from replicast.replicas.session import Session
 from replicast.replicas.worker_notes import RunFiles
-from replicast.storage.checkpoint_files import saved_of
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, saved_of
 from replicast.storage.claims import Fence, last_claim
 from replicast.storage.journal import FileJournal, Journal, MemoryJournal
 from replicast.storage.liveness import check_free

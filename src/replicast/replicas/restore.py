@@ -30,9 +30,16 @@ from replicast.errors import CheckpointError, FileDamaged, JobFailed, ReplicastE
 from replicast.mapped_memory import memory_to_fill
 from replicast.replicas.position import Position
 from replicast.replicas.session import Session
-from replicast.storage.checkpoint_files import CheckpointReader, Manifest, advice, dtype_of, saved_of
 from replicast.storage.checkpoint_tools import differences
-from replicast.storage.checkpoints import CheckpointStore, choose
+from replicast.storage.checkpoints import (
+    CheckpointReader,
+    CheckpointStore,
+    Manifest,
+    advice,
+    choose,
+    dtype_of,
+    saved_of,
+)
 from replicast.transport import Parcel, Transport
 from replicast.transport.parcel_layout import arrays_in, lay_out
 from replicast.update.digest import digest_array

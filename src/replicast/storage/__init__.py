@@ -3,8 +3,7 @@
 `claims.py`             the groups of workers, the log of each, and which of its lines count
 `journal.py`            the journal: one process writes, any may read
 `inbox.py`              requests from outside to a job, and their answers
-`checkpoints.py`        the checkpoints of a run
-`checkpoint_files.py`   the files of one checkpoint
+`checkpoints.py`        the checkpoints of a run, and the files of each
 `checkpoint_tools.py`   an update applied to a checkpoint, and differences between two
 `run_files.py`          what the job says of itself: notes of workers, states, metrics, audits
 `liveness.py`           whether a job runs in a directory

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from replicast.errors import CheckpointError
 from replicast.files import RunDir, RunPath
-from replicast.storage.checkpoint_files import (
+from replicast.storage.checkpoints import (
     CheckpointReader,
     Draft,
     Manifest,
@@ -186,11 +186,7 @@ def patched_variables(
 
     for name in reader.layout.spans:
         edits = by_variable.get(name)
-        yield name, counted(_copied(reader, name) if edits is None else _edited(reader, name, edits))
-
-
-def _copied(reader: CheckpointReader, name: str) -> Iterator[memoryview]:
-    return (memoryview(piece) for piece in reader.pieces(name))
+        yield name, counted(reader.pieces(name) if edits is None else _edited(reader, name, edits))
 
 
 def _edited(reader: CheckpointReader, name: str, edits: Sequence[Edit]) -> Iterator[memoryview]:

@@ -10,8 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from replicast.storage.checkpoint_files import Draft, Manifest
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, Draft, Manifest
 from replicast.update.schema import Schema, Variable
 
 Arrays = dict[str, npt.NDArray[Any]]

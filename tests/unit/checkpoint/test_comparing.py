@@ -11,9 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from replicast.errors import CheckpointError, FileDamaged
-from replicast.storage.checkpoint_files import open_checkpoint
 from replicast.storage.checkpoint_tools import Comparison, Equality, SchemaDifference, diff, differences
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
 from tests.unit.checkpoint.samples import BFLOAT16, Arrays, draft_of, flip, schema_of, state_of
 
 

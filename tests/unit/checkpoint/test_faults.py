@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from replicast.storage.checkpoint_files import open_checkpoint
 from replicast.storage.checkpoint_tools import patch
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
 from replicast.update.digest import digest_state
 from replicast.update.update import Update
 from tests.unit.checkpoint.operations import Operations

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from replicast.core.entries import Saved
 from replicast.core.records import Pending, Proposal
-from replicast.storage.checkpoint_files import saved_of
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, saved_of
 from replicast.storage.claims import Fence
 from replicast.update.trial import Trial
 from tests.unit.checkpoint.samples import draft_of, state_of

@@ -19,8 +19,7 @@ from replicast.client.patching import patch_in_place
 from replicast.core.entries import History, Saved
 from replicast.core.records import Stage
 from replicast.errors import UpdateRefused
-from replicast.storage.checkpoint_files import Draft, saved_of
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, Draft, saved_of
 from replicast.storage.claims import Fence, read_chain
 from replicast.storage.journal import FileJournal, Updates, committed_updates, undo
 from replicast.storage.liveness import check_free

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from replicast.errors import CheckpointError, FileDamaged, UpdateRefused
-from replicast.storage.checkpoint_files import open_checkpoint
 from replicast.storage.checkpoint_tools import patch
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
 from replicast.update.schema import Schema, Variable, planned
 from replicast.update.state import MemoryState
 from replicast.update.update import Update

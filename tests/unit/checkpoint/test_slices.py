@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from replicast.storage import checkpoint_tools as patching
-from replicast.storage.checkpoint_files import open_checkpoint
 from replicast.storage.checkpoint_tools import apply_edits, blocks_of, patch
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
 from replicast.update.edits import RESETS, Edit, EditKind, apply_edit
 from replicast.update.schema import Variable
 from replicast.update.update import Update

@@ -15,8 +15,7 @@ import pytest
 import safetensors.numpy
 
 from replicast.errors import CheckpointError
-from replicast.storage.checkpoint_files import Manifest, file_order, open_checkpoint
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, Manifest, file_order, open_checkpoint
 from replicast.update.digest import digest_array, digest_state
 from replicast.update.schema import Schema, Variable
 from tests.unit.checkpoint.samples import assert_holds, draft_of, flip, schema_of, state_of, written
