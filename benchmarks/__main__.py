@@ -28,7 +28,7 @@ from benchmarks.results import DIRECTORY, Result, Run, versions
 from benchmarks.rows import ROWS
 from benchmarks.stall import STALL
 from replicast.config import shared_memory_directory
-from replicast.transport.shared_file import remove_leftovers
+from replicast.transport.shared import remove_leftovers
 
 Measure = Callable[[int, Say], Result]
 ROUNDS = 5

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.groups import REPOSITORY, cluster_of
 from benchmarks.results import DIRECTORY
 from benchmarks.scaling_worker import ARRAY_BYTES
-from replicast.transport.fetch import streams_for
+from replicast.transport.chain import streams_for
 from tests.hosts.network import Network
 
 RESULTS = DIRECTORY / "scaling.json"

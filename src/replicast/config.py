@@ -279,8 +279,14 @@ def trusted_networks(environ: Mapping[str, str], addresses: Sequence[str]) -> tu
         ) from None
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """The two parts of an address of `TF_CONFIG`."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
+    host, _ = host_and_port(address)
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

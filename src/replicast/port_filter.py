@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from replicast.config import TRUSTED_NETWORKS, Cluster, Network, trusted_networks
+from replicast.config import TRUSTED_NETWORKS, Cluster, Network, host_and_port, trusted_networks
 from replicast.names import Lookups
 
 logger = logging.getLogger("replicast")
@@ -44,7 +44,7 @@ def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[
     networks = trusted_networks(environ, cluster.addresses)
     if networks is None:
         return lambda: None
-    hosts = [address.rpartition(":")[0].strip("[]") for address in cluster.addresses]
+    hosts = [host_and_port(address)[0] for address in cluster.addresses]
     lookups = Lookups(hosts)
     lookups.wait(_NAMES_SECS)
     lookups.stop()
@@ -61,7 +61,7 @@ def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[
             TRUSTED_NETWORKS,
             environ.get(TRUSTED_NETWORKS, ""),
         )
-    return partial(limit_port, int(cluster.addresses[cluster.rank].rpartition(":")[2]), networks)
+    return partial(limit_port, host_and_port(cluster.addresses[cluster.rank])[1], networks)
 
 
 def _may_connect(host: str, networks: Sequence[Network], lookups: Lookups) -> bool:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from replicast.config import START_TIMEOUT, Cluster
+from replicast.config import START_TIMEOUT, Cluster, host_and_port
 from replicast.errors import ClusterError
 from replicast.names import addresses_of
 from replicast.processes import accept_problem
@@ -267,7 +267,7 @@ def _join(cluster: Cluster, wait: _Wait, hello: dict[str, Any]) -> tuple[float, 
 
 def _connected(address: str, wait: _Wait) -> socket.socket:
     """A connection to worker 0. Says what it waits for; raises `OSError` if worker 0 cannot be reached."""
-    host, port = _host_and_port(address)
+    host, port = host_and_port(address)
     try:
         found = addresses_of(host, port, lambda: wait.check([0], _NAMELESS))
     except OSError as error:
@@ -295,7 +295,7 @@ def _await_server(place: tuple[str, int]) -> None:
 @contextlib.contextmanager
 def _listening(address: str, wait: _Wait) -> Iterator[socket.socket]:
     """A socket that listens at an address of this host; at all addresses if this host does not know it."""
-    name, port = _host_and_port(address)
+    name, port = host_and_port(address)
     try:
         hosts = [host for host, _ in addresses_of(name, port, wait.check_own_name)]
         listener = _listen(next((host for host in hosts if ":" not in host), hosts[0]), port)
@@ -316,8 +316,3 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The launcher that reserves the port has bound it with SO_REUSEADDR or with SO_REUSEPORT: set both.
     return socket.create_server((host, port), family=family, backlog=1024, reuse_port=True)
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)

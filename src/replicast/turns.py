@@ -25,8 +25,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from replicast.agreement import LOOK_SECS, Wait, collect
-from replicast.coordination import Coordination
+from replicast.coordination import LOOK_SECS, Coordination, Wait, collect
 from replicast.errors import JobFailed
 
 logger = logging.getLogger("replicast")
@@ -65,7 +64,7 @@ class JobKeys:
     def collect(
         self, key: str, rank: int, size: int, look: Callable[[str, int], None]
     ) -> dict[int, dict[str, Any]]:
-        """The values of all workers below a key, as `agreement.collect`, without a time limit."""
+        """The values of all workers below a key, as `coordination.collect`, without a time limit."""
         wait = Wait(self._coordination, math.inf, lambda worker: JobFailed("", worker=worker), look)
         texts = collect(wait, f"{PREFIX}/{key}", rank, size)
         return {worker: dict(json.loads(text)) for worker, text in texts.items()}

@@ -203,7 +203,7 @@ def test_the_launcher_removes_the_shared_memory_of_a_worker_that_was_killed(
     memory.mkdir()
     monkeypatch.setenv(SHM_DIR, str(memory))
     script = """
-from replicast.transport.shared_file import SharedFile, name_prefix
+from replicast.transport.shared import SharedFile, name_prefix
 file = SharedFile(Path("memory"), 4096)
 file.complete(Path("memory") / f"{name_prefix()}left-{rank}")
 note("left")

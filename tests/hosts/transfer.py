@@ -18,8 +18,8 @@ import numpy as np
 from replicast.codec import decode, encode
 from replicast.coordination import Coordination, Loss
 from replicast.errors import UpdateRefused
-from replicast.transport import fetch, open_transport, wire
-from replicast.transport.holdings import Holdings
+from replicast.transport import chain, open_transport
+from replicast.transport.chain import Holdings
 
 MEGABYTES = 4
 ARRAYS = 6
@@ -71,7 +71,7 @@ def content() -> list[np.ndarray]:
 
 
 def main(rank: int, size: int, directory: Path) -> None:
-    wire.SILENT_SECS = fetch.SILENT_SECS = 1.0
+    chain.SILENT_SECS = 1.0
     coordination = FileCoordination(directory)
     transport = open_transport(coordination, rank, size, os.environ, "transfer")
     arrived = Holdings.arrived

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from replicast.coordination import MemoryCoordination
 from replicast.transport import ChainTransport, SharedMemoryTransport
-from replicast.transport.chain_opening import ChainOpening
-from replicast.transport.keys import leaders_of
+from replicast.transport.opening import open_chain
+from replicast.transport.shared import leaders_of
 
 
 def environment(
@@ -36,7 +36,7 @@ def chain_of(
     def open_one(rank: int) -> ChainTransport:
         coordination = MemoryCoordination(store)
         environ = environment(rank, hosts, directory)
-        is_chain, ends = ChainOpening(coordination, rank, leaders, "chain", environ, 30.0).open()
+        is_chain, ends = open_chain(coordination, rank, leaders, "chain", environ)
         assert is_chain
         shared = SharedMemoryTransport(f"job-{hosts[rank]}", rank, directory=directory)
         return ChainTransport(shared, coordination, rank, tuple(hosts), "job", ends)

@@ -81,7 +81,7 @@ def test_the_number_of_reads_grows_with_the_workers_and_not_with_their_square() 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers hardly wait for what worker 0 has to say."""
-    monkeypatch.setattr("replicast.agreement.LIST_SECS", 0.1)
+    monkeypatch.setattr("replicast.coordination.LIST_SECS", 0.1)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -15,14 +15,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast.allreduce import Exchange, ExchangePlan, Form, WorkerPart, open_exchange
-from replicast.allreduce.message_layout import CHUNK_BYTES, MessageLayout
-from replicast.allreduce.part import part_bytes
-from replicast.allreduce.semaphores import SEMAPHORE_BYTES, Semaphore
+from replicast.allreduce import (
+    CHUNK_BYTES,
+    SEMAPHORE_BYTES,
+    Exchange,
+    ExchangePlan,
+    Form,
+    MessageLayout,
+    Semaphore,
+    WorkerPart,
+    open_exchange,
+    part_bytes,
+)
 from replicast.config import HOST_ID, SHM_DIR, host_id
 from replicast.coordination import MemoryCoordination
 from replicast.errors import JobFailed
-from replicast.transport.shared_file import SharedFile
+from replicast.transport.shared import SharedFile
 
 DEADLINE_SECS = 60.0
 

@@ -29,7 +29,7 @@ LAYERS = [
     {"update"},
     {"core"},
     {"storage"},
-    {"coordination", "agreement", "rendezvous", "port_filter"},
+    {"coordination", "rendezvous", "port_filter"},
     {"transport", "lifetime", "turns"},
     {"allreduce"},
     {"training"},

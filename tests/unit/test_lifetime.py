@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from replicast.agreement import LOOK_SECS
 from replicast.config import HEARTBEAT_SECS, PEER_FAILED
-from replicast.coordination import Loss, MemoryCoordination, lost_worker, unregistered_workers
+from replicast.coordination import LOOK_SECS, Loss, MemoryCoordination, lost_worker, unregistered_workers
 from replicast.errors import JobFailed
 from replicast.lifetime import CALL_SECS, GRACE_SECS, SILENT_AFTER_HEARTBEAT_SECS, Lifetime, Pauses
 from replicast.turns import POLL_SECS, TURNS_KEPT

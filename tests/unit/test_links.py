@@ -374,7 +374,7 @@ _ALLOWED = {
     "launcher/prepared.py": "the user's script",
     "launcher/run_directory.py": "relative to a descriptor that RunPath gives",
     "launcher/standby.py": _OWN,
-    "transport/shared_file.py": "shared memory, with O_NOFOLLOW and the owner checked (SECURITY.md)",
+    "transport/shared.py": "shared memory, with O_NOFOLLOW and the owner checked (SECURITY.md)",
 }
 _LEAVES = {
     "replicas/joined_worker.py": "compared with the launcher's, not opened",

@@ -33,18 +33,22 @@ from replicast.transport import (
     Parcel,
     Piece,
     Transport,
-    fetch,
-    handshake,
+    chain,
     open_transport,
-    wire,
 )
-from replicast.transport import chain_server as server
-from replicast.transport.chain_server import Server
-from replicast.transport.holdings import Holdings, SegmentAwaited, SegmentReady, SegmentRefused
-from replicast.transport.keys import predecessor
-from replicast.transport.link import ChainLink
-from replicast.transport.parcel_layout import lay_out
-from replicast.transport.segments import MAX_DAMAGED, SEGMENT_BYTES, Missing, segments_of
+from replicast.transport.base import lay_out
+from replicast.transport.chain import (
+    MAX_DAMAGED,
+    SEGMENT_BYTES,
+    ChainLink,
+    Fetch,
+    Holdings,
+    Kind,
+    Missing,
+    Server,
+    predecessor,
+    segments_of,
+)
 from replicast.update.digest import BLOCK_BYTES, digest_block
 from tests.unit.chains import chain_of, environment
 
@@ -53,7 +57,7 @@ ARRAYS = [np.arange(count, dtype=np.float32) for count in (300_000, 3, 900_000, 
 """Of 1.2 MB, 12 bytes, 3.6 MB, nothing, and 6 MB in two blocks: five segments."""
 SEGMENTS = 5
 Send = Callable[[socket.socket, int, Any], None]
-real_send: Send = server._send
+real_send: Send = chain._send_segment
 
 
 @pytest.fixture
@@ -65,15 +69,14 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture(autouse=True)
 def several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for parcels as small as these."""
-    monkeypatch.setattr(fetch, "STREAM_BYTES", 1 << 20)
+    monkeypatch.setattr(chain, "STREAM_BYTES", 1 << 20)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short times, so that what is silent is noticed soon."""
-    monkeypatch.setattr(wire, "SILENT_SECS", 0.3)
-    monkeypatch.setattr(fetch, "SILENT_SECS", 0.3)
-    monkeypatch.setattr(server, "BEAT_SECS", 0.05)
+    monkeypatch.setattr(chain, "SILENT_SECS", 0.3)
+    monkeypatch.setattr(chain, "BEAT_SECS", 0.05)
 
 
 def close(transports: list[ChainTransport]) -> None:
@@ -137,10 +140,10 @@ def test_a_segment_is_with_one_stream_until_it_arrives_or_is_given_back() -> Non
     assert [missing.take() for _ in range(4)] == [0, 1, 2, None]
     missing.give_back([2, 0])
     assert [missing.take(), missing.take(), missing.take()] == [0, 2, None]
-    for segment in (0, 2):
-        missing.arrived(segment)
+    for _ in range(2):
+        missing.arrived()
     assert not missing.complete
-    missing.arrived(1)
+    missing.arrived()
     assert missing.complete
 
 
@@ -167,21 +170,21 @@ def test_what_a_host_has_is_told_from_what_it_waits_for_and_from_what_is_gone(tm
     (tmp_path / "file").write_bytes(b"x")
     segments = segments_of(parcel_of(BLOCK_BYTES, BLOCK_BYTES))
     holdings = Holdings(7)
-    assert holdings.find("p", 0, 0.0) == SegmentAwaited(7)
+    assert holdings.find("p", 0, 0.0) == 7
     holdings.add("p", os.open(tmp_path / "file", os.O_RDONLY), segments, arrives_from=3)
     holdings.arrived("p", 1)
-    assert holdings.find("p", 0, 0.0) == SegmentAwaited(3)
+    assert holdings.find("p", 0, 0.0) == 3
     holdings.waits_for("p", 1)
-    assert holdings.find("p", 0, 0.0) == SegmentAwaited(1)
+    assert holdings.find("p", 0, 0.0) == 1
     found = holdings.find("p", 1, 0.0)
-    assert isinstance(found, SegmentReady)
+    assert isinstance(found, tuple)
+    with pytest.raises(UpdateRefused, match="has no segment 2"):
+        holdings.find("p", 2, 0.0)
     holdings.remove("p")
-    assert os.read(found.descriptor, 1) == b"x"  # what is being sent stays open
-    os.close(found.descriptor)
-    gone = holdings.find("p", 1, 0.0)
-    assert isinstance(gone, SegmentRefused)
-    assert "Worker 7 has released parcel 'p'" in gone.refusal["problem"]
-    assert isinstance(holdings.find("p", 2, 0.0), SegmentRefused)
+    assert os.read(found[0], 1) == b"x"  # what is being sent stays open
+    os.close(found[0])
+    with pytest.raises(UpdateRefused, match="Worker 7 has released parcel 'p'"):
+        holdings.find("p", 1, 0.0)
 
 
 # What goes over the links.
@@ -196,7 +199,7 @@ def test_each_link_carries_the_bytes_once(
         sent[sender(connection)] += segment.stop - segment.start
         real_send(connection, descriptor, segment)
 
-    monkeypatch.setattr(server, "_send", counted)
+    monkeypatch.setattr(chain, "_send_segment", counted)
     transports = chain_of("abbc", tmp_path)
     parcel = transports[3].publish("one", ARRAYS)
     assert_arrived(receive_on_all(threads, transports, parcel))
@@ -217,7 +220,7 @@ def test_a_host_forwards_what_it_has_before_it_has_all(
         if sender(connection) == 1:
             last_host_has_one.set()
 
-    monkeypatch.setattr(server, "_send", sending)
+    monkeypatch.setattr(chain, "_send_segment", sending)
     transports = chain_of("abc", tmp_path)
     parcel = transports[0].publish("one", ARRAYS)
     assert_arrived(receive_on_all(threads, transports, parcel))
@@ -294,28 +297,28 @@ def test_a_broken_connection_is_opened_again_and_only_what_is_missing_is_sent(
         real_send(connection, descriptor, segment)
         sent[number] += 1
 
-    monkeypatch.setattr(server, "_send", breaking)
+    monkeypatch.setattr(chain, "_send_segment", breaking)
     transports = chain_of("ab", tmp_path)
     parcel = transports[0].publish("one", ARRAYS)
     assert_arrived(receive_on_all(threads, transports, parcel))
     assert breaks == []
     assert len(sent) == SEGMENTS
-    assert sum(sent.values()) <= SEGMENTS + 2 * fetch.IN_FLIGHT
+    assert sum(sent.values()) <= SEGMENTS + 2 * chain.IN_FLIGHT
     close(transports)
 
 
 def damage(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     """Flips a bit of what arrives, so many times; returns what is left of them."""
     left = [times]
-    real = wire.receive_into
+    real = chain.receive_into
 
-    def damaging(connection: socket.socket, view: memoryview, until: float) -> None:
-        real(connection, view, until)
+    def damaging(connection: socket.socket, view: memoryview, *until: Any) -> None:
+        real(connection, view, *until)
         if left[0] > 0 and len(view) > 10_000:
             left[0] -= 1
             view[5] ^= 1
 
-    monkeypatch.setattr(fetch, "receive_into", damaging)
+    monkeypatch.setattr(chain, "receive_into", damaging)
     return left
 
 
@@ -380,7 +383,7 @@ def test_a_host_that_dies_during_a_transfer_is_named_and_the_others_end_in_time(
             raise ConnectionResetError
         real_send(connection, descriptor, segment)
 
-    monkeypatch.setattr(server, "_send", dying)
+    monkeypatch.setattr(chain, "_send_segment", dying)
     transports = chain_of("abc", tmp_path)
     parcel = transports[0].publish("one", ARRAYS)
     _, _, last = receive_on_all(threads, transports, parcel, 2.0)
@@ -402,7 +405,7 @@ def test_every_host_names_the_frozen_one_and_not_the_one_that_waits_for_it(
             thawed.wait(120)
         real_send(connection, descriptor, segment)
 
-    monkeypatch.setattr(server, "_send", freezing)
+    monkeypatch.setattr(chain, "_send_segment", freezing)
     transports = chain_of("abccd", tmp_path)
     parcel = transports[0].publish("one", ARRAYS)
     others = receive_on_all(threads, transports[:4], parcel, 20.0)
@@ -421,7 +424,7 @@ def test_all_workers_of_a_host_hear_whom_their_leader_waited_for(
     tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thawed = threading.Event()
-    monkeypatch.setattr(server, "_send", lambda *_: thawed.wait(120))
+    monkeypatch.setattr(chain, "_send_segment", lambda *_: thawed.wait(120))
     transports = chain_of("abb", tmp_path)
     parcel = transports[0].publish("one", ARRAYS)
     for other in receive_on_all(threads, transports, parcel, 1.5)[1:]:
@@ -441,10 +444,10 @@ def test_a_host_that_was_frozen_for_a_while_goes_on_where_it_was(
     def freezing(connection: socket.socket, descriptor: int, segment: Any) -> None:
         if sender(connection) == 0 and not froze.is_set():
             froze.set()
-            time.sleep(3 * wire.SILENT_SECS)
+            time.sleep(3 * chain.SILENT_SECS)
         real_send(connection, descriptor, segment)
 
-    monkeypatch.setattr(server, "_send", freezing)
+    monkeypatch.setattr(chain, "_send_segment", freezing)
     transports = chain_of("abc", tmp_path)
     assert_arrived(receive_on_all(threads, transports, transports[0].publish("one", ARRAYS)))
     assert froze.is_set()
@@ -463,18 +466,22 @@ def test_closing_ends_a_transfer_that_waits(tmp_path: Path, threads: ThreadPoolE
     close(transports)
 
 
+def link_to(port: int, secret: bytes = SECRET, rank: int = 1) -> ChainLink:
+    return ChainLink("127.0.0.1", port, secret, rank, 0)
+
+
 # One fetch, from a host that a test plays.
 
 
 @contextlib.contextmanager
-def fetch_from(play: Callable[[socket.socket], object]) -> Iterator[fetch.Fetch]:
+def fetch_from(play: Callable[[socket.socket], object]) -> Iterator[Fetch]:
     """A parcel of one array, to be fetched from worker 0, which does what `play` does on each connection."""
 
     def serve() -> None:
         with contextlib.suppress(OSError):
             while True:
                 with listener.accept()[0] as connection, contextlib.suppress(OSError):
-                    handshake.admit(connection, SECRET)
+                    chain.admit(connection, SECRET)
                     play(connection)
 
     content = np.arange(64, dtype=np.uint8)
@@ -483,16 +490,8 @@ def fetch_from(play: Callable[[socket.socket], object]) -> Iterator[fetch.Fetch]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = threading.Thread(target=serve)
         serving.start()
-        link = ChainLink("127.0.0.1", listener.getsockname()[1], SECRET, 2)
-        yield fetch.Fetch(
-            parcel,
-            np.zeros(nbytes, np.uint8),
-            link,
-            rank=2,
-            predecessor=0,
-            arrived=lambda segment: None,
-            waits=lambda worker: None,
-        )
+        link = link_to(listener.getsockname()[1], rank=2)
+        yield Fetch(parcel, np.zeros(nbytes, np.uint8), link, Holdings(2))
         link.close()
         listener.shutdown(socket.SHUT_RDWR)
         serving.join()
@@ -500,9 +499,9 @@ def fetch_from(play: Callable[[socket.socket], object]) -> Iterator[fetch.Fetch]
 
 def drip(connection: socket.socket) -> None:
     """Sends a segment so slowly that it never stands still, and takes several seconds."""
-    wire.receive_request(connection)
-    wire.send_answer(connection, wire.Kind.WAITING, 7)
-    wire.send_answer(connection, wire.Kind.SEGMENT, 64)
+    chain.receive_request(connection)
+    chain.send_answer(connection, Kind.WAITING, 7)
+    chain.send_answer(connection, Kind.SEGMENT, 64)
     for byte in range(64):
         connection.sendall(bytes([byte]))
         time.sleep(0.05)
@@ -557,20 +556,20 @@ def eventually(happens: Callable[[], bool], what: str) -> None:
 
 def ask_and_take(link: ChainLink) -> None:
     connection = link.take()
-    wire.send_request(connection, "p", 0)
-    kind, count = wire.receive_answer(connection)
-    assert (kind, count) == (wire.Kind.SEGMENT, BLOCK_BYTES)
-    wire.receive_bytes(connection, count)
+    chain.send_request(connection, "p", 0)
+    kind, count = chain.receive_answer(connection)
+    assert (kind, count) == (Kind.SEGMENT, BLOCK_BYTES)
+    chain.receive_bytes(connection, count)
     link.give_back(connection)
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_reader_that_takes_nothing_holds_up_no_other_and_is_given_up(served: Server) -> None:
-    slow, fast = (ChainLink("127.0.0.1", served.port, SECRET, rank) for rank in (1, 2))
+    slow, fast = (link_to(served.port, rank=rank) for rank in (1, 2))
     connection = slow.take()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     for _ in range(4):
-        wire.send_request(connection, "p", 0)
+        chain.send_request(connection, "p", 0)
     ask_and_take(fast)
     fast.close()
     eventually(lambda: senders() == 0, "the server still waits for the slow reader")
@@ -581,11 +580,11 @@ def test_a_reader_that_takes_nothing_holds_up_no_other_and_is_given_up(served: S
 def test_a_reader_that_takes_a_little_at_a_time_is_given_up_too(
     served: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "SEGMENT_SECS", 0.1)
-    link = ChainLink("127.0.0.1", served.port, SECRET, 1)
+    monkeypatch.setattr(chain, "SEGMENT_SECS", 0.1)
+    link = link_to(served.port)
     connection = link.take()
     for _ in range(1000):
-        wire.send_request(connection, "p", 0)
+        chain.send_request(connection, "p", 0)
     eventually(lambda: bool(connection.recv(1 << 14)) and senders() == 0, "it is still served")
     link.drop(connection)
     link.close()
@@ -594,7 +593,7 @@ def test_a_reader_that_takes_a_little_at_a_time_is_given_up_too(
 def test_a_server_that_waits_for_a_segment_ends_when_it_is_closed(
     served: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "BEAT_SECS", 3600.0)  # it would say nothing, and look at nothing, before
+    monkeypatch.setattr(chain, "BEAT_SECS", 3600.0)  # it would say nothing, and look at nothing, before
     find, waits = Holdings.find, threading.Event()
 
     def finding(*arguments: Any) -> Any:
@@ -602,9 +601,9 @@ def test_a_server_that_waits_for_a_segment_ends_when_it_is_closed(
         return find(*arguments)
 
     monkeypatch.setattr(Holdings, "find", finding)
-    link = ChainLink("127.0.0.1", served.port, SECRET, 1)
+    link = link_to(served.port)
     connection = link.take()
-    wire.send_request(connection, "not here yet", 0)
+    chain.send_request(connection, "not here yet", 0)
     assert waits.wait(120)
     served.close()
     assert senders() == 0
@@ -613,7 +612,7 @@ def test_a_server_that_waits_for_a_segment_ends_when_it_is_closed(
 
 
 def test_connections_are_used_again(served: Server) -> None:
-    link = ChainLink("127.0.0.1", served.port, SECRET, 1)
+    link = link_to(served.port)
     for _ in range(5):
         ask_and_take(link)
     assert senders() == 1
@@ -622,7 +621,7 @@ def test_connections_are_used_again(served: Server) -> None:
 
 @pytest.mark.parametrize("secret", [b"", b"S" * 32, SECRET[:-1]])
 def test_whoever_does_not_know_the_secret_gets_nothing(secret: bytes, served: Server) -> None:
-    link = ChainLink("127.0.0.1", served.port, secret, 1)
+    link = link_to(served.port, secret)
     with pytest.raises(OSError, match=r"closed by the other side|reset by peer"):
         link.take()
     with socket.create_connection(("127.0.0.1", served.port), timeout=120) as stranger:
@@ -632,7 +631,7 @@ def test_whoever_does_not_know_the_secret_gets_nothing(secret: bytes, served: Se
         stranger.sendall(greeting + b"\0" * 200)
         assert is_closed(stranger)
     link.close()
-    ask_and_take(right := ChainLink("127.0.0.1", served.port, SECRET, 1))
+    ask_and_take(right := link_to(served.port))
     right.close()
 
 
@@ -644,7 +643,7 @@ def test_a_proof_that_was_overheard_is_worth_nothing(served: Server) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as threads:
         port = impostor.getsockname()[1]
-        victim = threads.submit(ChainLink("127.0.0.1", port, SECRET, 1).take)
+        victim = threads.submit(link_to(port).take)
         relayed, _ = impostor.accept()
         relayed.sendall(b"replicast-chain-1" + bytes(32))
         proof = relayed.recv(1000)
@@ -659,17 +658,17 @@ def test_a_proof_that_was_overheard_is_worth_nothing(served: Server) -> None:
 
 
 def test_strangers_are_few_and_keep_no_peer_out(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "HANDSHAKE_SECS", 600.0)
+    monkeypatch.setattr(chain, "HANDSHAKE_SECS", 600.0)
     strangers = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(100)]
-    ask_and_take(link := ChainLink("127.0.0.1", served.port, SECRET, 1))
-    eventually(lambda: senders() <= server.MAX_STRANGERS + 1, "too many strangers have a thread")
+    ask_and_take(link := link_to(served.port))
+    eventually(lambda: senders() <= chain.MAX_STRANGERS + 1, "too many strangers have a thread")
     for stranger in strangers:
         stranger.close()
     link.close()
 
 
 def test_a_stranger_that_says_nothing_is_gone_soon(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "HANDSHAKE_SECS", 0.2)
+    monkeypatch.setattr(chain, "HANDSHAKE_SECS", 0.2)
     with socket.create_connection(("127.0.0.1", served.port), timeout=120) as stranger:
         assert stranger.recv(1000)  # the nonce
         assert is_closed(stranger)
@@ -684,7 +683,7 @@ def send_slowly(connection: socket.socket, count: int) -> None:
 def test_a_stranger_that_sends_a_byte_now_and_then_is_gone_as_soon(
     served: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "HANDSHAKE_SECS", 0.2)
+    monkeypatch.setattr(chain, "HANDSHAKE_SECS", 0.2)
     with (
         socket.create_connection(("127.0.0.1", served.port), timeout=120) as stranger,
         pytest.raises(OSError),  # noqa: PT011 - reset, or a broken pipe
@@ -704,8 +703,8 @@ def test_a_server_without_free_descriptors_says_so_once_and_serves_later(
 
     monkeypatch.setattr(socket.socket, "accept", fails_first)
     with socket.create_connection(("127.0.0.1", served.port), timeout=120):
-        ask_and_take(link := ChainLink("127.0.0.1", served.port, SECRET, 1))
-        ask_and_take(other := ChainLink("127.0.0.1", served.port, SECRET, 2))
+        ask_and_take(link := link_to(served.port))
+        ask_and_take(other := link_to(served.port, rank=2))
     assert failures == []
     assert [record.message[:19] for record in caplog.records] == ["Too many open files"]
     link.close()
@@ -721,11 +720,11 @@ def test_the_port_is_open_at_the_named_address_only(served: Server) -> None:
 
 
 def test_an_authenticated_peer_that_talks_nonsense_is_closed(served: Server) -> None:
-    link = ChainLink("127.0.0.1", served.port, SECRET, 1)
+    link = link_to(served.port)
     connection = link.take()
     connection.sendall(b"\xff" * 1000)
     with pytest.raises(OSError):  # noqa: PT011 - closed, or reset
-        wire.receive_bytes(connection, 1)
+        chain.receive_bytes(connection, 1)
     link.drop(connection)
     ask_and_take(link)
     link.close()
@@ -735,26 +734,26 @@ def test_an_authenticated_peer_that_talks_nonsense_is_closed(served: Server) -> 
 def test_an_answer_that_makes_no_sense_is_a_broken_connection(said: bytes) -> None:
     here, there = socket.socketpair()
     with here, there:
-        there.sendall(bytes([wire.Kind.REFUSED]) + len(said).to_bytes(8, "big") + said)
+        there.sendall(bytes([Kind.REFUSED]) + len(said).to_bytes(8, "big") + said)
         with pytest.raises(ConnectionError, match="not a refusal"):
-            wire.receive_answer(here)
+            chain.receive_answer(here)
         there.sendall(bytes([7]) + bytes(8))
         with pytest.raises(ConnectionError, match="not an answer"):
-            wire.receive_answer(here)
+            chain.receive_answer(here)
 
 
 def test_a_refusal_of_any_length_is_told() -> None:
     here, there = socket.socketpair()
     with here, there:
-        wire.send_refusal(there, UpdateRefused("No room", remedy="x" * 10**6).to_json())
+        chain.send_refusal(there, UpdateRefused("No room", remedy="x" * 10**6))
         with pytest.raises(UpdateRefused, match="No room"):
-            wire.receive_answer(here)
+            chain.receive_answer(here)
 
 
 def test_a_host_that_cannot_start_a_thread_for_a_connection_serves_the_next(
     served: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = ChainLink("127.0.0.1", served.port, SECRET, 1)
+    link = link_to(served.port)
     real = threading.Thread.start
 
     def no_thread(thread: threading.Thread) -> None:
@@ -844,7 +843,7 @@ def test_all_workers_fall_back_if_one_cannot_reach_the_host_before_it(
     real = ChainLink.take
 
     def filtered(link: ChainLink, *timeout: float) -> socket.socket:
-        if link._rank == 2:
+        if link.rank == 2:
             raise TimeoutError("timed out")
         return real(link, *timeout)
 

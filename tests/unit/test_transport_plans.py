@@ -22,12 +22,12 @@ from replicast.transport import (
     Piece,
     SharedMemoryTransport,
     Transport,
-    keys,
     open_transport,
     opening,
 )
-from replicast.transport.chain_opening import ChainOpening
-from replicast.transport.parcel_layout import aligned_buffer, arrays_in, check_share, lay_out, write_out
+from replicast.transport import broadcast as keys
+from replicast.transport.base import aligned_buffer, arrays_in, check_share, lay_out, write_out
+from replicast.transport.shared import leaders_of
 from replicast.update.digest import BLOCK_BYTES, blocks_of, digest_block, digest_of_blocks
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -102,7 +102,7 @@ def test_the_digests_are_those_of_the_copy() -> None:
     ],
 )
 def test_the_lowest_rank_of_a_host_leads_it(hosts: tuple[str, ...], leaders: dict[str, int]) -> None:
-    assert keys.leaders_of(hosts) == leaders
+    assert leaders_of(hosts) == leaders
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_worker_0_is_named_if_it_does_not_publish_its_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opening, "OPEN_SECS", 0.01)
-    monkeypatch.setattr("replicast.agreement.LIST_SECS", 0.01)
+    monkeypatch.setattr("replicast.coordination.LIST_SECS", 0.01)
     coordination = MemoryCoordination(MemoryCoordination.Store())
     with pytest.raises(JobFailed, match=r"Received: nothing from worker 0$") as caught:
         open_transport(coordination, 1, 3, {"REPLICAST_SHM_DIR": str(tmp_path)}, "replicas-1")
@@ -221,7 +221,7 @@ def test_who_waits_for_the_hosts_of_all_is_told_that_the_job_has_failed(tmp_path
 def test_who_waits_for_the_chain_of_hosts_is_told_that_the_job_has_failed() -> None:
     coordination = MemoryCoordination(MemoryCoordination.Store())
     with pytest.raises(JobFailed, match="worker 2 failed first"):
-        ChainOpening(coordination, 1, (0, 2), "chain", {}, 60.0, fails).open()
+        opening.open_chain(coordination, 1, (0, 2), "chain", {}, fails)
 
 
 def test_the_host_is_told_apart_by_its_shared_memory(tmp_path: Path) -> None:

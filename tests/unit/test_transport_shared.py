@@ -17,10 +17,8 @@ import numpy as np
 import pytest
 
 from replicast.errors import ClusterError, UpdateRefused
-from replicast.transport import SharedMemoryTransport
-from replicast.transport import shared_file as files
-from replicast.transport.shared import KEPT_BYTES
-from replicast.transport.shared_file import SharedFile, remove_leftovers
+from replicast.transport import SharedMemoryTransport, shared
+from replicast.transport.shared import KEPT_BYTES, SharedFile, remove_leftovers
 from replicast.update.digest import BLOCK_BYTES
 from tests.unit.test_transport_conformance import some
 
@@ -259,7 +257,7 @@ def test_what_cannot_be_named_or_mapped_leaves_nothing(
     def broken(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    for owner, name in ((os, "link"), (files, "map_shared")):
+    for owner, name in ((os, "link"), (shared, "map_shared")):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, broken)
             with pytest.raises(OSError, match="Input/output error"):

@@ -32,7 +32,9 @@ def opened(hosts: Sequence[str], job: str, directory: Path) -> Transport:
     if len(set(hosts)) == 1:
         return SharedMemoryTransport(job, rank(), directory=directory)
     shared = SharedMemoryTransport(f"{job}-{hosts[rank()]}", rank(), directory=directory)
-    return BroadcastTransport(shared, ServiceCoordination(), rank(), tuple(hosts), job, chunk_bytes=1 << 20)
+    transport = BroadcastTransport(shared, ServiceCoordination(), rank(), tuple(hosts), job)
+    transport.chunk_bytes = 1 << 20
+    return transport
 
 
 @contextlib.contextmanager

@@ -180,7 +180,7 @@ class _Supervision:
                 end = self._run_attempt(order)
                 order = local_order(order, end) if self.peers is None else self.peers.decide(end)
                 if any(ended.code for ended in end.exits):  # Killed workers leave their shared memory.
-                    from replicast.transport.shared_file import remove_leftovers
+                    from replicast.transport.shared import remove_leftovers
 
                     with contextlib.suppress(ClusterError):  # the directory may be gone
                         remove_leftovers(shared_memory_directory(self.environ))

@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from replicast import agreement
 from replicast.codec import Record, decode, encode
-from replicast.coordination import Coordination
+from replicast.coordination import Coordination, Wait, collect, forget
 from replicast.errors import ClusterError, JobFailed
 
 
@@ -128,7 +127,7 @@ class DirectExchange:
         """
         key = f"{self._prefix}/agree/{what}"
         self._coordination.put(f"{key}/{self.rank}", value)
-        return agreement.collect(self._wait(what, timeout_secs), key, self.rank, self.size)
+        return collect(self._wait(what, timeout_secs), key, self.rank, self.size)
 
     def require_same(self, what: str, value: str, timeout_secs: float, *, problem: str, remedy: str) -> None:
         """As `agree`; raises on all workers if one has another value than worker 0."""
@@ -143,7 +142,7 @@ class DirectExchange:
 
     def forget_agreed(self, what: str) -> None:
         """Removes this worker's value, once all workers are known to have read it."""
-        agreement.forget(self._coordination, f"{self._prefix}/agree/{what}", self.rank)
+        forget(self._coordination, f"{self._prefix}/agree/{what}", self.rank)
 
     def check_nobody_left(self) -> None:
         """Raises if another worker has reached the end of its script and will not arrive here."""
@@ -151,7 +150,7 @@ class DirectExchange:
             if worker != self.rank and self._has_left(worker):
                 raise self._gone(worker)
 
-    def _wait(self, what: str, timeout_secs: float) -> agreement.Wait:
+    def _wait(self, what: str, timeout_secs: float) -> Wait:
         def late(worker: int) -> JobFailed:
             return JobFailed(
                 f"worker {self.rank} waited {timeout_secs:.0f} s for worker {worker}, which did not send "
@@ -159,11 +158,11 @@ class DirectExchange:
                 worker=worker,
             )
 
-        return agreement.Wait(self._coordination, timeout_secs, late, self._check_not_left)
+        return Wait(self._coordination, timeout_secs, late, self._check_not_left)
 
     def _check_not_left(self, key: str, worker: int) -> None:
         # What it wrote before it left has arrived by now.
-        if self._has_left(worker) and self._coordination.get(key, agreement.LOOK_SECS) is None:
+        if self._has_left(worker) and self._coordination.get(key, LOOK_SECS) is None:
             raise self._gone(worker)
 
     def _gone(self, worker: int) -> JobFailed:

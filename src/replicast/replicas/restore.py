@@ -41,7 +41,7 @@ from replicast.storage.checkpoints import (
     saved_of,
 )
 from replicast.transport import Parcel, Transport
-from replicast.transport.parcel_layout import arrays_in, lay_out
+from replicast.transport.base import arrays_in, lay_out
 from replicast.update.digest import digest_array
 from replicast.update.edits import Edit, EditKind
 from replicast.update.state import Arrays, State

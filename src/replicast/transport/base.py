@@ -1,16 +1,23 @@
-"""The transport interface: parcels of arrays, and what every transport guarantees."""
+"""The transport interface: parcels of arrays, and what every transport guarantees. The layout of a parcel."""
 
 from __future__ import annotations
 
 import abc
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy.typing as npt
+import numpy as np
 
 from replicast.codec import Record
 from replicast.errors import UpdateRefused
-from replicast.update.digest import DIGITS, digest_of_blocks
+from replicast.mapped_memory import ALIGNMENT, Bytes, aligned
+from replicast.tensorfiles import Array
+from replicast.update.digest import DIGITS, blocks_of, digest_block, digest_of_blocks, name_of
+
+# Called with the index of an array in the parcel, and a flat chunk of that array.
+Inspect = Callable[[int, Array], None]
+_PARCEL_ID = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
 class Piece(Record):
@@ -19,6 +26,10 @@ class Piece(Record):
     dtype: str
     shape: tuple[int, ...]
     offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * _dtype_named(self.dtype).itemsize
 
 
 class Parcel(Record):
@@ -42,8 +53,8 @@ class Parcel(Record):
         return self.blocks[DIGITS * block : DIGITS * (block + 1)]
 
 
-# Called with the index of an array in the parcel, and a flat chunk of that array.
-Inspect = Callable[[int, "npt.NDArray[Any]"], None]
+def no_inspection(index: int, chunk: Array) -> None:
+    pass
 
 
 class Transport(abc.ABC):
@@ -62,16 +73,14 @@ class Transport(abc.ABC):
     """
 
     @abc.abstractmethod
-    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False) -> Parcel:
+    def publish(self, parcel_id: str, arrays: Sequence[Array], *, to_read: bool = False) -> Parcel:
         """Makes the arrays available to all workers. Only on the source.
 
         The arrays are copied before this returns and may be changed afterwards.
         """
 
     @abc.abstractmethod
-    def receive(
-        self, parcel: Parcel, timeout_secs: float, inspect: Inspect = lambda *_: None
-    ) -> list[npt.NDArray[Any]]:
+    def receive(self, parcel: Parcel, timeout_secs: float, inspect: Inspect = no_inspection) -> list[Array]:
         """Receives the arrays. On every worker, the source included.
 
         Blocks until the bytes have arrived, at most `timeout_secs`. Only TensorFlow's broadcast, once it has
@@ -96,8 +105,10 @@ class Transport(abc.ABC):
         """Releases everything but the received arrays. A second call does nothing."""
 
 
+# --- Refusals --------------------------------------------------------------------------------------------
+
+
 def damaged(parcel: Parcel, expected: str, received: str, worker: int) -> UpdateRefused:
-    """The refusal of bytes that differ from those that the source published."""
     return UpdateRefused(
         f"The bytes of parcel {parcel.id!r} from worker {parcel.source} arrived damaged at worker {worker}",
         expected=expected,
@@ -107,23 +118,113 @@ def damaged(parcel: Parcel, expected: str, received: str, worker: int) -> Update
     )
 
 
+def damaged_block(parcel: Parcel, block: int, found: str, worker: int) -> UpdateRefused | None:
+    """The refusal of a block whose bytes have another digest than those that the source published."""
+    expected = parcel.digest_of(block)
+    if found == expected:
+        return None
+    return damaged(parcel, f"digest {expected} of block {block}", f"digest {found}", worker)
+
+
 def not_arrived(parcel: Parcel, timeout_secs: float, worker: int, waited_for: int) -> UpdateRefused:
-    """The refusal of a parcel that did not arrive before the timeout."""
     return UpdateRefused(
         f"Worker {worker} waited {timeout_secs:g} s for parcel {parcel.id!r} from worker {waited_for}",
         expected=f"{parcel.nbytes:,} bytes from worker {waited_for}",
         received="nothing",
         worker=worker,
-        remedy=f"Inspect for the reason in worker {waited_for}'s log, then propose it again",
+        remedy=f"See worker {waited_for}'s log for the reason, then propose it again",
     )
 
 
-def no_room(needed: int, free: int | None, place: str, worker: int, remedy: str) -> UpdateRefused:
-    """The refusal of a parcel for which there is not enough space."""
+def no_room(needed: int, free: int, place: str, worker: int, remedy: str) -> UpdateRefused:
     return UpdateRefused(
         f"Worker {worker} has no room for the update in {place}",
         expected=f"{needed:,} bytes free",
-        received="an unknown amount of free space" if free is None else f"{free:,} bytes free",
+        received=f"{free:,} bytes free",
         worker=worker,
         remedy=remedy,
     )
+
+
+# --- The layout of arrays in one buffer, and its verification: pure functions between arrays and bytes ---
+
+
+def path_part(name: str) -> str:
+    """The id of a parcel or a job, if it can be part of a file name."""
+    if not _PARCEL_ID.fullmatch(name):
+        raise ValueError(
+            "The id of a parcel or a job consists of at most 100 letters, digits, dots, hyphens and "
+            f"underscores. Received: {name!r}"
+        )
+    return name
+
+
+def lay_out(arrays: Sequence[Array]) -> tuple[tuple[Piece, ...], int]:
+    """The position of each array, and the size of the buffer: a multiple of 64 bytes, and at least 64."""
+    pieces = []
+    end = 0
+    for array in arrays:
+        if array.dtype.hasobject or array.dtype.kind in "SUMm" or name_of(array.dtype).startswith("void"):
+            raise TypeError(f"Only arrays of numbers can be sent. Received: dtype {array.dtype}")
+        pieces.append(Piece(name_of(array.dtype), tuple(array.shape), end))
+        end += aligned(array.nbytes)
+    return tuple(pieces), max(end, ALIGNMENT)
+
+
+def write_out(arrays: Sequence[Array], pieces: Sequence[Piece], buffer: Bytes) -> str:
+    """Copies the arrays into a buffer; returns the digests of the copies' blocks."""
+    digests = []
+    for place, start, content in blocks_of(arrays):
+        target = buffer[pieces[place].offset + start :]
+
+        def copy(at: int, chunk: Bytes, target: Bytes = target) -> Bytes:
+            written = target[at : at + len(chunk)]
+            written[:] = chunk
+            return written
+
+        digests.append(digest_block(content, copy))
+    return "".join(digests)
+
+
+def arrays_in(buffer: Bytes, pieces: Sequence[Piece]) -> list[Array]:
+    """The arrays in a buffer, as views that keep it alive."""
+    return [
+        buffer[piece.offset : piece.offset + piece.nbytes]
+        .view(_dtype_named(piece.dtype))
+        .reshape(piece.shape)
+        for piece in pieces
+    ]
+
+
+def check_share(
+    parcel: Parcel, arrays: Sequence[Array], rank: int, local_ranks: Sequence[int], inspect: Inspect
+) -> None:
+    """Verifies this worker's share of the blocks of a parcel, and inspects their values in the same pass."""
+    for number, (place, _, content) in enumerate(blocks_of(arrays)):
+        if local_ranks[number % len(local_ranks)] != rank:
+            continue
+
+        def inspected(_: int, chunk: Bytes, place: int = place) -> Bytes:
+            inspect(place, chunk.view(arrays[place].dtype))
+            return chunk
+
+        refusal = damaged_block(parcel, number, digest_block(content, inspected), rank)
+        if refusal is not None:
+            raise refusal
+
+
+def aligned_buffer(nbytes: int) -> Bytes:
+    """Zeros in private memory, with the alignment of a parcel's buffer."""
+    raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+def _dtype_named(name: str) -> np.dtype[Any]:
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes  # bfloat16 and the 8-bit floats, which are not numpy's own
+
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return found

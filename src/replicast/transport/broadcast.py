@@ -21,59 +21,42 @@ must find the decision for as long as it may still start to send.
 
 from __future__ import annotations
 
-import contextlib
-import json
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
-from replicast.coordination import Coordination
 from replicast.errors import JobFailed, UpdateRefused
-from replicast.mapped_memory import Bytes
-from replicast.transport.base import Inspect, Parcel, Transport, not_arrived
-from replicast.transport.keys import chunk_ranges, group_key, instance_keys, leaders_of, next_block
-from replicast.transport.shared import SharedMemoryTransport
-from replicast.transport.shared_file import SharedFile
+from replicast.mapped_memory import ALIGNMENT, Bytes
+from replicast.tensorfiles import Array
+from replicast.transport.base import Inspect, Parcel, no_inspection
+from replicast.transport.shared import HostsTransport, SharedFile
 
 IN_FLIGHT = 4  # The number of chunks in flight: while one is copied, others are sent.
 TRANSFER_SECS = 600.0  # The timeout of a transfer that has started. Long, because a timeout ends the job.
+# Above all keys of other transfers: those start at 100, 100 million and 500 million, and count up.
+FIRST_KEY = 1_000_000_000
+_LAST_KEY = 2**31 - 1
+_BLOCK = 1024  # The number of keys, and so the maximum number of chunks, of one parcel.
+_FIRST_GROUP = 1_000_000_000  # TensorFlow numbers its own groups from 1.
+_sent = itertools.count()  # Per process, as the keys are: a script may have several transports.
 
 
-class BroadcastTransport(Transport):
-    """One worker's end. The lowest rank on each host is its leader."""
+class BroadcastTransport(HostsTransport):
+    chunk_bytes = 16 << 20
 
-    def __init__(
-        self,
-        shared: SharedMemoryTransport,
-        coordination: Coordination,
-        rank: int,
-        hosts: tuple[str, ...],
-        job: str,
-        chunk_bytes: int = 16 << 20,
-    ) -> None:
-        self._shared = shared
-        self._coordination = coordination
-        self._rank = rank
-        self._hosts = hosts
-        self._job = job
-        self._chunk_bytes = chunk_bytes
-        self._leaders = leaders_of(hosts)
-        self._leader = self._leaders[hosts[rank]]
-        self._own_keys: dict[str, tuple[str, ...]] = {}
-
-    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False) -> Parcel:
+    def publish(self, parcel_id: str, arrays: Sequence[Array], *, to_read: bool = False) -> Parcel:
         if self._rank == self._leader:
             self._own_keys[parcel_id] = ("decision",)
-        return self._shared.publish(parcel_id, arrays, to_read=to_read)
+        return super().publish(parcel_id, arrays, to_read=to_read)
 
-    def receive(
-        self, parcel: Parcel, timeout_secs: float, inspect: Inspect = lambda *_: None
-    ) -> list[npt.NDArray[Any]]:
+    def receive(self, parcel: Parcel, timeout_secs: float, inspect: Inspect = no_inspection) -> list[Array]:
         until = time.monotonic() + timeout_secs
         sender = self._leaders[self._hosts[parcel.source]]
         if sender != self._leader:
@@ -85,150 +68,119 @@ class BroadcastTransport(Transport):
             self._own_keys[parcel.id] = (f"room/{self._rank}", f"here/{self._rank}")
             self._receive_for_host(parcel, timeout_secs, until, sender)
         else:
-            self._follow(self._await_key(parcel, "decision", until, sender, timeout_secs))
+            self._heard(parcel, "decision", sender, timeout_secs, until)
             if self._leader != sender:
-                self._follow(
-                    self._await_key(parcel, f"here/{self._leader}", until, self._leader, timeout_secs)
-                )
+                self._heard(parcel, f"here/{self._leader}", self._leader, timeout_secs, until)
         return self._shared.receive(parcel, max(0.0, until - time.monotonic()), inspect)
-
-    def release(self, parcel_id: str, *, reuse: bool = False) -> None:
-        self._shared.release(parcel_id, reuse=reuse)
-        for what in self._own_keys.pop(parcel_id, ()):
-            with contextlib.suppress(JobFailed):
-                self._coordination.delete(self._key(parcel_id, what))
-
-    def close(self) -> None:
-        self._shared.close()
 
     def _receive_and_send(
         self, parcel: Parcel, timeout_secs: float, until: float, inspect: Inspect
-    ) -> list[npt.NDArray[Any]]:
+    ) -> list[Array]:
         try:
             arrays = self._shared.receive(parcel, timeout_secs, inspect)
             for leader in self._leaders.values():
                 if leader != self._rank:
-                    self._follow(self._await_key(parcel, f"room/{leader}", until, leader, timeout_secs))
+                    self._heard(parcel, f"room/{leader}", leader, timeout_secs, until)
         except UpdateRefused as refusal:
-            self._follow(self._decide(parcel, {"refused": refusal.to_json()}))
+            self._decide(parcel, {"refused": refusal.to_json()})
             raise
-        decision = self._decide(parcel, {"block": next_block(self._rank, tuple(self._leaders.values()))})
-        self._follow(decision)
+        leaders = tuple(self._leaders.values())
+        block = self._decide(parcel, {"block": next_block(self._rank, leaders)})
         # TensorFlow may still read the bytes after the send has returned, when the arrays may already be
         # changed. So the send has its own mapping, which is never written to.
-        self._transfer(parcel, decision["block"], _sending(self._shared.mapped(parcel, 0.0)))
+        self._transfer(parcel, block, partial(_send, self._shared.mapped(parcel, 0.0)))
         return arrays
 
     def _receive_for_host(self, parcel: Parcel, timeout_secs: float, until: float, sender: int) -> None:
         try:
             file = self._shared.reserve(parcel.nbytes)
         except UpdateRefused as refusal:
-            self._publish_key(parcel, f"room/{self._rank}", {"refused": refusal.to_json()})
+            self._tell(parcel, f"room/{self._rank}", {"refused": refusal.to_json()})
             raise
         try:
-            self._publish_key(parcel, f"room/{self._rank}", {})
-            decision = self._decision_of_others(parcel, timeout_secs, until, sender)
-            self._follow(decision)
-            self._transfer(parcel, decision["block"], _receiving(file))
+            self._tell(parcel, f"room/{self._rank}", {})
+            try:
+                block = int(self._heard(parcel, "decision", sender, timeout_secs, until)["block"])
+            except UpdateRefused as refusal:
+                block = self._decide(parcel, {"refused": refusal.to_json()})
+            self._transfer(parcel, block, partial(_receive, file))
             self._shared.complete(parcel.id, file)
         except BaseException:
             file.remove()
             raise
-        self._publish_key(parcel, f"here/{self._rank}", {})
+        self._tell(parcel, f"here/{self._rank}", {})
 
-    def _decision_of_others(
-        self, parcel: Parcel, timeout_secs: float, until: float, sender: int
-    ) -> dict[str, Any]:
-        try:
-            return self._await_key(parcel, "decision", until, sender, timeout_secs)
-        except UpdateRefused as refusal:
-            return self._decide(parcel, {"refused": refusal.to_json()})
+    def _decide(self, parcel: Parcel, decision: dict[str, Any]) -> int:
+        """Writes the decision unless one exists, and follows the one that holds: the keys, or a refusal."""
+        if self._tell(parcel, "decision", decision) and "block" in decision:
+            return int(decision["block"])
+        return int(self._heard(parcel, "decision", 0, 10.0, time.monotonic() + 10.0)["block"])  # it exists
 
-    def _decide(self, parcel: Parcel, decision: dict[str, Any]) -> dict[str, Any]:
-        """Writes the decision unless one exists; returns the decision that holds."""
-        if self._publish_key(parcel, "decision", decision):
-            return decision
-        return self._await_key(parcel, "decision", time.monotonic() + 10.0, 0, 10.0)  # it exists
+    def _transfer(self, parcel: Parcel, block: int, move: Callable[[int, int, dict[str, Any]], None]) -> None:
+        import tensorflow as tf
 
-    def _transfer(self, parcel: Parcel, block: int, move: Callable[[int, int, int, int, int], None]) -> None:
-        ranges = chunk_ranges(parcel.nbytes, self._chunk_bytes)
-        group, size = group_key(tuple(self._leaders.values())), len(self._leaders)
+        leaders = tuple(self._leaders.values())
+        group = {
+            "group_size": len(leaders),
+            "group_key": group_key(leaders),
+            "timeout_seconds": TRANSFER_SECS,
+        }
+        ranges = chunk_ranges(parcel.nbytes, self.chunk_bytes)
         with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="replicast-broadcast") as threads:
             moves = [
-                threads.submit(move, start, stop, size, group, key)
+                threads.submit(move, start, stop, {**group, "instance_key": key})
                 for (start, stop), key in zip(ranges, instance_keys(block, len(ranges)), strict=True)
             ]
-            for moved in moves:
-                moved.result()
-
-    def _publish_key(self, parcel: Parcel, what: str, value: dict[str, Any]) -> bool:
-        return self._coordination.put(self._key(parcel.id, what), json.dumps(value))
-
-    def _await_key(
-        self, parcel: Parcel, what: str, until: float, waited_for: int, timeout_secs: float
-    ) -> dict[str, Any]:
-        text = self._coordination.get(self._key(parcel.id, what), max(0.0, until - time.monotonic()))
-        if text is None:
-            raise not_arrived(parcel, timeout_secs, self._rank, waited_for)
-        value: dict[str, Any] = json.loads(text)
-        return value
-
-    def _key(self, parcel_id: str, what: str) -> str:
-        return f"replicast/transport/{self._job}/{parcel_id}/{what}"
-
-    @staticmethod
-    def _follow(value: dict[str, Any]) -> None:
-        if "refused" in value:
-            raise UpdateRefused.from_json(value["refused"])
+            try:
+                for moved in moves:
+                    moved.result()
+            except tf.errors.OpError as error:
+                raise JobFailed(
+                    f"The transfer of an update between hosts failed: {error.message}. "
+                    "See the workers' logs for the first error."
+                ) from error
 
 
-def _sending(data: Bytes) -> Callable[[int, int, int, int, int], None]:
+def _send(data: Bytes, start: int, stop: int, collective: dict[str, Any]) -> None:
     import tensorflow as tf
 
     # TensorFlow's broadcast does not support uint8; it does not change 64-bit integers.
-    integers = data.view(np.int64)
-
-    def send(start: int, stop: int, size: int, group: int, key: int) -> None:
-        chunk = tf.experimental.dlpack.from_dlpack(integers[start // 8 : stop // 8].__dlpack__())
-        with _failing_the_job(), tf.device("CPU:0"):
-            tf.raw_ops.CollectiveBcastSendV2(
-                input=chunk,
-                group_size=size,
-                group_key=group,
-                instance_key=key,
-                timeout_seconds=TRANSFER_SECS,
-            )
-
-    return send
+    integers = data[start:stop].view(np.int64)
+    with tf.device("CPU:0"):
+        chunk = tf.experimental.dlpack.from_dlpack(integers.__dlpack__())
+        tf.raw_ops.CollectiveBcastSendV2(input=chunk, **collective)
 
 
-def _receiving(file: SharedFile) -> Callable[[int, int, int, int, int], None]:
+def _receive(file: SharedFile, start: int, stop: int, collective: dict[str, Any]) -> None:
     import tensorflow as tf
 
-    def receive(start: int, stop: int, size: int, group: int, key: int) -> None:
-        with _failing_the_job(), tf.device("CPU:0"):
-            chunk = tf.raw_ops.CollectiveBcastRecvV2(
-                group_size=size,
-                group_key=group,
-                instance_key=key,
-                shape=[(stop - start) // 8],
-                T=tf.int64,
-                timeout_seconds=TRANSFER_SECS,
-            )
-        file.buffer[start:stop] = np.asarray(memoryview(chunk)).view(np.uint8)
-
-    return receive
+    with tf.device("CPU:0"):
+        chunk = tf.raw_ops.CollectiveBcastRecvV2(shape=[(stop - start) // 8], T=tf.int64, **collective)
+    file.buffer[start:stop] = np.asarray(memoryview(chunk)).view(np.uint8)
 
 
-@contextlib.contextmanager
-def _failing_the_job() -> Iterator[None]:
-    """Raises errors of TensorFlow as `JobFailed`."""
-    import tensorflow as tf
+# --- The plan of a transfer: its chunks, and the keys of its collectives ---------------------------------
 
-    try:
-        yield
-    except tf.errors.OpError as error:
-        raise JobFailed(
-            f"The transfer of an update between hosts failed: {error.message}. "
-            "Inspect for the first error in the workers' logs."
-        ) from error
+
+def group_key(leaders: tuple[int, ...]) -> int:
+    """The key of the group of these workers. TensorFlow requires that equal groups have equal keys."""
+    return _FIRST_GROUP + zlib.crc32(repr(leaders).encode()) % (_LAST_KEY - _FIRST_GROUP)
+
+
+def chunk_ranges(nbytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
+    """The range of bytes of each chunk; at most as many chunks as a parcel has keys."""
+    smallest = -(-nbytes // _BLOCK // ALIGNMENT) * ALIGNMENT
+    size = max(chunk_bytes, smallest)
+    return [(start, min(start + size, nbytes)) for start in range(0, nbytes, size)]
+
+
+def next_block(rank: int, leaders: tuple[int, ...]) -> int:
+    """A block of keys that no other transfer of these leaders uses: each leader has its own numbers."""
+    return next(_sent) * len(leaders) + leaders.index(rank)
+
+
+def instance_keys(block: int, count: int) -> list[int]:
+    """One key for each chunk of the parcel to which this block of keys belongs."""
+    blocks = (_LAST_KEY - FIRST_KEY) // _BLOCK
+    first = FIRST_KEY + block % blocks * _BLOCK
+    return [first + number for number in range(count)]

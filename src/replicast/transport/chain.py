@@ -12,36 +12,192 @@ host has them a few segments after the second one, however many are between.
 ```
 A segment is verified before it is served. What is missing after a connection broke is asked for again. A
 host that has to refuse says why, and the hosts after it repeat that; the hosts before it have the parcel.
+
+Two hosts first show each other that they know the secret of the job, without sending it. A proof is
+HMAC-SHA256. Each side has chosen a nonce, so no proof can be used again, and the two directions differ, so
+none can be sent back. What follows is neither encrypted nor signed.
+
+```
+ host that connects: `ChainLink`, `Fetch`             host that listens: `Server`
+                        ◄── version, nonce of 32 bytes ──
+   rank, nonce, proof of both nonces and the rank ──►   closes the connection if the proof is wrong
+                        ◄──────── proof, the other way ──
+ ask for segment 7 of a parcel  ──────────────►
+ ask for segment 8              ──────────────►
+                                ◄──────────────  WAITING, for worker 3     every second until it is there
+                                ◄══════════════  SEGMENT, and its bytes
+                                ◄──────────────  REFUSED, and why
+```
+A process that does not know the secret gets a nonce and nothing else: a connection has `HANDSHAKE_SECS` to
+show that it does, in 68 bytes, and of those that have not yet, only the newest `MAX_STRANGERS` stay.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import heapq
+import hmac
 import json
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
 import time
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy.typing as npt
 from msgspec.structs import replace
 
 from replicast.coordination import Coordination
-from replicast.errors import JobFailed, UpdateRefused
-from replicast.transport.base import Inspect, Parcel, Transport, not_arrived
-from replicast.transport.chain_server import Server
-from replicast.transport.fetch import Fetch
-from replicast.transport.holdings import Holdings
-from replicast.transport.keys import leaders_of, predecessor
-from replicast.transport.link import ChainLink
-from replicast.transport.mirrors import Mirrors
-from replicast.transport.segments import segments_of
-from replicast.transport.shared import SharedMemoryTransport
-from replicast.transport.shared_file import SharedFile
+from replicast.errors import UpdateRefused
+from replicast.mapped_memory import Bytes
+from replicast.processes import is_out_of_files
+from replicast.tensorfiles import Array
+from replicast.transport.base import Inspect, Parcel, damaged_block, no_inspection, not_arrived
+from replicast.transport.shared import HostsTransport, Mirrors, SharedMemoryTransport
+from replicast.update.digest import BLOCK_BYTES, digest_block
+
+logger = logging.getLogger("replicast")
 
 # A leader gives up by this part of the time earlier, so that others of its host hear the reason in time.
 MARGIN = 0.05
 MARGIN_SECS = 0.5  # At least by so much, but not by more than half of the time.
+# Blocks that lie next to each other go together up to this size. A larger block goes alone.
+SEGMENT_BYTES = 1 << 20
+MAX_DAMAGED = 3  # How often one segment may arrive damaged before the parcel is refused.
+# So many parcels that are gone are remembered, to refuse them at once instead of waiting for them.
+REMEMBERED = 1000
+HANDSHAKE_SECS = 5.0  # All of it, however slowly the other side sends.
+SILENT_SECS = 5.0  # A connection on which no byte moves for this long is closed, and opened again.
+BEAT_SECS = 1.0  # How often a host that has nothing to send yet says for whom it waits.
+MAX_REFUSAL_BYTES = 1 << 16
+# Connections that have not shown that they know the secret. One more closes the oldest of them.
+MAX_STRANGERS = 16
+MAX_PEERS = 64  # Connections that have. One more is closed: the other side tries again.
+IDLE_SECS = 60.0  # A connection over which nothing is asked for this long is closed.
+KEPT_SECS = 20.0  # An idle connection is used again within this time: less than `IDLE_SECS`.
+SEGMENT_SECS = 60.0  # A segment that is not taken within this time is given up, and its connection closed.
+STREAMS = 4  # The most connections for one parcel.
+# Another stream is opened for each so many bytes. Streams share the link, so with each of them the next host
+# has its first segment later, by the time of one segment: little for a large parcel, much for a small one.
+STREAM_BYTES = 1 << 27
+IN_FLIGHT = 2  # So many segments are asked for on each stream before the first of them has arrived.
+_PAUSES_SECS = (0.05, 0.2, 1.0)  # Before a broken connection is opened again; the last one is repeated.
+_CLOSE_SECS = 5.0
+_NO_DESCRIPTORS_SECS = 0.1
+_VERSION = b"replicast-chain-1"
+_NONCE = _PROOF = 32
+_RANK = struct.Struct("!I")
+_REQUEST = struct.Struct("!IH")
+_ANSWER = struct.Struct("!BQ")
+_MAX_ID = 100
+
+
+def predecessor(leaders: tuple[int, ...], rank: int) -> int:
+    """The leader before this one on the ring: a chain of hosts is the ring, cut before its source."""
+    return leaders[leaders.index(rank) - 1]
+
+
+def streams_for(nbytes: int) -> int:
+    """How many connections a parcel of this size uses."""
+    return min(STREAMS, 1 + nbytes // STREAM_BYTES)
+
+
+# --- The transport ---------------------------------------------------------------------------------------
+
+
+class ChainTransport(HostsTransport):
+    def __init__(
+        self,
+        shared: SharedMemoryTransport,
+        coordination: Coordination,
+        rank: int,
+        hosts: tuple[str, ...],
+        keys: str,
+        ends: Ends | None,
+    ) -> None:
+        super().__init__(shared, coordination, rank, hosts, keys)
+        self._ends = ends
+        self._mirrors = Mirrors(shared)
+
+    def receive(self, parcel: Parcel, timeout_secs: float, inspect: Inspect = no_inspection) -> list[Array]:
+        until = time.monotonic() + timeout_secs
+        if self._hosts[parcel.source] == self._hosts[self._rank]:
+            if self._ends is not None:
+                return self._receive_and_serve(self._ends, parcel, timeout_secs, inspect)
+        elif self._ends is not None:
+            memory = self._receive_for_host(self._ends, parcel, timeout_secs)
+            parcel = replace(parcel, memory=memory)
+        else:
+            told = self._heard(parcel, f"here/{self._leader}", self._leader, timeout_secs, until)
+            parcel = replace(parcel, memory=told["memory"])
+        return self._shared.receive(parcel, max(0.0, until - time.monotonic()), inspect)
+
+    def release(self, parcel_id: str, *, reuse: bool = False) -> None:
+        if self._ends is not None:
+            self._ends.holdings.remove(parcel_id)
+        self._mirrors.release(parcel_id)
+        super().release(parcel_id, reuse=reuse)
+
+    def close(self) -> None:
+        if self._ends is not None:
+            self._ends.close()
+        self._mirrors.close()
+        super().close()
+
+    def _receive_and_serve(
+        self, ends: Ends, parcel: Parcel, timeout_secs: float, inspect: Inspect
+    ) -> list[Array]:
+        try:
+            with self._shared.waited_for(parcel, timeout_secs) as descriptor:
+                ends.holdings.add(parcel.id, os.dup(descriptor), segments_of(parcel), arrives_from=None)
+            return self._shared.receive(parcel, timeout_secs, inspect)
+        except UpdateRefused as refusal:
+            ends.holdings.remove(parcel.id, refusal)
+            raise
+
+    def _receive_for_host(self, ends: Ends, parcel: Parcel, timeout_secs: float) -> str:
+        """Fetches a parcel and tells the other workers of this host in which memory it is."""
+        margin_secs = min(timeout_secs / 2, max(MARGIN_SECS, MARGIN * timeout_secs))
+        try:
+            memory = self._fetch(ends, parcel, timeout_secs - margin_secs)
+        except UpdateRefused as refusal:
+            ends.holdings.remove(parcel.id, refusal)
+            self._tell_host(parcel, {"refused": refusal.to_json()})
+            raise
+        self._tell_host(parcel, {"memory": memory})
+        return memory
+
+    def _tell_host(self, parcel: Parcel, value: dict[str, Any]) -> None:
+        if self._hosts.count(self._hosts[self._rank]) > 1:
+            self._own_keys[parcel.id] = (f"here/{self._rank}",)
+            self._tell(parcel, f"here/{self._rank}", value)
+
+    def _fetch(self, ends: Ends, parcel: Parcel, timeout_secs: float) -> str:
+        """Returns the name of the memory, if that is used again."""
+        mirror = self._mirrors.reserve(parcel) if parcel.to_read and parcel.memory else None
+        file = self._shared.reserve(parcel.nbytes) if mirror is None else mirror.file
+        try:
+            arrives_from = ends.link.predecessor
+            ends.holdings.add(parcel.id, file.descriptor(), segments_of(parcel), arrives_from=arrives_from)
+            Fetch(parcel, file.buffer, ends.link, ends.holdings).run(timeout_secs)
+            if mirror is None:
+                self._shared.complete(parcel.id, file)
+            elif mirror.name == parcel.id:  # else it has its name from the first parcel in it
+                file.complete(self._shared.path(parcel.id))
+        except BaseException:
+            if mirror is None:
+                file.remove()
+            else:
+                self._mirrors.release(parcel.id, keep=False)
+            raise
+        return "" if mirror is None else mirror.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,134 +214,640 @@ class Ends:
         self.holdings.clear()
 
 
-class ChainTransport(Transport):
-    def __init__(
-        self,
-        shared: SharedMemoryTransport,
-        coordination: Coordination,
-        rank: int,
-        hosts: tuple[str, ...],
-        name: str,
-        ends: Ends | None,
-    ) -> None:
-        self._shared = shared
-        self._coordination = coordination
+# --- Which part of a parcel a host has, and which it still needs: without I/O ----------------------------
+
+
+class Block(NamedTuple):
+    """The bytes of a parcel's buffer that have one digest."""
+
+    number: int
+    start: int
+    stop: int
+
+
+class Segment(NamedTuple):
+    """Whole blocks, sent and verified together. Padding between them is sent too, and not verified."""
+
+    start: int
+    stop: int
+    blocks: tuple[Block, ...]
+
+
+def segments_of(parcel: Parcel) -> tuple[Segment, ...]:
+    """All segments of a parcel: the same on every worker."""
+    groups: list[list[Block]] = []
+    number = 0
+    for piece in parcel.arrays:
+        end = piece.offset + piece.nbytes
+        for start in range(piece.offset, end, BLOCK_BYTES):
+            block = Block(number, start, min(start + BLOCK_BYTES, end))
+            number += 1
+            if groups and block.stop - groups[-1][0].start <= SEGMENT_BYTES:
+                groups[-1].append(block)
+            else:
+                groups.append([block])
+    return tuple(Segment(group[0].start, group[-1].stop, tuple(group)) for group in groups)
+
+
+class Missing:
+    """The segments that a host still needs. Each is with at most one stream, in the order of the parcel.
+
+    ```
+    missing ──take──► with a stream ──arrived──► here
+       ▲                   │
+       └──── give_back ────┘   the connection broke, or the bytes were damaged
+    ```
+    All methods may be called from any thread.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count))
+        self._left = count
+        self._damaged: Counter[int] = Counter()
+        self._lock = threading.RLock()
+
+    @property
+    def complete(self) -> bool:
+        return self._left == 0
+
+    def take(self) -> int | None:
+        """The next segment that no stream has; None if there is none at the moment."""
+        with self._lock:
+            return heapq.heappop(self._free) if self._free else None
+
+    def give_back(self, segments: Iterable[int]) -> None:
+        """These have not arrived: another stream may take them."""
+        with self._lock:
+            for segment in segments:
+                heapq.heappush(self._free, segment)
+
+    def arrived(self) -> None:
+        """One has arrived intact."""
+        with self._lock:
+            self._left -= 1
+
+    def damaged(self, segment: int) -> bool:
+        """This one arrived damaged; returns whether it may be tried again."""
+        with self._lock:
+            self._damaged[segment] += 1
+            if self._damaged[segment] >= MAX_DAMAGED:
+                return False
+            self.give_back([segment])
+            return True
+
+
+@dataclass(slots=True)
+class _Holding:
+    descriptor: int
+    segments: tuple[Segment, ...]
+    here: set[int]
+    waits_for: int
+
+
+class Holdings:
+    """What a host can send to the next one: parcels that it has, and those that still arrive. Any thread."""
+
+    def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._hosts = hosts
-        self._name = name
-        self._ends = ends
-        self._mirrors = Mirrors(shared)
-        self._leaders = leaders_of(hosts)
-        self._leader = self._leaders[hosts[rank]]
-        self._is_alone = hosts.count(hosts[rank]) == 1
-        self._told: set[str] = set()
+        self._holdings: dict[str, _Holding] = {}
+        self._gone: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._changed = threading.Condition(threading.RLock())
+        self._closing = False
 
-    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False) -> Parcel:
-        return self._shared.publish(parcel_id, arrays, to_read=to_read)
+    def add(
+        self, parcel_id: str, descriptor: int, segments: tuple[Segment, ...], *, arrives_from: int | None
+    ) -> None:
+        here = set(range(len(segments))) if arrives_from is None else set()
+        waits_for = self._rank if arrives_from is None else arrives_from
+        with self._changed:
+            self._gone.pop(parcel_id, None)
+            self._holdings[parcel_id] = _Holding(descriptor, segments, here, waits_for)
+            self._changed.notify_all()
 
-    def receive(
-        self, parcel: Parcel, timeout_secs: float, inspect: Inspect = lambda *_: None
-    ) -> list[npt.NDArray[Any]]:
-        until = time.monotonic() + timeout_secs
-        is_source_host = self._hosts[parcel.source] == self._hosts[self._rank]
-        if self._ends is None:
-            if not is_source_host:
-                parcel = self._heard(parcel, timeout_secs)
-        elif is_source_host:
-            return self._receive_and_serve(self._ends, parcel, timeout_secs, inspect)
-        else:
-            parcel = self._receive_for_host(self._ends, parcel, timeout_secs)
-        return self._shared.receive(parcel, max(0.0, until - time.monotonic()), inspect)
+    def arrived(self, parcel_id: str, segment: int) -> None:
+        """A segment is here, verified."""
+        with self._changed:
+            holding = self._holdings.get(parcel_id)
+            if holding is not None:
+                holding.here.add(segment)
+                self._changed.notify_all()
 
-    def release(self, parcel_id: str, *, reuse: bool = False) -> None:
-        if self._ends is not None:
-            self._ends.holdings.remove(parcel_id)
-        self._mirrors.release(parcel_id)
-        self._shared.release(parcel_id, reuse=reuse)
-        if parcel_id in self._told:
-            self._told.discard(parcel_id)
-            with contextlib.suppress(JobFailed):
-                self._coordination.delete(self._key(parcel_id))
+    def waits_for(self, parcel_id: str, worker: int) -> None:
+        """The parcel does not arrive, because of this worker."""
+        with self._changed:
+            holding = self._holdings.get(parcel_id)
+            if holding is not None:
+                holding.waits_for = worker
+
+    def remove(self, parcel_id: str, refusal: UpdateRefused | None = None) -> None:
+        """The parcel is no longer here, or never will be. No-op if that is known."""
+        with self._changed:
+            holding = self._holdings.pop(parcel_id, None)
+            if holding is not None:
+                os.close(holding.descriptor)
+            elif refusal is None:
+                return
+            why = refusal or UpdateRefused(
+                f"Worker {self._rank} has released parcel {parcel_id!r}", worker=self._rank
+            )
+            self._gone[parcel_id] = why.to_json()
+            if len(self._gone) > REMEMBERED:
+                self._gone.popitem(last=False)
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        with self._changed:
+            for parcel_id in list(self._holdings):
+                self.remove(parcel_id)
+
+    def stop_waiting(self) -> None:
+        """Ends all waits in `find`; later calls do not block."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    def find(self, parcel_id: str, segment: int, timeout_secs: float) -> tuple[int, Segment] | int:
+        """A segment and a descriptor of its file, which the caller closes; or for which worker it waits.
+
+        Blocks until there is something to say, at most `timeout_secs`. Raises if the segment will not come.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._is_known(parcel_id, segment), timeout_secs)
+            if parcel_id in self._gone:
+                raise UpdateRefused.from_json(self._gone[parcel_id])
+            holding = self._holdings.get(parcel_id)
+            if holding is None:
+                return self._rank
+            if segment >= len(holding.segments):
+                raise UpdateRefused(f"Parcel {parcel_id!r} has no segment {segment}")
+            if segment not in holding.here:
+                return holding.waits_for
+            return os.dup(holding.descriptor), holding.segments[segment]
+
+    def _is_known(self, parcel_id: str, segment: int) -> bool:
+        holding = self._holdings.get(parcel_id)
+        if holding is None:
+            return parcel_id in self._gone
+        return segment in holding.here or segment >= len(holding.segments)
+
+
+# --- What two hosts say to each other over one connection ------------------------------------------------
+
+
+class Kind(enum.IntEnum):
+    """What an answer is, and what its number means."""
+
+    SEGMENT = 0  # The number of bytes that follow.
+    WAITING = 1  # The rank of the worker that is waited for.
+    REFUSED = 2  # The number of bytes of JSON that follow.
+
+
+def limit(connection: socket.socket, secs: float) -> None:
+    """Makes every later call raise `BlockingIOError` if no byte moves for this long.
+
+    With Python's own timeouts, a call would return with the first bytes that are there, not with all.
+    """
+    connection.settimeout(None)
+    timeout = struct.pack("ll", int(secs), int(secs % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+
+
+def receive_into(
+    connection: socket.socket, view: memoryview, until: float | None = None, silent_secs: float = 0.0
+) -> None:
+    """Fills the view; in time, and without a silence this long, if there is a time."""
+    while view:
+        if until is not None:
+            left_secs = until - time.monotonic()
+            if left_secs <= 0:
+                raise TimeoutError("the time is over")
+            limit(connection, min(silent_secs, max(0.001, left_secs)))
+        count = connection.recv_into(view, 0, socket.MSG_WAITALL)
+        if count == 0:
+            raise ConnectionError("closed by the other side")
+        view = view[count:]
+
+
+def receive_bytes(
+    connection: socket.socket, count: int, until: float | None = None, silent_secs: float = 0.0
+) -> bytes:
+    found = bytearray(count)
+    receive_into(connection, memoryview(found), until, silent_secs)
+    return bytes(found)
+
+
+def introduce(connection: socket.socket, secret: bytes, rank: int, ends: float) -> None:
+    """The handshake, on the side that connects."""
+    greeting = receive_bytes(connection, len(_VERSION) + _NONCE, ends, HANDSHAKE_SECS)
+    if not greeting.startswith(_VERSION):
+        raise ConnectionError("there is another program, or another version of replicast")
+    theirs, mine, name = greeting[len(_VERSION) :], secrets.token_bytes(_NONCE), _RANK.pack(rank)
+    connection.sendall(name + mine + _proof(secret, b"connects", theirs, mine, name))
+    answer = receive_bytes(connection, _PROOF, ends, HANDSHAKE_SECS)
+    if not hmac.compare_digest(answer, _proof(secret, b"listens", theirs, mine, name)):
+        raise ConnectionError("it does not know the secret of this job")
+
+
+def admit(connection: socket.socket, secret: bytes) -> int:
+    """The handshake, on the side that listens; returns the rank of the other one."""
+    ends = time.monotonic() + HANDSHAKE_SECS
+    mine = secrets.token_bytes(_NONCE)
+    limit(connection, HANDSHAKE_SECS)
+    connection.sendall(_VERSION + mine)
+    said = receive_bytes(connection, _RANK.size + _NONCE + _PROOF, ends, HANDSHAKE_SECS)
+    name, theirs, proof = said[: _RANK.size], said[_RANK.size : -_PROOF], said[-_PROOF:]
+    if not hmac.compare_digest(proof, _proof(secret, b"connects", mine, theirs, name)):
+        raise ConnectionError("wrong secret")
+    connection.sendall(_proof(secret, b"listens", mine, theirs, name))
+    rank: int = _RANK.unpack(name)[0]
+    return rank
+
+
+def _proof(secret: bytes, role: bytes, listener: bytes, caller: bytes, name: bytes) -> bytes:
+    return hmac.digest(secret, role + listener + caller + name, "sha256")
+
+
+def send_request(connection: socket.socket, parcel_id: str, segment: int) -> None:
+    name = parcel_id.encode()
+    connection.sendall(_REQUEST.pack(segment, len(name)) + name)
+
+
+def receive_request(connection: socket.socket) -> tuple[str, int]:
+    """The id of a parcel, and the number of a segment."""
+    segment, length = _REQUEST.unpack(receive_bytes(connection, _REQUEST.size))
+    if not 0 < length <= _MAX_ID:
+        raise ConnectionError("not a request")
+    return receive_bytes(connection, length).decode(errors="replace"), segment
+
+
+def send_answer(connection: socket.socket, kind: Kind, number: int, *, more: bool = False) -> None:
+    """The head of an answer. `more`: its bytes follow at once, and may share a packet with it."""
+    connection.sendall(_ANSWER.pack(kind, number), socket.MSG_MORE if more else 0)
+
+
+def send_refusal(connection: socket.socket, refusal: UpdateRefused) -> None:
+    text = json.dumps(refusal.to_json()).encode()
+    if len(text) > MAX_REFUSAL_BYTES:
+        text = json.dumps({"problem": refusal.problem[:1000]}).encode()
+    connection.sendall(_ANSWER.pack(Kind.REFUSED, len(text)) + text)
+
+
+def receive_answer(connection: socket.socket) -> tuple[Kind, int]:
+    """The head of an answer; raises a refusal."""
+    kind, number = _ANSWER.unpack(receive_bytes(connection, _ANSWER.size))
+    if kind == Kind.REFUSED and number <= MAX_REFUSAL_BYTES:
+        fields = None
+        with contextlib.suppress(ValueError):
+            fields = json.loads(receive_bytes(connection, number))
+        if not isinstance(fields, dict):
+            raise ConnectionError("not a refusal")
+        raise UpdateRefused.from_json(fields)
+    if kind not in (Kind.SEGMENT, Kind.WAITING):
+        raise ConnectionError("not an answer")
+    return Kind(kind), number
+
+
+# --- The side that listens -------------------------------------------------------------------------------
+
+
+class Server:
+    """Sends segments to the host that comes next, which asks for them. At one address, until `close`.
+
+    Threads: `replicast-chain-accept`, and one `replicast-chain-send` for each connection. `close` ends them.
+    If one that sends fails, its connection is closed and the other side connects again. If the one that
+    accepts fails, the port is closed: updates that the next host needs are refused, and training goes on.
+    """
+
+    def __init__(self, host: str, secret: bytes, holdings: Holdings) -> None:
+        self._secret = secret
+        self._holdings = holdings
+        self._strangers: dict[socket.socket, threading.Thread] = {}
+        self._peers: dict[socket.socket, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._listener = _listening(host)
+        self.port: int = self._listener.getsockname()[1]
+        self._accepting = threading.Thread(target=self._accept, name="replicast-chain-accept", daemon=True)
+        self._accepting.start()
 
     def close(self) -> None:
-        if self._ends is not None:
-            self._ends.close()
-        self._mirrors.close()
-        self._shared.close()
+        """Closes all connections and ends all threads; waits at most 5 s. A second call does nothing."""
+        self._closing.set()
+        self._holdings.stop_waiting()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        ends = time.monotonic() + _CLOSE_SECS
+        self._accepting.join(_CLOSE_SECS)
+        with self._lock:
+            threads = {**self._strangers, **self._peers}
+            for connection in threads:
+                _shut(connection)
+        for thread in threads.values():
+            thread.join(max(0.0, ends - time.monotonic()))
 
-    def _receive_and_serve(
-        self, ends: Ends, parcel: Parcel, timeout_secs: float, inspect: Inspect
-    ) -> list[npt.NDArray[Any]]:
+    def _accept(self) -> None:
+        has_warned = False
+        with self._listener:
+            while not self._closing.is_set():
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError as error:  # the listener is closed, or too many files are open for now
+                    if is_out_of_files(error) and not has_warned:
+                        has_warned = True
+                        logger.warning(
+                            "Too many open files to let the next host connect, which waits for updates; "
+                            "see ulimit -n"
+                        )
+                    self._closing.wait(_NO_DESCRIPTORS_SECS)
+                    continue
+                self._begin(connection)
+
+    def _begin(self, connection: socket.socket) -> None:
+        thread = threading.Thread(
+            target=self._serve, args=(connection,), name="replicast-chain-send", daemon=True
+        )
+        with self._lock:
+            if len(self._strangers) >= MAX_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                _shut(oldest)
+            self._strangers[connection] = thread
         try:
-            descriptor = self._shared.descriptor(parcel, timeout_secs)
-            ends.holdings.add(parcel.id, descriptor, segments_of(parcel), arrives_from=None)
-            return self._shared.receive(parcel, timeout_secs, inspect)
+            thread.start()
+        except RuntimeError:  # no more threads for now: the other side tries again
+            with self._lock, connection:
+                self._strangers.pop(connection, None)
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                rank = admit(connection, self._secret)
+                with self._lock:
+                    thread = self._strangers.pop(connection, None)
+                    if thread is None or len(self._peers) >= MAX_PEERS:
+                        return
+                    self._peers[connection] = thread
+                logger.debug("worker %d takes segments from here", rank)
+                while not self._closing.is_set():
+                    self._answer(connection)
+        except OSError as error:
+            logger.debug("a connection has ended: %s", error)
+        finally:
+            with self._lock:
+                self._strangers.pop(connection, None)
+                self._peers.pop(connection, None)
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(IDLE_SECS)
+        parcel_id, number = receive_request(connection)
+        connection.settimeout(SILENT_SECS)
+        try:
+            while isinstance(found := self._holdings.find(parcel_id, number, BEAT_SECS), int):
+                if self._closing.is_set():
+                    return
+                send_answer(connection, Kind.WAITING, found)
         except UpdateRefused as refusal:
-            ends.holdings.remove(parcel.id, refusal)
-            raise
-
-    def _receive_for_host(self, ends: Ends, parcel: Parcel, timeout_secs: float) -> Parcel:
-        """Fetches a parcel and tells the other workers of this host; returns it as it is named here."""
+            send_refusal(connection, refusal)
+            return
+        descriptor, segment = found
         try:
-            memory = self._fetch(ends, parcel, _leaders_secs(timeout_secs))
-        except UpdateRefused as refusal:
-            ends.holdings.remove(parcel.id, refusal)
-            self._tell(parcel.id, {"refused": refusal.to_json()})
-            raise
-        self._tell(parcel.id, {"memory": memory})
-        return replace(parcel, memory=memory)
+            _send_segment(connection, descriptor, segment)
+        finally:
+            os.close(descriptor)
 
-    def _fetch(self, ends: Ends, parcel: Parcel, timeout_secs: float) -> str:
-        """Returns the name of the memory, if that is used again."""
-        if not (parcel.to_read and parcel.memory):
-            file = self._shared.reserve(parcel.nbytes)
-            try:
-                self._fetch_into(ends, parcel, file, timeout_secs)
-                self._shared.complete(parcel.id, file)
-            except BaseException:
-                file.remove()
-                raise
-            return ""
-        mirror = self._mirrors.reserve(parcel)
+
+def _send_segment(connection: socket.socket, descriptor: int, segment: Segment) -> None:
+    """Sends a segment from its file. The socket does not block: a slow reader is noticed in any case."""
+    ends = time.monotonic() + SEGMENT_SECS
+    send_answer(connection, Kind.SEGMENT, segment.stop - segment.start, more=True)
+    writable = select.poll()
+    writable.register(connection, select.POLLOUT)
+    at = segment.start
+    while at < segment.stop:
+        left_secs = min(SILENT_SECS, ends - time.monotonic())
+        if left_secs <= 0 or not writable.poll(left_secs * 1000):
+            raise TimeoutError("the other side takes too long")
+        with contextlib.suppress(BlockingIOError):
+            sent = os.sendfile(connection.fileno(), descriptor, at, segment.stop - at)
+            if sent == 0:
+                raise ConnectionError("the file has ended")
+            at += sent
+
+
+def _listening(host: str) -> socket.socket:
+    """A socket that listens at this address only."""
+    problem = OSError("the name has no address")
+    for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
         try:
-            self._fetch_into(ends, parcel, mirror.file, timeout_secs)
-            self._mirrors.complete(mirror)
+            listener = socket.create_server(address[:2], family=family, backlog=128)
+        except OSError as error:
+            problem = error
+            continue
+        if listener.getsockname()[0] in ("0.0.0.0", "::"):
+            listener.close()
+            raise OSError(f"{host} means all addresses of a host, not one")
+        return listener
+    raise problem
+
+
+def _shut(connection: socket.socket) -> None:
+    """Wakes the thread of a connection, which closes it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+# --- The side that connects ------------------------------------------------------------------------------
+
+
+class ChainLink:
+    """The connections of a host to the host before it, used again for the next parcel. Any thread."""
+
+    def __init__(self, host: str, port: int, secret: bytes, rank: int, predecessor: int) -> None:
+        self._address = host, port
+        self._secret = secret
+        self.rank = rank
+        self.predecessor = predecessor
+        self._idle: list[tuple[float, socket.socket]] = []
+        self._open: set[socket.socket] = set()
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def connection(self, timeout_secs: float) -> Iterator[socket.socket]:
+        """As `take`; given back at the end, and dropped if the block raises."""
+        connection = self.take(timeout_secs)
+        try:
+            yield connection
+        except BaseException:  # it broke, or something is still under way on it
+            self.drop(connection)
+            raise
+        self.give_back(connection)
+
+    def take(self, timeout_secs: float = HANDSHAKE_SECS) -> socket.socket:
+        """A connection on which nothing is under way. Blocks at most that long, and at most 5 s."""
+        with self._lock:
+            while self._idle:
+                since, connection = self._idle.pop()
+                if time.monotonic() - since < KEPT_SECS:
+                    return connection
+                self._open.discard(connection)
+                connection.close()
+        timeout_secs = min(timeout_secs, HANDSHAKE_SECS)
+        ends = time.monotonic() + timeout_secs
+        connection = socket.create_connection(self._address, timeout=timeout_secs)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                if self._closed:
+                    raise UpdateRefused(f"Worker {self.rank} has closed its connections", worker=self.rank)
+                self._open.add(connection)
+            introduce(connection, self._secret, self.rank, ends)
+            limit(connection, SILENT_SECS)
         except BaseException:
-            self._mirrors.release(parcel.id, keep=False)
+            self.drop(connection)
             raise
-        return mirror.name
+        return connection
 
-    def _fetch_into(self, ends: Ends, parcel: Parcel, file: SharedFile, timeout_secs: float) -> None:
-        before = predecessor(tuple(self._leaders.values()), self._rank)
-        ends.holdings.add(parcel.id, file.descriptor(), segments_of(parcel), arrives_from=before)
-        Fetch(
-            parcel,
-            file.buffer,
-            ends.link,
-            rank=self._rank,
-            predecessor=before,
-            arrived=lambda segment: ends.holdings.arrived(parcel.id, segment),
-            waits=lambda worker: ends.holdings.waits_for(parcel.id, worker),
-        ).run(timeout_secs)
+    def give_back(self, connection: socket.socket) -> None:
+        """Nothing is under way on it any more: the next one may take it."""
+        with self._lock:
+            if not self._closed:
+                self._idle.append((time.monotonic(), connection))
+                return
+        self.drop(connection)
 
-    def _tell(self, parcel_id: str, value: dict[str, Any]) -> None:
-        if not self._is_alone:
-            self._told.add(parcel_id)
-            self._coordination.put(self._key(parcel_id), json.dumps(value))
+    def drop(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(connection)
+        connection.close()
 
-    def _heard(self, parcel: Parcel, timeout_secs: float) -> Parcel:
-        """Waits until the leader of this host has the parcel; returns it as it is named here."""
-        text = self._coordination.get(self._key(parcel.id), timeout_secs)
-        if text is None:
-            raise not_arrived(parcel, timeout_secs, self._rank, self._leader)
-        value = json.loads(text)
-        if "refused" in value:
-            raise UpdateRefused.from_json(value["refused"])
-        return replace(parcel, memory=value["memory"])
-
-    def _key(self, parcel_id: str) -> str:
-        return f"replicast/transport/{self._name}/{parcel_id}/here/{self._leader}"
+    def close(self) -> None:
+        """Closes all connections; threads that use one get an `OSError`. A second call does nothing."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for connection in self._open:
+                _shut(connection)
+        for _, connection in idle:
+            self.drop(connection)
 
 
-def _leaders_secs(timeout_secs: float) -> float:
-    return timeout_secs - min(timeout_secs / 2, max(MARGIN_SECS, MARGIN * timeout_secs))
+class Fetch:
+    """One parcel on its way into this host's memory: several streams, each with its next request under way.
+
+    Its threads end with `run`.
+    """
+
+    def __init__(self, parcel: Parcel, buffer: Bytes, link: ChainLink, holdings: Holdings) -> None:
+        self._parcel = parcel
+        self._buffer = buffer
+        self._link = link
+        self._holdings = holdings
+        self._segments = segments_of(parcel)
+        self._missing = Missing(len(self._segments))
+        self._waits_for = link.predecessor
+        self._problem: BaseException | None = None
+        self._until = 0.0
+
+    def run(self, timeout_secs: float) -> None:
+        """Blocks until all bytes are here, at most `timeout_secs`."""
+        self._until = time.monotonic() + timeout_secs
+        started = []
+        with contextlib.suppress(RuntimeError):  # no more threads for now: fewer streams
+            for _ in range(min(streams_for(self._parcel.nbytes), len(self._segments)) - 1):
+                other = threading.Thread(target=self._stream, name="replicast-chain-fetch", daemon=True)
+                other.start()
+                started.append(other)
+        self._stream()
+        for other in started:
+            other.join()  # it ends when this one does: each looks at the time and at the others' problem
+        if self._problem is not None:
+            raise self._problem
+        if not self._missing.complete:
+            raise not_arrived(self._parcel, timeout_secs, self._link.rank, self._waits_for)
+
+    def _stream(self) -> None:
+        """Fetches segments until there is none left to take. What it raises, `run` raises."""
+        pauses = deque(_PAUSES_SECS)
+        try:
+            while not (self._missing.complete or self._is_given_up()):
+                try:
+                    with self._link.connection(self._left_secs()) as connection:
+                        self._pull(connection)
+                    return
+                except OSError:  # it broke, or cannot be opened: again
+                    if self._is_given_up():  # the time is over, for whatever reason
+                        return
+                    self._blame(self._link.predecessor)
+                    time.sleep(min(pauses[0], self._left_secs()))
+                    if len(pauses) > 1:
+                        pauses.popleft()
+        except BaseException as problem:
+            self._problem = self._problem or problem
+
+    def _pull(self, connection: socket.socket) -> None:
+        """Fetches over one connection what no other stream has; at the end nothing is under way on it."""
+        asked: deque[int] = deque()
+        try:
+            while not self._is_given_up():
+                while len(asked) < IN_FLIGHT and (number := self._missing.take()) is not None:
+                    asked.append(number)
+                    send_request(connection, self._parcel.id, number)
+                if not asked:
+                    return
+                self._receive(connection, asked)
+            raise TimeoutError("given up")
+        finally:
+            self._missing.give_back(asked)
+
+    def _receive(self, connection: socket.socket, asked: deque[int]) -> None:
+        limit(connection, min(SILENT_SECS, self._left_secs()))
+        kind, number = receive_answer(connection)
+        if kind is Kind.WAITING:
+            self._blame(number)
+            return
+        segment = self._segments[asked[0]]
+        if number != segment.stop - segment.start:
+            raise ConnectionError("not the segment that was asked for")
+        try:
+            problem = self._receive_segment(connection, segment)
+        except OSError:  # it was on its way: nobody else is waited for
+            self._blame(self._link.predecessor)
+            raise
+        place = asked.popleft()
+        if problem is None:
+            self._missing.arrived()
+            self._holdings.arrived(self._parcel.id, place)
+        elif not self._missing.damaged(place):
+            raise problem
+
+    def _receive_segment(self, connection: socket.socket, segment: Segment) -> UpdateRefused | None:
+        """Receives a segment; returns what is wrong with its bytes."""
+
+        def received(_: int, chunk: Bytes) -> Bytes:
+            receive_into(connection, chunk.data, self._until, SILENT_SECS)
+            return chunk
+
+        alone = len(segment.blocks) == 1  # digested while its bytes are in the processor's cache
+        if not alone:
+            received(0, self._buffer[segment.start : segment.stop])
+        for block in segment.blocks:
+            content = self._buffer[block.start : block.stop]
+            found = digest_block(content, received) if alone else digest_block(content)
+            problem = damaged_block(self._parcel, block.number, found, self._link.rank)
+            if problem is not None:
+                return problem
+        return None
+
+    def _is_given_up(self) -> bool:
+        return self._problem is not None or time.monotonic() >= self._until
+
+    def _left_secs(self) -> float:
+        return max(0.001, self._until - time.monotonic())
+
+    def _blame(self, worker: int) -> None:
+        if worker != self._waits_for:
+            self._waits_for = worker
+            self._holdings.waits_for(self._parcel.id, worker)

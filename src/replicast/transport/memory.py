@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
-
-import numpy.typing as npt
 
 from replicast.mapped_memory import Bytes
-from replicast.transport.base import Inspect, Parcel, Transport, no_room, not_arrived
-from replicast.transport.parcel_layout import (
+from replicast.tensorfiles import Array
+from replicast.transport.base import (
+    Inspect,
+    Parcel,
+    Transport,
     aligned_buffer,
     arrays_in,
     check_share,
-    checked_id,
     lay_out,
+    no_inspection,
+    no_room,
+    not_arrived,
+    path_part,
     write_out,
 )
 
@@ -43,12 +46,6 @@ class MemoryTransport(Transport):
                 self._corrupt_published()
                 self.changed.notify_all()
 
-        def free(self) -> int | None:
-            """How many more bytes fit; None for no limit."""
-            with self.changed:
-                taken = sum(len(buffer) for buffer in self.buffers.values())
-                return None if self.room is None else max(0, self.room - taken)
-
         def _corrupt_published(self) -> None:
             for parcel_id in self._to_corrupt & self.buffers.keys():
                 self.buffers[parcel_id][0] ^= 1
@@ -59,20 +56,20 @@ class MemoryTransport(Transport):
         self._rank = rank
         self._published: set[str] = set()
 
-    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False) -> Parcel:
+    def publish(self, parcel_id: str, arrays: Sequence[Array], *, to_read: bool = False) -> Parcel:
         pieces, nbytes = lay_out(arrays)
-        free = self._board.free()
-        if free is not None and nbytes > free:
-            raise no_room(nbytes, free, "memory", self._rank, "Propose a smaller update")
+        if self._board.room is not None:
+            with self._board.changed:
+                free = max(0, self._board.room - sum(map(len, self._board.buffers.values())))
+            if nbytes > free:
+                raise no_room(nbytes, free, "memory", self._rank, "Propose a smaller update")
         buffer = aligned_buffer(nbytes)
         blocks = write_out(arrays, pieces, buffer)
-        self._board.put(checked_id(parcel_id), buffer)
+        self._board.put(path_part(parcel_id), buffer)
         self._published.add(parcel_id)
         return Parcel(parcel_id, self._rank, nbytes, pieces, blocks, to_read=to_read)
 
-    def receive(
-        self, parcel: Parcel, timeout_secs: float, inspect: Inspect = lambda *_: None
-    ) -> list[npt.NDArray[Any]]:
+    def receive(self, parcel: Parcel, timeout_secs: float, inspect: Inspect = no_inspection) -> list[Array]:
         board = self._board
         with board.changed:
             if not board.changed.wait_for(lambda: parcel.id in board.buffers, timeout_secs):

@@ -1,26 +1,40 @@
-"""Chooses the transport of a job: every worker publishes the id of its host."""
+"""Chooses the transport of a job: every worker publishes the id of its host.
+
+Between several hosts all leaders listen, each tries the one before it, and worker 0 decides for all:
+
+```
+ worker 0        every leader                     every worker
+ secret ───────► listen, publish the port
+                 connect to the leader before it
+        ◄─────── "" or what does not work
+ decision ─────────────────────────────────────► chain, or TensorFlow's broadcast
+```
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
+import secrets
 import uuid
 import zlib
 from collections.abc import Callable, Mapping
 
-from replicast import agreement
-from replicast.config import host_id, shared_memory_directory
-from replicast.coordination import Coordination
+from replicast.config import host_and_port, host_id, read_cluster, shared_memory_directory
+from replicast.coordination import Coordination, Wait, collect
 from replicast.errors import JobFailed
 from replicast.transport.base import Transport
 from replicast.transport.broadcast import BroadcastTransport
-from replicast.transport.chain import ChainTransport
-from replicast.transport.chain_opening import ChainOpening
-from replicast.transport.keys import leaders_of
-from replicast.transport.shared import SharedMemoryTransport
+from replicast.transport.chain import ChainLink, ChainTransport, Ends, Holdings, Server, predecessor
+from replicast.transport.shared import SharedMemoryTransport, leaders_of
+
+logger = logging.getLogger("replicast")
 
 OPEN_SECS = 120.0
 MOST_NAMED = 10  # How many missing workers an error names: each takes worker 0 a third of a second to find.
 _PREFIX = "replicast/transport"
+_CHAIN = "chain"
 
 
 def open_transport(
@@ -37,13 +51,12 @@ def open_transport(
     if len(set(hosts)) == 1:
         return SharedMemoryTransport(job, rank, directory=directory, local_ranks=range(size))
     # With REPLICAST_HOST_ID, several hosts may be one machine: their files must have different names.
+    files = f"{job}-{zlib.crc32(hosts[rank].encode()):08x}"
     local_ranks = [local for local, host in enumerate(hosts) if host == hosts[rank]]
-    files = _job_on_host(job, hosts[rank])
     shared = SharedMemoryTransport(files, rank, directory=directory, local_ranks=local_ranks)
     leaders = tuple(leaders_of(hosts).values())
     keys = f"{job}/{name}"
-    opening = ChainOpening(coordination, rank, leaders, f"{_PREFIX}/{keys}", environ, OPEN_SECS, check)
-    is_chain, ends = opening.open()
+    is_chain, ends = open_chain(coordination, rank, leaders, f"{_PREFIX}/{keys}", environ, check)
     if is_chain:
         return ChainTransport(shared, coordination, rank, hosts, keys, ends)
     return BroadcastTransport(shared, coordination, rank, hosts, job)
@@ -70,22 +83,96 @@ def hosts_of_job(
         others = range(worker + 1, size) if rank == 0 else ()  # worker 0 tells all what it has found
         without = (other for other in others if coordination.peek(f"{key}/{other}") is None)
         missing = [worker, *itertools.islice(without, MOST_NAMED - 1)]
+        more = " and perhaps more" if len(missing) == MOST_NAMED else ""
         return JobFailed(
             f"Not all workers published their host within {OPEN_SECS:g} s. Every worker must create its "
-            "Strategy and Replicas: look for the reason in the logs of the missing workers. "
-            f"Received: nothing from {_named(missing)}",
+            "Strategy and Replicas: see the logs of the missing workers for the reason. Received: nothing "
+            f"from worker{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}{more}",
             worker=worker,
         )
 
-    wait = agreement.Wait(coordination, OPEN_SECS, late, lambda key, worker: check())
-    hosts = agreement.collect(wait, key, rank, size)
+    wait = Wait(coordination, OPEN_SECS, late, lambda key, worker: check())
+    hosts = collect(wait, key, rank, size)
     return tuple(hosts.values()), wait.value(f"{prefix}/job", 0)
 
 
-def _job_on_host(job: str, host: str) -> str:
-    return f"{job}-{zlib.crc32(host.encode()):08x}"
+def open_chain(
+    coordination: Coordination,
+    rank: int,
+    leaders: tuple[int, ...],
+    prefix: str,
+    environ: Mapping[str, str],
+    check: Callable[[], None] = lambda: None,
+) -> tuple[bool, Ends | None]:
+    """Whether the hosts are a chain: the same on all workers. And this leader's ends of it."""
+
+    def late(worker: int) -> JobFailed:
+        return JobFailed(
+            f"Worker {worker} did not connect to the other hosts within {OPEN_SECS:g} s. See its log.",
+            worker=worker,
+        )
+
+    def put(what: str, value: str) -> None:
+        coordination.put(f"{prefix}/{what}", value)
+
+    def get(what: str, worker: int) -> str:
+        return wait.value(f"{prefix}/{what}", worker)
+
+    wait = Wait(coordination, OPEN_SECS, late, lambda key, worker: check())
+    if rank == 0:
+        put("secret", secrets.token_hex(32))
+    with contextlib.ExitStack() as unless_chain:
+        ends = None
+        if rank in leaders:
+            secret, holdings = bytes.fromhex(get("secret", 0)), Holdings(rank)
+            server, problem = _listening(rank, secret, holdings, environ)
+            put(f"port/{rank}", "" if server is None else str(server.port))
+            if server is not None:
+                unless_chain.callback(server.close)
+                before = predecessor(leaders, rank)
+                port = get(f"port/{before}", before)
+                host = _host_of(before, environ)
+                link = ChainLink(host, int(port or 0), secret, rank, before)
+                unless_chain.callback(link.close)
+                ends = Ends(holdings, server, link)
+                try:
+                    if port:
+                        link.give_back(link.take())
+                except OSError as error:
+                    problem = f"worker {rank} cannot reach worker {before} at {host}:{port}: {error}"
+            put(f"reached/{rank}", problem)
+        if rank == 0:  # the chain needs every link of the ring
+            problems = [problem for leader in leaders if (problem := get(f"reached/{leader}", leader))]
+            coordination.delete(f"{prefix}/secret")  # all leaders have read it
+            if problems:
+                logger.warning(
+                    "updates go between the %d hosts by TensorFlow's broadcast, which is slower than direct "
+                    "connections: %s. Allow TCP connections between the addresses in TF_CONFIG, any port",
+                    len(leaders),
+                    "; ".join(problems[:3]),
+                )
+            else:
+                logger.info("updates go along a chain of %d hosts, over TCP", len(leaders))
+            put("decision", "; ".join(problems) or _CHAIN)
+        if get("decision", 0) != _CHAIN:
+            return False, None
+        unless_chain.pop_all()
+    return True, ends
 
 
-def _named(ranks: list[int]) -> str:
-    more = " and perhaps more" if len(ranks) == MOST_NAMED else ""
-    return f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}{more}"
+def _listening(
+    rank: int, secret: bytes, holdings: Holdings, environ: Mapping[str, str]
+) -> tuple[Server | None, str]:
+    """A server at this worker's address; or why there is none."""
+    host = _host_of(rank, environ)
+    if not host:
+        return None, f"worker {rank} has no TF_CONFIG, which would name its address"
+    try:
+        return Server(host, secret, holdings), ""
+    except OSError as error:
+        return None, f"worker {rank} cannot listen at {host}, its address in TF_CONFIG: {error}"
+
+
+def _host_of(rank: int, environ: Mapping[str, str]) -> str:
+    cluster = read_cluster(environ)
+    return "" if cluster is None else host_and_port(cluster.addresses[rank])[0]

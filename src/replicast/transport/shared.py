@@ -1,34 +1,152 @@
 """The transport within one host: one copy of the bytes in shared memory, which each worker maps.
 
-Allocating, clearing and mapping new memory takes longer than to copy and verify the bytes. So parcels that
-workers only read (`to_read`) use the same memory, one after the other: the source keeps a file once no worker
-uses it any more, and the others keep their mapping of it. Other parcels are mapped privately.
+**One file, one owner.** A file is created without a name, locked by its creator, and only then linked to its
+name. The kernel releases the lock when the process dies, even by kill -9. So a named file whose lock can be
+taken has no owner any more, and the next process that starts removes it.
+
+**Memory is used again.** Allocating, clearing and mapping new memory takes longer than to copy and verify
+the bytes. So parcels that workers only read (`to_read`) use the same memory, one after the other: the source
+keeps a file once no worker uses it any more, and the others keep their mapping of it. Other parcels are
+mapped privately. A source that publishes a parcel in memory of an earlier one (`Parcel.memory`) knows that no
+worker of the job uses the earlier one any more. So another host that has the earlier one may write over it
+too (`Mirrors`), and nothing else has to be said.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import json
+import logging
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
+from replicast.coordination import Coordination
+from replicast.errors import ClusterError, JobFailed, UpdateRefused
+from replicast.mapped_memory import Bytes, map_private, map_shared, map_to_read
+from replicast.tensorfiles import Array
+from replicast.transport.base import (
+    Inspect,
+    Parcel,
+    Transport,
+    arrays_in,
+    check_share,
+    damaged,
+    lay_out,
+    no_inspection,
+    no_room,
+    not_arrived,
+    path_part,
+    write_out,
+)
 
-from replicast.errors import UpdateRefused
-from replicast.mapped_memory import Bytes, map_private, map_to_read
-from replicast.transport.base import Inspect, Parcel, Transport, damaged, no_room, not_arrived
-from replicast.transport.parcel_layout import arrays_in, check_share, checked_id, lay_out, write_out
-from replicast.transport.shared_file import SharedFile, check_directory, name_prefix, opened, remove_leftovers
+logger = logging.getLogger("replicast")
 
 KEPT_BYTES = (1 << 20, 1 << 31)  # The smallest and the largest file that is kept for the next parcel.
 # All files that the workers of a host keep take at most one part in this many of the file system.
 KEPT_PART = 8
 _POLL_SECS = 0.002
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+# --- Files -----------------------------------------------------------------------------------------------
+
+
+class SharedFile:
+    """A file of this process that others can map once it is complete."""
+
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        self._path: Path | None = None
+        self._descriptor = _unnamed_file(directory)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(self._descriptor, 0, nbytes)
+            self.buffer: Bytes = map_shared(self._descriptor, nbytes)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.buffer)
+
+    def descriptor(self) -> int:
+        """Another descriptor of the file, which the caller closes."""
+        return os.dup(self._descriptor)
+
+    def complete(self, path: Path) -> None:
+        """Links the written file to its name, so that others can map it."""
+        # Python follows the link in /proc only if it is given a directory descriptor, which is not used.
+        os.link(f"/proc/self/fd/{self._descriptor}", path, src_dir_fd=self._descriptor)
+        self._path = path
+
+    def hide(self) -> None:
+        """Removes the name: nobody else can map the file, and it ends with the last process that has."""
+        if self._path is not None:
+            with contextlib.suppress(OSError):  # the directory may be gone
+                self._path.unlink()
+            self._path = None
+
+    def remove(self) -> None:
+        """Removes the file; mappings of it stay valid. Never raises. Call it once."""
+        self.hide()
+        os.close(self._descriptor)
+
+
+@contextlib.contextmanager
+def opened(path: Path, access: int = os.O_RDONLY) -> Iterator[int]:
+    """A complete file of this user, open for reading or with another access."""
+    descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_uid != os.getuid():
+            raise FileNotFoundError(errno.ENOENT, "The file belongs to another user", str(path))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def name_prefix() -> str:
+    """The prefix of the names of this user's files."""
+    return f"replicast-memory-{os.getuid()}-"
+
+
+def remove_leftovers(directory: Path) -> list[Path]:
+    """Removes the files of this user whose owner is dead; returns their paths."""
+    removed = []
+    with contextlib.suppress(OSError):
+        for path in sorted(directory.glob(f"{name_prefix()}*")):
+            if _remove_if_left(path):
+                removed.append(path)
+                logger.info("removed %s, which a process that has died left behind", path)
+    return removed
+
+
+def _remove_if_left(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # a link, another user's, or already gone
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    except OSError:  # its owner is alive, or it is a directory
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _unnamed_file(directory: Path) -> int:
+    return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+
+
+# --- Within one host -------------------------------------------------------------------------------------
 
 
 class SharedMemoryTransport(Transport):
@@ -40,19 +158,26 @@ class SharedMemoryTransport(Transport):
         self._rank = rank
         self._local_ranks = (rank,) if local_ranks is None else tuple(local_ranks)
         self._directory = directory
-        self._job = checked_id(job)
+        self._job = path_part(job)
         self._published: dict[str, SharedFile] = {}
-        self._to_read: dict[str, list[npt.NDArray[Any]]] = {}
+        self._to_read: dict[str, list[Array]] = {}
         self._names: dict[SharedFile, str] = {}  # of the files that may be used again
         self._kept: SharedFile | None = None
         self._mapped: dict[int, tuple[str, Bytes]] = {}  # by source: its memory that was read last
         self._closed = False
         self._lock = threading.Lock()
-        check_directory(directory)
+        try:
+            os.close(_unnamed_file(directory))
+        except OSError as error:
+            raise ClusterError(
+                f"{directory} cannot be used for shared memory",
+                received=str(error),
+                remedy="Set REPLICAST_SHM_DIR to a directory in a tmpfs, such as /dev/shm",
+            ) from error
         remove_leftovers(directory)
 
-    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False) -> Parcel:
-        checked_id(parcel_id)
+    def publish(self, parcel_id: str, arrays: Sequence[Array], *, to_read: bool = False) -> Parcel:
+        path_part(parcel_id)
         pieces, nbytes = lay_out(arrays)
         file = self.reserve(nbytes, to_read=to_read)
         try:
@@ -68,9 +193,7 @@ class SharedMemoryTransport(Transport):
             self._to_read[parcel_id] = arrays_in(file.buffer, pieces)
         return Parcel(parcel_id, self._rank, nbytes, pieces, blocks, name, to_read)
 
-    def receive(
-        self, parcel: Parcel, timeout_secs: float, inspect: Inspect = lambda *_: None
-    ) -> list[npt.NDArray[Any]]:
+    def receive(self, parcel: Parcel, timeout_secs: float, inspect: Inspect = no_inspection) -> list[Array]:
         arrays = self._to_read.get(parcel.id)
         if arrays is None:
             arrays = arrays_in(self.mapped(parcel, timeout_secs), parcel.arrays)
@@ -105,7 +228,7 @@ class SharedMemoryTransport(Transport):
             name, known = self._mapped.get(parcel.source, ("", None))
         if known is not None and name == parcel.memory:
             return known
-        with self._opened(parcel, timeout_secs) as descriptor:
+        with self.waited_for(parcel, timeout_secs) as descriptor:
             if not parcel.memory:
                 return map_private(descriptor, parcel.nbytes)
             found = map_to_read(descriptor, os.fstat(descriptor).st_size)
@@ -114,13 +237,9 @@ class SharedMemoryTransport(Transport):
                 self._mapped[parcel.source] = parcel.memory, found
         return found
 
-    def descriptor(self, parcel: Parcel, timeout_secs: float) -> int:
-        """Waits for the bytes of a parcel; a descriptor of their file, which the caller closes."""
-        with self._opened(parcel, timeout_secs) as descriptor:
-            return os.dup(descriptor)
-
     @contextlib.contextmanager
-    def _opened(self, parcel: Parcel, timeout_secs: float) -> Iterator[int]:
+    def waited_for(self, parcel: Parcel, timeout_secs: float) -> Iterator[int]:
+        """The file of a parcel, once its source has completed it."""
         path = self.path(parcel.memory or parcel.id)
         until = time.monotonic() + timeout_secs
         with contextlib.ExitStack() as stack:
@@ -151,7 +270,12 @@ class SharedMemoryTransport(Transport):
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            raise self._no_room(nbytes, status.f_bavail * status.f_frsize) from error
+            free = status.f_bavail * status.f_frsize
+            remedy = (
+                "Free some space there, or set REPLICAST_SHM_DIR to a directory with more (in a container, "
+                "increase the size of /dev/shm)"
+            )
+            raise no_room(nbytes, free, str(self._directory), self._rank, remedy) from error
 
     def complete(self, parcel_id: str, file: SharedFile) -> None:
         """Makes a written parcel visible to the workers of this host, until this worker releases it."""
@@ -174,12 +298,132 @@ class SharedMemoryTransport(Transport):
     def path(self, parcel_id: str) -> Path:
         return self._directory / f"{name_prefix()}{self._job}-{parcel_id}"
 
-    def _no_room(self, nbytes: int, free: int) -> UpdateRefused:
-        return no_room(
-            nbytes,
-            free,
-            str(self._directory),
-            self._rank,
-            "Free some space there, or set REPLICAST_SHM_DIR to a directory with more (in a container, "
-            "increase the size of /dev/shm)",
-        )
+
+# --- What the transports between hosts have in common ----------------------------------------------------
+
+
+class HostsTransport(Transport):
+    """Shared memory within each host, whose lowest rank is its leader; leaders tell by keys what they have.
+
+    A key of a parcel is written once, and deleted by its writer, who releases the parcel.
+    """
+
+    def __init__(
+        self,
+        shared: SharedMemoryTransport,
+        coordination: Coordination,
+        rank: int,
+        hosts: tuple[str, ...],
+        keys: str,
+    ) -> None:
+        self._shared = shared
+        self._coordination = coordination
+        self._rank = rank
+        self._hosts = hosts
+        self._keys = keys
+        self._leaders = leaders_of(hosts)
+        self._leader = self._leaders[hosts[rank]]
+        self._own_keys: dict[str, tuple[str, ...]] = {}
+
+    def publish(self, parcel_id: str, arrays: Sequence[Array], *, to_read: bool = False) -> Parcel:
+        return self._shared.publish(parcel_id, arrays, to_read=to_read)
+
+    def release(self, parcel_id: str, *, reuse: bool = False) -> None:
+        self._shared.release(parcel_id, reuse=reuse)
+        for what in self._own_keys.pop(parcel_id, ()):
+            with contextlib.suppress(JobFailed):
+                self._coordination.delete(self._key(parcel_id, what))
+
+    def close(self) -> None:
+        self._shared.close()
+
+    def _tell(self, parcel: Parcel, what: str, value: dict[str, Any]) -> bool:
+        """Returns whether it was written: false if the key exists."""
+        return self._coordination.put(self._key(parcel.id, what), json.dumps(value))
+
+    def _heard(
+        self, parcel: Parcel, what: str, told_by: int, timeout_secs: float, until: float
+    ) -> dict[str, Any]:
+        """What a leader has told; raises if it refuses, or if the time is over. Timeout: of the message."""
+        text = self._coordination.get(self._key(parcel.id, what), max(0.0, until - time.monotonic()))
+        if text is None:
+            raise not_arrived(parcel, timeout_secs, self._rank, told_by)
+        value: dict[str, Any] = json.loads(text)
+        if "refused" in value:
+            raise UpdateRefused.from_json(value["refused"])
+        return value
+
+    def _key(self, parcel_id: str, what: str) -> str:
+        return f"replicast/transport/{self._keys}/{parcel_id}/{what}"
+
+
+def leaders_of(hosts: Sequence[str]) -> dict[str, int]:
+    """The lowest rank on each host, in rank order."""
+    leaders: dict[str, int] = {}
+    for rank, host in enumerate(hosts):
+        leaders.setdefault(host, rank)
+    return leaders
+
+
+@dataclass(slots=True)
+class Mirror:
+    file: SharedFile
+    source: int
+    name: str
+    parcel: str
+
+
+class Mirrors:
+    """A host's files for what comes from other hosts. All methods may be called from any thread."""
+
+    def __init__(self, shared: SharedMemoryTransport) -> None:
+        self._shared = shared
+        self._mirrors: dict[str, Mirror] = {}  # by the source's name of its memory; the last used is the last
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def reserve(self, parcel: Parcel) -> Mirror:
+        """The file for a parcel in memory that its source uses again, now or later."""
+        with self._lock:
+            mirror = self._mirrors.pop(parcel.memory, None)
+            if mirror is not None and mirror.file.nbytes >= parcel.nbytes:
+                mirror.parcel = parcel.id
+                self._mirrors[parcel.memory] = mirror
+                return mirror
+        if mirror is not None:
+            mirror.file.remove()
+        mirror = Mirror(self._shared.reserve(parcel.nbytes), parcel.source, parcel.id, parcel.id)
+        with self._lock:
+            self._mirrors[parcel.memory] = mirror
+        return mirror
+
+    def release(self, parcel_id: str, *, keep: bool = True) -> None:
+        """Keeps the file of a parcel for the next one, if there is space for it. No-op if it has none."""
+        with self._lock:
+            for memory, mirror in list(self._mirrors.items()):
+                if mirror.parcel == parcel_id:
+                    mirror.parcel = ""
+                    self._mirrors[memory] = self._mirrors.pop(memory)
+                    self._trim(mirror.source, keep=keep and not self._closed)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for mirror in self._mirrors.values():
+                mirror.file.remove()
+            self._mirrors.clear()
+
+    def _trim(self, source: int, *, keep: bool) -> None:
+        """A source keeps one file; all together take at most what one worker may keep."""
+        kept = 0
+        last = True
+        for memory, mirror in reversed(list(self._mirrors.items())):
+            if mirror.parcel:
+                continue
+            stays = mirror.source != source or (keep and last)
+            last = last and mirror.source != source
+            if stays and self._shared.is_worth_keeping(kept + mirror.file.nbytes):
+                kept += mirror.file.nbytes
+            else:
+                del self._mirrors[memory]
+                mirror.file.remove()
