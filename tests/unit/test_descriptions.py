@@ -51,7 +51,7 @@ def test_the_values_of_a_waiting_update_are_not_read(tmp_path: Path) -> None:
     path.write_bytes(content)
     told = describe(below(tmp_path) / "inbox" / path.name)
     assert told is not None
-    assert told.words == "add x (+1)"
+    assert told.words(1) == "add x (+1)"
 
 
 def test_a_file_that_is_no_update_is_listed_without_a_description(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,11 @@ import click
 from replicast.client import connect
 from replicast.client.directory import this_user
 from replicast.client.run import OPERATIONS, Parameter, rows_of
-from replicast.errors import NotFound, UpdateRefused, printable
+from replicast.errors import NotFound, printable
 from replicast.files import below
-from replicast.tensorfiles import parse_tensors, read_tensor_bytes
-from replicast.update.edits import Array, EditKind
-from replicast.update.update import MAX_TENSORS, Update, edits_of_tensors
+from replicast.tensorfiles import read_tensor_bytes
+from replicast.update.edits import EditKind
+from replicast.update.update import MAX_TENSORS, Update, joined, update_in
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _ORDER = "replicast.order"
@@ -167,41 +168,23 @@ def check_usage(options: dict[str, Any]) -> None:
 
 
 def update_of(context: click.Context, options: dict[str, Any]) -> Update:
-    """One update of all operations, in the order of the command line.
-
-    A saved update that is given alone keeps its id; author and note are kept where the command line has none.
-    """
+    """One update of all operations, in the order of the command line."""
     values = {name: iter(options[name]) for name in _NAMES}
     parts = [_part(name, next(values[name]), options["weight"]) for name in context.meta[_ORDER]]
-    kept_id = parts[0].id if len(parts) == 1 and parts[0].id_was_given else None
-    author = next((part.author for part in parts if part.author), this_user())
-    note = next((part.note for part in parts if part.note), "")
-    blank = Update(
-        id=kept_id if options.get("id") is None else options["id"],
-        author=author if options["author"] is None else options["author"],
-        note=note if options["note"] is None else options["note"],
-        reset_slots=options["reset_slots"] or any(part.reset_slots for part in parts),
-        allow_nonfinite=options["allow_nonfinite"] or any(part.allow_nonfinite for part in parts),
+    return joined(
+        parts,
+        this_user(),
+        id=options.get("id"),
+        author=options["author"],
+        note=options["note"],
+        reset_slots=options["reset_slots"],
+        allow_nonfinite=options["allow_nonfinite"],
     )
-    return blank.with_edits(edit for part in parts for edit in part.edits)
 
 
 def files_of(options: dict[str, Any]) -> list[Path]:
     """The files that the operations read."""
     return [path for name in _NAMES for path in options[name] if isinstance(path, Path)]
-
-
-def read_file(path: Path) -> Update | dict[str, Array]:
-    """A saved update, or the tensors of a plain file by name."""
-    content = read_tensor_bytes(path, max_tensors=MAX_TENSORS)
-    file = parse_tensors(content, str(path), max_tensors=MAX_TENSORS)
-    return Update.parse(content, str(path))[0] if "replicast" in file.metadata else dict(file.tensors)
-
-
-def update_of_tensors(tensors: dict[str, Array], operation: str, weight: float | None) -> Update:
-    """An update with one edit for each variable that a plain file names."""
-    operation = EditKind(operation.replace("-", "_"))
-    return Update().replaced(edits_of_tensors(tensors, operation, weight if operation == "blend" else None))
 
 
 def _part(name: str, value: Any, weight: float | None) -> Update:
@@ -210,24 +193,9 @@ def _part(name: str, value: Any, weight: float | None) -> Update:
         return Update().assign(*_named_number("--set", value, "NAME=NUMBER"))
     if name == "scale" and not Path(value).is_file():
         return Update().scale(*_named_number("--scale", value, "NAME=FACTOR or an existing file"))
-    found = read_file(Path(value))
-    if name == "update":
-        if isinstance(found, Update):
-            return found
-        raise UpdateRefused(
-            f"{value} has only tensors, not the operations of an update",
-            expected="a file that Update.save wrote",
-            received=f"{len(found)} tensors",
-            remedy="Say what to do with them: --add, --assign, …",
-        )
-    if not isinstance(found, Update):
-        return update_of_tensors(found, name, weight)
-    raise UpdateRefused(
-        f"{value} is a saved update, which has its own operations",
-        expected="a plain file of tensors",
-        received="a saved update",
-        remedy="Give it with --update",
-    )
+    content = read_tensor_bytes(Path(value), max_tensors=MAX_TENSORS)
+    operation = None if name == "update" else EditKind(name)
+    return update_in(content, str(value), operation, weight if name == "blend" else None)
 
 
 def _named_number(option: str, text: str, expected: str) -> tuple[str, Any]:
@@ -242,8 +210,6 @@ def _number(text: str) -> float | int | bool | None:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return None

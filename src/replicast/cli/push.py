@@ -18,27 +18,28 @@ from replicast.cli.options import (
     PATH,
     RUN,
     EditCommand,
+    Parsed,
     asks,
     check_usage,
     edit_options,
     files_of,
-    read_file,
     timeout_option,
     update_of,
-    update_of_tensors,
     wait_option,
 )
 from replicast.cli.texts import is_live, make_console, make_table, print_examination, print_problems
-from replicast.client import Pushed, Run
+from replicast.client import Pushed, Run, connect
+from replicast.client.connection import is_address
 from replicast.client.examination import examine, values_of
 from replicast.client.run import Brief
 from replicast.core.records import Stage
-from replicast.errors import printable
+from replicast.errors import NotFound, printable
 from replicast.files import write_durably
 from replicast.storage.journal import UpdateView
-from replicast.tensorfiles import tensor_chunks
+from replicast.tensorfiles import parse_tensors, read_tensor_bytes, tensor_chunks
+from replicast.update.edits import EditKind
 from replicast.update.trial import Trial
-from replicast.update.update import Update
+from replicast.update.update import MAX_TENSORS, update_in
 
 _DIFFER = _REVERTED = 4
 _LARGE = 16 * 10**6
@@ -155,16 +156,25 @@ def withdraw(run: Run, update_id: str) -> None:
     click.echo(f"withdrawn {printable(run.withdraw(update_id).id)}: it will not be applied.")
 
 
+def _file_or_run(text: str) -> Path | Run:
+    path = Path(text)
+    if path.is_file():
+        return path
+    if not path.exists() and not is_address(text):
+        raise NotFound(f"There is no file or run {text}.")
+    return connect(text)
+
+
 @click.command()
-@click.argument("file", type=click.Path(exists=True, path_type=Path), metavar="FILE|RUN")
+@click.argument("what", type=Parsed("file or run", _file_or_run), metavar="FILE|RUN")
 @click.option("--run", type=RUN, metavar="RUN", help="Check the file against the variables of RUN.")
 @click.option("--as", "operation", type=click.Choice(_AS), help="What to do with a plain file's tensors.")
 @click.option("--weight", type=float, metavar="W", help="With --as blend.")
-def inspect(file: Path, run: Run | None, operation: str | None, weight: float | None) -> int:
+def inspect(what: Path | Run, run: Run | None, operation: str | None, weight: float | None) -> int:
     """Show what a file would do as an update, or list the variables of a run.
 
     FILE is a saved Update, or a plain safetensors file with --as; without --as, its tensors are listed. For a
-    run directory, all variables are listed by the names that an update may use. Nothing is sent to the job.
+    run, all variables are listed by the names that an update may use. Nothing is sent to the job.
 
     \b
     Examples:
@@ -177,26 +187,26 @@ def inspect(file: Path, run: Run | None, operation: str | None, weight: float | 
     """
     if (operation == "blend") != (weight is not None):
         raise click.UsageError("--as blend and --weight must be given together.")
-    if file.is_dir():
+    if isinstance(what, Run):
         if operation is not None or run is not None:
-            raise click.UsageError(f"{printable(file)} is a directory: --as and --run are for a file.")
-        _list_variables(RUN.convert(file, None, None))
+            raise click.UsageError(f"{printable(what.where)} is a run: --as and --run are for a file.")
+        _list_variables(what)
         return 0
-    found = read_file(file)
-    if isinstance(found, Update):
-        if operation is not None:
-            raise click.UsageError("A saved update has its own operations: leave --as out.")
-        update = found
-    elif operation is None:
+    content = read_tensor_bytes(what, max_tensors=MAX_TENSORS)
+    file = parse_tensors(content, str(what), max_tensors=MAX_TENSORS)
+    is_saved = "replicast" in file.metadata
+    if is_saved and operation is not None:
+        raise click.UsageError("A saved update has its own operations: leave --as out.")
+    if not is_saved and operation is None:
         table = make_table("tensor", "shape", "dtype", ">size", ">norm")
-        for name, one in found.items():
+        for name, one in file.tensors.items():
             cells = texts.shape(one.shape), one.dtype.name, texts.size(one.nbytes)
             table.add_row(printable(name), *cells, texts.number(values_of(one).norm))
         make_console().print(table)
         click.echo("These are plain tensors. Say what to do with them, for example with --as add.")
         return 0 if run is None else 2
-    else:
-        update = update_of_tensors(found, operation, weight)
+    kind = None if operation is None else EditKind(operation.replace("-", "_"))
+    update = update_in(content, str(what), kind, weight)
     examined = examine(update, None) if run is None else run.examine(update)
     print_examination(examined)
     return 1 if examined.problems else 0

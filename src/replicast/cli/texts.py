@@ -213,7 +213,7 @@ def stage_cell(stage: Stage) -> Text:
 
 def what_cell(view: UpdateView) -> Text:
     """What an update does in a few words; then its trial, and who proposed it and why."""
-    cell = Text(one_line(edits_text(view.edits)))
+    cell = Text(one_line(view.words()))
     if view.sequence is not None and not view.nbytes:
         cell = Text("not known: its entry is damaged", style="red")
     if view.reverts is not None:
@@ -230,18 +230,6 @@ def what_cell(view: UpdateView) -> Text:
         cell.append(f"\non trial: {trial(view.trial)}", style="cyan")
     who = ": ".join(one_line(text) for text in (view.author, view.note) if text)
     return cell.append(f"\n{who}", style="dim") if who else cell
-
-
-def edits_text(edits: Iterable[Mapping[str, Any]], most: int = 2) -> str:
-    """Edits in a few words: "add dense/bias, scale optimizer/learning_rate (+3)"."""
-    listed = list(edits)
-    asked = [edit for edit in listed if edit.get("operation") not in RESETS]
-    shown = [
-        f"{str(edit.get('operation')).replace('_', ' ')} {edit.get('variable')}" for edit in asked[:most]
-    ]
-    more = f" (+{len(asked) - most})" if len(asked) > most else ""
-    resets = len(listed) - len(asked)
-    return ", ".join(shown) + more + (f", reset {resets} slots" if resets else "")
 
 
 def edits_table(edits: Iterable[EditView], *, extremes: bool) -> Table:

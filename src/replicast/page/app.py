@@ -51,9 +51,9 @@ from replicast.page.web_server import (
     small_body,
     uploaded,
 )
-from replicast.tensorfiles import outline_of, parse_tensors
+from replicast.tensorfiles import outline_of
 from replicast.update.edits import EditKind
-from replicast.update.update import MAX_TENSORS, Update, edits_of_tensors
+from replicast.update.update import MAX_TENSORS, Update, joined, update_in
 
 logger = logging.getLogger("replicast")
 
@@ -201,7 +201,10 @@ def _update_in(path: RunPath, options: Any, author: str) -> Update:
     """The update in a file that nobody else changes. Its arrays are views of the mapped file."""
     operation = None if options.operation is None else EditKind(options.operation)
     try:
-        update = _read(path, operation, options.weight)
+        outline_of(path, max_tensors=MAX_TENSORS)
+        with os.fdopen(path.open(os.O_RDONLY), "rb") as opened:
+            content = np.memmap(opened, np.uint8, "r").data
+        update = update_in(content, _SOURCE, operation, options.weight)
     except FileDamaged as error:
         verdict = f": {error.problem}" if error.problem else ""
         raise UpdateRefused(
@@ -210,32 +213,8 @@ def _update_in(path: RunPath, options: Any, author: str) -> Update:
             received=error.received,
             remedy=error.remedy,
         ) from error
-    kept_id = update.id if update.id_was_given or operation is None else None
-    blank = Update(
-        id=kept_id if options.id is None else options.id,
-        note=update.note if options.note is None else options.note,
-        author=update.author if update.author else author,
-        reset_slots=options.reset_slots or update.reset_slots,
-        allow_nonfinite=options.allow_nonfinite or update.allow_nonfinite,
-    )
-    return blank.with_edits(update.edits)
-
-
-def _read(path: RunPath, operation: EditKind | None, weight: float | None) -> Update:
-    outline_of(path, max_tensors=MAX_TENSORS)
-    with os.fdopen(path.open(os.O_RDONLY), "rb") as opened:
-        content = np.memmap(opened, np.uint8, "r").data
-    if operation is None:
-        return Update.parse(content, _SOURCE, remedy="Say what to do with them: choose an operation")[0]
-    file = parse_tensors(content, _SOURCE, max_tensors=MAX_TENSORS)
-    if "replicast" in file.metadata:
-        raise UpdateRefused(
-            f"{_SOURCE} says itself what to do with its tensors",
-            expected="a plain file of tensors",
-            received="a saved update",
-            remedy="Send it without an operation",
-        )
-    return Update().replaced(edits_of_tensors(file.tensors, operation, weight))
+    flags = {"reset_slots": options.reset_slots, "allow_nonfinite": options.allow_nonfinite}
+    return joined([update], author, id=options.id, note=options.note, **flags)
 
 
 async def _set_learning_rate(asked: Asked) -> dict[str, Any]:

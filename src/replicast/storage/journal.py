@@ -74,7 +74,7 @@ from replicast.storage.claims import (
 )
 from replicast.strictjson import View, parse_integer
 from replicast.tensorfiles import read_bytes
-from replicast.update.edits import Edit, EditKind
+from replicast.update.edits import RESETS, Edit, EditKind
 from replicast.update.inverse import NOT_KEPT, disturbs, inverse
 from replicast.update.trial import Trial, TrialOutcome, TrialVerdict
 from replicast.update.update import Update
@@ -642,15 +642,13 @@ class UpdateView(View, frozen=True, kw_only=True):
     def receipt(self) -> Receipt | None:
         return self.receipts[-1] if self.receipts else None
 
-    @property
-    def words(self) -> str:
-        """What it does in a few words: "add dense/bias (+3)"."""
-        if self.reverts is not None:
-            return f"reverts update {self.reverts}"
-        if not self.edits:
-            return "no edits"
-        first = f"{self.edits[0]['operation']}".replace("_", " ") + f" {self.edits[0]['variable']}"
-        return first + (f" (+{len(self.edits) - 1})" if len(self.edits) > 1 else "")
+    def words(self, most: int = 2) -> str:
+        """What its edits do, in a few words: "add dense/bias, scale optimizer/learning_rate (+3)"."""
+        asked = [edit for edit in self.edits if edit.get("operation") not in RESETS]
+        shown = [f"{edit.get('operation')}".replace("_", " ") + f" {edit.get('variable')}" for edit in asked]
+        more = f" (+{len(asked) - most})" if len(asked) > most else ""
+        resets = len(self.edits) - len(asked)
+        return ", ".join(shown[:most]) + more + (f", reset {resets} slots" if resets else "")
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values, with those of the last receipt beside them."""

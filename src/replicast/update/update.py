@@ -210,6 +210,46 @@ def edits_of_tensors(
     return tuple(edits)
 
 
+def update_in(content: memoryview, source: str, operation: EditKind | None, weight: float | None) -> Update:
+    """The update in the bytes of a file: a saved one; with an operation, an edit for each of its tensors."""
+    if operation is None:
+        return Update.parse(content, source, remedy="Choose an operation (--add, --assign, …)")[0]
+    file = parse_tensors(content, source, max_tensors=MAX_TENSORS)
+    if "replicast" in file.metadata:
+        raise UpdateRefused(
+            f"{source} is a saved update, which has its own operations",
+            expected="a plain file of tensors",
+            received="a saved update",
+            remedy="Leave the operation out; for replicast push, give it with --update",
+        )
+    return Update().replaced(edits_of_tensors(file.tensors, operation, weight))
+
+
+def joined(
+    parts: Sequence[Update],
+    by: str,
+    *,
+    id: str | None = None,  # noqa: A002 - the name of the thing
+    author: str | None = None,
+    note: str | None = None,
+    reset_slots: bool = False,
+    allow_nonfinite: bool = False,
+) -> Update:
+    """One update of several, in their order; where nothing else is said, with the author and note they have.
+
+    One that is given alone keeps its id. `by` is the author if no part has one.
+    """
+    kept_id = parts[0].id if len(parts) == 1 and parts[0].id_was_given else None
+    blank = Update(
+        id=kept_id if id is None else id,
+        author=next((part.author for part in parts if part.author), by) if author is None else author,
+        note=next((part.note for part in parts if part.note), "") if note is None else note,
+        reset_slots=reset_slots or any(part.reset_slots for part in parts),
+        allow_nonfinite=allow_nonfinite or any(part.allow_nonfinite for part in parts),
+    )
+    return blank.with_edits(edit for part in parts for edit in part.edits)
+
+
 def _checked_name(variable: Any) -> str:
     if variable == "":
         raise UpdateRefused("A variable needs a name", received="''")

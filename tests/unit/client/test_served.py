@@ -215,7 +215,13 @@ def test_commands_take_the_address_of_a_run(address: str, monkeypatch: pytest.Mo
     pushed = invoke("push", address, "--add", delta, "--id", "x", "--wait", "--timeout", 0)
     assert (pushed.exit_code, "pushed x" in pushed.output) == (3, True), pushed.output
     assert f"replicast withdraw {address} x" in pushed.output
-    for words in (["status", address], ["show", address, "x"], ["log", address], ["audit", address]):
+    for words in (
+        ["status", address],
+        ["show", address, "x"],
+        ["log", address],
+        ["audit", address],
+        ["inspect", address],
+    ):
         result = invoke(*words)
         assert result.exit_code == 0, result.output
     assert invoke("inspect", delta, "--as", "add", "--run", address).exit_code == 0
