@@ -38,8 +38,15 @@ from replicast.core.operations.audit import Audit, DeliverReport
 from replicast.core.operations.pull import Pull, PulledRows, TakeRows
 from replicast.core.operations.revert import Keep
 from replicast.core.operations.save import TakeSnapshot
-from replicast.core.operations.trial import BeginTrial, EndTrial
-from replicast.core.operations.update import Apply, Discard, Load, Prepare
+from replicast.core.operations.update import (
+    Apply,
+    BeginTrial,
+    Discard,
+    EndTrial,
+    Load,
+    Prepare,
+    UpdateOperation,
+)
 from replicast.core.records import Applied, Pending, ReportId, Stage
 from replicast.core.worker import WorkerMachine
 from tests.simulator import StoryFailed, World, random_plan
@@ -63,7 +70,7 @@ ORIGINAL = {
         (Meeting, "step"),
         (WorkerMachine, "_do"),
         (WorkerMachine, "_go_on"),
-        (coordinator_module, "replayed"),
+        (UpdateOperation, "__init__"),
     ]
 }
 """What is broken, as it was."""
@@ -435,12 +442,10 @@ def do_not_look_for_a_later_claim_after_a_write() -> Any:
 
 @mutation
 def replay_at_the_step_after() -> Any:
-    def replayed(proposal: Any, record: Committed, decided: Any) -> Any:
-        return ORIGINAL[coordinator_module, "replayed"](
-            proposal, replace(record, step=record.step + 1), decided
-        )
+    def after(self: History, holds: Any) -> list[Committed]:
+        return [replace(one, step=one.step + 1) for one in ORIGINAL[History, "after"](self, holds)]
 
-    return broken(coordinator_module, "replayed", replayed)
+    return broken(History, "after", after)
 
 
 @mutation
@@ -460,10 +465,10 @@ def let_new_updates_overtake_replays() -> Any:
 
 @mutation
 def decide_a_trial_again_after_a_restart() -> Any:
-    def replayed(proposal: Any, record: Committed, decided: Any) -> Any:
-        return ORIGINAL[coordinator_module, "replayed"](proposal, record, None)
+    def init(self: UpdateOperation, proposal: Any, record: Any = None, _: Any = None, **options: Any) -> None:
+        ORIGINAL[UpdateOperation, "__init__"](self, proposal, record, None, **options)
 
-    return broken(coordinator_module, "replayed", replayed)
+    return broken(UpdateOperation, "__init__", init)
 
 
 @mutation

@@ -18,8 +18,7 @@ from replicast.core.entries import Payload, Saved
 from replicast.core.messages import OUTSIDE, Propose, Tell
 from replicast.core.operations.attempt import Exit
 from replicast.core.operations.save import TakeSnapshot
-from replicast.core.operations.trial import BeginTrial
-from replicast.core.operations.update import Apply, Load, Prepare
+from replicast.core.operations.update import Apply, BeginTrial, Load, Prepare
 from replicast.core.records import Proposal, Refusal, Refuse, ReportId, Snapshot
 from replicast.core.worker import WorkerMachine
 from tests.simulator.model import needs_before

@@ -11,13 +11,20 @@ from replicast.core import messages as m
 from replicast.core.operation import Outcome
 from replicast.core.operations.attempt import Exit
 from replicast.core.operations.audit import Compare, DeliverReport, Examine, Expected
-from replicast.core.operations.function import Compute
 from replicast.core.operations.pull import TakeRows
 from replicast.core.operations.revert import Invert, WriteBefore
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.sync import Digest, Publish
-from replicast.core.operations.trial import BeginTrial, EndTrial, Measure
-from replicast.core.operations.update import Apply, Discard, Load, Prepare
+from replicast.core.operations.update import (
+    Apply,
+    BeginTrial,
+    Compute,
+    Discard,
+    EndTrial,
+    Load,
+    Measure,
+    Prepare,
+)
 from replicast.core.records import Applied, Proposal, Published, Refusal, ReportId, SeenDigests, Snapshot
 from replicast.update.audit_report import AuditReport
 from tests.simulator.replica import InMemory

@@ -49,7 +49,7 @@ from msgspec.structs import replace
 
 from replicast.core import events as e
 from replicast.core import messages as m
-from replicast.core.entries import Committed, Decided, Entry, History, Receipt, Refused, Saved, Withdrawn
+from replicast.core.entries import Committed, Entry, History, Receipt, Refused, Saved, Withdrawn
 from replicast.core.operation import (
     AnyRequest,
     Ask,
@@ -70,13 +70,11 @@ from replicast.core.operation import (
 )
 from replicast.core.operations.attempt import Begin, Close, Leave
 from replicast.core.operations.audit import Audit
-from replicast.core.operations.function import Function
 from replicast.core.operations.pull import Pull
 from replicast.core.operations.revert import Keep, Revert
 from replicast.core.operations.save import Save
 from replicast.core.operations.sync import Barrier, Sync
-from replicast.core.operations.trial import TrialUpdate
-from replicast.core.operations.update import UpdateOperation
+from replicast.core.operations.update import Function, UpdateOperation
 from replicast.core.records import JobEnds, Pending, Proposal, Refusal, Refuse, ReportId, Stage
 
 AHEAD = 4  # replayed updates that are prepared in advance: each holds its bytes
@@ -92,16 +90,8 @@ def proposed(proposal: Proposal, *, scheduled: bool = False, stored: bool = Fals
     if proposal.reverts is not None:
         return Revert(proposal, stored=stored)
     if proposal.content is None:
-        return Function(proposal)
-    kind = UpdateOperation if proposal.trial is None else TrialUpdate
-    return kind(proposal, scheduled=scheduled, stored=stored)
-
-
-def replayed(proposal: Proposal, record: Committed, decided: Decided | None) -> Operation:
-    """For an update of the journal that is applied again."""
-    if record.trial is not None:
-        return TrialUpdate(proposal, record, decided)
-    return UpdateOperation(proposal, record)
+        return Function(proposal.id, proposal)
+    return UpdateOperation(proposal, scheduled=scheduled, stored=stored)
 
 
 def collective(intent: tuple[Any, ...], id_: str) -> Operation:
@@ -327,14 +317,14 @@ class Coordinator:
 
     def _note_proposer(self, operation: Operation, rank: int) -> None:
         """A function runs on its source, which must be among those that propose it."""
-        if isinstance(operation, Function) and rank == operation.function.source and not operation.has_source:
+        if isinstance(operation, Function) and rank == operation.proposal.source and not operation.has_source:
             operation.has_source = True
             self._start(operation)
 
     def refuse_functions_without_source(self) -> None:
         for one in list(self.operations.values()):
             if isinstance(one, Function) and not one.has_source:
-                source = one.function.source or 0
+                source = one.proposal.source or 0
                 problem = f"Worker {source}, on which the function was to run, did not propose it"
                 self._finish(one, Outcome(Stage.REFUSED, Refusal(problem, (source,))))
 
@@ -1000,7 +990,8 @@ class Coordinator:
         for record in history.after(frozenset() if start is None else start.holds):
             content = history.content(record.id, record.digest)
             proposal = Proposal(record.id, record.digest, content, record.step, record.trial)
-            self._known[record.id] = replay = replayed(proposal, record, history.decided.get(record.sequence))
+            replay = UpdateOperation(proposal, record, history.decided.get(record.sequence))
+            self._known[record.id] = replay
             self._unopened.append(replay)
         self._open_replays()
         for one in list(history.scheduled.values()):

@@ -121,7 +121,7 @@ class Replica(Protocol):
 
 
 class Order(Record):
-    """An order to a worker."""
+    """An order to a worker. Most are one method of `Replica`, which says what it does."""
 
     in_background: ClassVar[bool] = (
         False  # while training continues; otherwise in the stopped training thread

@@ -187,7 +187,7 @@ class JobView(Protocol):
 class Operation:
     """One entry of the coordinator's list."""
 
-    kind: ClassVar[str]
+    kind: str
     # It needs no boundary, only a durable file: a checkpoint waits for it, and no training thread does.
     only_writes: ClassVar[bool] = False
     in_trial: bool = False  # may run while the trial of another operation is in progress

@@ -54,8 +54,7 @@ from replicast.core.operation import Outcome, Timeouts
 from replicast.core.operations.attempt import Exit
 from replicast.core.operations.revert import WriteBefore
 from replicast.core.operations.save import TakeSnapshot
-from replicast.core.operations.trial import BeginTrial, EndTrial
-from replicast.core.operations.update import Apply
+from replicast.core.operations.update import Apply, BeginTrial, EndTrial
 from replicast.core.records import Refusal, Refuse, ReportId, Stage
 from replicast.core.worker import WorkerMachine
 from replicast.errors import ClusterError, FileDamaged, JobFailed, ReplicastError, UpdateRefused

@@ -91,20 +91,16 @@ class TrialOutcome(View, frozen=True):
 
 
 def judged(
-    trial: Trial, sequence: int, step: int, before: float | None, during: float | None, measured: int
-) -> TrialOutcome:
-    """Decides whether an update is kept."""
-    outcome: TrialVerdict = "reverted"
+    trial: Trial, before: float | None, during: float | None, measured: int
+) -> tuple[bool, str, float | None]:
+    """Decides whether an update is kept; says why, and what the metric was in the trial."""
     if during is None:
-        reason = f"{trial.metric} was not measured in the trial"
-    elif not math.isfinite(during):
-        reason, during = f"{trial.metric} was not finite in the trial", None
-    elif before is None or not math.isfinite(before):
-        reason, before = f"{trial.metric} was not measured before the update", None
-    else:
-        outcome = "kept" if trial.allows(before, during) else "reverted"
-        limit = f"{'at most' if trial.mode == 'min' else 'at least'} {trial.bound(before):.6g}"
-        few = f" ({measured} of its {trial.steps} steps)" if measured < trial.steps else ""
-        reason = f"{trial.metric} was {before:.6g} before the update and {during:.6g} in the trial{few}"
-        reason += f"; the limit was {limit}"
-    return TrialOutcome(sequence, outcome, step, trial.metric, before, during, reason)
+        return False, f"{trial.metric} was not measured in the trial", None
+    if not math.isfinite(during):
+        return False, f"{trial.metric} was not finite in the trial", None
+    if before is None or not math.isfinite(before):
+        return False, f"{trial.metric} was not measured before the update", during
+    limit = f"{'at most' if trial.mode == 'min' else 'at least'} {trial.bound(before):.6g}"
+    few = f" ({measured} of its {trial.steps} steps)" if measured < trial.steps else ""
+    reason = f"{trial.metric} was {before:.6g} before the update and {during:.6g} in the trial{few}"
+    return trial.allows(before, during), f"{reason}; the limit was {limit}", during

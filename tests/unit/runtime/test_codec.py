@@ -33,8 +33,7 @@ from replicast.core.messages import (
     Withdraw,
 )
 from replicast.core.operation import Outcome
-from replicast.core.operations import attempt, audit, function, pull, revert, save, sync, trial, update
-from replicast.core.operations import revert as keep
+from replicast.core.operations import attempt, audit, pull, revert, save, sync, update
 from replicast.core.records import (
     Applied,
     Proposal,
@@ -87,20 +86,20 @@ ORDERS: list[Any] = [
     update.Prepare("fix", "digest", PARCEL),
     update.Apply("fix", "digest", 3),
     update.Discard(("fix", "other")),
-    function.Compute("f"),
+    update.Compute("f"),
     sync.Digest(("dense/bias",)),
     sync.Publish("sync-1", ("dense/bias",)),
     save.TakeSnapshot("save-step-4"),
     attempt.Exit("the disk is full"),
-    trial.Measure(TRIAL),
-    trial.BeginTrial("fix", "digest", 3),
-    trial.EndTrial(kept=False, sequence=7),
+    update.Measure(TRIAL),
+    update.BeginTrial("fix", "digest", 3),
+    update.EndTrial(kept=False, sequence=7),
     audit.Examine(),
     audit.Expected(("dense/bias",)),
     audit.Compare("heal-1", "digest", ("dense/bias",)),
     audit.DeliverReport(REPORT, raises=True),
     pull.TakeRows("pull-1", "dense/bias", ((0, 3), (5, 6))),
-    keep.WriteBefore(3),
+    revert.WriteBefore(3),
     revert.Invert("undo", 3),
 ]
 ANSWERS: list[Any] = [

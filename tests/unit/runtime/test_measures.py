@@ -92,7 +92,7 @@ def test_a_worker_that_has_measured_nothing_is_no_part_of_the_mean() -> None:
     ],
 )
 def test_the_reason_says_what_decided(trial: Trial, during: float, measured: int, said: list[str]) -> None:
-    reason = judged(trial, 1, 9, 0.2, during, measured).reason
+    _, reason, _ = judged(trial, 0.2, during, measured)
     assert reason.startswith("loss was 0.2 before the update")
     assert all(part in reason for part in said)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from replicast.core.entries import Started
 from replicast.core.messages import Order, Replica
 from replicast.core.operation import (
@@ -35,7 +33,7 @@ class Begin(Operation):
     It gets a receipt of this attempt.
     """
 
-    kind: ClassVar[str] = "begin"
+    kind = "begin"
     in_trial = True
 
     def script(self, job: JobView) -> Script:
@@ -63,7 +61,7 @@ class Close(Operation):
     values that updates have overwritten            are durable before the job ends
     """
 
-    kind: ClassVar[str] = "close"
+    kind = "close"
     in_trial = True
 
     def script(self, job: JobView) -> Script:
@@ -89,7 +87,7 @@ class Leave(Operation):
     Undecided proposals are left to the next start: they are in the inbox, the journal or the checkpoint.
     """
 
-    kind: ClassVar[str] = "leave"
+    kind = "leave"
     in_trial = True
 
     def script(self, job: JobView) -> Script:
@@ -110,8 +108,6 @@ class Leave(Operation):
 
 
 class Exit(Order):
-    """Worker, in the training thread: exit the process, after it has answered."""
-
     problem: str = ""
     asked_by: tuple[str, ...] = ()
 

@@ -19,7 +19,7 @@ applies again the heals that have their record.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -54,7 +54,7 @@ Reports = dict[int, SeenDigests]
 class Audit(Operation):
     """A comparison that all workers have reported to, or that was requested."""
 
-    kind: ClassVar[str] = "audit"
+    kind = "audit"
     in_trial = True
 
     def __init__(self, id_: str, policy: str = "", report: ReportId | None = None) -> None:
@@ -224,15 +224,11 @@ def _note(differences: tuple[Difference, ...]) -> str:
 
 
 class Examine(Order):
-    """Worker, in the training thread: the digest of each variable."""
-
     def perform(self, replica: Replica) -> SeenDigests:
         return replica.examine()
 
 
 class Expected(Order):
-    """Worker 0, in the training thread: the digests according to checkpoint and journal."""
-
     names: tuple[str, ...]
 
     def perform(self, replica: Replica) -> dict[str, str]:
@@ -240,8 +236,6 @@ class Expected(Order):
 
 
 class Compare(Order):
-    """Worker, in the training thread: how far its values deviate from those of a prepared update."""
-
     id: str
     digest: str
     names: tuple[str, ...]
@@ -251,8 +245,6 @@ class Compare(Order):
 
 
 class DeliverReport(Order):
-    """Worker, in the training thread: receive the report of the audit."""
-
     report: AuditReport
     raises: bool
 

@@ -12,7 +12,6 @@ Nothing is changed, so it may happen in a trial.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from replicast.codec import Record
 from replicast.core.messages import Order, Replica
@@ -39,7 +38,7 @@ class PulledRows(Record):
 class Pull(Operation):
     """Somebody outside the job wants to see values."""
 
-    kind: ClassVar[str] = "pull"
+    kind = "pull"
     in_trial = True
 
     def __init__(self, id_: str, name: str, rows: Ranges = ()) -> None:
@@ -55,8 +54,6 @@ class Pull(Operation):
 
 
 class TakeRows(Order):
-    """Worker, in the training thread: the digest of the values; on worker 0 also a copy of them."""
-
     id: str
     name: str
     rows: Ranges

@@ -30,30 +30,29 @@ from replicast.core.operation import (
     Persist,
     Script,
 )
-from replicast.core.operations.update import UpdateOperation, applied, prepared
+from replicast.core.operations.update import UpdateOperation, applied
 from replicast.core.records import Content, Proposal, Published, Refuse, Stage
 
 
 class Revert(UpdateOperation):
     """An update that undoes another one."""
 
-    kind: ClassVar[str] = "revert"
+    kind = "revert"
 
     def script(self, job: JobView) -> Script:
-        sequence = self.update.reverts or 0
-        check_revert(job, self.update)
-        if self.update.content is None:
+        sequence = self.proposal.reverts or 0
+        check_revert(job, self.proposal)
+        if self.proposal.content is None:
             yield BeforeWritten(job.history.committed[sequence].id)
-            check_revert(job, self.update)  # its trial, which is played again, may have begun meanwhile
-            order = Invert(self.id, sequence, self.update.forced)
+            check_revert(job, self.proposal)  # its trial, which is played again, may have begun meanwhile
+            order = Invert(self.id, sequence, self.proposal.forced)
             made = (yield Ask(order, (0,), job.timeouts.prepare_secs, "find what to undo"))[0]
-            note = self.update.note or made.note
-            self.update = replace(self.update, digest=made.digest, content=made.content, note=note)
-            self.proposal = self.update
-        yield from prepared(self, job)
+            note = self.proposal.note or made.note
+            self.proposal = replace(self.proposal, digest=made.digest, content=made.content, note=note)
+        yield from self.prepared(job)
         step = yield Boundary()
-        check_revert(job, self.update)
-        return (yield from applied(self, job, self.update, step))
+        check_revert(job, self.proposal)
+        return (yield from applied(self, job, self.proposal, step))
 
 
 def check_revert(job: JobView, proposal: Proposal) -> None:
@@ -89,8 +88,6 @@ def why_not(history: History, sequence: int, *, forced: bool = False) -> str:
 
 
 class Invert(Order):
-    """Worker 0, in the background: make the update that undoes another one."""
-
     id: str
     sequence: int
     forced: bool = False
@@ -114,7 +111,7 @@ class Invert(Order):
 class Keep(Operation):
     """Worker 0 holds what an update has overwritten."""
 
-    kind: ClassVar[str] = "keep"
+    kind = "keep"
     only_writes: ClassVar[bool] = True
     in_trial = True
 
@@ -136,8 +133,6 @@ class Keep(Operation):
 
 
 class WriteBefore(Order):
-    """Worker 0, in the background: write the values that an update has overwritten."""
-
     sequence: int
     in_background: ClassVar[bool] = True
 

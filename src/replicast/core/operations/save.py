@@ -16,7 +16,6 @@ update was applied between the workers' snapshots, they are taken again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 from replicast.core.entries import Saved
 from replicast.core.messages import Order, Replica
@@ -33,7 +32,7 @@ from replicast.core.operation import (
     Persist,
     Script,
 )
-from replicast.core.operations.trial import under_way
+from replicast.core.operations.update import under_way
 from replicast.core.records import Refusal, Refuse, ReportId, Snapshot, Stage
 
 Snapshots = dict[int, Snapshot | None]
@@ -42,7 +41,7 @@ Snapshots = dict[int, Snapshot | None]
 class Save(Operation):
     """A checkpoint for which every worker has taken a snapshot, or that was requested."""
 
-    kind: ClassVar[str] = "save"
+    kind = "save"
 
     def __init__(self, id_: str, report: ReportId | None = None) -> None:
         super().__init__(id_)
@@ -101,8 +100,6 @@ def saved(job: JobView, snapshots: Snapshots) -> Part[Outcome]:
 
 
 class TakeSnapshot(Order):
-    """Worker, in the training thread: the digest of the state; on worker 0 also a copy of it."""
-
     id: str
     due: bool = False
     again: bool = False

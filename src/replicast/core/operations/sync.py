@@ -11,19 +11,23 @@ Apply, release ─────────────────────�
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from replicast.core.messages import Order, Replica
 from replicast.core.operation import Ask, Boundary, EarlierSettled, Go, JobView, Operation, Outcome, Script
-from replicast.core.operations.trial import under_way
-from replicast.core.operations.update import Apply, made_here, verified
+from replicast.core.operations.update import (
+    Apply,
+    committed,
+    discarded,
+    prepared_here,
+    under_way,
+    verified,
+)
 from replicast.core.records import Proposal, Published, Refuse, Stage
 
 
 class Sync(Operation):
     """All workers have called `sync`."""
 
-    kind: ClassVar[str] = "sync"
+    kind = "sync"
     in_trial = True
 
     def __init__(self, id_: str, source: int, names: tuple[str, ...] = ()) -> None:
@@ -37,7 +41,10 @@ class Sync(Operation):
         if job.trial is not None:
             raise Refuse(f"{under_way(job.trial)}: train until it is over, then call sync")
         seen = yield Ask(Digest(self.names), None, job.timeouts.compute_secs, "compare its state")
-        names = differing(seen, self.source)
+        of_source = seen[self.source]
+        names = tuple(
+            name for name in of_source if any(one[name] != of_source[name] for one in seen.values())
+        )
         if not names:
             return Outcome(Stage.VERIFIED)
         source = (self.source,)
@@ -45,7 +52,12 @@ class Sync(Operation):
         made = (yield Ask(publish, source, job.timeouts.compute_secs, "publish its values"))[self.source]
         note = f"sync with worker {self.source}"
         update = Proposal(self.id, made.digest, made.content, author="sync", note=note)
-        record = yield from made_here(self, job, update, step)
+        try:
+            yield from prepared_here(job, update)
+            record = yield from committed(self, job, update, step)
+        except Refuse:
+            yield from discarded(job, [update])
+            raise
         reports = yield Go(Apply(record.id, record.digest, record.sequence))
         job.audits.are_equal(step)
         outcome = yield from verified(job, record, update, step, reports)
@@ -53,15 +65,7 @@ class Sync(Operation):
         return outcome
 
 
-def differing(seen: dict[int, dict[str, str]], source: int) -> tuple[str, ...]:
-    """The variables in which a worker differs from the source."""
-    of_source = seen[source]
-    return tuple(name for name in of_source if any(one[name] != of_source[name] for one in seen.values()))
-
-
 class Digest(Order):
-    """Worker, in the training thread: the digest of each variable."""
-
     names: tuple[str, ...] = ()
 
     def perform(self, replica: Replica) -> dict[str, str]:
@@ -69,8 +73,6 @@ class Digest(Order):
 
 
 class Publish(Order):
-    """Worker, in the training thread of the source: an update that assigns its values."""
-
     id: str
     names: tuple[str, ...]
 
@@ -84,7 +86,7 @@ class Publish(Order):
 class Barrier(Operation):
     """All workers rest; every earlier proposal has its outcome when they continue."""
 
-    kind: ClassVar[str] = "meet"
+    kind = "meet"
     in_trial = True
 
     def script(self, job: JobView) -> Script:

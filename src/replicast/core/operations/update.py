@@ -11,15 +11,42 @@
 
 With `at_step`, all workers first agree to stop at that step, and that is recorded (`Scheduled`); no other
 operation waits for it. A replay from the journal runs the same script without writing the record again.
+
+Function: one worker computes the update from the live values, at the boundary where all apply it.
+
+    stop all ───────────────────────────────► stop at one boundary                         training threads
+    Compute ────────────────────────────────► the source runs the function; it may refuse
+    Prepare, write the payload, …             as for every update
+
+All workers may propose the same function under one id: it runs once, on its source. A function is code and
+cannot be stored: until its result is committed, it exists only in the memory of its source.
+
+Trial: the update is kept if a metric allows it, or reverted by every replica.
+
+    Prepare, stop all                         as for every update
+    Measure ────────────────────────────────► the metric before
+    write the record: THE COMMIT
+    set the stop at its end
+    BeginTrial, release ────────────────────► copy the state, apply the update, train on
+      … most other operations wait; nothing is saved …
+    all are stopped at its end
+    Measure ────────────────────────────────► the metric since
+    write the decision, once
+    End, release ───────────────────────────► kept: drop the copy. Reverted: restore it. Report the digest
+
+After a restart, a recorded decision is taken at its step, whatever is measured; without one, it decides anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from math import inf
 from typing import ClassVar
 
-from replicast.core.entries import Committed, Payload, Receipt, Scheduled
+from msgspec.structs import replace
+
+from replicast.core.entries import Committed, Decided, Payload, Receipt, Scheduled
 from replicast.core.messages import Order, Replica
 from replicast.core.operation import (
     Ask,
@@ -33,86 +60,93 @@ from replicast.core.operation import (
     Reserve,
     Script,
 )
-from replicast.core.records import Applied, Content, JobEnds, Proposal, Refuse, Stage
-from replicast.update.trial import TrialOutcome
+from replicast.core.records import Applied, Content, JobEnds, Proposal, Published, Refuse, Stage
+from replicast.update.trial import Trial, TrialOutcome, judged
 
 
 class UpdateOperation(Operation):
-    """A proposed update, or one of the journal that is applied again."""
+    """A proposed update, or one of the journal that is applied again: then it has a record."""
 
-    kind: ClassVar[str] = "update"
+    kind = "update"
+    proposal: Proposal
 
     def __init__(
         self,
         proposal: Proposal,
         record: Committed | None = None,
+        decided: Decided | None = None,
         *,
         scheduled: bool = False,
         stored: bool = False,
     ) -> None:
         super().__init__(proposal.id, proposal)
         self.stored = stored or scheduled or record is not None
-        self.update = proposal
         self.record = record
+        self.decided = decided
         self.scheduled = scheduled
+        if proposal.trial is not None:
+            self.kind = "trial"
         if record is not None:
             self.stage, self.step, self.must_run = Stage.COMMITTED, record.step, True
             self.replays, self.in_trial = (record.step, record.sequence), record.heals
             self.waits_until = record.step
 
     def script(self, job: JobView) -> Script:
-        yield from prepared(self, job)
-        step = yield Boundary(self.at_step)
-        return (yield from applied(self, job, self.update, step, self.record))
+        yield from self.prepared(job)
+        step = yield Boundary(self.proposal.at_step if self.record is None else self.record.step)
+        return (yield from applied(self, job, self.proposal, step, self.record, self.decided))
 
-    @property
-    def at_step(self) -> int | None:
-        """The step at which it must be applied, if that is not open."""
-        return self.update.at_step if self.record is None else self.record.step
-
-
-def prepared(update: UpdateOperation, job: JobView) -> Part[None]:
-    """Afterwards every worker can apply it; its payload is durable, and so is its step if it has one."""
-    proposal, secs = update.update, job.timeouts.prepare_secs
-    content = proposal.content
-    try:
-        if update.stored:
-            load = Load(proposal.id, proposal.digest)
-            content = (yield Ask(load, (0,), secs, "load the update"))[0]
-        prepare = Prepare(proposal.id, proposal.digest, content)
-        yield Ask(prepare, None, secs, "prepare the update")
-    except Refuse as error:
-        if update.record is None:
-            raise
-        raise JobEnds(
-            f"Update {update.record.sequence} of the journal cannot be applied again: {error}"
-        ) from None
-    if update.record is not None:
-        return
-    if not update.stored:
-        yield Persist(payload_of(proposal))
-        update.stored = True
-    update.stage = Stage.PREPARED
-    if proposal.at_step is not None and not update.scheduled:
-        yield Reserve(proposal.at_step)
-        yield Persist(Scheduled(proposal.id, proposal.digest, proposal.at_step, proposal.trial))
-    if proposal.at_step is not None:
-        update.stage, update.step = Stage.SCHEDULED, proposal.at_step
-        update.waits_until = proposal.at_step
+    def prepared(self, job: JobView) -> Part[None]:
+        """Afterwards every worker can apply it; its payload is durable, and so is its step if it has one."""
+        proposal, secs = self.proposal, job.timeouts.prepare_secs
+        content = proposal.content
+        try:
+            if self.stored:
+                load = Load(proposal.id, proposal.digest)
+                content = (yield Ask(load, (0,), secs, "load the update"))[0]
+            prepare = Prepare(proposal.id, proposal.digest, content)
+            yield Ask(prepare, None, secs, "prepare the update")
+        except Refuse as error:
+            if self.record is None:
+                raise
+            problem = f"Update {self.record.sequence} of the journal cannot be applied again: {error}"
+            raise JobEnds(problem) from None
+        if self.record is not None:
+            return
+        if not self.stored:
+            yield Persist(payload_of(proposal))
+            self.stored = True
+        self.stage = Stage.PREPARED
+        if proposal.at_step is None:
+            return
+        if not self.scheduled:
+            yield Reserve(proposal.at_step)
+            yield Persist(Scheduled(proposal.id, proposal.digest, proposal.at_step, proposal.trial))
+        self.stage, self.step, self.waits_until = Stage.SCHEDULED, proposal.at_step, proposal.at_step
 
 
-def made_here(operation: Operation, job: JobView, proposal: Proposal, step: int) -> Part[Committed]:
-    """Prepares and commits an update that was created at the boundary where all are stopped."""
-    try:
-        yield from prepared_here(job, proposal)
-        return (yield from committed(operation, job, proposal, step))
-    except Refuse:
-        yield from discarded(job, [proposal])
-        raise
+class Function(Operation):
+    """A function that was proposed. It waits until its source is among those that propose it."""
+
+    kind = "function"
+    proposal: Proposal
+    has_source = False
+
+    def script(self, job: JobView) -> Script:
+        function, times = self.proposal, job.timeouts
+        if function.at_step is not None:
+            yield Reserve(function.at_step)
+            self.waits_until = function.at_step
+        step = yield Boundary(function.at_step)
+        source = 0 if function.source is None else function.source
+        made = (yield Ask(Compute(self.id), (source,), times.compute_secs, "compute the update"))[source]
+        update = replace(function, digest=made.digest, content=made.content, note=function.note or made.note)
+        yield from prepared_here(job, update)
+        return (yield from applied(self, job, update, step))
 
 
 def prepared_here(job: JobView, proposal: Proposal) -> Part[None]:
-    """Afterwards every worker can apply it, and its payload is durable."""
+    """Prepares an update that was made at the boundary where all are stopped; its payload is durable."""
     order = Prepare(proposal.id, proposal.digest, proposal.content)
     yield Ask(order, None, job.timeouts.prepare_secs, "prepare the update")
     yield Persist(payload_of(proposal))
@@ -130,9 +164,16 @@ def payload_of(proposal: Proposal) -> Payload:
 
 
 def applied(
-    operation: Operation, job: JobView, proposal: Proposal, step: int, record: Committed | None = None
+    operation: Operation,
+    job: JobView,
+    proposal: Proposal,
+    step: int,
+    record: Committed | None = None,
+    decided: Decided | None = None,
 ) -> Part[Outcome]:
     """Commits, applies and verifies an update while all are stopped; a replay is committed already."""
+    if proposal.trial is not None:
+        return (yield from tried(operation, job, proposal, proposal.trial, step, record, decided))
     record = record or (yield from committed(operation, job, proposal, step))
     reports = yield Go(Apply(record.id, record.digest, record.sequence, keep=True))
     return (yield from verified(job, record, proposal, step, reports))
@@ -199,9 +240,77 @@ def verified(
     return Outcome(stage, receipt)
 
 
-class Load(Order):
-    """Worker 0, in the background: make a payload of the journal available to all workers."""
+def tried(
+    operation: Operation,
+    job: JobView,
+    proposal: Proposal,
+    trial: Trial,
+    start: int,
+    record: Committed | None,
+    decided: Decided | None,
+) -> Part[Outcome]:
+    """From the boundary where it is applied to the one where it is decided."""
+    replayed = record is not None
+    if record is None:
+        before, _ = yield from _measured(job, trial)
+        if before is None:
+            raise Refuse(f"{trial.metric} was not measured before the trial")
+        record = yield from committed(operation, job, proposal, start, before=before)
+    ends = start + trial.steps if decided is None else decided.step
+    job.trial, operation.must_run = operation, True
+    job.promise(operation, ends)
+    begun = yield Go(BeginTrial(record.id, record.digest, record.sequence))
+    operation.stage = Stage.APPLIED
+    operation.waits_for, operation.waits_until = f"the end of its trial at step {ends}", ends
+    if replayed:
+        operation.replays = (ends, inf if decided is None else decided.last + 0.5)
+        job.replay(operation)
+    end = yield Boundary(ends)
+    if decided is None:
+        during, steps = yield from _measured(job, trial)
+        kept, reason, during = judged(trial, record.before, during, steps)
+        decided = Decided(record.sequence, kept, end, job.history.next_sequence - 1, reason, during)
+        try:
+            yield Persist(decided)  # before any worker acts on it
+        except Refuse as error:
+            raise JobEnds(f"The outcome of the trial of {record.id} cannot be written: {error}") from None
+    job.trial = None
+    ended = yield Go(EndTrial(decided.kept, record.sequence))
+    reports = {rank: replace(begun[rank], digest=ended[rank].digest) for rank in ended}
+    return (yield from verified(job, record, proposal, start, reports, outcome_of(trial, record, decided)))
 
+
+def outcome_of(trial: Trial, record: Committed, decided: Decided) -> TrialOutcome:
+    return TrialOutcome(
+        record.sequence,
+        "kept" if decided.kept else "reverted",
+        decided.step,
+        trial.metric,
+        record.before,
+        decided.during,
+        decided.reason,
+    )
+
+
+def under_way(operation: Operation) -> str:
+    """Which trial is in progress, and until when, as text."""
+    meeting = operation.meeting
+    until = "" if meeting is None else f" runs until step {meeting.at_step}"
+    return f"The trial of {operation.id}{until or ' ends here'}"
+
+
+def _measured(job: JobView, trial: Trial) -> Part[tuple[float | None, int]]:
+    """The mean of the metric over the workers, and the number of steps."""
+    answers = yield Ask(Measure(trial), None, job.timeouts.compute_secs, "measure")
+    known = [mean for mean, _ in answers.values() if mean is not None]
+    mean = sum(known) / len(known) if known else None
+    return mean, min(steps for _, steps in answers.values())
+
+
+# The workers' orders: what each does says the method of `Replica`.
+
+
+class Load(Order):
     id: str
     digest: str
     in_background: ClassVar[bool] = True
@@ -211,8 +320,6 @@ class Load(Order):
 
 
 class Prepare(Order):
-    """Worker, in the background: fetch the bytes, and check that they can be applied."""
-
     id: str
     digest: str
     content: Content
@@ -223,8 +330,6 @@ class Prepare(Order):
 
 
 class Discard(Order):
-    """Worker, in the background: discard a prepared update."""
-
     ids: tuple[str, ...]
     in_background: ClassVar[bool] = True
 
@@ -233,9 +338,14 @@ class Discard(Order):
             replica.discard(id_)
 
 
-class Apply(Order):
-    """Worker, in the training thread: apply a prepared update; report the digest of what it touched."""
+class Compute(Order):
+    id: str
 
+    def perform(self, replica: Replica) -> Published:
+        return replica.compute(self.id)
+
+
+class Apply(Order):
     id: str
     digest: str
     sequence: int
@@ -243,3 +353,34 @@ class Apply(Order):
 
     def perform(self, replica: Replica) -> Applied | Callable[[], Applied]:
         return replica.apply(self.id, self.digest, self.sequence, keep=self.keep)
+
+
+class Measure(Order):
+    trial: Trial
+
+    def perform(self, replica: Replica) -> tuple[float | None, int]:
+        return replica.measure(self.trial)
+
+
+class BeginTrial(Order):
+    id: str
+    digest: str
+    sequence: int
+
+    def perform(self, replica: Replica) -> Applied | Callable[[], Applied]:
+        replica.keep_copy()
+        return replica.apply(self.id, self.digest, self.sequence, keep=True)
+
+
+class EndTrial(Order):
+    """Keeps or reverts the update; reports the digest of the whole state."""
+
+    kept: bool
+    sequence: int
+
+    def perform(self, replica: Replica) -> Applied:
+        if not self.kept:
+            replica.go_back()
+            replica.drop_before(self.sequence)
+        replica.drop_copy()
+        return Applied(replica.digest())
