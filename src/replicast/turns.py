@@ -165,13 +165,15 @@ class Turns:
         finally:
             self._alone = None
 
-    def report_wait(self, step: int) -> None:
-        """Publishes that this worker waits for the others at a boundary, where it starts no transfer."""
-        value = {"worker": self._rank, "transfers": self._transfers_started(), "step": step}
-        self._stands = self._keys.put("stands", value) or self._stands
+    def report_wait(self, step: int | None) -> None:
+        """Publishes that this worker waits for the others at a boundary, where it starts no transfer.
 
-    def end_wait(self) -> None:
-        if self._stands:  # not if the key is another worker's
+        None: it does not wait any more.
+        """
+        if step is not None:
+            value = {"worker": self._rank, "transfers": self._transfers_started(), "step": step}
+            self._stands = self._keys.put("stands", value) or self._stands
+        elif self._stands:  # not if the key is another worker's
             self._keys.delete("stands")
             self._stands = False
 

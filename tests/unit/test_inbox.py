@@ -52,7 +52,7 @@ def stage_of(run: Path, id_: str) -> Stage | None:
 
 def reader_of(job: Job) -> InboxReader:
     reader = InboxReader(job.workers[0].session, job.attempt, lambda _path, what, error: None)
-    job.workers[0].on_inbox = reader.on_outcome
+    job.workers[0].hooks.on_inbox = reader.on_outcome
     return reader
 
 
@@ -529,7 +529,7 @@ class Asked:
         self.job, self.run_dir = job, run_dir
         self.ended: list[Ended] = []
         self.of_job = reader_of(job)
-        job.workers[0].on_ended = self._ended
+        job.workers[0].hooks.on_ended = self._ended
 
     def _ended(self, ended: Ended) -> None:
         self.ended.append(ended)

@@ -24,7 +24,6 @@ LAYERS = [
         "script_digest",
         "names",
         "mapped_memory",
-        "sigterm",
     },
     {"update"},
     {"core"},

@@ -449,7 +449,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
 def test_a_worker_that_went_on_from_a_boundary_is_not_waited_for_there(busy: list[Worker]) -> None:
     busy[1].lifetime.turns.report_wait(step=3)
     busy[2].lifetime.turns.report_wait(step=3)
-    busy[1].lifetime.turns.end_wait()
+    busy[1].lifetime.turns.report_wait(None)
     busy[0].transfers = 1  # the next step
     polled = busy[0].lifetime.polls
     eventually(lambda: busy[0].lifetime.polls >= polled + 3 or busy[0].lifetime.failure is not None)
@@ -462,7 +462,7 @@ def test_a_worker_that_went_on_from_a_boundary_is_not_waited_for_there(busy: lis
 def test_a_missed_boundary_is_noticed_though_a_third_worker_goes_on(busy: list[Worker]) -> None:
     busy[1].lifetime.turns.report_wait(step=3)
     busy[0].lifetime.turns.report_wait(step=3)
-    busy[0].lifetime.turns.end_wait()
+    busy[0].lifetime.turns.report_wait(None)
     busy[2].transfers = 1
     eventually(lambda: busy[2].coordination.aborted)
     assert "worker 1 waits for the others at the boundary of step 3" in busy[2].coordination.aborted[0]

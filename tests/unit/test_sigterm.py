@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from replicast.sigterm import on_sigterm
+from replicast.replicas.departure import on_sigterm
 
 DEADLINE_SECS = 120.0
 
@@ -26,7 +26,7 @@ def nobody_has_a_handler() -> Iterator[None]:
 
 def ended_script(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Runs a script that knows `on_sigterm` and has no launcher."""
-    preamble = "import os, signal\nfrom replicast.sigterm import on_sigterm\n"
+    preamble = "import os, signal\nfrom replicast.replicas.departure import on_sigterm\n"
     without = {name: value for name, value in os.environ.items() if name != "REPLICAST_LAUNCHED"}
     return subprocess.run(
         [sys.executable, "-c", preamble + script],
@@ -102,7 +102,7 @@ def test_a_handler_of_the_script_s_own_stays() -> None:
 WORKER = """
 import os, sys, time
 from pathlib import Path
-from replicast.sigterm import on_sigterm
+from replicast.replicas.departure import on_sigterm
 told = []
 on_sigterm(lambda: told.append(1))
 Path("new").write_text(str(os.getpid()))

@@ -388,7 +388,7 @@ def test_an_audit_that_the_script_asked_for_is_written_down_once(tmp_path: Path)
             made[0].on_ended(report)
             ended.append(report)
 
-        job.workers[0].on_ended = tell
+        job.workers[0].hooks.on_ended = tell
         reports = job.on_all(lambda worker: made[worker.rank].audit(None))
         eventually(lambda: ended)
         assert [one.number for one in made[0].reports] == [reports[0].number]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from replicast.replicas import worker_notes
+from replicast.replicas.position import Training
 from replicast.replicas.worker_notes import DistantNotes, RunFiles
 from replicast.storage.claims import Fence
 from replicast.storage.run_files import ENDED, WorkerNote, read_worker_notes, write_worker_note
@@ -40,11 +41,13 @@ def files_of_both(
     """Worker 0's, and those of a worker 1 whose host has another directory, or none, at that path."""
     fence = Fence(shared, 0)
     first, other = (worker.session for worker in job.workers)
+    trainings = [Training(worker.session, worker.state) for worker in job.workers]
+    group = fence.identity
     both = [
-        RunFiles(first, shared, 0, fence),
-        RunFiles(other, there, 0, group=fence.identity, launcher_reads=launcher_reads),
+        RunFiles(first, shared, 0, trainings[0], fence),
+        RunFiles(other, there, 0, trainings[1], group=group, launcher_reads=launcher_reads),
     ]
-    job.workers[0].on_note = both[0].on_note
+    job.workers[0].hooks.on_note = both[0].on_note
     for one in both:
         one.start()
     return both
@@ -73,7 +76,7 @@ def test_the_note_of_a_worker_that_does_not_see_the_run_directory_appears_there(
     job: Job, tmp_path: Path
 ) -> None:
     shared, there = tmp_path / "shared", tmp_path / "there"
-    files_of_both(job, shared, there)[1].training = True
+    files_of_both(job, shared, there)[1].training.active = True
     train(job, 5)
     eventually(lambda: step_of(shared, 1) == 5)
     train(job, 2)
@@ -149,8 +152,9 @@ def test_when_the_job_has_failed_worker_0_does_not_say_how_the_others_are(job: J
 def test_a_bad_note_ends_nothing_and_is_said_once(
     job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files = RunFiles(job.workers[0].session, tmp_path, 0, Fence(tmp_path, 0))
-    job.workers[0].on_note = files.on_note
+    first = job.workers[0]
+    files = RunFiles(first.session, tmp_path, 0, Training(first.session, first.state), Fence(tmp_path, 0))
+    job.workers[0].hooks.on_note = files.on_note
     files.start()
     session = job.workers[1].session
     session.send_note("{")

@@ -46,7 +46,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 def job(tmp_path: Path) -> Iterator[Job]:
     with Job(2, FileJournal(tmp_path, Fence(tmp_path, attempt=0))) as job:
         first = job.workers[0]
-        first.expected_fingerprints = lambda names: expectation.expected_fingerprints(
+        first.hooks.expected_fingerprints = lambda names: expectation.expected_fingerprints(
             first.state, tmp_path, first.session.replica.holds, names, durable=True
         )
         yield job

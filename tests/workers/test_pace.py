@@ -35,14 +35,13 @@ def test_a_step_that_goes_back_begins_a_new_mean() -> None:
 
 def test_the_steps_left_are_those_of_all_epochs_that_remain() -> None:
     fits = (Fit(2, 10), Fit(4, 25))
-    assert progress(Position(1, 5, fits), training=True) == {"epoch": 1, "epochs": 4, "steps_left": 70}
-    assert progress(Position(4, 0, fits), training=True) == {"epoch": 3, "epochs": 4, "steps_left": 0}
+    assert progress(Position(1, 5, fits)) == {"epoch": 1, "epochs": 4, "steps_left": 70}
+    assert progress(Position(4, 0, fits)) == {"epoch": 3, "epochs": 4, "steps_left": 0}
 
 
 def test_what_is_not_known_is_not_told() -> None:
-    assert progress(Position(1, 5, (Fit(4),)), training=True) == {"epoch": 1, "epochs": 4}
-    assert progress(Position(2, 5, (), "loop"), training=True) == {"epoch": 2}
-    assert progress(None, training=True) == progress(Position(), training=False) == {}
+    assert progress(Position(1, 5, (Fit(4),))) == {"epoch": 1, "epochs": 4}
+    assert progress(Position(2, 5, (), "loop")) == {"epoch": 2}
 
 
 def test_the_memory_of_a_process_is_known() -> None:

@@ -97,7 +97,8 @@ def checkpoint_of_ones(run_dir: Path) -> None:
         worker = job.workers[0]
         training = Training(worker.session, worker.state)
         checkpoints = Checkpoints(worker.session, worker.state, training, CheckpointStore(run_dir), 0)
-        worker.take_snapshot, worker.write_checkpoint = checkpoints.take_snapshot, checkpoints.write
+        worker.hooks.take_snapshot = checkpoints.take_snapshot
+        worker.hooks.write_checkpoint = checkpoints.write
         assert job.on_all(lambda _: checkpoints.save_here())[0].result(120) is not None
 
 

@@ -19,13 +19,13 @@ from replicast.core.records import Stage
 from replicast.errors import JobFailed, UpdateRefused
 from replicast.replicas import inbox_reader
 from replicast.replicas import worker_notes as run_files
-from replicast.replicas.position import Fit, Position
+from replicast.replicas.position import Fit, Position, Training
 from replicast.replicas.worker_notes import RunFiles
 from replicast.storage import inbox
 from replicast.storage.claims import Fence
 from replicast.storage.run_files import WorkerNote, last_metrics, read_worker_notes, write_worker_note
 from replicast.strictjson import parse_object
-from replicast.testing.job import Job, eventually
+from replicast.testing.job import Job, Worker, eventually
 from replicast.update.update import Update
 from tests.pool import Pool
 from tests.workers.recipes import perceptron
@@ -45,10 +45,15 @@ def bias(amount: float, **options: Any) -> Update:
 
 
 def keeping_of(job: Job, run: Path, fence: Fence | None = None) -> RunFiles:
-    keeping = RunFiles(job.workers[0].session, run, 0, fence)
-    job.workers[0].on_inbox = keeping.inbox.on_outcome
-    keeping.training = True
+    keeping = RunFiles(job.workers[0].session, run, 0, training_of(job.workers[0]), fence)
+    job.workers[0].hooks.on_inbox = keeping.inbox.on_outcome
     return keeping
+
+
+def training_of(worker: Worker) -> Training:
+    training = Training(worker.session, worker.state)
+    training.active = True
+    return training
 
 
 def train_until(job: Job, condition: Callable[[], object]) -> None:
@@ -85,13 +90,13 @@ def test_what_a_group_had_taken_before_it_was_thought_dead_is_not_refused_by_it(
 ) -> None:
     keeping = keeping_of(job, tmp_path, Fence(tmp_path, attempt=0))
     session = job.workers[0].session
-    outcome, others = job.workers[0].on_inbox, []
+    outcome, others = job.workers[0].hooks.on_inbox, []
 
     def taken_over_just_before(ticket: str, tell: Any) -> None:
         others.append(Fence(tmp_path, attempt=1))
         outcome(ticket, tell)
 
-    job.workers[0].on_inbox = taken_over_just_before
+    job.workers[0].hooks.on_inbox = taken_over_just_before
     inbox.submit(tmp_path, bias(np.nan, id="precious"))
     keeping.start()
     eventually(session.threads.stopping.is_set)
@@ -307,9 +312,10 @@ def test_every_worker_writes_a_heartbeat_and_the_last_one_says_that_all_is_done(
     path = heartbeat_file({"REPLICAST_PROGRESS_FILE": str(tmp_path / "beat-{rank}.json")}, rank=3)
     assert path == tmp_path / "beat-3.json"
     monkeypatch.setattr(run_files, "NOTE_SECS", 0.01)
-    position = Position(epoch=1, batch=10, fits=(Fit(epochs=4, batches=20),))
-    keeping = RunFiles(job.workers[0].session, None, 2, position=lambda: position, heartbeat=path)
-    keeping.training, keeping.logs = True, {"loss": np.nan, "accuracy": 0.5, "text": "no number"}
+    training = training_of(job.workers[0])
+    training.position = Position(epoch=1, batch=10, fits=(Fit(epochs=4, batches=20),))
+    keeping = RunFiles(job.workers[0].session, None, 2, training, heartbeat=path)
+    keeping.logs = {"loss": np.nan, "accuracy": 0.5, "text": "no number"}
     keeping.start()
     eventually(path.exists)
     beat = parse_object(path.read_bytes())
@@ -324,7 +330,8 @@ def test_a_heartbeat_that_cannot_be_written_costs_one_warning(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(run_files, "NOTE_SECS", 0.01)
-    keeping = RunFiles(job.workers[0].session, None, 0, heartbeat=tmp_path / "missing" / "beat.json")
+    beat = tmp_path / "missing" / "beat.json"
+    keeping = RunFiles(job.workers[0].session, None, 0, training_of(job.workers[0]), heartbeat=beat)
     keeping.start()
     eventually(lambda: "The heartbeat file cannot be written" in caplog.text)
     keeping.note_end()

@@ -49,20 +49,16 @@ class Saver:
         self.training = Training(worker.session, worker.state)
         self.checkpoints = Checkpoints(worker.session, worker.state, self.training, store, attempt=0)
         worker.session.set_audit_policy(policy)
-        worker.take_snapshot = self.checkpoints.take_snapshot
-        worker.write_checkpoint = self.checkpoints.write
-        worker.on_ended = self.on_ended
+        worker.hooks.take_snapshot = self.checkpoints.take_snapshot
+        worker.hooks.write_checkpoint = self.checkpoints.write
+        worker.hooks.on_ended = self.on_ended
+        self.training.active = self.training.has_begun = True
         companions: list[Departure] = []
         self.departure = Departure(
-            worker.session,
-            self.checkpoints,
-            companions,
-            is_training=lambda: True,
-            has_trained=lambda: True,
-            answer=lambda problem: None,
+            worker.session, self.checkpoints, self.training, companions, lambda problem: None
         )
         companions.append(self.departure)
-        worker.on_leave = self.departure.leave
+        worker.hooks.on_leave = self.departure.leave
         if run_dir is not None:
             self.checkpoints.follow(plan or SavePlan())
 
@@ -609,9 +605,9 @@ def test_one_that_is_skipped_does_not_take_the_place_of_one_that_the_script_has_
             may_write.wait(DEADLINE_SECS)
             return write(saved)
 
-        job.workers[0].write_checkpoint = write_later
+        job.workers[0].hooks.write_checkpoint = write_later
         ended: list[Ended] = []
-        job.workers[0].on_ended = ended.append
+        job.workers[0].hooks.on_ended = ended.append
         update = Update(id="between").add("dense/bias", np.ones(3, np.float32))
         proposed: list[Any] = []
 
@@ -660,14 +656,14 @@ def test_a_save_that_is_refused_late_does_not_settle_the_next_one(
     with Job(2) as job:
         made = savers(job, tmp_path)
         is_next, is_heard = threading.Event(), threading.Event()
-        hear = job.workers[0].on_ended
+        hear = job.workers[0].hooks.on_ended
 
         def hear_late(ended: Ended) -> None:
             is_next.wait(DEADLINE_SECS)
             hear(ended)
             is_heard.set()
 
-        job.workers[0].on_ended = hear_late
+        job.workers[0].hooks.on_ended = hear_late
         SlowStore(monkeypatch, is_heard.is_set)
 
         def no_memory(_: object) -> None:

@@ -33,6 +33,7 @@ from replicast.core.records import Refusal, Stage
 from replicast.errors import FileDamaged, ReplicastError, UpdateRefused, printable
 from replicast.files import RunDir, RunPath
 from replicast.processes import this_process
+from replicast.replicas.lanes import Deadline
 from replicast.replicas.proposals import diverged, refused
 from replicast.replicas.session import Session
 from replicast.storage import inbox
@@ -47,6 +48,7 @@ LOOK_SECS = 0.3  # How long one look at the updates, or at the others, may take:
 CLEAN_SECS = 60.0
 MAX_PULL_BYTES = 1 << 30
 
+_NOTHING: Mapping[str, Any] = {}
 _Outcome: TypeAlias = Tell | tuple[InboxAnswer, npt.NDArray[Any] | None]
 
 
@@ -54,7 +56,7 @@ _Outcome: TypeAlias = Tell | tuple[InboxAnswer, npt.NDArray[Any] | None]
 class _Taken:
     path: RunPath
     request: InboxRequest | None = None  # None: an update
-    noted: tuple[Any, ...] = ()
+    noted: dict[str, Any] | None = None
 
 
 class InboxReader:
@@ -142,7 +144,10 @@ class InboxReader:
             if isinstance(result, Refusal):
                 answer = self._answer(id_, Stage.REFUSED, step, result.problem)
             elif isinstance(result, PulledRows):
-                answer = self._answer(id_, Stage.VERIFIED, step, details=_described(result))
+                rows = [list(one) for one in result.rows]
+                digests = {str(rank): digest for rank, digest in result.digests.items()}
+                details = {"name": result.name, "rows": rows, "digests": digests, "equal": result.equal}
+                answer = self._answer(id_, Stage.VERIFIED, step, details=details)
             elif ended.kind == "save" and result is not None:
                 answer = self._answer(id_, Stage.VERIFIED, int(result))
             elif ended.kind == "save":
@@ -172,12 +177,7 @@ class InboxReader:
         self._outcomes.put((id_, (answer, None)))  # `settle` tries again, or finds the request gone
 
     def _answer(
-        self,
-        id_: str,
-        stage: Stage,
-        step: int,
-        problem: str = "",
-        details: Mapping[str, Any] | None = None,
+        self, id_: str, stage: Stage, step: int, problem: str = "", details: Mapping[str, Any] = _NOTHING
     ) -> InboxAnswer:
         taken = self._taken.get(id_)
         request = None if taken is None else taken.request
@@ -189,7 +189,7 @@ class InboxReader:
             kind="" if request is None else request.kind,
             author="" if request is None else request.author,
             attempt=self._attempt,
-            details=dict(details or {}),
+            details=dict(details),
         )
 
     # One request.
@@ -200,11 +200,11 @@ class InboxReader:
     def _each(
         self, run_dir: RunDir, paths: Iterable[RunPath], act: Callable[[RunDir, RunPath], None]
     ) -> None:
-        ends, known = time.monotonic() + LOOK_SECS, self._known()
+        deadline, known = Deadline(LOOK_SECS), self._known()
         for path in paths:
             if path not in known:
                 self._process(run_dir, path, act)
-            if time.monotonic() > ends:
+            if deadline.has_passed():
                 return
 
     def _process(self, run_dir: RunDir, path: RunPath, act: Callable[[RunDir, RunPath], None]) -> bool:
@@ -311,11 +311,8 @@ class InboxReader:
         under_way = {one["id"]: one for one in self._session.operations()} if updates else {}
         for taken in updates:
             one = under_way.get(inbox.id_of(taken.path))
-            if one is None:
-                continue
-            standing = tuple(one[name] for name in ("stage", "step", "waits_for", "trial_until"))
-            if taken.noted != standing:
-                taken.noted = standing
+            if one is not None and taken.noted != one:
+                taken.noted = one
                 waits = {name: one[name] for name in ("step", "waits_for", "trial_until")}
                 inbox.note_stage(run_dir, one["id"], Stage(one["stage"]), taken_by=this_process(), **waits)
 
@@ -326,8 +323,8 @@ class InboxReader:
             stage, problem = Stage.WITHDRAWN, ""
             if outcome.stage is not Stage.WITHDRAWN:
                 stage, problem = Stage.REFUSED, _refusal(outcome).problem
-            answer = self._answer(taken.request.id, stage, self._session.step, problem)
-            inbox.answer(run_dir, taken.request.id, answer)
+            id_ = taken.request.id
+            inbox.answer(run_dir, id_, self._answer(id_, stage, self._session.step, problem))
         else:
             self._settle_update(outcome, run_dir, path)
 
@@ -348,15 +345,5 @@ class InboxReader:
 
 
 def _refusal(tell: Tell) -> UpdateRefused:
-    if tell.outcome is None:
-        return UpdateRefused("It was refused in an earlier attempt")
-    return refused(tell.outcome)
-
-
-def _described(pulled: PulledRows) -> dict[str, Any]:
-    return {
-        "name": pulled.name,
-        "rows": [list(one) for one in pulled.rows],
-        "digests": {str(rank): digest for rank, digest in pulled.digests.items()},
-        "equal": pulled.equal,
-    }
+    earlier = Refusal("It was refused in an earlier attempt")
+    return refused(earlier if tell.outcome is None else tell.outcome)

@@ -1,9 +1,8 @@
 """One worker of a model that all workers have built: how it joins them, and what its parts tell each other.
 
-`JoinedWorker` makes every part and is what the session calls back (`WorkerHooks`): who is told what stands
-in this file. The constructor meets the other workers in these rounds, each with `join_secs`, and an error
-names the worker that is missing: the schema, the accelerator, the attempt, the transport's connections, the
-group, the audit plan.
+`JoinedWorker` makes every part, and says which of them the session calls back (`WorkerHooks`). The
+constructor meets the other workers in these rounds, each with `join_secs`, and an error names the worker that
+is missing: the schema, the accelerator, the attempt, the transport's connections, the group, the audit plan.
 """
 
 from __future__ import annotations
@@ -14,18 +13,15 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import keras
 
 from replicast.config import ATTEMPT, heartbeat_file, read_launch
-from replicast.core.entries import Saved
-from replicast.core.events import Ended, WriteOutcome
-from replicast.core.messages import Tell
+from replicast.core.events import Ended
 from replicast.core.operation import Timeouts
-from replicast.core.records import Snapshot
 from replicast.errors import FileDamaged, JobFailed, NotSupported, ReplicastError
 from replicast.files import RunDir, below
 from replicast.replicas.channel import Channel, DirectExchange
@@ -59,8 +55,8 @@ from replicast.update.schema import Limits
 logger = logging.getLogger("replicast")
 
 
-class JoinedWorker(WorkerHooks):
-    """Methods are for the training thread, except those that the session calls."""
+class JoinedWorker:
+    """Methods are for the training thread, except those that the session calls (`WorkerHooks`)."""
 
     def __init__(
         self,
@@ -84,7 +80,6 @@ class JoinedWorker(WorkerHooks):
         self._durable = durable
         self._optimizers = _built_optimizers(model, optimizer, strategy)
         self._uncounted_since: int | None = None
-        self.has_trained = False
         self.called_by: object = None  # the callback of the current `fit`
         self.state = KerasState(model, self._optimizers)
         if guard is not None:
@@ -136,7 +131,6 @@ class JoinedWorker(WorkerHooks):
             Channel(strategy.coordination, name, rank, size),
             self.transport,
             self.state,
-            self,
             journal=journal,
             saved=[saved_of(manifest) for manifest in store.list()]
             if rank == 0 and store is not None
@@ -154,29 +148,39 @@ class JoinedWorker(WorkerHooks):
             self.session,
             run_dir,
             self._attempt,
+            self.training,
             fence,
             None if rank == 0 else group,
             launcher_reads=_launcher_reads(run_dir),
             may_save=lambda: not self.checkpoints.is_busy,
-            position=lambda: self.training.position,
             heartbeat=heartbeat_file(os.environ, rank),
         )
         self.departure = Departure(
-            self.session,
-            self.checkpoints,
-            strategy.leavings,
-            is_training=lambda: self.run_files.training,
-            has_trained=lambda: self.has_trained,
-            answer=self._answer_leave,
+            self.session, self.checkpoints, self.training, strategy.leavings, self._answer_leave
         )
         self.audits = Audits(
             self.session, self.state.schema, run_dir, audits, self._attempt, self._answer_audit
         )
-        self.session.start()
+        self.session.start(
+            WorkerHooks(
+                check=strategy.lifetime.check,
+                trained=strategy.extended.transfers_started,
+                take_snapshot=self.checkpoints.take_snapshot,
+                write_checkpoint=self.checkpoints.write,
+                expected_fingerprints=self._expected_fingerprints,
+                on_report=self.audits.on_report,
+                on_leave=self.departure.leave,
+                on_long_wait=strategy.lifetime.turns.report_wait,
+                on_ended=self._on_ended,
+                on_inbox=self.run_files.inbox.on_outcome,
+                on_note=self.run_files.on_note,
+            )
+        )
         self.run_files.start()
         self._states = RunStates(run_dir, rank, size, self._attempt)
         # Even before training: a worker that is told to exit then tells the others, and exits with its code.
-        leave_on_sigterm(self.departure, strategy.leavings)
+        strategy.leavings.append(self.departure)
+        leave_on_sigterm(strategy.leavings)
 
     # Trainings and boundaries.
 
@@ -198,19 +202,19 @@ class JoinedWorker(WorkerHooks):
                 remedy="Call close() on this Replicas, and create a new replicast.Replicas(model) after "
                 "compile",
             )
-        if self.has_trained:
+        if self.training.has_begun:
             self.count_steps()
         else:
             self.together()
-            self.has_trained = True
+            self.training.has_begun = True
         self.session.arrive(self.session.step)
-        self.run_files.training = True
+        self.training.active = True
         self._strategy.take_start(self._model)  # the restored position is for this `fit`, not a later one
 
     def boundary(self, *, steps: int, logs: Mapping[str, Any] | None, batches: int) -> None:
         """As `Replicas.boundary`."""
         session = self.session
-        self.run_files.training = True
+        self.training.active = True
         if logs is not None:
             self.run_files.logs = logs
         self._strategy.wait_for_device()
@@ -235,7 +239,7 @@ class JoinedWorker(WorkerHooks):
         session.wait_for_outcomes()
         self.checkpoints.settle()
         self.checkpoints.check()
-        self.run_files.training = False
+        self.training.active = False
 
     def begin_epoch(self, epoch: int | None) -> None:
         """Called on all workers. The order of the data follows from the epoch's number."""
@@ -266,7 +270,7 @@ class JoinedWorker(WorkerHooks):
 
     def close(self, *, at_exit: bool) -> None:
         """Settles open proposals together with all workers, and stops the threads."""
-        self.run_files.training = False
+        self.training.active = False
         try:
             self.count_steps()
             self.run_files.send_last()
@@ -289,60 +293,29 @@ class JoinedWorker(WorkerHooks):
         if self.departure not in self._strategy.leavings:  # closed before, and the script went on
             self._strategy.leavings.append(self.departure)
         for each in self._strategy.leavings:
-            each.ends = True
+            each.session.script_ended = True
 
     def abandon(self) -> None:
         """The process exits, in whatever state it is. Waits for nobody."""
         self.session.abandon()
         self.run_files.note_end()
         self._states.abandoned(self.session.step, self._strategy.lifetime.failure)
-        self.departure.ends = True  # it exits anyway: SIGTERM need not
+        self.session.script_ended = True  # it exits anyway: SIGTERM need not
 
-    # What the session asks and tells.
+    # What the session asks and tells, where it is not one part alone that answers.
 
-    def check(self) -> None:
-        self._strategy.lifetime.check()
-
-    def trained(self) -> int:
-        return int(self._strategy.extended.transfers_started())
-
-    def take_snapshot(self, id_: str, due: bool, again: bool) -> Callable[[], Snapshot]:
-        return self.checkpoints.take_snapshot(id_, due, again)
-
-    def write_checkpoint(self, saved: Saved) -> WriteOutcome:
-        return self.checkpoints.write(saved)
-
-    def expected_fingerprints(self, names: Sequence[str]) -> dict[str, str]:
+    def _expected_fingerprints(self, names: Sequence[str]) -> dict[str, str]:
         if self._run_dir is None or self.session.rank != 0:
             return {}
         holds = self.session.replica.holds
         return expected_fingerprints(self.state, self._run_dir, holds, names, durable=self._durable)
 
-    def on_report(self, report: Any, raises: bool) -> None:
-        self.audits.on_report(report, raises)
-
-    def on_leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
-        self.departure.leave(problem, asked_by)
-
-    def on_long_wait(self, step: int | None) -> None:
-        turns = self._strategy.lifetime.turns
-        if step is None:
-            turns.end_wait()
-        else:
-            turns.report_wait(step)
-
-    def on_ended(self, ended: Ended) -> None:
+    def _on_ended(self, ended: Ended) -> None:
         if ended.kind in ("save", "leave"):
             self.checkpoints.on_ended(ended)
         elif ended.kind == "audit":
             self.audits.on_ended(ended)
         self.run_files.inbox.ended(ended)
-
-    def on_inbox(self, ticket: str, tell: Tell) -> None:
-        self.run_files.inbox.on_outcome(ticket, tell)
-
-    def on_note(self, rank: int, text: str) -> None:
-        self.run_files.on_note(rank, text)
 
     def _answer_audit(self, report: Any) -> None:
         if self._run_dir is not None:

@@ -236,6 +236,8 @@ class Training:
         self.frozen_variables = FrozenVariables(session, state)
         self.position = Position()
         self.metrics: Mapping[str, Any] = {}
+        self.active = False  # between the first boundary and the end of a training
+        self.has_begun = False
         self.epoch_ends = False  # this boundary is the last of an epoch: a checkpoint waits for its end
 
     def reached(

@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from replicast import faults
@@ -31,9 +32,9 @@ from replicast.errors import (
 )
 from replicast.errors import refusal_of as unexpected_refusal
 from replicast.replicas.lanes import Lane
-from replicast.replicas.parcels import Function, Parcels
+from replicast.replicas.parcels import Function
 from replicast.replicas.replica import StateReplica
-from replicast.update.schema import Limits, planned
+from replicast.update.schema import planned
 from replicast.update.trial import Trial
 from replicast.update.update import MAX_STEP, Update, checked_text
 
@@ -134,24 +135,17 @@ class Ticket:
 def log_trial(receipt: Receipt) -> None:
     """Logs how the trial of an update ended, if it had one."""
     trial = receipt.trial
-    if trial is None:
-        return
-    if trial.outcome == "kept":
+    if trial is not None and trial.outcome == "kept":
         logger.info("update %s kept after its trial: %s", receipt.id, trial.reason)
-        return
-    logger.warning(
-        "update %s reverted at step %d: %s. All replicas are back at their state before the update "
-        "(step %d); the batches of the %d steps since then are not used again",
-        receipt.id,
-        trial.step,
-        trial.reason,
-        receipt.step,
-        trial.step - receipt.step,
-    )
+    elif trial is not None:
+        logger.warning(
+            f"update {receipt.id} reverted at step {trial.step}: {trial.reason}. All replicas are back at "
+            f"their state before the update (step {receipt.step}); the batches of the "
+            f"{trial.step - receipt.step} steps since then are not used again"
+        )
 
 
 def refused(refusal: Refusal) -> UpdateRefused:
-    """The error that the author of a refused proposal gets."""
     if refusal.details is not None and "problem" in refusal.details:
         return UpdateRefused.from_json(refusal.details)
     worker = refusal.workers[0] if refusal.workers else None
@@ -161,13 +155,11 @@ def refused(refusal: Refusal) -> UpdateRefused:
 def refusal_of(error: UpdateRefused, rank: int) -> Refusal:
     """A worker's refusal in the form that is sent to other processes."""
     details = error.to_json()
-    if details["worker"] is None:
-        details["worker"] = rank
+    details["worker"] = rank if details["worker"] is None else details["worker"]
     return Refusal(error.problem, (rank,), details)
 
 
 def diverged(receipt: Receipt) -> ReplicasDiverged:
-    """The error of an update after which the replicas are not equal."""
     if len(set(receipt.trained)) > 1:
         counted = ", ".join(f"worker {rank}: {count}" for rank, count in enumerate(receipt.trained))
         why = (
@@ -195,36 +187,22 @@ def diverged(receipt: Receipt) -> ReplicasDiverged:
     )
 
 
+@dataclass(eq=False)
 class Proposals:
     """The proposals of one worker, and on worker 0 those from outside the job. Any thread may propose."""
 
-    def __init__(
-        self,
-        replica: StateReplica,
-        parcels: Parcels,
-        limits: Limits,
-        outbox: Lane,
-        releasing: Lane,
-        *,
-        size: int,
-        step: Callable[[], int],
-        in_training_thread: Callable[[], bool],
-        post: Callable[[Any], None],
-        wait_for: Callable[[Ticket, float | None], bool],
-    ) -> None:
-        self._replica = replica
-        self._rank, self._size = replica.rank, size
-        self._parcels = parcels
-        self._limits = limits
-        self._outbox = outbox
-        self._releasing = releasing
-        self._step = step
-        self._in_training_thread = in_training_thread
-        self._post = post
-        self._wait_for = wait_for
+    replica: StateReplica
+    outbox: Lane
+    size: int
+    in_training_thread: Callable[[], bool]
+    post: Callable[[Any], None]
+    wait_for: Callable[[Ticket, float | None], bool]
+
+    def __post_init__(self) -> None:
+        self.rank = self.replica.rank
         self._numbers = itertools.count(1)
         # Unique to this process: a refusal in the journal names tickets, and must never match a later one.
-        self._unique = f"worker-{replica.rank}-{uuid.uuid4().hex[:12]}"
+        self._unique = f"worker-{self.rank}-{uuid.uuid4().hex[:12]}"
         self._tickets: dict[str, Ticket] = {}
         self._has_trained = False
         self._last_ids: dict[str, tuple[str, int]] = {}
@@ -237,16 +215,16 @@ class Proposals:
 
         Other proposals belong to the previous boundary, or to step 0 if there is none in this attempt.
         """
-        self._moment = self._step(), f"step-{step}-{moment}"
+        self._moment = self.replica.machine.step, f"step-{step}-{moment}"
 
     def training_continues(self) -> None:
         """From now on proposals belong to their step; those before training, even after a restore, to 0."""
         self._has_trained = True
 
     def _new_id(self, prefix: str) -> str:
-        if not self._in_training_thread():
+        if not self.in_training_thread():
             return f"{prefix}-{uuid.uuid4().hex}"
-        step = self._step()
+        step = self.replica.machine.step
         since, moment = self._moment
         now = moment if since == step else f"step-{step if self._has_trained else 0}"
         last, count = self._last_ids.get(prefix, (now, 0))
@@ -275,35 +253,35 @@ class Proposals:
                 raise UpdateRefused(
                     "source is only for functions, not for updates", received=f"source={source}"
                 )
-            if not update.id_was_given and self._in_training_thread():
-                update = update.with_id(self._new_id(f"worker-{self._rank}"))
-            return self.propose_update(update.signed(f"worker {self._rank}"), at_step, trial)
+            if not update.id_was_given and self.in_training_thread():
+                update = update.with_id(self._new_id(f"worker-{self.rank}"))
+            return self.propose_update(update.signed(f"worker {self.rank}"), at_step, trial)
         if not callable(update):
             raise UpdateRefused(
                 "Only an Update or a function can be proposed",
                 expected="Update().assign(name, value), or a function of the live values",
                 received=type(update).__name__,
             )
-        runs_on = self._rank if source is None else checked_worker(source, self._size)
-        if runs_on != self._rank and not self._in_training_thread():
+        runs_on = self.rank if source is None else checked_worker(source, self.size)
+        if runs_on != self.rank and not self.in_training_thread():
             raise UpdateRefused(
-                f"Worker {self._rank} cannot send a function to worker {runs_on}",
+                f"Worker {self.rank} cannot send a function to worker {runs_on}",
                 remedy=f"Propose it on worker {runs_on}, or in the training thread of every worker",
             )
         return self.propose_function(self._new_id(f"function-{runs_on}"), update, runs_on, at_step, trial)
 
     def revert(self, number: Any, note: str, *, force: bool) -> Ticket:
-        """As `Replicas.revert`."""
+        """As `Replicas.revert`: worker 0 makes the update that undoes it."""
         sequence = checked_step(number)
         if sequence is None:
             raise UpdateRefused("A revert needs the number of an update", received="None")
         note = checked_text("note", note)
-        id_ = self._new_id(f"revert-{sequence}-worker-{self._rank}")
-        return self.propose_revert(id_, sequence, note, forced=force)
+        ticket = self._ticket(self._new_id(f"revert-{sequence}-worker-{self.rank}"))
+        return self._propose(ticket, note=note, reverts=sequence, forced=force)
 
     def propose_update(self, update: Update, at_step: int | None, trial: Trial | None) -> Ticket:
         ticket = self._ticket(update.id, trial)
-        self._outbox.do(lambda: self._publish(update, ticket, at_step))
+        self.outbox.do(lambda: self._publish(update, ticket, at_step))
         return ticket
 
     def propose_function(
@@ -315,25 +293,19 @@ class Proposals:
         trial: Trial | None = None,
     ) -> Ticket:
         """Proposes a function to be run on worker `source`, which must propose it too."""
-        if source == self._rank:
-            self._replica.functions[id_] = function
+        if source == self.rank:
+            self.replica.functions[id_] = function
         return self._propose(self._ticket(id_, trial), at_step=at_step, source=source)
-
-    def propose_revert(self, id_: str, sequence: int, note: str = "", *, forced: bool = False) -> Ticket:
-        """Proposes to undo a committed update: worker 0 makes the update that does."""
-        return self._propose(self._ticket(id_), note=note, reverts=sequence, forced=forced)
 
     def _propose(self, ticket: Ticket, **fields: Any) -> Ticket:
         """Proposes what has no bytes yet."""
-        proposal = Proposal(
-            ticket.id,
-            "",
-            trial=ticket.trial,
-            author=f"worker {self._rank}",
-            proposed_at=ticket.proposed_at,
-            **fields,
-        )
-        self._outbox.do(lambda: self._post(e.Proposed(ticket.number, proposal)))
+        known: dict[str, Any] = {
+            "trial": ticket.trial,
+            "author": f"worker {self.rank}",
+            "proposed_at": ticket.proposed_at,
+        }
+        proposal = Proposal(ticket.id, "", **known, **fields)
+        self.outbox.do(lambda: self.post(e.Proposed(ticket.number, proposal)))
         return ticket
 
     # On worker 0, from outside the job.
@@ -343,26 +315,19 @@ class Proposals:
     ) -> None:
         """Proposes an update from the inbox. Blocks while its bytes are copied."""
         proposal = self._published(update, _outside(ticket), at_step, trial, time.time())
-        self._post(e.FromWorker(OUTSIDE, Propose(ticket, proposal)))
+        self.post(e.FromWorker(OUTSIDE, Propose(ticket, proposal)))
 
     def revert_from_outside(self, ticket: str, update: Update, sequence: int, *, forced: bool) -> None:
-        proposal = Proposal(
-            update.id,
-            "",
-            author=update.author,
-            note=update.note,
-            proposed_at=time.time(),
-            reverts=sequence,
-            forced=forced,
-        )
-        self._post(e.FromWorker(OUTSIDE, Propose(ticket, proposal)))
+        known: dict[str, Any] = {"author": update.author, "note": update.note, "proposed_at": time.time()}
+        proposal = Proposal(update.id, "", reverts=sequence, forced=forced, **known)
+        self.post(e.FromWorker(OUTSIDE, Propose(ticket, proposal)))
 
     def withdraw_from_outside(self, ticket: str, id_: str) -> None:
-        self._post(e.FromWorker(OUTSIDE, Withdraw(ticket, id_)))
+        self.post(e.FromWorker(OUTSIDE, Withdraw(ticket, id_)))
 
     def close_from_outside(self, ticket: str, stage: Stage) -> None:
         """Releases a proposal from outside that has its outcome. Called by the event loop."""
-        self._releasing.do(lambda: self._parcels.release_ticket(_outside(ticket), stage))
+        self.replica.releasing.do(lambda: self.replica.parcels.release_ticket(_outside(ticket), stage))
 
     # What becomes of them.
 
@@ -377,7 +342,7 @@ class Proposals:
             logger.warning("update %s is refused: %s", tell.id, printable(problem))
         if ticket.done():
             del self._tickets[number]
-            self._releasing.do(lambda: self._parcels.release_ticket(number, tell.stage))
+            self.replica.releasing.do(lambda: self.replica.parcels.release_ticket(number, tell.stage))
 
     def reach(self, id_: str, stage: Stage) -> None:
         """This worker has prepared or applied an update."""
@@ -394,7 +359,7 @@ class Proposals:
 
     def _ticket(self, id_: str, trial: Trial | None = None) -> Ticket:
         number = f"{self._unique}-{next(self._numbers)}"
-        ticket = self._tickets[number] = Ticket(id_, number, self._wait_for, trial)
+        ticket = self._tickets[number] = Ticket(id_, number, self.wait_for, trial)
         return ticket
 
     def _publish(self, update: Update, ticket: Ticket, at_step: int | None) -> None:
@@ -405,31 +370,23 @@ class Proposals:
             ticket.fail(Stage.REFUSED, error)
             return
         faults.point("propose")
-        self._post(e.Proposed(ticket.number, proposal))
+        self.post(e.Proposed(ticket.number, proposal))
 
     def _published(
         self, update: Update, owner: str, at_step: int | None, trial: Trial | None, proposed_at: float
     ) -> Proposal:
         try:
             # Values are checked later, once all workers have them: each worker checks a share.
-            update = planned(update, self._replica.state.schema, self._limits, look_at=lambda _: False)
-            self._replica.check_by_guard(update)
-            parcel = self._parcels.publish(update, owner)
+            update = planned(update, self.replica.state.schema, self.replica.limits, look_at=lambda _: False)
+            self.replica.check_by_guard(update)
+            parcel = self.replica.parcels.publish(update, owner)
         except (UpdateRefused, JobFailed):
             raise
         except Exception as error:
             logger.exception("update %s refused: unexpected error while checking it", update.id)
             raise unexpected_refusal(error) from error
-        return Proposal(
-            update.id,
-            parcel.digest,
-            parcel,
-            at_step,
-            trial,
-            author=update.author,
-            note=update.note,
-            proposed_at=proposed_at,
-        )
+        known: dict[str, Any] = {"author": update.author, "note": update.note, "proposed_at": proposed_at}
+        return Proposal(update.id, parcel.digest, parcel, at_step, trial, **known)
 
 
 def _outside(ticket: str) -> str:
@@ -440,10 +397,7 @@ def checked_step(at_step: Any) -> int | None:
     """The step that an author chose, if it can be one. Whether it is past, only the coordinator knows."""
     if at_step is None:
         return None
-    try:
-        step = -1 if isinstance(at_step, bool) else operator.index(at_step)
-    except TypeError:
-        step = -1
+    step = -1 if isinstance(at_step, bool) else _integer(at_step)
     if not 0 <= step < MAX_STEP:
         raise UpdateRefused(
             "at_step must be a number of steps", expected="an integer from 0 on", received=repr(at_step)[:200]
@@ -452,12 +406,15 @@ def checked_step(at_step: Any) -> int | None:
 
 
 def checked_worker(source: Any, size: int) -> int:
-    try:
-        number = operator.index(source)
-    except TypeError:
-        number = -1
+    number = _integer(source)
     if not 0 <= number < size:
-        raise UpdateRefused(
-            "There is no such worker", expected=f"source from 0 to {size - 1}", received=repr(source)
-        )
+        expected = f"source from 0 to {size - 1}"
+        raise UpdateRefused("There is no such worker", expected=expected, received=repr(source))
     return number
+
+
+def _integer(value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        return -1

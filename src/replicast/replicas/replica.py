@@ -39,51 +39,38 @@ from replicast.update.update import Update
 logger = logging.getLogger("replicast")
 
 
+def _no_snapshot(id_: str, due: bool, again: bool) -> Callable[[], Snapshot]:
+    raise Refuse("This worker makes no checkpoints")
+
+
+@dataclass
 class WorkerHooks:
-    """What a session and its replica ask of the worker around them: `JoinedWorker`, or that of a test.
+    """What a session and its replica ask of the worker around them, and in which thread."""
 
-    Each method says which thread calls it.
-    """
-
-    def check(self) -> None:
-        """Any thread: raises if another worker has failed."""
-
-    def trained(self) -> int:
-        """Training thread: how many transfers this worker has started in steps."""
-        return 0
-
-    def take_snapshot(self, id_: str, due: bool, again: bool) -> Callable[[], Snapshot]:
-        """Training thread: this worker's part of a checkpoint, as `Replica.snapshot`."""
-        raise Refuse("This worker makes no checkpoints")
-
-    def write_checkpoint(self, saved: Saved) -> WriteOutcome:
-        """Worker 0, lane "saver"."""
-        return WriteOutcome.DURABLE
-
-    def expected_fingerprints(self, names: Sequence[str]) -> dict[str, str]:
-        """Worker 0, training thread, all workers stopped: those known by checkpoint and journal."""
-        return {}
-
-    def on_applied(self, id_: str) -> None:
-        """Training thread: this worker has applied an update."""
-
-    def on_report(self, report: Any, raises: bool) -> None:
-        """Training thread: the report of an audit for which all workers stopped."""
-
-    def on_leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
-        """Training thread: all workers exit now."""
-
-    def on_long_wait(self, step: int | None) -> None:
-        """Training thread: it has waited at this boundary for some time; None when that is over."""
-
-    def on_ended(self, ended: Ended) -> None:
-        """Worker 0, lane "release": a save, an audit or a request has ended."""
-
-    def on_inbox(self, ticket: str, tell: Tell) -> None:
-        """Worker 0, loop: the outcome of a proposal from outside the job."""
-
-    def on_note(self, rank: int, text: str) -> None:
-        """Worker 0, readers: the note of a worker that does not see the run directory."""
+    # Any thread: raises if another worker has failed.
+    check: Callable[[], None] = lambda: None
+    # Training thread: how many transfers this worker has started in steps.
+    trained: Callable[[], int] = lambda: 0
+    # Training thread: this worker's part of a checkpoint, as `Replica.snapshot`.
+    take_snapshot: Callable[[str, bool, bool], Callable[[], Snapshot]] = _no_snapshot
+    # Worker 0, lane "saver".
+    write_checkpoint: Callable[[Saved], WriteOutcome] = lambda saved: WriteOutcome.DURABLE
+    # Worker 0, training thread, all workers stopped: those known by checkpoint and journal.
+    expected_fingerprints: Callable[[Sequence[str]], dict[str, str]] = lambda names: {}
+    # Training thread: this worker has applied an update.
+    on_applied: Callable[[str], None] = lambda id_: None
+    # Training thread: the report of an audit for which all workers stopped, and whether it is raised.
+    on_report: Callable[[Any, bool], None] = lambda report, raises: None
+    # Training thread: all workers exit now. Why the state was not saved, and who asked.
+    on_leave: Callable[[str, tuple[str, ...]], None] = lambda problem, asked_by: None
+    # Training thread: it has waited at this boundary for some time; None when that is over.
+    on_long_wait: Callable[[int | None], None] = lambda step: None
+    # Worker 0, lane "release": a save, an audit or a request has ended.
+    on_ended: Callable[[Ended], None] = lambda ended: None
+    # Worker 0, loop: the outcome of a proposal from outside the job.
+    on_inbox: Callable[[str, Tell], None] = lambda ticket, tell: None
+    # Worker 0, readers: the note of a worker that does not see the run directory.
+    on_note: Callable[[int, str], None] = lambda rank, text: None
 
 
 class _Before(NamedTuple):
@@ -106,7 +93,6 @@ class StateReplica:
     state: State
     parcels: Parcels
     releasing: Lane
-    hooks: WorkerHooks
     reached: Callable[[str, Stage], None]
     limits: Limits
     receive_secs: float
@@ -116,6 +102,7 @@ class StateReplica:
 
     def __post_init__(self) -> None:
         self.rank = self.machine.rank
+        self.hooks = WorkerHooks()  # those of the worker around, from `Session.start` on
         self.functions: dict[str, Function] = {}  # that this worker has proposed and will run
         self._copy: Arrays | None = None  # during a trial: the state before it
         # Worker 0: what updates have overwritten, from their boundary until it is written. A revert needs it.

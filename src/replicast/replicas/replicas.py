@@ -334,7 +334,7 @@ class Replicas:
         """
         if self._worker is not None:
             self._worker.count_steps(known=steps)
-        if self._worker is None or not self._worker.has_trained:
+        if self._worker is None or not self._worker.training.has_begun:
             self.training_begins()
         self._active().boundary(steps=steps, logs=logs, batches=steps if batches is None else batches)
 

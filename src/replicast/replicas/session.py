@@ -89,22 +89,13 @@ class Gate:
     loop lets it go. Meanwhile it executes the loop's orders. `perform` and `let_go` are for the loop.
     """
 
-    def __init__(
-        self,
-        replica: StateReplica,
-        check: Callable[[], None],
-        waits_long: Callable[[bool], None],
-        performed: Callable[[int, Any, Any], None],
-    ) -> None:
-        self._replica = replica
-        self._check = check
-        self._waits_long = waits_long
-        self._performed = performed
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._replica = session.replica
         self._items: queue.SimpleQueue[e.Perform | tuple[Any]] = queue.SimpleQueue()
         self._is_left_early = False
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
-        self.ends = False
 
     def enter(self, announce: Callable[[], None]) -> Any:
         """Blocks the training thread, which executes orders, until the event loop lets it go."""
@@ -118,7 +109,7 @@ class Gate:
             if not isinstance(item, e.Perform):
                 self._is_left_early = False
                 self._raise_error()
-                self._check()
+                self._session.check()
                 return item[0]
             self._carry_out(item)
             if isinstance(item.order, Exit):  # the script ends by itself, and nothing more is decided
@@ -153,16 +144,17 @@ class Gate:
             try:
                 item = self._items.get(timeout=REMIND_SECS)
                 if waited >= LONG_SECS:
-                    self._waits_long(False)
+                    self._session.replica.hooks.on_long_wait(None)
                 return item
             except queue.Empty:
                 waited += REMIND_SECS
                 if waited == LONG_SECS:
-                    self._waits_long(True)
+                    # Not in a lane: what is known of this worker must not stay behind when it trains on.
+                    self._session.replica.hooks.on_long_wait(self._session.step)
             if self.error is None:
-                self._check()
+                self._session.check()
             elif waited >= RAISE_SECS:  # the one that raised first may have ended the coordinator
-                self._waits_long(False)
+                self._session.replica.hooks.on_long_wait(None)
                 self._raise_error()
 
     def _raise_error(self) -> None:
@@ -188,10 +180,10 @@ class Gate:
                 value = Refusal(f"{type(order).__name__} failed ({type(error).__name__}: {error})")
         except BaseException as error:  # sys.exit, Ctrl-C: this worker exits, and no one may wait for it
             ended = Refusal(f"It ended the worker ({type(error).__name__})")
-            self._performed(command.number, order, ended)
+            self._session.performed(command.number, order, ended)
             raise
-        self._performed(command.number, order, value)
-        if isinstance(order, Exit) and not self.ends:
+        self._session.performed(command.number, order, value)
+        if isinstance(order, Exit) and not self._session.script_ended:
             sys.exit(TOLD_TO_END)
 
 
@@ -207,7 +199,6 @@ class Session:
         channel: Channel,
         transport: Transport,
         state: State,
-        hooks: WorkerHooks,
         *,
         journal: Journal | None = None,
         saved: Sequence[Saved] = (),
@@ -223,10 +214,10 @@ class Session:
         self.timeouts = timeouts or Timeouts()
         self.limits = limits or Limits()
         self.begun = False
+        self.script_ended = False  # it need not be told to exit
         self.receipts: list[Receipt] = []
         self._channel = channel
         self._transport = transport
-        self._hooks = hooks
         self._journal = journal
         self._closed = False
         self._plans = Counter[str]()
@@ -248,7 +239,7 @@ class Session:
         self._outbox = self.threads.lane("outbox")
         self._preparing = self.threads.lane("prepare")
         self._releasing = self.threads.lane("release")
-        self.files = self._releasing if journal is None else self.threads.lane("files")
+        self._files = self._releasing if journal is None else self.threads.lane("files")
         if journal is not None:
             self._entries = self.threads.lane("journal")
             self._saver = self.threads.lane("saver")
@@ -258,7 +249,6 @@ class Session:
             state,
             self._parcels,
             self._releasing,
-            hooks,
             self._reached,
             self.limits,
             receive_secs=self.timeouts.prepare_secs - 10.0,
@@ -266,22 +256,14 @@ class Session:
             guard=guard,
             may_differ=may_differ,
         )
-        self._gate = Gate(self.replica, self.check, self._note_long_wait, self._performed)
+        self._gate = Gate(self)
         self.proposals = Proposals(
-            self.replica,
-            self._parcels,
-            self.limits,
-            self._outbox,
-            self._releasing,
-            post=self._events.put,
-            wait_for=self._wait_for,
-            in_training_thread=self.in_training_thread,
-            size=self.size,
-            step=lambda: self.step,
+            self.replica, self._outbox, self.size, self.in_training_thread, self._events.put, self._wait_for
         )
 
-    def start(self) -> None:
+    def start(self, hooks: WorkerHooks) -> None:
         """Starts the loop and the readers. The calling thread becomes the training thread."""
+        self.replica.hooks = hooks
         self._gate.thread = threading.current_thread()
         self.threads.start("loop", self._run_loop)
         if self._coordinator is None:
@@ -397,10 +379,6 @@ class Session:
         """Makes the training thread raise this error when it continues."""
         self._gate.error = error
 
-    def script_ends(self) -> None:
-        """Marks that the script has reached its end and need not be told to exit."""
-        self._gate.ends = True
-
     def wait_for_outcomes(self) -> None:
         """Blocks until the lane "release" has handled all outcomes that are known now: audit reports, saves.
 
@@ -457,7 +435,7 @@ class Session:
 
     def check(self) -> None:
         """Raises if a thread or another worker has died."""
-        self._hooks.check()
+        self.replica.hooks.check()
         self.threads.check()
 
     def _wait_for(self, ticket: Ticket, timeout: float | None) -> bool:
@@ -497,7 +475,7 @@ class Session:
         while not self.threads.stopping.is_set():
             for message in self._channel.receive_from(rank):
                 if isinstance(message, Note):
-                    self._hooks.on_note(rank, message.text)
+                    self.replica.hooks.on_note(rank, message.text)
                 else:
                     self._events.put(e.FromWorker(rank, message))
 
@@ -552,7 +530,7 @@ class Session:
                 if not order.in_background:
                     self._gate.perform(command)
                 elif isinstance(order, WriteBefore):
-                    self.files.do(lambda: self._perform(command))
+                    self._files.do(lambda: self._perform(command))
                 else:
                     self._preparing.do(lambda: self._perform(command))
             case e.PassBoundary():
@@ -568,9 +546,9 @@ class Session:
                 self._write(number, entry)
             case e.CloseInbox(ticket, tell):
                 self.proposals.close_from_outside(ticket, tell.stage)
-                self._hooks.on_inbox(ticket, tell)
+                self.replica.hooks.on_inbox(ticket, tell)
             case e.Ended():
-                self._releasing.do(lambda: self._hooks.on_ended(command))
+                self._releasing.do(lambda: self.replica.hooks.on_ended(command))
             case e.EndJob(reason):
                 raise JobFailed(reason)
 
@@ -598,7 +576,7 @@ class Session:
             value = refusal_of(UpdateRefused(problem), self.rank)
         self._events.put(e.Performed(command.number, value))
 
-    def _performed(self, number: int, order: Any, value: Any) -> None:
+    def performed(self, number: int, order: Any, value: Any) -> None:
         """Called in the training thread after each order."""
         later = isinstance(order, TakeSnapshot) or callable(value)
         if later:
@@ -613,11 +591,7 @@ class Session:
         """This worker has prepared or applied an update."""
         self.proposals.reach(id_, stage)
         if stage is Stage.APPLIED:
-            self._hooks.on_applied(id_)
-
-    def _note_long_wait(self, waits: bool) -> None:
-        # Not in a lane: what is known of this worker must not stay behind when it trains on.
-        self._hooks.on_long_wait(self.step if waits else None)
+            self.replica.hooks.on_applied(id_)
 
     # Worker 0's writes: entries in one lane, and checkpoints, which take longer, in another.
 
@@ -630,7 +604,7 @@ class Session:
             self._events.put(e.Written(number, outcome, problem))
 
         if isinstance(entry, Saved):
-            write = self._hooks.write_checkpoint
+            write = self.replica.hooks.write_checkpoint
             self._saver.do(lambda: then(write(entry), "The checkpoint cannot be written"))
             return
         update = self._parcels.prepared(entry.id, entry.digest) if isinstance(entry, Payload) else None

@@ -21,6 +21,7 @@ per 2 s) and for 1,000 (one per 20 s). Only the last note of each worker is in m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -30,7 +31,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ from replicast.files import RunDir, below, write_quickly
 from replicast.processes import this_machine
 from replicast.replicas.inbox_reader import InboxReader
 from replicast.replicas.job_checkpoints import numbers
-from replicast.replicas.position import Position
+from replicast.replicas.lanes import Deadline
+from replicast.replicas.position import Position, Training
 from replicast.replicas.session import Session
 from replicast.storage.claims import Fence, sees_group
 from replicast.storage.run_files import ENDED, WorkerNote, append_metrics, sent_every_secs, write_worker_note
@@ -61,6 +63,7 @@ _LOOKS = 10
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
+@dataclass(eq=False)
 class RunFiles:
     """Writes this worker's note every second; on worker 0 also the metrics, and looks into the inbox.
 
@@ -69,33 +72,24 @@ class RunFiles:
     run, this job stops: the inbox then belongs to that group.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        run_dir: RunDir | None,
-        attempt: int,
-        fence: Fence | None = None,
-        group: str | None = None,
-        *,
-        launcher_reads: bool = False,
-        may_save: Callable[[], bool] = lambda: True,
-        position: Callable[[], Position | None] = lambda: None,
-        heartbeat: Path | None = None,
-    ) -> None:
-        self._session = session
-        self._unseen_group = group
-        self._launcher_reads = launcher_reads
-        self._fence = fence
-        self._run_dir = run_dir
-        self._attempt = attempt
+    session: Session
+    run_dir: RunDir | None
+    attempt: int
+    training: Training
+    fence: Fence | None = None
+    group: str | None = None  # whose directory this worker has not seen yet
+    launcher_reads: bool = False
+    may_save: Callable[[], bool] = lambda: True
+    heartbeat: Path | None = None
+
+    def __post_init__(self) -> None:
+        session = self.session
         self._operations: list[dict[str, Any]] = []
         self._last_metrics_step = -1
         self._warned: set[RunDir] = set()
-        self.inbox = InboxReader(session, attempt, self._warn, may_save)
-        self._distant = DistantNotes(attempt, self._warn)
-        self._position = position
+        self.inbox = InboxReader(session, self.attempt, self._warn, self.may_save)
+        self._distant = DistantNotes(self.attempt, self._warn)
         self._fit: tuple[int, int] | None = None
-        self._heartbeat = heartbeat
         self._sends_every = sent_every_secs(session.size)
         spread = session.rank / session.size * self._sends_every  # They must not all come at once.
         self._sends_at = time.monotonic() + SEES_SECS + spread
@@ -103,7 +97,6 @@ class RunFiles:
         self._noting = threading.Lock()
         self.waiting_for = ""
         self.logs: Mapping[str, Any] | None = None
-        self.training = False
         self._pace = Pace()
         self.on_note = self._distant.receive
 
@@ -118,73 +111,73 @@ class RunFiles:
                 "for the imports. Set it in the environment of `replicast run`",
                 ", ".join(late),
             )
-        if self._run_dir is not None or self._unseen_group:
-            self._session.threads.start("run-files", self._run)
-        if self._heartbeat is not None:
-            self._session.threads.start("heartbeat", self._beat)
+        if self.run_dir is not None or self.group:
+            self.session.threads.start("run-files", self._run)
+        if self.heartbeat is not None:
+            self.session.threads.start("heartbeat", self._beat)
 
     def send_last(self) -> None:
         """Sends the last note, if worker 0 writes for this worker. Before all meet for the last time."""
-        if self._unseen_group and not self._sees_directory():
+        if self.group and not self._sees_directory():
             self._send()
 
     def finish(self, *, finished: bool = True) -> None:
         """Writes the last state, after the threads have stopped; `finished` if nobody has told it to end."""
-        self.training = False
+        self.training.active = False
         self.waiting_for = ENDED
         self._write_last(self._write_note, self._write_metrics, self._write_operations)
         self._write_heartbeat(finished=finished)
-        if self._session.rank == 0:
+        if self.session.rank == 0:
             self._write_last(self.inbox.take_outcomes, self.inbox.finish)
-            if not self._job_has_failed():
+            with contextlib.suppress(ReplicastError):  # the job has failed: others may not have ended
+                self.session.check()
                 self._write_last(self._distant.end)
-        if self._fence is not None:
-            self._fence.release()
+        if self.fence is not None:
+            self.fence.release()
 
     def note_end(self) -> None:
         """Notes that the process exits, so that others need not wait ten seconds to conclude it."""
-        self.waiting_for, self.training = ENDED, False
+        self.waiting_for, self.training.active = ENDED, False
         self._write_last(self._write_note)
         self._write_heartbeat()
 
     def _run(self) -> None:
         noted = 0.0
-        is_first = self._session.rank == 0
-        while not self._session.threads.stopping.wait(LOOK_SECS):
+        is_first = self.session.rank == 0
+        while not self.session.threads.stopping.wait(LOOK_SECS):
             now = time.monotonic()
             if now - noted >= NOTE_SECS:
                 noted = now
                 self._with_files(self._write_note, self._write_metrics, self._write_operations)
-                if self._unseen_group and now >= self._sends_at:
+                if self.group and now >= self._sends_at:
                     self._sends_at = now + self._sends_every
                     self._send()
             if is_first:
                 self._with_files(
                     self._distant.write,
-                    lambda run_dir: self.inbox.look(run_dir, training=self.training),
+                    lambda run_dir: self.inbox.look(run_dir, training=self.training.active),
                     self.inbox.take_outcomes,
                     self.inbox.settle,
                 )
 
     def _beat(self) -> None:
-        while not self._session.threads.stopping.wait(NOTE_SECS):
+        while not self.session.threads.stopping.wait(NOTE_SECS):
             self._write_heartbeat()
 
     def _write_heartbeat(self, *, finished: bool = False) -> None:
         """Writes the file for a scheduler. It never stops training: whatever fails is logged once."""
-        path = self._heartbeat
+        path = self.heartbeat
         if path is None:
             return
         try:
             note, metrics = self._note(), list(numbers(self.logs or {}).items())[:_MOST_METRICS]
-            self._fit = done_and_left(self._position()) or self._fit
+            self._fit = done_and_left(self.training.position) or self._fit
             percent = remaining = None
             if self._fit is not None:
                 done, left = (sum(self._fit), 0) if finished else self._fit
                 percent = 100 * done // max(1, done + left)
-                remaining = (
-                    0 if left == 0 else None if note.step_secs is None else round(left * note.step_secs)
-                )
+                secs = note.step_secs if left else 0.0
+                remaining = None if secs is None else round(left * secs)
             said = {
                 **{name: getattr(note, name) for name in _IN_HEARTBEAT},
                 "percent": percent,
@@ -204,14 +197,14 @@ class RunFiles:
 
     def _with_files(self, *acts: Callable[[RunDir], None]) -> None:
         """Runs each action if this worker writes; a disk error in one does not prevent the others."""
-        run_dir = self._run_dir
-        if run_dir is None or not (self._sees_directory() or self._launcher_reads):
+        run_dir = self.run_dir
+        if run_dir is None or not (self._sees_directory() or self.launcher_reads):
             return
         problem = "the run directory cannot be kept up to date"
         for act in acts:
             try:
-                if self._fence is not None:
-                    self._fence.check()  # Before each: another group may have taken over meanwhile.
+                if self.fence is not None:
+                    self.fence.check()  # Before each: another group may have taken over meanwhile.
             except (FileDamaged, OSError) as error:
                 # Until the disk is back, it is not known which group owns the run.
                 self._warn(run_dir, problem, error)
@@ -223,23 +216,16 @@ class RunFiles:
 
     def _sees_directory(self) -> bool:
         """Whether the run directory is worker 0's. A shared file system may show that after some seconds."""
-        group, run_dir = self._unseen_group, self._run_dir
+        group, run_dir = self.group, self.run_dir
         if group is not None and run_dir is not None and sees_group(run_dir, group):
-            self._unseen_group = None
+            self.group = None
             if self._has_sent:
-                self._session.send_note("")  # Worker 0 must not write notes for this worker any more.
-        return self._unseen_group is None
+                self.session.send_note("")  # Worker 0 must not write notes for this worker any more.
+        return self.group is None
 
     def _send(self) -> None:
         self._has_sent = True
-        self._session.send_note(json.dumps(self._note().to_json()))
-
-    def _job_has_failed(self) -> bool:
-        try:
-            self._session.check()
-        except ReplicastError:
-            return True
-        return False
+        self.session.send_note(json.dumps(self._note().to_json()))
 
     def _warn(self, path: RunDir, problem: str, error: Exception) -> None:
         """Warns about a path, once."""
@@ -252,35 +238,35 @@ class RunFiles:
 
     def _note(self) -> WorkerNote:
         """This worker's note as it is now. Any thread."""
-        now, step, training = time.time(), self._session.step, self.training
+        now, step, training = time.time(), self.session.step, self.training.active
         with self._noting:
             pace = self._pace.look(step, now, training=training)
         return WorkerNote(
-            rank=self._session.rank,
+            rank=self.session.rank,
             pid=os.getpid(),
             host=socket.gethostname(),
             machine=this_machine(),
             step=step,
-            attempt=self._attempt,
+            attempt=self.attempt,
             time=now,
             training=training,
             waiting_for=self.waiting_for,
             memory_bytes=memory_bytes(),
             **pace,
-            **progress(self._position(), training=training),
+            **(progress(self.training.position) if training else {}),
         )
 
     def _write_metrics(self, run_dir: RunDir) -> None:
-        step, logs = self._session.step, self.logs
-        if self._session.rank != 0 or logs is None or step == self._last_metrics_step:
+        step, logs = self.session.step, self.logs
+        if self.session.rank != 0 or logs is None or step == self._last_metrics_step:
             return
         self._last_metrics_step = step
         append_metrics(run_dir, step, numbers(logs))
 
     def _write_operations(self, run_dir: RunDir) -> None:
-        operations = [] if self.waiting_for == ENDED else self._session.operations()
-        if self._session.rank == 0 and operations != self._operations:
-            said = json.dumps({"step": self._session.step, "operations": operations})
+        operations = [] if self.waiting_for == ENDED else self.session.operations()
+        if self.session.rank == 0 and operations != self._operations:
+            said = json.dumps({"step": self.session.step, "operations": operations})
             write_quickly(below(run_dir) / OPERATIONS, said)
             self._operations = operations
 
@@ -303,27 +289,24 @@ class DistantNotes:
 
     def write(self, run_dir: RunDir, secs: float = _WRITE_SECS) -> None:
         """Writes what has arrived, one note at least, and others for `secs`, the oldest first."""
-        ends = time.monotonic() + secs
-        while (received := self._take()) is not None:
-            self._write(run_dir, *received)
-            if time.monotonic() >= ends:
+        deadline = Deadline(secs)
+        while self._received:
+            with self._lock:
+                rank = next(iter(self._received))
+                received_at, text = self._received.pop(rank)
+            self._write(run_dir, rank, received_at, text)
+            if deadline.has_passed():
                 return
 
     def end(self, run_dir: RunDir) -> None:
         """Marks the notes as those of workers that have ended. At a normal end, when all have met."""
         self._ended = True
         self.write(run_dir, _END_SECS / 2)
-        ends = time.monotonic() + _END_SECS / 2
+        deadline = Deadline(_END_SECS / 2)
         for note in list(self._notes.values()):
             write_worker_note(run_dir, self._as_written(replace(note, time=time.time())))
-            if time.monotonic() > ends:
+            if deadline.has_passed():
                 return
-
-    def _take(self) -> tuple[int, float, str] | None:
-        """The note that has waited longest: its sender, when it arrived, its text."""
-        with self._lock:
-            rank = next(iter(self._received), None)
-            return None if rank is None else (rank, *self._received.pop(rank))
 
     def _write(self, run_dir: RunDir, rank: int, received_at: float, text: str) -> None:
         if not text:
@@ -375,22 +358,18 @@ class Pace:
         return {"step_secs": self._step_secs, "stepped_at": self._stepped_at}
 
 
-def done_and_left(position: Position | None) -> tuple[int, int] | None:
+def done_and_left(position: Position) -> tuple[int, int] | None:
     """The steps of the current `fit` that are done and those that are left; None if that is not known."""
-    if position is None or position.inside != "fit" or not position.fits:
-        return None
-    fit = position.fits[-1]
-    if fit.batches is None:
+    fit = position.fits[-1] if position.inside == "fit" and position.fits else None
+    if fit is None or fit.batches is None:
         return None
     total = fit.epochs * fit.batches
     done = min(total, position.epoch * fit.batches + position.batch)
     return done, total - done
 
 
-def progress(position: Position | None, *, training: bool) -> dict[str, Any]:
+def progress(position: Position) -> dict[str, Any]:
     """The fields of a note that say where in its epochs a training is, as far as that is known."""
-    if not training or position is None:
-        return {}
     if position.inside != "fit" or not position.fits:
         return {"epoch": position.epoch}
     epochs, known = position.fits[-1].epochs, done_and_left(position)

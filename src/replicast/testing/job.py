@@ -49,7 +49,7 @@ QUICK = Timeouts(
 )
 
 
-class Worker(WorkerHooks):
+class Worker:
     """One worker: its session, its state, and what it has applied.
 
     Attributes:
@@ -74,7 +74,6 @@ class Worker(WorkerHooks):
             Channel(self.coordination, "test", rank, job.size),
             self.transport,
             self.state,
-            self,
             journal=job.journal if rank == 0 else None,
             saved=job.checkpoints,
             attempt=job.attempt,
@@ -82,6 +81,16 @@ class Worker(WorkerHooks):
         )
         if start is not None:
             self.session.start_from(start)
+        self.hooks = WorkerHooks(
+            check=self._check,
+            take_snapshot=self.take_snapshot,
+            write_checkpoint=self._write_checkpoint,
+            on_applied=lambda id_: self.applied.append((self.session.step, id_)),
+            on_report=self._on_report,
+            on_leave=self._on_leave,
+            on_ended=job.ended.append,
+            on_inbox=job.outcomes.__setitem__,
+        )
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def start(self) -> None:
@@ -114,16 +123,9 @@ class Worker(WorkerHooks):
         self.failure = JobFailed("a worker died")
 
     def _train(self) -> None:
-        self.session.start()
+        self.session.start(self.hooks)
         while (act := self._todo.get()) is not None:
             act()
-
-    # What the session asks of it.
-
-    def check(self) -> None:
-        """Raises once another worker has died."""
-        if self.failure is not None:
-            raise self.failure
 
     def take_snapshot(self, id_: str, due: bool = True, again: bool = False) -> Callable[[], Snapshot]:
         """Copies the state; worker 0's copy is the checkpoint."""
@@ -132,33 +134,24 @@ class Worker(WorkerHooks):
         values = {name: value.copy() for name, value in self.state.values.items()}
         return lambda: Snapshot(step, digest, holds, values if self.rank == 0 else None)
 
-    def write_checkpoint(self, saved: Saved) -> WriteOutcome:
-        """Keeps a checkpoint in memory."""
+    # What the session asks of it.
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _write_checkpoint(self, saved: Saved) -> WriteOutcome:
         self.job.checkpoints.append(saved)
         return WriteOutcome.DURABLE
 
-    def on_applied(self, id_: str) -> None:
-        """Notes an update in `applied`."""
-        self.applied.append((self.session.step, id_))
-
-    def on_report(self, report: AuditReport, raises: bool) -> None:
-        """Notes an audit in `reports`."""
+    def _on_report(self, report: AuditReport, raises: bool) -> None:
         self.reports.append(report)
         if raises:
             names = ", ".join(one.variable for one in report.differences)
             self.session.raise_later(ReplicasDiverged(f"The replicas differ in {names}", step=report.step))
 
-    def on_leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
-        """Notes in `left` that all workers exit."""
+    def _on_leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
         self.left = problem
-
-    def on_ended(self, ended: Ended) -> None:
-        """Notes an operation in the job's `ended`."""
-        self.job.ended.append(ended)
-
-    def on_inbox(self, ticket: str, tell: Tell) -> None:
-        """Notes an outcome in the job's `outcomes`."""
-        self.job.outcomes[ticket] = tell
 
 
 class Job:

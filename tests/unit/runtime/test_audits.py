@@ -102,7 +102,7 @@ def test_a_tie_is_decided_by_checkpoint_and_journal() -> None:
             asked.extend(names)
             return dict.fromkeys(names, right)
 
-        job.workers[0].expected_fingerprints = expectation
+        job.workers[0].hooks.expected_fingerprints = expectation
         (difference,) = audit(job).differences
         assert asked == ["dense/bias"]
         assert (difference.reference, difference.rule) == (2, "checkpoint and journal")
@@ -266,7 +266,7 @@ def test_values_that_a_worker_cannot_take_are_reported_without_distances() -> No
 def test_workers_that_have_not_trained_equally_far_are_not_healed() -> None:
     with Job(2) as job:
         for worker in job.workers:
-            worker.trained = lambda worker=worker: worker.rank
+            worker.hooks.trained = lambda worker=worker: worker.rank
         flip(job.workers[1], "dense/bias")
         assert [report.outcome for report in what_an_audit_raises(job, "heal")] == ["raised", "raised"]
 

@@ -90,7 +90,7 @@ def test_a_script_that_ends_when_all_are_told_to_end_saves_and_is_not_ended_by_f
     with Job(2) as job:
         job.train(3)
         for worker in job.workers:
-            worker.session.script_ends()
+            worker.session.script_ended = True
         job.workers[0].session.request("leave")
         job.on_all(lambda worker: worker.session.rest("close"))
         eventually(lambda: job.checkpoints)

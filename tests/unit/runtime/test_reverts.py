@@ -33,9 +33,8 @@ def propose(job: Job, update: Update, rank: int = 0) -> int:
     return committed(job, job.workers[rank].session.propose(update))
 
 
-def revert(job: Job, number: int, rank: int = 0, **options: Any) -> int:
-    id_ = f"revert-{number}-{job.attempt}-{job.workers[rank].session.step}"
-    return committed(job, job.workers[rank].session.proposals.propose_revert(id_, number, **options))
+def revert(job: Job, number: int, rank: int = 0, *, forced: bool = False) -> int:
+    return committed(job, job.workers[rank].session.proposals.revert(number, "", force=forced))
 
 
 def overwriting() -> Update:

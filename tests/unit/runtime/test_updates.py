@@ -212,7 +212,7 @@ def test_replicas_that_differ_are_named_in_the_error() -> None:
 def test_workers_that_have_not_trained_equally_far_are_told_that_one_has_missed_a_boundary() -> None:
     with Job(2) as job:
         for worker in job.workers:
-            worker.trained = lambda worker=worker: worker.session.step + worker.rank
+            worker.hooks.trained = lambda worker=worker: worker.session.step + worker.rank
         ticket = job.workers[0].session.propose(bias(1.0))
         job.train(3)
         with pytest.raises(ReplicasDiverged, match="one has missed a boundary"):

@@ -194,12 +194,12 @@ def test_a_worker_that_has_waited_long_continues_only_when_the_others_know_it(
     monkeypatch.setattr(session, "LONG_SECS", session.REMIND_SECS)
     with Job(2) as job:
         first, said, is_done = job.workers[0], list[int | None](), threading.Event()
-        first.on_long_wait = said.append
+        first.hooks.on_long_wait = said.append
 
         def keep_background_busy(_: Any) -> None:
             is_done.wait(DEADLINE_SECS)
 
-        first.on_ended = keep_background_busy
+        first.hooks.on_ended = keep_background_busy
 
         def come(worker: Worker) -> list[int | None]:
             worker.audit_in_passing()
