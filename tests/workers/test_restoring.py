@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from replicast.errors import CheckpointError, UpdateRefused
-from replicast.replicas import restore as restoring
+from replicast.replicas import job_checkpoints as restoring
 from replicast.replicas.job_checkpoints import Checkpoints
 from replicast.replicas.position import Training
 from replicast.storage.checkpoints import CheckpointStore
@@ -88,7 +88,7 @@ def test_one_flipped_bit_is_found_by_all_who_go_back_to_a_whole_checkpoint_toget
 def restored_by(worker: Worker, run_dir: Path, number: int = 1) -> restoring.Restored | None:
     """Only worker 0 sees the run directory; variables are sent in parcels of one."""
     store = CheckpointStore(run_dir if worker.rank == 0 else run_dir / "not" / "here")
-    return restoring.restore(worker.session, worker.state, worker.transport, store, number, None, False)
+    return restoring.Restore(worker.session, worker.state, store).run(number, None, False)
 
 
 def checkpoint_of_ones(run_dir: Path) -> None:

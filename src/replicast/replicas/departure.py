@@ -82,7 +82,7 @@ class Departure:
 
     def leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
         """Called at a boundary of all workers, after the save; then the process exits."""
-        if not self.checkpoints.has_place:
+        if self.checkpoints.store is None:
             problem = "There is no run directory"
         elif problem:
             problem = self.checkpoints.why_not_written() or problem

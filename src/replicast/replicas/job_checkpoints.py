@@ -1,4 +1,4 @@
-"""Checkpoints of a running job: when they are made, what each worker contributes, and who writes them.
+"""Checkpoints of a job: when they are made, what each worker contributes, who writes and restores them.
 
     training threads    at one boundary: worker 0 copies its state, the others digest theirs
     training threads    when they continue: report their part, after all proposals made up to then
@@ -10,6 +10,16 @@
 A state that differs between workers is never saved as if it were equal. For variables that may differ, the
 mean is saved. A restarted script does not repeat what callbacks did at the boundary of a checkpoint, so their
 proposals there are part of the checkpoint.
+
+A restored checkpoint becomes the state of all workers:
+
+    all workers on one host, which see its directory    each reads it, into the memory of its new variables
+    otherwise                                           worker 0 reads it and sends it to all, twice
+
+All training threads are in `restore` together, so they exchange messages and bytes directly. Every worker
+checks all that it reads or receives against the digests in the manifest, and hears that all others have,
+before any state changes: a restore that is refused has changed nothing. A damaged checkpoint is found by all
+together, and all try the one before.
 """
 
 from __future__ import annotations
@@ -18,32 +28,59 @@ import base64
 import contextlib
 import errno
 import functools
+import itertools
 import json
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib import metadata
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from replicast import faults
+from replicast.codec import Record, decode, encode
+from replicast.config import host_id
 from replicast.core.entries import Saved
 from replicast.core.events import Ended, WriteOutcome
 from replicast.core.records import Refusal, Refuse, ReportId, Snapshot, Stage
-from replicast.errors import CheckpointError, JobFailed, NotSupported, ReplicasDiverged, ReplicastError
+from replicast.errors import (
+    CheckpointError,
+    FileDamaged,
+    JobFailed,
+    NotSupported,
+    ReplicasDiverged,
+    ReplicastError,
+    UpdateRefused,
+)
+from replicast.mapped_memory import memory_to_fill
 from replicast.replicas.lanes import LOOK_SECS, Deadline, wait_for
 from replicast.replicas.measures import MetricHistory, mean_history
-from replicast.replicas.position import Training
+from replicast.replicas.position import Position, Training
 from replicast.replicas.replica import joined
 from replicast.replicas.session import Session
-from replicast.storage.checkpoints import CheckpointStore, Draft, Manifest, file_order, saved_of
+from replicast.storage.checkpoint_tools import differences
+from replicast.storage.checkpoints import (
+    CheckpointReader,
+    CheckpointStore,
+    Draft,
+    Manifest,
+    advice,
+    choose,
+    dtype_of,
+    file_order,
+    saved_of,
+)
+from replicast.transport import Parcel
+from replicast.transport.base import arrays_in, lay_out
 from replicast.update.audit_report import what_follows
 from replicast.update.digest import digest_array
-from replicast.update.edits import FLOAT_DTYPES, Array
+from replicast.update.edits import FLOAT_DTYPES, Array, Edit, EditKind
 from replicast.update.schema import Schema
 from replicast.update.state import Arrays, State
 
@@ -54,6 +91,9 @@ WhenBusy = Literal["wait", "skip"]
 
 MOST_AVERAGED_BYTES = 2**20  # they are sent as text. If there are more in total, worker 0's values are saved
 REMIND_SECS = 30.0
+PARCEL_BYTES = 1 << 28  # variables are sent in parcels of about this size: shared memory must hold one
+MOST_AT_ONCE = 1 << 31  # a larger state is not read at once: that needs memory beside the state it replaces
+_UNSEEN = "does not see the checkpoint"
 _MAKE_ROOM = "Free disk space, or keep fewer checkpoints: callback(keep=...)"
 _REMEDIES = {
     errno.ENOSPC: _MAKE_ROOM,
@@ -101,7 +141,7 @@ class Saving:
         self._check = check
         self._done = threading.Event()
         self._manifest: Manifest | None = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self._lock = threading.Lock()
         self.told = False  # whether the caller of `result` has received its failure
         self.is_writing = False  # until then another checkpoint may replace it
@@ -116,21 +156,17 @@ class Saving:
         """Blocks until the checkpoint is durable, at most `timeout` seconds."""
         if not self.wait(timeout):
             raise CheckpointError("The checkpoint is still being written", received=f"after {timeout} s")
-        if self._error is not None:
+        if self.error is not None:
             self.told = True
-            raise self._error
+            raise self.error
         return self._manifest
 
     def wait(self, timeout: float | None = None) -> bool:
         """Blocks until it is done, at most `timeout` seconds. Returns whether it is."""
         return wait_for(self._done, timeout, self._check)
 
-    def failure(self) -> str:
-        """Why it was not written; empty if it was, or is not done yet."""
-        return "" if self._error is None else str(self._error)
-
     def begin_writing(self) -> bool:
-        """Marks that writing begins. Returns False if the checkpoint was replaced before."""
+        """Returns False if the checkpoint was replaced before."""
         with self._lock:
             self.is_writing = not self.done()
             return self.is_writing
@@ -144,7 +180,7 @@ class Saving:
     def finish(self, manifest: Manifest | None = None, error: Exception | None = None) -> None:
         """Settles it. The first outcome is final."""
         if not self.done():
-            self._manifest, self._error = manifest, error
+            self._manifest, self.error = manifest, error
             self._done.set()
 
 
@@ -159,17 +195,17 @@ class _StateCopy:
     saving: Saving
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """One worker's part in checkpoints. All methods are for the training thread unless they say otherwise."""
 
-    def __init__(
-        self, session: Session, state: State, training: Training, store: CheckpointStore | None, attempt: int
-    ) -> None:
-        self._session = session
-        self._state = state
-        self._training = training
-        self._store = store
-        self._attempt = attempt
+    session: Session
+    state: State
+    training: Training
+    store: CheckpointStore | None
+    attempt: int
+
+    def __post_init__(self) -> None:
         self._plan = SavePlan()
         self._has_timer = False
         self._due_after_epoch = 0
@@ -184,11 +220,6 @@ class Checkpoints:
         self.named: int | None = None  # a checkpoint that the user restored by its step: it is kept
 
     @property
-    def has_place(self) -> bool:
-        """Whether there is a run directory."""
-        return self._store is not None
-
-    @property
     def is_busy(self) -> bool:
         """Whether a checkpoint is being written, on worker 0. Any thread."""
         current = self._current
@@ -198,7 +229,7 @@ class Checkpoints:
 
     def agree_on(self, plan: SavePlan) -> None:
         """Each worker takes its part of a checkpoint by itself: all must at the same boundaries."""
-        self._session.require_same_plan(
+        self.session.require_same_plan(
             "saves",
             repr(plan.every),
             problem="Worker {} has a different save_every than",
@@ -208,23 +239,23 @@ class Checkpoints:
 
     def follow(self, plan: SavePlan) -> None:
         """Makes checkpoints by this plan from now on."""
-        if plan.every is not None and self._store is None:
+        if plan.every is not None and self.store is None:
             raise no_run_dir()
         self._plan = plan
-        if isinstance(plan.every, timedelta) and self._session.rank == 0 and not self._has_timer:
+        if isinstance(plan.every, timedelta) and self.session.rank == 0 and not self._has_timer:
             self._has_timer = True
-            self._session.threads.start("save-timer", self._request_in_time)
+            self.session.threads.start("save-timer", self._request_in_time)
 
     def after_step(self, steps: int) -> None:
         """Called at a boundary: makes a checkpoint if one is due, and raises if the last one failed."""
         self.check()
-        every, step = self._plan.every, self._session.step
+        every, step = self._plan.every, self.session.step
         if isinstance(every, int) and step // every > (step - steps) // every:
             self._save_due()
 
     def after_epoch(self) -> None:
         """The end of an epoch, with all that callbacks do there."""
-        due, self._due_after_epoch, self._training.epoch_ends = self._due_after_epoch, 0, False
+        due, self._due_after_epoch, self.training.epoch_ends = self._due_after_epoch, 0, False
         due += self._plan.every == "epoch"
         if due:
             self.save_in_passing()
@@ -232,38 +263,38 @@ class Checkpoints:
             self._save_once_more()
 
     def _save_due(self) -> None:
-        if self._training.epoch_ends:
+        if self.training.epoch_ends:
             self._due_after_epoch += 1
         else:
             self.save_in_passing()
 
     def _request_in_time(self) -> None:
         waited = 0.0
-        while not self._session.threads.stopping.wait(LOOK_SECS):
+        while not self.session.threads.stopping.wait(LOOK_SECS):
             waited += LOOK_SECS
             plan = self._plan
             if not isinstance(plan.every, timedelta) or waited < plan.every.total_seconds():
                 continue
             waited = 0.0
             if plan.when_busy == "wait" or not self.is_busy:
-                self._session.request("save")
+                self.session.request("save")
 
     # One checkpoint: the training threads.
 
     def save_here(self) -> Saving:
         """Saves the state of this boundary, where all workers stop; returns while it is being written."""
-        if self._store is None:
+        if self.store is None:
             raise no_run_dir()
         self.report()
-        outcome = self._session.rest("save")
+        outcome = self.session.rest("save")
         if isinstance(outcome, Refusal):
             in_trial = "Save after the trial; save_every of the callback does so automatically"
             raise CheckpointError(
                 f"The state is not saved. {outcome.problem}",
-                step=self._session.step,
-                remedy=in_trial if self._session.replica.on_trial else None,
+                step=self.session.step,
+                remedy=in_trial if self.session.replica.on_trial else None,
             )
-        return Saving(done=True) if self._session.rank != 0 else self._requested
+        return Saving(done=True) if self.session.rank != 0 else self._requested
 
     def save_in_passing(self) -> Saving:
         """Saves the state of this boundary without waiting. All workers call it at the same boundary.
@@ -271,12 +302,11 @@ class Checkpoints:
         It is written when all of them have called `report`. During a trial, it is made after the trial.
         """
         self.report()
-        id_ = self._session.next_report("save")
-        if self._session.replica.on_trial:
-            if self._session.rank == 0:
-                logger.warning(
-                    "the checkpoint of step %d is postponed until the trial ends", self._session.step
-                )
+        id_ = self.session.next_report("save")
+        if self.session.replica.on_trial:
+            if self.session.rank == 0:
+                step = self.session.step
+                logger.warning("the checkpoint of step %d is postponed until the trial ends", step)
             self._unreported = id_, lambda: None
             return Saving(done=True)
         if self.is_busy and not self._waits_for_current():
@@ -294,14 +324,14 @@ class Checkpoints:
         taken = self._unreported
         self.report()
         if taken is not None:
-            part = self._empty if self._session.rank == 0 else taken[1]
-            self._unreported = self._session.next_report("save"), part
+            part = self._empty if self.session.rank == 0 else taken[1]
+            self._unreported = self.session.next_report("save"), part
 
     def report(self) -> None:
         """Called when training continues: this worker's proposals so far belong to the last checkpoint."""
         unreported, self._unreported = self._unreported, None
         if unreported is not None:
-            self._session.report(*unreported)
+            self.session.report(*unreported)
 
     def check(self) -> None:
         """Raises the error of a failed checkpoint, once, unless `result` has raised it already."""
@@ -311,11 +341,11 @@ class Checkpoints:
 
     def save_before_leaving(self) -> str:
         """Saves and waits up to a timeout. Returns why nothing was saved, or an empty string."""
-        if not self.has_place:
+        if self.store is None:
             return "There is no run directory"
-        if self._session.replica.on_trial:
+        if self.session.replica.on_trial:
             return "A trial is under way"
-        secs = self._session.timeouts.join_secs
+        secs = self.session.timeouts.join_secs
         self.settle(secs)
         saving = self.save_in_passing()
         self.report()
@@ -324,7 +354,8 @@ class Checkpoints:
 
     def why_not_written(self) -> str:
         """Why the last checkpoint was not written; empty if it was, or if this worker does not know."""
-        return "" if self._current is None else self._current.failure()
+        error = None if self._current is None else self._current.error
+        return "" if error is None else str(error)
 
     def settle(self, timeout_secs: float | None = None) -> None:
         """Blocks until nothing is being written. Without a timeout, logs every 30 s what it waits for."""
@@ -345,8 +376,8 @@ class Checkpoints:
         """Waits briefly for a checkpoint. Returns whether it is done."""
         if saving.wait(0.05):
             return True
-        self._session.check()
-        if self._session.threads.stopping.is_set() and not saving.done():
+        self.session.check()
+        if self.session.threads.stopping.is_set() and not saving.done():
             # The saver may still be writing: going on would change the copy that it writes.
             raise _ended_before()
         return False
@@ -360,14 +391,12 @@ class Checkpoints:
         current = self._current
         if current is None or self._plan.when_busy == "skip":
             return current is None
-        decided_by = Deadline(self._session.timeouts.answer_secs)
+        decided_by = Deadline(self.session.timeouts.answer_secs)
         while not self._is_done_soon(current):
-            is_late = self._session.is_wanted or decided_by.has_passed()
+            is_late = self.session.is_wanted or decided_by.has_passed()
             if is_late and not current.is_writing:
-                logger.warning(
-                    "the checkpoint of step %d is skipped: the previous one is not decided yet",
-                    self._session.step,
-                )
+                said = "the checkpoint of step %d is skipped: the previous one is not decided yet"
+                logger.warning(said, self.session.step)
                 return False
         return True
 
@@ -384,54 +413,54 @@ class Checkpoints:
             return self._empty
         self.report()
         self._requested = self._opened(id_)
-        secs = 0.9 * self._session.timeouts.compute_secs  # before the coordinator stops waiting for this
+        secs = 0.9 * self.session.timeouts.compute_secs  # before the coordinator stops waiting for this
         try:
             self.settle(secs)
         except CheckpointError as error:
-            raise Refuse(str(error), (self._session.rank,)) from error
+            raise Refuse(str(error), (self.session.rank,)) from error
         return self._take(self._requested)
 
     def _opened(self, id_: str) -> Saving:
         """A checkpoint that worker 0 writes, if the coordinator of the job has nothing against it."""
-        if self._session.rank != 0:
+        if self.session.rank != 0:
             return Saving(done=True)
         saving = self._expected[id_] = Saving(id_, self._check_written)
         return saving
 
     def _check_written(self) -> None:
         """Raises if no thread is left that could write. Any thread."""
-        if self._session.threads.have_ended():
-            self._session.threads.check()
+        if self.session.threads.have_ended():
+            self.session.threads.check()
             raise _ended_before()
 
     def _empty(self) -> Snapshot:
-        """The snapshot for a checkpoint that is not made."""
-        return Snapshot(self._session.step, "", frozenset(self._session.replica.holds), None)
+        """For a checkpoint that is not made."""
+        return Snapshot(self.session.step, "", frozenset(self.session.replica.holds), None)
 
     def _take(self, saving: Saving) -> Callable[[], Snapshot]:
         """Takes this worker's part of a checkpoint; the returned function finishes it in the background."""
         faults.point("snapshot")
-        step, replica = self._session.step, self._session.replica
+        step, replica = self.session.step, self.session.replica
         holds, measured = frozenset(replica.holds), replica.measures.history()
         strict = replica.strict_names()
-        if self._session.rank != 0:
-            averaged = averaged_names(self._state.schema, replica.may_differ)
-            details = {"values": packed(self._state, averaged), "measured": json.dumps(measured)}
-            snapshot = Snapshot(step, joined(self._state.digests(strict)), holds, details)
+        if self.session.rank != 0:
+            averaged = averaged_names(self.state.schema, replica.may_differ)
+            details = {"values": packed(self.state, averaged), "measured": json.dumps(measured)}
+            snapshot = Snapshot(step, joined(self.state.digests(strict)), holds, details)
             return lambda: snapshot
         with self._copying:
-            self._state.snapshot(self._buffers)
+            self.state.snapshot(self._buffers)
         draft = Draft(
             step=step,
-            epoch=self._training.position.epoch,
-            batch=self._training.position.batch,
+            epoch=self.training.position.epoch,
+            batch=self.training.position.batch,
             created_at=time.time(),
-            workers=self._session.size,
-            attempt=self._attempt,
-            schema=self._state.schema,
-            metrics=numbers(self._training.metrics),
+            workers=self.session.size,
+            attempt=self.attempt,
+            schema=self.state.schema,
+            metrics=numbers(self.training.metrics),
             versions=versions(),
-            script=self._training.position.script(),
+            script=self.training.position.script(),
         )
         self._current = saving
 
@@ -480,7 +509,7 @@ class Checkpoints:
         problem = f"The state is not saved. {refusal.problem}"
         if ended.outcome.stage is Stage.FAILED:
             error: ReplicastError = ReplicasDiverged(
-                f"{problem}. {what_follows(self._session.audit_policy)}",
+                f"{problem}. {what_follows(self.session.audit_policy)}",
                 worker=refusal.workers[0] if refusal.workers else None,
                 step=(refusal.details or {}).get("step"),
             )
@@ -502,7 +531,7 @@ class Checkpoints:
         remedy = _REMEDIES.get(error.errno or 0, "Check the file system")
         failure = CheckpointError(
             f"The checkpoint of step {step} could not be written",
-            path=None if self._store is None else self._store.path(step),
+            path=None if self.store is None else self.store.path(step),
             step=step,
             received=str(error),
             remedy=f"{remedy}. Earlier checkpoints are intact",
@@ -511,10 +540,10 @@ class Checkpoints:
         return failure
 
     def _written(self, copy: _StateCopy, others: Sequence[dict[str, Any]], saved: Saved) -> Manifest:
-        if self._store is None:
+        if self.store is None:
             raise no_run_dir()
-        may_differ = self._session.replica.may_differ
-        for name in averaged_names(self._state.schema, may_differ) if others else ():
+        may_differ = self.session.replica.may_differ
+        for name in averaged_names(self.state.schema, may_differ) if others else ():
             values = [other["values"] for other in others]
             np.copyto(copy.arrays[name], mean(copy.arrays[name], values, name))
             copy.digests[name] = digest_array(copy.arrays[name])
@@ -523,8 +552,8 @@ class Checkpoints:
         histories = [copy.measured, *(json.loads(other["measured"]) for other in others)]
         measured = json.dumps(mean_history(histories))
         draft = replace(copy.draft, measured=measured).with_updates(saved)
-        manifest = self._store.write(draft, arrays, copy.digests)
-        self._prune(self._store, manifest)
+        manifest = self.store.write(draft, arrays, copy.digests)
+        self._prune(self.store, manifest)
         return manifest
 
     def _prune(self, store: CheckpointStore, manifest: Manifest) -> None:
@@ -533,11 +562,9 @@ class Checkpoints:
         if best is not None and best[0] not in manifest.metrics and not self._warned_of_metric:
             self._warned_of_metric = True
             logger.warning(
-                "keep_best: the checkpoint of step %d has no metric %r, so it cannot be the best one. It "
-                'has: %s. For validation metrics, use save_every="epoch"',
-                manifest.step,
-                best[0],
-                ", ".join(manifest.metrics) or "none",
+                f"keep_best: the checkpoint of step {manifest.step} has no metric {best[0]!r}, so it cannot "
+                f"be the best one. It has: {', '.join(manifest.metrics) or 'none'}. For validation metrics, "
+                'use save_every="epoch"'
             )
         try:
             store.prune(self._plan.keep, best, self.named)
@@ -545,11 +572,10 @@ class Checkpoints:
             # removes checkpoints: the list has all of them.
             kept = [saved_of(manifest) for manifest in store.list()]
             held = frozenset.intersection(*(saved.holds for saved in kept)) if kept else frozenset()
-            pending = frozenset(
-                (one.proposal.id, one.proposal.digest) for saved in kept for one in saved.pending
-            )
+            proposals = [one.proposal for saved in kept for one in saved.pending]
+            pending = frozenset((one.id, one.digest) for one in proposals)
             # One that is damaged now may be repaired, and nobody knows what it proposes.
-            self._session.remove_payloads(held, None if store.problems() else pending)
+            self.session.remove_payloads(held, None if store.problems() else pending)
         except (ReplicastError, OSError) as error:
             logger.warning("old checkpoints cannot be removed and use disk space: %s", error)
 
@@ -564,6 +590,266 @@ def no_run_dir() -> NotSupported:
 
 def _ended_before() -> JobFailed:
     return JobFailed("The job ended before its checkpoint was written")
+
+
+# Restoring.
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The restored state."""
+
+    step: int
+    position: Position
+    left_out: tuple[str, ...]
+    holds: frozenset[int]
+
+
+class RestorePlan(Record):
+    """What worker 0 tells all: its host, the manifest, and which variables the checkpoint does not have."""
+
+    host: str
+    manifest: dict[str, Any]
+    left_out: list[str]
+
+
+class RestoreProblem(Record):
+    """Why nothing can be restored, for all to raise."""
+
+    problem: str
+    fields: dict[str, Any]
+
+
+_Told = RestorePlan | RestoreProblem | None
+
+
+@dataclass(eq=False)
+class Restore:
+    """One worker's part. `run` is for the training threads of all workers, each with the same arguments."""
+
+    session: Session
+    state: State
+    store: CheckpointStore
+
+    def __post_init__(self) -> None:
+        self._secs = self.session.timeouts.join_secs
+
+    def run(self, number: int, step: int | None, partial: bool) -> Restored | None:
+        """Restores a checkpoint on all workers. Blocks until all have the state."""
+        session = self.session
+        if session.begun:  # before any state changes
+            raise CheckpointError(
+                "restore() must be called before training",
+                expected="no fit, boundary, sync, save or audit before it",
+                received=f"step {session.step}",
+                remedy="Call it first; to go back to a checkpoint later, restart the script",
+            )
+        damaged: dict[int, str] = {}
+        for turn in itertools.count():
+            what = f"restore/{number}/{turn}"
+            reader = self._tell_plan(what, step, partial, damaged)
+            told: _Told = decode(session.exchange.hear(what, self._secs))
+            if told is None:
+                return None
+            if isinstance(told, RestoreProblem):
+                raise CheckpointError(told.problem, **told.fields)
+            left_out, manifest = told.left_out, Manifest.from_json(told.manifest)
+            problem = self._take(what, reader, told.host, manifest, left_out)
+            if not problem:
+                break
+            damaged[manifest.step] = problem  # The same on all workers, which try another one together.
+        for damaged_step, problem in sorted(damaged.items()) if session.rank == 0 else ():
+            instead = f"step {manifest.step} is restored instead"
+            logger.warning("THE CHECKPOINT OF STEP %d IS DAMAGED; %s. %s", damaged_step, instead, problem)
+        saved = saved_of(manifest)
+        session.replica.measures.recall(json.loads(manifest.measured))
+        session.start_from(saved)
+        position = Position(manifest.epoch, manifest.batch).at(manifest.script)
+        return Restored(manifest.step, position, tuple(left_out), saved.holds)
+
+    def _tell_plan(
+        self, what: str, step: int | None, partial: bool, damaged: dict[int, str]
+    ) -> CheckpointReader | None:
+        """Worker 0 tells the others what will be restored, or why nothing can be."""
+        if self.session.rank != 0:
+            return None
+        reader: CheckpointReader | None = None
+        told: _Told
+        try:
+            reader = choose(self.store, step, damaged)
+            told = None if reader is None else self._plan(reader, partial)
+        except (ReplicastError, OSError) as error:
+            if reader is not None:
+                reader.close()
+            reader, told = None, _problem_of(error)
+        self.session.exchange.tell(what, encode(told))
+        return reader
+
+    def _plan(self, reader: CheckpointReader, partial: bool) -> RestorePlan:
+        manifest, schema = reader.manifest, self.state.schema
+        differing = differences(schema, manifest.schema)
+        if differing and not partial:
+            said = "; ".join(
+                f"{d.name}: expected {d.expected}, received {d.received}" for d in differing[:10]
+            )
+            more = f" and {len(differing) - 10} more" if len(differing) > 10 else ""
+            raise CheckpointError(
+                f"The checkpoint of step {manifest.step} is of another model ({said}{more}). "
+                "partial=True restores the variables that fit"
+            )
+        differs = {difference.name for difference in differing}
+        left_out = sorted(variable.name for variable in schema if variable.name in differs)
+        return RestorePlan(host_id(os.environ), manifest.to_json(), left_out)
+
+    def _take(
+        self, what: str, reader: CheckpointReader | None, host: str, manifest: Manifest, left_out: list[str]
+    ) -> str:
+        """All workers read or receive the checkpoint. Returns what is wrong with it; empty if nothing is."""
+        names = [variable.name for variable in self.state.schema if variable.name not in left_out]
+        with contextlib.ExitStack() as closing:
+            if reader is None and host == host_id(os.environ):
+                reader = self._see(manifest)
+            if reader is not None:
+                closing.enter_context(reader)
+            problem = self._read_all(reader, what, names) if manifest.nbytes <= MOST_AT_ONCE else None
+            if problem is not None:
+                return problem
+            return self._receive_all(reader if self.session.rank == 0 else None, what, manifest, names)
+
+    def _see(self, manifest: Manifest) -> CheckpointReader | None:
+        """Opens the same checkpoint on another worker of the same host; None if that is not possible."""
+        try:
+            reader = self.store.open(manifest.step)
+        except (ReplicastError, OSError):
+            return None
+        if reader.manifest.state_digest != manifest.state_digest:
+            reader.close()
+            return None
+        return reader
+
+    # Each reads it.
+
+    def _read_all(self, reader: CheckpointReader | None, what: str, names: list[str]) -> str | None:
+        """Every worker reads the checkpoint. No state changes before all have read and verified all of it.
+
+        Whether all see its directory is not asked first: that would cost every restore on one host a round of
+        messages, and spare the workers on worker 0's host only a reading in vain where there are several.
+        """
+        values, problem = ({}, _UNSEEN) if reader is None else self._read(reader, names)
+        verdicts = self.session.exchange.agree(f"{what}/read", problem, self._secs)
+        if reader is None or _UNSEEN in verdicts.values():
+            return None
+        found = [f"worker {rank} reads: {verdict}" for rank, verdict in verdicts.items() if verdict]
+        if found:
+            file = reader.path / "state.safetensors"
+            return str(FileDamaged(file, f"{'; '.join(found[:3])[:500]}. {advice(reader.path)}"))
+        self.state.apply([Edit(EditKind.ASSIGN, name, {"value": values[name]}) for name in names])
+        return ""
+
+    def _read(self, reader: CheckpointReader, names: list[str]) -> tuple[Arrays, str]:
+        """All variables, and what is wrong with them. TensorFlow takes over their memory without a copy."""
+        shapes = {variable.name: variable for variable in self.state.schema}
+        like = [np.broadcast_to(np.zeros((), dtype_of(shapes[name])), shapes[name].shape) for name in names]
+        pieces, nbytes = lay_out(like)
+        values = dict(zip(names, arrays_in(memory_to_fill(nbytes), pieces), strict=True))
+        try:
+            wrong = [name for name in names if not reader.read_into(name, values[name])]
+        except FileDamaged as error:
+            return values, error.problem.removesuffix(f". {advice(reader.path)}")
+        return values, f"the bytes of {', '.join(wrong[:5])} are not those that were written" if wrong else ""
+
+    # Worker 0 sends it.
+
+    def _receive_all(
+        self, reader: CheckpointReader | None, what: str, manifest: Manifest, names: list[str]
+    ) -> str:
+        """Worker 0 sends the checkpoint twice. The first time all workers only check it: no state changes.
+
+        The second time each takes what it receives. So nobody needs memory for a second state.
+        """
+        problem = self._transfer(reader, f"{what}/check", manifest, names, lambda edits: None)
+        if problem:
+            return problem
+        try:
+            problem = self._transfer(reader, f"{what}/take", manifest, names, self.state.apply)
+        except CheckpointError as error:
+            problem = error.problem
+        if problem:
+            raise JobFailed(
+                f"The state is restored in part only, although all workers had received the checkpoint of "
+                f"step {manifest.step} intact before: {problem}. Start the job again"
+            )
+        return ""
+
+    def _transfer(
+        self,
+        reader: CheckpointReader | None,
+        what: str,
+        manifest: Manifest,
+        all_names: list[str],
+        take: Callable[[list[Edit]], None],
+    ) -> str:
+        """Worker 0 sends all variables, in parcels; `take` gets each that all have received intact."""
+        for place, names in enumerate(self._batches(all_names)):
+            key = f"{what}/{place}"
+            if reader is not None:
+                self.session.exchange.tell(key, encode(self._published(reader, key, names)))
+            parcel: Parcel | Refusal = decode(self.session.exchange.hear(key, self._secs))
+            if isinstance(parcel, Refusal):
+                if parcel.workers:
+                    raise CheckpointError(f"Worker 0 could not send the checkpoint: {parcel.problem}")
+                return parcel.problem
+            values, problem = self._received(parcel, names, manifest.digests)
+            verdicts = self.session.exchange.agree(key, problem, self._secs)
+            found = {rank: verdict for rank, verdict in verdicts.items() if verdict}
+            if not found:
+                pairs = zip(names, values, strict=True)
+                take([Edit(EditKind.ASSIGN, name, {"value": value}) for name, value in pairs])
+            self.session.transport.release(parcel.id)
+            for rank, verdict in found.items():
+                raise CheckpointError(f"Worker {rank} has not received the checkpoint intact: {verdict}")
+        return ""
+
+    def _published(self, reader: CheckpointReader, key: str, names: list[str]) -> Parcel | Refusal:
+        """Worker 0: a parcel with these variables; or what is wrong with the file, or why worker 0 cannot."""
+        parcel_id = f"{self.session.exchange.name}-{key.replace('/', '-')}"
+        try:
+            return self.session.transport.publish(parcel_id, [reader.read(name) for name in names])
+        except FileDamaged as error:
+            return Refusal(str(error))
+        except UpdateRefused as error:  # there is no room
+            return Refusal(str(error), (0,))
+
+    def _received(
+        self, parcel: Parcel, names: list[str], digests: Mapping[str, str]
+    ) -> tuple[list[npt.NDArray[Any]], str]:
+        """The values of these variables, and what is wrong with them."""
+        try:
+            values = self.session.transport.receive(parcel, self._secs)
+        except UpdateRefused as error:
+            return [], str(error)
+        pairs = zip(names, values, strict=True)
+        wrong = [name for name, value in pairs if digest_array(value) != digests[name]]
+        return values, f"{', '.join(wrong[:5])} has other values" if wrong else ""
+
+    def _batches(self, names: list[str]) -> Iterator[list[str]]:
+        sizes = {variable.name: variable.nbytes for variable in self.state.schema}
+        batch: list[str] = []
+        for name in names:
+            if batch and sum(sizes[n] for n in batch) + sizes[name] > PARCEL_BYTES:
+                yield batch
+                batch = []
+            batch.append(name)
+        if batch:
+            yield batch
+
+
+def _problem_of(error: Exception) -> RestoreProblem:
+    if not isinstance(error, CheckpointError):
+        return RestoreProblem(str(error), {})
+    names = ("path", "step", "variable", "expected", "received", "remedy")
+    fields = {name: getattr(error, name) for name in names}
+    return RestoreProblem(error.problem, fields | {"path": error.path and str(error.path)})
 
 
 # Variables that may differ between workers, made one value for a checkpoint: the mean over the workers.

@@ -104,7 +104,7 @@ class JoinedWorker:
         accelerated = exchange.agree("accelerator", str(self.state.on_accelerator), secs)
         self.state.fingerprints_on_device = str(True) in accelerated.values()  # same kind: comparable
         self._attempt = attempt_of(run_dir, exchange, secs)
-        self.transport = open_transport(
+        transport = open_transport(
             strategy.coordination, rank, size, os.environ, name, strategy.lifetime.check
         )
 
@@ -129,7 +129,7 @@ class JoinedWorker:
         self.session = Session(
             exchange,
             Channel(strategy.coordination, name, rank, size),
-            self.transport,
+            transport,
             self.state,
             journal=journal,
             saved=[saved_of(manifest) for manifest in store.list()]

@@ -26,12 +26,19 @@ from replicast.errors import CheckpointError, ClusterError, NotSupported
 from replicast.files import RunDir, below
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.job_audits import AuditPlan
-from replicast.replicas.job_checkpoints import SaveEvery, SavePlan, Saving, WhenBusy, no_run_dir
+from replicast.replicas.job_checkpoints import (
+    Restore,
+    Restored,
+    SaveEvery,
+    SavePlan,
+    Saving,
+    WhenBusy,
+    no_run_dir,
+)
 from replicast.replicas.joined_worker import JoinedWorker
 from replicast.replicas.parcels import Function
 from replicast.replicas.position import Position
 from replicast.replicas.proposals import Ticket, checked_worker, refused
-from replicast.replicas.restore import Restored, restore
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.training import Strategy
 from replicast.training.resuming import Batches
@@ -257,9 +264,7 @@ class Replicas:
             raise no_run_dir()
         self._restores += 1
         store = CheckpointStore(self._run_dir)
-        restored = restore(
-            worker.session, worker.state, worker.transport, store, self._restores, step, partial
-        )
+        restored = Restore(worker.session, worker.state, store).run(self._restores, step, partial)
         if restored is None:
             return None
         position = restored.position

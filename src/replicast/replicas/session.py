@@ -217,7 +217,7 @@ class Session:
         self.script_ended = False  # it need not be told to exit
         self.receipts: list[Receipt] = []
         self._channel = channel
-        self._transport = transport
+        self.transport = transport
         self._journal = journal
         self._closed = False
         self._plans = Counter[str]()
@@ -283,12 +283,12 @@ class Session:
         self._events.put(None)  # wakes the loop up
         self.threads.stop(STOP_SECS)
         self.proposals.end(self.step)
-        self._transport.close()
+        self.transport.close()
 
     def abandon(self) -> None:
         """Releases shared memory when the process exits, in whatever state it is."""
         self.threads.stopping.set()
-        self._transport.close()
+        self.transport.close()
 
     # The training thread.
 
