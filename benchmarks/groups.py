@@ -23,7 +23,7 @@ from typing import IO, Any, Protocol
 from benchmarks.results import TORCH_PYTHON
 from benchmarks.runner import Entry, Times
 from replicast.launcher import bootstrap
-from replicast.launcher.plan import HeldPorts, hold_free_ports
+from replicast.launcher.plan import HeldPorts, hold_ports
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 START_SECS = 120.0
@@ -128,7 +128,7 @@ class Workers:
             process.kill()
             process.wait()
         if self._ports is not None:
-            self._ports.release()
+            self._ports.close()
         if self._log is not None:
             self._log.close()
         self._processes, self._connections, self._ready = [], [], set()
@@ -159,7 +159,7 @@ class Workers:
                 raise Failed("mpiexec is not installed")
             self._popen([launcher, "-n", str(self._size), *worker], {})
             return
-        self._ports = hold_free_ports(self._size + 1)
+        self._ports = hold_ports([0] * (self._size + 1))
         *ports, rendezvous = self._ports.numbers
         addresses = [f"127.0.0.1:{port}" for port in ports]
         for rank in range(self._size):

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from replicast.config import PEER_FAILED
-from replicast.launcher.plan import hold_free_ports
+from replicast.launcher.plan import hold_ports
 
 DEADLINE_SECS = 100
 
@@ -42,7 +42,7 @@ def run_with_fault(directory: Path, how: signal.Signals) -> tuple[int, str]:
     """Runs two workers, of which worker 1 ends or freezes; the exit code of the other, and what it said."""
     (directory / "train.py").write_text(SCRIPT)
     (directory / "shm").mkdir()
-    with hold_free_ports(2) as ports:
+    with hold_ports([0] * 2) as ports:
         addresses = [f"127.0.0.1:{port}" for port in ports.numbers]
         workers = [
             subprocess.Popen(

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from replicast.config import PEER_FAILED, START_TIMEOUT
-from replicast.launcher.plan import hold_free_ports
+from replicast.launcher.plan import hold_ports
 from tests.faults.test_frozen import HANGS_SECS, SCRIPT, run_frozen
 
 
@@ -56,7 +56,7 @@ def test_without_a_launcher_every_other_worker_ends_and_names_the_frozen_one(
     tmp_path: Path, frozen: int
 ) -> None:
     freezes = json.dumps([[frozen, "training"]])
-    with hold_free_ports(3) as ports:
+    with hold_ports([0] * 3) as ports:
         workers = [start_bare(tmp_path, rank, ports.numbers, FREEZES=freezes) for rank in range(3)]
         try:
             for rank in {0, 1, 2} - {frozen}:
@@ -71,7 +71,7 @@ def test_without_a_launcher_every_other_worker_ends_and_names_the_frozen_one(
 
 
 def test_a_worker_whose_peer_never_comes_says_so_and_ends_on_sigterm(tmp_path: Path) -> None:
-    with hold_free_ports(2) as ports:
+    with hold_ports([0] * 2) as ports:
         waiting = start_bare(tmp_path, 0, ports.numbers, FREEZES="[]")
         try:
             ends = time.monotonic() + HANGS_SECS
@@ -87,7 +87,7 @@ def test_a_worker_whose_peer_never_comes_says_so_and_ends_on_sigterm(tmp_path: P
 
 
 def test_a_worker_whose_peer_never_comes_ends_after_the_time_limit(tmp_path: Path) -> None:
-    with hold_free_ports(2) as ports:
+    with hold_ports([0] * 2) as ports:
         waiting = start_bare(tmp_path, 1, ports.numbers, FREEZES="[]", **{START_TIMEOUT: "1"})
         assert waiting.wait(HANGS_SECS) == 1
     assert "Not all workers started within 1 s: worker 0" in (tmp_path / "1.log").read_text()

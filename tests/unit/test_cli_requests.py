@@ -20,7 +20,7 @@ import replicast
 from replicast.core.entries import Before, Committed, Payload
 from replicast.core.records import Stage
 from replicast.errors import NoAnswer, NotFound, RequestRefused
-from replicast.launcher.run_directory import what_is_taken_over
+from replicast.launcher.launcher import what_is_taken_over
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore, Draft
 from replicast.storage.claims import Fence

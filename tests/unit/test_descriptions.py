@@ -9,7 +9,7 @@ import numpy as np
 from replicast.cli.texts import what_cell
 from replicast.client.directory import DirectoryRun
 from replicast.files import below
-from replicast.launcher.run_directory import what_is_taken_over
+from replicast.launcher.launcher import what_is_taken_over
 from replicast.storage import inbox
 from replicast.storage.inbox import describe
 from replicast.update.trial import Trial

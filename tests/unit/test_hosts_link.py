@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import io
 import os
 import select
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 import pytest
 from msgspec.structs import replace
 
-from replicast.errors import ClusterError
+from replicast.errors import ClusterError, LaunchRefused
 from replicast.launcher.failure import LaunchOrder, Phase, WorkerExit
 from replicast.launcher.hosts_leader import (
     AskName,
@@ -46,16 +47,15 @@ from replicast.launcher.hosts_link import (
     HostsAttempts,
     Link,
     NotAuthentic,
-    NotWelcome,
     Other,
     Part,
-    TellLauncher,
     Wire,
+    identity_of,
+    listen,
 )
-from replicast.launcher.hosts_setup import identity_of, listen, own_node
 from replicast.launcher.interruptions import Interruptions
 from replicast.launcher.launcher import ask_run_name
-from replicast.launcher.plan import JobPlan
+from replicast.launcher.plan import JobPlan, own_node
 from replicast.launcher.screen import make_screen
 from replicast.names import Dialer
 from replicast.testing.job import eventually
@@ -68,6 +68,7 @@ IDENTITY = identity_of(dataclasses.replace(JOB, hosts=(), nnodes=2), 0)
 ORDER = LaunchOrder(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=0, hosts=("a", "b"))
 
 
+READ = functools.partial(read_message, nodes=2)
 ONE, OTHER = "1" * 64, "2" * 64
 
 
@@ -248,7 +249,7 @@ def next_of(link: Link, kind: type[E]) -> E:
 def answer_to(endpoint: tuple[str, int], *messages: Message) -> Message | ValueError:
     """The first answer to what a launcher with the secret sends."""
     with socket.create_connection(endpoint) as connected:
-        connection = Connection(connected, b"secret", is_first=False, nodes=2)
+        connection = Connection(connected, b"secret", READ, is_first=False)
         for message in messages:
             connection.send(message)
         answers: list[Message | ValueError] = []
@@ -265,8 +266,8 @@ def test_a_report_with_impossible_values_is_left_out_and_the_launchers_go_on() -
     with first_of(IDENTITY, listener) as link:
         answer = answer_to(endpoint, hello, replace(Report(next_attempt=0), signal=9999), AskName())
         assert isinstance(answer, LaunchOrder), "the rest of what it sends is heard"
-        told = next_of(link, TellLauncher)
-        assert "ignored an invalid message of the launcher at 127.0.0.1: Invalid enum value 9999" in told.text
+        told = next_of(link, str)
+        assert "ignored an invalid message of the launcher at 127.0.0.1: Invalid enum value 9999" in told
         assert run_name(endpoint) == "the-run"
 
 
@@ -280,12 +281,11 @@ def test_of_two_launchers_that_take_themselves_for_the_first_the_later_one_is_re
         first_of(replace(IDENTITY, hosts=(early, late)), listener) as first,
         first_of(replace(IDENTITY, hosts=(late, early)), listen((late, port))) as second,
     ):
-        refused = next_of(second, NotWelcome)
-        assert refused.by == f"The launcher at {early}:{port}"
         lists = f"one with --hosts {early},{late}, the other with --hosts {late},{early}"
-        assert refused.why == f"both act as the launcher of the first host, {lists}"
-        told = next_of(first, TellLauncher)
-        assert told.text == f"refused a launcher at 127.0.0.1: {refused.why}"
+        why = f"both act as the launcher of the first host, {lists}"
+        refused = next_of(second, LaunchRefused)
+        assert str(refused).startswith(f"The launcher at {early}:{port} refused this host: {why}")
+        assert next_of(first, str) == f"refused a launcher at 127.0.0.1: {why}"
 
 
 def test_two_launchers_that_take_themselves_for_the_first_at_the_same_moment_refuse_each_other() -> None:
@@ -298,7 +298,7 @@ def test_two_launchers_that_take_themselves_for_the_first_at_the_same_moment_ref
     ]
     with links[0], links[1]:
         for link in links:
-            next_of(link, NotWelcome)
+            next_of(link, LaunchRefused)
 
 
 def test_a_stranger_at_one_host_does_not_hide_another_first_launcher_at_the_next_one() -> None:
@@ -310,10 +310,10 @@ def test_a_stranger_at_one_host_does_not_hide_another_first_launcher_at_the_next
         first_of(replace(IDENTITY, hosts=()), listen((stranger, port)), b"another"),
         first_of(replace(IDENTITY, hosts=(here, stranger, rival)), listener) as first,
     ):
-        told = next_of(first, TellLauncher)
-        assert told.text.startswith(f"{stranger}:{port}: the other host has a different job secret")
+        told = next_of(first, str)
+        assert told.startswith(f"{stranger}:{port}: the other host has a different job secret")
         with first_of(replace(IDENTITY, hosts=(rival, stranger, here)), late):
-            assert next_of(first, NotWelcome).by == f"The launcher at {rival}:{port}"
+            assert f"The launcher at {rival}:{port}" in str(next_of(first, LaunchRefused))
 
 
 @pytest.fixture
@@ -363,7 +363,8 @@ def test_another_launcher_finds_the_first_one_when_a_slow_dns_server_has_answere
 def test_a_launcher_says_when_no_dns_server_answers(
     monkeypatch: pytest.MonkeyPatch, resolver: threading.Event
 ) -> None:
-    monkeypatch.setattr("replicast.launcher.hosts_setup.NAMES_SECS", 0.1)
+    for module in ("plan", "hosts_link"):
+        monkeypatch.setattr(f"replicast.launcher.{module}.NAMES_SECS", 0.1)
     assert own_node(("gpu1", "127.0.0.1")) == 1
     with pytest.raises(ClusterError, match=r"not all names were resolved within 0\.1 s"):
         own_node(("gpu1", "198.51.100.1"))
@@ -412,21 +413,21 @@ def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
     timeouts = HostTimeouts(join_secs=100.0, redial_secs=1000.0)
     with first_of(IDENTITY, listener) as link:
         with other(endpoint, timeouts, None, b"another") as asking:
-            said: list[Event] = [next_of(asking, TellLauncher)]
+            said: list[Event] = [next_of(asking, str)]
             eventually(lambda: len(tries) >= 3)
             clock.added_secs = timeouts.join_secs
             while not isinstance(said[-1], LaunchOrder):
                 said += [event for event in next_events(asking) if not isinstance(event, Waiting)]
         problem = "the other host has a different job secret. Set REPLICAST_JOB_SECRET"
         line, over = said
-        assert isinstance(line, TellLauncher)
-        assert line.text.startswith(f"127.0.0.1:{endpoint[1]}: {problem}")
-        assert line.text.endswith("; this launcher keeps trying")
+        assert isinstance(line, str)
+        assert line.startswith(f"127.0.0.1:{endpoint[1]}: {problem}")
+        assert line.endswith("; this launcher keeps trying")
         assert isinstance(over, LaunchOrder)
         assert over.failure is not None
         assert over.failure.why.startswith("it did not join within 100 s (127.0.0.1:")
         assert over.failure.why.endswith("the other host has a different job secret)")
-        told = [event.text for event in next_events(link) if isinstance(event, TellLauncher)]
+        told = [event for event in next_events(link) if isinstance(event, str)]
         assert len(told) == 1, "however often it came"
         assert told[0].startswith(f"refused a launcher at 127.0.0.1: {problem}")
         assert run_name(endpoint) == "the-run"
@@ -455,10 +456,10 @@ def test_the_last_line_of_the_first_launcher_says_why_it_refused_the_host_that_i
     first = service_of(replace(IDENTITY, hosts=("a", "b")), listener)
     leader = first.leader
     with contextlib.closing(first), socket.create_connection(listener.getsockname()[:2]) as connected:
-        sender = Connection(connected, secret, is_first=False, nodes=2)
+        sender = Connection(connected, secret, READ, is_first=False)
         sender.send(message)
         events: list[Event] = []
-        while not any(isinstance(event, TellLauncher) for event in events):
+        while not any(isinstance(event, str) for event in events):
             readable, _, _ = select.select([*first.sockets(), connected], [], [], SECS)
             assert readable, "nothing happened"
             if connected in readable:
@@ -529,7 +530,7 @@ def test_strangers_do_not_hide_the_refusal_of_a_launcher_that_knows_the_secret()
             with socket.create_connection(
                 ("127.0.0.1", port), source_address=(f"127.0.0.{number}", 0)
             ) as connected:
-                stranger = Connection(connected, b"another", is_first=False, nodes=2)
+                stranger = Connection(connected, b"another", READ, is_first=False)
                 stranger.send(AskName())
                 with contextlib.suppress(NotAuthentic):
                     while select.select([connected], [], [], SECS)[0]:
@@ -538,7 +539,7 @@ def test_strangers_do_not_hide_the_refusal_of_a_launcher_that_knows_the_secret()
         assert isinstance(refused, RefusedHost)
         said: list[str] = []
         while not any("a different --port" in text for text in said):
-            said += [event.text for event in next_events(link) if isinstance(event, TellLauncher)]
+            said += [event for event in next_events(link) if isinstance(event, str)]
         assert len([text for text in said if "secret" in text]) == 6
 
 
@@ -557,10 +558,10 @@ def test_a_first_launcher_that_cannot_accept_for_now_says_so_once_and_does_not_s
     with contextlib.closing(first), monkeypatch.context() as patched:
         patched.setattr(socket.socket, "accept", fails)
         assert listener in first.sockets()
-        (told,) = (event for event in first.poll([listener]) if isinstance(event, TellLauncher))
-        assert told.text == f"cannot accept other launchers for now: {problem}"
+        (told,) = (event for event in first.poll([listener]) if isinstance(event, str))
+        assert told == f"cannot accept other launchers for now: {problem}"
         assert listener not in first.sockets(), "for a moment"
-        assert not any(isinstance(event, TellLauncher) for event in first.poll([listener]))
+        assert not any(isinstance(event, str) for event in first.poll([listener]))
 
 
 def test_an_address_in_use_is_refused_in_sentences_that_end_once() -> None:

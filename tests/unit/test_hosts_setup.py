@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from replicast.errors import ClusterError, LaunchRefused
-from replicast.launcher.hosts_setup import own_node, parse_endpoint, parse_nnodes, place_on_hosts, read_secret
-from replicast.launcher.plan import JobPlan
+from replicast.launcher.plan import (
+    JobPlan,
+    own_node,
+    parse_endpoint,
+    parse_nnodes,
+    place_on_hosts,
+    read_secret,
+)
 
 
 @pytest.mark.parametrize(

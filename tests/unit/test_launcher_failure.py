@@ -6,6 +6,7 @@ import io
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -14,24 +15,20 @@ from replicast.config import FAULTS, PEER_FAILED
 from replicast.faults import read_faults
 from replicast.files import below
 from replicast.launcher.failure import (
+    ONE_HOST,
     GroupEnd,
     Hosts,
     LaunchOrder,
     Phase,
     WorkerExit,
-    absent_line,
     duration,
-    exception_in,
     failure_box,
-    failure_line,
-    faults_line,
+    fault_lines,
     first_cause,
-    interruption_line,
     local_order,
-    others_line,
     reason,
+    report_lines,
     restart_line,
-    sigterm_line,
     traceback_in,
     with_details,
 )
@@ -53,7 +50,7 @@ def test_the_exception_is_found_before_noise(tmp_path: Path) -> None:
     log.write_text(RAISED)
     found = traceback_in(below(tmp_path) / log.name)
     assert found[0].startswith("Traceback")
-    assert found[-1] == exception_in(found) == "ValueError: bad loss"
+    assert found[-1] == "ValueError: bad loss"
 
 
 def test_a_long_traceback_is_cut_in_its_middle(tmp_path: Path) -> None:
@@ -70,7 +67,6 @@ def test_no_exception_no_traceback(tmp_path: Path) -> None:
     log = tmp_path / "worker-0.log"
     log.write_text("Epoch 1/3\nall is well\n")
     assert traceback_in(below(tmp_path) / log.name) == []
-    assert exception_in([]) == ""
     assert traceback_in(below(tmp_path) / "missing.log") == []
 
 
@@ -110,23 +106,29 @@ def test_a_restart_names_the_worker_that_was_lost_not_the_one_that_says_so(
     assert restart_line(order, hosts) == f"replicast: restart 1 of 3 because {why}; 2 left after it"
 
 
+def said(
+    failure: WorkerExit | None, hosts: Hosts = ONE_HOST, end: GroupEnd | None = None, **order: Any
+) -> str:
+    over = LaunchOrder(phase=Phase.OVER, failure=failure, **order)
+    return "\n".join(report_lines(over, end, hosts))
+
+
 def test_a_stopped_launcher_does_not_say_that_the_workers_of_unreached_hosts_have_exited() -> None:
-    stopped = LaunchOrder(phase=Phase.OVER, signal=signal.SIGINT.value)  # type: ignore[arg-type]
-    assert interruption_line(stopped, GroupEnd()) == "replicast: stopped by Ctrl-C; all workers have exited"
+    assert said(None, signal=signal.SIGINT) == "stopped by Ctrl-C; all workers have exited"
     three = Hosts(("gpu0", "gpu1", "gpu2"))
-    assert interruption_line(replace(stopped, unreached=(1, 2), stopped_on=1), GroupEnd(), three) == (
-        "replicast: stopped by Ctrl-C on gpu1; the workers on this host have exited; "
+    assert said(None, three, signal=signal.SIGINT, unreached=(1, 2), stopped_on=1) == (
+        "stopped by Ctrl-C on gpu1; the workers on this host have exited; "
         "the state of those on gpu1, gpu2 is unknown"
     )
 
 
 def test_a_failure_on_another_host_names_the_host_and_who_reported_a_lost_one() -> None:
-    assert failure_line(LOST, TWO) == "replicast: host gpu1 was lost: nothing was heard of it"
-    assert failure_line(replace(LOST, reported_by=1), TWO) == (
-        "replicast: host gpu1 was lost (reported by the launcher on gpu1): nothing was heard of it"
+    assert said(LOST, TWO) == "host gpu1 was lost: nothing was heard of it"
+    assert said(replace(LOST, reported_by=1), TWO) == (
+        "host gpu1 was lost (reported by the launcher on gpu1): nothing was heard of it"
     )
-    assert failure_line(replace(ended(3, -9), host=1), TWO) == (
-        "replicast: worker 3 on gpu1 failed first: killed by SIGKILL after 2.0 s. Log on gpu1: /logs/x.log"
+    assert said(replace(ended(3, -9), host=1), TWO) == (
+        "worker 3 on gpu1 failed first: killed by SIGKILL after 2.0 s. Log on gpu1: /logs/x.log"
     )
     assert reason(LOST, TWO) == "host gpu1 was lost: nothing was heard of it"
     assert reason(replace(ended(3, 1), host=1, why="ValueError: bad"), TWO) == "ValueError: bad on gpu1"
@@ -195,24 +197,24 @@ def test_what_follows_an_attempt(end: GroupEnd, code: int, restarts: int) -> Non
     assert (last.code, last.phase, last.attempt) == (code, Phase.OVER, 4)
 
 
+AFTER = "after 2.0 s. Log: /logs/x.log"
+
+
 def test_the_report_names_worker_cause_duration_and_log() -> None:
     failed = ended(1, -9)
-    assert failure_line(failed) == (
-        "replicast: worker 1 failed first: killed by SIGKILL after 2.0 s. Log: /logs/x.log"
-    )
     others = (ended(3, 1), ended(2, 0), failed, ended(10, 0), ended(0, -15, stopped=True))
-    assert others_line(GroupEnd(others), failed) == (
-        "replicast: worker 0 was stopped, worker 2 had finished, worker 3 failed afterwards (exit code 1), "
+    assert said(failed, end=GroupEnd(others)) == (
+        f"worker 1 failed first: killed by SIGKILL {AFTER}\n"
+        "worker 0 was stopped, worker 2 had finished, worker 3 failed afterwards (exit code 1), "
         "worker 10 had finished."
     )
 
 
 def test_the_report_names_a_frozen_worker() -> None:
-    assert failure_line(frozen(0)) == (
-        "replicast: worker 0 was stopped (SIGSTOP) and did not continue: killed after 2.0 s. Log: /logs/x.log"
+    assert said(frozen(0), end=GroupEnd((frozen(0), frozen(2), ended(1, PEER_FAILED)))) == (
+        f"worker 0 was stopped (SIGSTOP) and did not continue: killed {AFTER}\n"
+        "worker 1 failed afterwards (exit code 75), worker 2 was stopped by SIGSTOP."
     )
-    others = others_line(GroupEnd((frozen(0), frozen(2), ended(1, PEER_FAILED))), frozen(0))
-    assert others == "replicast: worker 1 failed afterwards (exit code 75), worker 2 was stopped by SIGSTOP."
 
 
 def test_the_report_repeats_what_a_worker_says_of_one_on_another_host() -> None:
@@ -221,45 +223,36 @@ def test_the_report_repeats_what_a_worker_says_of_one_on_another_host() -> None:
         "replicast: \x1b[31mworker 3 was lost: its connection broke (reported by worker 0)\x1b[0m",
         "replicast: worker 1 saved nothing",
     )
-    said = failure_line(with_details(ended(1, PEER_FAILED), below("/none") / "log", tail))
-    assert said == (
-        "replicast: worker 1 exited because of another worker (worker 3 was lost: its connection broke "
-        "(reported by worker 0)) after 2.0 s. Log: /logs/x.log"
+    assert said(with_details(ended(1, PEER_FAILED), below("/none") / "log", tail)) == (
+        "worker 1 exited because of another worker (worker 3 was lost: its connection broke "
+        f"(reported by worker 0)) {AFTER}"
     )
-    assert "another worker (its log names it)" in failure_line(ended(1, PEER_FAILED))
+    assert "another worker (its log names it)" in said(ended(1, PEER_FAILED))
 
 
 def test_a_group_that_was_told_to_stop_is_not_reported_as_a_failure() -> None:
-    first = ended(1, 143)
-    assert sigterm_line(first) == (
-        "replicast: the group was told to stop (SIGTERM); worker 1 exited first, with 143, after 2.0 s. "
-        "Log: /logs/x.log"
+    assert said(ended(1, 143), end=GroupEnd((ended(1, 143), ended(0, 143)))) == (
+        f"the group was told to stop (SIGTERM); worker 1 exited first, with 143, {AFTER}\n"
+        "worker 0 exited too."
     )
-    assert others_line(GroupEnd((first, ended(0, 143))), first) == "replicast: worker 0 exited too."
 
 
-def test_planned_faults_are_announced() -> None:
-    plan = [{"worker": number, "point": "apply", "action": "stop"} for number in range(7)]
-    line = faults_line(read_faults({FAULTS: json.dumps(plan)}))
-    assert line == (
-        "replicast: warning: REPLICAST_FAULTS is set: workers will fail on purpose: stop worker 0 at apply, "
-        "stop worker 1 at apply, stop worker 2 at apply, stop worker 3 at apply, stop worker 4 at apply, "
-        "2 more"
+def faults_of(workers: int, *planned: int) -> list[str]:
+    plan = [{"worker": number, "point": "apply", "action": "stop"} for number in planned]
+    lines = fault_lines(read_faults({FAULTS: json.dumps(plan)}), workers)
+    return [line.removeprefix("replicast: warning: REPLICAST_FAULTS ") for line in lines]
+
+
+def test_planned_faults_are_announced_and_those_for_missing_workers() -> None:
+    assert faults_of(1) == []
+    (planned,) = faults_of(7, *range(7))
+    assert planned == (
+        "is set: workers will fail on purpose: stop worker 0 at apply, stop worker 1 at apply, "
+        "stop worker 2 at apply, stop worker 3 at apply, stop worker 4 at apply, 2 more"
     )
-    assert read_faults({}) == ()
-
-
-def test_a_fault_for_a_missing_worker_is_reported() -> None:
-    def absent(workers: int, *planned: int) -> str:
-        plan = json.dumps([{"worker": worker, "point": "apply"} for worker in planned])
-        return absent_line(read_faults({FAULTS: plan}), workers)
-
-    assert absent(1) == absent(2, 0, 1) == ""
-    assert absent(2, 7, 1, 2) == (
-        "replicast: warning: REPLICAST_FAULTS plans a fault for workers 2, 7, but the job has workers 0 to 1"
-        ": it will not fire"
-    )
-    assert "for worker 1, but the job has only worker 0" in absent(1, 1)
+    absent = "plans a fault for workers 2, 7, but the job has workers 0 to 1: it will not fire"
+    assert faults_of(2, 7, 1, 2)[1:] == [absent]
+    assert "for worker 1, but the job has only worker 0" in faults_of(1, 1)[1]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from replicast.launcher.plan import (
     check_job,
     check_script,
     exposure_line,
-    hold_free_ports,
     hold_ports,
     outside_addresses,
     parse_tee,
@@ -253,13 +252,13 @@ def listening(port: int = 0) -> socket.socket:
 
 
 def test_the_kernel_never_gives_out_a_held_port() -> None:
-    with hold_free_ports(200) as first, hold_free_ports(200) as second:
+    with hold_ports([0] * 200) as first, hold_ports([0] * 200) as second:
         assert len({*first.numbers, *second.numbers}) == 400
 
 
 def test_a_worker_can_listen_on_a_held_port() -> None:
     with (
-        hold_free_ports(1) as ports,
+        hold_ports([0] * 1) as ports,
         listening(ports.numbers[0]) as server,
         socket.create_connection(("127.0.0.1", ports.numbers[0]), timeout=120),
     ):
@@ -268,7 +267,7 @@ def test_a_worker_can_listen_on_a_held_port() -> None:
 
 
 def test_another_process_without_reuse_cannot_bind_a_held_port() -> None:
-    with hold_free_ports(1) as ports, socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+    with hold_ports([0] * 1) as ports, socket.socket() as stranger, pytest.raises(OSError, match="in use"):
         stranger.bind(("127.0.0.1", ports.numbers[0]))
 
 
@@ -280,7 +279,7 @@ def test_a_port_in_use_is_refused_with_a_remedy() -> None:
 
 
 def test_a_refused_set_of_ports_leaves_none_held() -> None:
-    with hold_free_ports(1) as probe:
+    with hold_ports([0] * 1) as probe:
         free = probe.numbers[0]
     with listening() as server, pytest.raises(ClusterError):
         hold_ports([free, server.getsockname()[1]])
@@ -289,7 +288,7 @@ def test_a_refused_set_of_ports_leaves_none_held() -> None:
 
 
 def test_a_released_port_is_free_again() -> None:
-    with hold_free_ports(1) as ports:
+    with hold_ports([0] * 1) as ports:
         pass
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", ports.numbers[0]))

@@ -18,7 +18,7 @@ from replicast.cli import main
 from replicast.config import FAULTS
 from replicast.errors import LaunchRefused
 from replicast.files import below
-from replicast.launcher.run_directory import (
+from replicast.launcher.launcher import (
     locked,
     make_attempt_dir,
     make_run_dir,

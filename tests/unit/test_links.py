@@ -27,8 +27,7 @@ from replicast.files import (
     write_quickly,
 )
 from replicast.launcher.failure import traceback_in
-from replicast.launcher.launcher import PageAddress, page_beside
-from replicast.launcher.run_directory import locked, make_attempt_dir, next_attempt
+from replicast.launcher.launcher import PageAddress, locked, make_attempt_dir, next_attempt, page_beside
 from replicast.launcher.screen import Output
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
@@ -369,10 +368,9 @@ _ALLOWED = {
     "lifetime.py": _OWN,
     "launcher/checks.py": "shared memory and Keras' settings",
     "launcher/hosts_doctor.py": "only whether a run directory is writable",
-    "launcher/hosts_setup.py": "the file of a secret",
-    "launcher/plan.py": _OWN,
+    "launcher/plan.py": "the file of a secret, and " + _OWN,
     "launcher/prepared.py": "the user's script",
-    "launcher/run_directory.py": "relative to a descriptor that RunPath gives",
+    "launcher/launcher.py": "relative to a descriptor that RunPath gives",
     "launcher/standby.py": _OWN,
     "transport/shared.py": "shared memory, with O_NOFOLLOW and the owner checked (SECURITY.md)",
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from replicast.launcher.checks import Check, Verdict, all_checks, check_two_workers
-from replicast.launcher.plan import DEFAULT_PORT, JobPlan
+from replicast.launcher.plan import DEFAULT_PORT, JobPlan, place_on_hosts, read_secret
 
 _STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
 
@@ -73,7 +73,6 @@ def doctor(
         checks = all_checks(os.environ)
     else:
         from replicast.launcher.hosts_doctor import Visit
-        from replicast.launcher.hosts_setup import place_on_hosts, read_secret
 
         visit = Visit(
             job=place_on_hosts(JobPlan(argv=(), port=port), hosts=hosts, node_rank=node_rank),

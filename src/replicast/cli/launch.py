@@ -21,10 +21,25 @@ from replicast.errors import LaunchRefused
 from replicast.files import below
 from replicast.launcher.group import EndTimeouts
 from replicast.launcher.hosts_leader import HostTimeouts, host_timeouts
-from replicast.launcher.hosts_setup import place_on_hosts, read_secret
-from replicast.launcher.launcher import PageAddress, Settings, ask_run_name, page_beside, supervise
-from replicast.launcher.plan import DEFAULT_PORT, JobPlan, check_module, check_script, hold_ports, parse_tee
-from replicast.launcher.run_directory import RUNS, make_run_dir
+from replicast.launcher.launcher import (
+    RUNS,
+    PageAddress,
+    Settings,
+    ask_run_name,
+    make_run_dir,
+    page_beside,
+    supervise,
+)
+from replicast.launcher.plan import (
+    DEFAULT_PORT,
+    JobPlan,
+    check_module,
+    check_script,
+    hold_ports,
+    parse_tee,
+    place_on_hosts,
+    read_secret,
+)
 
 _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.FloatRange(min=0)
 _PORTS_SECS = 5.0
@@ -163,7 +178,7 @@ def run(
     if job.fixed_ports is not None:
         # Refused before a run directory is made. After a kill -9 of the launcher before this one, its workers
         # may take a moment to give back their memory, and hold their ports until then.
-        hold_ports(job.fixed_ports, within_secs=_PORTS_SECS if job.endpoint is not None else 0.0).release()
+        hold_ports(job.fixed_ports, within_secs=_PORTS_SECS if job.endpoint is not None else 0.0).close()
     between = host_timeouts(join_secs=join_timeout, heartbeat_secs=heartbeat_secs)
     if run_dir is None and job.endpoint is not None and job.node_rank > 0:
         told = ask_run_name(job, secret, between, os.environ)

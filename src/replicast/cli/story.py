@@ -35,7 +35,7 @@ from replicast.config import SECRETS, without
 from replicast.core.records import Stage
 from replicast.errors import LaunchRefused
 from replicast.launcher import bootstrap
-from replicast.launcher.run_directory import make_run_dir
+from replicast.launcher.launcher import make_run_dir
 from replicast.update.audit_report import AuditReport
 
 TRAIN = Path(replicast.demo.__file__).with_name("train.py")

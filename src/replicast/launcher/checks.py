@@ -20,14 +20,7 @@ from pathlib import Path
 
 from replicast.config import SECRETS, SHM_DIR, TRUSTED_NETWORKS, read_cluster, trusted_networks, without
 from replicast.errors import ClusterError
-from replicast.launcher.plan import (
-    Machine,
-    hold_free_ports,
-    hold_ports,
-    outside_addresses,
-    shown_addresses,
-    this_machine,
-)
+from replicast.launcher.plan import Machine, hold_ports, outside_addresses, shown_addresses, this_machine
 
 # By its name: run as a script, its neighbours would hide modules of Python.
 _PROBE = "replicast.launcher.probe"
@@ -77,7 +70,6 @@ def check_python(version: Sequence[int]) -> Check:
 
 
 def check_tensorflow(versions: Mapping[str, str]) -> Check:
-    """TensorFlow: one of its distributions is installed, in a version that was tested."""
     install = "pip install 'replicast[cpu]' (no GPU) or 'replicast[tensorflow]'"
     uninstall = "pip uninstall -y tensorflow tensorflow-cpu, then install one of them"
     return _check_version("TensorFlow", versions, (2, 20), (2, 23), install, uninstall)
@@ -86,20 +78,58 @@ def check_tensorflow(versions: Mapping[str, str]) -> Check:
 def check_keras(versions: Mapping[str, str]) -> Check:
     """Keras 3, new enough, and one copy of it: release candidates of TensorFlow bring another one."""
     uninstall = "pip uninstall -y keras keras-nightly, then pip install --no-deps keras"
-    return _check_version("Keras", versions, (3, 12), None, "pip install 'keras>=3.12'", uninstall)
+    return _check_version("Keras", versions, (3, 12), (), "pip install 'keras>=3.12'", uninstall)
+
+
+def _check_version(
+    subject: str,
+    versions: Mapping[str, str],
+    oldest: tuple[int, ...],
+    unsupported: tuple[int, ...],
+    install: str,
+    uninstall: str,
+) -> Check:
+    found = " and ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    if not versions:
+        return Check(subject, Verdict.BROKEN, "not installed", install)
+    if len(versions) > 1:
+        return Check(subject, Verdict.BROKEN, f"{found}: two copies of the same files", uninstall)
+    (name, version), *_ = versions.items()
+    if release(version) < oldest or (unsupported and release(version) >= unsupported):
+        ends = [
+            f"{sign}{'.'.join(map(str, end))}" for sign, end in ((">=", oldest), ("<", unsupported)) if end
+        ]
+        return Check(
+            subject, Verdict.BROKEN, f"{found}: not supported", f"pip install '{name}{','.join(ends)}'"
+        )
+    return Check(subject, Verdict.GOOD, found)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers a version starts with: "2.21.0rc1" is (2, 21, 0)."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def installed(*names: str) -> dict[str, str]:
+    versions = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def check_backend(environ: Mapping[str, str]) -> Check:
     home = environ.get("KERAS_HOME")
     settings = (Path(home) if home is not None else Path.home() / ".keras") / "keras.json"
     backend, where = environ.get("KERAS_BACKEND"), "KERAS_BACKEND"
-    if not backend:
-        backend, where = _backend_in(settings), str(settings)
-    if backend in (None, "tensorflow"):
-        return Check("Keras backend", Verdict.GOOD, f"tensorflow ({where if backend else 'default'})")
     remedy = "export KERAS_BACKEND=tensorflow"
-    if where != "KERAS_BACKEND":
-        remedy = f'Set "backend": "tensorflow" in {where}, or {remedy}'
+    if not backend:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # Keras ignores such a file too.
+            backend, where = json.loads(settings.read_text()).get("backend"), str(settings)
+            remedy = f'Set "backend": "tensorflow" in {where}, or {remedy}'
+    if not backend or not isinstance(backend, str) or backend == "tensorflow":
+        return Check("Keras backend", Verdict.GOOD, f"tensorflow ({where if backend else 'default'})")
     return Check("Keras backend", Verdict.BROKEN, f"{backend} ({where})", remedy)
 
 
@@ -111,28 +141,33 @@ def check_cluster(environ: Mapping[str, str]) -> list[Check]:
         return [Check("TF_CONFIG", Verdict.BROKEN, str(error), "Correct it, or unset TF_CONFIG")]
     if cluster is None:
         return [Check("TF_CONFIG", Verdict.GOOD, "not set: a job of one, or replicast run sets it")]
+    checks = [Check("TF_CONFIG", Verdict.GOOD, f"worker {cluster.rank} of {cluster.size}")]
+    own = cluster.addresses[cluster.rank]
+    try:
+        hold_ports([int(own.rpartition(":")[2])]).close()
+        checks.append(Check("Own port", Verdict.GOOD, f"{own} is free"))
+    except ClusterError as error:
+        checks.append(Check("Own port", Verdict.BROKEN, f"{own} is not free", str(error)))
     others = [address for rank, address in enumerate(cluster.addresses) if rank != cluster.rank]
-    return [
-        Check("TF_CONFIG", Verdict.GOOD, f"worker {cluster.rank} of {cluster.size}"),
-        _check_own_port(cluster.addresses[cluster.rank]),
-        *(check_address(address, reachable) for address in others),
-    ]
+    return [*checks, *map(check_address, others)]
 
 
-def check_address(address: str, look: Callable[[str, int], str]) -> Check:
+def check_address(address: str) -> Check:
     """Another worker's address. It may not have started yet, so only a name without an address is broken."""
     host, _, port = address.rpartition(":")
     try:
-        found = look(host, int(port))
+        with socket.create_connection((host, int(port)), timeout=_CONNECT_SECS):
+            return Check(address, Verdict.GOOD, "answers")
     except socket.gaierror:
         remedy = "Correct the name in TF_CONFIG, or the DNS"
         return Check(address, Verdict.BROKEN, "its name has no address", remedy)
-    return Check(address, Verdict.GOOD if found == "answers" else Verdict.NOTE, found)
+    except OSError as error:
+        return Check(address, Verdict.NOTE, f"does not answer now ({error.strerror or error})")
 
 
 def check_free_ports() -> Check:
     try:
-        with hold_free_ports(2) as ports:
+        with hold_ports([0, 0]) as ports:
             return Check("Free ports", Verdict.GOOD, "for example " + ", ".join(map(str, ports.numbers)))
     except (OSError, ClusterError) as error:
         return Check("Free ports", Verdict.BROKEN, str(error), "Let this user open ports for listening")
@@ -140,8 +175,7 @@ def check_free_ports() -> Check:
 
 def check_exposure(environ: Mapping[str, str], addresses: Sequence[str]) -> Check:
     """Who can connect to TensorFlow's ports, which ask for no credentials."""
-    subject = "Open ports"
-    chosen = environ.get(TRUSTED_NETWORKS, "")
+    subject, chosen = "Open ports", environ.get(TRUSTED_NETWORKS, "")
     try:
         trusted_networks(environ, ())
     except ClusterError as error:
@@ -171,116 +205,41 @@ def check_shared_memory(place: Path, free_bytes: Callable[[Path], int]) -> Check
 
 
 def check_machine(machine: Machine) -> Check:
-    verdict, found = Verdict.GOOD, f"{machine.cores} and {len(machine.gpus) or 'none'}"
+    verdict, fit = Verdict.GOOD, f"up to -n {machine.cores} without sharing a core"
     if machine.gpus:
         fit = f"-n {len(machine.gpus)} gives each worker one GPU"
     elif machine.cores < 2:
         verdict, fit = Verdict.NOTE, "several workers share one core"
-    else:
-        fit = f"up to -n {machine.cores} without sharing a core"
-    return Check("Cores and GPUs", verdict, f"{found}: {fit}")
+    return Check("Cores and GPUs", verdict, f"{machine.cores} and {len(machine.gpus) or 'none'}: {fit}")
 
 
 def check_two_workers(
     deadline_secs: float = _DEEP_SECS, waiting: Callable[[float], object] = lambda _secs: None
 ) -> Check:
     """Starts two real workers that sum a number; blocks at most for the deadline and the end of a group."""
-    subject = "Two workers"
-    with tempfile.TemporaryDirectory(prefix="replicast-doctor-") as run_dir:
-        code, messages = _run_probe(run_dir, deadline_secs, waiting)
-    if code is None:
-        remedy = "Look for a firewall on the loopback, or an overloaded machine"
-        return Check(subject, Verdict.BROKEN, f"no sum after {deadline_secs:.0f} s", remedy)
-    if code != 0:
-        return Check(subject, Verdict.BROKEN, "the all-reduce failed", messages.strip())
-    return Check(subject, Verdict.GOOD, "an all-reduce over two local workers is right")
-
-
-def release(version: str) -> tuple[int, ...]:
-    """The numbers a version starts with: "2.21.0rc1" is (2, 21, 0)."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
-
-
-def reachable(host: str, port: int) -> str:
-    """Tries to connect, for a second at most, and says what happened."""
-    try:
-        with socket.create_connection((host, port), timeout=_CONNECT_SECS):
-            return "answers"
-    except socket.gaierror:
-        raise
-    except OSError as error:
-        return f"does not answer now ({error.strerror or error})"
-
-
-def _check_version(
-    subject: str,
-    versions: Mapping[str, str],
-    oldest: tuple[int, ...],
-    unsupported: tuple[int, ...] | None,
-    install: str,
-    uninstall: str,
-) -> Check:
-    found = " and ".join(f"{name} {version}" for name, version in sorted(versions.items()))
-    if not versions:
-        return Check(subject, Verdict.BROKEN, "not installed", install)
-    if len(versions) > 1:
-        return Check(subject, Verdict.BROKEN, f"{found}: two copies of the same files", uninstall)
-    (name, version), *_ = versions.items()
-    if release(version) < oldest or (unsupported is not None and release(version) >= unsupported):
-        bounds = [
-            f"{sign}{'.'.join(map(str, end))}" for sign, end in ((">=", oldest), ("<", unsupported)) if end
-        ]
-        return Check(
-            subject, Verdict.BROKEN, f"{found}: not supported", f"pip install '{name}{','.join(bounds)}'"
+    subject, started = "Two workers", time.monotonic()
+    with contextlib.ExitStack() as stack:
+        run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="replicast-doctor-"))
+        command = [sys.executable, "-m", "replicast", "run", "-n", "2", "--run-dir", run_dir, "--grace", "5"]
+        launcher = stack.enter_context(
+            subprocess.Popen(
+                [*command, "-m", _PROBE],
+                env=without(os.environ, "TF_CONFIG", *SECRETS),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                errors="replace",
+            )
         )
-    return Check(subject, Verdict.GOOD, found)
-
-
-def _check_own_port(address: str) -> Check:
-    try:
-        hold_ports([int(address.rpartition(":")[2])]).release()
-    except ClusterError as error:
-        return Check("Own port", Verdict.BROKEN, f"{address} is not free", str(error))
-    return Check("Own port", Verdict.GOOD, f"{address} is free")
-
-
-def installed(*names: str) -> dict[str, str]:
-    versions = {}
-    for name in names:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
-
-
-def _backend_in(settings: Path) -> str | None:
-    try:
-        written = json.loads(settings.read_text())
-    except (OSError, ValueError):
-        return None
-    backend = written.get("backend") if isinstance(written, dict) else None
-    return backend if isinstance(backend, str) else None
-
-
-def _run_probe(
-    run_dir: str, deadline_secs: float, waiting: Callable[[float], object]
-) -> tuple[int | None, str]:
-    """Runs the probe on two workers; the exit code is None when the deadline passed."""
-    command = [sys.executable, "-m", "replicast", "run", "-n", "2", "--run-dir", run_dir, "--grace", "5"]
-    command += ["-m", _PROBE]
-    environ = without(os.environ, "TF_CONFIG", *SECRETS)
-    quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
-    with subprocess.Popen(command, env=environ, stdout=quiet, stderr=pipe, errors="replace") as launcher:
-        try:
-            started = time.monotonic()
-            while (taken := time.monotonic() - started) < deadline_secs:
-                waiting(taken)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    _, messages = launcher.communicate(timeout=min(1.0, deadline_secs - taken))
-                    return launcher.returncode, messages
-            launcher.terminate()
+        stack.callback(launcher.kill)  # No effect when it has ended; else its workers go with it.
+        while (taken := time.monotonic() - started) < deadline_secs:
+            waiting(taken)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.communicate(timeout=_END_SECS)
-            return None, ""
-        finally:
-            launcher.kill()  # No effect when it has ended; else its workers go with it.
+                _, messages = launcher.communicate(timeout=min(1.0, deadline_secs - taken))
+                if launcher.returncode != 0:
+                    return Check(subject, Verdict.BROKEN, "the all-reduce failed", messages.strip())
+                return Check(subject, Verdict.GOOD, "an all-reduce over two local workers is right")
+        launcher.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.communicate(timeout=_END_SECS)
+    remedy = "Look for a firewall on the loopback, or an overloaded machine"
+    return Check(subject, Verdict.BROKEN, f"no sum after {deadline_secs:.0f} s", remedy)

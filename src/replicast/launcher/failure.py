@@ -1,8 +1,8 @@
 """How workers exit, what follows for the job, and every sentence that the launcher says about it.
 
-`Exit` is the one record of an ending. The group of a host fills it in when a worker exits; it travels between
-launchers, decides who is to blame (`first_cause`), and is what the screen and states.jsonl show. `Order` is
-the one record of a decision: made here for a job on one host, by the `Leader` for a job on several.
+`WorkerExit` is the one record of an ending. The group of a host fills it in when a worker exits; it travels
+between launchers, decides who is to blame (`first_cause`), and is what the screen and states.jsonl show.
+`LaunchOrder` is the one record of a decision: made here for a job on one host, by the `Leader` for several.
 
 Who is to blame: a worker that exits because another one failed says so with its exit code (PEER_FAILED), and
 a worker that the launcher had to stop did not fail. A frozen worker is the cause of whatever the others do.
@@ -16,7 +16,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TextIO
 
@@ -160,7 +160,7 @@ def with_details(ended: WorkerExit, log: RunPath, tail: Sequence[str]) -> Worker
     says = next((cropped(found[1], _SAYS_COLUMNS) for found in blamed if found is not None), "")
     return replace(
         ended,
-        why=exception_in(traceback)[:MAX_COLUMNS],
+        why=next((line for line in reversed(traceback) if _EXCEPTION.match(line)), "")[:MAX_COLUMNS],
         says=says if ended.code == PEER_FAILED else "",
         # A line without an end is as long as the log.
         lines=tuple(cropped(line, MAX_COLUMNS) for line in (traceback or tail)[-MAX_LINES:]),
@@ -182,11 +182,6 @@ def traceback_in(log: RunPath, before: int = 0) -> list[str]:
             found = [*found[:_FIRST_LINES], left_out, *found[-_LAST_LINES:]]
         return lines[max(0, start - before) : start] + found
     return []
-
-
-def exception_in(traceback: Sequence[str]) -> str:
-    """The line of a traceback that names the exception; empty without a traceback."""
-    return next((line for line in reversed(traceback) if _EXCEPTION.match(line)), "")
 
 
 def end_of(log: RunPath) -> list[str]:
@@ -236,51 +231,6 @@ def reason(failure: WorkerExit, hosts: Hosts = ONE_HOST) -> str:
     return (failure.why or failure.how) + hosts.on(failure.host)
 
 
-def failure_line(failure: WorkerExit, hosts: Hosts = ONE_HOST) -> str:
-    """Which worker failed, how, after how long, and where its log is; or which host was lost."""
-    if failure.worker is None:
-        return f"replicast: {hosts.lost(failure)}{hosts.reporter(failure)}: {failure.why}"
-    how = f"failed first: {failure.how}"
-    if failure.frozen:
-        how = "was stopped (SIGSTOP) and did not continue: killed"
-    elif failure.code == PEER_FAILED:  # The other one exited with 0, is on another host, or hangs.
-        how = f"exited because of another worker ({failure.says or 'its log names it'})"
-    return (
-        f"replicast: worker {failure.worker}{hosts.on(failure.host)} {how} {_after_and_log(failure, hosts)}"
-    )
-
-
-def sigterm_line(first: WorkerExit, by: str = "", hosts: Hosts = ONE_HOST) -> str:
-    """The group exited because of SIGTERM or a request, without a failure."""
-    told = printable(by) or "the group was told to stop (SIGTERM)"
-    who = f"worker {first.worker}{hosts.on(first.host)}"
-    return f"replicast: {told}; {who} exited first, with {first.code}, {_after_and_log(first, hosts)}"
-
-
-def _after_and_log(exited: WorkerExit, hosts: Hosts) -> str:
-    where = hosts.on(exited.host)
-    log = exited.log if where else short_path(exited.log)
-    return f"after {duration(exited.ran_secs)}. Log{where}: {log}"
-
-
-def others_line(end: GroupEnd, first: WorkerExit) -> str:
-    """How the other workers exited; empty if there are none."""
-
-    def how(one: WorkerExit) -> str:
-        if one.frozen:
-            return "was stopped by SIGSTOP"
-        if one.stopped:
-            return "was stopped"
-        if one.was_told_to:
-            return "exited too"
-        return "had finished" if one.code == 0 else f"failed afterwards ({one.how})"
-
-    others = [one for one in end.exits if one.worker != first.worker]
-    parts = [f"worker {one.worker} {how(one)}" for one in sorted(others, key=lambda one: one.worker or 0)]
-    parts += [f"worker {worker} could not be killed" for worker in end.left_behind]
-    return f"replicast: {', '.join(parts)}." if parts else ""
-
-
 def restart_line(order: LaunchOrder, hosts: Hosts = ONE_HOST) -> str:
     failure, why = order.failure, ""
     if failure is not None and failure.worker is None:
@@ -301,13 +251,62 @@ def stopping_line(signum: int, secs: float, where: str = "") -> str:
     return f"replicast: {name}{where}: the workers save a checkpoint and exit, within {secs:g} s{again}"
 
 
-def interruption_line(order: LaunchOrder, end: GroupEnd, hosts: Hosts = ONE_HOST) -> str:
+def report(order: LaunchOrder, end: GroupEnd | None, hosts: Hosts, screen: Screen, told_by: str = "") -> None:
+    """Says who failed first, how the others ended, and who stopped the job; `end` is None if nothing ran."""
+    failure = order.failure
+    if failure is not None and failure.worker is not None and not (failure.was_told_to and end is not None):
+        screen.tell(failure_box(failure, hosts, sys.stderr))
+    for line in report_lines(order, end, hosts, told_by):
+        screen.tell(f"replicast: {line}")
+
+
+def report_lines(
+    order: LaunchOrder, end: GroupEnd | None, hosts: Hosts = ONE_HOST, told_by: str = ""
+) -> Iterator[str]:
+    failure = order.failure
+    if failure is not None and failure.worker is None:
+        yield f"{hosts.lost(failure)}{hosts.reporter(failure)}: {failure.why}"
+    elif failure is not None:
+        where = hosts.on(failure.host)
+        who, log = f"worker {failure.worker}{where}", failure.log if where else short_path(failure.log)
+        after = f"after {duration(failure.ran_secs)}. Log{where}: {log}"
+        if failure.was_told_to and end is not None:  # SIGTERM or a request: nothing has failed.
+            told = printable(told_by) or "the group was told to stop (SIGTERM)"
+            yield f"{told}; {who} exited first, with {failure.code}, {after}"
+        elif failure.frozen:
+            yield f"{who} was stopped (SIGSTOP) and did not continue: killed {after}"
+        elif failure.code == PEER_FAILED:  # The other one exited with 0, is on another host, or hangs.
+            yield f"{who} exited because of another worker ({failure.says or 'its log names it'}) {after}"
+        else:
+            yield f"{who} failed first: {failure.how} {after}"
+    if failure is not None and end is not None:
+        others = sorted(end.exits, key=lambda one: one.worker or 0)
+        parts = [
+            f"worker {one.worker} {_how_other_ended(one)}" for one in others if one.worker != failure.worker
+        ]
+        parts += [f"worker {worker} could not be killed" for worker in end.left_behind]
+        if parts:
+            yield f"{', '.join(parts)}."
+    if order.signal is not None:
+        yield _interruption(order, end or GroupEnd(), hosts)
+
+
+def _how_other_ended(one: WorkerExit) -> str:
+    if one.frozen:
+        return "was stopped by SIGSTOP"
+    if one.stopped:
+        return "was stopped"
+    if one.was_told_to:
+        return "exited too"
+    return "had finished" if one.code == 0 else f"failed afterwards ({one.how})"
+
+
+def _interruption(order: LaunchOrder, end: GroupEnd, hosts: Hosts) -> str:
     """What stopped the group, on which other host, and whether all workers exited in time."""
-    left = ", ".join(str(rank) for rank in end.left_behind)
     killed = ", ".join(sorted(str(one.worker) for one in end.exits if one.code == -signal.SIGKILL))
     unreached = ", ".join(hosts.names[host] for host in order.unreached)
-    if left:
-        rest = f"could not be killed: worker {left}"
+    if end.left_behind:
+        rest = f"could not be killed: worker {', '.join(map(str, end.left_behind))}"
     elif killed:
         rest = f"killed before it had exited: worker {killed}; the last checkpoint may be missing "
         rest += "(--grace gives more time)"
@@ -315,39 +314,21 @@ def interruption_line(order: LaunchOrder, end: GroupEnd, hosts: Hosts = ONE_HOST
         rest = "the workers on this host have exited" if unreached else "all workers have exited"
     unknown = f"; the state of those on {unreached} is unknown" if unreached else ""
     name = signal_name(order.signal or signal.SIGTERM)
-    return f"replicast: stopped by {name}{hosts.on(order.stopped_on)}; {rest}{unknown}"
+    return f"stopped by {name}{hosts.on(order.stopped_on)}; {rest}{unknown}"
 
 
-def report(order: LaunchOrder, end: GroupEnd | None, hosts: Hosts, screen: Screen, told_by: str = "") -> None:
-    """Says who failed first, how the others ended, and who stopped the job; `end` is None if nothing ran."""
-    failure = order.failure
-    if failure is not None and failure.was_told_to and end is not None:
-        screen.tell(sigterm_line(failure, told_by, hosts))
-    elif failure is not None:
-        if failure.worker is not None:
-            screen.tell(failure_box(failure, hosts, sys.stderr))
-        screen.tell(failure_line(failure, hosts))
-    others = "" if end is None or failure is None else others_line(end, failure)
-    if others:
-        screen.tell(others)
-    if order.signal is not None:
-        screen.tell(interruption_line(order, end or GroupEnd(), hosts))
-
-
-def faults_line(faults: Sequence[Fault]) -> str:
-    shown = [f"{fault.action} worker {fault.worker} at {fault.point}" for fault in faults[:5]]
-    shown += [f"{len(faults) - 5} more"] if len(faults) > 5 else []
-    return f"replicast: warning: {FAULTS} is set: workers will fail on purpose: {', '.join(shown)}"
-
-
-def absent_line(faults: Sequence[Fault], world_size: int) -> str:
-    """Faults are planned for workers that do not exist, and will not fire; empty if there are none."""
+def fault_lines(faults: Sequence[Fault], world_size: int) -> Iterator[str]:
+    """What is planned to fail on purpose, and what will not because its worker does not exist."""
+    if faults:
+        shown = [f"{fault.action} worker {fault.worker} at {fault.point}" for fault in faults[:5]]
+        shown += [f"{len(faults) - 5} more"] if len(faults) > 5 else []
+        yield f"replicast: warning: {FAULTS} is set: workers will fail on purpose: {', '.join(shown)}"
     absent = sorted({fault.worker for fault in faults if fault.worker >= world_size})
-    if not absent:
-        return ""
-    whom = f"worker {absent[0]}" if len(absent) == 1 else f"workers {', '.join(map(str, absent))}"
-    those = "only worker 0" if world_size == 1 else f"workers 0 to {world_size - 1}"
-    return f"replicast: warning: {FAULTS} plans a fault for {whom}, but the job has {those}: it will not fire"
+    if absent:
+        whom = f"worker {absent[0]}" if len(absent) == 1 else f"workers {', '.join(map(str, absent))}"
+        those = "only worker 0" if world_size == 1 else f"workers 0 to {world_size - 1}"
+        plans = f"plans a fault for {whom}, but the job has {those}: it will not fire"
+        yield f"replicast: warning: {FAULTS} {plans}"
 
 
 def failure_box(failure: WorkerExit, hosts: Hosts, stream: TextIO) -> str:

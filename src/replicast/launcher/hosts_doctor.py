@@ -15,14 +15,14 @@ import contextlib
 import ipaddress
 import os
 import secrets
-import selectors
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
@@ -30,13 +30,11 @@ from replicast.errors import ClusterError
 from replicast.files import RunDir, below
 from replicast.launcher.checks import Check, Verdict, machine_checks
 from replicast.launcher.hosts_leader import FirstOf, Notices, RefusedHost, two_firsts
-from replicast.launcher.hosts_link import STEP_SECS, NotAuthentic, NotWelcome, Rivals, Wire, shown_address
-from replicast.launcher.hosts_setup import listen
-from replicast.launcher.plan import JobPlan
+from replicast.launcher.hosts_link import CONNECT_SECS, STEP_SECS, Connection, NotAuthentic, Rivals, listen
+from replicast.launcher.plan import JobPlan, shown_address
 from replicast.names import NAMES_SECS, Dialer, Lookups
 from replicast.processes import accept_problem
 
-_CONNECT_SECS = 2.0
 _LOOK_SECS_PER_HOST = 3.0
 _PAUSE_SECS = 0.2
 _PINGS = 5
@@ -66,9 +64,7 @@ class Facts(_Step, frozen=True):
 
 
 class Clock(_Step, frozen=True):
-    """The time of a host, in seconds since 1970."""
-
-    time: float
+    time: float  # in seconds since 1970
 
 
 class Look(_Step, frozen=True):
@@ -86,95 +82,16 @@ class Found(_Step, frozen=True):
 
 
 class Table(_Step, frozen=True):
-    """The result, for all hosts."""
-
     checks: tuple[Check, ...]
 
 
-_STEPS = Facts | Clock | Look | Found | Table | FirstOf | RefusedHost
-_Kind = TypeVar("_Kind", Facts, Clock, Look, Found, Table, FirstOf)
+_Came = dict[int, tuple[Facts, Connection]]
+_Steps = Facts | Clock | Look | Found | Table | FirstOf | RefusedHost
 
 
-class Talk:
-    """A blocking connection over which authenticated messages go."""
-
-    def __init__(self, connection: socket.socket, secret: bytes, *, is_first: bool) -> None:
-        self._connection = connection
-        self._wire = Wire(secret, secrets.token_hex(32), is_first=is_first)
-        self._messages: list[_STEPS] = []
-        connection.settimeout(STEP_SECS)
-        connection.sendall(self._wire.opening())
-        while not self._wire.is_open:
-            self._read(time.monotonic() + STEP_SECS)
-
-    def send(self, message: _STEPS) -> None:
-        self._connection.settimeout(STEP_SECS)
-        self._connection.sendall(self._wire.pack(message))
-
-    def receive(self, secs: float) -> _STEPS:
-        until = time.monotonic() + secs
-        while not self._messages:
-            self._read(until)
-        return self._messages.pop(0)
-
-    def expect(self, kind: type[_Kind], secs: float) -> _Kind:
-        message = self.receive(secs)
-        if not isinstance(message, kind):
-            raise ValueError(f"expected {kind.__name__}, received {type(message).__name__}")
-        return message
-
-    def _read(self, until: float) -> None:
-        self._connection.settimeout(max(0.01, until - time.monotonic()))
-        data = self._connection.recv(65536)
-        if not data:
-            raise ConnectionResetError("closed by the other side")
-        try:
-            self._messages += [msgspec.convert(one, _STEPS, str_keys=True) for one in self._wire.feed(data)]
-        except NotAuthentic:
-            with contextlib.suppress(OSError):
-                if self._wire.is_open:
-                    self.send(Clock(time=0.0))  # By its seal the other side sees that the secrets differ.
-            raise
-
-
-# --- What a host knows of itself and sees of the others --------------------------------------------------
-
-
-def gather_facts(
-    node: int, hosts: Sequence[str], environ: Mapping[str, str], run_dir: RunDir | None, port: str
-) -> Facts:
-    """Looks at this machine. Blocks until the names of the hosts are resolved, at most `NAMES_SECS`."""
-    lookups, addresses, state = Lookups(hosts), [], ""
-    if run_dir is not None:
-        path = below(run_dir).as_path()  # Only whether a user's choice can be used: nothing is opened.
-        usable = "writable" if os.access(path, os.W_OK | os.X_OK) else "not writable"
-        state = usable if path.is_dir() else "missing"
-    lookups.wait(NAMES_SECS)
-    for host in hosts:
-        try:
-            addresses.append(next(iter(lookups.addresses(host) or []), ""))
-        except OSError:
-            addresses.append("")
-    return Facts(
-        node=node,
-        addresses=tuple(addresses),
-        checks=(Check("replicast", Verdict.GOOD, metadata.version("replicast")), *machine_checks(environ)),
-        run_dir=state,
-        port=port,
-    )
-
-
-def look_around(look: Look, hosts: Sequence[str], port: int, run_dir: RunDir | None) -> Found:
-    """Connects to every host that came and looks for the mark; 2 s for each host that does not answer."""
-    reach = {}
-    for node in look.present:
-        try:
-            with Dialer(hosts[node], port).connect(_CONNECT_SECS):
-                reach[node] = "answers"
-        except OSError as error:
-            reach[node] = error.strerror or str(error)
-    sees = (below(run_dir) / Path(look.mark).name).exists() if look.mark and run_dir is not None else None
-    return Found(reach=reach, sees_mark=sees)
+def _read(fields: Mapping[str, Any]) -> _Steps:
+    step: _Steps = msgspec.convert(fields, _Steps, str_keys=True)
+    return step
 
 
 # --- The meeting -----------------------------------------------------------------------------------------
@@ -197,65 +114,87 @@ class Visit:
 
     def checks(self, environ: Mapping[str, str]) -> list[Check]:
         """Meets the other hosts of a job and returns the checks of all; the same on each."""
-        job, node = self.job, self.job.node_rank
+        job, own = self.job, self.job.node_rank
         if job.endpoint is None:
             raise ClusterError("--hosts must list at least two hosts", received=",".join(job.hosts))
         with contextlib.ExitStack() as stack:
             taken = ""
             try:  # The others try to connect to it.
-                stack.enter_context(listen((job.hosts[node], job.port)))
+                stack.enter_context(listen((job.hosts[own], job.port)))
             except ClusterError:
-                taken = f"{job.hosts[node]}:{job.port} cannot be used on {job.hosts[node]}"
-            own = gather_facts(node, job.hosts, environ, self.run_dir, taken)
-            if node == 0:
-                return self._host(own, stack.enter_context(listen(job.endpoint)))
-            return self._join(own, job.endpoint)
+                taken = f"{job.hosts[own]}:{job.port} cannot be used on {job.hosts[own]}"
+            facts = self._facts(environ, taken)
+            if own == 0:
+                return self._host(facts, stack.enter_context(listen(job.endpoint)))
+            return self._join(facts, job.endpoint)
+
+    def _facts(self, environ: Mapping[str, str], port: str) -> Facts:
+        """Looks at this machine. Blocks until the names of the hosts are resolved, at most `NAMES_SECS`."""
+        lookups, addresses, state = Lookups(self.job.hosts), [], ""
+        if self.run_dir is not None:
+            path = below(self.run_dir).as_path()  # Only whether a user's choice can be used.
+            usable = "writable" if os.access(path, os.W_OK | os.X_OK) else "not writable"
+            state = usable if path.is_dir() else "missing"
+        lookups.wait(NAMES_SECS)
+        for host in self.job.hosts:
+            try:
+                addresses.append(next(iter(lookups.addresses(host) or []), ""))
+            except OSError:
+                addresses.append("")
+        version = Check("replicast", Verdict.GOOD, metadata.version("replicast"))
+        return Facts(
+            node=self.job.node_rank,
+            addresses=tuple(addresses),
+            checks=(version, *machine_checks(environ)),
+            run_dir=state,
+            port=port,
+        )
+
+    def _look_around(self, look: Look) -> Found:
+        """Connects to every host that came and looks for the mark; 2 s for each that does not answer."""
+        reach, sees = {}, None
+        for node in look.present:
+            try:
+                with Dialer(self.job.hosts[node], self.job.port).connect(CONNECT_SECS):
+                    reach[node] = "answers"
+            except OSError as error:
+                reach[node] = error.strerror or str(error)
+        if look.mark and self.run_dir is not None:
+            sees = (below(self.run_dir) / Path(look.mark).name).exists()
+        return Found(reach=reach, sees_mark=sees)
 
     def _host(self, own: Facts, listener: socket.socket) -> list[Check]:
         """On the first host: waits for the others, and tells all what was found."""
         with contextlib.ExitStack() as stack:
-            came = self._gather(stack, listener)
-            facts = {0: own} | {node: one for node, (one, _) in sorted(came.items())}
-            talks = {node: talk for node, (_, talk) in sorted(came.items())}
-            clocks = {0: 0.0} | self._clocks(talks)
+            came = dict(sorted(self._gather(stack, listener).items()))
+            facts = {0: own} | {node: one for node, (one, _) in came.items()}
+            talks = {node: talk for node, (_, talk) in came.items()}
+            clocks = {0: 0.0} | _clocks_ahead(talks)
             with _mark(self.run_dir) as mark:
-                found = self._all_look(talks, Look(present=tuple(facts), mark=mark))
-            evidence = Evidence(self.job.hosts, self.job.port, facts, found, clocks, self.timeout_secs)
-            checks = diagnose(evidence)
-            for talk in talks.values():
-                with contextlib.suppress(OSError):
-                    talk.send(Table(checks=tuple(checks)))
+                look = Look(present=tuple(facts), mark=mark)
+                _tell_all(talks, look)
+                found = {0: self._look_around(look)}
+                for node, talk in talks.items():
+                    with contextlib.suppress(OSError, ValueError):
+                        found[node] = talk.expect(Found, self.look_secs)
+            checks = diagnose(
+                Evidence(self.job.hosts, self.job.port, facts, found, clocks, self.timeout_secs)
+            )
+            _tell_all(talks, Table(checks=tuple(checks)))
             return checks
 
-    def _join(self, own: Facts, endpoint: tuple[str, int]) -> list[Check]:
-        """On another host: goes to the first one and does what it asks."""
-        connection, talk = self._connect(endpoint)
-        with connection:
-            try:
-                talk.send(own)
-                while True:
-                    match talk.receive(self.timeout_secs + self.look_secs):
-                        case Clock():
-                            talk.send(Clock(time=time.time()))
-                        case Look() as look:
-                            talk.send(look_around(look, self.job.hosts, self.job.port, self.run_dir))
-                        case Table(checks=checks):
-                            return list(checks)
-            except NotAuthentic as error:
-                raise ClusterError(
-                    f"{self.job.hosts[0]} and this host do not belong together: {error}", remedy=error.remedy
-                ) from None
-            except (OSError, ValueError, IndexError) as error:
-                raise ClusterError(f"The first host has left before the end ({error})") from None
-
-    def _gather(self, stack: contextlib.ExitStack, listener: socket.socket) -> dict[int, tuple[Facts, Talk]]:
-        came: dict[int, tuple[Facts, Talk]] = {}
-        until = time.monotonic() + self.timeout_secs
-        rivals = Rivals(self.job.hosts, listener.getsockname()[1], self.job.port, self.secret)
-        stack.callback(rivals.close)
+    def _gather(self, stack: contextlib.ExitStack, listener: socket.socket) -> _Came:
+        came: _Came = {}
+        hosts, until = self.job.hosts, time.monotonic() + self.timeout_secs
+        rivals = Rivals(hosts, listener.getsockname()[1], self.job.port, self.secret)
         self._report_missing(came)
-        while len(came) < len(self.job.hosts) - 1 and time.monotonic() < until:
-            if not self._has_come(listener, rivals):
+        while len(came) < len(hosts) - 1 and time.monotonic() < until:
+            has_come = select.select([listener], [], [], _PAUSE_SECS)[0]
+            for found in rivals.poll(self.notices):
+                if not isinstance(found, str):
+                    raise found
+                self.report(found)
+            if not has_come:
                 continue
             try:
                 connection = stack.enter_context(listener.accept()[0])
@@ -265,41 +204,25 @@ class Visit:
                     time.sleep(_PAUSE_SECS)
                 continue
             try:
-                facts, talk = self._meet(connection)
+                talk = Connection(connection, self.secret, _read, is_first=True, blocks=True)
+                talk.wait_for_opening()
+                message = talk.expect(object, STEP_SECS)
+                ours = FirstOf(hosts=tuple(hosts), port=self.job.port)
+                if isinstance(message, FirstOf) and (why := two_firsts(ours, message)):
+                    talk.send(RefusedHost(why=why))
+                    self._say(f"refused a host: {why}")
             except NotAuthentic as error:
+                with contextlib.suppress(OSError):  # By its seal the other side sees that the secrets differ.
+                    talk.send(RefusedHost(why=str(error)))
                 self._say(f"refused a host: {error}. {error.remedy}")
                 continue
             except (OSError, ValueError):
                 continue
-            if facts.node in range(1, len(self.job.hosts)) and len(facts.addresses) == len(self.job.hosts):
-                came[facts.node] = facts, talk
+            others = range(1, len(hosts))
+            if isinstance(message, Facts) and len(message.addresses) == len(hosts) and message.node in others:
+                came[message.node] = message, talk
                 self._report_missing(came)
         return came
-
-    def _has_come(self, listener: socket.socket, rivals: Rivals) -> bool:
-        with selectors.PollSelector() as selector:
-            for one in (listener, *rivals.sockets()):
-                selector.register(one, selectors.EVENT_READ, one)
-            readable = [key.data for key, _ in selector.select(_PAUSE_SECS)]
-        for event in rivals.poll(readable, self.notices):
-            if isinstance(event, NotWelcome):
-                raise ClusterError(
-                    f"{event.by} refused this host: {event.why}",
-                    remedy="Start the same command on all hosts, with --hosts in the same order",
-                )
-            self.report(event.text)
-        return listener in readable
-
-    def _meet(self, connection: socket.socket) -> tuple[Facts, Talk]:
-        talk = Talk(connection, self.secret, is_first=True)
-        message = talk.receive(STEP_SECS)
-        ours = FirstOf(hosts=tuple(self.job.hosts), port=self.job.port)
-        if isinstance(message, FirstOf) and (why := two_firsts(ours, message)):
-            talk.send(RefusedHost(why=why))
-            self._say(f"refused a host: {why}")
-        if not isinstance(message, Facts):
-            raise ValueError("it did not introduce itself")
-        return message, talk
 
     def _say(self, text: str) -> None:
         for notice in self.notices.say(text, time.monotonic()):
@@ -310,74 +233,85 @@ class Visit:
         if missing:
             self.report(f"waiting for {', '.join(missing)}, at most {self.timeout_secs:.0f} s")
 
-    @staticmethod
-    def _clocks(talks: dict[int, Talk]) -> dict[int, float]:
-        """How far each clock is ahead of this one's: the best of some round trips."""
-        ahead: dict[int, float] = {}
-        for node, talk in talks.items():
-            trips = []
-            with contextlib.suppress(OSError, ValueError):
-                for _ in range(_PINGS):
-                    sent = time.time()
-                    talk.send(Clock(time=sent))
-                    theirs = talk.expect(Clock, STEP_SECS).time
-                    received = time.time()
-                    trips.append((received - sent, theirs - (sent + received) / 2))
-            if trips:
-                ahead[node] = min(trips)[1]
-        return ahead
-
-    def _all_look(self, talks: dict[int, Talk], look: Look) -> dict[int, Found]:
-        for talk in talks.values():
-            with contextlib.suppress(OSError):
-                talk.send(look)
-        found = {0: look_around(look, self.job.hosts, self.job.port, self.run_dir)}
-        for node, talk in talks.items():
-            with contextlib.suppress(OSError, ValueError):
-                found[node] = talk.expect(Found, self.look_secs)
-        return found
-
-    def _connect(self, endpoint: tuple[str, int]) -> tuple[socket.socket, Talk]:
-        shown, why = shown_address(*endpoint), ""
-        until, told, dialer = time.monotonic() + self.timeout_secs, "", Dialer(*endpoint)
-        while time.monotonic() < until:
-            connection = None
+    def _join(self, own: Facts, endpoint: tuple[str, int]) -> list[Check]:
+        """On another host: goes to the first one and does what it asks."""
+        connection, talk = self._connect(endpoint)
+        with connection:
             try:
-                connection = dialer.connect(STEP_SECS)
-                return connection, Talk(connection, self.secret, is_first=False)
-            except (OSError, ValueError) as error:
-                why = str(error)
-                if connection is not None:
-                    connection.close()
+                talk.send(own)
+                while True:
+                    match talk.expect(object, self.timeout_secs + self.look_secs):
+                        case Clock():
+                            talk.send(Clock(time=time.time()))
+                        case Look() as look:
+                            talk.send(self._look_around(look))
+                        case Table(checks=checks):
+                            return list(checks)
+            except NotAuthentic as error:
+                raise ClusterError(
+                    f"{self.job.hosts[0]} and this host do not belong together: {error}", remedy=error.remedy
+                ) from None
+            except (OSError, ValueError, IndexError) as error:
+                raise ClusterError(f"The first host has left before the end ({error})") from None
+
+    def _connect(self, endpoint: tuple[str, int]) -> tuple[socket.socket, Connection]:
+        first, shown, within = self.job.hosts[0], shown_address(*endpoint), f"{self.timeout_secs:.0f} s"
+        until, why, told, dialer = time.monotonic() + self.timeout_secs, "", "", Dialer(*endpoint)
+        while time.monotonic() < until:
+            with contextlib.ExitStack() as stack:
+                try:
+                    connection = stack.enter_context(dialer.connect(STEP_SECS))
+                    talk = Connection(connection, self.secret, _read, is_first=False, blocks=True)
+                    talk.wait_for_opening()
+                    stack.pop_all()
+                    return connection, talk
+                except (OSError, ValueError) as error:
+                    why = str(error)
             if told != why:
                 told = why
-                waits = (
-                    f"waiting for {self.job.hosts[0]} at {shown}, at most {self.timeout_secs:.0f} s ({why})"
-                )
-                self.report(waits)
+                self.report(f"waiting for {first} at {shown}, at most {within} ({why})")
             time.sleep(_PAUSE_SECS)
         raise ClusterError(
-            f"{self.job.hosts[0]} did not answer at {shown} within {self.timeout_secs:.0f} s ({why})",
+            f"{first} did not answer at {shown} within {within} ({why})",
             remedy="Start the same command there at the same time, and open this port there",
         )
+
+
+def _tell_all(talks: Mapping[int, Connection], message: Look | Table) -> None:
+    for talk in talks.values():
+        with contextlib.suppress(OSError):
+            talk.send(message)
+
+
+def _clocks_ahead(talks: Mapping[int, Connection]) -> dict[int, float]:
+    """How far each clock is ahead of this one's: the best of some round trips."""
+    ahead: dict[int, float] = {}
+    for node, talk in talks.items():
+        trips = []
+        with contextlib.suppress(OSError, ValueError):
+            for _ in range(_PINGS):
+                sent = time.time()
+                talk.send(Clock(time=sent))
+                theirs = talk.expect(Clock, STEP_SECS).time
+                received = time.time()
+                trips.append((received - sent, theirs - (sent + received) / 2))
+        if trips:
+            ahead[node] = min(trips)[1]
+    return ahead
 
 
 @contextlib.contextmanager
 def _mark(run_dir: RunDir | None) -> Iterator[str]:
     """A file in the run directory that other hosts can look for; yields its name, empty if there is none."""
-    if run_dir is None:
-        yield ""
-        return
-    mark = below(run_dir) / f"doctor-{secrets.token_hex(8)}"
-    try:
-        os.close(mark.open(os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-    except OSError:
-        yield ""
-        return
-    try:
-        yield mark.name
-    finally:
-        mark.unlink(missing_ok=True)
+    with contextlib.ExitStack() as stack:
+        name = ""
+        if run_dir is not None:
+            mark = below(run_dir) / f"doctor-{secrets.token_hex(8)}"
+            with contextlib.suppress(OSError):
+                os.close(mark.open(os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+                stack.callback(mark.unlink, missing_ok=True)
+                name = mark.name
+        yield name
 
 
 # --- The diagnosis: pure ---------------------------------------------------------------------------------
@@ -391,6 +325,11 @@ class Evidence:
     found: Mapping[int, Found] = field(default_factory=dict)
     clocks: Mapping[int, float] = field(default_factory=dict)
     waited_secs: float = 0.0
+
+    @property
+    def limit(self) -> str:
+        """Nothing is said of hosts that did not come."""
+        return "" if len(self.facts) == len(self.hosts) else ", of those that came"
 
 
 def diagnose(evidence: Evidence) -> list[Check]:
@@ -415,11 +354,13 @@ def _presence(evidence: Evidence) -> Check:
 
 def _names(evidence: Evidence) -> Check:
     wrong, differing = [], []
+    if loopback := [host for host in evidence.hosts if _is_loopback(host)]:
+        found = f"{', '.join(loopback)}: TensorFlow listens at every address of a machine, so the ports clash"
+        return Check("Names", Verdict.BROKEN, found, "List different machines; on one machine, use -n")
     for node, host in enumerate(evidence.hosts):
         seen = {facts.addresses[node]: evidence.hosts[one] for one, facts in evidence.facts.items()}
         wrong += [f"{host} has no address on {on}" for address, on in seen.items() if not address]
-        if len(evidence.hosts) > 1 and host not in seen:
-            wrong += [f"{host} is {address} on {on}" for address, on in seen.items() if _is_loopback(address)]
+        wrong += [f"{host} is {address} on {on}" for address, on in seen.items() if _is_loopback(address)]
         if len([address for address in seen if address]) > 1:
             differing.append(f"{host} is " + ", ".join(f"{address} on {on}" for address, on in seen.items()))
     if wrong:
@@ -427,19 +368,13 @@ def _names(evidence: Evidence) -> Check:
         return Check("Names", Verdict.BROKEN, "; ".join(wrong), remedy)
     if differing:
         return Check("Names", Verdict.NOTE, "; ".join(differing), "Fine if both lead to the same machine")
-    return Check("Names", Verdict.GOOD, f"each has the same address on every host{_limit(evidence)}")
-
-
-def _limit(evidence: Evidence) -> str:
-    """What is said of hosts that did not come: nothing."""
-    return "" if len(evidence.facts) == len(evidence.hosts) else ", of those that came"
+    return Check("Names", Verdict.GOOD, f"each has the same address on every host{evidence.limit}")
 
 
 def _is_loopback(address: str) -> bool:
-    try:
+    with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+    return False
 
 
 def _ports(evidence: Evidence) -> Check:
@@ -452,13 +387,12 @@ def _ports(evidence: Evidence) -> Check:
         for to, answer in found.reach.items()
         if answer != "answers"
     ]
-    silent = [evidence.hosts[node] for node in evidence.facts if node not in evidence.found]
     if closed:
         remedy = f"Open {evidence.port} and the ports after it, one per worker, between the hosts"
         return Check("Ports", Verdict.BROKEN, "; ".join(closed), remedy)
-    if silent:
+    if silent := [evidence.hosts[node] for node in evidence.facts if node not in evidence.found]:
         return Check("Ports", Verdict.NOTE, f"not known from {', '.join(silent)}, which left early")
-    found = f"{evidence.port} of each host is reached from every host{_limit(evidence)}"
+    found = f"{evidence.port} of each host is reached from every host{evidence.limit}"
     return Check("Ports", Verdict.GOOD, found)
 
 
@@ -475,19 +409,14 @@ def _clocks(evidence: Evidence) -> Check:
 
 def _merged(evidence: Evidence, subject: str) -> Check:
     """What each host has found of itself, grouped: "2.21.0 on all", or "2.21.0 on h1, h3; 2.20.0 on h2"."""
-    of_hosts = {
-        evidence.hosts[node]: next(
-            (check for check in facts.checks if check.subject == subject),
-            Check(subject, Verdict.NOTE, "not known"),
-        )
-        for node, facts in evidence.facts.items()
-    }
-    worst = max(of_hosts.values(), key=lambda check: list(Verdict).index(check.verdict))
-    groups: dict[str, list[str]] = {}
-    for host, check in of_hosts.items():
-        groups.setdefault(check.found, []).append(host)
+    unknown, groups = Check(subject, Verdict.NOTE, "not known"), dict[str, list[str]]()
+    checks = []
+    for node, facts in evidence.facts.items():
+        checks.append(next((one for one in facts.checks if one.subject == subject), unknown))
+        groups.setdefault(checks[-1].found, []).append(evidence.hosts[node])
+    worst = max(checks, key=lambda check: list(Verdict).index(check.verdict))
     if len(groups) == 1:
-        return Check(subject, worst.verdict, f"{worst.found} on all{_limit(evidence)}", worst.remedy)
+        return Check(subject, worst.verdict, f"{worst.found} on all{evidence.limit}", worst.remedy)
     shown = "; ".join(f"{found} on {', '.join(hosts)}" for found, hosts in groups.items())
     verdict, remedy = _IF_DIFFERENT.get(subject, (worst.verdict, worst.remedy))
     if subject == "Python" and len({tuple(version.split(".")[:2]) for version in groups}) == 1:

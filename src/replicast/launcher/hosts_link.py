@@ -4,8 +4,8 @@
                 ←─ events ──
 
 The thread alone touches the state machines of `hosts_leader.py`. The main thread posts what happens on this
-host and takes events from a queue, on whose descriptor it can select. If the thread dies, the main thread
-takes a `Broken` from the queue and ends the job. Nothing in the thread blocks for long: sockets are
+host and takes events from a queue, on whose descriptor it can select: a command of the state machine, a line
+to show, or an exception to raise, also if the thread dies. Nothing in the thread blocks for long: sockets are
 non-blocking, names are looked up elsewhere.
 
 Lines are authenticated:
@@ -22,9 +22,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
+import functools
 import hashlib
 import hmac
 import json
+import os
 import queue
 import secrets
 import selectors
@@ -34,13 +37,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from importlib import metadata
+from typing import Any, Self, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from replicast.config import JOB_SECRET
-from replicast.errors import ClusterError, LaunchRefused, printable
+from replicast.errors import ClusterError, LaunchRefused, ReplicastError, printable
 from replicast.launcher.failure import GroupEnd, Hosts, LaunchOrder, Phase, WorkerExit
 from replicast.launcher.hosts_leader import (
     AskName,
@@ -63,9 +67,9 @@ from replicast.launcher.hosts_leader import (
     two_firsts,
 )
 from replicast.launcher.interruptions import STOP_SIGNALS, Interruptions
-from replicast.launcher.plan import JobPlan
+from replicast.launcher.plan import JobPlan, shown_address
 from replicast.launcher.screen import Screen
-from replicast.names import Dialer, Lookups
+from replicast.names import NAMES_SECS, Dialer, Lookups, addresses_of
 from replicast.processes import accept_problem
 from replicast.strictjson import parse_object
 
@@ -75,39 +79,18 @@ SAME_SECRET = f"Set {JOB_SECRET}, or the content of --secret-file, to the same t
 STEP_SECS = 5.0
 CONNECT_SECS = 2.0
 _ELSE = "Another program, or another version of replicast, uses the port of the launchers"
-_SEALED_FROM_SERVER, _SEALED_FROM_CLIENT = b"first", b"other"
+_MAX_PROGRAM = 4096
 _MAX_UNSENT = 1 << 20
 _READ_BYTES = 65536
 _INTRODUCE_SECS = 5.0  # A connection over which nobody introduces itself within this time is closed.
 _MAX_STRANGERS = 64
 _DEAF_SECS = 1.0  # How long nothing is accepted after it has failed, for example for too many open files.
-_RIVAL_SECS = 5.0  # A host that does not answer within this time has no other first launcher.
 _PAUSE_SECS = 0.25
 _LOOK_SECS = 0.25
 _POLL_SECS = 1.0
+_NAME_SECS, _NAME_PAUSE_SECS = 10.0, 0.5
 
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """The thread has ended by an error."""
-
-    error: BaseException
-
-
-@dataclass(frozen=True, slots=True)
-class TellLauncher:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class NotWelcome:
-    """Another launcher has refused this one, which cannot be part of the job."""
-
-    why: str
-    by: str = "The first launcher"
-
-
-Event = Command | Broken | TellLauncher | NotWelcome
+Event = Command | str | ReplicastError
 
 
 # --- Lines and connections -------------------------------------------------------------------------------
@@ -128,6 +111,7 @@ class Wire:
         self._secret = secret
         self._nonce = nonce
         self._is_first = is_first
+        self._mine, self._theirs = (b"first", b"other") if is_first else (b"other", b"first")
         self._key = b""
         self._buffer = b""
         self._sent = self._received = 0
@@ -142,8 +126,7 @@ class Wire:
 
     def pack(self, message: object) -> bytes:
         text = json.dumps(msgspec.to_builtins(message), allow_nan=False).encode()
-        mine = _SEALED_FROM_SERVER if self._is_first else _SEALED_FROM_CLIENT
-        seal = self._seal(mine, self._sent, text)
+        seal = self._seal(self._mine, self._sent, text)
         self._sent += 1
         return seal + b" " + text + b"\n"
 
@@ -181,8 +164,7 @@ class Wire:
 
     def _unpack(self, line: bytes) -> dict[str, Any]:
         seal, _, text = line.partition(b" ")
-        theirs = _SEALED_FROM_CLIENT if self._is_first else _SEALED_FROM_SERVER
-        if not hmac.compare_digest(seal, self._seal(theirs, self._received, text)):
+        if not hmac.compare_digest(seal, self._seal(self._theirs, self._received, text)):
             raise NotAuthentic("the other host has a different job secret", SAME_SECRET)
         self._received += 1
         return parse_object(text)
@@ -191,11 +173,25 @@ class Wire:
         return hmac.new(self._key, b"%s %d " % (who, number) + text, hashlib.sha256).hexdigest().encode()
 
 
-class Connection:
-    """A connection to another launcher: messages in, messages out. Nothing here blocks."""
+_Kind = TypeVar("_Kind")
 
-    def __init__(self, connection: socket.socket, secret: bytes, *, is_first: bool, nodes: int) -> None:
-        connection.setblocking(False)
+
+class Connection:
+    """A connection to another launcher: messages in, messages out. Only `expect` blocks, with a deadline.
+
+    `read` makes a message of the fields in a line. A connection that `blocks` is for `expect`.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        secret: bytes,
+        read: Callable[[dict[str, Any]], Any],
+        *,
+        is_first: bool,
+        blocks: bool = False,
+    ) -> None:
+        connection.settimeout(STEP_SECS if blocks else 0.0)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.since = time.monotonic()
@@ -205,12 +201,13 @@ class Connection:
         self.hello: Hello | None = None  # The introduction of the other side, once it is accepted.
         self.is_refused = False
         self._wire = Wire(secret, secrets.token_hex(32), is_first=is_first)
-        self._nodes = nodes
+        self._read = read
         self._unsent = self._wire.opening()
-        self._waiting: list[Message] = []
+        self._waiting: list[object] = []
+        self._arrived: list[Any] = []
         self._flush()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: object) -> None:
         """Queues a message and sends what the socket takes."""
         if not self._wire.is_open:
             older = [one for one in self._waiting if not isinstance(one, type(message))]
@@ -221,8 +218,8 @@ class Connection:
             raise TimeoutError("the other side does not read")
         self._flush()
 
-    def receive(self) -> list[Message | ValueError]:
-        """What has arrived; an error for an authentic line that is not a valid message."""
+    def receive(self) -> list[Any]:
+        """What has arrived; a ValueError for an authentic line that is not a valid message."""
         try:
             data = self.socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -231,10 +228,10 @@ class Connection:
             raise ConnectionResetError("closed by the other side")
         if self.is_refused:  # It may read why, and closes the connection then.
             return []
-        messages: list[Message | ValueError] = []
+        messages: list[Any] = []
         for fields in self._wire.feed(data):
             try:
-                messages.append(read_message(fields, self._nodes))
+                messages.append(self._read(fields))
             except ValueError as error:
                 messages.append(error)
         if self._wire.is_open and self._waiting:
@@ -243,8 +240,28 @@ class Connection:
                 self.send(message)
         return messages
 
+    def expect(self, kind: type[_Kind], secs: float) -> _Kind:
+        """Waits for the next message, which must be of this kind."""
+        until = time.monotonic() + secs
+        while not self._arrived:
+            self._wait(until)
+        message = self._arrived.pop(0)
+        if not isinstance(message, kind):
+            raise ValueError(f"expected {kind.__name__}, received {type(message).__name__}")
+        return message
+
+    def wait_for_opening(self) -> None:
+        until = time.monotonic() + STEP_SECS
+        while not self._wire.is_open:
+            self._wait(until)
+
     def close(self) -> None:
         self.socket.close()
+
+    def _wait(self, until: float) -> None:
+        self.socket.settimeout(max(0.01, until - time.monotonic()))
+        self._arrived += self.receive()
+        self.socket.settimeout(STEP_SECS)
 
     def _flush(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -252,13 +269,16 @@ class Connection:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
 
-def _is_closed(error: OSError) -> bool:
-    """Whether an error means that the other host has closed the connection: its process has ended."""
-    return isinstance(error, ConnectionResetError | BrokenPipeError | ConnectionAbortedError)
+# An error which means that the other host has closed the connection: its process has ended.
+_CLOSED = (ConnectionResetError, BrokenPipeError, ConnectionAbortedError)
 
 
-def shown_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def not_welcome(by: str, why: str, *, has_hosts: bool) -> LaunchRefused:
+    """Another launcher has refused this one, which cannot be part of the job."""
+    same = "--hosts in the same order" if has_hosts else "another --node-rank on each"
+    return LaunchRefused(
+        f"{by} refused this host: {why}", remedy=f"Start the same command on all hosts, with {same}"
+    )
 
 
 # --- The first launcher ----------------------------------------------------------------------------------
@@ -287,88 +307,105 @@ class Part:
         return Member(self.job.node_rank, self.next_attempt, max_restarts, self.timeouts, time.monotonic())
 
 
+def identity_of(job: JobPlan, max_restarts: int) -> Identity:
+    """What must be the same on all hosts of a job."""
+    program, text = job.argv[1:], "\0".join(job.argv[1:])
+    if (
+        len(text) > _MAX_PROGRAM
+    ):  # Many arguments are replaced by their digest, so that they fit into a message.
+        digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+        program = (program[0][:200], f"({len(program) - 1} arguments with the digest {digest})")
+    return Identity(
+        version=metadata.version("replicast"),
+        program=program,
+        workers=job.workers,
+        nodes=job.nodes,
+        hosts=job.hosts,
+        port=job.port,
+        max_restarts=max_restarts,
+    )
+
+
+def listen(endpoint: tuple[str, int], *, name_secs: float = 0.0) -> socket.socket:
+    """A socket that listens at an address of this machine, and at no other."""
+    host, port = endpoint
+    shown = shown_address(host, port)
+    address = _address_of(host, time.monotonic() + name_secs)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listener = socket.create_server((address, port), family=family, backlog=1024)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ClusterError(
+                f"Another process listens at {shown}, the address of the first launcher: another job?",
+                remedy="Give each job an address of its own: --rdzv-endpoint HOST:PORT, or another --port",
+            ) from None
+        why = os.strerror(error.errno or 0)  # Without what create_server adds to it.
+        raise ClusterError(
+            f"This machine cannot listen at {shown}, the address of the first host ({why})",
+            remedy="Give --node-rank 0 on the first host alone, by a name or address that is its own",
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+def _address_of(host: str, until: float) -> str:
+    """The address of the first host. A name that has none is looked up again until then."""
+    while True:
+        lookup, problem = Lookups([host]), "has no address"
+        with contextlib.suppress(OSError):
+            if not lookup.wait(NAMES_SECS):
+                problem = f"was not resolved within {NAMES_SECS:g} s"
+            elif addresses := lookup.addresses(host):
+                return addresses[0]
+        if time.monotonic() >= until:
+            raise ClusterError(
+                f"The name of the first host {problem}: {host}", remedy="Correct it, or the DNS"
+            )
+        time.sleep(_NAME_PAUSE_SECS)
+
+
 class Rivals:
     """Whether a launcher on another host takes itself for the first one too: its `--hosts` differ in order.
 
     Each of the two would wait in vain for the other to connect. So a first launcher, once it listens,
     connects to its own port on each other host, where nothing should listen. Another first launcher that
     knows the secret, and needs the same ports on the same hosts, refuses it there. Of two such launchers at
-    least the later one finds the other, because each listens before it looks. It looks once at each host, as
-    soon as its name is resolved; nothing here blocks.
+    least the later one finds the other, because each listens before it looks. A thread for each host looks
+    once: a name may take minutes, and a host may not answer. They are daemons, and nobody waits for them.
     """
 
     def __init__(self, hosts: Sequence[str], endpoint_port: int, worker_port: int, secret: bytes) -> None:
-        self._hosts, self._endpoint_port, self._secret = hosts, endpoint_port, secret
+        self._port, self._secret = endpoint_port, secret
         self._question = FirstOf(hosts=tuple(hosts), port=worker_port)
-        self._connections: dict[Connection, str] = {}
-        self._unresolved = list(dict.fromkeys(hosts[1:]))
-        self._lookups = Lookups(self._unresolved)
-        self._connect()
+        self._found: queue.SimpleQueue[tuple[str, RefusedHost | NotAuthentic]] = queue.SimpleQueue()
+        for host in dict.fromkeys(hosts[1:]):
+            with contextlib.suppress(RuntimeError):  # No more threads for now: this is a courtesy.
+                threading.Thread(target=self._look, args=[host], name="rival", daemon=True).start()
 
-    def sockets(self) -> list[socket.socket]:
-        return [connection.socket for connection in self._connections]
-
-    def poll(self, readable: list[socket.socket], notices: Notices) -> list[NotWelcome | TellLauncher]:
+    def poll(self, notices: Notices) -> list[str | ReplicastError]:
         """What was found; `notices` decides which lines are said of strangers."""
-        events: list[NotWelcome | TellLauncher] = []
-        for connection, address in list(self._connections.items()):
-            found: list[NotWelcome | TellLauncher] = []
-            is_over = time.monotonic() - connection.since >= _RIVAL_SECS
-            try:
-                if connection.socket in readable:
-                    found += [
-                        NotWelcome(message.why, by=f"The launcher at {address}")
-                        for message in connection.receive()
-                        if isinstance(message, RefusedHost)
-                    ]
-            except NotAuthentic as error:
-                found += map(
-                    TellLauncher, notices.say(f"{address}: {error}. {error.remedy}", time.monotonic())
-                )
-                is_over = True
-            except (OSError, ValueError):  # Nothing listens there, as it should be, or something else does.
-                is_over = True
-            if is_over or found:
-                connection.close()
-                del self._connections[connection]
-            events += found
-        self._connect()
+        events: list[str | ReplicastError] = []
+        while not self._found.empty():
+            address, found = self._found.get()
+            if isinstance(found, RefusedHost):
+                events.append(not_welcome(f"The launcher at {address}", found.why, has_hosts=True))
+            else:
+                events += notices.say(f"{address}: {found}. {found.remedy}", time.monotonic())
         return events
 
-    def close(self) -> None:
-        self._lookups.stop()
-        for connection in self._connections:
-            connection.close()
-
-    def _connect(self) -> None:
-        """Begins a connection to each host whose name was resolved since the last call."""
-        for host in list(self._unresolved):
-            try:
-                addresses = self._lookups.addresses(host)
-            except OSError:
-                addresses = []
-            if addresses is None:
-                continue
-            self._unresolved.remove(host)
-            with contextlib.suppress(OSError, IndexError):  # It cannot be reached, or has no address.
-                self._connections[self._ask(addresses[0])] = shown_address(host, self._endpoint_port)
-
-    def _ask(self, address: str) -> Connection:
-        """Begins a connection to an IP address, without waiting for it, and asks."""
-        family, kind, protocol, _, place = socket.getaddrinfo(
-            address, self._endpoint_port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-        )[0]
-        connecting = socket.socket(family, kind, protocol)
-        try:
-            connecting.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                connecting.connect(place)
-            connection = Connection(connecting, self._secret, is_first=False, nodes=len(self._hosts))
-            connection.send(self._question)
-        except OSError:
-            connecting.close()
-            raise
-        return connection
+    def _look(self, host: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # Nothing listens there, as it should be.
+            place = addresses_of(host, self._port, lambda: None)[0]
+            with socket.create_connection(place, timeout=STEP_SECS) as connected:
+                try:
+                    read = functools.partial(msgspec.convert, type=RefusedHost)
+                    asking = Connection(connected, self._secret, read, is_first=False, blocks=True)
+                    asking.send(self._question)
+                    found: RefusedHost | NotAuthentic = asking.expect(RefusedHost, STEP_SECS)
+                except NotAuthentic as error:
+                    found = error
+            self._found.put((shown_address(host, self._port), found))
 
 
 class First:
@@ -381,6 +418,7 @@ class First:
         self.member = part.member()
         self.timeouts = part.timeouts
         self._identity, self._secret = identity, part.secret
+        self._read_message = functools.partial(read_message, nodes=identity.nodes)
         self._listener = listener
         # It listens already: of two launchers that take themselves for the first, one finds the other.
         self._rivals = Rivals(identity.hosts, listener.getsockname()[1], identity.port, part.secret)
@@ -393,11 +431,11 @@ class First:
 
     def sockets(self) -> list[socket.socket]:
         listening = [] if time.monotonic() < self._deaf_until else [self._listener]
-        return [*listening, *self._rivals.sockets(), *(one.socket for one in self._connections)]
+        return [*listening, *(one.socket for one in self._connections)]
 
     def poll(self, readable: list[socket.socket]) -> list[Event]:
         """Reads what has come, and sends what is due. Call it at least every second."""
-        events: list[Event] = [*self._rivals.poll(readable, self._of_strangers)]
+        events: list[Event] = [*self._rivals.poll(self._of_strangers)]
         if self._listener in readable:
             events += self._accept()
         for connection in list(self._connections):
@@ -420,7 +458,6 @@ class First:
 
     def close(self) -> None:
         self._listener.close()
-        self._rivals.close()
         for connection in self._connections:
             connection.close()
 
@@ -432,29 +469,21 @@ class First:
             if not (problem := accept_problem(error)):
                 return []
             self._deaf_until = now + _DEAF_SECS
-            said = self._of_launchers.say(f"cannot accept other launchers for now: {problem}", now)
-            return [*map(TellLauncher, said)]
+            return [*self._of_launchers.say(f"cannot accept other launchers for now: {problem}", now)]
         strangers = [one for one in self._connections if one.hello is None]
         if len(strangers) >= _MAX_STRANGERS:  # A launcher introduces itself at once: the oldest is none.
             self._drop(strangers[0])
         try:
-            nodes = self._identity.nodes
-            self._connections.append(Connection(accepted, self._secret, is_first=True, nodes=nodes))
+            self._connections.append(Connection(accepted, self._secret, self._read_message, is_first=True))
         except OSError:
             accepted.close()
         return []
 
     def _read(self, connection: Connection) -> list[Event]:
         try:
-            events: list[Event] = []
-            for message in connection.receive():
-                events += self._take(connection, message)
-            return events
+            return [event for message in connection.receive() for event in self._take(connection, message)]
         except NotAuthentic as error:
-            why, is_launcher = f"{error}. {error.remedy}", error.remedy == SAME_SECRET
-            if is_launcher:  # Else it is not a launcher, and nobody waits for it.
-                self._note_refusal(None, connection, str(error))
-            return self._refuse(connection, why, self._of_strangers)
+            return self._refuse(connection, str(error), self._of_strangers, remedy=error.remedy)
         except OSError as error:
             self._drop(connection, error)
         except ValueError:
@@ -468,8 +497,7 @@ class First:
                 message.node, message.session, now
             )
             if refusal:
-                self._note_refusal(message.node, connection, refusal)
-                return self._refuse(connection, refusal, self._of_launchers)
+                return self._refuse(connection, refusal, self._of_launchers, node=message.node)
             for older in [one for one in self._connections if one.hello and one.hello.node == message.node]:
                 self._drop(older)
             connection.hello = message
@@ -482,11 +510,10 @@ class First:
         elif isinstance(message, FirstOf):
             ours = FirstOf(hosts=self._identity.hosts, port=self._identity.port)
             if refusal := two_firsts(ours, message):
-                self._note_refusal(None, connection, refusal)
                 return self._refuse(connection, refusal, self._of_launchers)
         elif isinstance(message, ValueError):
             text = f"ignored an invalid message of the launcher at {connection.host}: {message}"
-            return [*map(TellLauncher, self._of_launchers.say(text, now))]
+            return [*self._of_launchers.say(text, now)]
         return []
 
     def _broadcast(self, now: float) -> None:
@@ -503,18 +530,19 @@ class First:
         connection.close()
         if connection in self._connections:
             self._connections.remove(connection)
-        if connection.hello is not None and error is not None and _is_closed(error):
+        if connection.hello is not None and isinstance(error, _CLOSED):
             self.leader.on_closed(connection.hello.node, connection.hello.session, time.monotonic())
 
-    def _refuse(self, connection: Connection, why: str, notices: Notices) -> list[Event]:
+    def _refuse(
+        self, connection: Connection, why: str, notices: Notices, *, node: int | None = None, remedy: str = ""
+    ) -> list[Event]:
         connection.is_refused = True
+        if remedy != _ELSE:  # Else it is not a launcher, and nobody waits for it.
+            self.leader.on_refused(node, f"A launcher at {connection.host} was refused: {printable(why)}")
+        why = f"{why}. {remedy}" if remedy else why
         with contextlib.suppress(OSError):
             connection.send(RefusedHost(why=why))
-        said = notices.say(f"refused a launcher at {connection.host}: {why}", time.monotonic())
-        return [*map(TellLauncher, said)]
-
-    def _note_refusal(self, node: int | None, connection: Connection, why: str) -> None:
-        self.leader.on_refused(node, f"A launcher at {connection.host} was refused: {printable(why)}")
+        return [*notices.say(f"refused a launcher at {connection.host}: {why}", time.monotonic())]
 
 
 # --- Another launcher ------------------------------------------------------------------------------------
@@ -569,19 +597,18 @@ class Other:
             self._lost(is_closed=isinstance(error, ConnectionRefusedError))
             return
         try:
-            part = self._part
-            self._connection = Connection(connected, part.secret, is_first=False, nodes=part.job.nodes)
-            self._connection.send(self._introduction(str(connected.getsockname()[0])))
+            part, address = self._part, str(connected.getsockname()[0])
+            hello: Hello | AskName = AskName()
+            if part.identity is not None:
+                node, session, identity = part.job.node_rank, part.session, part.identity
+                hello = Hello(node=node, session=session, address=address, identity=identity)
+            read = functools.partial(read_message, nodes=part.job.nodes)
+            self._connection = Connection(connected, part.secret, read, is_first=False)
+            self._connection.send(hello)
             self._sent, self._connected_at = None, time.monotonic()
         except OSError as error:
             connected.close()
-            self._lost(is_closed=_is_closed(error))
-
-    def _introduction(self, address: str) -> Hello | AskName:
-        node, identity = self._part.job.node_rank, self._part.identity
-        if identity is None:
-            return AskName()
-        return Hello(node=node, session=self._part.session, address=address, identity=identity)
+            self._lost(is_closed=isinstance(error, _CLOSED))
 
     def _read(self, connection: Connection) -> list[Event]:
         now = time.monotonic()
@@ -589,23 +616,21 @@ class Other:
             events: list[Event] = []
             for message in connection.receive():
                 if isinstance(message, RefusedHost):
-                    return [NotWelcome(message.why)]
+                    has_hosts = bool(self._part.job.hosts)
+                    return [not_welcome("The first launcher", message.why, has_hosts=has_hosts)]
                 if isinstance(message, LaunchOrder):
                     is_member = self._part.identity is not None
                     events += self.member.on_order(message, now) if is_member else [message]
                 if isinstance(message, ValueError):
-                    text = f"{self._shown}: ignored an invalid message: {message}"
-                    events += map(TellLauncher, self._of_first.say(text, now))
+                    events += self._of_first.say(f"{self._shown}: ignored an invalid message: {message}", now)
             return events
         except NotAuthentic as error:  # It may be anybody: no reason to give up.
             self._lost(is_closed=False)
             self.member.on_unreachable(f"{self._shown}: {error}")
             text = f"{self._shown}: {error}. {error.remedy}; this launcher keeps trying"
-            return [*map(TellLauncher, self._of_strangers.say(text, now))]
-        except OSError as error:
-            self._lost(is_closed=_is_closed(error))
-        except ValueError:
-            self._lost(is_closed=False)
+            return [*self._of_strangers.say(text, now)]
+        except (OSError, ValueError) as error:
+            self._lost(is_closed=isinstance(error, _CLOSED))
         return []
 
     def _send_report(self) -> None:
@@ -617,7 +642,7 @@ class Other:
             self._connection.send(report)
             self._sent, self._sent_at = report, now
         except OSError as error:
-            self._lost(is_closed=_is_closed(error))
+            self._lost(is_closed=isinstance(error, _CLOSED))
 
     def _lost(self, *, is_closed: bool) -> None:
         if self._connection is not None:
@@ -641,8 +666,9 @@ class Link:
         self._leave_secs = service.timeouts.leave_secs
         self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
         self._events: collections.deque[Event] = collections.deque()
-        self._wake_thread, self._thread_end = _pair()
-        self._wake_main, self._main_end = _pair()
+        self._wake_thread, self._wake_main = (
+            os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2)
+        )
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hosts", daemon=True)
 
@@ -657,43 +683,45 @@ class Link:
                 break
             time.sleep(0.02)
         self._closing.set()
-        _wake(self._wake_thread)
+        os.eventfd_write(self._wake_thread, 1)
         self._thread.join(self._leave_secs + CONNECT_SECS)
-        for one in (self._wake_thread, self._thread_end, self._wake_main, self._main_end):
-            one.close()
+        if not self._thread.is_alive():  # Else it may still write to them.
+            os.close(self._wake_thread)
+            os.close(self._wake_main)
 
     def fileno(self) -> int:
         """A descriptor that is readable when there is an event to take."""
-        return self._main_end.fileno()
+        return self._wake_main
 
     def next_event(self) -> Event | None:
         """Takes the next event, if there is one. Does not block."""
         if not self._events:  # Else the descriptor stays readable for what is left.
             with contextlib.suppress(BlockingIOError):
-                self._main_end.recv(4096)
+                os.eventfd_read(self._wake_main)
         return self._events.popleft() if self._events else None
 
     def post(self, event: Posted) -> None:
         """Has the thread call a function with the state machine of this launcher and the time."""
         self._posted.put(event)
-        _wake(self._wake_thread)
+        os.eventfd_write(self._wake_thread, 1)
 
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
                 self._once()
         except BaseException as error:
-            self._put([Broken(error)])
+            self._put([ClusterError(f"The connection between the launchers has failed ({error!r})")])
         finally:
             self._service.close()
 
     def _once(self) -> None:
         with selectors.PollSelector() as selector:  # `epoll` would need a descriptor, each time.
-            for one in (self._thread_end, *self._service.sockets()):
+            sources: list[int | socket.socket] = [self._wake_thread, *self._service.sockets()]
+            for one in sources:
                 selector.register(one, selectors.EVENT_READ, one)
             readable = [key.data for key, _ in selector.select(_LOOK_SECS)]
         with contextlib.suppress(BlockingIOError):
-            self._thread_end.recv(4096)
+            os.eventfd_read(self._wake_thread)
         while not self._posted.empty():
             self._put(self._posted.get()(self._service.member, time.monotonic()) or [])
         self._put(self._service.poll(readable))
@@ -701,19 +729,13 @@ class Link:
     def _put(self, events: Sequence[Event]) -> None:
         self._events.extend(events)
         if events:
-            _wake(self._wake_main)
+            os.eventfd_write(self._wake_main, 1)
 
 
-def _pair() -> tuple[socket.socket, socket.socket]:
-    one, other = socket.socketpair()
-    one.setblocking(False)
-    other.setblocking(False)
-    return one, other
-
-
-def _wake(end: socket.socket) -> None:
-    with contextlib.suppress(BlockingIOError):
-        end.send(b"w")
+def make_link(part: Part) -> Link:
+    if part.job.node_rank == 0 and part.identity is not None:
+        return Link(First(part, part.identity, listen(part.endpoint, name_secs=_NAME_SECS)))
+    return Link(Other(part))
 
 
 # --- The attempts of a job on several hosts, as the main thread of one launcher sees them -----------------
@@ -765,12 +787,17 @@ class HostsAttempts:
         ends = []
         while (event := self._link.next_event()) is not None:
             if isinstance(event, End):
-                ends += [] if self._is_known(event) else [event]
-            elif isinstance(event, Broken | NotWelcome):
+                failed = event.failure
+                is_own = failed and failed.worker is not None and failed.host == self._job.node_rank
+                if event.stopped_by is not None or not is_own:  # Else the group here ends already.
+                    ends.append(event)
+            elif isinstance(event, ReplicastError):  # It is raised when the group has ended.
                 ends.append(End(WorkerExit(host=self._job.node_rank)))
                 self._kept.append(event)
-            elif not self._tell(event):
+            elif isinstance(event, LaunchOrder):
                 self._kept.append(event)
+            else:
+                self._tell(event)
         return ends
 
     def tell_failure(self, failure: WorkerExit) -> None:
@@ -784,13 +811,6 @@ class HostsAttempts:
     def _from_here(self, failure: WorkerExit | None) -> WorkerExit | None:
         return None if failure is None else sent_from(self._job.node_rank, failure)
 
-    def _is_known(self, end: End) -> bool:
-        """Whether the group of this host ends already, because one of its own workers failed."""
-        failure = end.failure
-        if failure is None or failure.worker is None or end.stopped_by is not None:
-            return False
-        return failure.host == self._job.node_rank
-
     def _wait_for(self, *phases: Phase) -> LaunchOrder:
         """Waits for such an order or the end of the job; a second Ctrl-C does not wait."""
         with selectors.PollSelector() as selector:
@@ -800,6 +820,8 @@ class HostsAttempts:
                 while (event := self._kept.popleft() if self._kept else self._link.next_event()) is not None:
                     if isinstance(event, LaunchOrder) and event.phase in (*phases, Phase.OVER):
                         return event  # What follows, such as an `End`, is for the group that is started now.
+                    if isinstance(event, ReplicastError):
+                        raise event
                     self._tell(event)
                 selector.select(_POLL_SECS)
                 for signum in self._interruptions.take():
@@ -812,28 +834,14 @@ class HostsAttempts:
         order = LaunchOrder(phase=Phase.OVER, code=128 + signum, stopped_on=self._job.node_rank)
         return replace(order, signal=signum)
 
-    def _tell(self, event: Event) -> bool:
-        """Shows what is meant for people only; returns whether it was."""
-        if isinstance(event, Broken):
-            raise ClusterError(f"The connection between the launchers has failed ({event.error!r})")
-        if isinstance(event, NotWelcome):
-            same = "--hosts in the same order" if self._job.hosts else "another --node-rank on each"
-            raise LaunchRefused(
-                f"{event.by} refused this one: {event.why}",
-                remedy=f"Start the same command on all hosts, with {same}",
-            )
-        if isinstance(event, TellLauncher):
-            self._screen.tell(f"replicast: {event.text}")
+    def _tell(self, event: Event) -> None:
+        """Shows what is meant for people."""
+        if isinstance(event, Waiting) and event.missing:
+            missing = ", ".join(self.hosts.names[node] for node in event.missing)
+            whom = f"the launcher{'s' if len(event.missing) > 1 else ''} on {missing}"
+            why = f" ({event.why})" if event.why else ""
+            event = f"waiting for {whom}, {event.secs:.0f} s of at most {event.at_most_secs:g} s{why}"
         elif isinstance(event, Waiting):
-            self._screen.tell(f"replicast: {self._waiting(event)}")
-        else:
-            return False
-        return True
-
-    def _waiting(self, event: Waiting) -> str:
-        if not event.missing:
-            return f"waiting for the workers of the other hosts to exit, {event.secs:.0f} s so far"
-        missing = ", ".join(self.hosts.names[node] for node in event.missing)
-        whom = f"the launcher{'s' if len(event.missing) > 1 else ''} on {missing}"
-        why = f" ({event.why})" if event.why else ""
-        return f"waiting for {whom}, {event.secs:.0f} s of at most {event.at_most_secs:g} s{why}"
+            event = f"waiting for the workers of the other hosts to exit, {event.secs:.0f} s so far"
+        if isinstance(event, str):
+            self._screen.tell(f"replicast: {event}")

@@ -11,20 +11,23 @@ launcher stays light and quick: it imports neither TensorFlow nor numpy before t
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from replicast.config import ANY, JOB_SECRET, SECRETS, TAKE_OVER, shared_memory_directory, without
-from replicast.errors import ClusterError, LaunchRefused, printable
+from replicast.errors import ClusterError, FileDamaged, LaunchRefused, printable
 from replicast.faults import read_faults
-from replicast.files import RunDir, RunPath, make_durably
+from replicast.files import RunDir, RunPath, below, make_durably
 from replicast.launcher.failure import (
     ONE_HOST,
     GroupEnd,
@@ -32,10 +35,9 @@ from replicast.launcher.failure import (
     LaunchOrder,
     Phase,
     WorkerExit,
-    absent_line,
     duration,
     end_of,
-    faults_line,
+    fault_lines,
     local_order,
     reason,
     report,
@@ -45,27 +47,27 @@ from replicast.launcher.failure import (
 )
 from replicast.launcher.group import EndTimeouts, Group
 from replicast.launcher.hosts_leader import HostTimeouts
-from replicast.launcher.hosts_link import HostsAttempts, Part
-from replicast.launcher.hosts_setup import identity_of, make_link, secret_line
+from replicast.launcher.hosts_link import HostsAttempts, Part, identity_of, make_link
 from replicast.launcher.interruptions import Interruptions
 from replicast.launcher.plan import (
     JobPlan,
     bootstrapped,
-    check_job,
     exposure_line,
-    hold_free_ports,
     hold_ports,
+    log_path,
     outside_addresses,
     plan_workers,
+    secret_line,
     this_machine,
 )
-from replicast.launcher.run_directory import locked, make_attempt_dir, next_attempt, what_is_taken_over
 from replicast.launcher.screen import Screen, make_screen, without_colours
 from replicast.launcher.standby import StandbySet
 
 if TYPE_CHECKING:
     from replicast.storage.run_files import WorkerNote
 
+RUNS = Path("runs")
+_SHOWN_UPDATES = 3
 _PAGE_START_SECS = 15.0
 _PAGE_END_SECS = 5.0
 
@@ -85,7 +87,6 @@ class Settings:
 
 def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> int:
     """Runs a job to its end and reports on standard error. Only in the main thread."""
-    check_job(job)
     environ = without(environ, *SECRETS)  # No worker and no standby needs them.
     faults = read_faults(environ)
     with contextlib.ExitStack() as stack:
@@ -97,43 +98,34 @@ def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> i
         stack.enter_context(contextlib.closing(screen))
         standbys = None
         if settings.standby:
-            standbys = StandbySet(job.argv[1:], screen, lambda attempt: _trains(settings.run_dir, attempt))
+
+            def trains(attempt: int) -> bool:
+                return any(note.stepped_at is not None for note in _notes(settings.run_dir, attempt))
+
+            standbys = StandbySet(job.argv[1:], screen, trains)
             stack.enter_context(contextlib.closing(standbys))
-        first = LaunchOrder(
-            phase=Phase.RUN,
-            attempt=next_attempt(settings.log_dir, job.ranks),
-            max_restarts=settings.max_restarts,
-        )
+        attempt, max_restarts = next_attempt(settings.log_dir, job.ranks), settings.max_restarts
+        first = LaunchOrder(phase=Phase.RUN, attempt=attempt, max_restarts=max_restarts)
         peers = None
         if job.endpoint is not None:
-            if warning := secret_line(job, settings.secret):
-                screen.tell(warning)
             part = Part(
                 job=job,
-                identity=identity_of(job, settings.max_restarts),
+                identity=identity_of(job, max_restarts),
                 secret=settings.secret,
                 timeouts=settings.host_timeouts,
-                next_attempt=first.attempt,
+                next_attempt=attempt,
                 run_name=settings.run_dir.name,
             )
             peers = HostsAttempts(stack.enter_context(make_link(part)), job, screen, interruptions)
         for line in (
-            faults_line(faults) if faults else "",
+            secret_line(job, settings.secret),
+            *fault_lines(faults, job.world_size),
             exposure_line(job, environ, outside_addresses()),
-            absent_line(faults, job.world_size),
             what_is_taken_over(settings.run_dir),
         ):
             if line:
                 screen.tell(line)
-        return _Supervision(
-            job=job,
-            settings=settings,
-            environ=environ,
-            screen=screen,
-            interruptions=interruptions,
-            standbys=standbys,
-            peers=peers,
-        ).run(first)
+        return _Supervision(job, settings, environ, screen, interruptions, standbys, peers).run(first)
 
 
 def _wait_for_other_hosts_job(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
@@ -152,10 +144,8 @@ def _wait_for_other_hosts_job(job: JobPlan, settings: Settings, environ: Mapping
     return {**without(environ, TAKE_OVER), **({TAKE_OVER: allowed} if allowed else {})}
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Supervision:
-    """One attempt after another, until the job is over."""
-
     job: JobPlan
     settings: Settings
     environ: Mapping[str, str]
@@ -196,7 +186,7 @@ class _Supervision:
         job = replace(self.job, hosts=order.hosts) if order.hosts else self.job
         attempt_dir = make_attempt_dir(self.settings.log_dir, order.attempt)
         fixed = job.fixed_ports
-        with hold_free_ports(job.workers) if fixed is None else hold_ports(fixed) as ports:
+        with hold_ports([0] * job.workers if fixed is None else fixed) as ports:
             plans = plan_workers(
                 job,
                 ports=ports.numbers,
@@ -206,14 +196,12 @@ class _Supervision:
                 machine=this_machine(self.environ),
                 environ=self.environ,
             )
-            line = (
-                f"replicast: {_who(job)}, attempt {order.attempt}, logs in {short_path(attempt_dir)}; "
-                "starting, which takes some seconds"
-            )
+            logs, more = short_path(attempt_dir), ""
             if self.standbys is not None:
-                more = "1 more process" if job.workers == 1 else f"{job.workers} more processes"
-                line += f"; --standby: {more} once it trains, about 0.3 GB each, no core while they wait"
-            self.screen.tell(line)
+                processes = "1 more process" if job.workers == 1 else f"{job.workers} more processes"
+                more = f"; --standby: {processes} once it trains, about 0.3 GB each, no core while they wait"
+            start = f"attempt {order.attempt}, logs in {logs}; starting, which takes some seconds"
+            self.screen.tell(f"replicast: {_who(job)}, {start}{more}")
             group = Group(
                 plans,
                 screen=self.screen,
@@ -237,11 +225,10 @@ class _Supervision:
         """Says how the job ended, and notes it; `end` is None if nothing ran."""
         failure = order.failure
         was_told_to = failure is not None and failure.was_told_to
-        by = _stopped_by(self.settings.run_dir, attempt) if was_told_to else None
-        report(
-            order, end, self.hosts, self.screen, "" if by is None else f"stopped by {by[0]} at step {by[1]}"
-        )
-        step = None if end is None else _last_step(self.settings.run_dir, attempt)
+        by, at_step = _stopped_by(self.settings.run_dir, attempt) if was_told_to else ("", 0)
+        report(order, end, self.hosts, self.screen, f"stopped by {by} at step {at_step}" if by else "")
+        notes = [] if end is None else _notes(self.settings.run_dir, attempt)
+        step = max((note.step for note in notes), default=None)  # None without notes: a job without Replicas
         if order.code == 0:
             if end is not None and self.settings.tee:
                 restarts = order.restarts
@@ -254,8 +241,7 @@ class _Supervision:
         elif order.signal is not None:
             self._note("stopped", attempt, why=signal_name(order.signal), step=step)
         elif failure is not None and was_told_to:
-            why = f"SIGTERM to worker {failure.worker}" if by is None else by[0]
-            self._note("stopped", attempt, why=why, step=step)
+            self._note("stopped", attempt, why=by or f"SIGTERM to worker {failure.worker}", step=step)
         else:
             why = "workers could not be killed" if failure is None else reason(failure, self.hosts)
             self._note("failed", attempt, failure, why, step)
@@ -271,26 +257,23 @@ class _Supervision:
         """Writes the state of the job. The launcher of worker 0 does; those of other hosts write nothing."""
         if 0 not in self.job.ranks:
             return
-        from replicast.storage.run_files import (  # Imports numpy: not at start-up.
-            Change,
-            JobState,
-            write_change,
-        )
+        from replicast.storage import run_files  # Imports numpy: not at start-up.
 
-        lost_worker = None
+        worker, lines = None, tuple[str, ...]()
         if failure is not None:
-            lost_worker = failure.host * self.job.workers if failure.worker is None else failure.worker
-        change = Change(
-            JobState(state),
+            worker = failure.host * self.job.workers if failure.worker is None else failure.worker
+            lines = tuple(map(without_colours, failure.lines))
+        change = run_files.Change(
+            run_files.JobState(state),
             attempt,
             workers=self.job.world_size,
             step=step,
-            worker=lost_worker,
+            worker=worker,
             reason=why,
-            last_lines=() if failure is None else tuple(map(without_colours, failure.lines)),
+            last_lines=lines,
         )
         try:
-            write_change(self.settings.run_dir, change)
+            run_files.write_change(self.settings.run_dir, change)
         except OSError as error:
             self.screen.tell(f"replicast: the state of the job cannot be written ({error.strerror})")
 
@@ -329,39 +312,137 @@ def _who(job: JobPlan) -> str:
 # there must change neither the exit code nor how the job ends.
 
 
-def _last_step(run_dir: RunDir, attempt: int) -> int | None:
-    """The last step of an attempt; None if its workers write no notes, as in a job without Replicas."""
-    return max((note.step for note in _notes(run_dir) if note.attempt == attempt), default=None)
-
-
-def _trains(run_dir: RunDir, attempt: int) -> bool:
-    """Whether a worker notes that it has finished a step in this attempt."""
-    return any(note.attempt == attempt and note.stepped_at is not None for note in _notes(run_dir))
-
-
-def _notes(run_dir: RunDir) -> list[WorkerNote]:
+def _notes(run_dir: RunDir, attempt: int) -> list[WorkerNote]:
     from replicast.storage.run_files import read_worker_notes  # Imports numpy: not at start-up.
 
     with contextlib.suppress(OSError):
-        return read_worker_notes(run_dir)
+        return [note for note in read_worker_notes(run_dir) if note.attempt == attempt]
     return []
 
 
-def _stopped_by(run_dir: RunDir, attempt: int) -> tuple[str, int] | None:
-    """Who has asked the job to stop, and at which step it did; None if nobody has."""
+def _stopped_by(run_dir: RunDir, attempt: int) -> tuple[str, int]:
+    """Who has asked the job to stop, and at which step it did; empty if nobody has."""
     from replicast.storage.inbox import stopped_by  # Imports numpy: not at start-up.
 
     with contextlib.suppress(OSError):
-        told = stopped_by(run_dir, attempt)
-        return None if told is None else (told.author, told.done_at)
-    return None
+        if told := stopped_by(run_dir, attempt):
+            return told.author, told.done_at
+    return "", 0
+
+
+# --- The run directory: its default name, its lock, the logs, and what it held before ---------------------
+
+
+def make_run_dir(chosen: Path | None, *, program: str, now: datetime) -> Path:
+    """Creates the run directory: the chosen one, or a new one under `runs/`."""
+    path = chosen if chosen is not None else RUNS / f"{now:%Y%m%d-%H%M%S}-{program}"
+    with _created(path, "--run-dir"):
+        path.mkdir(parents=True, exist_ok=True)
+    return path.resolve()
+
+
+def make_attempt_dir(log_dir: RunPath, attempt: int) -> RunPath:
+    """Creates the directory of one attempt's logs, if it is writable."""
+    path = log_dir / f"attempt-{attempt}"
+    with _created(path, "--log-dir"):
+        make_durably(path)
+        with path.entered() as directory:
+            if not os.access(".", os.W_OK | os.X_OK, dir_fd=directory):
+                raise LaunchRefused(
+                    f"{path} is not writable", remedy="Choose another directory with --log-dir"
+                )
+    return path
+
+
+@contextlib.contextmanager
+def _created(path: object, option: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LaunchRefused(
+            f"{path} cannot be created ({error.strerror})", remedy=f"Choose another directory with {option}"
+        ) from None
+
+
+def next_attempt(log_dir: RunPath, ranks: Sequence[int]) -> int:
+    """The first attempt for which none of these workers has a log yet.
+
+    On a file system shared by several hosts, each host's launcher counts its own workers only.
+    """
+    attempt = 0
+    while any(log_path(log_dir, attempt, rank).exists() for rank in ranks):
+        attempt += 1
+    return attempt
+
+
+@contextlib.contextmanager
+def locked(run_dir: RunDir, first_rank: int) -> Iterator[None]:
+    """Locks the run directory against a second launcher. The file says which process of which host has it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = (below(run_dir) / f"launcher-{first_rank}.lock").open(os.O_RDWR | os.O_CREAT)
+            stack.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(lock, 0)
+            os.write(lock, f"{os.getpid()} on {socket.gethostname()}\n".encode())
+        except BlockingIOError:
+            holder = os.pread(lock, 400, 0).decode(errors="replace").strip()
+            process = f" (process {holder})" if holder else ""
+            raise LaunchRefused(
+                f"Another `replicast run`{process} is using {run_dir}",
+                remedy="Wait for it to finish, stop it, or choose another --run-dir",
+            ) from None
+        except OSError as error:
+            received = "" if error.filename is None else f". Received: {error.filename}"
+            raise LaunchRefused(
+                f"{run_dir} cannot be used as a run directory ({error.strerror}){received}",
+                remedy="Make it writable, free space on its disk, or choose another directory with --run-dir",
+            ) from error
+        yield
+
+
+def what_is_taken_over(run_dir: RunDir) -> str:
+    """One line: what a start finds in a run directory that was used before; empty if nothing."""
+    if not (below(run_dir) / "groups").is_dir():
+        return ""
+    try:
+        found = _contents(run_dir)
+    except OSError as error:  # This line is a courtesy: the workers say what they cannot read.
+        found = [f"a file that cannot be read ({error})"]
+    return f"replicast: {short_path(run_dir)} was used before; it has {'; '.join(found)}" if found else ""
+
+
+def _contents(run_dir: RunDir) -> list[str]:
+    from replicast.storage import inbox  # These import numpy: not for a new run.
+    from replicast.storage.checkpoints import CheckpointStore
+    from replicast.storage.journal import Updates
+
+    def counted(count: int, where: str) -> list[str]:
+        return [f"{count} update{'s' if count > 1 else ''} {where}"] if count else []
+
+    found = []
+    try:
+        last = CheckpointStore(run_dir).last()
+        if last is not None:
+            found.append(f"a checkpoint of step {last.step}")
+        journal = Updates(run_dir)
+        found += counted(len(journal.history.committed), "in the journal")
+        found += counted(len(journal.history.scheduled), "scheduled")
+    except FileDamaged as error:
+        found.append(f"a damaged file ({error})")
+    waiting, shown = inbox.waiting(run_dir), []
+    for one in waiting[:_SHOWN_UPDATES]:
+        told = inbox.describe(one.path)
+        shown.append(printable(one.id[:8] + ("" if told is None else f" ({told.words})")))
+    shown += ["…"] if len(waiting) > _SHOWN_UPDATES else []
+    in_inbox = counted(len(waiting), "waiting in the inbox, for its first step")
+    return found + [f"{one}: {', '.join(shown)}" for one in in_inbox]
 
 
 # --- The page beside a job: `replicast serve` as a child. It ends with the launcher, and does no harm ------
 
 
-@dataclass(frozen=True, slots=True)
-class PageAddress:
+class PageAddress(NamedTuple):
     host: str
     port: int
 
@@ -384,13 +465,12 @@ def page_beside(
     job.
     """
     log = log_dir / "serve.log"
-    serve = [sys.executable, "-m", "replicast", "serve", str(run_dir)]
     options = ["--host", address.host, "--port", str(address.port)]
     try:
         make_durably(log_dir)
         with os.fdopen(log.open(os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as errors:
             process = subprocess.Popen(
-                bootstrapped([*serve, *options]),
+                bootstrapped([sys.executable, "-m", "replicast", "serve", str(run_dir), *options]),
                 env=without(environ, JOB_SECRET),  # The token is for it.
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -17,16 +17,26 @@ import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Self
 
-from replicast.config import ATTEMPT, LAUNCHED, RUN_DIR, TRUSTED_NETWORKS, Cluster, trusted_networks
+from replicast.config import (
+    ATTEMPT,
+    JOB_SECRET,
+    LAUNCHED,
+    RUN_DIR,
+    TRUSTED_NETWORKS,
+    Cluster,
+    trusted_networks,
+)
 from replicast.errors import ClusterError, LaunchRefused
 from replicast.files import RunDir, RunPath
+from replicast.names import NAMES_SECS, Lookups
 
 DEFAULT_PORT = 29500
+DEFAULT_RDZV_PORT = 29400
+_MAX_SECRET_BYTES = 4096
 LOOPBACK = "127.0.0.1"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
@@ -81,44 +91,36 @@ class JobPlan:
 
 
 def check_job(job: JobPlan) -> None:
+    given, listed = job.given, ",".join(job.hosts)
     if job.workers < 1:
         raise ClusterError("-n must be at least 1", remedy="Try -n 2", received=job.workers)
-    if job.given is not None and (job.workers > 1 or job.hosts or job.nnodes > 1):
+    if given is not None and (job.workers > 1 or job.hosts or job.nnodes > 1):
         raise ClusterError(
-            f"TF_CONFIG already describes a cluster of {job.given.size} in which this process is worker "
-            f"{job.given.rank}, so exactly one worker is started here",
+            f"TF_CONFIG already describes a cluster of {given.size} in which this process is worker "
+            f"{given.rank}, so exactly one worker is started here",
             remedy="Leave out -n and --hosts, or unset TF_CONFIG to start a separate group",
-            received=f"--hosts {','.join(job.hosts)}" if job.hosts else f"-n {job.workers}",
+            received=f"--hosts {listed}" if job.hosts else f"-n {job.workers}",
         )
-    listed = ",".join(job.hosts)
     if any(not host or ":" in host or host != host.strip() for host in job.hosts):
+        what = "--hosts must be names or IPv4 addresses separated by commas, without ports"
         raise ClusterError(
-            "--hosts must be names or IPv4 addresses separated by commas, without ports",
-            remedy="Give the port of each host's first worker with --port",
-            received=listed,
+            what, remedy="Give the port of each host's first worker with --port", received=listed
         )
     if len(set(job.hosts)) != len(job.hosts):
-        raise ClusterError(
-            "--hosts names a host twice",
-            remedy="List every host once and use -n for the number of workers on each",
-            received=listed,
-        )
+        remedy = "List every host once and use -n for the number of workers on each"
+        raise ClusterError("--hosts names a host twice", remedy=remedy, received=listed)
     if not job.hosts and job.nnodes == 1:
         if job.node_rank != 0:
-            raise ClusterError(
-                "--node-rank needs --hosts or --nnodes", remedy="For example: --hosts h1,h2 --node-rank 1"
-            )
+            remedy = "For example: --hosts h1,h2 --node-rank 1"
+            raise ClusterError("--node-rank needs --hosts or --nnodes", remedy=remedy)
         return
     if not 0 <= job.node_rank < job.nodes:
-        raise ClusterError(
-            f"--node-rank must be from 0 to {job.nodes - 1}: the job has {job.nodes} hosts",
-            remedy="It is the index of this machine in --hosts, from 0",
-            received=job.node_rank,
-        )
+        what = f"--node-rank must be from 0 to {job.nodes - 1}: the job has {job.nodes} hosts"
+        remedy = "It is the index of this machine in --hosts, from 0"
+        raise ClusterError(what, remedy=remedy, received=job.node_rank)
     if not 0 < job.port <= 65536 - job.workers:
-        raise ClusterError(
-            f"--port must leave room for {job.workers} ports from 1 to 65535", received=job.port
-        )
+        what = f"--port must leave room for {job.workers} ports from 1 to 65535"
+        raise ClusterError(what, received=job.port)
 
 
 def parse_tee(text: str | None, job: JobPlan) -> frozenset[int]:
@@ -129,11 +131,137 @@ def parse_tee(text: str | None, job: JobPlan) -> frozenset[int]:
         return frozenset(job.ranks if text == "all" else ())
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) < job.world_size for part in parts):
+        what = f'--tee must be "all", "none" or workers from 0 to {job.world_size - 1} separated by commas'
+        raise ClusterError(what, received=text)
+    return frozenset(int(part) for part in parts) & frozenset(job.ranks)
+
+
+# --- The hosts of a job ------------------------------------------------------------------------------------
+
+
+def place_on_hosts(
+    job: JobPlan,
+    *,
+    hosts: str | None = None,
+    nnodes: str | None = None,
+    node_rank: int | None = None,
+    rdzv_endpoint: str | None = None,
+) -> JobPlan:
+    """The job with its hosts, the index of this one, and where the launchers meet."""
+    listed = tuple(hosts.split(",")) if hosts is not None else ()
+    count = parse_nnodes(nnodes) if nnodes is not None else max(1, len(listed))
+    endpoint = parse_endpoint(rdzv_endpoint) if rdzv_endpoint is not None else None
+    if listed and count != len(listed):
         raise ClusterError(
-            f'--tee must be "all", "none" or workers from 0 to {job.world_size - 1} separated by commas',
+            f"--nnodes {count} does not fit --hosts, which lists {len(listed)}", remedy="Give one of them"
+        )
+    if count > 1 and not listed and endpoint is None:
+        remedy = "For example: --nnodes 2 --node-rank 0 --rdzv-endpoint h1:29400"
+        raise ClusterError("--nnodes needs --rdzv-endpoint, the address of the first launcher", remedy=remedy)
+    job = replace(job, hosts=listed, nnodes=count, node_rank=0 if node_rank is None else node_rank)
+    check_job(job)
+    if count == 1:
+        return job
+    if node_rank is None:
+        if not listed:
+            raise ClusterError("--nnodes needs --node-rank, the index of this machine, from 0")
+        job = replace(job, node_rank=own_node(listed))
+    if endpoint is None:
+        if job.port < 2:
+            raise ClusterError("--port must leave room for the launcher's port before it", received=job.port)
+        endpoint = (listed[0], job.port - 1)
+    port, last = endpoint[1], job.port + job.workers - 1
+    if job.port <= port <= last:
+        workers = f"ports {job.port} to {last}" if job.workers > 1 else f"port {job.port}"
+        raise ClusterError(
+            f"The launchers cannot meet at port {port}: the workers of the first host use {workers}",
+            remedy=f"Choose another port for one of them, for example --port {port + 1}",
+        )
+    return replace(job, endpoint=endpoint)
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """The address in `--rdzv-endpoint HOST[:PORT]`."""
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, str(DEFAULT_RDZV_PORT)
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        what = "--rdzv-endpoint must be the host and port of the first launcher"
+        raise ClusterError(what, remedy="For example: --rdzv-endpoint h1:29400", received=text)
+    return host, int(port)
+
+
+def parse_nnodes(text: str) -> int:
+    if ":" in text and all(part.isdigit() for part in text.split(":")):
+        raise ClusterError(
+            "--nnodes must be one number: a job has the same hosts until it ends",
+            remedy="To continue with fewer or more hosts, start it again with the same --run-dir",
             received=text,
         )
-    return frozenset(int(part) for part in parts) & frozenset(job.ranks)
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ClusterError("--nnodes must be a number, at least 1", received=text)
+    return int(text)
+
+
+def own_node(hosts: Sequence[str]) -> int:
+    """The index of this machine in the list of hosts: the one whose address is an address of this machine.
+
+    Blocks until the names are resolved, at most `NAMES_SECS`.
+    """
+    lookups = Lookups(hosts)
+    are_resolved = lookups.wait(NAMES_SECS)
+    found = []
+    for node, host in enumerate(hosts):
+        with contextlib.suppress(OSError):  # a name without an address
+            if any(map(_is_own, lookups.addresses(host) or [])):
+                found.append(node)
+    if len(found) == 1:
+        return found[0]
+    why = "none of --hosts is" if not found else "several of --hosts are"
+    late = "" if are_resolved else f"; not all names were resolved within {NAMES_SECS:g} s"
+    raise ClusterError(
+        f"Cannot tell which host this is: {why} an address of this machine{late}",
+        remedy="Give --node-rank, the index of this machine in --hosts, from 0",
+        received=",".join(hosts),
+    )
+
+
+def _is_own(address: str) -> bool:
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        with socket.socket(family, kind, protocol) as tried:
+            tried.bind(place)
+    except OSError:
+        return False
+    return True
+
+
+def read_secret(environ: Mapping[str, str], file: Path | None) -> bytes:
+    """The secret of the job: from a file, else from the environment; empty if there is none."""
+    if file is None:
+        return environ.get(JOB_SECRET, "").strip().encode()
+    try:
+        with file.open("rb") as opened:
+            secret = opened.read(_MAX_SECRET_BYTES).strip()
+    except OSError as error:
+        what = f"--secret-file {file} cannot be read ({error.strerror})"
+        raise LaunchRefused(what, remedy="Check its path and its rights") from None
+    if not secret:
+        raise LaunchRefused(f"--secret-file {file} is empty", remedy="For example: openssl rand -hex 32")
+    return secret
+
+
+def secret_line(job: JobPlan, secret: bytes) -> str:
+    if secret or job.endpoint is None:
+        return ""
+    return (
+        f"replicast: warning: {JOB_SECRET} is not set: any process that can reach "
+        f"{shown_address(*job.endpoint)} can stop this job or take the place of a host; set it to the same "
+        "random text on all hosts"
+    )
 
 
 # --- The program -----------------------------------------------------------------------------------------
@@ -142,29 +270,22 @@ def parse_tee(text: str | None, job: JobPlan) -> frozenset[int]:
 def check_script(script: str) -> None:
     """Finds the script before anything starts, so that N workers need not fail to find it."""
     if _PYTHON.fullmatch(Path(script).name) and not Path(script).is_dir():
-        raise LaunchRefused(
-            f"{script!r} is Python itself, which replicast run starts",
-            remedy="Give the script alone: replicast run --workers 2 train.py",
-        )
+        remedy = "Give the script alone: replicast run --workers 2 train.py"
+        raise LaunchRefused(f"{script!r} is Python itself, which replicast run starts", remedy=remedy)
     if not Path(script).exists():
-        raise LaunchRefused(
-            f"There is no script {script!r} in {Path.cwd()}",
-            remedy="Check the path, or give -m to run a module by its name",
-        )
+        remedy = "Check the path, or give -m to run a module by its name"
+        raise LaunchRefused(f"There is no script {script!r} in {Path.cwd()}", remedy=remedy)
 
 
 def check_module(module: str) -> None:
     """Finds the module as `python -m` would."""
     spec = find_module(module)
     if spec is None:
-        raise LaunchRefused(
-            f"There is no module {module!r} for {sys.executable}",
-            remedy="Check its name, install it, or start from the directory that contains it",
-        )
+        remedy = "Check its name, install it, or start from the directory that contains it"
+        raise LaunchRefused(f"There is no module {module!r} for {sys.executable}", remedy=remedy)
     if spec.submodule_search_locations is not None and find_module(f"{module}.__main__") is None:
-        raise LaunchRefused(
-            f"{module!r} is a package without a __main__ module", remedy="Name the module in it to run"
-        )
+        what = f"{module!r} is a package without a __main__ module"
+        raise LaunchRefused(what, remedy="Name the module in it to run")
 
 
 def find_module(module: str) -> ModuleSpec | None:
@@ -319,40 +440,25 @@ def bootstrapped(argv: Sequence[str]) -> list[str]:
 # not listen. A process that asks the kernel for any free port never gets a reserved one.
 
 
-class HeldPorts:
-    """Bound sockets that reserve their ports for the workers. A context manager."""
+class HeldPorts(contextlib.ExitStack):
+    """Bound sockets that reserve their ports for the workers, until it is closed."""
 
-    def __init__(self, sockets: Sequence[socket.socket]) -> None:
-        self._sockets = tuple(sockets)
-        self.numbers = tuple(int(held.getsockname()[1]) for held in sockets)
-
-    def release(self) -> None:
-        for held in self._sockets:
-            held.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-def hold_free_ports(count: int) -> HeldPorts:
-    return hold_ports([0] * count)
+    numbers: tuple[int, ...] = ()
 
 
 def hold_ports(numbers: Sequence[int], *, within_secs: float = 0.0) -> HeldPorts:
-    """Holds the given ports; tries again for `within_secs` while one is in use."""
+    """Holds the given ports, any free one for 0; tries again for `within_secs` while one is in use."""
     until = time.monotonic() + within_secs
     while True:
-        try:
-            with contextlib.ExitStack() as held:
-                sockets = [held.enter_context(_bind(number)) for number in numbers]
-                held.pop_all()
-                return HeldPorts(sockets)
-        except ClusterError:
-            if time.monotonic() >= until:
-                raise
+        with HeldPorts() as trying:
+            try:
+                sockets = [trying.enter_context(_bind(number)) for number in numbers]
+                held = trying.pop_all()
+                held.numbers = tuple(int(one.getsockname()[1]) for one in sockets)
+                return held
+            except ClusterError:
+                if time.monotonic() >= until:
+                    raise
         time.sleep(_PORT_PAUSE_SECS)
 
 
@@ -420,6 +526,10 @@ def exposure_line(job: JobPlan, environ: Mapping[str, str], addresses: Sequence[
         f"workers: TensorFlow's ports ask for no credentials. Set {TRUSTED_NETWORKS}=NETWORK,… (or any); see "
         "SECURITY.md"
     )
+
+
+def shown_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def shown_addresses(addresses: Sequence[str]) -> str:
