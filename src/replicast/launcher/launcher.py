@@ -433,7 +433,9 @@ def _contents(run_dir: RunDir) -> list[str]:
     waiting, shown = inbox.waiting(run_dir), []
     for one in waiting[:_SHOWN_UPDATES]:
         told = inbox.describe(one.path)
-        shown.append(printable(one.id[:8] + ("" if told is None else f" ({told.words})")))
+        reverts = "" if told is None or told.reverts is None else f"reverts update {told.reverts}"
+        words = "" if told is None else f" ({told.words(1) or reverts or 'no edits'})"
+        shown.append(printable(one.id[:8] + words))
     shown += ["…"] if len(waiting) > _SHOWN_UPDATES else []
     in_inbox = counted(len(waiting), "waiting in the inbox, for its first step")
     return found + [f"{one}: {', '.join(shown)}" for one in in_inbox]
