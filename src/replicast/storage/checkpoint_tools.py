@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from replicast.errors import CheckpointError
 from replicast.files import RunDir, RunPath
@@ -61,16 +60,10 @@ class Slice:
 def blocks_of(variable: Variable, elements: int = SLICE_ELEMENTS) -> Iterator[Slice]:
     """Cuts a variable into blocks of at most `elements` elements, in the order of its bytes."""
     rows, width = _table(variable.shape)
-    if not rows * width:
-        return
-    if width > elements:
-        for row in range(rows):
-            for start in range(0, width, elements):
-                yield Slice(slice(row, row + 1), slice(start, min(start + elements, width)))
-        return
-    step = elements // width
-    for start in range(0, rows, step):
-        yield Slice(slice(start, min(start + step, rows)), slice(0, width))
+    height, part = max(1, elements // max(1, width)), min(width, elements)
+    for row in range(0, rows, height):
+        for start in range(0, width, max(1, part)):
+            yield Slice(slice(row, min(row + height, rows)), slice(start, min(start + part, width)))
 
 
 def apply_edits(edits: Sequence[Edit], variable: Variable, block: Slice, current: Array) -> Array:
@@ -92,27 +85,20 @@ def _part(edit: Edit, variable: Variable, block: Slice) -> Edit | None:
     match edit.operation:
         case EditKind.ADD | EditKind.ASSIGN | EditKind.BLEND:
             part = {"value": arrays["value"].reshape(rows, width)[block.rows, block.columns]}
-        case EditKind.ADD_ROWS | EditKind.ASSIGN_ROWS:
+        case EditKind.ADD_ROWS | EditKind.ASSIGN_ROWS | EditKind.RESET_ROWS:
             indices = arrays["indices"]
-            chosen = _rows_in(indices, block)
+            chosen = (indices >= block.rows.start) & (indices < block.rows.stop)
             if not chosen.any():
                 return None
-            values = arrays["rows"].reshape(len(indices), width)[:, block.columns]
-            part = {"indices": indices[chosen] - block.rows.start, "rows": values[chosen]}
+            part = {"indices": indices[chosen] - block.rows.start}
+            if "rows" in arrays:
+                values = arrays["rows"].reshape(len(indices), width)[:, block.columns]
+                part["rows"] = values[chosen]
         case EditKind.ADD_LOW_RANK:
             part = {"a": arrays["a"][block.rows], "b": arrays["b"][:, block.columns]}
-        case EditKind.RESET_ROWS:
-            chosen = _rows_in(arrays["indices"], block)
-            if not chosen.any():
-                return None
-            part = {"indices": arrays["indices"][chosen] - block.rows.start}
         case EditKind.SCALE | EditKind.RESET:
             part = {}
     return Edit(edit.operation, edit.variable, part, edit.factor)
-
-
-def _rows_in(indices: Array, block: Slice) -> npt.NDArray[np.bool_]:
-    return np.asarray((indices >= block.rows.start) & (indices < block.rows.stop))
 
 
 def patch(
@@ -204,16 +190,6 @@ def _edited(reader: CheckpointReader, name: str, edits: Sequence[Edit]) -> Itera
 # Compares two checkpoints, or two models.
 
 NOTHING = "nothing"
-_PIECE_BYTES = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class SchemaDifference:
-    """A variable that differs between two models."""
-
-    name: str
-    expected: str
-    received: str
 
 
 class Equality(StrEnum):
@@ -228,7 +204,7 @@ class Equality(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One variable of two checkpoints. The numbers are None where values were not compared."""
+    """One variable of two checkpoints or models. The numbers are None where values were not compared."""
 
     name: str
     verdict: Equality
@@ -245,14 +221,16 @@ class Comparison:
         return asdict(self) | numbers | {"verdict": str(self.verdict)}
 
 
-def differences(a: Schema, b: Schema) -> list[SchemaDifference]:
+def differences(a: Schema, b: Schema) -> list[Comparison]:
     """The variables whose shape or dtype differ, or that only one has: those of `a` first, in its order."""
     first, second = ({variable.name: _described(variable) for variable in schema} for schema in (a, b))
-    return [
-        SchemaDifference(name, first.get(name, NOTHING), second.get(name, NOTHING))
-        for name in dict.fromkeys((*first, *second))
-        if first.get(name) != second.get(name)
-    ]
+    found = []
+    for name in dict.fromkeys((*first, *second)):
+        if first.get(name) != second.get(name):
+            verdict = Equality.ONLY_SECOND if name not in first else Equality.ONLY_FIRST
+            verdict = Equality.CHANGED if name in first and name in second else verdict
+            found.append(Comparison(name, verdict, first.get(name, NOTHING), second.get(name, NOTHING)))
+    return found
 
 
 def diff(a: RunDir, b: RunDir, *, values: bool = True, progress: Progress | None = None) -> list[Comparison]:
@@ -267,10 +245,7 @@ def diff(a: RunDir, b: RunDir, *, values: bool = True, progress: Progress | None
         total = sum(one.layout.spans[name].nbytes for name in names for one in holders[name])
         done, made = 0, []
         for name in names:
-            if name in changed:
-                made.append(_changed(changed[name]))
-            else:
-                made.append(_compared(first, second, name, values=values))
+            made.append(changed.get(name) or _compared(first, second, name, values=values))
             for reader in holders[name] if values else []:
                 if made[-1].verdict is not Equality.DIFFERENT:  # Otherwise the comparison has read them.
                     for _ in reader.pieces(name):  # Equal digests in the manifests do not prove intact bytes.
@@ -285,28 +260,16 @@ def _described(variable: Variable) -> str:
     return f"{variable.dtype} of shape {variable.shape}"
 
 
-def _changed(difference: SchemaDifference) -> Comparison:
-    verdict = Equality.CHANGED
-    if NOTHING in (difference.expected, difference.received):
-        verdict = Equality.ONLY_FIRST if difference.received == NOTHING else Equality.ONLY_SECOND
-    return Comparison(difference.name, verdict, difference.expected, difference.received)
-
-
 def _compared(first: CheckpointReader, second: CheckpointReader, name: str, *, values: bool) -> Comparison:
     variable = first.layout.spans[name].variable
-    text = _described(variable)
+    text, dtype = _described(variable), dtype_of(variable)
     if first.manifest.digests[name] == second.manifest.digests[name]:
-        elements = int(np.prod(variable.shape, dtype=np.int64))
-        return Comparison(name, Equality.EQUAL, text, text, elements, 0, 0, 0.0, 0.0)
+        return Comparison(name, Equality.EQUAL, text, text, math.prod(variable.shape), 0, 0, 0.0, 0.0)
     if not values:
         return Comparison(name, Equality.DIFFERENT, text, text)
-    found = distance(zip(_pieces(first, variable), _pieces(second, variable), strict=True))
+    sides = (reader.pieces(name) for reader in (first, second))
+    values_of = ((np.frombuffer(piece, np.uint8).view(dtype) for piece in side) for side in sides)
+    found = distance(zip(*values_of, strict=True))
     verdict = Equality.DIFFERENT if found.count else Equality.EQUAL
     numbers = found.of, found.count, found.one_is_nan, found.largest_absolute, found.largest_relative
-    return Comparison(variable.name, verdict, text, text, *numbers)
-
-
-def _pieces(reader: CheckpointReader, variable: Variable) -> Iterator[Array]:
-    dtype = dtype_of(variable)
-    sizes = iter(lambda: _PIECE_BYTES, None)
-    return (np.frombuffer(piece, np.uint8).view(dtype) for piece in reader.pieces(variable.name, sizes))
+    return Comparison(name, verdict, text, text, *numbers)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from replicast.errors import CheckpointError, FileDamaged
-from replicast.storage.checkpoint_tools import Comparison, Equality, SchemaDifference, diff, differences
+from replicast.storage.checkpoint_tools import Comparison, Equality, diff, differences
 from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
 from tests.unit.checkpoint.samples import BFLOAT16, Arrays, draft_of, flip, schema_of, state_of
 
@@ -31,9 +31,9 @@ def test_differences_to_a_changed_model_are_listed_by_variable() -> None:
     old = schema_of({"same": np.zeros(1), "wider": np.zeros((2, 3)), "gone": np.zeros((), np.int32)})
     new = schema_of({"new": np.zeros(4, BFLOAT16), "wider": np.zeros((2, 4)), "same": np.zeros(1)})
     assert differences(old, new) == [
-        SchemaDifference("wider", "float64 of shape (2, 3)", "float64 of shape (2, 4)"),
-        SchemaDifference("gone", "int32 of shape ()", "nothing"),
-        SchemaDifference("new", "nothing", "bfloat16 of shape (4,)"),
+        Comparison("wider", Equality.CHANGED, "float64 of shape (2, 3)", "float64 of shape (2, 4)"),
+        Comparison("gone", Equality.ONLY_FIRST, "int32 of shape ()", "nothing"),
+        Comparison("new", Equality.ONLY_SECOND, "nothing", "bfloat16 of shape (4,)"),
     ]
     assert differences(old, old) == []
 
