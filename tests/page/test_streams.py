@@ -13,9 +13,8 @@ import pytest
 
 from replicast.errors import FileDamaged
 from replicast.page import live as watching
-from replicast.page.answers import HttpError
 from replicast.page.live import RunWatch, SlotResponse, Slots
-from replicast.page.web_server import PageSettings, Threads
+from replicast.page.web_server import HttpError, PageSettings, Threads
 from tests.memory_run import MemoryRun
 from tests.page.live import served
 

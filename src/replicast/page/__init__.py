@@ -2,9 +2,9 @@
 
     app.py         a route for every operation of client/run.py
     assets.py      the page's own files, served or as one file: `replicast report`
-    openapi.py     their description             answers.py   JSON, and errors with their status
+    openapi.py     their description
     security.py    Host, Origin, token, rate limits, headers
-    web_server.py  settings, limits, uvicorn, threads, uploads
+    web_server.py  errors as answers, settings, limits, uvicorn, threads, uploads
     live.py        which runs are served; one reader per run for all who look; server-sent events
     prometheus.py  GET /metrics
 

@@ -13,8 +13,7 @@ import gzip
 import hashlib
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -33,11 +32,18 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from replicast.client import Examination, Pulled, Pushed, Run, UpdateView
-from replicast.client.run import MAX_LOG, MAX_SERVED_ROWS, OPERATIONS, RateOptions, RunOperation, rows_of
-from replicast.errors import FileDamaged, RequestRefused, UpdateRefused
+from replicast.client.run import (
+    MAX_LOG,
+    MAX_SERVED_ROWS,
+    OPERATIONS,
+    Rank,
+    RateOptions,
+    RunOperation,
+    rows_of,
+)
+from replicast.errors import FileDamaged, ReplicastError, RequestRefused, refusal_of
 from replicast.files import RunPath
 from replicast.page import prometheus
-from replicast.page.answers import HttpError, dumped, http_error
 from replicast.page.assets import PAGE, PLOTLY, STATIC, TYPES, asset_names, plotly_file
 from replicast.page.live import Find, Runs, RunWatch, SlotResponse, events
 from replicast.page.openapi import description
@@ -47,7 +53,10 @@ from replicast.page.web_server import (
     MAX_EDITS,
     MAX_JSON_BYTES,
     MAX_VALUES_BYTES,
+    HttpError,
     PageSettings,
+    dumped,
+    http_error,
     small_body,
     uploaded,
 )
@@ -80,7 +89,10 @@ class _Nothing(Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request about a run, checked: `arguments` are those of the method of `Run`, `options` the rest."""
+    """One request about a run, checked: `arguments` are those of the method of `Run`, `options` the rest.
+
+    `answer` serves any row of the table, and `do_<name>` one that has a limit which only a server has.
+    """
 
     request: Request
     settings: PageSettings
@@ -89,6 +101,10 @@ class Asked:
     row: RunOperation
     arguments: dict[str, Any]
     options: Any
+
+    @property
+    def run(self) -> Run:
+        return self.watch.run
 
     @property
     def author(self) -> str:
@@ -104,42 +120,82 @@ class Asked:
         finally:
             self.watch.forget()
 
+    async def answer(self) -> Any:
+        row, arguments = self.row, self.arguments
+        if "author" in row.parameters:
+            arguments["author"] = self.author
 
-async def _answer(asked: Asked) -> Any:
-    row, arguments, perform = asked.row, asked.arguments, getattr(asked.watch.run, asked.row.name)
-    if "author" in row.parameters:
-        arguments["author"] = asked.author
+        def encoded() -> Any:
+            return row.encoded(getattr(self.run, row.name)(**arguments))
 
-    def encoded() -> Any:
-        return row.encoded(perform(**arguments))
+        if row.method == "POST":
+            return await self.act(encoded)
+        kept = _KEPT_SECS.get(row.name, 1.0)
+        if not kept:
+            return await self.runs.readers.call(encoded)
+        return await self.watch.text((row.name, *arguments.values()), encoded, kept)
 
-    if row.method == "POST":
-        return await asked.act(encoded)
-    kept = _KEPT_SECS.get(row.name, 1.0)
-    if not kept:
-        return await asked.runs.readers.call(encoded)
-    return await asked.watch.text((row.name, *arguments.values()), encoded, kept)
+    async def do_brief(self) -> dict[str, Any]:
+        return await _brief(self.watch, self.settings)
+
+    async def do_status(self) -> dict[str, Any]:
+        return await self.watch.status()
+
+    async def do_log(self) -> bytes:
+        last = self.arguments["last"] or MAX_LOG
+        return await self.watch.text(("log", last), lambda: {"updates": _listed(self.run.log(last))})
+
+    async def do_show(self) -> Any:
+        self.arguments["max_bytes"] = MAX_DETAILS_BYTES
+        return await self.answer()
+
+    async def do_pull(self) -> dict[str, Any] | Response:
+        is_file, files = self.options.format == "safetensors", self.runs.files
+        most = MAX_VALUES_BYTES if is_file else MAX_JSON_BYTES
+
+        def read() -> Pulled:
+            try:
+                return self.run.pull(**self.arguments, max_bytes=most)
+            except RequestRefused as error:
+                larger = "" if is_file else ", or add format=safetensors"
+                raise RequestRefused(error.problem, remedy=f"Name rows, as in rows=0:100{larger}") from error
+
+        if not is_file:
+            return await self.act(lambda: _with_values(read()))
+        files.take()
+        try:
+            return SlotResponse(files, _pieces(await self.act(read)), "application/octet-stream")
+        except BaseException:
+            files.give_back()
+            raise
+
+    async def do_push(self) -> dict[str, Any]:
+        place, most = self.run.path or self.run.where, self.settings.max_upload_bytes
+        async with uploaded(self.request, place, self.runs.readers, most) as path:
+            return await self.act(lambda: self._propose(_update_in(path, self.options, self.author)))
+
+    async def do_set_learning_rate(self) -> dict[str, Any]:
+        options = self.options
+        update = Update(id=options.id, note=options.note or "", author=self.author)
+        return await self.act(lambda: self._propose(update.assign(options.variable, options.value)))
+
+    def _propose(self, update: Update) -> dict[str, Any]:
+        options = self.options
+        try:
+            trial = options.trial()
+        except ValueError as error:
+            raise HttpError(400, str(error)) from error
+        if options.dry_run:
+            return self.run.examine(update).to_json()
+        return self.run.push(update, options.at_step, trial, options.next_start).to_json()
 
 
-async def _brief(asked: Asked) -> dict[str, Any]:
-    return await _briefly(asked.watch, asked.settings)
-
-
-async def _briefly(watch: RunWatch, settings: PageSettings) -> dict[str, Any]:
+async def _brief(watch: RunWatch, settings: PageSettings) -> dict[str, Any]:
     """How a run is, in a few words; read less often while it rests."""
     found: dict[str, Any] = await watch.read("brief", lambda: watch.run.brief().to_json(), _RUNNING_SECS)
     if not found["running"]:
         watch.keep("brief", _RESTING_SECS)
     return {"name": watch.name, "actions": settings.token is not None, **found}
-
-
-async def _status(asked: Asked) -> dict[str, Any]:
-    return await asked.watch.status()
-
-
-async def _log(asked: Asked) -> bytes:
-    run, last = asked.watch.run, asked.arguments["last"] or MAX_LOG
-    return await asked.watch.text(("log", last), lambda: {"updates": _listed(run.log(last))})
 
 
 def _listed(views: list[UpdateView]) -> list[dict[str, Any]]:
@@ -151,32 +207,6 @@ def _listed(views: list[UpdateView]) -> list[dict[str, Any]]:
         left -= len(view.edits)
         told.append(view.to_json() | {"edits_left_out": left_out})
     return told[::-1]
-
-
-async def _show(asked: Asked) -> Any:
-    asked.arguments["max_bytes"] = MAX_DETAILS_BYTES
-    return await _answer(asked)
-
-
-async def _pull(asked: Asked) -> dict[str, Any] | Response:
-    run, arguments, is_file = asked.watch.run, asked.arguments, asked.options.format == "safetensors"
-    files, most = asked.runs.files, MAX_VALUES_BYTES if is_file else MAX_JSON_BYTES
-
-    def read() -> Pulled:
-        try:
-            return run.pull(**arguments, max_bytes=most)
-        except RequestRefused as error:
-            larger = "" if is_file else ", or add format=safetensors"
-            raise RequestRefused(error.problem, remedy=f"Name rows, as in rows=0:100{larger}") from error
-
-    if not is_file:
-        return await asked.act(lambda: _with_values(read()))
-    files.take()
-    try:
-        return SlotResponse(files, _pieces(await asked.act(read)), "application/octet-stream")
-    except BaseException:
-        files.give_back()
-        raise
 
 
 async def _pieces(pulled: Pulled) -> AsyncIterator[bytes]:
@@ -191,12 +221,6 @@ def _with_values(pulled: Pulled) -> dict[str, Any]:
     return pulled.to_json() | {"values": array.tolist()}
 
 
-async def _push(asked: Asked) -> dict[str, Any]:
-    run, most = asked.watch.run, asked.settings.max_upload_bytes
-    async with uploaded(asked.request, run.path or run.where, asked.runs.readers, most) as path:
-        return await asked.act(lambda: _proposed(asked, _update_in(path, asked.options, asked.author)))
-
-
 def _update_in(path: RunPath, options: Any, author: str) -> Update:
     """The update in a file that nobody else changes. Its arrays are views of the mapped file."""
     operation = None if options.operation is None else EditKind(options.operation)
@@ -206,43 +230,10 @@ def _update_in(path: RunPath, options: Any, author: str) -> Update:
             content = np.memmap(opened, np.uint8, "r").data
         update = update_in(content, _SOURCE, operation, options.weight)
     except FileDamaged as error:
-        verdict = f": {error.problem}" if error.problem else ""
-        raise UpdateRefused(
-            f"{_SOURCE} {error.verdict}{verdict}",
-            expected=error.expected,
-            received=error.received,
-            remedy=error.remedy,
-        ) from error
+        error.path = Path(_SOURCE)
+        raise refusal_of(error) from error
     flags = {"reset_slots": options.reset_slots, "allow_nonfinite": options.allow_nonfinite}
     return joined([update], author, id=options.id, note=options.note, **flags)
-
-
-async def _set_learning_rate(asked: Asked) -> dict[str, Any]:
-    options = asked.options
-    update = Update(id=options.id, note=options.note or "", author=asked.author)
-    return await asked.act(lambda: _proposed(asked, update.assign(options.variable, options.value)))
-
-
-def _proposed(asked: Asked, update: Update) -> dict[str, Any]:
-    run, options = asked.watch.run, asked.options
-    try:
-        trial = options.trial()
-    except ValueError as error:
-        raise HttpError(400, str(error)) from error
-    if options.dry_run:
-        return run.examine(update).to_json()
-    return run.push(update, options.at_step, trial, options.next_start).to_json()
-
-
-_ANSWERS: dict[str, Callable[[Asked], Awaitable[Any]]] = {
-    "brief": _brief,
-    "status": _status,
-    "log": _log,
-    "show": _show,
-    "pull": _pull,
-    "push": _push,
-    "set_learning_rate": _set_learning_rate,
-}
 
 
 class App(Starlette):
@@ -251,69 +242,63 @@ class App(Starlette):
     def __init__(self, find: Find, settings: PageSettings) -> None:
         self._settings = settings
         self._runs = Runs(find)
+        self._described = dumped(description(ROWS)).encode()
+        others = {
+            "/api/runs": self._list,
+            f"{RUN}/events": self._follow,
+            "/metrics": self._prometheus,
+            "/healthz": self._health,
+            "/openapi.json": self._openapi,
+            "/static/{name}": self._asset,
+            "/": self._asset,
+            "/{run}": self._asset,
+        }
+        rows = [
+            # The name of a variable has slashes.
+            (RUN + row.path.replace("{name}", "{name:path}"), partial(self._perform, row), row.method)
+            for row in ROWS
+        ]
         super().__init__(
-            routes=self._routes(),
+            routes=[
+                *(Route(path, answer, methods=[method]) for path, answer, method in rows),
+                *(Route(path, answer) for path, answer in others.items()),
+            ],
             middleware=[Middleware(SecurityMiddleware, settings=settings)],
-            exception_handlers={HTTPException: _unknown_address, Exception: _failed},
-            lifespan=self.lifespan_of,
+            exception_handlers={
+                HTTPException: _unknown_address,
+                **dict.fromkeys((HttpError, ReplicastError, OSError), _refused),
+                Exception: _failed,
+            },
         )
         self.router.redirect_slashes = False
 
     def stop(self) -> None:
         self._runs.stop()
 
-    @asynccontextmanager
-    async def lifespan_of(self, _app: Starlette) -> AsyncIterator[None]:
-        """Starlette enters it when the server starts, and leaves it when the server stops."""
-        yield
-        self.stop()
-
-    def _routes(self) -> list[Route]:
-        def route(path: str, answer: Callable[[Request], Awaitable[Response]], method: str = "GET") -> Route:
-            return Route(path, _checked(answer), methods=[method])
-
-        # The name of a variable has slashes.
-        rows = [
-            route(RUN + row.path.replace("{name}", "{name:path}"), partial(self._perform, row), row.method)
-            for row in ROWS
-        ]
-        return [
-            *rows,
-            route("/api/runs", self._list),
-            route(f"{RUN}/events", self._follow),
-            route("/metrics", self._prometheus),
-            route("/healthz", self._health),
-            route("/openapi.json", partial(self._openapi, dumped(description(ROWS)).encode())),
-            route("/static/{name}", self._asset),
-            route("/", self._asset),
-            route("/{run}", self._asset),
-        ]
-
     async def _perform(self, row: RunOperation, request: Request) -> Response:
         watch = await self._runs.named(request.path_params["run"])
         arguments, options = await _arguments(row, request)
         asked = Asked(request, self._settings, self._runs, watch, row, arguments, options)
-        answer = await _ANSWERS.get(row.name, _answer)(asked)
+        answer = await getattr(asked, f"do_{row.name}", asked.answer)()
         if isinstance(answer, Response):
             return answer
         is_proposed = row.proposes and "edits" not in answer
-        # In a thread: it may be long.
-        text = answer if isinstance(answer, bytes) else await self._dumped(answer)
-        return Response(text, 201 if is_proposed else 200, media_type="application/json")
+        return await self._json(answer, 201 if is_proposed else 200)
 
-    async def _dumped(self, answer: Any) -> bytes:
-        return await self._runs.readers.call(lambda: dumped(answer).encode())
+    async def _json(self, answer: Any, status: int = 200) -> Response:
+        if not isinstance(answer, bytes):  # In a thread: it may be long.
+            answer = await self._runs.readers.call(lambda: dumped(answer).encode())
+        return Response(answer, status, media_type="application/json")
 
     async def _list(self, request: Request) -> Response:
         _converted(dict(request.query_params), _Nothing)
         watches = await self._runs.all()
-        found = await asyncio.gather(*(_briefly(watch, self._settings) for watch in watches))
-        return Response(await self._dumped(list(found)), media_type="application/json")
+        return await self._json(await asyncio.gather(*(_brief(watch, self._settings) for watch in watches)))
 
     async def _follow(self, request: Request) -> Response:
         watch, slots = await self._runs.named(request.path_params["run"]), self._runs.streams
         slots.take()
-        return SlotResponse(slots, events(watch), "text/event-stream", X_Accel_Buffering="no")
+        return SlotResponse(slots, events(watch), "text/event-stream", {"X-Accel-Buffering": "no"})
 
     async def _prometheus(self, _request: Request) -> Response:
         text = await prometheus.exposition(await self._runs.all())
@@ -322,8 +307,8 @@ class App(Starlette):
     async def _health(self, _request: Request) -> Response:
         return PlainTextResponse("ok\n")
 
-    async def _openapi(self, described: bytes, _request: Request) -> Response:
-        return Response(described, media_type="application/json")
+    async def _openapi(self, _request: Request) -> Response:
+        return await self._json(self._described)
 
     async def _asset(self, request: Request) -> Response:
         name = request.path_params.get("name", PAGE)
@@ -332,14 +317,12 @@ class App(Starlette):
 
 async def _arguments(row: RunOperation, request: Request) -> tuple[dict[str, Any], Struct]:
     """The arguments of a row's method, and all that came beside the path, both checked."""
-    arguments: dict[str, Any] = {}
-    for name in row.in_path:
-        arguments[name] = request.path_params[name]
-        if name == "worker":
-            try:
-                arguments[name] = msgspec.convert(arguments[name], row.parameters[name].kind, strict=False)
-            except msgspec.ValidationError as error:
-                raise HttpError(404, "There is no such worker", received=arguments[name][:200]) from error
+    arguments: dict[str, Any] = {name: request.path_params[name] for name in row.in_path}
+    if "worker" in arguments:
+        try:
+            arguments["worker"] = msgspec.convert(arguments["worker"], Rank, strict=False)
+        except msgspec.ValidationError as error:
+            raise HttpError(404, "There is no such worker", received=arguments["worker"][:200]) from error
     query = dict(request.query_params)
     if row.method == "GET" or row.takes_file:
         options = _converted(query, row.fields)
@@ -350,9 +333,7 @@ async def _arguments(row: RunOperation, request: Request) -> tuple[dict[str, Any
             options = msgspec.json.decode(content if content.strip() else b"{}", type=row.fields)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise HttpError(400, f"The body is not valid: {error}") from error
-    for name in row.parameters:
-        if hasattr(options, name):
-            arguments[name] = getattr(options, name)
+    arguments |= {name: getattr(options, name) for name in row.parameters if hasattr(options, name)}
     if arguments.get("rows") is not None:
         try:
             arguments["rows"] = rows_of(arguments["rows"], MAX_SERVED_ROWS)
@@ -371,31 +352,23 @@ def _converted(given: dict[str, str], kind: type[Struct]) -> Struct:
         ) from error
 
 
-def _checked(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Turns what an answer raises into an error that says what is wrong."""
-
-    async def respond(request: Request) -> Response:
-        try:
-            return await answer(request)
-        except Exception as error:
-            known = http_error(error)
-            if known is None:
-                raise
-            return known.response()
-
-    return respond
+async def _refused(_request: Request, error: Exception) -> Response:
+    known = http_error(error)
+    if known is None:
+        raise error
+    return known.response
 
 
 async def _unknown_address(_request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     problem = "Method not allowed" if status == 405 else "Nothing is served at this address"
-    return HttpError(status, problem, remedy="See /openapi.json", headers=headers).response()
+    return HttpError(status, problem, remedy="See /openapi.json", headers=headers).response
 
 
 async def _failed(_request: Request, error: Exception) -> Response:
     logger.error("A request failed: this is a defect", exc_info=error)
-    return HttpError(500, "Internal server error", remedy="See the log of the server").response()
+    return HttpError(500, "Internal server error", remedy="See the log of the server").response
 
 
 @lru_cache(maxsize=64)

@@ -20,8 +20,7 @@ from replicast.client import Run, is_run
 from replicast.client.directory import DirectoryRun
 from replicast.errors import printable
 from replicast.files import RunPath
-from replicast.page.answers import HttpError, dumped, http_error
-from replicast.page.web_server import MAX_FILES, MAX_STREAMS, Threads
+from replicast.page.web_server import MAX_FILES, MAX_STREAMS, HttpError, Threads, dumped, http_error
 
 logger = logging.getLogger("replicast")
 
@@ -31,7 +30,7 @@ _MAX_KEPT, _MAX_KEPT_BYTES = 64, 16 * 2**20
 _MAX_BEHIND = 32
 _POINTS_PER_EVENT = 500
 _COSTLY = 10.0  # What took a second to read is kept for ten: reading never takes more than a tenth of a core.
-_CLOCK = ("time",)  # Parts of the status that change by themselves, and are no reason for an event.
+_CLOCK = {"time"}  # Parts of the status that change by themselves, and are no reason for an event.
 
 
 @dataclass(slots=True)
@@ -39,13 +38,7 @@ class _Kept:
     task: asyncio.Task[Any]
     max_age: float
     read_at: float
-
-    @property
-    def nbytes(self) -> int:
-        """The size of its text, once it is read."""
-        is_read = self.task.done() and not self.task.cancelled() and self.task.exception() is None
-        found = self.task.result() if is_read else b""
-        return len(found) if isinstance(found, bytes) else 0
+    nbytes: int = 0  # Of its text, once it is read.
 
 
 class RunWatch:
@@ -66,10 +59,9 @@ class RunWatch:
         loop = asyncio.get_running_loop()
         kept = self._kept.get(key)
         if kept is None or (kept.task.done() and loop.time() - kept.read_at >= kept.max_age):
-            kept = self._kept[key] = _Kept(
-                asyncio.ensure_future(self._threads.call(act)), max_age, loop.time()
-            )
-            kept.task.add_done_callback(partial(self._was_read, kept, loop))
+            task = asyncio.ensure_future(self._threads.call(act))
+            kept = self._kept[key] = _Kept(task, max_age, loop.time())
+            task.add_done_callback(partial(self._was_read, kept, loop))
         self._kept.move_to_end(key)
         result: _T = await asyncio.shield(kept.task)
         return result
@@ -80,8 +72,9 @@ class RunWatch:
     def _was_read(self, kept: _Kept, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
         took, kept.read_at = loop.time() - kept.read_at, loop.time()
         kept.max_age = max(kept.max_age, _COSTLY * took) if kept.max_age else 0.0
-        if not task.cancelled():
-            task.exception()  # Marks it as seen; asyncio would log it if nobody awaits the task.
+        # `exception` marks it as seen; asyncio would log it if nobody awaits the task.
+        if not task.cancelled() and task.exception() is None and isinstance(task.result(), bytes):
+            kept.nbytes = len(task.result())
         nbytes = sum(one.nbytes for one in self._kept.values())
         for key in list(self._kept):  # What was asked for longest ago comes first.
             if len(self._kept) <= _MAX_KEPT and nbytes <= _MAX_KEPT_BYTES:
@@ -133,37 +126,29 @@ class RunWatch:
 
     async def _look(self) -> list[bytes]:
         try:
-            status, metrics = await self.status(), await self._new_metrics()
-            return [*self._changed(await self._parts_of({"unreadable": None, **status})), *metrics]
+            status = {"unreadable": None, **await self.status()}
+            metrics = await self._threads.call(self._new_metrics)
         except Exception as error:
             problem = http_error(error)
             if problem is None:
                 logger.exception("The run %s cannot be read", printable(self.name))
                 problem = HttpError(500, "Internal server error", remedy="See the log of the server")
-            return self._changed(await self._parts_of({"unreadable": problem.body()["error"]}))
+            status, metrics = {"unreadable": problem.fields}, []
+        return [*await self._threads.call(lambda: self._changed(status)), *metrics]
 
-    async def _parts_of(self, status: dict[str, Any]) -> dict[str, str]:
-        return await self._threads.call(
-            lambda: {name: f"{dumped(name)}:{dumped(value)}" for name, value in status.items()}
-        )
+    def _changed(self, status: dict[str, Any]) -> list[bytes]:
+        """An event with the parts of the status that differ from the last one. Blocks."""
+        parts = {name: f"{dumped(name)}:{dumped(value)}" for name, value in status.items()}
+        changed = {name: text for name, text in parts.items() if self._parts.get(name) != text}
+        self._parts = self._parts | parts  # A new one: the event loop may be reading the old one.
+        return [_event("status", "{" + ",".join(changed.values()) + "}")] if changed.keys() - _CLOCK else []
 
-    def _changed(self, parts: dict[str, str]) -> list[bytes]:
-        """An event with the parts of the status that differ from the last one."""
-        changed = [text for name, text in parts.items() if self._parts.get(name) != text]
-        news = [name for name in parts if self._parts.get(name) != parts[name] and name not in _CLOCK]
-        self._parts |= parts
-        return [_event("status", "{" + ",".join(changed) + "}")] if news else []
-
-    async def _new_metrics(self) -> list[bytes]:
+    def _new_metrics(self) -> list[bytes]:
+        """An event with what was written since the last look. Blocks."""
         since = self._position
-
-        def read() -> tuple[int, list[bytes]]:
-            found = self.run.metrics(since=since, points=_POINTS_PER_EVENT)
-            is_new = since is not None and found.series
-            return found.position, [_event("metrics", dumped(found.to_json()))] if is_new else []
-
-        self._position, events = await self._threads.call(read)
-        return events
+        found = self.run.metrics(since=since, points=_POINTS_PER_EVENT)
+        self._position = found.position
+        return [_event("metrics", dumped(found.to_json()))] if since is not None and found.series else []
 
 
 def _event(name: str, data: str) -> bytes:
@@ -212,10 +197,13 @@ class SlotResponse(StreamingResponse):
     """An answer that gives its slot back at its end, also when it ends before its first piece."""
 
     def __init__(
-        self, slots: Slots, pieces: AsyncIterator[bytes | memoryview], media_type: str, **headers: str
+        self,
+        slots: Slots,
+        pieces: AsyncIterator[bytes],
+        media_type: str,
+        headers: dict[str, str] | None = None,
     ) -> None:
-        names = {name.replace("_", "-"): value for name, value in headers.items()}
-        super().__init__(pieces, media_type=media_type, headers=names)
+        super().__init__(pieces, media_type=media_type, headers=headers)
         self._slots = slots
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

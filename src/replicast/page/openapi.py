@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from replicast import __version__
-from replicast.client.run import MAX_RANK, RunOperation
+from replicast.client.run import Rank, RunOperation
 from replicast.update.schema import Schema
 
 _ERRORS = {
@@ -36,17 +36,28 @@ _FIELDS = {
 }
 _NOT_IN_JSON = ("array", "path")
 _JSON = "application/json"
+_STRING = {"type": "string"}
 _FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 _TOKEN: list[Any] = [{"token": []}]
 _FREE = [{}, *_TOKEN]
+_READ_ERRORS = (400, 401, 404, 421, 429, 500, 503)
+_RUN = "/api/runs/{run}"
 
 
 def description(rows: Iterable[RunOperation]) -> dict[str, Any]:
     fields = {name: {"type": "string", "description": text} for name, text in _FIELDS.items()}
     error = _object(["error"], error=_object(["problem"], **fields))
-    paths = _others()
+    events = "Server-sent events: `status` with the changed parts of the status, `metrics` with new points"
+    runs = {"type": "array", "items": {"type": "object"}}
+    paths = {
+        "/api/runs": _get("list_runs", "All runs, each in a few words", _JSON, runs),
+        f"{_RUN}/events": _get("events", events, "text/event-stream"),
+        "/metrics": _get("prometheus", "All runs, in the text format of Prometheus", "text/plain"),
+        "/healthz": _get("health", "Whether the server answers", "text/plain"),
+    }
+    paths[f"{_RUN}/events"]["get"]["parameters"] = [_parameter("run", "path", "The name of a run")]
     for row in rows:
-        paths.setdefault(f"/api/runs/{{run}}{row.path}", {})[row.method.lower()] = _operation(row)
+        paths.setdefault(_RUN + row.path, {})[row.method.lower()] = _operation(row)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -78,20 +89,19 @@ def _operation(row: RunOperation) -> dict[str, Any]:
         answers["200"]["content"] |= _FILE
     # It refers to no other.
     (fields,) = copy.deepcopy(msgspec.json.schema_components([row.fields])[1]).values()
-    is_query = row.method == "GET" or row.takes_file
     parameters = [_parameter("run", "path", "The name of a run, as /api/runs lists it")]
     for name in row.in_path:
-        rank = {"type": "integer", "minimum": 0, "maximum": MAX_RANK}
-        schema = rank if name == "worker" else {"type": "string"}
+        schema = msgspec.json.schema(Rank) if name == "worker" else _STRING
         parameters.append(_parameter(name, "path", row.parameters[name].help, schema))
-    for name, schema in fields["properties"].items() if is_query else ():
-        told = row.parameters[name].help if name in row.parameters else ""
-        parameters.append(_parameter(name, "query", told, _without_null(schema)))
+    if row.method == "GET" or row.takes_file:
+        for name, schema in fields["properties"].items():
+            told = row.parameters[name].help if name in row.parameters else ""
+            parameters.append(_parameter(name, "query", told, _without_null(schema)))
     described = {
         "operationId": row.name,
         "summary": row.summary,
         "parameters": parameters,
-        "responses": answers | _errors(*_ERRORS),
+        "responses": answers | _errors(_ERRORS),
         "security": _TOKEN if row.method == "POST" or row.stops_workers else _FREE,
     }
     if row.takes_file:
@@ -113,9 +123,7 @@ def _required(row: RunOperation) -> list[str]:
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
-    if not kinds:
-        return schema
-    found: dict[str, Any] = kinds[0]
+    found: dict[str, Any] = kinds[0] if kinds else schema
     if None in found.get("enum", ()):
         found["enum"] = [one for one in found["enum"] if one is not None]
     return found
@@ -129,30 +137,15 @@ def _answer(schema: dict[str, Any], text: str = "The answer", media: str = _JSON
     return {"description": text, "content": {media: {"schema": schema}}}
 
 
-def _parameter(name: str, place: str, text: str, schema: dict[str, Any] | None = None) -> dict[str, Any]:
-    made = {"name": name, "in": place, "required": place == "path", "description": text}
-    return made | {"schema": {"type": "string"} if schema is None else schema}
+def _parameter(name: str, place: str, text: str, schema: dict[str, Any] = _STRING) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": place == "path", "description": text, "schema": schema}
 
 
-def _errors(*codes: int) -> dict[str, Any]:
+def _errors(codes: Iterable[int]) -> dict[str, Any]:
     return {str(code): {"$ref": f"#/components/responses/{code}"} for code in codes}
 
 
-def _others() -> dict[str, Any]:
+def _get(name: str, summary: str, media: str, schema: dict[str, Any] = _STRING) -> dict[str, Any]:
     """What answers in something else than JSON, or is not about one run."""
-
-    def get(name: str, summary: str, media: str, **schema: Any) -> dict[str, Any]:
-        answer = _answer(schema if schema else {"type": "string"}, media=media)
-        answers = {"200": answer, **_errors(400, 401, 404, 421, 429, 500, 503)}
-        return {"get": {"operationId": name, "summary": summary, "responses": answers, "security": _FREE}}
-
-    summary = "Server-sent events: `status` with the changed parts of the status, `metrics` with new points"
-    events = get("events", summary, "text/event-stream")
-    events["get"]["parameters"] = [_parameter("run", "path", "The name of a run")]
-    runs = get("list_runs", "All runs, each in a few words", _JSON, type="array", items={"type": "object"})
-    return {
-        "/api/runs": runs,
-        "/api/runs/{run}/events": events,
-        "/metrics": get("prometheus", "All runs, in the text format of Prometheus", "text/plain"),
-        "/healthz": get("health", "Whether the server answers", "text/plain"),
-    }
+    answers = {"200": _answer(schema, media=media), **_errors(_READ_ERRORS)}
+    return {"get": {"operationId": name, "summary": summary, "responses": answers, "security": _FREE}}

@@ -13,84 +13,73 @@ from replicast.storage.run_files import JobState
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _COUNT_SECS = 10.0
 _HELP = {
-    "replicast_running": ("gauge", "Whether a worker of the run was heard of lately"),
-    "replicast_state": ("gauge", "Whether the run is in this state: 1 for one state, 0 for all others"),
-    "replicast_workers": ("gauge", "The number of workers of the job"),
-    "replicast_attempt": (
-        "gauge",
-        "The attempt of the job, from 0: each start and each restart begins another",
-    ),
-    "replicast_restarts_total": ("counter", "How often the launcher has restarted the job"),
-    "replicast_step": ("gauge", "The last step that each worker has finished"),
-    "replicast_seconds_since_note": ("gauge", "Seconds since each worker was last heard of"),
-    "replicast_seconds_since_step": ("gauge", "Seconds since each worker finished a step"),
-    "replicast_step_seconds": ("gauge", "The mean time of the last steps of each worker"),
-    "replicast_memory_bytes": ("gauge", "The memory of each worker's process"),
-    "replicast_metric": ("gauge", "The last value of each metric of the training"),
-    "replicast_updates": ("gauge", "Updates in the journal by their stage"),
-    "replicast_updates_waiting": ("gauge", "Updates that wait in the inbox or for their step"),
-    "replicast_last_audit_step": ("gauge", "The step of the last audit"),
-    "replicast_last_audit_equal": ("gauge", "Whether all replicas were equal in the last audit"),
+    "running": "Whether a worker of the run was heard of lately",
+    "state": "Whether the run is in this state: 1 for one state, 0 for all others",
+    "workers": "The number of workers of the job",
+    "attempt": "The attempt of the job, from 0: each start and each restart begins another",
+    "restarts_total": "How often the launcher has restarted the job",
+    "step": "The last step that each worker has finished",
+    "seconds_since_note": "Seconds since each worker was last heard of",
+    "seconds_since_step": "Seconds since each worker finished a step",
+    "step_seconds": "The mean time of the last steps of each worker",
+    "memory_bytes": "The memory of each worker's process",
+    "metric": "The last value of each metric of the training",
+    "updates": "Updates in the journal by their stage",
+    "updates_waiting": "Updates that wait in the inbox or for their step",
+    "last_audit_step": "The step of the last audit",
+    "last_audit_equal": "Whether all replicas were equal in the last audit",
 }
+_Sample = tuple[str, dict[str, str], Any]  # A name of `_HELP`, labels, and a number; None for no sample.
 
 
 async def exposition(watches: Iterable[RunWatch]) -> str:
     samples: dict[str, list[str]] = {name: [] for name in _HELP}
     for watch in watches:
         for name, labels, value in await _samples(watch):
-            samples[name].append(f"{name}{_labels({'run': watch.name, **labels})} {_number(value)}\n")
+            if value is not None:
+                told = {"run": watch.name, **labels}
+                quoted = ",".join(f'{label}="{_escaped(text)}"' for label, text in told.items())
+                samples[name].append(f"replicast_{name}{{{quoted}}} {_number(float(value))}\n")
     text = ""
     for name, lines in samples.items():
-        kind, help_text = _HELP[name]
-        text += f"# HELP {name} {help_text}\n# TYPE {name} {kind}\n{''.join(lines)}" if lines else ""
+        if lines:
+            kind = "counter" if name.endswith("_total") else "gauge"
+            text += f"# HELP replicast_{name} {_HELP[name]}\n# TYPE replicast_{name} {kind}\n{''.join(lines)}"
     return text
 
 
-async def _samples(watch: RunWatch) -> list[tuple[str, dict[str, str], float]]:
+async def _samples(watch: RunWatch) -> list[_Sample]:
     try:
         status = await watch.status()
         stages = await watch.read(
             "stages", lambda: Counter(str(one.stage) for one in watch.run.log()), _COUNT_SECS
         )
-    except (
-        Exception
-    ):  # The other runs are of interest all the same; the page says what is wrong with this one.
-        return [("replicast_running", {}, 0.0)]
-    updates = [
-        ("replicast_updates", {"stage": stage}, float(count)) for stage, count in sorted(stages.items())
-    ]
+    except Exception:  # The other runs are of interest all the same; the page says what is wrong with it.
+        return [("running", {}, 0)]
+    updates: list[_Sample] = [("updates", {"stage": one}, count) for one, count in sorted(stages.items())]
     return [*_of_status(status), *updates]
 
 
-def _of_status(status: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str], float]]:
-    yield "replicast_running", {}, float(status["running"])
+def _of_status(status: Mapping[str, Any]) -> Iterator[_Sample]:
+    yield "running", {}, status["running"]
     for state in JobState:
-        yield "replicast_state", {"state": str(state)}, float(status["state"] == state)
-    yield "replicast_restarts_total", {}, float(status["restarted"])
-    yield "replicast_workers", {}, float(status["size"])
-    yield "replicast_attempt", {}, float(status["attempt"])
-    yield "replicast_updates_waiting", {}, float(len(status["waiting"]) + len(status["scheduled"]))
+        yield "state", {"state": str(state)}, status["state"] == state
+    yield "restarts_total", {}, status["restarted"]
+    yield "workers", {}, status["size"]
+    yield "attempt", {}, status["attempt"]
+    yield "updates_waiting", {}, len(status["waiting"]) + len(status["scheduled"])
     for note in status["workers"]:
-        worker = {"worker": str(note["rank"])}
-        yield "replicast_step", worker, float(note["step"])
-        yield "replicast_seconds_since_note", worker, note["age_secs"]
-        if note.get("stepped_at"):
-            yield "replicast_seconds_since_step", worker, status["time"] - note["stepped_at"]
-        if note.get("step_secs"):
-            yield "replicast_step_seconds", worker, note["step_secs"]
-        if note.get("memory_bytes"):
-            yield "replicast_memory_bytes", worker, float(note["memory_bytes"])
+        worker, stepped_at = {"worker": str(note["rank"])}, note.get("stepped_at")
+        yield "step", worker, note["step"]
+        yield "seconds_since_note", worker, note["age_secs"]
+        yield "seconds_since_step", worker, status["time"] - stepped_at if stepped_at else None
+        yield "step_seconds", worker, note.get("step_secs") or None
+        yield "memory_bytes", worker, note.get("memory_bytes") or None
     for name, value in ((status["metrics"] or {}).get("values") or {}).items():
-        yield "replicast_metric", {"name": name}, float(value)
-    audit = status["audit"]
-    if audit is not None:
-        yield "replicast_last_audit_step", {}, float(audit["step"])
-        yield "replicast_last_audit_equal", {}, float(audit["equal"])
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    quoted = (f'{name}="{_escaped(value)}"' for name, value in labels.items())
-    return "{" + ",".join(quoted) + "}"
+        yield "metric", {"name": name}, value
+    if (audit := status["audit"]) is not None:
+        yield "last_audit_step", {}, audit["step"]
+        yield "last_audit_equal", {}, audit["equal"]
 
 
 def _escaped(value: str) -> str:
@@ -101,4 +90,4 @@ def _escaped(value: str) -> str:
 def _number(value: float) -> str:
     if math.isnan(value):
         return "NaN"
-    return ("+Inf" if value > 0 else "-Inf") if math.isinf(value) else repr(float(value))
+    return ("+Inf" if value > 0 else "-Inf") if math.isinf(value) else repr(value)

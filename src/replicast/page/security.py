@@ -21,27 +21,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from replicast.client.run import OPERATIONS
 from replicast.config import TOKEN
 from replicast.names import is_address
-from replicast.page.answers import HttpError
-from replicast.page.web_server import ACTIONS_PER_MINUTE, FAILED_TOKENS_PER_MINUTE, PageSettings, is_loopback
+from replicast.page.web_server import (
+    ACTIONS_PER_MINUTE,
+    FAILED_TOKENS_PER_MINUTE,
+    HttpError,
+    PageSettings,
+    is_loopback,
+)
 
 # The hash of nothing: plotly adds an empty style element and fills it by script, which is allowed.
 EMPTY_STYLE = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        f"style-src 'self' {EMPTY_STYLE}",
-        "img-src 'self' data: blob:",
-        "connect-src 'self'",
-        "form-action 'none'",
-        "base-uri 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
-    )
+_POLICY = (
+    f"default-src 'none'; script-src 'self'; style-src 'self' {EMPTY_STYLE}; img-src 'self' data: blob:; "
+    "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 HEADERS = {
-    "Content-Security-Policy": POLICY,
+    "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -53,9 +49,7 @@ _FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
 _MAX_PEERS = 1000
 _WITHOUT_DATA = ("/healthz", "/openapi.json")
 _STOPPING = "|".join(row.path.partition("{")[0] for row in OPERATIONS.values() if row.stops_workers)
-_STOPS_WORKERS = re.compile(
-    f"/api/runs/[^/]+({_STOPPING})"
-)  # It only reads, and needs the token as actions do.
+_STOPS_WORKERS = re.compile(f"/api/runs/[^/]+({_STOPPING})")  # Only reads; needs the token as actions do.
 
 
 class Bucket:
@@ -90,8 +84,6 @@ class SecurityMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await self._app(scope, receive, send)
             return
 
         async def send_with_headers(message: Message) -> None:
@@ -109,7 +101,7 @@ class SecurityMiddleware:
         try:
             self.check(scope["method"], scope["path"], headers, caller)
         except HttpError as error:
-            await error.response()(scope, receive, send_with_headers)
+            await error.response(scope, receive, send_with_headers)
             return
         await self._app(scope, receive, send_with_headers)
 

@@ -1,4 +1,8 @@
-"""The server below the application: settings and limits, uvicorn, blocking calls in threads, uploads.
+"""The server below the application: errors as answers, settings and limits, uvicorn, threads, uploads.
+
+An error of this package is `{"error": {"type", "problem", …its other fields, "message"}}`: `errors.py` makes
+the same error from it in the client. Its status follows from its type. What the server itself refuses (a
+token, a limit, a wrong parameter) has no type: `{"error": {"problem", "expected", "received", "remedy"}}`.
 
 uvicorn has no limit on the time until a request is complete, nor on the time in which an answer is read, and
 counts a connection that sends nothing like any other: a thousand of them would lock everybody out. So each
@@ -12,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import json
 import math
 import os
 import secrets
@@ -28,14 +33,80 @@ from typing import Any, TypeVar, cast
 
 import uvicorn
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from replicast.config import TOKEN
-from replicast.errors import ServeRefused
+from replicast.errors import (
+    CheckpointError,
+    FileDamaged,
+    NoAnswer,
+    NotFound,
+    ReplicastError,
+    RequestFailed,
+    RequestRefused,
+    ServeRefused,
+    UpdateIdInUse,
+    UpdateRefused,
+)
 from replicast.files import TEMPORARY, RunDir, RunPath, below, make_durably
-from replicast.page.answers import HttpError
-from replicast.strictjson import parse_integer
+from replicast.strictjson import json_value, parse_integer
+
+_T = TypeVar("_T")
+_STATUS: dict[type[Exception], int] = {
+    UpdateIdInUse: 409,
+    UpdateRefused: 422,
+    RequestRefused: 422,
+    CheckpointError: 422,
+    NotFound: 404,
+    NoAnswer: 504,
+    FileDamaged: 503,
+    RequestFailed: 503,
+    ReplicastError: 409,
+}
+_MAX_TEXT = 2000
+
+
+def dumped(value: Any) -> str:
+    """JSON that every browser reads: in one line, without NaN and infinity, which become text."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(json_value(value), allow_nan=False, separators=(",", ":"))
+
+
+class HttpError(Exception):
+    """Answers a request with an error, each of whose fields has a bounded length."""
+
+    def __init__(
+        self, status: int, problem: str, /, *, headers: dict[str, str] | None = None, **fields: Any
+    ) -> None:
+        super().__init__(problem)
+        self.fields = {
+            name: value if isinstance(value, int | dict) else str(value)[:_MAX_TEXT]
+            for name, value in {"problem": problem, **fields}.items()
+            if value is not None
+        }
+        self.response = Response(dumped({"error": self.fields}), status, headers, "application/json")
+
+
+def http_error(error: Exception) -> HttpError | None:
+    """The answer to an error; None for one that is a defect."""
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, TimeoutError):
+        error = NoAnswer(str(error) or "The job did not answer in time")
+    elif isinstance(error, OSError):
+        error = RequestFailed(f"The run directory cannot be used ({error.strerror or error})", status=503)
+    if not isinstance(error, ReplicastError):
+        return None
+    status = next(_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS)
+    fields = error.to_json() | {"message": str(error)}
+    if isinstance(error, FileDamaged) and error.remedy is None:
+        fields["remedy"] = "replicast status shows what is wrong with the run"
+    return HttpError(status, error.problem, **fields)
+
 
 # How a page is served: address, token, limits. Checked before anything listens.
 
@@ -44,9 +115,7 @@ MAX_UPLOAD_BYTES = 4 * 2**30
 MAX_BODY_BYTES = 64 * 1024
 MAX_HEADER_BYTES = 16 * 1024
 MAX_STREAMS = 256
-MAX_JSON_BYTES = (
-    256 * 1024
-)  # Of values as JSON, which takes ten times as much, and holds up others meanwhile.
+MAX_JSON_BYTES = 256 * 1024  # Of values as JSON, which takes ten times as much, and holds up others.
 MAX_VALUES_BYTES = 256 * 2**20  # Of values as a file, of which there are at most `MAX_FILES` at a time.
 MAX_FILES = 2
 MAX_DETAILS_BYTES = 16 * 2**20  # Of an update whose values are summarized for everybody who may read.
@@ -229,7 +298,6 @@ class HttpConnection(H11Protocol):
     def _reader_reads(self) -> None:
         if self._reader is not None:
             self._reader.cancel()
-            self._reader = None
 
 
 def _order(one: HttpConnection) -> tuple[bool, float]:
@@ -282,7 +350,7 @@ def configured(app: ASGIApp, settings: PageSettings) -> uvicorn.Config:
         app,
         http=Served,
         ws="none",
-        lifespan="on",
+        lifespan="off",
         log_config=None,  # uvicorn's closes every handler of the process, and absl's then closes stderr
         log_level="warning",
         access_log=False,
@@ -306,8 +374,6 @@ def run(app: Any, settings: PageSettings, listener: socket.socket) -> None:
 
 
 # Blocking calls in daemon threads: one that waits for a job does not keep the server from ending.
-
-_T = TypeVar("_T")
 
 
 class Threads:

@@ -16,7 +16,7 @@ import pytest
 from replicast.client import connect
 from replicast.client.directory import DirectoryRun
 from replicast.errors import NotFound, RequestFailed, UpdateRefused
-from replicast.page.answers import HttpError
+from replicast.page.web_server import HttpError
 from replicast.storage import inbox
 from replicast.update.update import Update
 from tests.page.live import TOKEN, served_run
