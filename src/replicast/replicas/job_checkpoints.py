@@ -690,7 +690,7 @@ class Restore:
         differing = differences(schema, manifest.schema)
         if differing and not partial:
             said = "; ".join(
-                f"{d.name}: expected {d.expected}, received {d.received}" for d in differing[:10]
+                f"{d.name}: expected {d.first}, received {d.second}" for d in differing[:10]
             )
             more = f" and {len(differing) - 10} more" if len(differing) > 10 else ""
             raise CheckpointError(
