@@ -27,8 +27,7 @@ from replicast.errors import ClusterError, FileDamaged, JobFailed
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence, sees_group
 from replicast.storage.journal import FileJournal, committed_updates, load_update
-from replicast.storage.liveness import check_free
-from replicast.storage.run_files import FORMAT, RunInfo, read_run_info, write_run_info
+from replicast.storage.run_files import FORMAT, RunInfo, check_free, read_run_info, write_run_info
 from replicast.update.digest import digest_state
 from replicast.update.schema import Schema
 from replicast.update.update import Update

@@ -16,8 +16,15 @@ import pytest
 
 from replicast.errors import ClusterError
 from replicast.storage.claims import Fence
-from replicast.storage.liveness import SILENT_SECS, Watch, check_free, watch
-from replicast.storage.run_files import ENDED, WorkerNote, write_worker_note
+from replicast.storage.run_files import (
+    ENDED,
+    SILENT_SECS,
+    Watch,
+    WorkerNote,
+    check_free,
+    watch,
+    write_worker_note,
+)
 
 
 def note(rank: int = 0, at: float = 0.0, waiting_for: str = "", attempt: int = 0) -> WorkerNote:

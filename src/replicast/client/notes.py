@@ -26,19 +26,20 @@ from replicast.errors import FileDamaged, NotFound
 from replicast.files import RunDir, RunPath, below
 from replicast.processes import is_alive, is_on_this_host
 from replicast.storage.claims import GROUPS
-from replicast.storage.liveness import Watch, watch
 from replicast.storage.run_files import (
     ABSENT_SECS,
     ENDED,
     RUN_FILE,
     RunInfo,
     RunState,
+    Watch,
     WorkerNote,
     age,
     has_ended,
     read_run_info,
     read_state,
     read_worker_notes,
+    watch,
 )
 from replicast.storage.run_files import FILE as STATES
 from replicast.update.schema import Schema

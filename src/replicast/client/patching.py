@@ -28,8 +28,7 @@ from replicast.storage.checkpoint_tools import patched_draft, patched_variables
 from replicast.storage.checkpoints import CheckpointReader, CheckpointStore, Manifest, Progress, saved_of
 from replicast.storage.claims import Fence, last_claim
 from replicast.storage.journal import FileJournal, Updates
-from replicast.storage.liveness import check_free
-from replicast.storage.run_files import read_run_info
+from replicast.storage.run_files import check_free, read_run_info
 from replicast.update.digest import digest_array, digest_of_digests
 from replicast.update.edits import Array
 from replicast.update.inverse import bytes_to_keep, parts_to_keep, update_before

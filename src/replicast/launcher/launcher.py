@@ -135,7 +135,7 @@ def _wait_for_other_hosts_job(job: JobPlan, settings: Settings, environ: Mapping
     """
     allowed = ""
     if 0 in job.ranks and (settings.run_dir / "groups").is_dir():
-        from replicast.storage.liveness import check_free  # Imports numpy: not for a new run.
+        from replicast.storage.run_files import check_free  # Imports numpy: not for a new run.
 
         any_job = ANY if settings.take_over else environ.get(TAKE_OVER, "")
         allowed = check_free(

@@ -35,13 +35,13 @@ from replicast.replicas.worker_notes import RunFiles
 from replicast.storage.checkpoints import CheckpointStore, saved_of
 from replicast.storage.claims import Fence, last_claim
 from replicast.storage.journal import FileJournal, Journal, MemoryJournal
-from replicast.storage.liveness import check_free
 from replicast.storage.run_files import (
     FORMAT,
     WITHOUT_CALLBACK,
     Change,
     JobState,
     RunInfo,
+    check_free,
     clean_run,
     read_run_info,
     write_change,

@@ -5,6 +5,5 @@
 `inbox.py`              requests from outside to a job, and their answers
 `checkpoints.py`        the checkpoints of a run, and the files of each
 `checkpoint_tools.py`   an update applied to a checkpoint, and differences between two
-`run_files.py`          what the job says of itself: notes of workers, states, metrics, audits
-`liveness.py`           whether a job runs in a directory
+`run_files.py`          what the job says of itself: notes, states, metrics, audits; whether it runs
 """

@@ -369,7 +369,7 @@ def read_chain(run_dir: RunDir) -> Chain:
 class Fence:
     """One group's claim on a run directory, and the end of its log. Created by its worker 0.
 
-    A job that runs there is ended by it: call `liveness.check_free` before.
+    A job that runs there is ended by it: call `run_files.check_free` before.
     """
 
     def __init__(self, run_dir: RunDir, attempt: int) -> None:

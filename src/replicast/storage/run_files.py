@@ -1,12 +1,13 @@
-"""The files in which a job describes itself in its run directory: run.json, worker notes, metrics."""
+"""What a job says of itself in its run directory, and whether it is alive by what it says."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
@@ -15,7 +16,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from replicast.codec import json_line
-from replicast.errors import FileDamaged
+from replicast.config import ANY, shortened
+from replicast.errors import ClusterError, FileDamaged
 from replicast.files import (
     RunDir,
     RunPath,
@@ -30,7 +32,15 @@ from replicast.files import (
     write_quickly,
 )
 from replicast.processes import is_alive, is_on_this_host, this_process
-from replicast.storage.claims import GROUPS, Fence, group_directory, group_numbers, last_claim
+from replicast.storage.claims import (
+    GROUPS,
+    RELEASED,
+    Claim,
+    Fence,
+    group_directory,
+    group_numbers,
+    last_claim,
+)
 from replicast.strictjson import described, json_bytes, json_value, parse_json, parse_object, sealed
 from replicast.update.audit_report import AuditReport
 from replicast.update.schema import Schema
@@ -42,7 +52,7 @@ RUN_FILE = "run.json"
 # What a worker waits for while its model is trained without boundaries. Updates wait too.
 WITHOUT_CALLBACK = "a boundary: its fit has no replicas.callback()"
 ENDED = "nothing: it has ended"  # What a worker waits for after it has ended.
-_SENT_SECS, _MOST_SENT_PER_SEC = 2.0, 50
+_SENT_SECS, _MOST_SENT_PER_SEC = 2.0, 50  # By each worker; by all together, the more the less often each.
 _PIECE_BYTES = 64 * 1024
 _MAX_LINE_BYTES = 4 * 2**20
 _MAX_BACK_BYTES = 256 * 2**20
@@ -96,10 +106,7 @@ class WorkerNote:
 
 
 def sent_every_secs(workers: int) -> float:
-    """How often a worker of a job of this size sends its note to worker 0, if worker 0 writes it.
-
-    The more workers, the less often each: all together at most `_MOST_SENT_PER_SEC`.
-    """
+    """How often a worker of a job of this size sends its note to worker 0, if worker 0 writes it."""
     return max(_SENT_SECS, workers / _MOST_SENT_PER_SEC)
 
 
@@ -110,13 +117,11 @@ def clean_run(run_dir: RunDir) -> None:
 
 
 def write_run_info(fence: Fence, info: RunInfo) -> None:
-    """Writes run.json of a group, atomically and durably. Only on the coordinator."""
     write_durably(fence.directory / RUN_FILE, [sealed(json_bytes(info.to_json()).rstrip())[0]])
     fence.check()
 
 
 def read_run_info(run_dir: RunDir) -> RunInfo:
-    """Reads the description of a run that the last group has written."""
     claim = last_claim(run_dir)
     for group in group_numbers(run_dir):
         path = group_directory(run_dir, group) / RUN_FILE
@@ -132,7 +137,6 @@ def read_run_info(run_dir: RunDir) -> RunInfo:
 
 
 def write_worker_note(run_dir: RunDir, note: WorkerNote) -> None:
-    """Replaces the note of a worker. Does not sync."""
     directory = below(run_dir) / "workers"
     make_durably(directory)
     write_quickly(directory / f"{note.rank}.json", json.dumps(note.to_json()))
@@ -158,7 +162,6 @@ def _decoded(kind: type[_Record], content: bytes) -> _Record:
 
 
 def append_metrics(run_dir: RunDir, step: int, values: Mapping[str, float]) -> None:
-    """Appends one line to metrics.jsonl. Only for one process, since it repairs a torn last line."""
     numbers = {name: json_value(float(value)) for name, value in values.items()}
     line = json.dumps({"step": step, "time": time.time(), "values": numbers})
     append_line(below(run_dir) / "metrics.jsonl", line)
@@ -175,10 +178,7 @@ def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
 
 
 def append_line(path: RunPath, line: str) -> None:
-    """Appends one line to a file, and creates the file if needed. Does not sync.
-
-    Only for one process, since it repairs a torn last line.
-    """
+    """Appends one line to a file. Does not sync. Only for one process, since it repairs a torn last line."""
     content = line.encode() + b"\n"
     descriptor = path.open(os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
@@ -191,11 +191,7 @@ def append_line(path: RunPath, line: str) -> None:
 
 
 def lines_from_the_end(path: RunPath) -> Iterator[bytes]:
-    """The complete lines of a file, the last one first. Reads only as much as is consumed.
-
-    Lines longer than `_MAX_LINE_BYTES` are skipped, and at most `_MAX_BACK_BYTES` are searched. Anything but
-    a regular file has no lines.
-    """
+    """The complete lines of a file, the last one first. Reads only as much as is consumed, and has limits."""
     try:
         descriptor = open_plain(path)
     except OSError:
@@ -220,11 +216,7 @@ def lines_from_the_end(path: RunPath) -> Iterator[bytes]:
             yield rest
 
 
-# The reports of audits in the run directory: `audits.jsonl`, one line for each, written by worker 0.
-
-
 def append_audit(run_dir: RunDir, report: AuditReport) -> None:
-    """Appends the report of an audit. Only worker 0."""
     append_line(below(run_dir) / "audits.jsonl", json.dumps(report.to_json()))
 
 
@@ -307,7 +299,6 @@ class RunState:
 
 
 def write_change(run_dir: RunDir, change: Change) -> None:
-    """Appends a line. Only for one process at a time."""
     stamped = replace(
         change,
         time=change.time or time.time(),
@@ -381,9 +372,8 @@ def _state(change: Change | None, heard: Sequence[WorkerNote], now: float) -> Jo
     if not said:
         return change.state
     ended = [note for note in said if note.waiting_for == ENDED]
-    return (
-        JobState.ENDING if len(ended) == len(said) else JobState.WAITING
-    )  # a silent worker; its launcher decides
+    # Waiting: a worker is silent, and its launcher decides.
+    return JobState.ENDING if len(ended) == len(said) else JobState.WAITING
 
 
 def _may_live(change: Change, now: float) -> bool:
@@ -440,3 +430,112 @@ def age(secs: float) -> str:
         if secs >= 2 * length:
             return f"{secs / length:.0f} {unit}"
     return f"{max(0.0, secs):.0f} s"
+
+
+# Whether a job is alive, by progress seen.
+#
+# The clocks of two machines differ, by seconds or by hours, so the age of a note tells nothing to a reader
+# elsewhere. But every worker replaces its note each second, with another time in it. So:
+#
+#     a note has changed while this reader watched        its worker has run meanwhile: alive
+#     all workers have noted that they have ended         not alive
+#     nothing has changed for `SILENT_SECS`               not alive: it has died, is stopped or is cut off
+#     none of these yet                                   not known: watch on
+#
+# Only this process's monotonic clock counts, and times in notes are never compared with it.
+
+# Ten notes, and the time after which TensorFlow takes a worker without heartbeats for dead.
+SILENT_SECS = 10.0
+_LOOK_SECS = 0.1
+
+
+class Watch:
+    """What one reader has seen of a job's notes. Give every reading to `look`, several in `silent_secs`."""
+
+    def __init__(self, silent_secs: float = SILENT_SECS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._silent_secs = silent_secs
+        self._clock = clock
+        self._began: float | None = None
+        self._seen: dict[int, tuple[WorkerNote, float | None]] = {}
+        self.moving: list[WorkerNote] = []
+
+    @property
+    def secs(self) -> float:
+        return 0.0 if self._began is None else self._clock() - self._began
+
+    def look(self, notes: Sequence[WorkerNote]) -> bool | None:
+        """Takes a reading of the notes; returns whether the job is alive, None while that is not known."""
+        now, is_first = self._clock(), self._began is None
+        self._began = now if self._began is None else self._began
+        for note in notes:
+            before, changed = self._seen.get(note.rank, (None, None))
+            if note != before:  # A note that was not there before was written meanwhile.
+                self._seen[note.rank] = (note, None if is_first else now)
+            elif changed is not None and now - changed > self._silent_secs:
+                self._seen[note.rank] = (note, None)
+        running = [note for note in notes if note.waiting_for != ENDED]
+        self.moving = [note for note in running if self._seen[note.rank][1] is not None]
+        if self.moving:
+            return True
+        if notes and not running:
+            return False
+        return None if self.secs < self._silent_secs else False
+
+
+def watch(
+    read: Callable[[], Sequence[WorkerNote]],
+    watched: Watch | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Watch:
+    """Reads the notes until it is known whether the job is alive, at most `silent_secs` of the watch."""
+    watched = Watch() if watched is None else watched
+    while watched.look(read()) is None:
+        sleep(_LOOK_SECS)
+    return watched
+
+
+def check_free(
+    run_dir: RunDir,
+    take_over: str = "",
+    tell: Callable[[str], None] = lambda line: None,
+    watched: Watch | None = None,
+) -> str:
+    """Checks that no job is running in this directory, before another one claims it.
+
+    On this host the process of its worker 0 counts, at once. On another host its note counts: blocks until it
+    changes, at most `SILENT_SECS`. Not the notes of the other workers: they outlive worker 0 by some seconds,
+    in which the job cannot be saved, and a scheduler may start it again already.
+    """
+    claim = last_claim(run_dir)
+    if claim is None or (group_directory(run_dir, claim.group) / RELEASED).exists():
+        return ""
+    process = claim.process
+    pid, host = process.get("pid"), shortened(repr(process.get("host")))
+    if is_on_this_host(process):
+        if pid != os.getpid() and is_alive(process):
+            raise ClusterError(
+                f"A job is running in {run_dir}: process {pid} on this host",
+                remedy="Stop it first, or choose another run directory",
+            )
+        return ""
+    # By the process: all `Replicas` of a script have the same one, and each has a directory with claims.
+    job = hashlib.sha256(json_bytes(dict(process))).hexdigest()
+    if take_over not in (ANY, job):
+        tell(f"watching for {SILENT_SECS:.0f} s whether the job of host {host} in {run_dir} still runs")
+        seen = watch(lambda: _notes_of_first(run_dir, claim), watched)
+        if seen.moving:
+            raise ClusterError(
+                f"A job is running in {run_dir}: worker 0, process {pid} on host {host}, has written a note "
+                f"while it was watched for {seen.secs:.1f} s, and is at step {seen.moving[0].step}",
+                remedy="Stop it first (replicast stop), or choose another run directory. To take over the "
+                "directory all the same, which ends that job: replicast run --take-over, or "
+                "REPLICAST_TAKE_OVER=1 in the environment of a job without `replicast run`",
+            )
+    return job
+
+
+def _notes_of_first(run_dir: RunDir, claim: Claim) -> list[WorkerNote]:
+    """The note of worker 0; not what an earlier group has said last: the one that claims may be starting."""
+    own = claim.process.get("pid"), claim.attempt
+    notes = read_worker_notes(run_dir, "0")
+    return [note for note in notes if note.waiting_for != ENDED or (note.pid, note.attempt) == own]

@@ -22,8 +22,7 @@ from replicast.errors import UpdateRefused
 from replicast.storage.checkpoints import CheckpointStore, Draft, saved_of
 from replicast.storage.claims import Fence, read_chain
 from replicast.storage.journal import FileJournal, Updates, committed_updates, undo
-from replicast.storage.liveness import check_free
-from replicast.storage.run_files import FORMAT, RunInfo, write_run_info
+from replicast.storage.run_files import FORMAT, RunInfo, check_free, write_run_info
 from replicast.testing.job import Job, Worker, eventually
 from replicast.update.schema import Schema
 from replicast.update.update import Update
