@@ -689,9 +689,7 @@ class Restore:
         manifest, schema = reader.manifest, self.state.schema
         differing = differences(schema, manifest.schema)
         if differing and not partial:
-            said = "; ".join(
-                f"{d.name}: expected {d.first}, received {d.second}" for d in differing[:10]
-            )
+            said = "; ".join(f"{d.name}: expected {d.first}, received {d.second}" for d in differing[:10])
             more = f" and {len(differing) - 10} more" if len(differing) > 10 else ""
             raise CheckpointError(
                 f"The checkpoint of step {manifest.step} is of another model ({said}{more}). "
