@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,6 +35,7 @@ _LABELS = {"path": "Checkpoint", "step": "Step", "variable": "Variable", "worker
 _LABELS |= {"expected": "Expected", "received": "Received"}
 
 
+@dataclass(eq=False, repr=False)
 class ReplicastError(Exception):
     """The base class of all errors of this package.
 
@@ -41,17 +43,17 @@ class ReplicastError(Exception):
         problem: What is wrong, in one sentence.
     """
 
-    ag_pass_through = (
-        True  # Or TensorFlow would replace it with one of its own in a `tf.function` of the user.
-    )
+    problem: str
+    # Or TensorFlow would replace it with one of its own in a `tf.function` of the user.
+    ag_pass_through = True
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem)
-        self.problem = problem
+    def __post_init__(self) -> None:
+        super().__init__(self.problem)
 
-    def _say(self, problem: str, remedy: str | None = None, **details: object) -> None:
+    def _say(self, problem: str, remedy: str | None, *details: str) -> None:
         """Sets the message: the problem, what is known of it, and what to do; one sentence each."""
-        labelled = [f"{_LABELS[name]}: {value}" for name, value in details.items() if value is not None]
+        known = [(name, getattr(self, name)) for name in details]
+        labelled = [f"{_LABELS[name]}: {value}" for name, value in known if value is not None]
         self.args = (" ".join(_sentence(part) for part in (problem, *labelled, remedy) if part),)
 
     def to_json(self) -> dict[str, Any]:
@@ -81,13 +83,15 @@ def _kinds(cls: type[ReplicastError]) -> dict[str, type[ReplicastError]]:
 
 def _plain(name: str, value: object) -> object:
     """A field that another process sent, as the type that it must have."""
-    if name == "digests" and isinstance(value, Mapping):
-        return {int(rank): str(digest) for rank, digest in value.items() if str(rank).isdecimal()}
+    if name == "digests":
+        given = value if isinstance(value, Mapping) else {}
+        return {int(rank): str(digest) for rank, digest in given.items() if str(rank).isdecimal()}
     if value is None or name in ("worker", "step", "status"):
         return value if isinstance(value, int) else None
     return str(value)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ClusterError(ReplicastError):
     """The description of the cluster is invalid.
 
@@ -96,15 +100,16 @@ class ClusterError(ReplicastError):
         remedy: What to do about it.
     """
 
-    def __init__(self, problem: str, *, received: object = None, remedy: str = "") -> None:
-        super().__init__(problem)
-        self._say(problem, remedy)
-        if received is not None:  # At the end, without a full stop: it may be a whole TF_CONFIG.
-            self.args = (f"{self.args[0]} Received: {received}",)
-        self.received = received
-        self.remedy = remedy
+    received: object = None
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        self._say(self.problem, self.remedy)
+        if self.received is not None:  # At the end, without a full stop: it may be a whole TF_CONFIG.
+            self.args = (f"{self.args[0]} Received: {self.received}",)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class LaunchRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise LaunchRefused
     """The launcher started nothing, because the job could not succeed.
 
@@ -112,10 +117,10 @@ class LaunchRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
         remedy: What to do about it.
     """
 
-    def __init__(self, problem: str, *, remedy: str) -> None:
-        super().__init__(problem)
-        self._say(problem, remedy)
-        self.remedy = remedy
+    remedy: str
+
+    def __post_init__(self) -> None:
+        self._say(self.problem, self.remedy)
 
 
 class ServeRefused(LaunchRefused):
@@ -138,6 +143,7 @@ class NotSupported(ReplicastError):  # noqa: N818 - reads as a sentence: raise N
         self.remedy = remedy
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class JobFailed(ReplicastError):  # noqa: N818 - the job failed, not this process
     """The job failed on another worker.
 
@@ -145,11 +151,10 @@ class JobFailed(ReplicastError):  # noqa: N818 - the job failed, not this proces
         worker: The rank of the worker that failed first, if known.
     """
 
-    def __init__(self, problem: str, *, worker: int | None = None) -> None:
-        super().__init__(problem)
-        self.worker = worker
+    worker: int | None = None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class UpdateRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise UpdateRefused
     """An update was not accepted. Nothing was changed on any worker.
 
@@ -161,29 +166,21 @@ class UpdateRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
         remedy: What to do about it.
     """
 
-    def __init__(
-        self,
-        problem: str,
-        *,
-        variable: str | None = None,
-        expected: str | None = None,
-        received: str | None = None,
-        worker: int | None = None,
-        remedy: str | None = None,
-    ) -> None:
-        super().__init__(problem)
-        self._say(problem, remedy, variable=variable, worker=worker, expected=expected, received=received)
-        self.variable = variable
-        self.expected = expected
-        self.received = received
-        self.worker = worker
-        self.remedy = remedy
+    variable: str | None = None
+    expected: str | None = None
+    received: str | None = None
+    worker: int | None = None
+    remedy: str | None = None
+
+    def __post_init__(self) -> None:
+        self._say(self.problem, self.remedy, "variable", "worker", "expected", "received")
 
 
 class UpdateIdInUse(UpdateRefused):
     """Another update, with other content, has the same id. Nothing was changed on any worker."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class UpdateFailed(ReplicastError):  # noqa: N818 - the update failed
     """An update was committed, or may have been, and then failed.
 
@@ -193,20 +190,12 @@ class UpdateFailed(ReplicastError):  # noqa: N818 - the update failed
         step: The step at which it was to be applied, if known.
     """
 
-    def __init__(
-        self,
-        problem: str,
-        *,
-        update_id: str | None = None,
-        worker: int | None = None,
-        step: int | None = None,
-    ) -> None:
-        super().__init__(problem)
-        self.update_id = update_id
-        self.worker = worker
-        self.step = step
+    update_id: str | None = None
+    worker: int | None = None
+    step: int | None = None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ReplicasDiverged(UpdateFailed):
     """The replicas differ where they must be equal bit for bit.
 
@@ -214,19 +203,10 @@ class ReplicasDiverged(UpdateFailed):
         digests: The digest that each worker reported, by rank.
     """
 
-    def __init__(
-        self,
-        problem: str,
-        *,
-        digests: Mapping[int, str] | None = None,
-        update_id: str | None = None,
-        worker: int | None = None,
-        step: int | None = None,
-    ) -> None:
-        super().__init__(problem, update_id=update_id, worker=worker, step=step)
-        self.digests = dict(digests) if digests is not None else {}
+    digests: Mapping[int, str] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class UpdatePending(ReplicastError):  # noqa: N818 - the update is pending, which is not a failure
     """An update is neither applied nor refused yet, and waiting longer here cannot change that.
 
@@ -235,12 +215,11 @@ class UpdatePending(ReplicastError):  # noqa: N818 - the update is pending, whic
         stage: Its current stage.
     """
 
-    def __init__(self, problem: str, *, stage: str | None = None, update_id: str | None = None) -> None:
-        super().__init__(problem)
-        self.stage = stage
-        self.update_id = update_id
+    stage: str | None = None
+    update_id: str | None = None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class CheckpointError(ReplicastError):
     """A checkpoint is missing, incomplete, or does not match the model.
 
@@ -253,26 +232,16 @@ class CheckpointError(ReplicastError):
         remedy: What to do about it.
     """
 
-    def __init__(
-        self,
-        problem: str,
-        *,
-        path: object = None,
-        step: int | None = None,
-        variable: str | None = None,
-        expected: str | None = None,
-        received: str | None = None,
-        remedy: str | None = None,
-    ) -> None:
-        super().__init__(problem)
-        details = {"path": path, "step": step, "variable": variable}
-        self._say(problem, remedy, **details, expected=expected, received=received)
-        self.path = None if path is None else Path(str(path))
-        self.step = step
-        self.variable = variable
-        self.expected = expected
-        self.received = received
-        self.remedy = remedy
+    path: Any = None
+    step: int | None = None
+    variable: str | None = None
+    expected: str | None = None
+    received: str | None = None
+    remedy: str | None = None
+
+    def __post_init__(self) -> None:
+        self._say(self.problem, self.remedy, "path", "step", "variable", "expected", "received")
+        self.path = None if self.path is None else Path(str(self.path))
 
 
 class FileDamaged(ReplicastError):  # noqa: N818 - reads as a sentence: raise FileDamaged
@@ -300,10 +269,10 @@ class FileDamaged(ReplicastError):  # noqa: N818 - reads as a sentence: raise Fi
         super().__init__(problem)
         self.path = Path(str(path))
         self.verdict = verdict
-        self._say(self.headline, remedy, expected=expected, received=received)
         self.expected = expected
         self.received = received
         self.remedy = remedy
+        self._say(self.headline, remedy, "expected", "received")
 
     @property
     def headline(self) -> str:
@@ -342,6 +311,7 @@ class NoAnswer(ReplicastError):  # noqa: N818 - reads as a sentence: raise NoAns
     """The job was asked for something, and is not running or has not answered in time."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RequestRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise RequestRefused
     """The job was asked for something, and it or its server has answered why it does not do it.
 
@@ -349,13 +319,15 @@ class RequestRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise
         remedy: What to do about it.
     """
 
-    def __init__(self, problem: str, *, remedy: str | None = None) -> None:
-        super().__init__(problem)
-        if remedy is not None:
-            self._say(problem, remedy)
-        self.remedy = remedy
+    remedy: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.remedy is not None:
+            self._say(self.problem, self.remedy)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RequestFailed(ReplicastError):  # noqa: N818 - reads as a sentence: raise RequestFailed
     """A request to a run did not arrive: its server cannot be reached or did not accept it; the disk is full.
 
@@ -363,9 +335,7 @@ class RequestFailed(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
         status: The status code of the server's answer; None when there was no answer.
     """
 
-    def __init__(self, problem: str, *, status: int | None = None) -> None:
-        super().__init__(problem)
-        self.status = status
+    status: int | None = None
 
 
 def printable(text: object) -> str:
