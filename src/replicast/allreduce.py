@@ -55,7 +55,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from replicast.config import shared_memory_directory
-from replicast.coordination import Coordination, Wait, collect
+from replicast.coordination import Coordination, Wait
 from replicast.errors import JobFailed
 from replicast.mapped_memory import Bytes, aligned, map_shared, memory_to_fill
 from replicast.tensorfiles import Array
@@ -93,7 +93,7 @@ def open_exchange(
         key = f"{_PREFIX}/{question}"
         coordination.put(f"{key}/{rank}", json.dumps(own))
         wait = Wait(coordination, OPEN_SECS, _late, lambda key, worker: check())
-        problems: list[str | None] = [json.loads(text) for text in collect(wait, key, rank, size).values()]
+        problems: list[str | None] = [json.loads(text) for text in wait.collect(key, rank, size).values()]
         return next((problem for problem in problems if problem is not None), None)
 
     hosts, job = hosts_of_job(_PREFIX, coordination, rank, size, environ, check)

@@ -3,7 +3,7 @@
 MultiWorkerMirroredStrategy already runs such a service, in worker 0; `ServiceCoordination` is the only place
 that calls it. `MemoryCoordination` is its in-memory twin, for tests in which threads act as workers.
 
-`collect` gathers a value from every worker: worker 0 reads each value once and publishes all of them
+`Wait.collect` gathers a value from every worker: worker 0 reads each value once and publishes all of them
 together. If every worker read the value of every other one, the number of reads would grow with the square of
 the workers, and all of them go to worker 0. Its keys:
 
@@ -82,7 +82,7 @@ def lost_text(lost: Loss) -> str:
     """One sentence on a lost worker, and what to do about it."""
     return (
         f"worker {lost.worker} was lost: {lost.how}. It has crashed, is stopped (SIGSTOP), or its host is "
-        "unreachable. Look for the first error in its log"
+        "unreachable. See its log for the first error"
     )
 
 
@@ -136,13 +136,7 @@ class ServiceCoordination(Coordination):
     which releases all waits. A worker that reads the placeholder, or finds it when it writes, ignores it.
     """
 
-    def __init__(
-        self,
-        context: Any = None,
-        chiefs: int = 0,
-        cleanup_secs: float = CLEANUP_SECS,
-        forget_secs: float = FORGET_SECS,
-    ) -> None:
+    def __init__(self, context: Any = None, chiefs: int = 0) -> None:
         import tensorflow as tf
 
         if context is None:
@@ -152,13 +146,11 @@ class ServiceCoordination(Coordination):
         self._errors = tf.errors
         self._context = context
         self.chiefs = chiefs
-        self._cleanup_secs = cleanup_secs
-        self._forget_secs = forget_secs
         self._timed_out: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._lock = threading.Lock()
 
     def put(self, key: str, value: str) -> bool:
-        deadline = time.monotonic() + self._cleanup_secs
+        deadline = time.monotonic() + CLEANUP_SECS
         while not self._insert(key, value):
             existing = self._wait_for(key, PEEK_SECS)
             if existing is not None and existing != _NO_VALUE:
@@ -192,7 +184,7 @@ class ServiceCoordination(Coordination):
         now = time.monotonic()
         with self._lock:
             count = self._timed_out.pop(key, (0, now))[0] + 1
-            while self._timed_out and now - next(iter(self._timed_out.values()))[1] >= self._forget_secs:
+            while self._timed_out and now - next(iter(self._timed_out.values()))[1] >= FORGET_SECS:
                 self._timed_out.popitem(last=False)
             if timed_out and count <= MAX_TIMED_OUT_WAITS:
                 self._timed_out[key] = (count, now)
@@ -237,7 +229,7 @@ class ServiceCoordination(Coordination):
             return JobFailed(lost_text(lost), worker=lost.worker)
         return JobFailed(
             f"The coordination service, which runs in worker 0, does not answer: {error}. "
-            "Look for the first error in worker 0's log.",
+            "See worker 0's log for the first error.",
             worker=0,
         )
 
@@ -285,7 +277,7 @@ class MemoryCoordination(Coordination):
 
 
 class Wait:
-    """Waits for keys until a time that is the same for all of them."""
+    """Waits for keys until a time that is the same for all of them, and calls `look` about once a second."""
 
     def __init__(
         self,
@@ -294,53 +286,54 @@ class Wait:
         late: Callable[[int], JobFailed],
         look: Callable[[str, int], None] = lambda key, worker: None,
     ) -> None:
-        self.coordination = coordination
-        self.late = late
+        self._coordination = coordination
+        self._late = late
         self._until = time.monotonic() + secs
         self._look = look
 
     def value(self, key: str, worker: int) -> str:
         """The value of a key, once a worker has written it."""
-        value = self.value_or_none(key, worker)
+        value = self._value_or_none(key, worker, self._until)
         if value is None:
-            raise self.late(worker)
+            raise self._late(worker)
         return value
 
-    def value_or_none(self, key: str, worker: int, longer_secs: float = 0.0) -> str | None:
-        """As `value`, and waits this much longer; None if it is late."""
-        until = self._until + longer_secs
-        while (value := self.coordination.get(key, _look_secs(until))) is None:
-            if time.monotonic() >= until:
-                return None
+    def _value_or_none(self, key: str, worker: int, until: float) -> str | None:
+        while True:
+            secs = max(PEEK_SECS, min(LOOK_SECS, until - time.monotonic()))
+            value = self._coordination.get(key, secs)
+            if value is not None or time.monotonic() >= until:
+                return value
             self._look(key, worker)
-        return value
 
-
-def _look_secs(until: float) -> float:
-    return max(PEEK_SECS, min(LOOK_SECS, until - time.monotonic()))
-
-
-def collect(wait: Wait, key: str, rank: int, size: int) -> dict[int, str]:
-    """The values of all workers, by rank. All of them call it, each when it has written its own."""
-    if rank == 0:
-        return _publish(wait, key, size)
-    told = wait.value_or_none(f"{key}/all", 0, LIST_SECS)
-    if told is None:  # Worker 0 has not come, or came later and has not given up yet.
-        return _read_without_list(wait, key, size)
-    return _listed(told)
-
-
-def _publish(wait: Wait, key: str, size: int) -> dict[int, str]:
-    listed = f"{key}/all"
-    try:
-        values = {worker: wait.value(f"{key}/{worker}", worker) for worker in range(size)}
-    except JobFailed as error:
-        with contextlib.suppress(JobFailed):  # the service is gone
-            wait.coordination.put(listed, json.dumps({"missing": error.worker, "problem": str(error)}))
-        raise
-    if wait.coordination.put(listed, json.dumps({"values": list(values.values())})):
+    def collect(self, key: str, rank: int, size: int) -> dict[int, str]:
+        """The values of all workers, by rank. All of them call it, each when it has written its own."""
+        if rank == 0:
+            return self._publish(key, size)
+        told = self._value_or_none(f"{key}/all", 0, self._until + LIST_SECS)
+        if told is not None:
+            return _listed(told)
+        # Worker 0 has not come, or came later and has not given up yet.
+        until = time.monotonic() + LIST_SECS
+        values: dict[int, str] = {}
+        for worker in range(size):
+            value = self._coordination.peek(f"{key}/{worker}")
+            if value is None or time.monotonic() > until:
+                raise self._late(worker if value is None else 0)
+            values[worker] = value
         return values
-    return _listed(wait.value(listed, 0))  # of an earlier call, which the others have read
+
+    def _publish(self, key: str, size: int) -> dict[int, str]:
+        listed = f"{key}/all"
+        try:
+            values = {worker: self.value(f"{key}/{worker}", worker) for worker in range(size)}
+        except JobFailed as error:
+            with contextlib.suppress(JobFailed):  # the service is gone
+                self._coordination.put(listed, json.dumps({"missing": error.worker, "problem": str(error)}))
+            raise
+        if self._coordination.put(listed, json.dumps({"values": list(values.values())})):
+            return values
+        return _listed(self.value(listed, 0))  # of an earlier call, which the others have read
 
 
 def _listed(text: str) -> dict[int, str]:
@@ -348,23 +341,3 @@ def _listed(text: str) -> dict[int, str]:
     if "missing" in told:
         raise JobFailed(told["problem"], worker=told["missing"])
     return dict(enumerate(told["values"]))
-
-
-def _read_without_list(wait: Wait, key: str, size: int) -> dict[int, str]:
-    until = time.monotonic() + LIST_SECS
-    values: dict[int, str] = {}
-    for worker in range(size):
-        value = wait.coordination.peek(f"{key}/{worker}")
-        if value is None:
-            raise wait.late(worker)
-        if time.monotonic() > until:
-            raise wait.late(0)
-        values[worker] = value
-    return values
-
-
-def forget(coordination: Coordination, key: str, rank: int) -> None:
-    """Removes this worker's keys, once all workers are known to have read them."""
-    coordination.delete(f"{key}/{rank}")
-    if rank == 0:
-        coordination.delete(f"{key}/all")

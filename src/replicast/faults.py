@@ -105,17 +105,19 @@ class FaultPlan:
             for fault in due:
                 self._record(fault)
         for fault in due:  # outside of the lock: a process that is stopped may be continued
-            _act(fault)
+            if fault.action is Action.RAISE:
+                raise FaultInjected(
+                    f"The fault plan asked for an error at the point {fault.point}. Unset {FAULTS} to run "
+                    f"without faults. Received: {fault.to_json()}"
+                )
+            os.kill(os.getpid(), signal.SIGKILL if fault.action is Action.KILL else signal.SIGSTOP)
 
     def _record(self, fault: Fault) -> None:
         if self._run_dir is None:
             return
         line = json.dumps({**fault.to_json(), "pid": os.getpid(), "time": time.time()}) + "\n"
-        descriptor = os.open(
-            self._run_dir / FIRED,
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW,
-            0o666,
-        )
+        access = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(self._run_dir / FIRED, access, 0o666)
         try:
             os.write(descriptor, line.encode())
             os.fsync(descriptor)
@@ -165,19 +167,6 @@ def read_fired(run_dir: Path) -> list[dict[str, Any]]:
     """Returns the faults that fired in a run, in order: their fields, `pid` and `time`."""
     path = run_dir / FIRED
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _act(fault: Fault) -> None:
-    match fault.action:
-        case Action.KILL:
-            os.kill(os.getpid(), signal.SIGKILL)
-        case Action.STOP:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case Action.RAISE:
-            raise FaultInjected(
-                f"The fault plan asked for an error at the point {fault.point}. Unset {FAULTS} to run "
-                f"without faults. Received: {fault.to_json()}"
-            )
 
 
 _plan: FaultPlan | None

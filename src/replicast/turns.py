@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from replicast.coordination import LOOK_SECS, Coordination, Wait, collect
+from replicast.coordination import LOOK_SECS, Coordination, Wait
 from replicast.errors import JobFailed
 
 logger = logging.getLogger("replicast")
@@ -64,9 +64,9 @@ class JobKeys:
     def collect(
         self, key: str, rank: int, size: int, look: Callable[[str, int], None]
     ) -> dict[int, dict[str, Any]]:
-        """The values of all workers below a key, as `coordination.collect`, without a time limit."""
+        """The values of all workers below a key, as `Wait.collect`, without a time limit."""
         wait = Wait(self._coordination, math.inf, lambda worker: JobFailed("", worker=worker), look)
-        texts = collect(wait, f"{PREFIX}/{key}", rank, size)
+        texts = wait.collect(f"{PREFIX}/{key}", rank, size)
         return {worker: dict(json.loads(text)) for worker, text in texts.items()}
 
 

@@ -8,8 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,26 +59,20 @@ def fires(plan: FaultPlan | None, point: str = "apply") -> bool:
 # The points.
 
 
-def test_every_point_is_called_somewhere_and_every_call_names_a_point() -> None:
+def test_every_point_has_its_stable_name_and_is_called_and_every_call_names_a_point() -> None:
     called = {
         name
         for path in PACKAGE.rglob("*.py")
         for name in re.findall(r'^\s*faults\.point\("(\w+)"\)$', path.read_text(), re.MULTILINE)
     }
-    assert called == set(Point)
-
-
-def test_the_names_of_the_points_are_stable() -> None:
     known = "propose journal stage ready commit ack apply verify decide settle snapshot write rename"
-    assert sorted(Point) == sorted(known.split())
+    assert called == set(Point) == set(known.split())
 
 
-def test_without_a_plan_nothing_happens() -> None:
+def test_without_a_plan_nothing_happens_and_with_one_an_unknown_point_raises() -> None:
+    assert faults.set_plan(()) is None
     for name in Point:
         faults.point(name)
-
-
-def test_an_unknown_point_raises_if_there_is_a_plan() -> None:
     faults.set_plan([raising()])
     with pytest.raises(ValueError, match="aply"):
         faults.point("aply")
@@ -87,34 +81,18 @@ def test_an_unknown_point_raises_if_there_is_a_plan() -> None:
 # What a plan does.
 
 
-def test_a_fault_fires_at_its_occurrence_and_never_again() -> None:
-    plan = faults.set_plan([raising(occurrence=3)])
-    assert plan is not None
-    assert [fires(plan) for _ in range(6)] == [False, False, True, False, False, False]
-    assert plan.fired == [raising(occurrence=3)]
-
-
-def test_points_are_counted_separately() -> None:
-    plan = faults.set_plan([raising("apply", occurrence=2)])
-    assert not fires(plan, "stage")
-    assert not fires(plan, "apply")
-    assert fires(plan, "apply")
-
-
-def test_two_faults_at_one_point_each_have_their_occurrence() -> None:
+def test_a_fault_fires_at_its_occurrence_of_its_point_and_never_again() -> None:
     plan = faults.set_plan([raising(occurrence=1), raising(occurrence=3)])
-    assert [fires(plan) for _ in range(4)] == [True, False, True, False]
+    assert plan is not None
+    assert not fires(plan, "stage")
+    assert [fires(plan) for _ in range(6)] == [True, False, True, False, False, False]
+    assert plan.fired == [raising(occurrence=1), raising(occurrence=3)]
 
 
 @pytest.mark.parametrize("meant", [raising(worker=1), raising(attempt=1)])
 def test_a_fault_of_another_worker_or_another_attempt_does_not_fire(meant: Fault) -> None:
     assert not fires(faults.set_plan([meant], worker=0, attempt=0))
     assert fires(faults.set_plan([meant], worker=meant.worker, attempt=meant.attempt))
-
-
-def test_an_empty_plan_has_no_effect() -> None:
-    assert faults.set_plan(()) is None
-    faults.point("apply")
 
 
 def test_occurrences_are_counted_over_all_threads() -> None:
@@ -124,11 +102,9 @@ def test_occurrences_are_counted_over_all_threads() -> None:
     def come_often() -> None:
         fired.extend([fires(plan) for _ in range(100)])
 
-    threads = [threading.Thread(target=come_often) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(4):
+            threads.submit(come_often)
     assert fired.count(True) == 1
 
 
@@ -140,8 +116,10 @@ def test_an_injected_error_is_not_caught_by_handlers_of_replicast_errors(tmp_pat
     assert not list(tmp_path.iterdir()), "a file was left behind"
 
 
-def test_a_fault_is_recorded_before_it_fires(tmp_path: Path) -> None:
+def test_a_fault_is_recorded_before_it_fires_and_nothing_else_is(tmp_path: Path) -> None:
     faults.set_plan([raising(), raising("stage")], run_dir=tmp_path)
+    faults.point("ready")
+    assert faults.read_fired(tmp_path) == []
     for name in ("apply", "stage"):
         with pytest.raises(FaultInjected):
             faults.point(name)
@@ -151,15 +129,10 @@ def test_a_fault_is_recorded_before_it_fires(tmp_path: Path) -> None:
     assert {"worker", "occurrence", "attempt", "pid", "time"} <= set(first)
 
 
-def test_a_run_in_which_nothing_fired_has_no_record(tmp_path: Path) -> None:
-    faults.set_plan([raising()], run_dir=tmp_path)
-    faults.point("stage")
-    assert faults.read_fired(tmp_path) == []
-
-
 DOOMED = """
 import sys
 from pathlib import Path
+from replicast.files import write_durably
 write_durably(Path(sys.argv[1]), [b"content"])
 print("it went on")
 """
@@ -206,31 +179,24 @@ def test_the_launcher_and_other_commands_ignore_the_fault_plan(tmp_path: Path) -
 # What a plan says.
 
 
-def test_a_plan_is_read_from_the_environment_of_a_worker() -> None:
+def test_a_plan_is_read_from_the_environment_of_a_worker_and_a_restarted_job_does_not_fail_again() -> None:
     described = [{"worker": 1, "point": "apply", "occurrence": 2, "action": "raise", "attempt": 3}]
     plan = faults.read_plan(environ_of(described, rank=1, attempt=3))
     assert [fires(plan) for _ in range(3)] == [False, True, False]
+    again = faults.read_plan(environ_of(described, rank=1, attempt=4))
+    assert [fires(again) for _ in range(3)] == [False] * 3
 
 
-def test_the_defaults_of_a_fault_are_first_occurrence_first_attempt_and_kill() -> None:
+def test_a_fault_has_defaults_and_survives_a_round_trip() -> None:
     plan = faults.read_faults(environ_of([{"worker": 1, "point": "ack"}]))
     assert plan == (Fault(1, Point.ACK, 1, Action.KILL, 0),)
-
-
-def test_a_restarted_job_does_not_fail_again() -> None:
-    described = [{"worker": 0, "point": "apply", "action": "raise"}]
-    assert fires(faults.read_plan(environ_of(described, attempt=0)))
-    assert not fires(faults.read_plan(environ_of(described, attempt=1)))
+    fault = Fault(2, Point.RENAME, 7, Action.STOP, 4)
+    assert faults.read_faults(environ_of([fault.to_json()])) == (fault,)
 
 
 @pytest.mark.parametrize("plan", ["", "  ", "[]"])
 def test_without_faults_there_is_no_plan(plan: str) -> None:
     assert faults.read_plan(environ_of(plan)) is None
-
-
-def test_a_fault_survives_a_round_trip() -> None:
-    fault = Fault(2, Point.RENAME, 7, Action.STOP, 4)
-    assert faults.read_faults(environ_of([fault.to_json()])) == (fault,)
 
 
 def test_a_worker_with_a_fault_logs_it(caplog: pytest.LogCaptureFixture) -> None:

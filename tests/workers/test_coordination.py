@@ -78,8 +78,9 @@ def test_timed_out_waits_for_many_keys_in_turn_do_not_leak_memory_in_the_service
     assert service.most_kept == MAX_TIMED_OUT_WAITS + 1
 
 
-def test_keys_of_finished_waits_are_not_kept_forever() -> None:
-    coordination = ServiceCoordination(PlayedService(), forget_secs=0.0)
+def test_keys_of_finished_waits_are_not_kept_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicast.coordination.FORGET_SECS", 0.0)
+    coordination = ServiceCoordination(PlayedService())
     for number in range(1000):
         assert coordination.get(f"word/{number}", 0.0) is None
     assert len(coordination._timed_out) <= 1
@@ -99,10 +100,11 @@ def test_the_placeholder_is_never_returned_as_a_value() -> None:
     assert ServiceCoordination(stuck).get("key", 0.02) is None
 
 
-def test_the_placeholder_of_a_worker_that_died_is_deleted() -> None:
+def test_the_placeholder_of_a_worker_that_died_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = PlayedService()
     stuck.values["key"] = _NO_VALUE
-    assert ServiceCoordination(stuck, cleanup_secs=0.0).put("key", "mine")
+    monkeypatch.setattr("replicast.coordination.CLEANUP_SECS", 0.0)
+    assert ServiceCoordination(stuck).put("key", "mine")
     assert stuck.values["key"] == "mine"
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicast.codec import Record, decode, encode
-from replicast.coordination import Coordination, Wait, collect, forget
+from replicast.coordination import Coordination, Wait
 from replicast.errors import ClusterError, JobFailed
 
 
@@ -127,7 +127,7 @@ class DirectExchange:
         """
         key = f"{self._prefix}/agree/{what}"
         self._coordination.put(f"{key}/{self.rank}", value)
-        return collect(self._wait(what, timeout_secs), key, self.rank, self.size)
+        return self._wait(what, timeout_secs).collect(key, self.rank, self.size)
 
     def require_same(self, what: str, value: str, timeout_secs: float, *, problem: str, remedy: str) -> None:
         """As `agree`; raises on all workers if one has another value than worker 0."""
@@ -142,7 +142,10 @@ class DirectExchange:
 
     def forget_agreed(self, what: str) -> None:
         """Removes this worker's value, once all workers are known to have read it."""
-        forget(self._coordination, f"{self._prefix}/agree/{what}", self.rank)
+        key = f"{self._prefix}/agree/{what}"
+        self._coordination.delete(f"{key}/{self.rank}")
+        if self.rank == 0:
+            self._coordination.delete(f"{key}/all")
 
     def check_nobody_left(self) -> None:
         """Raises if another worker has reached the end of its script and will not arrive here."""

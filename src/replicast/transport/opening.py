@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Mapping
 
 from replicast.config import host_and_port, host_id, read_cluster, shared_memory_directory
-from replicast.coordination import Coordination, Wait, collect
+from replicast.coordination import Coordination, Wait
 from replicast.errors import JobFailed
 from replicast.transport.base import Transport
 from replicast.transport.broadcast import BroadcastTransport
@@ -92,7 +92,7 @@ def hosts_of_job(
         )
 
     wait = Wait(coordination, OPEN_SECS, late, lambda key, worker: check())
-    hosts = collect(wait, key, rank, size)
+    hosts = wait.collect(key, rank, size)
     return tuple(hosts.values()), wait.value(f"{prefix}/job", 0)
 
 
