@@ -15,7 +15,7 @@ from replicast.core import events as c
 from replicast.core import events as e
 from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Payload, Saved
-from replicast.core.messages import OUTSIDE, Propose, Tell
+from replicast.core.messages import OUTSIDE, Answer, Propose, Tell
 from replicast.core.operations.attempt import Exit
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.update import Apply, BeginTrial, Load, Prepare
@@ -233,7 +233,7 @@ class Process:
             command.order, TakeSnapshot | Apply | BeginTrial
         )  # digested while training goes on
         if later:
-            self.post(e.Reported(command.number, value), DIGEST_SECS)
+            self.post(Answer(command.number, value), DIGEST_SECS)
         self.feed(self.worker, e.Performed(command.number, value, answers=not later))
         if isinstance(command.order, Exit):
             if self.rank == 0:
@@ -281,7 +281,7 @@ class Process:
         if proposal.content is not None:
             edits: Any = proposal.content
             proposal = replace(proposal, content=InMemory(self.group.number, edits))
-        self.post(e.Proposed(ticket, proposal))
+        self.post(Propose(ticket, proposal))
 
     def arrive(self, steps: int) -> None:
         if not self.alive:
@@ -323,7 +323,7 @@ class Process:
                 self.group.number, self.name, f"leaves out its {id_.kind} of step {id_.step}"
             )
         else:
-            self.post(e.Reported(id_, value))
+            self.post(Answer(id_, value))
 
     def _play(self) -> None:
         """Carries out the script's actions behind a boundary; some of them wait."""
@@ -542,7 +542,7 @@ class SimulatedGroup:
         start, end = self._read[rank], len(self.log)
         self._read[rank] = end
         for message in self.log[start:end]:
-            process.feed(process.worker, e.FromCoordinator(message))
+            process.feed(process.worker, message)
 
     # Training.
 

@@ -19,13 +19,14 @@ What the runtime must guarantee:
   `Worker.passes(step)` returns true, which costs one uncontended lock.
 - An order that is not `in_background` is carried out by the training thread, which is stopped meanwhile.
 - Proposals of a training thread are sent before it rests, waits for a ticket or reports.
-- `Reported` is created on all workers at the same boundaries. Just before `Arrived`, and just before the next
-  step, all have the same state. Between the two, an update may be applied on workers that wait there. An
-  audit is then repeated with all workers stopped, and snapshots are taken again (`Replica.snapshot`).
+- An `Answer` for a planned report is created on all workers at the same boundaries. Just before `Arrived`,
+  and just before the next step, all have the same state. Between the two, an update may be applied on
+  workers that wait there. An audit is then repeated with all workers stopped, and snapshots are taken again
+  (`Replica.snapshot`).
 - What a worker publishes is available until its attempt ends. `Replica.load` makes payloads of the journal
   available. `Replica.discard` also cancels a fetch in progress.
 - A report to raise (`Replica.report`) is raised when the training thread continues: at `Pass` or `Continue`.
-- A guard is checked by the proposing worker before `Proposed`; for a function's result, in `Replica.compute`.
+- A guard is checked by the proposing worker before `Propose`; for a function's result, in `Replica.compute`.
 
 Where to look:
 
@@ -35,20 +36,3 @@ Where to look:
     entries of the journal, and which of them are valid         `entries.py`
     what passes between the machines and the runtime            `messages.py`, `events.py`
 """
-
-from replicast.core.coordinator import Coordinator
-from replicast.core.entries import History
-from replicast.core.operation import Timeouts
-from replicast.core.records import Proposal, Refusal, Refuse, Stage
-from replicast.core.worker import WorkerMachine
-
-__all__ = [
-    "Coordinator",
-    "History",
-    "Proposal",
-    "Refusal",
-    "Refuse",
-    "Stage",
-    "Timeouts",
-    "WorkerMachine",
-]

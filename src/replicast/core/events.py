@@ -7,8 +7,7 @@ from typing import Any, TypeAlias
 
 from replicast.codec import Record
 from replicast.core.entries import Entry
-from replicast.core.messages import Order, Tell, ToCoordinator, ToWorkers
-from replicast.core.records import Proposal, ReportId
+from replicast.core.messages import Answer, Order, Propose, Tell, ToCoordinator, ToWorkers
 
 
 class WriteOutcome(Enum):
@@ -41,12 +40,6 @@ class TimerFired(Record):
     number: int
 
 
-class FromCoordinator(Record):
-    """To a worker: the next message of the log."""
-
-    message: ToWorkers
-
-
 class Arrived(Record):
     """To a worker: the training thread has finished `step` steps and waits for `PassBoundary`."""
 
@@ -74,24 +67,10 @@ class Performed(Record):
     answers: bool = True
 
 
-class Reported(Record):
-    """To a worker: the training thread carried out a planned save or audit, as all do at this boundary."""
-
-    id: ReportId | int
-    value: Any
-
-
-class Proposed(Record):
-    """To a worker: its process proposes something."""
-
-    ticket: str
-    proposal: Proposal
-
-
 CoordinatorEvent: TypeAlias = FromWorker | Written | TimerFired
-WorkerEvent: TypeAlias = (
-    FromCoordinator | Arrived | Rested | Awaited | Performed | Reported | Proposed | TimerFired
-)
+# Messages too: the log of the coordinator; a proposal of this process; an answer that comes later than
+# `Performed`, or a planned save or audit that the training thread made, as all do at this boundary.
+WorkerEvent: TypeAlias = ToWorkers | Propose | Answer | Arrived | Rested | Awaited | Performed | TimerFired
 
 
 # Commands of the state machines. The runtime carries them out in order.

@@ -30,13 +30,7 @@ _RESTING, _WAITING = "resting", "waiting"
 class WorkerMachine:
     """The state machine of one worker."""
 
-    def __init__(
-        self,
-        rank: int,
-        step: int = 0,
-        *,
-        timeouts: Timeouts | None = None,
-    ) -> None:
+    def __init__(self, rank: int, step: int = 0, *, timeouts: Timeouts | None = None) -> None:
         self.rank = rank
         self.step = step
         self.standing = False
@@ -57,16 +51,13 @@ class WorkerMachine:
         self._is_timed = False
         self._commands: list[e.WorkerCommand] = []
         self._on_event: dict[type[e.WorkerEvent], Callable[[Any], None]] = {
-            e.FromCoordinator: self._on_message,
             e.Arrived: self._arrive,
             e.Performed: self._performed,
-            e.Reported: self._report,
-            e.Proposed: self._propose,
             e.Rested: self._rest,
             e.Awaited: self._wait_for,
             e.TimerFired: self._timed_out,
-        }
-        self._on_log: dict[type[m.ToWorkers], Callable[[Any], None]] = {
+            m.Propose: self._propose,
+            m.Answer: self._send,
             m.Do: self._do,
             m.Stop: self._stop,
             m.Meet: self._meet,
@@ -77,10 +68,9 @@ class WorkerMachine:
 
     def handle(self, event: e.WorkerEvent) -> list[e.WorkerCommand]:
         """Handles an event; returns the commands to carry out, in order."""
-        commands: list[e.WorkerCommand] = []
-        self._commands = commands
+        self._commands = []
         self._on_event[type(event)](event)
-        return commands
+        return self._commands
 
     @property
     def is_wanted(self) -> bool:
@@ -107,9 +97,8 @@ class WorkerMachine:
         if self.passes(step):
             self._commands.append(e.PassBoundary(step))
             return
-        self.step, self.standing, self._why, self._is_timed = step, True, "", False
-        self._result = ()
-        self._say_standing()
+        self.step, self._is_timed = step, False
+        self._stand("")
         self._go_on()
 
     def _stand(self, why: str) -> None:
@@ -172,12 +161,9 @@ class WorkerMachine:
             self.standing = False
             self._commands.append(e.Continue(self._result[0]))
 
-    def _propose(self, event: e.Proposed) -> None:
-        self.tickets[event.ticket] = Stage.PROPOSED
-        self._send(m.Propose(event.ticket, event.proposal))
-
-    def _report(self, event: e.Reported) -> None:
-        self._send(m.Answer(event.id, event.value))
+    def _propose(self, propose: m.Propose) -> None:
+        self.tickets[propose.ticket] = Stage.PROPOSED
+        self._send(propose)
 
     def _performed(self, event: e.Performed) -> None:
         if event.answers:
@@ -201,10 +187,6 @@ class WorkerMachine:
             )
 
     # The log.
-
-    def _on_message(self, event: e.FromCoordinator) -> None:
-        message = event.message
-        self._on_log[type(message)](message)
 
     def _stop(self, stop: m.Stop) -> None:
         meeting, at_step = stop.meeting, stop.at_step

@@ -305,7 +305,7 @@ class Proposals:
             "proposed_at": ticket.proposed_at,
         }
         proposal = Proposal(ticket.id, "", **known, **fields)
-        self.outbox.do(lambda: self.post(e.Proposed(ticket.number, proposal)))
+        self.outbox.do(lambda: self.post(Propose(ticket.number, proposal)))
         return ticket
 
     # On worker 0, from outside the job.
@@ -370,7 +370,7 @@ class Proposals:
             ticket.fail(Stage.REFUSED, error)
             return
         faults.point("propose")
-        self.post(e.Proposed(ticket.number, proposal))
+        self.post(Propose(ticket.number, proposal))
 
     def _published(
         self, update: Update, owner: str, at_step: int | None, trial: Trial | None, proposed_at: float

@@ -49,7 +49,7 @@ from replicast.config import TOLD_TO_END
 from replicast.core import events as e
 from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Committed, Decided, Entry, Payload, Receipt, Saved
-from replicast.core.messages import Request, Tell
+from replicast.core.messages import Answer, Request, Tell
 from replicast.core.operation import Outcome, Timeouts
 from replicast.core.operations.attempt import Exit
 from replicast.core.operations.revert import WriteBefore
@@ -356,7 +356,7 @@ class Session:
 
     def report(self, id_: ReportId, value: Callable[[], Any]) -> None:
         """Reports something that every worker does at this boundary without waiting. Returns at once."""
-        self._outbox.do(lambda: self._events.put(e.Reported(id_, value())))
+        self._outbox.do(lambda: self._events.put(Answer(id_, value())))
 
     def start_from(self, saved: Saved) -> None:
         """Starts from the state of a checkpoint. Called on all workers, before training begins."""
@@ -469,7 +469,7 @@ class Session:
     def _read(self) -> None:
         while not self.threads.stopping.is_set():
             for message in self._channel.receive():
-                self._events.put(e.FromCoordinator(message))
+                self._events.put(message)
 
     def _read_from(self, rank: int) -> None:
         while not self.threads.stopping.is_set():
@@ -499,8 +499,8 @@ class Session:
             machine = self._coordinator if is_for_coordinator else self._worker
         if machine is None:
             return []
-        if isinstance(event, e.FromCoordinator) and isinstance(event.message, Tell):
-            self._note_told(event.message)
+        if isinstance(event, Tell):
+            self._note_told(event)
         with self._lock:
             commands: list[Any] = [*machine.handle(event)]
         return self._dispatch(commands, machine)
@@ -511,7 +511,7 @@ class Session:
         said = [command.message for command in commands if isinstance(command, e.Broadcast)]
         if said:  # to the others first: worker 0 must not act on a message that they may never receive
             self._channel.broadcast(said)
-            follow += [e.FromCoordinator(message) for message in said]
+            follow += said
         if sent and self._coordinator is None:
             self._channel.send(sent)
         elif sent:  # worker 0 and its coordinator are in one process
@@ -582,9 +582,7 @@ class Session:
         if later:
             # Training goes on meanwhile. In the outbox: earlier proposals belong to a checkpoint, and a
             # checkpoint that holds an update comes after the report that it is applied.
-            self._outbox.do(
-                lambda: self._events.put(e.Reported(number, value() if callable(value) else value))
-            )
+            self._outbox.do(lambda: self._events.put(Answer(number, value() if callable(value) else value)))
         self._events.put(e.Performed(number, None if later else value, answers=not later))
 
     def _reached(self, id_: str, stage: Stage) -> None:

@@ -9,27 +9,20 @@ from replicast.core.events import (
     Awaited,
     Continue,
     EndJob,
-    FromCoordinator,
     PassBoundary,
     Perform,
     Performed,
-    Proposed,
-    Reported,
     Rested,
     Send,
     SetTimer,
     Settle,
     TimerFired,
 )
-from replicast.core.messages import Answer, At, Do, Meet, Release, Rest, Resume, Stop, Tell
+from replicast.core.messages import Answer, At, Do, Meet, Propose, Release, Rest, Resume, Stop, Tell
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.update import Apply, Prepare
 from replicast.core.records import Proposal, ReportId, Stage
 from replicast.core.worker import WorkerMachine
-
-
-def hear(worker: WorkerMachine, message: Any) -> list[Any]:
-    return worker.handle(FromCoordinator(message))
 
 
 def without_timers(commands: list[Any]) -> list[Any]:
@@ -45,7 +38,7 @@ def test_an_idle_boundary_is_passed_at_once_and_nothing_is_sent() -> None:
 
 def test_a_stop_for_a_far_step_costs_the_boundaries_before_it_nothing() -> None:
     worker = WorkerMachine(0)
-    hear(worker, Stop(7, at_step=1000))
+    worker.handle(Stop(7, at_step=1000))
     assert all(worker.passes(step) for step in range(1, 1000))
     assert not worker.passes(1000)
 
@@ -53,77 +46,77 @@ def test_a_stop_for_a_far_step_costs_the_boundaries_before_it_nothing() -> None:
 def test_a_stop_is_answered_with_the_first_boundary_that_is_not_passed() -> None:
     worker = WorkerMachine(0)
     worker.handle(Arrived(3))
-    assert hear(worker, Stop(7)) == [Send(At(7, 4, False))]
+    assert worker.handle(Stop(7)) == [Send(At(7, 4, False))]
     assert without_timers(worker.handle(Arrived(4))) == [Send(At(7, 4, True))]
-    assert hear(worker, Release(7)) == [PassBoundary(4)]
+    assert worker.handle(Release(7)) == [PassBoundary(4)]
 
 
 def test_a_worker_continues_to_the_agreed_step_and_stands_there() -> None:
     worker = WorkerMachine(0)
-    hear(worker, Stop(7))
+    worker.handle(Stop(7))
     worker.handle(Arrived(1))
-    assert hear(worker, Meet(7, 2)) == [PassBoundary(1)]
+    assert worker.handle(Meet(7, 2)) == [PassBoundary(1)]
     assert without_timers(worker.handle(Arrived(2))) == [Send(At(7, 2, True))]
 
 
 def test_orders_are_carried_out_one_after_the_other_before_the_boundary_is_passed() -> None:
     worker = WorkerMachine(0)
-    hear(worker, Stop(7))
+    worker.handle(Stop(7))
     worker.handle(Arrived(1))
-    assert hear(worker, Do(8, Apply("a", "digest", 1))) == [Perform(8, Apply("a", "digest", 1))]
-    assert hear(worker, Do(9, Apply("b", "digest", 2))) == []
-    assert hear(worker, Release(7)) == []
+    assert worker.handle(Do(8, Apply("a", "digest", 1))) == [Perform(8, Apply("a", "digest", 1))]
+    assert worker.handle(Do(9, Apply("b", "digest", 2))) == []
+    assert worker.handle(Release(7)) == []
     assert worker.handle(Performed(8, "x")) == [Send(Answer(8, "x")), Perform(9, Apply("b", "digest", 2))]
     assert worker.handle(Performed(9, "y")) == [Send(Answer(9, "y")), PassBoundary(1)]
 
 
 def test_training_continues_before_a_late_answer() -> None:
     worker = WorkerMachine(0)
-    hear(worker, Stop(7))
+    worker.handle(Stop(7))
     worker.handle(Arrived(1))
-    hear(worker, Do(8, TakeSnapshot("a")))
-    hear(worker, Release(7))
+    worker.handle(Do(8, TakeSnapshot("a")))
+    worker.handle(Release(7))
     assert worker.handle(Performed(8, None, answers=False)) == [PassBoundary(1)]
-    assert worker.handle(Reported(8, "x")) == [Send(Answer(8, "x"))]
+    assert worker.handle(Answer(8, "x")) == [Send(Answer(8, "x"))]
 
 
 def test_preparing_continues_beside_the_training() -> None:
     worker = WorkerMachine(0)
-    assert hear(worker, Do(8, Prepare("a", "digest", ()))) == [Perform(8, Prepare("a", "digest", ()))]
+    assert worker.handle(Do(8, Prepare("a", "digest", ()))) == [Perform(8, Prepare("a", "digest", ()))]
     assert worker.handle(Arrived(1)) == [PassBoundary(1)]
     assert worker.handle(Performed(8, None)) == [Send(Answer(8, None))]
 
 
 def test_an_order_for_another_worker_is_left_to_it() -> None:
-    assert hear(WorkerMachine(0), Do(8, Prepare("a", "digest", ()), of=(1,))) == []
+    assert WorkerMachine(0).handle(Do(8, Prepare("a", "digest", ()), of=(1,))) == []
 
 
 def test_a_worker_that_rests_before_the_agreed_step_says_so_and_stays() -> None:
     worker = WorkerMachine(0)
     worker.handle(Arrived(1))
-    hear(worker, Stop(7))
-    hear(worker, Meet(7, 2))
+    worker.handle(Stop(7))
+    worker.handle(Meet(7, 2))
     assert worker.handle(Rested(("close",))) == [Send(At(7, 1, True)), Send(Rest(1, 1, ("close",)))]
-    assert hear(worker, Resume((1,), "over")) == []
-    assert hear(worker, Release(7)) == [Continue("over")]
+    assert worker.handle(Resume((1,), "over")) == []
+    assert worker.handle(Release(7)) == [Continue("over")]
 
 
 def test_a_stop_for_a_later_step_does_not_keep_a_rest() -> None:
     worker = WorkerMachine(0)
     worker.handle(Rested(("sync", 0)))
-    assert hear(worker, Stop(7, at_step=5)) == [Send(At(7, 0, False))]
-    assert hear(worker, Resume((1,), "over")) == [Continue("over")]
+    assert worker.handle(Stop(7, at_step=5)) == [Send(At(7, 0, False))]
+    assert worker.handle(Resume((1,), "over")) == [Continue("over")]
 
 
 def test_a_training_thread_that_waits_for_a_ticket_continues_with_its_outcome_or_when_the_time_is_up() -> (
     None
 ):
     worker = WorkerMachine(0)
-    worker.handle(Proposed("t", Proposal("a", "digest", ())))
+    worker.handle(Propose("t", Proposal("a", "digest", ())))
     assert worker.handle(Awaited("t", 5.0)) == [SetTimer(1, 5.0)]
     told = Tell("a", ("t",), Stage.VERIFIED)
-    assert hear(worker, told) == [Settle("t", told), Continue(Stage.VERIFIED)]
-    worker.handle(Proposed("u", Proposal("b", "digest", ())))
+    assert worker.handle(told) == [Settle("t", told), Continue(Stage.VERIFIED)]
+    worker.handle(Propose("u", Proposal("b", "digest", ())))
     worker.handle(Awaited("u", 5.0))
     assert worker.handle(TimerFired(2)) == [Continue(Stage.PROPOSED)]
 
@@ -131,8 +124,8 @@ def test_a_training_thread_that_waits_for_a_ticket_continues_with_its_outcome_or
 def test_a_training_thread_does_not_wait_for_the_coordinator_forever_and_names_it() -> None:
     worker = WorkerMachine(1)
     worker.handle(Rested(("begin",)))
-    hear(worker, Resume((1, 1), "over"))
-    hear(worker, Stop(7))
+    worker.handle(Resume((1, 1), "over"))
+    worker.handle(Stop(7))
     timer = worker.handle(Arrived(1))[-1]
     assert isinstance(timer, SetTimer)
     (ends,) = worker.handle(TimerFired(timer.number))
@@ -143,22 +136,22 @@ def test_a_training_thread_does_not_wait_for_the_coordinator_forever_and_names_i
 def test_what_all_workers_do_by_themselves_is_sent_with_its_step_and_keeps_no_thread() -> None:
     worker = WorkerMachine(0)
     audit, save = ReportId("audit", 0), ReportId("save", 0)
-    assert worker.handle(Reported(audit, "first")) == [Send(Answer(audit, "first"))]
-    assert worker.handle(Reported(save, None)) == [Send(Answer(save, None))]
+    assert worker.handle(Answer(audit, "first")) == [Send(Answer(audit, "first"))]
+    assert worker.handle(Answer(save, None)) == [Send(Answer(save, None))]
     assert worker.handle(Arrived(1)) == [PassBoundary(1)]
 
 
 def test_a_training_thread_waits_without_a_limit_only_for_what_can_come_before_it_trains() -> None:
     worker = WorkerMachine(0)
-    worker.handle(Proposed("t", Proposal("a", "digest", ())))
+    worker.handle(Propose("t", Proposal("a", "digest", ())))
     assert without_timers(worker.handle(Awaited("t", None))) == []
     waits = Tell("a", ("t",), Stage.PREPARED, waits_for="the trial of b, until step 3", waits_until=3)
-    assert hear(worker, waits) == [Settle("t", waits), Continue(Stage.PREPARED)]
+    assert worker.handle(waits) == [Settle("t", waits), Continue(Stage.PREPARED)]
     worker.handle(Arrived(2))
     assert without_timers(worker.handle(Awaited("t", None))) == [Continue(Stage.PREPARED)]
     worker.handle(Arrived(3))
     assert without_timers(worker.handle(Awaited("t", None))) == []
-    hear(worker, Stop(7))
-    (timer,) = hear(worker, Meet(7, 4))  # the others may still come to wait here
+    worker.handle(Stop(7))
+    (timer,) = worker.handle(Meet(7, 4))  # the others may still come to wait here
     assert isinstance(timer, SetTimer)
     assert worker.handle(TimerFired(timer.number)) == [Continue(Stage.PREPARED)]
