@@ -126,8 +126,6 @@ def has_other_content(proposal: Proposal, known: Operation | None, record: Commi
 
 
 class Coordinator:
-    """The state machine that decides."""
-
     def __init__(
         self,
         size: int,
@@ -151,9 +149,8 @@ class Coordinator:
         self._numbers = itertools.count(1)  # of operations, orders, writes, timers and meetings
         self._commands: list[e.CoordinatorCommand] = []
         self._over = False
-        self._early: (
-            list[tuple[int, m.ToCoordinator]] | None
-        ) = []  # until the work of earlier attempts is known
+        # Messages that wait until the work of earlier attempts is known.
+        self._early: list[tuple[int, m.ToCoordinator]] | None = []
         # Proposals.
         self._known: dict[str, Operation] = {}  # by id: undecided ones, and refused functions
         self._inbox: set[str] = set()  # tickets from outside: their files stay until their outcome is durable
@@ -199,10 +196,9 @@ class Coordinator:
 
     def handle(self, event: e.CoordinatorEvent) -> list[e.CoordinatorCommand]:
         """Handles an event; returns the commands to carry out, in order."""
-        commands: list[e.CoordinatorCommand] = []
-        self._commands = commands
+        self._commands = []
         if self._over:
-            return commands
+            return []
         if isinstance(event, e.FromWorker):
             self._on_message(event.rank, event.message)
         elif isinstance(event, e.Written):
@@ -215,7 +211,7 @@ class Coordinator:
             or (self._settling and self._settle_next())
         ):
             pass
-        return commands
+        return self._commands
 
     def _on_message(self, rank: int, message: m.ToCoordinator) -> None:
         if isinstance(message, m.Answer):
@@ -243,12 +239,9 @@ class Coordinator:
             return
         tokens = tuple(rests[rank].token for rank in range(self.size))
         if len({(one.step, one.intent) for one in rests.values()}) > 1:
-            said = "; ".join(
-                f"worker {r} at step {one.step}: {one.intent[0]}" for r, one in sorted(rests.items())
-            )
-            self._resuming = m.Resume(
-                tokens, Refusal(f"The workers wait for each other at different places: {said}")
-            )
+            places = (f"worker {r} at step {one.step}: {one.intent[0]}" for r, one in sorted(rests.items()))
+            problem = f"The workers wait for each other at different places: {'; '.join(places)}"
+            self._resuming = m.Resume(tokens, Refusal(problem))
             return
         operation = collective(rest.intent, self.new_id(rest.intent[0]))
         operation.tokens = tokens
@@ -301,11 +294,9 @@ class Coordinator:
             self._open(operation)
             self._note_proposer(operation, rank)
         elif has_other_content(proposal, known, record):
-            problem = (
-                f"An update with the id {proposal.id} and other content was already proposed. Give this one "
-                "an id of its own"
-            )
-            self._refuse(m.Tell(proposal.id, (ticket,), Stage.REFUSED, outcome=Refusal(problem)))
+            problem = f"An update with the id {proposal.id} and other content was already proposed"
+            refusal = Refusal(f"{problem}. Give this one an id of its own")
+            self._refuse(m.Tell(proposal.id, (ticket,), Stage.REFUSED, outcome=refusal))
         elif known is not None and known.outcome is None:
             known.tickets.append(ticket)
             self._note_proposer(known, rank)
@@ -339,10 +330,9 @@ class Coordinator:
             refusal = Refusal(f"{id_} is unknown, or committed already")
             self._tell(m.Tell(id_, (ticket,), stage, outcome=refusal))
             return
-        withdrawn = operation
-        withdrawn.withdrawing = True
+        operation.withdrawing = True
 
-        def then(refusal: Refusal | None) -> None:
+        def then(refusal: Refusal | None, withdrawn: Operation = operation) -> None:
             withdrawn.withdrawing = False
             if refusal is None:
                 withdrawn.tickets.append(ticket)
@@ -435,14 +425,10 @@ class Coordinator:
 
     def _tell_progress(self, operation: Operation, tickets: tuple[str, ...]) -> None:
         """Tells waiting workers why it is not decided yet, and whether training must continue first."""
-        operation.told = operation.stage, operation.waits_until
+        operation.told = stage, until = operation.stage, operation.waits_until
         if tickets:
-            why, until = operation.waits_for, operation.waits_until
-            self._say(
-                m.Tell(
-                    operation.id, tickets, operation.stage, operation.step, waits_for=why, waits_until=until
-                )
-            )
+            why = operation.waits_for
+            self._say(m.Tell(operation.id, tickets, stage, operation.step, waits_for=why, waits_until=until))
 
     def announce(self, outcome: Outcome) -> None:
         receipt: Receipt = outcome.result
@@ -563,11 +549,8 @@ class Coordinator:
         for place, (operation, limit, is_enough) in enumerate(self._settling):
             if self._writes and is_enough == self._waits_for_later:
                 continue  # what is being written may be told when it is durable
-            if all(
-                is_enough(one)
-                for number, one in self.operations.items()
-                if number < limit and one is not operation
-            ):
+            others = (one for one in self.operations.values() if one.number < limit and one is not operation)
+            if all(is_enough(one) for one in others):
                 del self._settling[place]
                 self._run(operation, None)
                 return True
@@ -667,20 +650,15 @@ class Coordinator:
             del self._planned[id_]
             self._run(operation, gather.refusal() or gather.answers)
         for other in [one for one in self._planned if one.kind == id_.kind]:
-            self._refuse_passed_report(other)
-
-    def _refuse_passed_report(self, id_: ReportId) -> None:
-        """Refuses what a worker will not report, because it has reported a later one.
-
-        The reports are kept until every worker has made its own or passed it: a late one opens nothing.
-        """
-        gather, operation = self._planned[id_]
-        passed = [rank for rank in gather.missing if id_ < self._latest_report.get((id_.kind, rank), id_)]
-        if passed:
-            gather.answers.clear()
-            if len(passed) == len(gather.missing):
-                del self._planned[id_]
-            self._run(operation, gather.refused_by(passed))
+            gather, operation = self._planned[other]
+            latest = {rank: self._latest_report.get((id_.kind, rank), other) for rank in gather.missing}
+            passed = [rank for rank in gather.missing if other < latest[rank]]
+            if passed:
+                gather.answers.clear()
+                # Kept until every worker has made its report or passed it: a late one opens nothing.
+                if len(passed) == len(gather.missing):
+                    del self._planned[other]
+                self._run(operation, gather.refused_by(passed))
 
     def _give_up_reports(self, before: int | None) -> None:
         """All workers rest: what one of them has not reported by now, it never will."""
@@ -784,6 +762,7 @@ class Coordinator:
             self._release(used)
 
     def _find_turn(self) -> bool:
+        """Gives the turn to the first operation that can run where all workers are stopped."""
         resting, wanted = self._resting_step(), False
         for operation in self._waiting:
             deferred = self._deferred(operation)
@@ -791,24 +770,25 @@ class Coordinator:
                 self._put_off(operation, *deferred)
                 continue
             wanted = wanted or operation.meeting is None
-            step = self._where(operation, resting)
-            if step is not None and self._is_next(operation, step):
-                self._give_turns(operation, step, resting)
-                return True
+            meeting = operation.meeting or self._next
+            step = None if meeting is None else meeting.step()
+            if step is None and resting is not None:
+                earliest = 0 if operation.meeting is None else operation.meeting.at_step or 0
+                step = resting if resting >= earliest else None
+            if step is None or not self._is_next(operation, step):
+                continue
+            meeting, turns = operation.meeting, [operation]
+            if meeting is None:
+                meeting = self._next if resting is None else None
+                turns = [one for one in self._waiting if one.meeting is None and self._deferred(one) is None]
+            self._take_turns(turns)
+            self._here = meeting, step
+            return True
         if wanted and self._next is None and resting is None:
             self._open_next()
         elif not wanted and self._next is not None:
             self._release(self._next)
         return False
-
-    def _where(self, operation: Operation, resting: int | None) -> int | None:
-        """The boundary at which all workers are stopped, if the operation can run there."""
-        meeting = operation.meeting or self._next
-        step = None if meeting is None else meeting.step()
-        if step is None and resting is not None:
-            earliest = 0 if operation.meeting is None else operation.meeting.at_step or 0
-            step = resting if resting >= earliest else None
-        return step
 
     def _is_next(self, operation: Operation, step: int) -> bool:
         """Whether no replay comes before it."""
@@ -816,14 +796,6 @@ class Coordinator:
             return True
         first = self._replays[0][0]
         return operation.replays == first if operation.replays is not None else first[0] > step
-
-    def _give_turns(self, operation: Operation, step: int, resting: int | None) -> None:
-        meeting, turns = operation.meeting, [operation]
-        if meeting is None:
-            meeting = self._next if resting is None else None
-            turns = [one for one in self._waiting if one.meeting is None and self._deferred(one) is None]
-        self._take_turns(turns)
-        self._here = meeting, step
 
     def _put_off(self, operation: Operation, reason: str, until: int) -> None:
         meeting = operation.meeting
@@ -915,33 +887,22 @@ class Coordinator:
         if standing:
             self._time_standing(meeting)
         if number in self._reserving and meeting.answered:
-            self._agreed(meeting)
+            problem = f"Step {meeting.at_step} is past: the next boundary is that of step {meeting.latest}"
+            refusal = Refusal(problem) if meeting.latest > meeting.target else None
+            self._run(self._reserving.pop(number), refusal)
         elif meeting.at_step is not None:
             return
         elif not had_answered and meeting.answered:
-            self._aim(meeting)
+            # Chooses the step: the latest boundary that a worker has not passed.
+            meeting.target = latest = meeting.latest
+            if len(set(meeting.steps.values())) > 1:
+                meeting.aim(latest)
+                self._say(m.Meet(number, latest))
+                self._time_standing(meeting)  # with the workers that are already there
         elif had_answered and standing and step < meeting.target:
             self._next = None
             self._open_next()  # it rests, and will never reach the target: ask again
             self._release(meeting)
-
-    def _aim(self, meeting: Meeting) -> None:
-        """Chooses the step: the latest boundary that a worker has not passed."""
-        meeting.target = latest = meeting.latest
-        if len(set(meeting.steps.values())) > 1:
-            meeting.aim(latest)
-            self._say(m.Meet(meeting.number, latest))
-            self._time_standing(meeting)  # with the workers that are already there
-
-    def _agreed(self, meeting: Meeting) -> None:
-        """All workers have answered whether they will stop at a chosen step."""
-        operation = self._reserving.pop(meeting.number)
-        refusal = None
-        if meeting.latest > meeting.target:
-            refusal = Refusal(
-                f"Step {meeting.at_step} is past: the next boundary is that of step {meeting.latest}"
-            )
-        self._run(operation, refusal)
 
     def _time_answers(self, meeting: Meeting) -> None:
         """Sets the timeout for answers to `Stop`: event loops answer it whatever the training threads do."""
