@@ -36,6 +36,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -184,7 +185,6 @@ def on_silence(
 
 
 def within(limit_secs: float, act: Callable[[], Result]) -> Result | None:
-    """Calls `act` in a daemon thread and waits at most `limit_secs`."""
     results: list[Result] = []
     thread = threading.Thread(target=lambda: results.append(act()), name="replicast-within", daemon=True)
     thread.start()
@@ -192,21 +192,20 @@ def within(limit_secs: float, act: Callable[[], Result]) -> Result | None:
     return results[0] if results else None
 
 
+@dataclass
 class Causes:
     """Why a job failed, as this worker sees it: its own error, a worker that it lost, or its own pause."""
 
-    def __init__(self, rank: int, chiefs: int, pauses: Pauses, jumps: ClockJumps, recent_secs: float) -> None:
-        self._rank = rank
-        self._chiefs = chiefs
-        self._pauses = pauses
-        self._jumps = jumps
-        self._recent_secs = recent_secs
-        self._own_error: str | None = None
+    rank: int
+    chiefs: int
+    pauses: Pauses
+    jumps: ClockJumps
+    recent_secs: float
+    own_error: str | None = None
 
     def look(self) -> None:
-        """Looks whether this process stood still, or its clock was set; call it several times a second."""
-        self._pauses.look()
-        self._jumps.look()
+        self.pauses.look()
+        self.jumps.look()
 
     def of(self, error: BaseException) -> JobFailed:
         """Why this worker's script raised, and because of which worker."""
@@ -215,19 +214,16 @@ class Causes:
             return pause
         if isinstance(error, JobFailed) and error.worker is not None:  # it waited for that one in vain
             return first(error.worker, str(error))
-        lost = lost_worker(str(error), self._chiefs)
+        lost = lost_worker(str(error), self.chiefs)
         jump = None if lost is None else self.jump(lost.how, lost.worker)
         if jump is not None:
             return jump
-        if lost is not None and lost.worker != self._rank:
+        if lost is not None and lost.worker != self.rank:
             return first(lost.worker, self.witnessed(lost_text(lost)))
         lines = traceback.format_exception_only(error)
-        own = first(self._rank, lines[-1].strip() if lines else type(error).__name__)
-        self._own_error = str(own)
+        own = first(self.rank, lines[-1].strip() if lines else type(error).__name__)
+        self.own_error = str(own)
         return own
-
-    def is_own_error(self, failure: JobFailed) -> bool:
-        return str(failure) == self._own_error
 
     def noticed(self, message: str, worker: int | None) -> JobFailed:
         """A loss that this worker has noticed: of another one, unless it stood still itself."""
@@ -235,27 +231,27 @@ class Causes:
         return found or JobFailed(self.witnessed(message), worker=worker)
 
     def witnessed(self, message: str) -> str:
-        return f"{message} (reported by worker {self._rank})"
+        return f"{message} (reported by worker {self.rank})"
 
     def pause(self) -> JobFailed | None:
         """An error if this process itself stood still a short time ago: that explains what it sees since."""
-        secs = self._pauses.last_secs(within_secs=self._recent_secs)
+        secs = self.pauses.last_secs(within_secs=self.recent_secs)
         if secs is None:
             return None
         message = (
-            f"worker {self._rank} did not run for {secs:.0f} s: it was stopped (SIGSTOP), its machine was "
+            f"worker {self.rank} did not run for {secs:.0f} s: it was stopped (SIGSTOP), its machine was "
             "suspended, or it got no CPU time. The other workers took it for lost"
         )
-        return JobFailed(message, worker=self._rank)
+        return JobFailed(message, worker=self.rank)
 
     def jump(self, message: str, worker: int | None) -> JobFailed | None:
         """An error if heartbeats are missed since the wall clock was set: nobody need have been lost."""
-        secs = self._jumps.last_secs(within_secs=self._recent_secs) if "heartbeats" in message else None
+        secs = self.jumps.last_secs(within_secs=self.recent_secs) if "heartbeats" in message else None
         if secs is None or worker is None:
             return None
         way = "forward" if secs > 0 else "back"
         cause = (
-            f"worker {worker} was taken for lost because the clock of worker {self._rank}'s host was set "
+            f"worker {worker} was taken for lost because the clock of worker {self.rank}'s host was set "
             f"{way} by {abs(secs):.0f} s: TensorFlow measures by it how old a heartbeat is. Restart the job, "
             "and set clocks only while none runs"
         )
@@ -263,7 +259,6 @@ class Causes:
 
 
 def follows(error: BaseException) -> bool:
-    """Whether an error may follow from what happened to another worker, or to the connection."""
     return isinstance(error, JobFailed) or type(error).__module__.startswith("tensorflow.")
 
 
@@ -297,11 +292,9 @@ class Lifetime:
     ) -> None:
         self._coordination = coordination
         self._keys = JobKeys(coordination)
-        self._rank = rank
-        self._size = size
+        self._rank, self._size = rank, size
         self._silent_secs = heartbeat_secs + SILENT_AFTER_HEARTBEAT_SECS
-        if pauses is None:
-            pauses = Pauses(heartbeat_secs / 2)  # then the others may have missed a heartbeat
+        pauses = pauses or Pauses(heartbeat_secs / 2)  # then the others may have missed a heartbeat
         jumps = ClockJumps(heartbeat_secs / 2)  # as old as a heartbeat may be at that moment
         recent_secs = self._silent_secs + GRACE_SECS
         self._causes = Causes(rank, coordination.chiefs, pauses, jumps, recent_secs)
@@ -341,27 +334,19 @@ class Lifetime:
 
     def watch(self) -> None:
         self._thread.start()
-        on_silence(
-            lambda: self.polls, self._silent_secs, self._no_answers, until=self._stop, look=self._causes.look
-        )
+        secs, look = self._silent_secs, self._causes.look
+        on_silence(lambda: self.polls, secs, self._no_answers, until=self._stop, look=look)
 
     def has_gone_on(self, worker: int) -> bool:
         """Whether another worker is known to have passed this worker's position in the script."""
         return self.turns.has_taken_next(worker) or self.has_left(worker)
 
     def before_leaving(self, act: Callable[[], None]) -> None:
-        """Registers a function to call at the end of the script, unless the job failed; last in, first out.
-
-        The other workers have been told by then that this worker left. If they still train, they fail, and
-        `check` raises here.
-        """
+        """Registers a function for the end of the script, unless the job failed; last in, first out."""
         self._before_leaving.insert(0, act)
 
     def at_exit(self, act: Callable[[], None]) -> None:
-        """Registers a function to call when the process exits, in any case, after those of `before_leaving`.
-
-        It must not wait for another worker.
-        """
+        """As `before_leaving`, in any case and after those. It must not wait for another worker."""
         self._at_exit.insert(0, act)
 
     def check(self) -> None:
@@ -388,14 +373,13 @@ class Lifetime:
         self._report()
 
     def _set_failure(self, failure: JobFailed) -> JobFailed:
-        """Sets why the job failed, unless it is known; returns what is known now."""
         with self._one_failure:
             self.failure = self.failure or failure
             return self.failure
 
     def _report(self) -> None:
         """Writes because of whom this worker exits, once; not if that is the error that its script raised."""
-        if self.failure is not None and not self._causes.is_own_error(self.failure) and not self._reported:
+        if self.failure is not None and str(self.failure) != self._causes.own_error and not self._reported:
             self._reported = True
             sys.stderr.write(f"replicast: {self.failure}\n")
 
@@ -450,7 +434,7 @@ class Lifetime:
             )
             if self._trained_alone():
                 self._end_process(1)
-        if self.failure is None or self._causes.is_own_error(self.failure):
+        if self.failure is None or str(self.failure) == self._causes.own_error:
             return  # as Python does
         self._report()
         sys.stderr.flush()
@@ -515,8 +499,7 @@ class Lifetime:
             return self._causes.noticed(lost_text(lost), lost.worker)
         if self._has_left:
             return None
-        mismatch = self.turns.mismatch()
-        if mismatch is not None:
+        if (mismatch := self.turns.mismatch()) is not None:
             return mismatch
         # A transfer of TensorFlow notices a broken connection at once, one through shared memory has none.
         dead = self.dead_worker()

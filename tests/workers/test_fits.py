@@ -33,7 +33,7 @@ def done(fits: Fits, fit: Fit, epochs: int | None = None) -> None:
 
 def later(position: Position) -> Fits:
     attempt = Fits()
-    attempt.restored(position)
+    attempt.resumed = position
     return attempt
 
 

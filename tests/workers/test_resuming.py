@@ -185,7 +185,7 @@ class Life:
         self.positions: list[Position] = []
         self.epochs: list[tuple[int, int]] = []
         self.told: list[str] = []
-        replicas = mock.MagicMock(begin_epoch=strategy.begin_epoch, **{"session.rank": rank})
+        replicas = mock.MagicMock(strategy=strategy, **{"session.rank": rank})
         replicas.training.begin_fit.return_value = start
         replicas.training.reached.side_effect = lambda position, *_, **__: self.positions.append(position)
         ends = keras.callbacks.LambdaCallback(on_epoch_end=self._epoch_ended)

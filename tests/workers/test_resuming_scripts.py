@@ -122,7 +122,7 @@ class Lives:
             self.model.compile("sgd", "mse", run_eagerly=True)
         self.attempt = training(start)
         self.positions: list[Position] = []
-        self._replicas = mock.MagicMock(begin_epoch=strategy.begin_epoch, **{"session.rank": 0})
+        self._replicas = mock.MagicMock(strategy=strategy, **{"session.rank": 0})
         self._replicas.training = self.attempt
         self._replicas.boundary.side_effect = lambda **_: self.positions.append(self.attempt.position)
 

@@ -41,10 +41,7 @@ class _AfterOthers(keras.callbacks.Callback):
 
 
 class BoundaryCallback(keras.callbacks.Callback):
-    """Makes every end of a batch a boundary; with `steps_per_execution`, every end of an execution.
-
-    Give it to `fit` on all workers.
-    """
+    """Makes every end of a batch a boundary; with `steps_per_execution`, every end of an execution."""
 
     _worker: JoinedWorker  # from `on_train_begin` on: the model may not be built before
 
@@ -92,7 +89,7 @@ class BoundaryCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch = epoch
-        self._worker.begin_epoch(epoch)
+        self._worker.strategy.begin_epoch(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes where the execution starts. All callbacks are done with the previous boundary."""
@@ -113,7 +110,6 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._worker.boundary(steps=steps, logs=logs, batches=0)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes the end of the epoch, which is the position where the next one begins."""
         self._resumed_epoch.ended()
         self._worker.training.reached(Position(epoch + 1), logs)
         self._worker.audits.after_epoch()
@@ -123,7 +119,7 @@ class BoundaryCallback(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Settles all proposals, so that none waits for a step that never comes."""
         start_at_epoch(self.model, 0)
-        self._worker.begin_epoch(None)
+        self._worker.strategy.begin_epoch(None)
         training, others = self._worker.training, callbacks_of(self.model)
         if others is not None and self._after_others in others:
             others.remove(self._after_others)
@@ -140,18 +136,12 @@ class BoundaryCallback(keras.callbacks.Callback):
     # Called after all other callbacks.
 
     def set_moment(self, moment: str, steps_before: int = 0) -> None:
-        """A proposal made at the same moment of training has the same id in every attempt.
-
-        Including one that begins there.
-        """
+        """A proposal made at, or begun from, the same moment of training has the same id in every attempt."""
         session = self._worker.session
         session.proposals.set_moment(moment, session.step - steps_before)
 
     def all_have_begun(self) -> None:
-        """Freezes the optimizer's scalars when an epoch is resumed in the middle.
-
-        The saved state already contains a learning rate that was changed when the epoch began.
-        """
+        """Inside an epoch: the saved state has the learning rate that was set when the epoch began."""
         self.set_moment("epoch", self._resumed.batch)
         if self._resumed.batch:
             of_optimizers = (each for each in self._worker.state.schema if each.kind == "optimizer")
@@ -172,11 +162,9 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._worker.checkpoints.after_epoch()
 
     def _is_over(self) -> bool:
-        """Whether this training was finished in an earlier attempt and is skipped."""
         return self._resumed.inside == "over"
 
     def _is_stopped(self) -> bool:
-        """Whether the training was stopped before all its epochs were done."""
         return bool(self.model.stop_training) and self._epoch + 1 < (self.params or {}).get("epochs", 1)
 
     def _position(self, batch: int) -> Position:

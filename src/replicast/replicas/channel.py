@@ -113,7 +113,6 @@ class DirectExchange:
         self.size = size
 
     def tell(self, what: str, value: str) -> None:
-        """Publishes a value for the others, once."""
         self._coordination.put(f"{self._prefix}/told/{what}", value)
 
     def hear(self, what: str, timeout_secs: float, worker: int = 0) -> str:

@@ -61,7 +61,6 @@ class Departure:
         return self.session.script_ended
 
     def ask(self) -> None:
-        """Asks all workers to leave at one boundary. Returns at once."""
         if not self.left and not self.ends:
             self.session.request("leave")
 
@@ -150,7 +149,6 @@ class SigtermHandler:
         self._told_at: float | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Called by the interpreter."""
         if os.getpid() != self._process:  # A forked child inherits our handler, but does not train.
             _end()
         elif self._told_at is None:

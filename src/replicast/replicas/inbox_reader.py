@@ -263,7 +263,6 @@ class InboxReader:
             check_outline(update, self._session.replica.state.schema, self._session.limits)
 
     def _consider(self, run_dir: RunDir, path: RunPath, *, training: bool) -> None:
-        """Hands a request to the coordinator; or leaves it for later."""
         if inbox.answer_of(run_dir, inbox.id_of(path)) is not None:
             path.unlink(missing_ok=True)  # A job died between its answer and this: it must not stop twice.
             return
@@ -293,7 +292,6 @@ class InboxReader:
         return time.monotonic() - arrived >= request.deadline - request.requested_at
 
     def _resolved(self, request: InboxRequest) -> tuple[Any, ...]:
-        """The variable's full name, and rows that it has."""
         variable = self._session.replica.state.schema.resolve(request.name)
         nbytes = inbox.checked_rows(variable, request.rows)
         if nbytes > MAX_PULL_BYTES:

@@ -40,8 +40,6 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class AuditPlan:
-    """When replicas are compared, and what happens when they differ."""
-
     every: int | None = None
     policy: Policy = "raise"
     ends: bool = False
@@ -112,7 +110,6 @@ class Audits:
         self._follow(self._usual)
 
     def audit(self, policy: Policy | None) -> AuditReport:
-        """As `Replicas.audit`."""
         policy = self._usual.policy if policy is None else checked_policy(policy)
         report = self._session.rest("audit", policy)
         if isinstance(report, Refusal):
@@ -161,7 +158,6 @@ class Audits:
             return report
 
     def _write(self, report: AuditReport) -> None:
-        """Writes a report. A full disk does not stop the training."""
         try:
             if self._run_dir is not None:
                 append_audit(self._run_dir, report)
@@ -188,7 +184,6 @@ def diverged(report: AuditReport, *, on_trial: bool = False) -> ReplicasDiverged
 
 
 def declared(schema: Schema, patterns: Sequence[str], *, local_statistics: bool) -> frozenset[str]:
-    """The variables that may differ between workers."""
     names = [variable.name for variable in schema]
     found = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:

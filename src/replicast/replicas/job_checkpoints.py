@@ -166,7 +166,6 @@ class Saving:
         return wait_for(self._done, timeout, self._check)
 
     def begin_writing(self) -> bool:
-        """Returns False if the checkpoint was replaced before."""
         with self._lock:
             self.is_writing = not self.done()
             return self.is_writing
@@ -186,8 +185,6 @@ class Saving:
 
 @dataclass(slots=True)
 class _StateCopy:
-    """Worker 0's copy of the state, to be written to a file."""
-
     draft: Draft
     arrays: Arrays
     digests: dict[str, str]
@@ -238,7 +235,6 @@ class Checkpoints:
         self.follow(plan)
 
     def follow(self, plan: SavePlan) -> None:
-        """Makes checkpoints by this plan from now on."""
         if plan.every is not None and self.store is None:
             raise no_run_dir()
         self._plan = plan
@@ -297,10 +293,7 @@ class Checkpoints:
         return Saving(done=True) if self.session.rank != 0 else self._requested
 
     def save_in_passing(self) -> Saving:
-        """Saves the state of this boundary without waiting. All workers call it at the same boundary.
-
-        It is written when all of them have called `report`. During a trial, it is made after the trial.
-        """
+        """Saves this boundary's state without waiting; written when all workers have called `report`."""
         self.report()
         id_ = self.session.next_report("save")
         if self.session.replica.on_trial:
@@ -373,7 +366,6 @@ class Checkpoints:
                 logger.warning("%s is still being written; waited %.0f s so far", self._current.id, secs)
 
     def _is_done_soon(self, saving: Saving) -> bool:
-        """Waits briefly for a checkpoint. Returns whether it is done."""
         if saving.wait(0.05):
             return True
         self.session.check()
@@ -434,7 +426,6 @@ class Checkpoints:
             raise _ended_before()
 
     def _empty(self) -> Snapshot:
-        """For a checkpoint that is not made."""
         return Snapshot(self.session.step, "", frozenset(self.session.replica.holds), None)
 
     def _take(self, saving: Saving) -> Callable[[], Snapshot]:
@@ -635,7 +626,6 @@ class Restore:
         self._secs = self.session.timeouts.join_secs
 
     def run(self, number: int, step: int | None, partial: bool) -> Restored | None:
-        """Restores a checkpoint on all workers. Blocks until all have the state."""
         session = self.session
         if session.begun:  # before any state changes
             raise CheckpointError(
@@ -821,7 +811,6 @@ class Restore:
     def _received(
         self, parcel: Parcel, names: list[str], digests: Mapping[str, str]
     ) -> tuple[list[npt.NDArray[Any]], str]:
-        """The values of these variables, and what is wrong with them."""
         try:
             values = self.session.transport.receive(parcel, self._secs)
         except UpdateRefused as error:
@@ -874,7 +863,6 @@ def mean(own: Array, others: Sequence[Mapping[str, str]], name: str) -> Array:
 
 
 def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    """The logs that are numbers; a metric may be anything."""
     found = {}
     for name, value in logs.items():
         with contextlib.suppress(TypeError, ValueError, OverflowError):

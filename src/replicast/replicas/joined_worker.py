@@ -75,10 +75,14 @@ class JoinedWorker:
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._strategy = strategy
+        self.strategy = strategy
         self._run_dir = run_dir
         self._durable = durable
-        self._optimizers = _built_optimizers(model, optimizer, strategy)
+        with strategy.scope():
+            self._optimizers = optimizers_by_name(model, optimizer)
+            for one in self._optimizers.values():
+                if not one.built:
+                    one.build(model.trainable_variables)
         self._uncounted_since: int | None = None
         self.called_by: object = None  # the callback of the current `fit`
         self.state = KerasState(model, self._optimizers)
@@ -126,15 +130,15 @@ class JoinedWorker:
             store.clean()
         group = exchange.agree("group", "" if fence is None else fence.identity, secs)[0]
 
+        listed = store.list() if rank == 0 and store is not None else []
+        saved = [saved_of(manifest) for manifest in listed]
         self.session = Session(
             exchange,
             Channel(strategy.coordination, name, rank, size),
             transport,
             self.state,
             journal=journal,
-            saved=[saved_of(manifest) for manifest in store.list()]
-            if rank == 0 and store is not None
-            else (),
+            saved=saved,
             attempt=self._attempt,
             timeouts=timeouts,
             limits=limits,
@@ -144,6 +148,9 @@ class JoinedWorker:
         )
         self.training = Training(self.session, self.state)
         self.checkpoints = Checkpoints(self.session, self.state, self.training, store, self._attempt)
+        # Whether the launcher of this host reads the notes in this directory, which it has made.
+        launch, path = read_launch(os.environ), None if run_dir is None else below(run_dir).as_path()
+        launcher_reads = launch.launched and path is not None and path.absolute() == launch.run_dir
         self.run_files = RunFiles(
             self.session,
             run_dir,
@@ -151,7 +158,7 @@ class JoinedWorker:
             self.training,
             fence,
             None if rank == 0 else group,
-            launcher_reads=_launcher_reads(run_dir),
+            launcher_reads=launcher_reads,
             may_save=lambda: not self.checkpoints.is_busy,
             heartbeat=heartbeat_file(os.environ, rank),
         )
@@ -191,11 +198,9 @@ class JoinedWorker:
         return self.session
 
     def begin_training(self) -> None:
-        """Called on all workers. Resumes the journal's updates."""
         now = optimizers_by_name(self._model, self._optimizer)
-        if {name: id(one) for name, one in now.items()} != {
-            name: id(one) for name, one in self._optimizers.items()
-        }:
+        known = self._optimizers
+        if now.keys() != known.keys() or any(now[name] is not known[name] for name in now):
             raise NotSupported(
                 "A model that was compiled again",
                 reason="it has a new optimizer, which this Replicas does not know",
@@ -209,7 +214,7 @@ class JoinedWorker:
             self.training.has_begun = True
         self.session.arrive(self.session.step)
         self.training.active = True
-        self._strategy.take_start(self._model)  # the restored position is for this `fit`, not a later one
+        self.strategy.take_start(self._model)  # the restored position is for this `fit`, not a later one
 
     def boundary(self, *, steps: int, logs: Mapping[str, Any] | None, batches: int) -> None:
         """As `Replicas.boundary`."""
@@ -217,7 +222,7 @@ class JoinedWorker:
         self.training.active = True
         if logs is not None:
             self.run_files.logs = logs
-        self._strategy.wait_for_device()
+        self.strategy.wait_for_device()
         self.checkpoints.report()
         self.training.used(batches)
         session.proposals.training_continues()
@@ -240,10 +245,6 @@ class JoinedWorker:
         self.checkpoints.settle()
         self.checkpoints.check()
         self.training.active = False
-
-    def begin_epoch(self, epoch: int | None) -> None:
-        """Called on all workers. The order of the data follows from the epoch's number."""
-        self._strategy.begin_epoch(epoch)
 
     # A `fit` without our callback trains steps that no boundary counts. The optimizer has counted them, so
     # that later updates are recorded at their true step.
@@ -269,7 +270,6 @@ class JoinedWorker:
     # The end.
 
     def close(self, *, at_exit: bool) -> None:
-        """Settles open proposals together with all workers, and stops the threads."""
         self.training.active = False
         try:
             self.count_steps()
@@ -286,20 +286,20 @@ class JoinedWorker:
         self.run_files.finish(finished=not told_to)
         self._states.ended(self.session.step, told_to=told_to, at_exit=at_exit)
         if not self.departure.ends:  # at the end of the script it stays: SIGTERM need not exit then
-            self._strategy.leavings.remove(self.departure)
+            self.strategy.leavings.remove(self.departure)
 
     def script_ends(self) -> None:
         """The script has come to its end: no model of it need be told to exit any more."""
-        if self.departure not in self._strategy.leavings:  # closed before, and the script went on
-            self._strategy.leavings.append(self.departure)
-        for each in self._strategy.leavings:
+        if self.departure not in self.strategy.leavings:  # closed before, and the script went on
+            self.strategy.leavings.append(self.departure)
+        for each in self.strategy.leavings:
             each.session.script_ended = True
 
     def abandon(self) -> None:
         """The process exits, in whatever state it is. Waits for nobody."""
         self.session.abandon()
         self.run_files.note_end()
-        self._states.abandoned(self.session.step, self._strategy.lifetime.failure)
+        self._states.abandoned(self.session.step, self.strategy.lifetime.failure)
         self.session.script_ended = True  # it exits anyway: SIGTERM need not
 
     # What the session asks and tells, where it is not one part alone that answers.
@@ -326,28 +326,11 @@ class JoinedWorker:
             self.run_files.inbox.left(self._run_dir, problem)
 
 
-def _built_optimizers(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer | None, strategy: Strategy
-) -> dict[str, keras.optimizers.Optimizer]:
-    with strategy.scope():
-        optimizers = optimizers_by_name(model, optimizer)
-        for one in optimizers.values():
-            if not one.built:
-                one.build(model.trainable_variables)
-    return optimizers
-
-
 def _warn_if_other_size(run_dir: RunDir, size: int) -> None:
     with contextlib.suppress(ReplicastError, OSError):
         before = read_run_info(run_dir).workers
         if before != size:
             logger.warning("%s: the previous attempt had %d workers, this one has %d", run_dir, before, size)
-
-
-def _launcher_reads(run_dir: RunDir | None) -> bool:
-    """Whether the launcher of this host reads the notes in this directory, which it has made."""
-    launch = read_launch(os.environ)
-    return launch.launched and run_dir is not None and below(run_dir).as_path().absolute() == launch.run_dir
 
 
 def attempt_of(
@@ -356,11 +339,7 @@ def attempt_of(
     timeout_secs: float,
     environ: Mapping[str, str] = os.environ,
 ) -> int:
-    """The number of this attempt, from 0: the launcher's, else one more than the last in the run directory.
-
-    All workers call it. Worker 0 looks into the run directory and tells the others, who may not see it.
-    Without a launcher are jobs under Kubernetes, Ray or a plain TF_CONFIG.
-    """
+    """The launcher's number of this attempt, else one more than the last that worker 0 finds; told to all."""
     if ATTEMPT in environ:
         return read_launch(environ).attempt
     counted = 0
@@ -372,13 +351,9 @@ def attempt_of(
 
 
 class RunStates:
-    """Worker 0 writes down what becomes of a job that no launcher watches (`storage/run_files.py`).
-
-    Does nothing on other workers, or under a launcher.
-    """
+    """Worker 0 writes down what becomes of a job that no launcher watches (`storage/run_files.py`)."""
 
     def __init__(self, run_dir: RunDir | None, rank: int, workers: int, attempt: int) -> None:
-        """The workers have met."""
         writes = rank == 0 and not read_launch(os.environ).launched
         self._run_dir = run_dir if writes else None
         self._change = partial(Change, attempt=attempt, by="worker 0", workers=workers)
@@ -393,19 +368,17 @@ class RunStates:
         if at_exit and not told_to and getattr(sys, "last_value", None) is not None:
             self.abandoned(step, None)
         else:
-            self._write(
-                JobState.STOPPED if told_to else JobState.FINISHED, step, "SIGTERM" if told_to else ""
-            )
+            state, reason = (JobState.STOPPED, "SIGTERM") if told_to else (JobState.FINISHED, "")
+            self._write(state, step, reason)
 
     def abandoned(self, step: int, failure: JobFailed | None) -> None:
-        """The process exits without having come to the end."""
         error = getattr(sys, "last_value", None)  # what ended the script, set before exit handlers run
         if failure is not None and failure.worker not in (None, 0):
             self._write(JobState.FAILED, step, str(failure), failure.worker)
         elif isinstance(error, KeyboardInterrupt):
             self._write(JobState.STOPPED, step, "Ctrl-C")
         else:
-            self._write(JobState.FAILED, step, _said(error), 0)
+            self._write(JobState.FAILED, step, _first_line(error), 0)
 
     def _write(
         self, state: JobState, step: int | None = None, reason: str = "", worker: int | None = None
@@ -417,9 +390,8 @@ class RunStates:
             logger.warning("the state of the job cannot be written: %s", error)
 
 
-def _said(error: BaseException | None) -> str:
-    """What ended the script, in one line: TensorFlow's errors have hundreds."""
+def _first_line(error: BaseException | None) -> str:
+    """What ended the script: TensorFlow's errors have hundreds of lines."""
     if error is None:
         return "it exited before its end"
-    lines = "".join(traceback.format_exception_only(error)).split("\n")
-    return next((line.strip() for line in lines if line.strip()), type(error).__name__)
+    return "".join(traceback.format_exception_only(error)).strip().split("\n")[0]

@@ -27,7 +27,6 @@ class Deadline:
         self._ends = math.inf if secs is None else time.monotonic() + secs
 
     def left(self, at_most: float) -> float:
-        """The seconds until then, from 0 to `at_most`."""
         return max(0.0, min(at_most, self._ends - time.monotonic()))
 
     def has_passed(self) -> bool:
@@ -48,8 +47,6 @@ def wait_for(event: threading.Event, secs: float | None, check: Callable[[], Non
 
 
 class Lane:
-    """Runs tasks in order, in one thread."""
-
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
 
@@ -68,8 +65,6 @@ class Lane:
 
 
 class WorkerThreads:
-    """Daemon threads that run until `stop`."""
-
     def __init__(self, on_death: Callable[[], None] = lambda: None) -> None:
         self.stopping = threading.Event()
         self._on_death = on_death
@@ -92,7 +87,6 @@ class WorkerThreads:
         return lane
 
     def check(self) -> None:
-        """Raises the error of the thread that died, if any."""
         if self._death is not None:
             raise self._death
 
@@ -106,7 +100,6 @@ class WorkerThreads:
                 logger.debug("thread %s did not exit within %.0f s", thread.name, timeout_secs)
 
     def have_ended(self) -> bool:
-        """Whether all threads were told to stop and have exited."""
         return self.stopping.is_set() and not any(thread.is_alive() for thread in self._threads)
 
     def _stop_soon(self) -> None:

@@ -6,6 +6,7 @@ the last j batches is (m(k)·k - m(k-j)·(k-j)) / j. The logs of a custom traini
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +23,6 @@ MetricHistory: TypeAlias = list[tuple[int, int, dict[str, float]]]
 
 @dataclass(frozen=True, slots=True)
 class _Logs:
-    """The logs of one boundary."""
-
     step: int
     steps: int
     batches: int | None
@@ -32,8 +31,6 @@ class _Logs:
 
 
 class RecentMetrics:
-    """The recent boundaries of one worker."""
-
     def __init__(self) -> None:
         self._last: deque[_Logs] = deque()
         self._since: int | None = None
@@ -98,28 +95,24 @@ class RecentMetrics:
     def history(self) -> MetricHistory:
         """The values that a later trial may need, for a checkpoint. For the training thread."""
         found: MetricHistory = []
-        previous: _Logs | None = None
-        for one in self._last:
-            own = {str(metric): _own_value(one, previous, metric) for metric in one.logs}
-            previous = one
-            if one.counts:
+        for previous, one in itertools.pairwise([None, *self._last]):
+            if one is not None and one.counts:
+                own = {str(metric): _own_value(one, previous, metric) for metric in one.logs}
                 known = {metric: value for metric, value in own.items() if value is not None}
                 found.append((one.step, one.steps, known))
         return found
 
     def recall(self, history: Iterable[Sequence[Any]]) -> None:
-        """Replaces all measurements with those of a restored checkpoint."""
         self._last = deque(_Logs(int(step), int(steps), None, logs) for step, steps, logs in history)
 
     def _own_values(self, metric: str, since: int | None) -> list[tuple[int, float]]:
         """The number of steps and the own value of each boundary, oldest first."""
         found = []
-        previous: _Logs | None = None
-        for one in list(self._last):  # a copy: the training thread may append meanwhile
-            value = _own_value(one, previous, metric)
-            previous = one
-            if value is not None and one.counts and (since is None or one.step > since):
-                found.append((one.steps, value))
+        # A copy: the training thread may append meanwhile.
+        for previous, one in itertools.pairwise([None, *self._last]):
+            if one is not None and one.counts and (since is None or one.step > since):
+                value = _own_value(one, previous, metric)
+                found += [] if value is None else [(one.steps, value)]
         return found
 
 
@@ -141,9 +134,8 @@ def _own_value(one: _Logs, previous: _Logs | None, metric: str) -> float | None:
     if value is None or one.batches is None or one.batches <= one.steps:
         return value
     before = one.batches - one.steps
-    mean = None
-    if previous is not None and previous.batches == before:
-        mean = _number(previous.logs.get(metric))
+    follows = previous is not None and previous.batches == before
+    mean = _number(previous.logs.get(metric)) if previous is not None and follows else None
     return None if mean is None else (value * one.batches - mean * before) / one.steps
 
 

@@ -46,7 +46,6 @@ class Parcels:
         self._unwanted: set[str] = set()
 
     def publish(self, update: Update, ticket: str = "") -> Parcel:
-        """Makes the arrays and the description of a planned update available to all workers."""
         parcel_id = f"{self._name}-{self._rank}-{next(self._numbers)}"
         # The outcome of a proposal comes when no worker reads its values any more.
         parcel = self._transport.publish(parcel_id, update.content(), to_read=bool(ticket))

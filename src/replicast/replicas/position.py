@@ -58,11 +58,8 @@ class Position:
         return replace(self, epoch=self.epoch + passes, batch=batch)
 
     def script(self) -> dict[str, Any]:
-        """The position in the script, as JSON values."""
-        return {
-            "fits": None if self.fits is None else [list(fit) for fit in self.fits],
-            "inside": self.inside,
-        }
+        fits = None if self.fits is None else [list(fit) for fit in self.fits]
+        return {"fits": fits, "inside": self.inside}
 
     def at(self, script: Mapping[str, Any] | None) -> Position:
         """This position in the data, combined with a position in the script, as given by `script()`."""
@@ -78,23 +75,20 @@ class Fits:
         self._speaks = speaks
         self._begun: list[Fit] = []
         self._inside: Inside = "loop"
-        self._resumed: Position | None = None
+        self.resumed: Position | None = None
         self._said: set[str] = set()
 
-    def restored(self, position: Position) -> None:
-        self._resumed = position
-
     def begin(self, fit: Fit) -> Position:
-        resumed = self._resumed
+        resumed = self.resumed
         if resumed is None or resumed.fits is None:
-            self._resumed = None
+            self.resumed = None
             return self._begins(fit, Position() if resumed is None else resumed)
         self._leave_out(fit, resumed)
         place = len(self._begun)
         last = len(resumed.fits) - 1
         if place < last or (place == last and resumed.inside == "loop"):
             return self._pass_over(resumed.fits[place], len(resumed.fits))
-        self._resumed = None
+        self.resumed = None
         if place > last:
             return self._begins(fit, Position())
         found = self._begins(fit, resumed)
@@ -107,7 +101,6 @@ class Fits:
         self._inside = "stopped" if stopped else "loop"
 
     def stamped(self, position: Position) -> Position:
-        """The position in the data, combined with the position in the script."""
         return replace(position, fits=tuple(self._begun), inside=self._inside)
 
     def used(self, position: Position, batches: int) -> Position:
@@ -119,27 +112,25 @@ class Fits:
         return self.looping(replace(done, batch=done.batch + batches))
 
     def looping(self, position: Position) -> Position:
-        """The position of a custom training loop, combined with the position in the script."""
         self._inside = "loop"
         return self.stamped(position)
 
     def take_loop(self) -> Position | None:
         """Where a custom training loop resumes, once; None if it starts a pass from the beginning."""
-        resumed = self._resumed
-        if resumed is None or (resumed.fits is not None and len(resumed.fits) > len(self._begun)):
+        resumed = self.resumed
+        if resumed is None or self._fits_ahead():
             self._warn_if_too_early()
             return None
-        self._resumed = None
+        self.resumed = None
         return resumed if resumed.fits is None or resumed.inside == "loop" else None
 
     def awaited(self) -> str:
         """A warning if the script ends before it reached the position of the checkpoint; else empty."""
-        resumed = self._resumed
-        if resumed is None or resumed.fits is None or len(resumed.fits) <= len(self._begun):
+        if not (fits := self._fits_ahead()):
             return ""
         return (
-            f"NOTHING WAS TRAINED: the checkpoint was made in or after training {len(resumed.fits)} of the "
-            f"script (a {resumed.fits[-1]}), and the script ended after {len(self._begun)}. After a restore "
+            f"NOTHING WAS TRAINED: the checkpoint was made in or after training {len(fits)} of the "
+            f"script (a {fits[-1]}), and the script ended after {len(self._begun)}. After a restore "
             "the script has to make all its calls of fit again; finished ones are skipped"
         )
 
@@ -151,10 +142,8 @@ class Fits:
     def _pass_over(self, fit: Fit, count: int) -> Position:
         self._begun.append(fit)
         self._inside = "loop"
-        self._say(
-            f"the checkpoint was made in or after training {count} of the script: finished trainings are "
-            "skipped"
-        )
+        made = f"the checkpoint was made in or after training {count} of the script"
+        self._say(f"{made}: finished trainings are skipped")
         return Position(fit.epochs if fit.ended is None else fit.ended, 0, tuple(self._begun), "over")
 
     def _leave_out(self, fit: Fit, resumed: Position) -> None:
@@ -177,14 +166,17 @@ class Fits:
         self._begun.extend(then[place:found])
 
     def _warn_if_too_early(self) -> None:
-        if self._resumed is not None and self._resumed.fits is not None:
-            ahead = len(self._resumed.fits)
-            if ahead > len(self._begun):
-                self._say(
-                    "THIS LOOP REPEATS TRAINING that is already in the checkpoint, which was made later, in "
-                    f"or after training {ahead} with the callback. End the loop by steps: "
-                    "'while replicas.step < 300'"
-                )
+        if self._fits_ahead():
+            self._say(
+                "THIS LOOP REPEATS TRAINING that is already in the checkpoint, which was made later, in "
+                f"or after training {len(self._fits_ahead())} with the callback. End the loop by steps: "
+                "'while replicas.step < 300'"
+            )
+
+    def _fits_ahead(self) -> tuple[Fit, ...]:
+        """The trainings of the checkpoint, if the script has not begun all of them again."""
+        fits = () if self.resumed is None else self.resumed.fits or ()
+        return fits if len(fits) > len(self._begun) else ()
 
     def _say(self, message: str) -> None:
         if self._speaks and message not in self._said:
@@ -193,10 +185,7 @@ class Fits:
 
 
 class FrozenVariables:
-    """Variables whose values are put back while a restarted script repeats work that is in the state.
-
-    An update still changes them, and ends the freeze. For the training thread.
-    """
+    """Variables that are put back while a restarted script repeats work. An update ends the freeze."""
 
     def __init__(self, session: Session, state: State) -> None:
         self._session = session
@@ -247,7 +236,6 @@ class Training:
         batches: int | None = None,
         epoch_ends: bool = False,
     ) -> None:
-        """Notes the position in the data, and the latest loss and metrics."""
         self.epoch_ends = epoch_ends
         self.position = self._fits.stamped(position)
         self.metrics = logs if logs is not None else {}
@@ -255,7 +243,7 @@ class Training:
 
     def restored(self, position: Position) -> None:
         self.position = position
-        self._fits.restored(position)
+        self._fits.resumed = position
 
     def begin_fit(self, fit: Fit) -> Position:
         """The position at which this `fit` continues; "over" if it was over when the state was saved."""
@@ -273,7 +261,6 @@ class Training:
             self.position = self._fits.stamped(self.position)
 
     def used(self, batches: int) -> None:
-        """Called when a custom training loop has used this many more batches of its pass."""
         self.position = self._fits.used(self.position, batches)
 
     def resume(self, dataset: Any) -> Any:
@@ -285,15 +272,14 @@ class Training:
         if problem and not self._warned and self._session.rank == 0:
             logger.warning(problem)
         self._warned = self._warned or bool(problem)
-        resumed = self._fits.take_loop()
+        resumed, in_a_pass = self._fits.take_loop(), self._in_a_pass
+        self._in_a_pass = True
         self.frozen_variables.put_back()
         self.frozen_variables.release()
         if resumed is None:
-            begun = Position(self.position.epoch + 1) if self._in_a_pass else Position()
+            begun = Position(self.position.epoch + 1) if in_a_pass else Position()
             self.position = self._fits.looping(begun)
-            self._in_a_pass = True
             return dataset
-        self._in_a_pass = True
         self.position = self._fits.looping(resumed.in_passes_of(length_of(dataset)))
         return rest_of(dataset, self.position.epoch, self.position.batch)
 
@@ -301,15 +287,13 @@ class Training:
         """Warns at the end of the script about what it did not reach. On worker 0."""
         if self._session.rank != 0:
             return
-        if self._fits.awaited():
-            logger.warning(self._fits.awaited())
+        if awaited := self._fits.awaited():
+            logger.warning(awaited)
         step = self._session.step
-        left = [one for one in self._session.operations() if (one["step"] or 0) > step]
-        steps = ", ".join(str(at) for at in sorted({one["step"] for one in left})[:10])
+        left = {one["step"] for one in self._session.operations() if (one["step"] or 0) > step}
         if left:
             logger.warning(
-                "the training ended at step %d; updates scheduled for step %s were not applied and stay in "
-                "the journal for a later start; functions were not run",
-                step,
-                steps,
+                f"the training ended at step {step}; updates scheduled for step "
+                f"{', '.join(map(str, sorted(left)[:10]))} were not applied and stay in the journal for a "
+                "later start; functions were not run"
             )

@@ -98,7 +98,6 @@ class Ticket:
         return f"Update {self.id}: {waited}, and {ends}. Continue training and ask again"
 
     def reach(self, stage: Stage) -> None:
-        """Advances the stage, as seen by this worker."""
         if not self.done() and _ORDER.index(stage) > _ORDER.index(self.stage):
             self.stage, self.waits_for = stage, ""
 
@@ -126,14 +125,12 @@ class Ticket:
         self.settled.set()
 
     def fail(self, stage: Stage, error: ReplicastError) -> None:
-        """Settles the ticket with an error. The first outcome is final."""
         if not self.done():
             self._error, self.stage = error, stage
             self.settled.set()
 
 
 def log_trial(receipt: Receipt) -> None:
-    """Logs how the trial of an update ended, if it had one."""
     trial = receipt.trial
     if trial is not None and trial.outcome == "kept":
         logger.info("update %s kept after its trial: %s", receipt.id, trial.reason)
@@ -211,10 +208,7 @@ class Proposals:
     # The moment that ids are made of.
 
     def set_moment(self, moment: str, step: int) -> None:
-        """Assigns the training thread's proposals, from here to the next boundary, to this moment.
-
-        Other proposals belong to the previous boundary, or to step 0 if there is none in this attempt.
-        """
+        """Assigns the training thread's proposals, from here to the next boundary, to this moment."""
         self._moment = self.replica.machine.step, f"step-{step}-{moment}"
 
     def training_continues(self) -> None:
@@ -242,7 +236,6 @@ class Proposals:
         at_step: int | None = None,
         trial: Trial | None = None,
     ) -> Ticket:
-        """As `Replicas.propose`."""
         if trial is not None and not isinstance(trial, Trial):
             raise UpdateRefused(
                 "trial is not a Trial", expected="replicast.Trial(steps=...)", received=repr(trial)[:200]
@@ -345,7 +338,6 @@ class Proposals:
             self.replica.releasing.do(lambda: self.replica.parcels.release_ticket(number, tell.stage))
 
     def reach(self, id_: str, stage: Stage) -> None:
-        """This worker has prepared or applied an update."""
         for ticket in list(self._tickets.values()):
             if ticket.id == id_:
                 ticket.reach(stage)

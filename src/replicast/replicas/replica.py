@@ -216,7 +216,6 @@ class StateReplica:
         return published
 
     def check_by_guard(self, update: Update) -> None:
-        """Raises `UpdateRefused` when the guard does not allow the update."""
         if self.guard is not None:
             self.guard.check(update.edits, self.state.schema, self.state.read)
 
@@ -313,5 +312,4 @@ class StateReplica:
 
 
 def joined(digests: Mapping[str, str]) -> str:
-    """Combines several digests into one."""
     return xxhash.xxh3_128_hexdigest("".join(digests[name] for name in sorted(digests)).encode())

@@ -188,10 +188,7 @@ class Gate:
 
 
 class Session:
-    """One worker. Methods are for the training thread unless they say otherwise.
-
-    Worker 0 has the `journal`, and the checkpoints that were `saved` before.
-    """
+    """One worker. Methods are for the training thread unless they say otherwise."""
 
     def __init__(
         self,
@@ -304,14 +301,10 @@ class Session:
             return self._worker.is_wanted
 
     def in_training_thread(self) -> bool:
-        """Whether the caller is the training thread. Any thread."""
         return threading.current_thread() is self._gate.thread
 
     def arrive(self, step: int) -> None:
-        """The training thread has finished `step` steps. Returns when it may start the next one.
-
-        Costs one uncontended lock when nothing is going on.
-        """
+        """Returns when the next step may start. Costs one uncontended lock when nothing is going on."""
         self._gate.check_may_enter()
         with self._lock:
             passes = self._worker.passes(step)
@@ -376,7 +369,6 @@ class Session:
             self._coordinator.audit_policy = policy
 
     def raise_later(self, error: Exception) -> None:
-        """Makes the training thread raise this error when it continues."""
         self._gate.error = error
 
     def wait_for_outcomes(self) -> None:
@@ -391,7 +383,6 @@ class Session:
     # Any thread.
 
     def propose(self, update: Update, at_step: int | None = None, trial: Trial | None = None) -> Ticket:
-        """Proposes an update as it is. Returns at once."""
         return self.proposals.propose_update(update, at_step, trial)
 
     def request(self, kind: str, asked_by: tuple[str, ...] = (), arguments: tuple[Any, ...] = ()) -> None:
@@ -399,10 +390,7 @@ class Session:
         self._outbox.do(lambda: self._events.put(Request(kind, asked_by, arguments)))
 
     def send_note(self, text: str) -> None:
-        """Sends this worker's note to worker 0, before whatever it sends next. Returns at once.
-
-        Not for worker 0.
-        """
+        """Sends this worker's note to worker 0, before whatever it sends next. Not for worker 0."""
         self._events.put(Note(text))
 
     def operations(self) -> list[dict[str, Any]]:
@@ -434,7 +422,6 @@ class Session:
             self._entries.do(lambda: journal.remove_payloads(held, pending))
 
     def check(self) -> None:
-        """Raises if a thread or another worker has died."""
         self.replica.hooks.check()
         self.threads.check()
 
@@ -577,7 +564,6 @@ class Session:
         self._events.put(e.Performed(command.number, value))
 
     def performed(self, number: int, order: Any, value: Any) -> None:
-        """Called in the training thread after each order."""
         later = isinstance(order, TakeSnapshot) or callable(value)
         if later:
             # Training goes on meanwhile. In the outbox: earlier proposals belong to a checkpoint, and a
@@ -586,7 +572,6 @@ class Session:
         self._events.put(e.Performed(number, None if later else value, answers=not later))
 
     def _reached(self, id_: str, stage: Stage) -> None:
-        """This worker has prepared or applied an update."""
         self.proposals.reach(id_, stage)
         if stage is Stage.APPLIED:
             self.replica.hooks.on_applied(id_)

@@ -65,12 +65,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(eq=False)
 class RunFiles:
-    """Writes this worker's note every second; on worker 0 also the metrics, and looks into the inbox.
-
-    A worker of another host may not see worker 0's run directory: it then sends its note to worker 0. A full
-    or missing disk is reported once and does not stop training. If another group has taken over the
-    run, this job stops: the inbox then belongs to that group.
-    """
+    """A full disk is reported once. If another group has taken over the run, this job stops."""
 
     session: Session
     run_dir: RunDir | None
@@ -228,7 +223,6 @@ class RunFiles:
         self.session.send_note(json.dumps(self._note().to_json()))
 
     def _warn(self, path: RunDir, problem: str, error: Exception) -> None:
-        """Warns about a path, once."""
         if path not in self._warned:
             self._warned.add(path)
             logger.warning("%s: %s", problem, printable(error))
@@ -378,7 +372,6 @@ def progress(position: Position) -> dict[str, Any]:
 
 
 def memory_bytes() -> int | None:
-    """The resident memory of this process; None where the system does not tell."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):

@@ -94,7 +94,7 @@ class Worker:
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Starts its threads; the training thread runs the functions passed to `do`."""
+        """Starts its threads."""
         threading.Thread(target=self._train, name=f"training-{self.rank}", daemon=True).start()
 
     def do(self, act: Callable[[], None] | None) -> None:
@@ -242,11 +242,7 @@ class Job:
         )
 
     def push(self, update: Update, at_step: int | None = None, trial: Trial | None = None) -> str:
-        """Proposes an update from outside the job; `outcomes` will contain its outcome.
-
-        Raises:
-            UpdateRefused: It cannot be applied to this state, or the guard does not allow it.
-        """
+        """Proposes an update from outside; `outcomes` will contain its outcome. May raise `UpdateRefused`."""
         ticket = f"push-{next(self._numbers)}"
         self.workers[0].session.proposals.propose_from_outside(ticket, update, at_step, trial)
         return ticket
@@ -258,11 +254,7 @@ class Job:
         return ticket
 
     def on_all(self, act: Callable[[Worker], Any]) -> list[Any]:
-        """Calls `act` with every worker, each in its training thread; returns their results.
-
-        Raises:
-            TimeoutError: A worker is stuck.
-        """
+        """The results of `act` in every training thread. `TimeoutError` if a worker is stuck."""
         outcomes: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
         done = [threading.Event() for _ in self.workers]
@@ -343,11 +335,7 @@ def start_values() -> dict[str, npt.NDArray[Any]]:
 
 
 def eventually(condition: Callable[[], object]) -> None:
-    """Blocks until a condition holds.
-
-    Raises:
-        TimeoutError: It does not within 2 min.
-    """
+    """Blocks until a condition holds; `TimeoutError` after 2 min."""
     end = time.monotonic() + DEADLINE_SECS
     while not condition():
         if time.monotonic() > end:
