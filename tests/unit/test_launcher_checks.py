@@ -170,7 +170,7 @@ def test_the_deep_check_shows_that_it_works(monkeypatch: pytest.MonkeyPatch) -> 
             waiting(secs)
         return Check("Two workers", GOOD, "an all-reduce is right")
 
-    monkeypatch.setattr("replicast.cli.doctor.check_two_workers", checked)
+    monkeypatch.setattr("replicast.cli.launch.check_two_workers", checked)
     result = CliRunner().invoke(main, ["doctor", "--deep"])
     lines = [line for line in result.stderr.splitlines() if "Two workers are starting" in line]
     assert lines == [f"Two workers are starting: {secs} s" for secs in (0, 10, 20)]

@@ -48,7 +48,7 @@ COMMANDS = {
     "stop": ("runs", "Stop a running job with a checkpoint."),
     "serve": ("serve", "See a job and steer it, from a browser or by HTTP."),
     "demo": ("story", "See it work, in under a minute."),
-    "doctor": ("doctor", "Check this machine, and say how to fix what is wrong."),
+    "doctor": ("launch", "Check this machine, and say how to fix what is wrong."),
 }
 NO_ANSWER, STOPPED = 3, 128 + signal.SIGINT
 _EXIT_CODES = {NoAnswer: NO_ANSWER} | dict.fromkeys(

@@ -19,15 +19,6 @@ from replicast.cli.options import (
     json_option,
     update_of,
 )
-from replicast.cli.texts import (
-    facts_table,
-    make_console,
-    make_table,
-    print_examination,
-    print_json,
-    print_problems,
-    progress_bar,
-)
 from replicast.client import Run, connect
 from replicast.client.examination import examine
 from replicast.client.patching import check_patch, checkpoint_to_patch, patch_in_place
@@ -85,11 +76,11 @@ def list_(run: Path, as_json: bool) -> int:
     if as_json:
         for manifest in manifests:
             fields = manifest.to_json() | {"path": str(store.path(manifest.step).as_path())}
-            print_json({name: fields[name] for name in fields if name not in ("schema", "digests")})
+            texts.print_json({name: fields[name] for name in fields if name not in ("schema", "digests")})
     elif manifests:
         rows = map(_checkpoint_cells, manifests)
-        make_console().print(
-            make_table(">step", ">epoch", ">batch", ">update", ">size", "=when", "metrics", rows=rows)
+        texts.make_console().print(
+            texts.make_table(">step", ">epoch", ">batch", ">update", ">size", "=when", "metrics", rows=rows)
         )
         if (last := store.last()) is not None and last.step != manifests[-1].step:
             click.echo(f"The next start continues from step {last.step}: training went back to it.")
@@ -139,16 +130,16 @@ def show(path: Path, step: int | None, as_json: bool) -> None:
     with open_checkpoint(found) as reader:
         manifest = reader.manifest
     if as_json:
-        print_json(manifest.to_json() | {"path": str(found.as_path())})
+        texts.print_json(manifest.to_json() | {"path": str(found.as_path())})
         return
     rows = (
         (printable(one.name), texts.shape(one.shape), one.dtype, printable(manifest.digests[one.name])[:16])
         for one in manifest.schema
     )
-    console = make_console()
-    console.print(facts_table(_facts(found, manifest)))
+    console = texts.make_console()
+    console.print(texts.facts_table(_facts(found, manifest)))
     console.print()
-    console.print(make_table("variable", "shape", "=dtype", "=digest", rows=rows))
+    console.print(texts.make_table("variable", "shape", "=dtype", "=digest", rows=rows))
 
 
 @checkpoint.command()
@@ -197,18 +188,18 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
     Exit code: 0 when every bit is equal; 1 when not, or when one is damaged.
     """
     paths = _the_checkpoint(first, None), _the_checkpoint(second, None)
-    with progress_bar("comparing") as progress:
+    with texts.progress_bar("comparing") as progress:
         comparisons = compare(*paths, values=not digests_only, progress=progress)
     unequal = [each for each in comparisons if each.verdict is not Equality.EQUAL]
     shown = comparisons if also_equal else unequal
     if as_json:
         for each in shown:
-            print_json(each)
+            texts.print_json(each)
         return 1 if unequal else 0
     if shown:
         rows = map(_comparison_cells, shown)
-        make_console().print(
-            make_table("variable", "verdict", ">differ", ">of", ">max abs", ">max rel", rows=rows)
+        texts.make_console().print(
+            texts.make_table("variable", "verdict", ">differ", ">of", ">max abs", ">max rel", rows=rows)
         )
     equal, variables = len(comparisons) - len(unequal), texts.counted(len(comparisons), "variable")
     click.echo(f"{f'{equal} of' if unequal else 'All'} {variables} are equal, bit for bit.")
@@ -262,11 +253,11 @@ def patch(
     update = update_of(context, options)
     found = examine(update, before.schema)
     if options["dry_run"]:
-        print_examination(found)
+        texts.print_examination(found)
         if in_place and not found.problems:
             check_patch(path, before.step, update)
         return 1 if found.problems else 0
-    print_problems(found)
+    texts.print_problems(found)
     if found.problems:
         return 1
     if output is None:
@@ -306,7 +297,7 @@ def _the_checkpoint(path: Path, step: int | None) -> RunPath:
 def _patch_into(output: Path, source: RunPath, before: Manifest, update: Update) -> None:
     """Writes the patched checkpoint elsewhere, and says what has changed."""
     try:
-        with progress_bar(f"patching {source.name}") as progress:
+        with texts.progress_bar(f"patching {source.name}") as progress:
             after = patch_checkpoint(source, update, output, progress=progress)
     except OSError as error:
         raise Failed(
@@ -320,7 +311,7 @@ def _patch_into(output: Path, source: RunPath, before: Manifest, update: Update)
 def _patch_in_place(run: Path, step: int, update: Update) -> None:
     """Replaces a checkpoint of a run, and says what has changed and where the update stands."""
     try:
-        with progress_bar(f"patching step {step}") as progress:
+        with texts.progress_bar(f"patching step {step}") as progress:
             done = patch_in_place(run, step, update, progress=progress)
     except (OSError, JobFailed, NotWritten, PerhapsWritten, KeyboardInterrupt) as error:
         reason = one_line(error.strerror if isinstance(error, OSError) else str(error) or "Stopped")
@@ -346,7 +337,7 @@ def _print_patched(path: object, before: Manifest, after: Manifest) -> None:
 def _verified(path: RunPath) -> bool:
     """Verifies one checkpoint and says how it is."""
     try:
-        with open_checkpoint(path) as reader, progress_bar(path.name) as progress:
+        with open_checkpoint(path) as reader, texts.progress_bar(path.name) as progress:
             reader.verify(progress)
             manifest = reader.manifest
     except FileDamaged as error:

@@ -1,4 +1,7 @@
-"""`replicast run`: reads the options, refuses what cannot work, and hands the job to the launcher."""
+"""`replicast run` hands a job to the launcher; `replicast doctor` checks whether machines can run one.
+
+Both start without numpy and rich: they are loaded while the workers start, or for the table.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -19,6 +23,7 @@ from replicast.config import (
 )
 from replicast.errors import LaunchRefused
 from replicast.files import below
+from replicast.launcher.checks import Check, Verdict, all_checks, check_two_workers
 from replicast.launcher.group import EndTimeouts
 from replicast.launcher.hosts_leader import HostTimeouts, host_timeouts
 from replicast.launcher.launcher import (
@@ -43,17 +48,35 @@ from replicast.launcher.plan import (
 
 _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.FloatRange(min=0)
 _PORTS_SECS = 5.0
+_STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
+
+hosts_option = click.option(
+    "--hosts", metavar="H1,H2", help="All machines of the job, in the same order on each."
+)
+node_rank_option = click.option(
+    "--node-rank",
+    type=int,
+    metavar="I",
+    help="The index of this machine, from 0. [default: found by its address in --hosts]",
+)
+port_option = click.option(
+    "--port", default=DEFAULT_PORT, metavar="P", help="With --hosts: the first worker's port on each."
+)
+secret_option = click.option(
+    "--secret-file",
+    type=_DIR,
+    metavar="FILE",
+    help=f"The secret of a job on several machines. [default: ${JOB_SECRET}]",
+)
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "show_default": True})
 @click.option("-n", "--workers", type=int, default=1, metavar="N", help="Workers on this machine.")
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module's name, as in python -m.")
 @click.option("--run-dir", type=_DIR, metavar="DIR", help="The run directory. [default: runs/TIME-PROGRAM]")
+@click.option("--log-dir", type=_DIR, metavar="DIR", help="For attempt-K/worker-R.log. [default: DIR/logs]")
 @click.option(
-    "--log-dir", type=_DIR, metavar="DIR", help="For attempt-K/worker-R.log. [default: RUN_DIR/logs]"
-)
-@click.option(
-    "--max-restarts", type=_COUNT, default=0, metavar="K", help="How often to restart a failed group."
+    "--max-restarts", type=_COUNT, default=0, metavar="K", help="How often a failed group restarts."
 )
 @click.option(
     "--standby",
@@ -76,14 +99,9 @@ _PORTS_SECS = 5.0
     help="After so long without a sign of life a worker is lost. More survives longer pauses of the network, "
     f"and notices a lost host later. [default: {HEARTBEAT_TIMEOUT}, else 10]",
 )
-@click.option("--hosts", metavar="H1,H2", help="All machines of the job, in the same order on each.")
+@hosts_option
 @click.option("--nnodes", metavar="N", help="Instead of --hosts: how many machines; with --rdzv-endpoint.")
-@click.option(
-    "--node-rank",
-    type=int,
-    metavar="I",
-    help="The index of this machine, from 0. [default: found by its address in --hosts]",
-)
+@node_rank_option
 @click.option(
     "--rdzv-endpoint",
     metavar="HOST:PORT",
@@ -96,15 +114,8 @@ _PORTS_SECS = 5.0
     metavar="SECS",
     help="How long to wait for a machine that is not there, at the start and after a failure.",
 )
-@click.option(
-    "--secret-file",
-    type=_DIR,
-    metavar="FILE",
-    help=f"The secret of a job on several machines. [default: ${JOB_SECRET}]",
-)
-@click.option(
-    "--port", default=DEFAULT_PORT, metavar="P", help="With --hosts: the first worker's port on each."
-)
+@secret_option
+@port_option
 @click.option("--serve", metavar="[HOST:]PORT", help="Serve the page of the job too; see `replicast serve`.")
 @click.option(
     "--take-over",
@@ -123,10 +134,6 @@ def run(
     tee: str | None,
     grace: float,
     heartbeat: float | None,
-    hosts: str | None,
-    nnodes: str | None,
-    node_rank: int | None,
-    rdzv_endpoint: str | None,
     join_timeout: float,
     secret_file: Path | None,
     port: int,
@@ -134,6 +141,7 @@ def run(
     take_over: bool,
     program: str,
     arguments: tuple[str, ...],
+    **placed: Any,
 ) -> None:
     """Start the workers of a job on this machine and supervise them.
 
@@ -164,13 +172,8 @@ def run(
             "--standby keeps processes for restarts, and there are none", remedy="Add --max-restarts K"
         )
     argv = (sys.executable, *(["-m"] if module else []), program, *arguments)
-    job = place_on_hosts(
-        JobPlan(argv=argv, workers=workers, port=port, given=read_cluster(os.environ)),
-        hosts=hosts,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        rdzv_endpoint=rdzv_endpoint,
-    )
+    plan = JobPlan(argv=argv, workers=workers, port=port, given=read_cluster(os.environ))
+    job = place_on_hosts(plan, **placed)
     secret = read_secret(os.environ, secret_file) if job.endpoint is not None else b""
     heartbeat_secs = heartbeat_timeout_secs(os.environ) if heartbeat is None else heartbeat
     shown = parse_tee(tee, job)
@@ -205,3 +208,91 @@ def run(
             click.echo(f"replicast: {line}", err=True)
         code = supervise(job, settings, environ)
     sys.exit(code)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--deep", is_flag=True, help="Also start two tiny workers that sum a number; takes seconds.")
+@hosts_option
+@node_rank_option
+@port_option
+@click.option(
+    "--run-dir", type=_DIR, metavar="DIR", help="With --hosts: a run directory that all should see."
+)
+@click.option(
+    "--timeout",
+    type=_SECS,
+    default=60.0,
+    metavar="SECS",
+    help="With --hosts: how long to wait for the other machines.",
+)
+@secret_option
+def doctor(
+    deep: bool,
+    hosts: str | None,
+    node_rank: int | None,
+    port: int,
+    run_dir: Path | None,
+    timeout: float,
+    secret_file: Path | None,
+) -> int:
+    """Check this machine, or the machines of a job, and say how to fix what is wrong.
+
+    With --hosts, start the same command on each machine at the same time, as you would start `replicast run`.
+    They meet at the first one, and each prints the same table: names, ports, clocks, versions, shared memory,
+    and who sees the run directory. A machine that does not join is named.
+
+    \b
+    Examples:
+      replicast doctor
+      replicast doctor --deep
+      replicast doctor --hosts gpu1,gpu2 --run-dir /shared/first            (the same on gpu1 and gpu2)
+      for h in gpu1 gpu2; do ssh $h replicast doctor --hosts gpu1,gpu2 & done; wait
+
+    Exit code: 0 when nothing is broken, 1 when something must be fixed first, 2 when the command is wrong or
+    the first machine does not answer.
+    """
+    if hosts is None:
+        checks = all_checks(os.environ)
+    else:
+        from replicast.launcher.hosts_doctor import Visit
+
+        visit = Visit(
+            job=place_on_hosts(JobPlan(argv=(), port=port), hosts=hosts, node_rank=node_rank),
+            secret=read_secret(os.environ, secret_file),
+            timeout_secs=timeout,
+            run_dir=run_dir.absolute() if run_dir is not None else None,
+            report=lambda line: click.echo(f"replicast: {line}", err=True),
+        )
+        checks = visit.checks(os.environ)
+    if deep:
+        checks.append(_try_two_workers())
+    from rich.text import Text
+
+    from replicast.cli import texts
+
+    rows = [
+        (Text(one.verdict.value, style=_STYLES[one.verdict]), one.subject, one.found, one.remedy)
+        for one in checks
+    ]
+    texts.make_console().print(texts.make_table("", "what", "found", "how to fix", rows=rows))
+    broken = [check.subject for check in checks if check.verdict is Verdict.BROKEN]
+    try_deep = "" if deep else " `replicast doctor --deep` tries two real workers."
+    well = f"All is well.{try_deep}" if hosts is None else "These hosts can run a job together."
+    click.echo(f"Fix first: {', '.join(broken)}." if broken else well)
+    return 1 if broken else 0
+
+
+def _try_two_workers() -> Check:
+    """Shows that something is going on: TensorFlow takes its time to start."""
+    from replicast.cli.texts import is_live, make_console
+
+    console, doing = make_console(stderr=True), "Two workers are starting"
+    if is_live(console):
+        with console.status(doing) as status:
+            return check_two_workers(waiting=lambda secs: status.update(f"{doing}: {secs:.0f} s"))
+
+    def say(secs: float) -> None:
+        if round(secs) % 10 == 0:
+            click.echo(f"{doing}: {secs:.0f} s", err=True)
+
+    return check_two_workers(waiting=say)

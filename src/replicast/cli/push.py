@@ -27,7 +27,6 @@ from replicast.cli.options import (
     update_of,
     wait_option,
 )
-from replicast.cli.texts import is_live, make_console, make_table, print_examination, print_problems
 from replicast.client import Pushed, Run, connect
 from replicast.client.connection import is_address
 from replicast.client.examination import examine, values_of
@@ -83,18 +82,18 @@ def push(context: click.Context, /, run: Run, **options: Any) -> int:
     check_usage(options)
     trial = _trial(context, options)
     try:
-        console, nbytes = make_console(), sum(path.stat().st_size for path in files_of(options))
+        console, nbytes = texts.make_console(), sum(path.stat().st_size for path in files_of(options))
         with _spinner(console, nbytes, "Reading and checking"):
             update = update_of(context, options)
             found = run.examine(update)
         if options["dry_run"]:
-            print_examination(found)
+            texts.print_examination(found)
             if trial is not None and not found.problems:
                 console.print(f"On trial: {texts.trial(trial)}. The metrics of the job decide.")
             if not found.problems:
                 console.print("The job may have a guard, which is not known here and may refuse this.")
             return 1 if found.problems else 0
-        print_problems(found)
+        texts.print_problems(found)
         if found.problems:
             return 1
         with _spinner(console, update.nbytes, "Writing"):
@@ -132,7 +131,7 @@ def revert(run: Run, which: str, wait: bool, timeout: float, **how: Any) -> int:
     found = run.revert(which, **how)
     if isinstance(found, Pushed):
         return _pushed(found, wait, timeout, f", which reverts update {printable(which)}")
-    print_examination(found)
+    texts.print_examination(found)
     for line in found.notes:
         click.echo(one_line(line))
     return 1 if found.problems else 0
@@ -198,27 +197,27 @@ def inspect(what: Path | Run, run: Run | None, operation: str | None, weight: fl
     if is_saved and operation is not None:
         raise click.UsageError("A saved update has its own operations: leave --as out.")
     if not is_saved and operation is None:
-        table = make_table("tensor", "shape", "dtype", ">size", ">norm")
+        table = texts.make_table("tensor", "shape", "dtype", ">size", ">norm")
         for name, one in file.tensors.items():
             cells = texts.shape(one.shape), one.dtype.name, texts.size(one.nbytes)
             table.add_row(printable(name), *cells, texts.number(values_of(one).norm))
-        make_console().print(table)
+        texts.make_console().print(table)
         click.echo("These are plain tensors. Say what to do with them, for example with --as add.")
         return 0 if run is None else 2
     kind = None if operation is None else EditKind(operation.replace("-", "_"))
     update = update_in(content, str(what), kind, weight)
     examined = examine(update, None) if run is None else run.examine(update)
-    print_examination(examined)
+    texts.print_examination(examined)
     return 1 if examined.problems else 0
 
 
 def _list_variables(run: Run) -> None:
     schema = run.schema()
-    table = make_table("variable", "shape", "=dtype", ">size", "kind")
+    table = texts.make_table("variable", "shape", "=dtype", ">size", "kind")
     for one in schema:
         cells = texts.shape(one.shape), one.dtype, texts.size(one.nbytes), one.kind.replace("_", "-")
         table.add_row(printable(one.name), *cells)
-    make_console().print(table)
+    texts.make_console().print(table)
     click.echo(f"{texts.counted(len(schema), 'variable')}, {texts.size(sum(one.nbytes for one in schema))}")
 
 
@@ -295,7 +294,7 @@ def _follow(pushed: Pushed, timeout_secs: float) -> int:
     """Follows an update until it has ended or the time is up; says what became of it, for the exit code."""
     run = pushed.run
     try:
-        with live_line(make_console()) as show:
+        with live_line(texts.make_console()) as show:
             for view, brief in run.follow(pushed.id, timeout_secs):
                 show(view, brief)
         stopped, why = NO_ANSWER, f"Timed out after {timeout_secs:g} s"
@@ -319,7 +318,7 @@ def _follow(pushed: Pushed, timeout_secs: float) -> int:
 @contextlib.contextmanager
 def live_line(console: Console) -> Iterator[Callable[[UpdateView, Brief], None]]:
     """One live line on a terminal, removed in the end; elsewhere a line for each change."""
-    if is_live(console):
+    if texts.is_live(console):
         with console.status(Stage.PROPOSED) as status:
             # As `Text`: in a string, markup would be interpreted, and others have written some of it.
             yield lambda view, brief: status.update(Text(_progress_text(view, brief, moving=True)))
@@ -386,6 +385,6 @@ def _say_how_it_ended(run: Run, view: UpdateView) -> int:
 
 def _spinner(console: Console, nbytes: int, doing: str) -> contextlib.AbstractContextManager[object]:
     """A spinner on a terminal while much is read or written."""
-    if nbytes < _LARGE or not is_live(console):
+    if nbytes < _LARGE or not texts.is_live(console):
         return contextlib.nullcontext()
     return console.status(f"{doing} {texts.size(nbytes)}")

@@ -14,17 +14,6 @@ from rich.text import Text
 
 from replicast.cli import Failed, one_line, printable_lines, texts
 from replicast.cli.options import PATH, asks, json_option
-from replicast.cli.texts import (
-    edits_table,
-    facts_table,
-    is_live,
-    make_console,
-    make_table,
-    print_json,
-    stage_cell,
-    updates_table,
-    what_cell,
-)
 from replicast.client import Run
 from replicast.client.directory import DirectoryRun
 from replicast.client.examination import EditView
@@ -72,15 +61,15 @@ def status(run: Run, as_json: bool, watch: bool) -> int:
 
 def _show(seen: Overview, as_json: bool) -> None:
     if as_json:
-        print_json(seen)
+        texts.print_json(seen)
     else:
-        make_console().print(_overview(seen))
+        texts.make_console().print(_overview(seen))
 
 
 def _watch(run: Run, as_json: bool) -> None:
-    console = make_console()
+    console = texts.make_console()
     with contextlib.suppress(KeyboardInterrupt):
-        if as_json or not is_live(console):
+        if as_json or not texts.is_live(console):
             while True:
                 _show(run.status(), as_json)
                 time.sleep(WATCH_SECS)
@@ -108,9 +97,9 @@ def log(run: Run, as_json: bool, last: int | None) -> None:
     views, seen = run.log(last), run.status()
     if as_json:
         for view in views:
-            print_json(view)
+            texts.print_json(view)
     elif views:
-        make_console().print(updates_table(views))
+        texts.make_console().print(texts.updates_table(views))
     else:
         click.echo(f"The journal is empty: {texts.no_updates(journaled=seen.journaled)}.")
     if seen.problem:
@@ -137,13 +126,13 @@ def show(run: Run, which: str, as_json: bool) -> None:
     if problem:
         click.echo(printable_lines(problem), err=True)
     if as_json:
-        print_json(view)
+        texts.print_json(view)
     else:
-        console = make_console()
-        console.print(facts_table(_facts(view)))
+        console = texts.make_console()
+        console.print(texts.facts_table(_facts(view)))
         if view.detailed and view.edits:
             console.print()
-            console.print(edits_table(map(EditView.from_json, view.edits), extremes=True))
+            console.print(texts.edits_table(map(EditView.from_json, view.edits), extremes=True))
     if view.damage:
         raise Failed(printable(view.damage))
 
@@ -171,7 +160,7 @@ def audit(run: Run, last: int, as_json: bool, now: bool, timeout: float) -> int:
     reports = [run.audit(timeout)] if now else run.audits(last)
     for report in reports:
         if as_json:
-            print_json(report)
+            texts.print_json(report)
             continue
         head, *details = report.lines()
         click.echo(printable(f"{texts.when(report.time)}  {head}"))
@@ -252,7 +241,7 @@ def _parts(seen: Overview) -> Iterator[RenderableType]:
     yield head
     notes = {note.rank: note for note in seen.workers}
     rows = (_worker_cells(rank, notes.get(rank), seen) for rank in range(seen.size))
-    yield make_table(">worker", "process", "host", ">step", "attempt", "last note", rows=rows)
+    yield texts.make_table(">worker", "process", "host", ">step", "attempt", "last note", rows=rows)
     now = seen.time
     if seen.metrics is not None:
         ago = f"  (step {seen.metrics['step']}, {age(now - seen.metrics['time'])} ago)"
@@ -269,21 +258,21 @@ def _parts(seen: Overview) -> Iterator[RenderableType]:
             _operation_cells({name: one_line("" if value is None else value) for name, value in one.items()})
             for one in under_way
         )
-        yield make_table("what", "=stage", ">step", "waits for", "who", rows=rows)
+        yield texts.make_table("what", "=stage", ">step", "waits for", "who", rows=rows)
     if seen.updates:
         yield _title(f"last {texts.counted(len(seen.updates), 'update')}")
-        yield updates_table(seen.updates)
+        yield texts.updates_table(seen.updates)
     else:
         yield _title(texts.no_updates(journaled=seen.journaled))
     for title, views in (("scheduled", seen.scheduled), ("in the inbox", seen.waiting)):
         if views:
             yield _title(f"{len(views)} {title}{'' if seen.running else ', for the next start that trains'}")
             rows = (_pending_cells(view, now) for view in views)
-            yield make_table("id", "=stage", ">step", "what", ">size", "=since", rows=rows)
+            yield texts.make_table("id", "=stage", ">step", "what", ">size", "=since", rows=rows)
     if seen.refused:
         yield _title("refused")
         rows = ((texts.short_id(view.id), _refusal_text(view), texts.when(view.at)) for view in seen.refused)
-        yield make_table("id", "why", "=when", rows=rows)
+        yield texts.make_table("id", "why", "=when", rows=rows)
 
 
 def _title(text: str) -> Text:
@@ -313,12 +302,19 @@ def _operation_cells(one: dict[str, str]) -> tuple[str | Text, ...]:
 
 
 def _pending_cells(view: UpdateView, now: float) -> tuple[str | Text, ...]:
-    what = what_cell(view)
+    what = texts.what_cell(view)
     if view.waits_for:
         what.append("\n" if what else "")
         what.append(f"waits for {one_line(view.waits_for)}", style="yellow")
     step, since = "" if view.step is None else str(view.step), f"{age(now - view.at)} ago" if view.at else ""
-    return texts.short_id(view.id), stage_cell(view.stage), step, what, texts.size(view.nbytes or 0), since
+    return (
+        texts.short_id(view.id),
+        texts.stage_cell(view.stage),
+        step,
+        what,
+        texts.size(view.nbytes or 0),
+        since,
+    )
 
 
 def _refusal_text(view: UpdateView) -> str:
@@ -333,7 +329,7 @@ def _facts(view: UpdateView) -> Iterator[tuple[str, str | Text]]:
     step = "" if view.step is None else str(view.step)
     is_committed = view.sequence is not None
     yield "update", printable(view.id)
-    yield "stage", stage_cell(view.stage)
+    yield "stage", texts.stage_cell(view.stage)
     yield "number", str(view.sequence) if is_committed else ""
     yield "step", f"{step}, chosen by its author" if view.scheduled else step
     yield "author", one_line(view.author)
