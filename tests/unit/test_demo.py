@@ -17,27 +17,24 @@ from rich.console import Console
 
 import replicast
 from replicast.cli import Failed, main, story
-from replicast.cli.story import DemoJob, ReplicaReport, Story, parse_reports
+from replicast.cli.story import DemoJob, Story
 from replicast.client import UpdateView
 from replicast.core.entries import Receipt
 from replicast.core.records import Stage
+from replicast.storage.run_files import WorkerNote
 from replicast.testing.job import eventually
 from replicast.update.audit_report import AuditReport, Deviation, Difference
 from tests.unit.clock import Clock
 from tests.unit.played_job import made_run
 
-NO_PROCESS = 2**22
-"""Above what the kernel gives out."""
+PROCESS = 2**22 + 1  # Above what the kernel gives out.
 
 
-def trained(first: int, last: int, process: int, changes: dict[int, str]) -> list[ReplicaReport]:
+def trained(first: int, last: int, changes: dict[int, str]) -> list[dict[int, str]]:
     """Reports of both workers; `changes` has for some steps the digests of both, a character each."""
+    steps = [first, *range(first // 50 * 50 + 50, last + 1, 50)]
     return [
-        ReplicaReport(
-            worker, step, NO_PROCESS + process + worker, changes.get(step, f"{step % 7}" * 2)[worker] * 64
-        )
-        for step in [first, *range(first // 50 * 50 + 50, last + 1, 50)]
-        for worker in range(2)
+        {step: changes.get(step, f"{step % 7}" * 2)[worker] * 64 for step in steps} for worker in range(2)
     ]
 
 
@@ -58,9 +55,10 @@ class Happened:
     def __init__(self) -> None:
         by = {1: Deviation(2048, 2048, 0.05000025, 0.1, (0, 0))}
         difference = Difference("classifier/hidden/kernel", ((0,), (1,)), 0, "coordinator", by)
-        self.assigned = trained(0, 200, 1, {100: "ab", 150: "cd", 200: "ef"})
-        self.undisturbed = trained(0, 600, 11, {100: "bb", 600: "99"})
-        self.killed = trained(0, 400, 21, {}) + trained(225, 600, 31, {600: "99"})
+        self.assigned = trained(0, 200, {100: "ab", 150: "cd", 200: "ef"})
+        self.undisturbed = trained(0, 600, {100: "bb", 600: "99"})
+        self.killed = trained(0, 400, {})
+        self.restarted = trained(225, 600, {600: "99"})
         self.found = [audit(200, difference)]
         self.found_later = [audit(600)]
         self.updates = [update(300, "user@host"), update(100, "worker 1")]
@@ -69,16 +67,23 @@ class Happened:
 
     def play(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         """Plays the story, and returns what the screen shows at 80 columns without a terminal."""
-        runs = {"assign": self.assigned, "undisturbed": self.undisturbed, "killed": self.killed}
+        runs = {
+            "assign": [self.assigned],
+            "undisturbed": [self.undisturbed],
+            "killed": [self.killed, self.restarted],
+        }
+        workers = (WorkerNote(1, PROCESS, "box", 400, 0, 0.0, training=True, waiting_for=""),)
         told = {
             "assign": SimpleNamespace(audits=lambda _last: self.found),
             "undisturbed": SimpleNamespace(audits=lambda _last: self.found_later, log=lambda: self.updates),
-            "killed": SimpleNamespace(log=lambda: self.updates_again),
+            "killed": SimpleNamespace(
+                log=lambda: self.updates_again, status=lambda: SimpleNamespace(workers=workers)
+            ),
         }
 
         class PlayedJob:
-            def __init__(self, directory: Path, command: str) -> None:
-                (self._run,) = (run for run in runs if f"--run-dir {run} " in command)
+            def __init__(self, directory: Path, run: str, command: str) -> None:
+                self._attempts = runs[run]
 
             def __enter__(self) -> PlayedJob:
                 return self
@@ -86,15 +91,18 @@ class Happened:
             def __exit__(self, *error: object) -> None:
                 pass
 
-            def wait_for_step(self, step: int) -> dict[int, ReplicaReport]:
-                return {report.worker: report for report in runs[self._run][::-1] if report.step == step}
+            def reports(self, attempt: int = 0) -> list[dict[int, str]]:
+                return self._attempts[attempt]
 
-            def finish(self) -> list[ReplicaReport]:
-                return runs[self._run]
+            def wait_for_step(self, step: int) -> None:
+                assert all(step in reported for reported in self.reports())
+
+            def finish(self) -> None:
+                pass
 
         monkeypatch.setattr(story, "DemoJob", PlayedJob)
         monkeypatch.setattr(story, "connect", lambda path: told[path.name])
-        monkeypatch.setattr(Story, "_push", lambda _self, _command, _run: ["pushed"])
+        monkeypatch.setattr(Story, "_push", lambda _self, _run, _more="": ["pushed"])
         monkeypatch.setattr(os, "kill", lambda process, signum: self.signalled.append((process, signum)))
         file = io.StringIO()
         story.play(directory, Console(file=file, width=80, highlight=False, markup=False))
@@ -107,7 +115,7 @@ def test_the_story_says_what_happened_in_plain_text_of_80_columns(
     happened = Happened()
     shown = happened.play(tmp_path, monkeypatch)
     words = " ".join(shown.split())
-    assert happened.signalled == [(NO_PROCESS + 22, 9)]
+    assert happened.signalled == [(PROCESS, 9)]
     assert "differs in 2048 of 2048 elements, by up to 0.05; the other 13 variables are equal" in words
     assert "step 100, by worker 1: 100abcde on worker 0, 100abcde on worker 1; verified" in words
     assert "restored the checkpoint of step 225" in words
@@ -128,14 +136,14 @@ def falsified(number: int, **fields: Any) -> Callable[[Happened], None]:
 @pytest.mark.parametrize(
     ("falsify", "expected"),
     [
-        (lambda h: setattr(h, "assigned", trained(0, 200, 1, {50: "ab"})), "be equal at step 50"),
-        (lambda h: setattr(h, "assigned", trained(0, 200, 1, {})), "differ at step 100"),
-        (lambda h: setattr(h, "assigned", trained(0, 150, 1, {})), "report step 200. Received: \\[\\]"),
+        (lambda h: setattr(h, "assigned", trained(0, 200, {50: "ab"})), "be equal at step 50"),
+        (lambda h: setattr(h, "assigned", trained(0, 200, {})), "differ at step 100"),
+        (lambda h: setattr(h, "assigned", trained(0, 150, {})), "report step 200. Received: \\[\\]"),
         (lambda h: setattr(h, "found", [audit(200)]), "hidden/kernel differs, and nothing else"),
         (lambda h: h.found.clear(), "should have been audited"),
-        (lambda h: h.undisturbed.pop(), "All workers should report step 600. Received: \\[0\\]"),
-        (lambda h: setattr(h, "undisturbed", trained(0, 600, 11, {350: "ab"})), "be equal at step 350"),
-        (lambda h: setattr(h, "undisturbed", trained(0, 600, 11, {100: "aa"})), "as worker 1's alone was"),
+        (lambda h: h.undisturbed[1].pop(600), "All workers should report step 600. Received: \\[0\\]"),
+        (lambda h: setattr(h, "undisturbed", trained(0, 600, {350: "ab"})), "be equal at step 350"),
+        (lambda h: setattr(h, "undisturbed", trained(0, 600, {100: "aa"})), "as worker 1's alone was"),
         (lambda h: setattr(h, "found_later", h.found), "step 600 should find no difference"),
         (lambda h: h.updates.pop(), "applied once, at its step. Received: \\[300\\]"),
         (lambda h: h.updates.append(update(301, "me")), "Received: \\[100, 300, 301\\]"),
@@ -143,15 +151,10 @@ def falsified(number: int, **fields: Any) -> Callable[[Happened], None]:
         (falsified(0, receipts=()), "step 300 should have one digest"),
         (falsified(1, digests={0: "a", 1: "b"}), "step 100 should have one digest"),
         (falsified(1, digests={0: "a"}), "step 100 should have one digest"),
-        (lambda h: setattr(h, "killed", trained(0, 600, 21, {600: "99"})), "New processes of all workers"),
-        (
-            lambda h: setattr(h, "killed", trained(0, 400, 21, {}) + trained(0, 600, 31, {600: "99"})),
-            "begin with one checkpoint. Received: {0: 0, 1: 0}",
-        ),
-        (
-            lambda h: setattr(h, "killed", trained(0, 400, 21, {}) + trained(225, 600, 31, {600: "88"})),
-            "end with the weights of part 2",
-        ),
+        (lambda h: setattr(h, "restarted", [{}, {}]), "begin with one checkpoint"),
+        (lambda h: setattr(h, "restarted", trained(0, 600, {})), "one checkpoint. Received: \\[0, 0\\]"),
+        (lambda h: h.restarted[0].pop(225), "one checkpoint. Received: \\[250, 225\\]"),
+        (lambda h: setattr(h, "restarted", trained(225, 600, {600: "88"})), "with the weights of part 2"),
         (lambda h: h.updates_again.append(update(300, "user@host")), "Received: \\[100, 300, 300\\]"),
     ],
 )
@@ -164,36 +167,36 @@ def test_a_claim_that_does_not_hold_fails_the_demo_and_is_named(
         happened.play(tmp_path, monkeypatch)
 
 
-def test_reports_are_found_among_other_output_and_not_before_their_line_is_complete() -> None:
+def test_reports_are_found_among_other_output_and_not_before_their_line_is_complete(tmp_path: Path) -> None:
     digest = "0123456789abcdef" * 4
-    output = (
-        "replicast: 2 workers, attempt 0\n"
-        f"[worker 1] step 50, process 77, weights {digest}\n"
-        f"[worker 0] said: step 50, process 77, weights {digest}\n"
-        f"[worker 0] step 50, process 76, weights {digest[:-1]}"
-    )
-    assert parse_reports(output) == [ReplicaReport(worker=1, step=50, process=77, weights=digest)]
+    logs = tmp_path / "run" / "logs" / "attempt-0"
+    logs.mkdir(parents=True)
+    said = f"Hello\nstep 50, weights {digest}\nsaid: step 7, weights {digest}\nstep 60, weights {digest[:-1]}"
+    (logs / "worker-1.log").write_text(said)
+    with DemoJob(tmp_path, "run", "replicast --version") as job:
+        assert job.reports() == [{}, {50: digest}]
+        assert job.reports(attempt=1) == [{}, {}]
 
 
 def test_a_push_that_is_refused_fails_with_what_it_said(tmp_path: Path) -> None:
     made_run(tmp_path / "run")
     (tmp_path / story.PAUSE).touch()
     told = Story(tmp_path, Console(file=io.StringIO()))
-    with pytest.raises(Failed, match=r"should end with 0. Received: 1(?s:.*)no variable"):
-        told._push("replicast push run --set nothing=1", "run")
+    with pytest.raises(Failed, match=r"should end with 0. Received: 1(?s:.*)hidden/kernel"):
+        told._push("run")
     assert not (tmp_path / story.PAUSE).exists(), "the workers go on"
 
 
 def test_a_job_that_fails_or_ends_too_early_fails_with_its_output(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise SystemExit('broken on purpose')")
     with (
-        DemoJob(tmp_path, "replicast run --tee all fails.py") as failing,
+        DemoJob(tmp_path, "run", "replicast run --run-dir run fails.py") as failing,
         pytest.raises(Failed, match=r"exit code 0. Received: exit code 1(?s:.*)broken on purpose"),
     ):
         failing.finish()
     (tmp_path / "ends.py").write_text("print('done')")
     with (
-        DemoJob(tmp_path, "replicast run --tee all ends.py") as ending,
+        DemoJob(tmp_path, "run", "replicast run --run-dir run ends.py") as ending,
         pytest.raises(Failed, match=r"report step 50. Received: exit code 0(?s:.*)done"),
     ):
         ending.wait_for_step(50)
@@ -208,7 +211,7 @@ def test_a_job_that_takes_too_long_fails_and_leaves_no_process(
         "import os, pathlib, time\npathlib.Path('process').write_text(str(os.getpid()))\ntime.sleep(60)"
     )
     noted = tmp_path / "process"
-    with DemoJob(tmp_path, "replicast run --tee all sleeps.py") as sleeping:
+    with DemoJob(tmp_path, "run", "replicast run --run-dir run sleeps.py") as sleeping:
         eventually(lambda: noted.exists() and noted.read_text())
         clock.added_secs = story.JOB_SECS
         with pytest.raises(Failed, match="still running after 180 s"):

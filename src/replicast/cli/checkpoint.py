@@ -78,10 +78,8 @@ def list_(run: Path, as_json: bool) -> int:
             fields = manifest.to_json() | {"path": str(store.path(manifest.step).as_path())}
             texts.print_json({name: fields[name] for name in fields if name not in ("schema", "digests")})
     elif manifests:
-        rows = map(_checkpoint_cells, manifests)
-        texts.make_console().print(
-            texts.make_table(">step", ">epoch", ">batch", ">update", ">size", "=when", "metrics", rows=rows)
-        )
+        headings = (">step", ">epoch", ">batch", ">update", ">size", "=when", "metrics")
+        texts.print_table(*headings, rows=map(_checkpoint_cells, manifests))
         if (last := store.last()) is not None and last.step != manifests[-1].step:
             click.echo(f"The next start continues from step {last.step}: training went back to it.")
     elif not problems:
@@ -193,14 +191,11 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
     unequal = [each for each in comparisons if each.verdict is not Equality.EQUAL]
     shown = comparisons if also_equal else unequal
     if as_json:
-        for each in shown:
-            texts.print_json(each)
+        texts.print_json(*shown)
         return 1 if unequal else 0
     if shown:
-        rows = map(_comparison_cells, shown)
-        texts.make_console().print(
-            texts.make_table("variable", "verdict", ">differ", ">of", ">max abs", ">max rel", rows=rows)
-        )
+        headings = ("variable", "verdict", ">differ", ">of", ">max abs", ">max rel")
+        texts.print_table(*headings, rows=map(_comparison_cells, shown))
     equal, variables = len(comparisons) - len(unequal), texts.counted(len(comparisons), "variable")
     click.echo(f"{f'{equal} of' if unequal else 'All'} {variables} are equal, bit for bit.")
     return 1 if unequal else 0
@@ -253,12 +248,11 @@ def patch(
     update = update_of(context, options)
     found = examine(update, before.schema)
     if options["dry_run"]:
-        texts.print_examination(found)
-        if in_place and not found.problems:
+        code = texts.print_examination(found)
+        if in_place and not code:
             check_patch(path, before.step, update)
-        return 1 if found.problems else 0
-    texts.print_problems(found)
-    if found.problems:
+        return code
+    if texts.print_problems(found):
         return 1
     if output is None:
         _patch_in_place(path, before.step, update)

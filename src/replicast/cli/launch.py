@@ -74,10 +74,8 @@ secret_option = click.option(
 @click.option("-n", "--workers", type=int, default=1, metavar="N", help="Workers on this machine.")
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module's name, as in python -m.")
 @click.option("--run-dir", type=_DIR, metavar="DIR", help="The run directory. [default: runs/TIME-PROGRAM]")
-@click.option("--log-dir", type=_DIR, metavar="DIR", help="For attempt-K/worker-R.log. [default: DIR/logs]")
-@click.option(
-    "--max-restarts", type=_COUNT, default=0, metavar="K", help="How often a failed group restarts."
-)
+@click.option("--log-dir", type=_DIR, metavar="DIR", help="For attempt-K/worker-R.log. [default: in the run]")
+@click.option("--max-restarts", type=_COUNT, default=0, metavar="K", help="Restarts after a failure.")
 @click.option(
     "--standby",
     is_flag=True,
@@ -274,7 +272,7 @@ def doctor(
         (Text(one.verdict.value, style=_STYLES[one.verdict]), one.subject, one.found, one.remedy)
         for one in checks
     ]
-    texts.make_console().print(texts.make_table("", "what", "found", "how to fix", rows=rows))
+    texts.print_table("", "what", "found", "how to fix", rows=rows)
     broken = [check.subject for check in checks if check.verdict is Verdict.BROKEN]
     try_deep = "" if deep else " `replicast doctor --deep` tries two real workers."
     well = f"All is well.{try_deep}" if hosts is None else "These hosts can run a job together."
@@ -284,10 +282,10 @@ def doctor(
 
 def _try_two_workers() -> Check:
     """Shows that something is going on: TensorFlow takes its time to start."""
-    from replicast.cli.texts import is_live, make_console
+    from replicast.cli import texts
 
-    console, doing = make_console(stderr=True), "Two workers are starting"
-    if is_live(console):
+    console, doing = texts.make_console(stderr=True), "Two workers are starting"
+    if texts.is_live(console):
         with console.status(doing) as status:
             return check_two_workers(waiting=lambda secs: status.update(f"{doing}: {secs:.0f} s"))
 

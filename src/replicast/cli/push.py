@@ -36,7 +36,7 @@ from replicast.errors import NotFound, printable
 from replicast.files import write_durably
 from replicast.storage.journal import UpdateView
 from replicast.tensorfiles import parse_tensors, read_tensor_bytes, tensor_chunks
-from replicast.update.edits import EditKind
+from replicast.update.edits import RESETS, EditKind
 from replicast.update.trial import Trial
 from replicast.update.update import MAX_TENSORS, update_in
 
@@ -44,7 +44,7 @@ _DIFFER = _REVERTED = 4
 _LARGE = 16 * 10**6
 _BEFORE_COMMIT = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
 _TRIAL_OPTIONS = ("trial_metric", "max_increase", "trial_mode")
-_AS = ("add", "assign", "scale", "blend", "add-rows", "assign-rows", "add-low-rank")
+_AS = [one.replace("_", "-") for one in EditKind if one not in RESETS]
 
 
 @click.command(cls=EditCommand, context_settings={"show_default": True})
@@ -87,14 +87,13 @@ def push(context: click.Context, /, run: Run, **options: Any) -> int:
             update = update_of(context, options)
             found = run.examine(update)
         if options["dry_run"]:
-            texts.print_examination(found)
-            if trial is not None and not found.problems:
+            code = texts.print_examination(found)
+            if trial is not None and not code:
                 console.print(f"On trial: {texts.trial(trial)}. The metrics of the job decide.")
-            if not found.problems:
+            if not code:
                 console.print("The job may have a guard, which is not known here and may refuse this.")
-            return 1 if found.problems else 0
-        texts.print_problems(found)
-        if found.problems:
+            return code
+        if texts.print_problems(found):
             return 1
         with _spinner(console, update.nbytes, "Writing"):
             pushed = run.push(update, options["at_step"], trial, next_start=options["next_start"])
@@ -131,10 +130,10 @@ def revert(run: Run, which: str, wait: bool, timeout: float, **how: Any) -> int:
     found = run.revert(which, **how)
     if isinstance(found, Pushed):
         return _pushed(found, wait, timeout, f", which reverts update {printable(which)}")
-    texts.print_examination(found)
+    code = texts.print_examination(found)
     for line in found.notes:
         click.echo(one_line(line))
-    return 1 if found.problems else 0
+    return code
 
 
 @click.command()
@@ -189,7 +188,20 @@ def inspect(what: Path | Run, run: Run | None, operation: str | None, weight: fl
     if isinstance(what, Run):
         if operation is not None or run is not None:
             raise click.UsageError(f"{printable(what.where)} is a run: --as and --run are for a file.")
-        _list_variables(what)
+        schema = what.schema()
+        rows = (
+            (
+                printable(one.name),
+                texts.shape(one.shape),
+                one.dtype,
+                texts.size(one.nbytes),
+                one.kind.replace("_", "-"),
+            )
+            for one in schema
+        )
+        texts.print_table("variable", "shape", "=dtype", ">size", "kind", rows=rows)
+        nbytes = sum(one.nbytes for one in schema)
+        click.echo(f"{texts.counted(len(schema), 'variable')}, {texts.size(nbytes)}")
         return 0
     content = read_tensor_bytes(what, max_tensors=MAX_TENSORS)
     file = parse_tensors(content, str(what), max_tensors=MAX_TENSORS)
@@ -206,19 +218,7 @@ def inspect(what: Path | Run, run: Run | None, operation: str | None, weight: fl
         return 0 if run is None else 2
     kind = None if operation is None else EditKind(operation.replace("-", "_"))
     update = update_in(content, str(what), kind, weight)
-    examined = examine(update, None) if run is None else run.examine(update)
-    texts.print_examination(examined)
-    return 1 if examined.problems else 0
-
-
-def _list_variables(run: Run) -> None:
-    schema = run.schema()
-    table = texts.make_table("variable", "shape", "=dtype", ">size", "kind")
-    for one in schema:
-        cells = texts.shape(one.shape), one.dtype, texts.size(one.nbytes), one.kind.replace("_", "-")
-        table.add_row(printable(one.name), *cells)
-    texts.make_console().print(table)
-    click.echo(f"{texts.counted(len(schema), 'variable')}, {texts.size(sum(one.nbytes for one in schema))}")
+    return texts.print_examination(examine(update, None) if run is None else run.examine(update))
 
 
 @click.command()

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import click
 from rich import box
@@ -48,13 +48,14 @@ JOB_SECS, COMMAND_SECS = 180.0, 60.0
 STOP_SECS = 45.0  # Longer than `replicast run` waits for its workers to exit.
 LOOK_SECS = 0.05
 _WIDEST = 96  # Longer lines are hard to read, however wide the terminal.
-_REPORT = re.compile(r"^\[worker (\d+)\] step (\d+), process (\d+), weights ([0-9a-f]{64})$", re.MULTILINE)
+_REPORT = re.compile(r"^step (\d+), weights ([0-9a-f]{64})$", re.MULTILINE)
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "-1",  # Workers on one GPU would compete for its memory.
     "KERAS_BACKEND": "tensorflow",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 
+Reports = Sequence[Mapping[int, str]]  # For each worker the digests of its weights, by step.
 Weights = Mapping[int, Sequence[str]]  # For each reported step the digests of the weights, by worker.
 
 
@@ -94,29 +95,13 @@ def demo(run_dir: Path | None) -> None:
     play(directory, Console(width=min(Console().width, _WIDEST), highlight=False, markup=False))
 
 
-class ReplicaReport(NamedTuple):
-    """A worker's report of its replica: the digest of all weights at a step, and its process id."""
-
-    worker: int
-    step: int
-    process: int
-    weights: str
-
-
-def parse_reports(output: str) -> list[ReplicaReport]:
-    """The reports of train.py in the output of `replicast run --tee all`, in order."""
-    return [
-        ReplicaReport(int(worker), int(step), int(process), weights)
-        for worker, step, process, weights in _REPORT.findall(output)
-    ]
-
-
 class DemoJob:
-    """A `replicast run …` whose workers report their weights. On exit it is stopped, if it still runs."""
+    """A `replicast run …` of train.py. On exit it is stopped, if it still runs."""
 
-    def __init__(self, directory: Path, command: str) -> None:
-        self._command = command
+    def __init__(self, directory: Path, run: str, command: str) -> None:
+        self._logs = directory / run / "logs"
         self._output = directory / "run.log"
+        self._command = command
         self._deadline = time.monotonic() + JOB_SECS
         with self._output.open("wb") as file:
             self._process = subprocess.Popen(
@@ -142,30 +127,33 @@ class DemoJob:
             self._process.kill()  # Its workers end with it.
             self._process.wait()
 
-    def said(self) -> str:
-        return self._output.read_text(encoding="utf-8", errors="replace")
+    def reports(self, attempt: int = 0) -> Reports:
+        """What each worker has printed in an attempt: the digest of its weights, by step."""
+        found = []
+        for rank in range(WORKERS):
+            log = self._logs / f"attempt-{attempt}" / f"worker-{rank}.log"
+            text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+            found.append({int(step): weights for step, weights in _REPORT.findall(text)})
+        return found
 
-    def wait_for_step(self, step: int) -> dict[int, ReplicaReport]:
-        """Waits until all workers have reported a step, and returns these reports by worker."""
-        while self._process.poll() is None and time.monotonic() < self._deadline:
-            reached = {report.worker: report for report in parse_reports(self.said()) if report.step == step}
-            if len(reached) == WORKERS:
-                return reached
+    def wait_for_step(self, step: int) -> None:
+        """Waits until all workers have reported a step."""
+        while not all(step in reported for reported in self.reports()):
+            if self._process.poll() is not None or time.monotonic() > self._deadline:
+                raise self._failed(f"All workers should report step {step}")
             time.sleep(LOOK_SECS)
-        raise self._failed(f"All workers should report step {step}")
 
-    def finish(self) -> list[ReplicaReport]:
-        """Waits for the end of the job, and returns all reports."""
+    def finish(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, self._deadline - time.monotonic()))
         if self._process.returncode != 0:
             raise self._failed("The job should end with exit code 0")
-        return parse_reports(self.said())
 
     def _failed(self, claim: str) -> Failed:
         code = self._process.poll()
         state = f"still running after {JOB_SECS:.0f} s" if code is None else f"exit code {code}"
-        return Failed(f"{claim}. Received: {state}. Output of `{self._command}`:\n{self.said()}")
+        said = self._output.read_text(encoding="utf-8", errors="replace")
+        return Failed(f"{claim}. Received: {state}. Output of `{self._command}`:\n{said}")
 
 
 def _argv(command: str) -> list[str]:
@@ -204,10 +192,9 @@ class Story:
             "and the replicas must stay equal: the table has digests of all their bits. "
             f"At step {CHANGE_STEP} worker 1 runs kernel.assign_add(0.05):",
         )
-        with self._start(
-            "replicast run -n 2 --tee all --run-dir assign train.py --assign --epochs 20"
-        ) as job:
-            weights = weights_by_step(job.finish(), last=2 * CHANGE_STEP)
+        with self._start("assign", "--assign --epochs 20") as job:
+            job.finish()
+        weights = weights_by_step(job.reports(), last=2 * CHANGE_STEP)
         self._print_digests({f"step {step}": digests for step, digests in weights.items()})
         for step, digests in weights.items():
             wanted = "be equal" if step < CHANGE_STEP else "differ"
@@ -233,11 +220,11 @@ class Story:
             f"The same training, but for step {CHANGE_STEP} worker 1 calls replicas.propose(update). "
             f"While both train, another process, which is no worker, pushes a change for step {PUSH_STEP}:",
         )
-        with self._start("replicast run -n 2 --tee all --run-dir undisturbed train.py --pause pause") as job:
+        with self._start("undisturbed", f"--pause {PAUSE}") as job:
             job.wait_for_step(0)
-            push = f"replicast push undisturbed --scale {CHANGED}=0.9 --at-step {PUSH_STEP} --wait"
-            self._print_output(self._push(push, "undisturbed"))
-            weights = weights_by_step(job.finish(), last=LAST_STEP)
+            self._print_output(self._push("undisturbed", " --wait"))
+            job.finish()
+        weights = weights_by_step(job.reports(), last=LAST_STEP)
         steps = (CHANGE_STEP - 50, CHANGE_STEP, PUSH_STEP, LAST_STEP)
         self._print_digests({f"step {step}": weights[step] for step in steps})
         for step, digests in weights.items():
@@ -254,8 +241,7 @@ class Story:
             "in part 1. The receipts: the digest of what was changed, as each worker computed it:"
         )
         self._print_output(
-            f"step {update.step}, by {update.author}: {digests_text(update)}; {update.stage}"
-            for update in updates
+            f"step {one.step}, by {one.author}: {digests_text(one)}; {one.stage}" for one in updates
         )
         self._console.print(
             f"The replicas were equal each of the {len(weights)} times that the workers reported, and "
@@ -266,15 +252,18 @@ class Story:
     def a_worker_is_killed(self, undisturbed: Weights) -> None:
         """Part 3: the training of part 2 again, with a crash."""
         self._begin("Part 3: a worker is killed", f"Part 2 again. At step {KILL_STEP} worker 1 is killed:")
-        run = "replicast run -n 2 --tee all --max-restarts 1 --run-dir killed train.py --pause pause"
-        with self._start(run) as job:
-            before = {worker: report.process for worker, report in job.wait_for_step(0).items()}
-            self._push(f"replicast push killed --scale {CHANGED}=0.9 --at-step {PUSH_STEP}", "killed")
+        with self._start("killed", f"--pause {PAUSE}", "--max-restarts 1 ") as job:
+            job.wait_for_step(0)
+            self._push("killed")
             job.wait_for_step(KILL_STEP)
-            self._kill(before[1])
-            reports = job.finish()
-        restored = restored_step(report for report in reports if report.process not in before.values())
-        weights = weights_by_step(reports, last=LAST_STEP)
+            self._kill_worker_1("killed")
+            job.finish()
+        first, again = job.reports(), job.reports(attempt=1)
+        begun = [next(iter(reported), None) for reported in again]
+        restored = begun[0] if begun[0] and len(set(begun)) == 1 else 0
+        require(bool(restored), "After the restart all workers should begin with one checkpoint", begun)
+        # Of a step that was repeated after the restart, the later digests count.
+        weights = weights_by_step([{**old, **new} for old, new in zip(first, again, strict=True)], LAST_STEP)
         self._print_digests(
             {
                 f"restored, step {restored}": weights[restored],
@@ -284,22 +273,24 @@ class Story:
         )
         same = weights[LAST_STEP] == undisturbed[LAST_STEP]
         require(same, "The killed job should end with the weights of part 2", weights[LAST_STEP])
-        again = ", ".join(str(one.step) for one in self._updates("killed") if (one.step or 0) > restored)
+        repeated = ", ".join(str(one.step) for one in self._updates("killed") if (one.step or 0) > restored)
         self._console.print(
             "The launcher ended worker 0 too and started both again. The new processes restored the "
             f"checkpoint of step {restored} and trained on; the journal applied the updates after it "
-            f"again, each at its step ({again or 'none'}). The job ended with the bits of part 2: the crash "
+            f"again, each at its step ({repeated or 'none'}). The job ended with the bits of part 2: the crash "
             "lost nothing."
         )
 
-    def _start(self, command: str) -> DemoJob:
+    def _start(self, run: str, arguments: str, options: str = "") -> DemoJob:
+        command = f"replicast run -n 2 {options}--run-dir {run} train.py {arguments}"
         self._print_command(command)
-        if PAUSE in command.split():
+        if PAUSE in arguments:
             (self._directory / PAUSE).touch()
-        return DemoJob(self._directory, command)
+        return DemoJob(self._directory, run, command)
 
-    def _push(self, command: str, run: str) -> list[str]:
+    def _push(self, run: str, more: str = "") -> list[str]:
         """Runs `replicast push` while train.py waits for it to be scheduled; returns what it printed."""
+        command = f"replicast push {run} --scale {CHANGED}=0.9 --at-step {PUSH_STEP}{more}"
         self._print_command(command)
         job, deadline = connect(self._directory / run), time.monotonic() + COMMAND_SECS
         with subprocess.Popen(
@@ -339,7 +330,8 @@ class Story:
         require(len(audits) == 1, "The replicas should have been audited", audits)
         return audits[0]
 
-    def _kill(self, process: int) -> None:
+    def _kill_worker_1(self, run: str) -> None:
+        process = next(note.pid for note in connect(self._directory / run).status().workers if note.rank == 1)
         self._print_command(f"kill -9 {process}")
         try:
             os.kill(process, signal.SIGKILL)
@@ -374,26 +366,12 @@ def all_equal(digests: Iterable[str]) -> bool:
     return len(set(digests)) == 1
 
 
-def weights_by_step(reports: Iterable[ReplicaReport], last: int) -> Weights:
-    """The digests by step and worker; of a step that was repeated after a restart, the later ones."""
-    found: dict[int, dict[int, str]] = {}
-    for report in reports:
-        found.setdefault(report.step, {})[report.worker] = report.weights
-    for step in (*found, last):
-        reported = sorted(found.get(step, ()))
+def weights_by_step(reports: Reports, last: int) -> Weights:
+    steps = sorted(set().union(*reports))
+    for step in (*steps, last):
+        reported = [rank for rank in range(WORKERS) if step in reports[rank]]
         require(len(reported) == WORKERS, f"All workers should report step {step}", reported)
-    return {step: [found[step][worker] for worker in range(WORKERS)] for step in sorted(found)}
-
-
-def restored_step(reports: Iterable[ReplicaReport]) -> int:
-    """The step of the checkpoint with which all processes of a restarted job began."""
-    first: dict[int, int] = {}
-    for report in reports:
-        first.setdefault(report.worker, report.step)
-    steps = set(first.values())
-    restored = len(first) == WORKERS and len(steps) == 1 and 0 not in steps
-    require(restored, "New processes of all workers should begin with one checkpoint", first)
-    return steps.pop()
+    return {step: [reported[step] for reported in reports] for step in steps}
 
 
 def digests_text(update: UpdateView) -> str:

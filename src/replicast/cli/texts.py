@@ -125,9 +125,10 @@ def no_updates(*, journaled: bool) -> str:
     )
 
 
-def print_json(one: Any) -> None:
-    """One object in one line."""
-    click.echo(json.dumps(json_value(one)))
+def print_json(*objects: Any) -> None:
+    """Each object in one line."""
+    for one in objects:
+        click.echo(json.dumps(json_value(one)))
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -152,6 +153,10 @@ def make_table(*headings: str, rows: Iterable[Sequence[str | Text]] = ()) -> Tab
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def print_table(*headings: str, rows: Iterable[Sequence[str | Text]]) -> None:
+    make_console().print(make_table(*headings, rows=rows))
 
 
 def facts_table(facts: Iterable[tuple[str, str | Text]]) -> Table:
@@ -254,22 +259,24 @@ def edits_table(edits: Iterable[EditView], *, extremes: bool) -> Table:
     return make_table("variable", "operation", "shape", "=dtype", *numbers, ">norm", rows=rows)
 
 
-def print_examination(found: Examination) -> None:
-    """The table of edits, and below it what is wrong, or may be."""
+def print_examination(found: Examination) -> int:
+    """The table of edits, and below it what is wrong, or may be. Returns the exit code."""
     console = make_console()
     console.print(edits_table(found.edits, extremes=False))
     print_problems(found)
     if not found.problems:
         total = f"{counted(len(found.edits), 'edit')}, {size(found.nbytes)} of values."
         console.print(total if found.warnings else f"{total} No problems found.")
+    return 1 if found.problems else 0
 
 
-def print_problems(found: Examination) -> None:
-    """Everything that is wrong, or may be, on standard error."""
+def print_problems(found: Examination) -> int:
+    """Everything that is wrong, or may be, on standard error. Returns the exit code."""
     for problem in found.problems:
         click.echo(f"Refused: {error_text(problem)}", err=True)
     for warning in found.warnings:
         click.echo(f"Warning: {one_line(warning)}", err=True)
+    return 1 if found.problems else 0
 
 
 def _operation_text(edit: EditView) -> str:
