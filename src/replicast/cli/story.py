@@ -277,8 +277,8 @@ class Story:
         self._console.print(
             "The launcher ended worker 0 too and started both again. The new processes restored the "
             f"checkpoint of step {restored} and trained on; the journal applied the updates after it "
-            f"again, each at its step ({repeated or 'none'}). The job ended with the bits of part 2: the crash "
-            "lost nothing."
+            f"again, each at its step ({repeated or 'none'}). The job ended with the bits of part 2: "
+            "the crash lost nothing."
         )
 
     def _start(self, run: str, arguments: str, options: str = "") -> DemoJob:
