@@ -22,7 +22,6 @@ _PREFIXES = (
     "ABSL_", "BLIS_", "CUDA_", "DNNL_", "GLOG_", "GOMP_", "GOTO_", "GRPC_", "KERAS_", "KMP_", "MKL_", "NCCL_",
     "NPY_", "NUMEXPR_", "NUMPY_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "TF2_", "TF_", "VECLIB_", "XLA_",
 )  # fmt: skip
-_NOT_AT_IMPORT = ("TF_CONFIG",)
 _MEMORY = "replicast-changes"
 _MAX_BYTES = 1 << 16
 
@@ -58,9 +57,9 @@ PASSED_ON = {
     "GOMP_SPINCOUNT": "OpenMP chooses how threads wait",
 }
 
-# In a process that was a standby: the environment during its imports. Set by `launcher/prepared.py`.
+# In a process that was a standby, set by `launcher/prepared.py`: the environment during its imports, and the
+# one that its script started with.
 imported_with: Mapping[str, str] | None = None
-# In a process that was a standby: the environment that its script started with.
 called_with: Mapping[str, str] | None = None
 
 
@@ -68,7 +67,7 @@ def relevant(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith(_PREFIXES) and name not in _NOT_AT_IMPORT
+        if name.startswith(_PREFIXES) and name != "TF_CONFIG"  # which is not read at import
     }
 
 
@@ -76,23 +75,6 @@ def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, st
     """What was changed of the relevant variables; None for one that was removed."""
     old, new = relevant(before), relevant(after)
     return {name: new.get(name) for name in sorted({*old, *new}) if old.get(name) != new.get(name)}
-
-
-def parse(block: bytes) -> dict[str, str]:
-    """Reads an environment as the kernel keeps it: `NAME=VALUE`, each ended by a zero byte."""
-    pairs = (entry.partition(b"=") for entry in block.split(b"\0") if entry)
-    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
-
-
-def script_changes() -> dict[str, str | None]:
-    """What the script of this process has changed so far of what is passed on."""
-    before = called_with
-    if before is None:
-        try:
-            before = parse(Path("/proc/self/environ").read_bytes())
-        except OSError:
-            return {}
-    return {name: value for name, value in changes(before, os.environ).items() if name in PASSED_ON}
 
 
 def without_effect() -> list[str]:
@@ -113,14 +95,20 @@ def make_memory() -> int:
 def note_changes(environ: Mapping[str, str] = os.environ) -> None:
     """Tells the launcher what the script of this process has changed; nothing if it keeps no standby.
 
-    A crash between the two calls leaves nothing to read, as before the first of them.
+    A crash between truncating and writing leaves nothing to read, as before.
     """
-    memory = environ.get(CHANGES_FD, "")
+    memory, before = environ.get(CHANGES_FD, ""), called_with
     try:
         # A child of the script inherits the variable without the descriptor: there it may be any other file.
         if str(Path(f"/proc/self/fd/{memory}").readlink()) == f"/memfd:{_MEMORY} (deleted)":
+            if before is None:  # as the kernel keeps it: `NAME=VALUE`, each ended by a zero byte
+                entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+                pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
+                before = {name: value for name, _, value in pairs}
+            changed = changes(before, os.environ)
+            passed_on = {name: value for name, value in changed.items() if name in PASSED_ON}
             os.ftruncate(int(memory), 0)
-            os.pwrite(int(memory), json.dumps(script_changes()).encode(), 0)
+            os.pwrite(int(memory), json.dumps(passed_on).encode(), 0)
     except (OSError, ValueError):
         return
 

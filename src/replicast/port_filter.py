@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -48,10 +48,18 @@ def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[
     lookups = Lookups(hosts)
     lookups.wait(_NAMES_SECS)
     lookups.stop()
+
+    def may_connect(host: str) -> bool:
+        found = None
+        with contextlib.suppress(OSError):
+            found = lookups.addresses(host)
+        resolved = [ipaddress.ip_address(one.partition("%")[0]) for one in found or []]
+        return found is None or any(one in network for one in resolved for network in networks)
+
     absent = [
         f"worker {worker} ({address})"
         for worker, address in enumerate(cluster.addresses)  # Also this one: it connects to itself.
-        if not _may_connect(hosts[worker], networks, lookups)
+        if not may_connect(hosts[worker])
     ]
     if absent:
         logger.warning(
@@ -64,37 +72,24 @@ def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[
     return partial(limit_port, host_and_port(cluster.addresses[cluster.rank])[1], networks)
 
 
-def _may_connect(host: str, networks: Sequence[Network], lookups: Lookups) -> bool:
-    """Whether an address of a worker's host is in one of the networks, or none is known by now."""
-    try:
-        found = lookups.addresses(host)
-    except OSError:
-        found = None
-    if found is None:
-        return True
-    resolved = [ipaddress.ip_address(one.partition("%")[0]) for one in found]
-    return any(one in network for one in resolved for network in networks)
-
-
 def limit_port(port: int, networks: Sequence[Network]) -> None:
     """Lets only these networks reach a port of this process. Logs a warning if that cannot be done."""
     try:
-        limited = _attach(port, program(networks))
+        reason = "" if _attach(port, program(networks)) else "its socket was not found"
     except OSError as error:
         reason = error.strerror or str(error)
-    else:
-        if limited:
-            return
-        reason = "its socket was not found"
-    logger.warning(
-        "TensorFlow's port %d accepts connections from every network (%s). See SECURITY.md", port, reason
-    )
+    if reason:
+        logger.warning(
+            "TensorFlow's port %d accepts connections from every network (%s). See SECURITY.md", port, reason
+        )
 
 
 def program(networks: Sequence[Network]) -> list[Instruction]:
     """The filter that accepts packets whose source address is in one of the networks. Pure."""
-    version4 = [step for network in networks if network.version == 4 for step in _accept(network)]
-    version6 = [step for network in networks if network.version == 6 for step in _accept(network)]
+    version4, version6 = (
+        [step for network in networks if network.version == version for step in _accept(network)]
+        for version in (4, 6)
+    )
     drop = (_RETURN, 0, 0, 0)
     return [
         (_LOAD_BYTE, 0, 0, _NETWORK_HEADER),
@@ -128,28 +123,22 @@ def _accept(network: Network) -> list[Instruction]:
 
 
 def _attach(port: int, filter_program: Sequence[Instruction]) -> int:
-    """Attaches a filter to every socket of this process that has this port; returns how many there are."""
+    """Attaches a filter to the sockets of this process that have this port; returns how many there are."""
     packed = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in filter_program))
     described = struct.pack("HL", len(filter_program), ctypes.addressof(packed))
     count = 0
-    for one in _sockets():
-        if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == port:
-            one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, described)
-            count += 1
-    return count
-
-
-def _sockets() -> Iterator[socket.socket]:
-    """The sockets of this process, each open while it is used."""
     for entry in sorted(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if not str(entry.readlink()).startswith("socket:"):
-                continue
-            descriptor = os.dup(int(entry.name))
+        with contextlib.ExitStack() as stack:
             try:
+                if not str(entry.readlink()).startswith("socket:"):
+                    continue
+                descriptor = os.dup(int(entry.name))
+                stack.callback(os.close, descriptor)
                 one = socket.socket(fileno=descriptor)
-            except OSError:
-                os.close(descriptor)
+            except OSError:  # closed meanwhile
                 continue
-            with one:
-                yield one
+            stack.callback(one.detach)
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == port:
+                one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, described)
+                count += 1
+    return count

@@ -28,7 +28,6 @@ def this_machine() -> str:
 
 
 def is_out_of_files(error: OSError) -> bool:
-    """Whether this process, or the system, has too many open files for now."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
@@ -57,7 +56,7 @@ def is_alive(process: Mapping[str, Any]) -> bool | None:
         return False
     except (PermissionError, OverflowError):
         pass
-    if _state(pid) in (b"Z", b"X"):  # A zombie: it has exited, and its parent has not reaped it.
+    if _stat(pid)[:1] in ([b"Z"], [b"X"]):  # A zombie: it has exited, and its parent has not reaped it.
         return False
     now = _started(pid)
     return None if started is None or now is None else started == now
@@ -65,7 +64,7 @@ def is_alive(process: Mapping[str, Any]) -> bool | None:
 
 def is_frozen(pid: int) -> bool:
     """Whether a process of this host is stopped by a signal such as SIGSTOP, or by a debugger."""
-    return _state(pid) in (b"T", b"t")
+    return _stat(pid)[:1] in ([b"T"], [b"t"])
 
 
 def _started(pid: int) -> int | None:
@@ -74,10 +73,6 @@ def _started(pid: int) -> int | None:
         return int(_stat(pid)[19])
     except (ValueError, IndexError):
         return None
-
-
-def _state(pid: int) -> bytes:
-    return next(iter(_stat(pid)), b"")
 
 
 def _stat(pid: int) -> list[bytes]:

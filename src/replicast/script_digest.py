@@ -28,17 +28,14 @@ def digest_of(script: Path | None) -> str | None:
         return None
 
 
-def is_digest(value: object) -> bool:
-    """Whether this can be a digest: it comes from a port that is open to all."""
+def is_digest(value: object) -> bool:  # It comes from a port that is open to all.
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def difference(script: Path | None, own: str | None, others: Mapping[int, str]) -> str:
     """A line that names the workers whose script is not that of worker 0; empty if there are none."""
-    if script is None or own is None:
-        return ""
     differing = sorted((worker, digest) for worker, digest in others.items() if digest != own)
-    if not differing:
+    if script is None or own is None or not differing:
         return ""
     named = [f"{digest[:_SHOWN_DIGITS]} on worker {worker}" for worker, digest in differing[:_SHOWN_WORKERS]]
     more = len(differing) - len(named)
