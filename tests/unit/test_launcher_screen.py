@@ -23,7 +23,6 @@ from replicast.launcher.screen import (
     cropped,
     make_screen,
     split_bar,
-    wants_chatter,
     with_its_loss,
     with_shorter_bar,
     without_colours,
@@ -444,11 +443,6 @@ def test_chatter_is_not_drawn_while_it_is_being_written(tmp_path: Path) -> None:
     os.write(output.writing_end, b"\nhello")
     output.close()
     assert out.getvalue() == "[worker 0] hello\r\x1b[K[worker 0] hello\n"
-
-
-def test_setting_the_log_level_shows_everything() -> None:
-    assert wants_chatter({"TF_CPP_MIN_LOG_LEVEL": "0"})
-    assert not wants_chatter({})
 
 
 # --- Readers that do not read

@@ -28,7 +28,7 @@ from replicast.launcher.failure import GroupEnd, WorkerExit, first_cause, stoppi
 from replicast.launcher.hosts_link import HostsAttempts
 from replicast.launcher.interruptions import STOP_SIGNALS, Interruptions
 from replicast.launcher.plan import WorkerPlan, bootstrapped
-from replicast.launcher.screen import Output, Screen, wants_chatter
+from replicast.launcher.screen import LOG_LEVEL, Output, Screen
 from replicast.launcher.standby import StandbySet
 from replicast.processes import is_frozen
 
@@ -207,7 +207,7 @@ class Group:
             teed = self.screen if plan.rank in self.tee else None
             live = teed is not None and plan.rank == self.screen.live_rank
             columns = self.screen.columns_for_live_worker() if live else None
-            chatter = wants_chatter(environ)
+            chatter = LOG_LEVEL in environ
             output = Output(plan.rank, plan.log, screen=teed, columns=columns, chatter=chatter)
             try:
                 worker = WorkerProcess(plan, output, environ, self.standbys)

@@ -31,7 +31,7 @@ TAIL_LINES = 20
 _CHUNK = 65536
 _MAX_BUFFERED = 1024 * 1024  # The maximum that a pipe or terminal buffers on Linux.
 _ROWS = 24
-_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # If the user has set it, everything is shown.
 _WORKER_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _RESET = "\x1b[0m"
 _ERASE_LINE = "\r\x1b[K"
@@ -67,10 +67,14 @@ def split_bar(line: str) -> tuple[str, str] | None:
 
 def with_shorter_bar(line: str, columns: int) -> str:
     """Removes as many cells of the bar as needed to fit the columns, down to a minimum; keeps the text."""
-    excess = _width(line) - columns
-    if excess <= 0 or _CELL not in line:
+    excess, cells = _width(line) - columns, _CELLS.search(line)
+    if excess <= 0 or cells is None:
         return line
-    return _CELLS.sub(lambda cells: _fewer(cells[0], excess), line, count=1)
+    drawn = cells[0].count(_CELL)
+    kept = max(min(_MIN_CELLS, drawn), drawn - excess)
+    # Removed evenly, so that the coloured part stays in proportion.
+    left = (_CELL * ((cell + 1) * kept // drawn - cell * kept // drawn) for cell in range(drawn))
+    return line[: cells.start()] + re.sub(_CELL, lambda _: next(left), cells[0]) + line[cells.end() :]
 
 
 def with_its_loss(line: str, columns: int) -> str:
@@ -87,19 +91,6 @@ def with_its_loss(line: str, columns: int) -> str:
         if _width(" - ".join([head, *kept, metric, _OMITTED])) <= columns:
             kept.append(metric)
     return " - ".join([head, *sorted(kept, key=metrics.index), _OMITTED])
-
-
-def _fewer(cells: str, excess: int) -> str:
-    """Removes cells evenly, so that the coloured part stays in proportion."""
-    drawn = cells.count(_CELL)
-    kept = max(min(_MIN_CELLS, drawn), drawn - excess)
-    place = iter(range(drawn))
-
-    def is_kept() -> bool:
-        cell = next(place)
-        return (cell + 1) * kept // drawn > cell * kept // drawn
-
-    return "".join(sign for sign in cells if sign != _CELL or is_kept())
 
 
 def _width(line: str) -> int:
@@ -141,11 +132,6 @@ def is_chatter(line: str) -> bool:
     return level == "I" or (level != "F" and ours is not None)
 
 
-def wants_chatter(environ: Mapping[str, str]) -> bool:
-    """Whether the user has set TensorFlow's log level: then everything is shown."""
-    return _LOG_LEVEL in environ
-
-
 # --- Lines -----------------------------------------------------------------------------------------------
 
 _MAX_UNFINISHED = 65536
@@ -184,16 +170,12 @@ class LineAssembler:
     @property
     def partial(self) -> str:
         shown = as_shown(self._unfinished)
-        bar_and_text = split_bar(shown)
-        return self._bar or (shown if bar_and_text is None else bar_and_text[0])
+        return self._bar or (split_bar(shown) or [shown])[0]
 
     def _completed(self, line: str) -> str:
         self._forget_bar_if_redrawn(line)
         shown = as_shown(line)
-        bar_and_text = split_bar(shown)
-        if bar_and_text is None:
-            return shown
-        self._bar, text = bar_and_text
+        self._bar, text = split_bar(shown) or (self._bar, shown)
         return text
 
     def _forget_bar_if_redrawn(self, line: str) -> None:
@@ -205,7 +187,13 @@ def as_shown(line: str) -> str:
     """The final state of a line on a terminal: with colours, without rewritten text and cursor movements."""
     line = _last_rewrite(line).strip("\r").rstrip("\b")
     if "\b" in line:
-        line = _with_backspaces_applied(line)
+        kept: list[str] = []
+        for token in _TOKEN.finditer(line):
+            if token[0] != "\b":
+                kept.append(token[0])
+            elif kept:
+                kept.pop()
+        line = "".join(kept)
     if "\x1b" in line:
         line = _ESCAPE.sub(lambda found: found[0] if found[0].endswith("m") else "", line)
         line = _UNFINISHED_ESCAPE.sub("", line)
@@ -236,16 +224,6 @@ def _last_rewrite(line: str) -> str:
     return line[written.rfind("\r") + 1 :]
 
 
-def _with_backspaces_applied(line: str) -> str:
-    kept: list[str] = []
-    for token in _TOKEN.finditer(line):
-        if token[0] != "\b":
-            kept.append(token[0])
-        elif kept:
-            kept.pop()
-    return "".join(kept)
-
-
 # --- The screen ------------------------------------------------------------------------------------------
 
 
@@ -268,13 +246,9 @@ class Outlet:
         self._changed = threading.Condition()
         self._writer: threading.Thread | None = None
         self._queue: list[str] = []
-        self._queue_size = 0
-        self._omitted = 0
-        self._bottom = ""
-        self._drawn = ""
-        self._bytes_written = 0
-        self._closing = False
-        self._ended = False
+        self._queue_size = self._omitted = self._bytes_written = 0
+        self._bottom = self._drawn = ""
+        self._closing = self._ended = False
 
     def put(self, lines: Sequence[str], bottom: str = "", *, must_appear: bool = False) -> None:
         """Enqueues lines to write above the bottom line. Omits and counts them if the queue is full."""
@@ -286,7 +260,8 @@ class Outlet:
                 self._omitted += len(lines)  # So are the next lines, until the reader has caught up.
             elif lines:
                 self._note_omitted()
-                self._enqueue("".join(f"{line}\n" for line in lines))
+                self._queue += [f"{line}\n" for line in lines]
+                self._queue_size += sum(map(len, lines))
             if self._descriptor is None:
                 self._stream.write(self._take())
                 self._stream.flush()
@@ -314,14 +289,10 @@ class Outlet:
         if self._writer is not None:
             self._writer.join(stalled_secs)
 
-    def _enqueue(self, text: str) -> None:
-        self._queue.append(text)
-        self._queue_size += len(text)
-
     def _note_omitted(self) -> None:
         if self._omitted:
             lines = "1 line is" if self._omitted == 1 else f"{self._omitted} lines are"
-            self._enqueue(f"… {lines} only in the log\n")
+            self._queue.append(f"… {lines} only in the log\n")
             self._omitted = 0
 
     def _has_work(self) -> bool:
@@ -346,7 +317,15 @@ class Outlet:
                 if not data:
                     return
                 while data:
-                    data = data[self._written(descriptor, data[: select.PIPE_BUF]) :]
+                    try:
+                        count = os.write(descriptor, data[: select.PIPE_BUF])
+                    except BlockingIOError:  # Another process that shares the file made it non-blocking.
+                        select.select([], [descriptor], [])
+                        continue
+                    data = data[count:]
+                    with self._changed:
+                        self._bytes_written += count
+                        self._changed.notify_all()
         except OSError:  # `replicast run … | head`: the logs still get everything.
             pass
         finally:
@@ -354,23 +333,9 @@ class Outlet:
                 self._ended = True
                 self._changed.notify_all()
 
-    def _written(self, descriptor: int, data: bytes) -> int:
-        try:
-            count = os.write(descriptor, data)
-        except BlockingIOError:  # Another process that shares the file made it non-blocking.
-            select.select([], [descriptor], [])
-            return 0
-        with self._changed:
-            self._bytes_written += count
-            self._changed.notify_all()
-        return count
-
 
 class Screen:
-    """Writes workers' lines to one stream and the launcher's own messages to another.
-
-    Only `close` blocks. Call it at the end: some output may still be queued.
-    """
+    """Writes workers' lines to one stream and the launcher's own messages to another. Only `close` blocks."""
 
     def __init__(self, out: TextIO, messages: TextIO, *, live_rank: int | None, colour: bool) -> None:
         self._stream = out
@@ -396,18 +361,17 @@ class Screen:
         self._messages.put([message], bottom, must_appear=True)
 
     def close(self) -> None:
-        """Waits until everything is written, with a time limit in case nobody reads."""
         self._out.close()
         if self._messages is not self._out:
             self._messages.close()
 
     def columns_for_live_worker(self) -> int:
         """The width left for the live worker's line after its name."""
-        rank = 0 if self.live_rank is None else self.live_rank
         columns = 0
         with contextlib.suppress(OSError, ValueError):
             columns = os.get_terminal_size(self._stream.fileno()).columns
-        return max(20, (columns or shutil.get_terminal_size().columns) - len(_name(rank)))
+        name = f"[worker {self.live_rank or 0}] "
+        return max(20, (columns or shutil.get_terminal_size().columns) - len(name))
 
     def _drawn_partial(self) -> str:
         if not self._partial or self.live_rank is None:
@@ -416,9 +380,8 @@ class Screen:
         return self._prefix(self.live_rank) + self._painted(cropped(with_its_loss(self._partial, room), room))
 
     def _prefix(self, rank: int) -> str:
-        if not self._colour:
-            return _name(rank)
-        return f"\x1b[{_WORKER_COLOURS[rank % len(_WORKER_COLOURS)]}m{_name(rank)}{_RESET}"
+        name = f"[worker {rank}] "
+        return f"\x1b[{_WORKER_COLOURS[rank % len(_WORKER_COLOURS)]}m{name}{_RESET}" if self._colour else name
 
     def _painted(self, line: str) -> str:
         if not self._colour:
@@ -427,18 +390,10 @@ class Screen:
 
 
 def make_screen(out: TextIO, messages: TextIO, *, tee: frozenset[int], environ: Mapping[str, str]) -> Screen:
-    """Creates a screen for the streams: live and coloured on a terminal, plain lines elsewhere."""
+    """A screen for the streams: live and coloured on a terminal, plain lines elsewhere."""
     terminal = out.isatty() and environ.get("TERM", "dumb") != "dumb"
-    return Screen(
-        out,
-        messages,
-        live_rank=min(tee) if tee and terminal else None,
-        colour=terminal and not environ.get("NO_COLOR"),
-    )
-
-
-def _name(rank: int) -> str:
-    return f"[worker {rank}] "
+    live_rank = min(tee) if tee and terminal else None
+    return Screen(out, messages, live_rank=live_rank, colour=terminal and not environ.get("NO_COLOR"))
 
 
 def _same_file(one: TextIO, other: TextIO) -> bool:
@@ -480,7 +435,7 @@ class Output:
         os.set_blocking(self.reading_end, False)
 
     def hand_over(self) -> None:
-        """Closes the launcher's copy of the worker's end, once the worker has its own."""
+        """Closes the launcher's copy of the worker's end."""
         os.close(self.writing_end)
         self.writing_end = -1
 
