@@ -16,7 +16,6 @@ from replicast.launcher.plan import (
     JobPlan,
     Machine,
     WorkerPlan,
-    assign_gpus,
     check_job,
     check_script,
     exposure_line,
@@ -147,26 +146,19 @@ def test_which_gpus_may_be_used(setting: str | None, nodes: list[str], expected:
 @pytest.mark.parametrize(
     ("gpus", "workers", "expected"),
     [
-        ((), 2, (None, None)),
-        (("0",), 2, (None, None)),
-        (("0", "1"), 2, ("0", "1")),
-        (("0", "1", "2", "3"), 2, ("0", "1")),
-        (("3", "1"), 1, ("3",)),
-        (("0", "1"), 3, ("0", "1", "0")),
+        ((), 2, [None, None]),
+        (("0",), 2, [None, None]),
+        (("0", "1"), 2, ["0", "1"]),
+        (("0", "1", "2", "3"), 2, ["0", "1"]),
+        (("3", "1"), 1, ["3"]),
+        (("0", "1"), 3, ["0", "1", "0"]),
     ],
 )
-def test_each_worker_gets_one_gpu(
-    gpus: tuple[str, ...], workers: int, expected: tuple[str | None, ...]
-) -> None:
-    assert assign_gpus(gpus, workers) == expected
-
-
-def test_the_gpu_reaches_the_worker_only_where_there_are_several() -> None:
-    several = planned(machine=Machine(cores=8, gpus=("4", "5")))
-    assert [plan.env["CUDA_VISIBLE_DEVICES"] for plan in several] == ["4", "5"]
-    assert "CUDA_VISIBLE_DEVICES" not in planned()[0].env
-    given = planned(replace(JOB, workers=1, given=GIVEN), machine=Machine(cores=8, gpus=("4", "5")))
-    assert "CUDA_VISIBLE_DEVICES" not in given[0].env
+def test_each_worker_gets_one_gpu(gpus: tuple[str, ...], workers: int, expected: list[str | None]) -> None:
+    plans = planned(replace(JOB, workers=workers), ports=(1, 2, 3), machine=Machine(8, gpus))
+    assert [plan.env.get("CUDA_VISIBLE_DEVICES") for plan in plans] == expected
+    (given,) = planned(replace(JOB, workers=1, given=GIVEN), machine=Machine(8, gpus))
+    assert "CUDA_VISIBLE_DEVICES" not in given.env
 
 
 @pytest.mark.parametrize(

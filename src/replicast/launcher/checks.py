@@ -134,7 +134,6 @@ def check_backend(environ: Mapping[str, str]) -> Check:
 
 
 def check_cluster(environ: Mapping[str, str]) -> list[Check]:
-    """`TF_CONFIG`, this worker's port and the others' addresses."""
     try:
         cluster = read_cluster(environ)
     except ClusterError as error:

@@ -88,12 +88,11 @@ class WorkerProcess:
         self.stopped = False
         self.blamed_as_frozen = False  # The group ends because this worker was stopped by a signal.
         self._started = time.monotonic()
-        env, called = {**environ, **plan.env}, None
-        inherited = [] if standbys is None else [standbys.memory_of(plan.rank)]
+        env, called, inherited = {**environ, **plan.env}, None, []
         if standbys is not None:
+            inherited = [standbys.memory_of(plan.rank)]
             env[CHANGES_FD] = str(inherited[0])
             called = standbys.call(plan, env, output.writing_end)
-        self.was_standby = called is not None
         self._process = called or subprocess.Popen(
             bootstrapped(plan.argv),
             env=env,
@@ -110,12 +109,12 @@ class WorkerProcess:
             self._end(time.monotonic() + _END_SECS)
             raise
 
-    def signal_tree(self, signum: signal.Signals) -> None:
-        self.stopped = True
-        self._signal(signum)
+    def signal_tree(self, signum: signal.Signals, *, stops: bool = True) -> None:
+        self.stopped = self.stopped or stops
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signum)
 
     def poll(self) -> WorkerExit | None:
-        """Returns how the worker exited, or None while it runs."""
         status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if status is None:
             return None
@@ -131,21 +130,14 @@ class WorkerProcess:
     def is_frozen(self) -> bool:
         return is_frozen(self._process.pid)
 
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
     def close(self, *, until: float) -> None:
         """Kills what is left of the process tree, reaps the worker and reads the rest of its output."""
         self._end(until)
         os.close(self.end_notice)
         self.output.close()
 
-    def _signal(self, signum: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signum)
-
     def _end(self, until: float) -> None:
-        self.kill()
+        self.signal_tree(signal.SIGKILL, stops=False)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=max(0.0, until - time.monotonic()))
 
@@ -189,7 +181,7 @@ class Group:
             finally:
                 # All are killed before the first is waited for, so that many take no longer than one.
                 for worker in self._workers.values():
-                    worker.kill()
+                    worker.signal_tree(signal.SIGKILL, stops=False)
                 until = time.monotonic() + self.timeouts.kill_secs
                 for worker in self._workers.values():
                     worker.close(until=until)
@@ -237,9 +229,9 @@ class Group:
             else:
                 source()
         if self._is_late(Ending.SETTLING):
-            killed = self._first_code == -signal.SIGKILL
-            secs = self.timeouts.stop_killed_secs if killed else self.timeouts.stop_failed_secs
-            self._stop(min(secs, self.timeouts.stop_secs))
+            timeouts, killed = self.timeouts, self._first_code == -signal.SIGKILL
+            secs = timeouts.stop_killed_secs if killed else timeouts.stop_failed_secs
+            self._stop(min(secs, timeouts.stop_secs))
         elif self._is_late(Ending.STOPPING):
             self._kill()
 
@@ -271,9 +263,10 @@ class Group:
             else:
                 for worker in self._rest():
                     worker.blamed_as_frozen = worker.blamed_as_frozen or worker.is_frozen()
-                is_of_worker = end.failure is not None and end.failure.worker is not None
                 # After the loss of a host, the others wait in vain as after that of a killed worker.
-                self._settle(end.failure.code if end.failure and is_of_worker else -signal.SIGKILL)
+                failed = end.failure
+                is_of_worker = failed is not None and failed.worker is not None
+                self._settle(failed.code if failed and is_of_worker else -signal.SIGKILL)
 
     def _take_signals(self) -> None:
         for signum in self.interruptions.take():
@@ -351,5 +344,4 @@ class Group:
         self._deadline = time.monotonic() + at_most_secs
 
     def _is_late(self, stage: Ending) -> bool:
-        """Whether the time of this stage is up."""
         return self._ending is stage and self._deadline is not None and time.monotonic() >= self._deadline

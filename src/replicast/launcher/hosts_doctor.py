@@ -1,9 +1,8 @@
 """`replicast doctor --hosts`: whether some machines can be a job. They meet at the first one:
 
     host K → host 0    its `Facts`
-    host 0 → host K    `Clock`, some times; K answers with its time
     host 0 → host K    `Look`: when all have come, or the time is over
-    host K → host 0    `Found`
+    host K → host 0    `Found`, with its time when it was asked
     host 0 → host K    `Table`: the checks, which every host prints
 
 Everything blocks, each step with a deadline. The lines are those of the launchers (`Wire`).
@@ -37,7 +36,6 @@ from replicast.processes import accept_problem
 
 _LOOK_SECS_PER_HOST = 3.0
 _PAUSE_SECS = 0.2
-_PINGS = 5
 _FAR_APART_SECS = 1.0
 _SAME_VERSION = (Verdict.BROKEN, "Install the same version everywhere")
 _IF_DIFFERENT = {
@@ -63,10 +61,6 @@ class Facts(_Step, frozen=True):
     port: str = ""  # why its port cannot be used
 
 
-class Clock(_Step, frozen=True):
-    time: float  # in seconds since 1970
-
-
 class Look(_Step, frozen=True):
     """What the first host asks the others to do when all are there."""
 
@@ -79,6 +73,7 @@ class Found(_Step, frozen=True):
 
     reach: dict[int, str]
     sees_mark: bool | None = None
+    asked_at: float = 0.0  # in seconds since 1970, by its own clock
 
 
 class Table(_Step, frozen=True):
@@ -86,7 +81,7 @@ class Table(_Step, frozen=True):
 
 
 _Came = dict[int, tuple[Facts, Connection]]
-_Steps = Facts | Clock | Look | Found | Table | FirstOf | RefusedHost
+_Steps = Facts | Look | Found | Table | FirstOf | RefusedHost
 
 
 def _read(fields: Mapping[str, Any]) -> _Steps:
@@ -99,8 +94,6 @@ def _read(fields: Mapping[str, Any]) -> _Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """One run of `replicast doctor --hosts` on one host."""
-
     job: JobPlan
     secret: bytes
     timeout_secs: float
@@ -113,7 +106,6 @@ class Visit:
         return _LOOK_SECS_PER_HOST * len(self.job.hosts) + STEP_SECS
 
     def checks(self, environ: Mapping[str, str]) -> list[Check]:
-        """Meets the other hosts of a job and returns the checks of all; the same on each."""
         job, own = self.job, self.job.node_rank
         if job.endpoint is None:
             raise ClusterError("--hosts must list at least two hosts", received=",".join(job.hosts))
@@ -152,7 +144,7 @@ class Visit:
 
     def _look_around(self, look: Look) -> Found:
         """Connects to every host that came and looks for the mark; 2 s for each that does not answer."""
-        reach, sees = {}, None
+        reach, sees, asked_at = {}, None, time.time()
         for node in look.present:
             try:
                 with Dialer(self.job.hosts[node], self.job.port).connect(CONNECT_SECS):
@@ -161,7 +153,7 @@ class Visit:
                 reach[node] = error.strerror or str(error)
         if look.mark and self.run_dir is not None:
             sees = (below(self.run_dir) / Path(look.mark).name).exists()
-        return Found(reach=reach, sees_mark=sees)
+        return Found(reach=reach, sees_mark=sees, asked_at=asked_at)
 
     def _host(self, own: Facts, listener: socket.socket) -> list[Check]:
         """On the first host: waits for the others, and tells all what was found."""
@@ -169,19 +161,20 @@ class Visit:
             came = dict(sorted(self._gather(stack, listener).items()))
             facts = {0: own} | {node: one for node, (one, _) in came.items()}
             talks = {node: talk for node, (_, talk) in came.items()}
-            clocks = {0: 0.0} | _clocks_ahead(talks)
+            clocks = {0: 0.0}  # how far each is ahead of this one's, and the time that a message takes
             with _mark(self.run_dir) as mark:
                 look = Look(present=tuple(facts), mark=mark)
-                _tell_all(talks, look)
+                asked_at = {node: time.time() for node, talk in talks.items() if _tell(talk, look)}
                 found = {0: self._look_around(look)}
-                for node, talk in talks.items():
+                for node, asked in asked_at.items():
                     with contextlib.suppress(OSError, ValueError):
-                        found[node] = talk.expect(Found, self.look_secs)
-            checks = diagnose(
-                Evidence(self.job.hosts, self.job.port, facts, found, clocks, self.timeout_secs)
-            )
-            _tell_all(talks, Table(checks=tuple(checks)))
-            return checks
+                        found[node] = talks[node].expect(Found, self.look_secs)
+                        clocks[node] = found[node].asked_at - asked
+            evidence = Evidence(self.job.hosts, self.job.port, facts, found, clocks, self.timeout_secs)
+            table = Table(checks=tuple(diagnose(evidence)))
+            for talk in talks.values():
+                _tell(talk, table)
+            return list(table.checks)
 
     def _gather(self, stack: contextlib.ExitStack, listener: socket.socket) -> _Came:
         came: _Came = {}
@@ -241,8 +234,6 @@ class Visit:
                 talk.send(own)
                 while True:
                     match talk.expect(object, self.timeout_secs + self.look_secs):
-                        case Clock():
-                            talk.send(Clock(time=time.time()))
                         case Look() as look:
                             talk.send(self._look_around(look))
                         case Table(checks=checks):
@@ -277,27 +268,12 @@ class Visit:
         )
 
 
-def _tell_all(talks: Mapping[int, Connection], message: Look | Table) -> None:
-    for talk in talks.values():
-        with contextlib.suppress(OSError):
-            talk.send(message)
-
-
-def _clocks_ahead(talks: Mapping[int, Connection]) -> dict[int, float]:
-    """How far each clock is ahead of this one's: the best of some round trips."""
-    ahead: dict[int, float] = {}
-    for node, talk in talks.items():
-        trips = []
-        with contextlib.suppress(OSError, ValueError):
-            for _ in range(_PINGS):
-                sent = time.time()
-                talk.send(Clock(time=sent))
-                theirs = talk.expect(Clock, STEP_SECS).time
-                received = time.time()
-                trips.append((received - sent, theirs - (sent + received) / 2))
-        if trips:
-            ahead[node] = min(trips)[1]
-    return ahead
+def _tell(talk: Connection, message: Look | Table) -> bool:
+    """Whether the other host is still there to be told."""
+    with contextlib.suppress(OSError):
+        talk.send(message)
+        return True
+    return False
 
 
 @contextlib.contextmanager

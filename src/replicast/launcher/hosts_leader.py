@@ -97,8 +97,6 @@ class Hello(_Told, frozen=True, forbid_unknown_fields=False):
 
 
 class Report(_Told, frozen=True):
-    """The state of one launcher."""
-
     next_attempt: Index
     attempt: Index | None = None
     restarts: Index = 0
@@ -205,8 +203,6 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Hosts have been waited for."""
-
     secs: float
     missing: tuple[int, ...]
     at_most_secs: float
@@ -303,7 +299,6 @@ class Leader:
         )
 
     def refusal(self, node: int, session: str, now: float) -> str:
-        """Why a launcher cannot be that of a host; empty if it can."""
         if not 0 <= node < len(self._hosts):
             return f"--node-rank must be from 0 to {len(self._hosts) - 1}. Received: {node}"
         host = self._hosts[node]

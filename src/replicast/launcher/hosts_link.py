@@ -131,7 +131,6 @@ class Wire:
         return seal + b" " + text + b"\n"
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Takes what has arrived, and returns the complete messages in it."""
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         if len(self._buffer) > (MAX_LINE if self._key else MAX_OPENING):
             raise ValueError("a line without an end")
@@ -286,8 +285,6 @@ def not_welcome(by: str, why: str, *, has_hosts: bool) -> LaunchRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one launcher brings to the others."""
-
     job: JobPlan
     identity: Identity | None  # None: it does not join, and only asks the first one for its order.
     secret: bytes
@@ -308,7 +305,6 @@ class Part:
 
 
 def identity_of(job: JobPlan, max_restarts: int) -> Identity:
-    """What must be the same on all hosts of a job."""
     program, text = job.argv[1:], "\0".join(job.argv[1:])
     if (
         len(text) > _MAX_PROGRAM
@@ -690,11 +686,9 @@ class Link:
             os.close(self._wake_main)
 
     def fileno(self) -> int:
-        """A descriptor that is readable when there is an event to take."""
         return self._wake_main
 
     def next_event(self) -> Event | None:
-        """Takes the next event, if there is one. Does not block."""
         if not self._events:  # Else the descriptor stays readable for what is left.
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_main)
@@ -779,7 +773,6 @@ class HostsAttempts:
         return order
 
     def fileno(self) -> int:
-        """A descriptor that is readable when something came from the others."""
         return self._link.fileno()
 
     def take_ends(self) -> list[End]:
@@ -835,7 +828,6 @@ class HostsAttempts:
         return replace(order, signal=signum)
 
     def _tell(self, event: Event) -> None:
-        """Shows what is meant for people."""
         if isinstance(event, Waiting) and event.missing:
             missing = ", ".join(self.hosts.names[node] for node in event.missing)
             whom = f"the launcher{'s' if len(event.missing) > 1 else ''} on {missing}"

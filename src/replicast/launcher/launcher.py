@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple, cast
 
 from replicast.config import ANY, JOB_SECRET, SECRETS, TAKE_OVER, shared_memory_directory, without
 from replicast.errors import ClusterError, FileDamaged, LaunchRefused, printable
@@ -161,7 +161,6 @@ class _Supervision:
         return ONE_HOST if self.peers is None else self.peers.hosts
 
     def run(self, order: LaunchOrder) -> int:
-        """Returns the exit code of the launcher."""
         while True:
             if self.peers is not None:
                 order = self.peers.begin()
@@ -334,7 +333,6 @@ def _stopped_by(run_dir: RunDir, attempt: int) -> tuple[str, int]:
 
 
 def make_run_dir(chosen: Path | None, *, program: str, now: datetime) -> Path:
-    """Creates the run directory: the chosen one, or a new one under `runs/`."""
     path = chosen if chosen is not None else RUNS / f"{now:%Y%m%d-%H%M%S}-{program}"
     with _created(path, "--run-dir"):
         path.mkdir(parents=True, exist_ok=True)
@@ -482,8 +480,15 @@ def page_beside(
     except OSError as error:
         yield f"the page is not served ({error.strerror})"
         return
+    output = cast(IO[bytes], process.stdout)
     try:
-        yield _first_line(process, log)
+        if not select.select([output], [], [], _PAGE_START_SECS)[0]:
+            yield f"the page is still starting; see {log}"
+        elif line := output.readline().decode(errors="replace").strip():
+            yield line[0].lower() + line[1:]
+        else:
+            said = printable(next((line for line in reversed(end_of(log)) if line.strip()), f"see {log}"))
+            yield f"the page is not served: {said.strip()}"
     finally:
         process.terminate()
         try:
@@ -491,18 +496,4 @@ def page_beside(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-def _first_line(process: subprocess.Popen[bytes], log: RunPath) -> str:
-    if process.stdout is None:
-        return "the page is not served"
-    readable, _, _ = select.select([process.stdout], [], [], _PAGE_START_SECS)
-    if not readable:
-        return f"the page is still starting; see {log}"
-    line = process.stdout.readline().decode(errors="replace").strip()
-    if line:
-        return line[0].lower() + line[1:]
-    said = printable(next((line for line in reversed(end_of(log)) if line.strip()), f"see {log}"))
-    return f"the page is not served: {said.strip()}"
+        output.close()

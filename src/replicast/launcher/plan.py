@@ -56,8 +56,6 @@ _SHOWN_ADDRESSES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """What to run, and where."""
-
     argv: tuple[str, ...]
     workers: int = 1  # on each host
     hosts: tuple[str, ...] = ()
@@ -147,7 +145,6 @@ def place_on_hosts(
     node_rank: int | None = None,
     rdzv_endpoint: str | None = None,
 ) -> JobPlan:
-    """The job with its hosts, the index of this one, and where the launchers meet."""
     listed = tuple(hosts.split(",")) if hosts is not None else ()
     count = parse_nnodes(nnodes) if nnodes is not None else max(1, len(listed))
     endpoint = parse_endpoint(rdzv_endpoint) if rdzv_endpoint is not None else None
@@ -181,7 +178,6 @@ def place_on_hosts(
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """The address in `--rdzv-endpoint HOST[:PORT]`."""
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]"):
         host, port = text, str(DEFAULT_RDZV_PORT)
@@ -228,15 +224,14 @@ def own_node(hosts: Sequence[str]) -> int:
 
 
 def _is_own(address: str) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         family, kind, protocol, _, place = socket.getaddrinfo(
             address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
         with socket.socket(family, kind, protocol) as tried:
             tried.bind(place)
-    except OSError:
-        return False
-    return True
+            return True
+    return False
 
 
 def read_secret(environ: Mapping[str, str], file: Path | None) -> bytes:
@@ -278,7 +273,6 @@ def check_script(script: str) -> None:
 
 
 def check_module(module: str) -> None:
-    """Finds the module as `python -m` would."""
     spec = find_module(module)
     if spec is None:
         remedy = "Check its name, install it, or start from the directory that contains it"
@@ -312,8 +306,6 @@ def find_module(module: str) -> ModuleSpec | None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The resources that local workers share."""
-
     cores: int
     gpus: tuple[str, ...] = ()
 
@@ -334,13 +326,6 @@ def visible_gpus(setting: str | None, device_nodes: Sequence[str]) -> tuple[str,
     # CUDA itself stops at the first entry that is not a device.
     hidden = next((i for i, device in enumerate(listed) if device in ("", "-1")), len(listed))
     return tuple(listed[:hidden])
-
-
-def assign_gpus(gpus: Sequence[str], workers: int) -> tuple[str | None, ...]:
-    """Assigns one GPU to each local worker: one replica per worker."""
-    if len(gpus) < 2:
-        return (None,) * workers
-    return tuple(gpus[index % len(gpus)] for index in range(workers))
 
 
 def thread_settings(cores: int, workers: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -390,7 +375,6 @@ def plan_workers(
     environ: Mapping[str, str],
 ) -> tuple[WorkerPlan, ...]:
     addresses = plan_addresses(job, ports)
-    gpus = assign_gpus(machine.gpus, job.workers) if job.given is None else (None,)
     shared = {
         "WORLD_SIZE": str(job.world_size),
         "PYTHONUNBUFFERED": "1",
@@ -405,12 +389,10 @@ def plan_workers(
         env = {**shared, "RANK": str(rank)}
         if job.given is None:
             env["TF_CONFIG"] = Cluster(addresses, rank).tf_config()
+            if len(machine.gpus) > 1:  # One GPU for each: one replica per worker.
+                env[CUDA_VISIBLE_DEVICES] = machine.gpus[local_rank % len(machine.gpus)]
         if job.given is None or "LOCAL_RANK" not in environ:
-            env["LOCAL_RANK"] = str(local_rank)
-            env["LOCAL_WORLD_SIZE"] = str(job.workers)
-        gpu = gpus[local_rank]
-        if gpu is not None:
-            env[CUDA_VISIBLE_DEVICES] = gpu
+            env |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(job.workers)}
         plans.append(WorkerPlan(rank=rank, argv=job.argv, env=env, log=log_path(log_dir, attempt, rank)))
     return tuple(plans)
 
@@ -462,14 +444,17 @@ def hold_ports(numbers: Sequence[int], *, within_secs: float = 0.0) -> HeldPorts
         time.sleep(_PORT_PAUSE_SECS)
 
 
-def _bind(number: int) -> socket.socket:
+def _bind(number: int, family: socket.AddressFamily = socket.AF_INET6) -> socket.socket:
+    """A socket at all addresses. Those of IPv6 include IPv4; without IPv6, those of IPv4."""
     try:
-        try:
-            return _bind_all_interfaces(socket.AF_INET6, number)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise
-            return _bind_all_interfaces(socket.AF_INET, number)  # IPv6 is missing or turned off.
+        with contextlib.ExitStack() as stack:
+            held = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            held.bind(("", number))
+            stack.pop_all()
+            return held
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ClusterError(
@@ -477,24 +462,12 @@ def _bind(number: int) -> socket.socket:
                 remedy=f"Stop the process that listens there (ss -ltnp 'sport = :{number}' shows it), "
                 "or choose another port (--port, or in TF_CONFIG)",
             ) from None
-        if error.errno == errno.EACCES:
-            raise ClusterError(
-                f"This user may not use port {number}", remedy="Choose a port above 1023"
-            ) from None
-        raise
-
-
-def _bind_all_interfaces(family: socket.AddressFamily, number: int) -> socket.socket:
-    held = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        held.bind(("", number))
-    except BaseException:
-        held.close()
+            return _bind(number, socket.AF_INET)
+        if error.errno == errno.EACCES:
+            what = f"This user may not use port {number}"
+            raise ClusterError(what, remedy="Choose a port above 1023") from None
         raise
-    return held
 
 
 # --- The network: this machine's addresses beyond the loopback -------------------------------------------

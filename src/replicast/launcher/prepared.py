@@ -27,7 +27,6 @@ _CHUNK = 1 << 16
 
 
 def import_all(names: list[str]) -> bool:
-    """Imports what workers need; returns whether that succeeded."""
     try:
         for name in names:
             importlib.import_module(name)
@@ -83,18 +82,8 @@ def take_environment(block: bytes) -> None:
         faults.take_plan(wanted)
 
 
-def load_script(main: types.ModuleType, path: Path) -> types.CodeType | None:
-    """The code of a script; None if only `python` itself can run it: a directory, a zip file, bytecode."""
-    source = path.read_bytes() if path.is_file() else b"\0"
-    if b"\0" in source:
-        return None
-    main.__file__, main.__loader__ = str(path), SourceFileLoader("__main__", str(path))
-    main.__cached__ = None  # type: ignore[attr-defined]
-    return compile(source, str(path), "exec", dont_inherit=True)
-
-
 def load_module(main: types.ModuleType, name: str) -> types.CodeType | None:
-    """The code of a module, as `python -m` finds it; None if only `python` itself can run it."""
+    """The code of a module, as `python -m` finds it."""
     sys.argv[0] = "-m"  # while its packages are imported
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
@@ -108,7 +97,7 @@ def load_module(main: types.ModuleType, name: str) -> types.CodeType | None:
 
 
 def load(program: list[str]) -> tuple[types.ModuleType, types.CodeType | None]:
-    """The `__main__` module of a program, in its place, and its code."""
+    """The `__main__` module of a program, in its place, and its code; None if only `python` can run it."""
     main = types.ModuleType("__main__")
     main.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]
     main.__annotations__ = {}
@@ -117,7 +106,13 @@ def load(program: list[str]) -> tuple[types.ModuleType, types.CodeType | None]:
         sys.argv = program[1:]
         return main, load_module(main, program[1])
     sys.argv = list(program)
-    return main, load_script(main, Path.cwd() / program[0])
+    path = Path.cwd() / program[0]
+    source = path.read_bytes() if path.is_file() else b"\0"
+    if b"\0" in source:  # a directory, a zip file, bytecode
+        return main, None
+    main.__file__, main.__loader__ = str(path), SourceFileLoader("__main__", str(path))
+    main.__cached__ = None  # type: ignore[attr-defined]
+    return main, compile(source, str(path), "exec", dont_inherit=True)
 
 
 def run(program: list[str]) -> None:

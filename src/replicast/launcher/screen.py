@@ -155,7 +155,6 @@ class LineAssembler:
         self._bar = ""  # A bar after which other text was written, until it is drawn again.
 
     def feed(self, data: bytes) -> list[str]:
-        """Takes the next bytes and returns the lines that they complete."""
         *complete, rest = (self._unfinished + self._decoder.decode(data)).split("\n")
         lines = [self._completed(line) for line in complete]
         self._forget_bar_if_redrawn(rest)
@@ -435,7 +434,6 @@ class Output:
         os.set_blocking(self.reading_end, False)
 
     def hand_over(self) -> None:
-        """Closes the launcher's copy of the worker's end."""
         os.close(self.writing_end)
         self.writing_end = -1
 

@@ -36,8 +36,6 @@ WITHOUT_NOTES_SECS = 60.0
 
 
 class Standby:
-    """One process that waits to become a worker."""
-
     def __init__(
         self, program: Sequence[str], environ: Mapping[str, str], imports: Sequence[str], memory: int
     ) -> None:
@@ -71,10 +69,9 @@ class Standby:
         if is_frozen(self.process.pid) or self.process.poll() is not None:
             self.end()
             return False
-        block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environ.items())
         try:
             with tempfile.TemporaryFile() as file:
-                file.write(block)
+                file.writelines(os.fsencode(f"{name}={value}\0") for name, value in environ.items())
                 file.flush()
                 socket.send_fds(self._control, [b"c"], [output, file.fileno()])
         except OSError:  # It has just died.
@@ -122,17 +119,12 @@ class StandbySet:
         self._memories: dict[int, int] = {}
         self._wanted: list[int] = []
         self._imported_with: dict[int, dict[str, str]] = {}
-        self._attempt = 0
-        self._since = 0.0
-        self._looked = 0.0
-        self._told = False
+        self._attempt, self._since, self._looked, self._told = 0, 0.0, 0.0, False
 
     def begin(self, attempt: int, *, is_last: bool = False) -> None:
         """The workers of an attempt were started: makes the next set, unless it is the last attempt."""
         self._wanted = [] if is_last else [rank for rank in self._environs if rank not in self._waiting]
-        self._attempt = attempt
-        self._since = time.monotonic()
-        self._looked = 0.0
+        self._attempt, self._since, self._looked = attempt, time.monotonic(), 0.0
 
     def poll(self) -> None:
         """Starts the next one that is missing. Call it at least once a second while the group runs."""
@@ -149,9 +141,11 @@ class StandbySet:
                 )
         if not all(standby.is_ready for standby in self._waiting.values()):
             return
-        if self._wanted and self._may_start():
-            self._start(self._wanted.pop(0))
-        elif not self._wanted and self._waiting and not self._told:
+        if self._wanted:
+            waited_long = now - self._since >= WITHOUT_NOTES_SECS
+            if self._waiting or waited_long or self._trains(self._attempt):
+                self._start(self._wanted.pop(0))
+        elif self._waiting and not self._told:
             self._told = True
             megabytes = sum(standby.memory_bytes() for standby in self._waiting.values()) / 1e6
             count = len(self._waiting)
@@ -188,12 +182,7 @@ class StandbySet:
             standby.end()
         for memory in self._memories.values():
             os.close(memory)
-        for kept in (self._waiting, self._wanted, self._memories):
-            kept.clear()
-
-    def _may_start(self) -> bool:
-        waited_secs = time.monotonic() - self._since
-        return bool(self._waiting) or waited_secs >= WITHOUT_NOTES_SECS or self._trains(self._attempt)
+        self._waiting, self._wanted, self._memories = {}, [], {}
 
     def _start(self, rank: int) -> None:
         self._imported_with[rank] = relevant(self._environs[rank])
