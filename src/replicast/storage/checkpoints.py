@@ -560,12 +560,6 @@ def _read_manifest(path: RunPath, directory: int) -> Manifest:
 Best: TypeAlias = tuple[str, Literal["min", "max"]]  # A metric, and which of its values is the best.
 
 
-def line_of_next(there: Iterable[Manifest], step: int) -> int:
-    """The line of a new checkpoint of this step, given the existing ones."""
-    last = max(there, key=_age, default=None)
-    return 0 if last is None else last.line + (step < last.step)
-
-
 def latest_first(there: Iterable[Manifest]) -> list[Manifest]:
     """The last checkpoint, those that it follows, and then those abandoned when training went back."""
     followed: list[Manifest] = []
@@ -586,16 +580,6 @@ def with_unreadable(ordered: Sequence[int], unreadable: Iterable[int]) -> list[i
         lower = (place for place, other in enumerate(steps) if other < step)
         steps.insert(next(lower, len(steps)), step)
     return steps
-
-
-def best_of(ordered: Iterable[Manifest], best: Best | None) -> set[int]:
-    """The step of the best checkpoint, if any has the metric; of equal ones, the first in this order."""
-    if best is None:
-        return set()
-    metric, direction = best
-    sign = 1.0 if direction == "max" else -1.0
-    ranked = [m for m in ordered if not math.isnan(m.metrics.get(metric, math.nan))]
-    return {max(ranked, key=lambda m: sign * m.metrics[metric]).step} if ranked else set()
 
 
 def _age(manifest: Manifest) -> tuple[int, int]:
@@ -638,11 +622,7 @@ class CheckpointStore:
         return [found for found in self._look().values() if isinstance(found, FileDamaged)]
 
     def last(self) -> Manifest | None:
-        """The committed checkpoint that training would go on from, if there is one.
-
-        The one answer to that question, for starts, launchers, readers and commands: it is the one of the
-        latest step; where training has gone back behind one, of those written since.
-        """
+        """The committed checkpoint that training would go on from: of the latest step of the current line."""
         return self.last_and_skipped()[0]
 
     def last_and_skipped(self) -> tuple[Manifest | None, _Problems]:
@@ -701,9 +681,17 @@ class CheckpointStore:
         variables = {variable.name: variable for variable in draft.schema}
         with temporary_directory(self.directory) as temporary:
             manifest = write_contents(temporary, self._placed(draft), in_pieces(arrays, variables))
-            _check_digests(manifest, digests)
-            existing = self._same(manifest)
-            if existing is not None:
+            known = manifest.digests if digests is None else digests
+            for name, digest in manifest.digests.items():
+                if known.get(name) != digest:  # Memory may change under a writer.
+                    raise CheckpointError(
+                        "The state changed while it was being written. Nothing is saved",
+                        step=draft.step,
+                        variable=name,
+                        expected=f"digest {known.get(name)}",
+                        received=digest,
+                    )
+            if (existing := self._same(manifest)) is not None:
                 return existing
             self._put_in_place(temporary, draft.step)
         return manifest
@@ -730,7 +718,12 @@ class CheckpointStore:
         if best is not None and best[1] not in ("min", "max"):
             raise ValueError(f'The best is the "min" or the "max" of a metric. Received: {best[1]!r}')
         ordered = latest_first(self.list())
-        kept = {manifest.step for manifest in ordered[:keep]} | best_of(ordered, best) | {named}
+        kept = {manifest.step for manifest in ordered[:keep]} | {named}
+        if best is not None:  # Of equal ones, the latest.
+            metric, sign = best[0], 1.0 if best[1] == "max" else -1.0
+            ranked = [one for one in ordered if not math.isnan(one.metrics.get(metric, math.nan))]
+            if ranked:
+                kept.add(max(ranked, key=lambda one: sign * one.metrics[metric]).step)
         superfluous = sorted(manifest.step for manifest in ordered if manifest.step not in kept)
         return [step for step in superfluous if self._removed(step)]
 
@@ -806,7 +799,9 @@ class CheckpointStore:
 
     def _placed(self, draft: Draft) -> Draft:
         """The draft of a checkpoint that is the last one of this run once it is written."""
-        return replace(draft, line=line_of_next(self.list(), draft.step), run=self._run())
+        last = max(self.list(), key=_age, default=None)
+        line = 0 if last is None else last.line + (draft.step < last.step)
+        return replace(draft, line=line, run=self._run())
 
     def _put_in_place(self, temporary: RunPath, step: int) -> None:
         """Gives a written checkpoint its name, and removes those of the same step."""
@@ -852,21 +847,6 @@ class CheckpointStore:
         ordered = latest_first(found for found in looked.values() if isinstance(found, Manifest))
         readable = [manifest.step for manifest in ordered]
         return with_unreadable(readable, set(looked) - set(readable))
-
-
-def _check_digests(manifest: Manifest, known: Mapping[str, str] | None) -> None:
-    """Raises unless the written bytes have the expected digests: memory may change under a writer."""
-    if known is None:
-        return
-    for name, digest in manifest.digests.items():
-        if known.get(name) != digest:
-            raise CheckpointError(
-                "The state changed while it was being written. Nothing is saved",
-                step=manifest.step,
-                variable=name,
-                expected=f"digest {known.get(name)}",
-                received=digest,
-            )
 
 
 # Chooses the checkpoint from which a job resumes, when some of them may be damaged.

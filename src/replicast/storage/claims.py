@@ -260,8 +260,10 @@ def group_numbers(run_dir: RunDir) -> list[int]:
         names = [path.name for path in (below(run_dir) / GROUPS).iterdir() if path.is_dir()]
     except FileNotFoundError:
         return []
-    found = {int(name) for name in names if name.isascii() and name.isdigit() and f"{int(name):06d}" == name}
-    return sorted(found, reverse=True)
+    numbers = (
+        int(name) for name in names if name.isascii() and name.isdigit() and f"{int(name):06d}" == name
+    )
+    return sorted(numbers, reverse=True)
 
 
 def last_claim(run_dir: RunDir, before: int | None = None) -> Claim | None:
@@ -380,8 +382,14 @@ class Fence:
         with contextlib.suppress(PermissionError):  # Then this user did not create the run in it.
             # A launcher or a user may have created the run directory without syncing its parent.
             sync_directory(self._run_dir.as_path().resolve().parent)
-        self.number = _next_number(self._run_dir)
-        self.directory = group_directory(self._run_dir, self.number)
+        self.number = max(group_numbers(self._run_dir), default=0) + 1
+        while True:  # `mkdir` fails if it exists, so each number has one owner.
+            self.directory = group_directory(self._run_dir, self.number)
+            try:
+                self.directory.mkdir()
+                break
+            except FileExistsError:
+                self.number += 1
         self._log = self.directory / LOG
         sync_directory(groups)
         # Only now: an earlier group will not act on anything that it writes from here on.
@@ -404,11 +412,17 @@ class Fence:
 
     def check_not_taken_over(self) -> None:
         """Raises if another group has taken over the run, even after a write has failed."""
-        if self.is_taken_over():
-            raise JobFailed(
-                f"Another group of workers{self._later()} has taken over {self._run_dir}; this one was "
-                "presumed dead, and what it writes no longer counts"
-            )
+        if not self.is_taken_over():
+            return
+        later = ""
+        with contextlib.suppress(FileDamaged):
+            claim = last_claim(self._run_dir)
+            if claim is not None and claim.group > self.number:
+                later = f" (attempt {claim.attempt}, process {claim.process.get('pid')})"
+        raise JobFailed(
+            f"Another group of workers{later} has taken over {self._run_dir}; this one was "
+            "presumed dead, and what it writes no longer counts"
+        )
 
     def is_taken_over(self) -> bool:
         return group_directory(self._run_dir, self.number + 1).exists()
@@ -456,25 +470,6 @@ class Fence:
         """Marks that the job has ended normally: another group may take over the run at once."""
         with contextlib.suppress(OSError):
             os.close((self.directory / RELEASED).open(os.O_WRONLY | os.O_CREAT))
-
-    def _later(self) -> str:
-        with contextlib.suppress(FileDamaged):
-            claim = last_claim(self._run_dir)
-            if claim is not None and claim.group > self.number:
-                return f" (attempt {claim.attempt}, process {claim.process.get('pid')})"
-        return ""
-
-
-def _next_number(run_dir: RunDir) -> int:
-    """Creates the directory of a new group. `mkdir` fails if it exists, so each number has one owner."""
-    number = max(group_numbers(run_dir), default=0) + 1
-    while True:
-        try:
-            group_directory(run_dir, number).mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return number
 
 
 def _taken_over(run_dir: RunDir, number: int, attempt: int) -> tuple[Claim, str]:

@@ -256,19 +256,17 @@ def stopped_by(run_dir: RunDir, attempt: int) -> InboxAnswer | None:
 def refusals(run_dir: RunDir) -> dict[str, UpdateRefused]:
     """Why updates were refused, by id. A damaged file yields an error that says so, and hides no other."""
     paths = sorted(_refused(run_dir).glob("*.json"))
-    return {
-        path.name.removesuffix(".json"): _reason_in(path) for path in paths if not path.name.startswith(".")
-    }
-
-
-def _reason_in(path: RunPath) -> UpdateRefused:
-    try:
-        reason = read_json(path, max_bytes=_MAX_ANSWER_BYTES).get("reason")
-    except FileDamaged as error:
-        return UpdateRefused(f"The reason cannot be read: {error}")
-    if not isinstance(reason, dict):
-        return UpdateRefused(f"The reason cannot be read: {path} has none")
-    return UpdateRefused.from_json(reason)
+    found = dict[str, UpdateRefused]()
+    for path in (path for path in paths if not path.name.startswith(".")):
+        try:
+            reason = read_json(path, max_bytes=_MAX_ANSWER_BYTES).get("reason")
+            why = UpdateRefused(f"The reason cannot be read: {path} has none")
+            found[path.name.removesuffix(".json")] = (
+                UpdateRefused.from_json(reason) if isinstance(reason, dict) else why
+            )
+        except FileDamaged as error:
+            found[path.name.removesuffix(".json")] = UpdateRefused(f"The reason cannot be read: {error}")
+    return found
 
 
 # Withdrawing an update that no job has taken.
@@ -470,10 +468,7 @@ def refuse(run_dir: RunDir, path: RunPath, error: Exception, *, durably: bool = 
     refused = _refused(run_dir)
     make_durably(refused)
     reason = json_bytes({"reason": refusal_of(error).to_json(), "refused_at": time.time()})
-    if durably:
-        write_durably(refused / f"{id_of(path)}.json", [reason])
-    else:
-        write_quickly(refused / f"{id_of(path)}.json", reason.decode())
+    write_durably(refused / f"{id_of(path)}.json", [reason], sync=durably)
     with contextlib.suppress(FileNotFoundError):
         path.rename(refused / path.name)
         if durably:

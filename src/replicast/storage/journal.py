@@ -100,11 +100,9 @@ def counted_lines(run_dir: RunDir) -> tuple[list[LogLine], list[DamagedLines]]:
         for line in log.lines:
             if isinstance(line.stored, Committed):
                 # Updates are numbered consecutively from 1; a damaged line may be another record.
-                received, expected = line.stored.sequence, sequence + 1
-                if received != expected and not (damaged and received > expected):
-                    problem = (
-                        f"entry {line.number} must be the record of update {expected}. Received: {received}"
-                    )
+                received, must = line.stored.sequence, f"the record of update {sequence + 1}"
+                if received != sequence + 1 and not (damaged and received > sequence):
+                    problem = f"entry {line.number} must be {must}. Received: {received}"
                     error = FileDamaged(log_path(run_dir, line.group), problem)
                     damaged.append(DamagedLines(line.group, line.number, line.number, error))
                     continue
@@ -202,8 +200,8 @@ def _why_needed_by_start(
     behind = min((line.written_at for line in lines if line.place > one.place), default=inf)
     for line in lines:
         match line.stored:
-            case Committed(sequence, trial=trial) if trial is not None and line.place < one.place:
-                if sequence not in history.decided and sequence not in holds:
+            case Committed(sequence, trial=Trial()) if sequence not in history.decided:
+                if line.place < one.place and sequence not in holds:
                     return f"the trial of update {sequence} might be decided differently"
     for path in (below(run_dir) / "inbox").glob("*.safetensors"):
         with contextlib.suppress(FileNotFoundError):
@@ -215,16 +213,16 @@ def _why_needed_by_start(
 
 def _stopped(run_dir: RunDir, error: FileDamaged, why: str) -> FileDamaged:
     """The error of a start that needs a file: what it means, and what to do next."""
-    begin, checkpoint = "start the job in a new run directory", _last_checkpoint(run_dir)
-    if checkpoint is not None:
-        begin = (
-            f"continue in a new run directory: copy {checkpoint} to NEW/checkpoints/ and start the job in NEW"
-        )
-    problem = f"{error.problem.removesuffix('.')}. The job cannot start without it: {why}"
-    expected, received = error.expected, error.received
-    remedy = f"Restore the file from a backup, or {begin}"
+    begin, there = "start the job in a new run directory", _last_checkpoint(run_dir)
+    if there is not None:
+        begin = f"continue in a new run directory: copy {there} to NEW/checkpoints/ and start the job in NEW"
     return FileDamaged(
-        error.path, problem, verdict=error.verdict, expected=expected, received=received, remedy=remedy
+        error.path,
+        f"{error.problem.removesuffix('.')}. The job cannot start without it: {why}",
+        verdict=error.verdict,
+        expected=error.expected,
+        received=error.received,
+        remedy=f"Restore the file from a backup, or {begin}",
     )
 
 
@@ -283,25 +281,18 @@ def unneeded_payloads(
                 if earlier is not None:
                     yield earlier  # A later attempt has written the same payload again.
                 open_[id_][digest] = file
-    yield from _beyond_reverting(applied, {one: file for one, file in kept.items() if one in held})
+    room = REVERTIBLE_BYTES
+    for sequence in sorted({*applied, *(one for one in kept if one in held)}, reverse=True):
+        old = [one[sequence] for one in (applied, kept) if sequence in one]
+        room -= sum(getattr(file.stored, "nbytes", 0) for file in old)
+        if room < 0:
+            yield from old
     for id_, payloads in open_.items():
         for digest, file in payloads.items():
             # An attempt that died has left it. No start brings it back but from a checkpoint or the schedule.
             is_left = file.group < group and id_ not in scheduled
             if is_left and pending is not None and (id_, digest) not in pending:
                 yield file
-
-
-def _beyond_reverting(*kept: Mapping[int, LogLine]) -> Iterator[LogLine]:
-    """Of the bytes of updates, by number, those that are too old to be kept for a revert."""
-    room = REVERTIBLE_BYTES
-    for sequence in sorted({sequence for files in kept for sequence in files}, reverse=True):
-        files = [one[sequence] for one in kept if sequence in one]
-        room -= sum(
-            file.stored.nbytes for file in files if isinstance(file.stored, StoredBefore | StoredPayload)
-        )
-        if room < 0:
-            yield from files
 
 
 class NotWritten(ReplicastError):  # noqa: N818 - reads as a sentence: raise NotWritten
@@ -560,8 +551,7 @@ class MemoryJournal:
         return number
 
     def load_before(self, sequence: int) -> Update | None:
-        entries = (one for one in reversed(self._entries) if isinstance(one, Before))
-        entry = next((one for one in entries if one.sequence == sequence), None)
+        entry = self.history().before.get(sequence)
         if entry is None:
             return None
         before = self._updates.get((_BEFORE, str(entry.content)))
@@ -785,7 +775,15 @@ def undo(run_dir: RunDir, which: int | str, *, forced: bool = False) -> Undo:
     """The update that undoes a committed update of a run. Changes nothing."""
     run = Updates(run_dir)
     by_id = run.history.by_id.get(str(which))
-    sequence = by_id.sequence if by_id is not None else number_of(which)
+    try:
+        sequence = by_id.sequence if by_id is not None else parse_integer(str(which))
+    except ValueError as error:
+        raise UpdateRefused(
+            "There is no such update",
+            expected="the number or the id of a committed update",
+            received=str(which)[:200],
+            remedy="replicast log lists them",
+        ) from error
     problem = why_not(run.history, sequence, forced=forced)
     if problem:
         raise UpdateRefused(problem)
@@ -812,9 +810,16 @@ def _changes_since(
     """What later updates have done that the undoing of one would discard or be wrong for, in words."""
     undoes = {edit.variable: edit.operation for edit in back.edits}
     found = []
-    for record in history.after(frozenset()):
-        if not _counts_after(history, record, first):
+
+    def is_later(record: Committed | None) -> bool:
+        return record is not None and (record.step, record.sequence) > (first.step, first.sequence)
+
+    for record in filter(is_later, history.after(frozenset())):
+        decided = history.decided.get(record.sequence)
+        if history.reverted_by(record.sequence) is not None or (decided is not None and not decided.kept):
             continue
+        if record.reverts is not None and is_later(history.committed.get(record.reverts)):
+            continue  # What undoes a later update leaves nothing of it.
         done: dict[str, None] = {}
         for edit in journal.edits(record.id, record.digest):
             name, operation = edit["variable"], EditKind(edit["operation"])
@@ -823,18 +828,6 @@ def _changes_since(
         if done:
             found.append(f"update {record.sequence} has {', '.join(done)} since then")
     return tuple(found)
-
-
-def _counts_after(history: History, record: Committed, first: Committed) -> bool:
-    """Whether an update was applied after another one and still has an effect."""
-    if (record.step, record.sequence) <= (first.step, first.sequence):
-        return False
-    decided = history.decided.get(record.sequence)
-    if history.reverted_by(record.sequence) is not None or (decided is not None and not decided.kept):
-        return False
-    undone = None if record.reverts is None else history.committed.get(record.reverts)
-    # What undoes a later update leaves nothing of it.
-    return undone is None or (undone.step, undone.sequence) <= (first.step, first.sequence)
 
 
 _DONE = {
@@ -848,16 +841,3 @@ _DONE = {
     EditKind.RESET: "reset",
     EditKind.RESET_ROWS: "reset rows of",
 }
-
-
-def number_of(which: int | str) -> int:
-    """The number of an update, as somebody gave it."""
-    try:
-        return parse_integer(str(which))
-    except ValueError as error:
-        raise UpdateRefused(
-            "There is no such update",
-            expected="the number or the id of a committed update",
-            received=str(which)[:200],
-            remedy="replicast log lists them",
-        ) from error

@@ -35,7 +35,6 @@ from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage.claims import (
     GROUPS,
     RELEASED,
-    Claim,
     Fence,
     group_directory,
     group_numbers,
@@ -367,19 +366,14 @@ def _state(change: Change | None, heard: Sequence[WorkerNote], now: float) -> Jo
             return JobState.NEVER_STARTED
         return JobState.FINISHED if all(note.waiting_for == ENDED for note in heard) else JobState.LOST
     said = [note for note in heard if note.attempt == change.attempt and note.time > change.time]
-    if change.state.is_over or not _may_live(change, now):
+    alive = is_alive(change.process) if is_on_this_host(change.process) else None
+    if change.state.is_over or not (now - change.time <= _START_SECS if alive is None else alive):
         return JobState.LOST
     if not said:
         return change.state
     ended = [note for note in said if note.waiting_for == ENDED]
     # Waiting: a worker is silent, and its launcher decides.
     return JobState.ENDING if len(ended) == len(said) else JobState.WAITING
-
-
-def _may_live(change: Change, now: float) -> bool:
-    """Whether the process that wrote a change may be alive."""
-    alive = is_alive(change.process) if is_on_this_host(change.process) else None
-    return now - change.time <= _START_SECS if alive is None else alive
 
 
 def _sentence(
@@ -522,7 +516,13 @@ def check_free(
     job = hashlib.sha256(json_bytes(dict(process))).hexdigest()
     if take_over not in (ANY, job):
         tell(f"watching for {SILENT_SECS:.0f} s whether the job of host {host} in {run_dir} still runs")
-        seen = watch(lambda: _notes_of_first(run_dir, claim), watched)
+        own = pid, claim.attempt
+
+        def notes() -> list[WorkerNote]:  # Not what an earlier group said last: this one may be starting.
+            first = read_worker_notes(run_dir, "0")
+            return [note for note in first if note.waiting_for != ENDED or (note.pid, note.attempt) == own]
+
+        seen = watch(notes, watched)
         if seen.moving:
             raise ClusterError(
                 f"A job is running in {run_dir}: worker 0, process {pid} on host {host}, has written a note "
@@ -532,10 +532,3 @@ def check_free(
                 "REPLICAST_TAKE_OVER=1 in the environment of a job without `replicast run`",
             )
     return job
-
-
-def _notes_of_first(run_dir: RunDir, claim: Claim) -> list[WorkerNote]:
-    """The note of worker 0; not what an earlier group has said last: the one that claims may be starting."""
-    own = claim.process.get("pid"), claim.attempt
-    notes = read_worker_notes(run_dir, "0")
-    return [note for note in notes if note.waiting_for != ENDED or (note.pid, note.attempt) == own]
