@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from replicast.cli import serve as command
-from replicast.page.app import App
 from replicast.page.live import runs_in
 from replicast.page.web_server import PageSettings
 from replicast.storage.run_files import append_metrics
-from tests.page.conftest import BEARER, TOKEN, Client
+from tests.page.conftest import BEARER, TOKEN, Serve
 from tests.page.live import Serving, served
 from tests.unit.played_job import heard_of, invoke, made_run
 
@@ -63,7 +62,7 @@ def test_a_link_in_the_directory_is_not_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["first", "first/logs", "first/groups", "first/metrics.jsonl"])
 def test_a_served_run_that_is_replaced_by_a_link_is_not_followed_by_any_request(
-    tmp_path: Path, place: str
+    serve: Serve, tmp_path: Path, place: str
 ) -> None:
     for name in ("runs/first", "secret"):
         run = made_run(tmp_path / name)
@@ -71,18 +70,15 @@ def test_a_served_run_that_is_replaced_by_a_link_is_not_followed_by_any_request(
         append_metrics(run, 1, {name.replace("/", "-"): 1.0})
         (run / "logs" / "attempt-0").mkdir(parents=True)
         (run / "logs" / "attempt-0" / "worker-0.log").write_text(f"a line of {name}\n")
-    client = Client(App(runs_in(tmp_path / "runs"), PageSettings(token=TOKEN)), "127.0.0.1:8080", "127.0.0.1")
+    client = serve(find=runs_in(tmp_path / "runs"))
     paths = ["", "/status", "/metrics", "/schema", "/updates", "/logs/0"]
-    try:
-        for path in paths:
-            assert client.get(f"/api/runs/first{path}").status_code == 200
-        (tmp_path / "runs" / place).rename(tmp_path / "aside")
-        (tmp_path / "runs" / place).symlink_to(tmp_path / "secret" / Path(place).relative_to("first"))
-        before = sorted((tmp_path / "secret").rglob("*"))
-        answers = [client.get(f"/api/runs/first{path}") for path in paths]
-        answers.append(client.post("/api/runs/first/updates?id=x", content=b"x" * 100, headers=BEARER))
-    finally:
-        client.close()
+    for path in paths:
+        assert client.get(f"/api/runs/first{path}").status_code == 200
+    (tmp_path / "runs" / place).rename(tmp_path / "aside")
+    (tmp_path / "runs" / place).symlink_to(tmp_path / "secret" / Path(place).relative_to("first"))
+    before = sorted((tmp_path / "secret").rglob("*"))
+    answers = [client.get(f"/api/runs/first{path}") for path in paths]
+    answers.append(client.post("/api/runs/first/updates?id=x", content=b"x" * 100, headers=BEARER))
     assert sorted((tmp_path / "secret").rglob("*")) == before
     assert not [answer.text for answer in answers if "secret" in answer.text.replace(str(tmp_path), "")]
     if place == "first":

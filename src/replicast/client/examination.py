@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 
@@ -9,8 +10,8 @@ import numpy as np
 
 from replicast.errors import UpdateRefused
 from replicast.strictjson import View
-from replicast.update.edits import RESETS, Array, Edit, EditKind
-from replicast.update.schema import Schema, Variable, planned
+from replicast.update.edits import RESETS, Array, Edit, EditKind, refused
+from replicast.update.schema import Schema, planned
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
@@ -91,7 +92,7 @@ def check_types(update: object, trial: object = None) -> None:
 
 def views_of(edits: Iterable[Edit], schema: Schema | None) -> list[EditView]:
     """Edits in short; the schema tells shape and dtype where an edit itself does not."""
-    return [_view(edit, _variable(edit, schema)) for edit in edits]
+    return [_view(edit, schema) for edit in edits]
 
 
 def values_of(array: Array) -> Values:
@@ -111,9 +112,12 @@ def values_of(array: Array) -> Values:
     return Values(flat.size, nonfinite, low, high, math.sqrt(squares))
 
 
-def _view(edit: Edit, variable: Variable | None) -> EditView:
-    arrays, rank, values = edit.arrays, None, None
-    shape, dtype = (None, "") if variable is None else (variable.shape, variable.dtype)
+def _view(edit: Edit, schema: Schema | None) -> EditView:
+    arrays, shape, dtype, rank, values = edit.arrays, None, "", None, None
+    if schema is not None:
+        with contextlib.suppress(UpdateRefused):
+            variable = schema.resolve(edit.variable)
+            shape, dtype = variable.shape, variable.dtype
     written = arrays.get("value", arrays.get("rows"))
     if edit.operation is EditKind.ADD_LOW_RANK:
         shape, rank = (*arrays["a"].shape[:1], *arrays["b"].shape[-1:]), arrays["a"].shape[-1]
@@ -124,18 +128,17 @@ def _view(edit: Edit, variable: Variable | None) -> EditView:
     return EditView(edit.variable, edit.operation, edit.factor, shape, dtype, edit.nbytes, rows, rank, values)
 
 
-def _variable(edit: Edit, schema: Schema | None) -> Variable | None:
-    try:
-        return None if schema is None else schema.resolve(edit.variable)
-    except UpdateRefused:
-        return None
-
-
-def _problems_by_themselves(update: Update, views: list[EditView]) -> list[UpdateRefused]:
+def _problems_by_themselves(update: Update, views: list[EditView]) -> Iterator[UpdateRefused]:
     """What is wrong whatever the state is."""
+    expected = "finite values, or allow_nonfinite=True"
     if not views:
-        return [UpdateRefused("The update has no edits", expected="at least one", received="none")]
-    return [] if update.allow_nonfinite else [problem for view in views for problem in _nonfinite(view)]
+        yield UpdateRefused("The update has no edits", expected="at least one", received="none")
+    for view in () if update.allow_nonfinite else views:
+        if view.values is not None and view.values.nonfinite:
+            problem = f"{view.values.nonfinite} of {view.values.size} values are not finite"
+            yield refused(view.variable, problem, expected, "NaN or infinity")
+        elif view.factor is not None and not math.isfinite(view.factor):
+            yield refused(view.variable, "The factor is not finite", expected, str(view.factor))
 
 
 def _warnings(views: Iterable[EditView]) -> Iterator[str]:
@@ -148,17 +151,6 @@ def _warnings(views: Iterable[EditView]) -> Iterator[str]:
             yield f"{view.variable} would be {lowest:g}. {_POSITIVE}"
         if view.operation is EditKind.SCALE and view.factor is not None and view.factor <= 0:
             yield f"{view.variable} would be multiplied by {view.factor:g}. {_POSITIVE}"
-
-
-def _nonfinite(view: EditView) -> list[UpdateRefused]:
-    expected = "finite values, or allow_nonfinite=True"
-    if view.values is not None and view.values.nonfinite:
-        what = f"{view.values.nonfinite} of {view.values.size} values are not finite"
-        return [UpdateRefused(what, variable=view.variable, expected=expected, received="NaN or infinity")]
-    if view.factor is not None and not math.isfinite(view.factor):
-        what, received = "The factor is not finite", str(view.factor)
-        return [UpdateRefused(what, variable=view.variable, expected=expected, received=received)]
-    return []
 
 
 def _low_rank_values(a: Array, b: Array) -> Values:

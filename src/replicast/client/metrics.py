@@ -19,10 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from replicast.files import RunPath, open_plain
-from replicast.strictjson import json_value, reading
+from replicast.strictjson import View, json_value
 
-MAX_POINTS = 10_000
-"""The largest number of points of a series that can be asked for."""
+MAX_POINTS = 10_000  # Of a series: the most that can be asked for.
 MAX_SERIES = 100
 _KEPT_POINTS = 2 * MAX_POINTS
 _PER_BUCKET = 5
@@ -32,13 +31,15 @@ _BEGIN_BYTES = 256
 _MAX_ANSWER_POINTS = 100_000  # Of all series together: about 5 MB of JSON.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Series:
     """One metric: its values by step, in the order of the steps."""
 
-    steps: npt.NDArray[np.int64]
-    times: npt.NDArray[np.float64]
-    values: npt.NDArray[np.float64]
+    def __init__(
+        self, steps: npt.NDArray[np.int64], times: npt.NDArray[np.float64], values: npt.NDArray[np.float64]
+    ) -> None:
+        self.steps = steps
+        self.times = times
+        self.values = values
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -47,6 +48,15 @@ class Series:
         """The fields as JSON values."""
         values = [json_value(value) for value in self.values.tolist()]
         return {"steps": self.steps.tolist(), "times": self.times.tolist(), "values": values}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Series:
+        """Reads what `to_json` wrote."""
+        steps, times = np.array(fields["steps"], np.int64), np.array(fields["times"], np.float64)
+        values = np.array([float(value) for value in fields["values"]], np.float64)
+        if not steps.shape == times.shape == values.shape:
+            raise ValueError("steps, times and values must be equally many")
+        return cls(steps, times, values)
 
     def before(self, step: int) -> Series:
         return self._chosen(slice(0, int(np.searchsorted(self.steps, step))))
@@ -79,26 +89,13 @@ class Series:
         return Series(self.steps[which], self.times[which], self.values[which])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Metrics:
+class Metrics(View, frozen=True):
     """The metrics of a run, or what came since an earlier look."""
 
     series: Mapping[str, Series]
     position: int
     since: int | None = None
     damaged: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        series = {name: one.to_json() for name, one in self.series.items()}
-        return {"series": series, "position": self.position, "since": self.since, "damaged": self.damaged}
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Metrics:
-        """Reads what `to_json` wrote."""
-        with reading("metrics", fields):
-            series = {str(name): _series(one) for name, one in fields["series"].items()}
-            return cls(series, int(fields["position"]), fields["since"], int(fields["damaged"]))
 
 
 class _MetricsLine(msgspec.Struct, gc=False):
@@ -207,9 +204,7 @@ class _Seen:
 def _counting(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The places of the lines that count: those that no restart goes back to, or behind."""
     places = np.flatnonzero(steps == np.minimum.accumulate(steps[::-1])[::-1])
-    attempt = np.cumsum(
-        np.diff(places, prepend=places[0]) > 1
-    )  # What is between two is of a given up attempt.
+    attempt = np.cumsum(np.diff(places, prepend=places[0]) > 1)  # Between two: what a restart has dropped.
     last = np.searchsorted(steps[places], steps[places], side="right") - 1
     return np.compress(attempt == attempt[last], places)
 
@@ -238,11 +233,3 @@ def _pieces(file: BinaryIO, position: int) -> Iterator[bytes]:
             return
         position += len(piece)
         yield piece
-
-
-def _series(fields: Mapping[str, Any]) -> Series:
-    steps, times = np.array(fields["steps"], np.int64), np.array(fields["times"], np.float64)
-    values = np.array([float(value) for value in fields["values"]], np.float64)
-    if not steps.shape == times.shape == values.shape:
-        raise ValueError("steps, times and values must be equally many")
-    return Series(steps, times, values)

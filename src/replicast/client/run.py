@@ -1,8 +1,8 @@
 """What somebody outside can ask of a run: one table, and every face is made from it.
 
 A row of the table is a method of `Run` with `@operation`. It says once what there is to say: the name, the
-parameters with their types, limits, defaults and help (the docstring's `Args`), the result, the errors
-(`Raises`), and the HTTP method and path. `OPERATIONS` holds the rows by name. From a row follow
+parameters with their types, limits, defaults and help (the docstring's `Args`), the result, and the HTTP
+method and path. `OPERATIONS` holds the rows by name. From a row follow
 
     DirectoryRun    does it, in the method `do_<name>`: the one place that implements it (directory.py)
     ServedRun       sends it over HTTP; written once for all rows (connection.py)
@@ -37,15 +37,13 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
 from urllib.parse import quote
 
 import msgspec
-import numpy as np
 from msgspec import Meta, Struct
 
-from replicast import errors
 from replicast.client.examination import Examination, check_types, examine
 from replicast.client.metrics import MAX_POINTS, Metrics
 from replicast.client.notes import ticks
@@ -55,7 +53,7 @@ from replicast.errors import NotFound, ReplicasDiverged, UpdateFailed, UpdatePen
 from replicast.files import RunPath
 from replicast.storage.journal import UpdateView
 from replicast.storage.run_files import WorkerNote, absent_secs
-from replicast.strictjson import View, json_value, parse_integer
+from replicast.strictjson import View, described, json_value, parse_integer
 from replicast.tensorfiles import tensor_chunks
 from replicast.update.audit_report import AuditReport
 from replicast.update.edits import Array
@@ -167,10 +165,14 @@ class RunOperation:
     @functools.cached_property
     def parameters(self) -> dict[str, Parameter]:
         """Those of the method, in order."""
-        kinds, said = get_type_hints(self.declared, include_extras=True), self._section("Args")
+        kinds = get_type_hints(self.declared, include_extras=True)
+        # The section `Args` of the docstring (Google style): each entry begins with its name.
+        section = (inspect.getdoc(self.declared) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+        entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+        helps = {name: " ".join(text.split()) for name, text in entries}
         given = list(inspect.signature(self.declared).parameters.values())[1:]
         return {
-            one.name: Parameter(one.name, kinds[one.name], one.default, said.get(one.name, ""))
+            one.name: Parameter(one.name, kinds[one.name], one.default, helps.get(one.name, ""))
             for one in given
         }
 
@@ -183,11 +185,6 @@ class RunOperation:
     def summary(self) -> str:
         """What it does, in a sentence."""
         return (self.declared.__doc__ or "").strip().partition("\n")[0]
-
-    @property
-    def errors(self) -> dict[type[errors.ReplicastError], str]:
-        """What it may raise, and when."""
-        return {getattr(errors, name): text for name, text in self._section("Raises").items()}
 
     @property
     def proposes(self) -> bool:
@@ -238,27 +235,7 @@ class RunOperation:
 
     def decoded(self, answer: Any) -> Any:
         """The result that JSON values describe."""
-        value = answer[self.key] if self.key else answer
-        is_list = get_origin(self.returns) is list
-        kind = get_args(self.returns)[0] if is_list else self.returns
-        found = [
-            kind.from_json(one) if hasattr(kind, "from_json") else msgspec.convert(one, kind)
-            for one in (value if is_list else [value])
-        ]
-        return found if is_list else found[0]
-
-    def _section(self, title: str) -> dict[str, str]:
-        """The entries of a section of the docstring (Google style), by name."""
-        text = inspect.getdoc(self.declared) or ""
-        _, _, rest = text.partition(f"\n{title}:\n")
-        found: dict[str, str] = {}
-        for line in rest.split("\n\n")[0].splitlines():
-            if line[:4] == "    " and line[4:5] != " ":
-                name, _, said = line.strip().partition(": ")
-                found[name] = said
-            elif found:
-                found[name] += f" {line.strip()}"
-        return found
+        return described(self.returns, self.name, answer[self.key] if self.key else answer, strict=False)
 
 
 OPERATIONS: dict[str, RunOperation] = {}
@@ -466,8 +443,7 @@ class CheckpointView(View, frozen=True, kw_only=True):
     patched_by: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pulled:
+class Pulled(View, frozen=True, eq=False):
     """The values of one variable, or of some of its rows.
 
     Attributes:
@@ -486,7 +462,7 @@ class Pulled:
     source: str
     array: Array
     rows: tuple[int, ...] | None = None
-    digests: Mapping[int, str] = field(default_factory=dict)
+    digests: Mapping[int, str] = {}
 
     @property
     def differing(self) -> tuple[int, ...]:
@@ -495,16 +471,9 @@ class Pulled:
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the values."""
-        return {
-            "name": self.name,
-            "step": self.step,
-            "digest": self.digest,
-            "source": self.source,
-            "shape": list(np.shape(self.array)),
-            "dtype": self.array.dtype.name,
-            "rows": None if self.rows is None else list(self.rows),
-            "digests": {str(rank): digest for rank, digest in self.digests.items()},
-        }
+        made = super().to_json()
+        del made["array"]
+        return made | {"shape": list(self.array.shape), "dtype": self.array.dtype.name}
 
     def file_chunks(self) -> Iterator[bytes | memoryview]:
         """The values as a safetensors file, piece by piece; its metadata has everything else."""
@@ -799,7 +768,7 @@ class Pushed:
         limit = FOREVER_SECS if timeout is None else timeout
         ((view, brief),) = deque(self.run.follow(self.id, limit), maxlen=1)
         if view.stage.is_final:
-            return receipt_of(view)
+            return _receipt_of(view)
         waits_for = brief.waits_for if brief.waits_for else view.waits_for
         waits = f" and waits for {waits_for}" if waits_for else ""
         silent = "" if brief.running else f" {brief.sentence}."
@@ -810,20 +779,18 @@ class Pushed:
         )
 
 
-def receipt_of(view: UpdateView) -> Receipt:
-    """The receipt of an update that has ended."""
+def _receipt_of(view: UpdateView) -> Receipt:
     receipt = view.receipt
     if view.stage is Stage.WITHDRAWN:
         raise UpdateRefused("It was withdrawn")
     if view.stage is Stage.REFUSED:
         raise UpdateRefused("It was refused; no reason is known") if view.refusal is None else view.refusal
     if view.stage is Stage.FAILED:
-        digests = {} if receipt is None else dict(receipt.digests)
         why = view.reason if view.reason else "the variables it touched are not equal on all workers"
+        problem = f"Update {view.id} was applied at step {view.step}, but {why}"
         raise ReplicasDiverged(
-            f"Update {view.id} was applied at step {view.step}, but {why}. "
-            "replicas.sync(source=0) makes them equal",
-            digests=digests,
+            f"{problem}. replicas.sync(source=0) makes them equal",
+            digests=None if receipt is None else receipt.digests,
             update_id=view.id,
             step=view.step,
         )
