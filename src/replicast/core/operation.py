@@ -250,12 +250,10 @@ class Gather:
 
     def refusal(self) -> Refusal | None:
         """The first refusal among the answers, if there is one."""
-        refusals = {rank: one for rank, one in self.answers.items() if isinstance(one, Refusal)}
-        if not refusals:
-            return None
-        first = min(refusals)
-        refusal = refusals[first]
-        return Refusal(refusal.problem, refusal.workers or (first,), refusal.details)
+        for rank in sorted(self.answers):
+            if isinstance(refusal := self.answers[rank], Refusal):
+                return Refusal(refusal.problem, refusal.workers or (rank,), refusal.details)
+        return None
 
     def timed_out(self, secs: float) -> Refusal:
         return self.refused_by(self.missing, f" within {secs:g} s")

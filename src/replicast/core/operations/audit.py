@@ -127,8 +127,7 @@ class Audit(Operation):
         report = replace(report, found_at=job.audits.differ(report.step), differences=differences)
         updates: list[Proposal] = []
         try:
-            yield from self._borrow(job, differences, updates)
-            differences = yield from _compared(job, differences, updates)
+            differences = yield from self._measured(job, differences, updates)
         except Refuse:  # not enough space for the values: the differences are reported without deviations
             yield from discarded(job, updates)
             return replace(report, outcome="warned" if policy == "warn" else "raised")
@@ -139,19 +138,32 @@ class Audit(Operation):
         # Workers that have trained different numbers of steps cannot be healed: one missed a boundary.
         return replace(report, outcome="raised") if policy == "heal" else report
 
-    def _borrow(
+    def _measured(
         self, job: JobView, differences: tuple[Difference, ...], updates: list[Proposal]
-    ) -> Part[None]:
-        """Every worker fetches the reference values; adds one update to `updates` per reference worker."""
-        for source in sorted({one.reference for one in differences}):
-            mine = tuple(one for one in differences if one.reference == source)
+    ) -> Part[tuple[Difference, ...]]:
+        """How far each worker deviates from the reference values, which every worker fetches.
+
+        Adds one update to `updates` per reference worker.
+        """
+        by_source: dict[int, list[Difference]] = {}
+        for one in sorted(differences, key=lambda one: one.reference):
+            by_source.setdefault(one.reference, []).append(one)
+        secs = job.timeouts.compute_secs
+        for source, mine in by_source.items():
             id_, names = job.new_id("heal"), tuple(one.variable for one in mine)
-            publish = Publish(id_, names)
-            secs = job.timeouts.compute_secs
-            made = (yield Ask(publish, (source,), secs, "publish its values"))[source]
+            made = (yield Ask(Publish(id_, names), (source,), secs, "publish its values"))[source]
             updates.append(Proposal(id_, made.digest, made.content, author="audit", note=_note(mine)))
             prepare = Prepare(id_, made.digest, made.content)
             yield Ask(prepare, None, job.timeouts.prepare_secs, "fetch the reference values")
+        found: dict[str, Difference] = {}
+        for update, mine in zip(updates, by_source.values(), strict=True):
+            order = Compare(update.id, update.digest, tuple(one.variable for one in mine))
+            far = yield Ask(order, None, secs, "compare its values")
+            for one in mine:
+                ranks = [rank for rank in one.minority if one.variable in far[rank]]
+                differing = {rank: far[rank][one.variable] for rank in ranks}
+                found[one.variable] = replace(one, differing=differing)
+        return tuple(found[one.variable] for one in differences)
 
     def _healed(self, job: JobView, report: AuditReport, updates: list[Proposal]) -> Part[AuditReport]:
         """Commits the fetched values as updates, and applies them while all are stopped."""
@@ -190,34 +202,7 @@ def _report(job: JobView, step: int, seen: Reports) -> AuditReport:
     )
 
 
-def _compared(
-    job: JobView, differences: tuple[Difference, ...], updates: list[Proposal]
-) -> Part[tuple[Difference, ...]]:
-    """How far each worker deviates from the reference values."""
-    found: dict[int, dict[str, Any]] = {rank: {} for rank in range(job.size)}
-    sources = sorted({one.reference for one in differences})
-    for source, update in zip(sources, updates, strict=True):
-        names = tuple(one.variable for one in differences if one.reference == source)
-        order = Compare(update.id, update.digest, names)
-        answers = yield Ask(order, None, job.timeouts.compute_secs, "compare its values")
-        for rank, deviations in answers.items():
-            found[rank].update(deviations)
-    return tuple(
-        replace(
-            one,
-            differing={
-                rank: found[rank][one.variable]
-                for group in one.groups[1:]
-                for rank in group
-                if one.variable in found[rank]
-            },
-        )
-        for one in differences
-    )
-
-
-def _note(differences: tuple[Difference, ...]) -> str:
-    """The note of an update that heals."""
+def _note(differences: list[Difference]) -> str:
     names = ", ".join(one.variable for one in differences[:5])
     more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
     return f"heal: {names}{more} as on worker {differences[0].reference} ({differences[0].rule})"
