@@ -9,12 +9,6 @@ from replicast.update.digest import begun_digest, digest_array, digest_state
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def test_equal_arrays_have_equal_digests() -> None:
-    values = np.arange(12, dtype=np.float32).reshape(3, 4)
-    assert digest_array(values) == digest_array(values.copy())
-    assert len(digest_array(values)) == 32
-
-
 def test_one_changed_bit_changes_the_digest() -> None:
     values = np.arange(1000, dtype=np.float32)
     before = digest_array(values)
@@ -41,16 +35,8 @@ def test_nans_with_other_payloads_differ_and_with_the_same_payload_agree() -> No
 def test_the_same_bytes_as_another_dtype_or_shape_differ() -> None:
     values = np.arange(12, dtype=np.float32)
     same_bytes = [values, values.view(np.int32), values.reshape(3, 4), values.reshape(4, 3), values[:, None]]
+    same_bytes += [values.view(np.float16), values.view(BFLOAT16), values.view("u2")]
     assert len({digest_array(array) for array in same_bytes}) == len(same_bytes)
-
-
-def test_bfloat16_and_float16_of_the_same_bytes_differ() -> None:
-    values = np.arange(8).astype(BFLOAT16)
-    assert digest_array(values) == digest_array(values.copy())
-    assert (
-        len({digest_array(values), digest_array(values.view(np.float16)), digest_array(values.view("u2"))})
-        == 3
-    )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16, np.bool_])
@@ -59,11 +45,10 @@ def test_the_layout_in_memory_does_not_matter(dtype: np.dtype) -> None:
     for same in (np.asfortranarray(values), np.repeat(values, 2, axis=1)[:, ::2], values[::-1][::-1]):
         assert digest_array(same) == digest_array(values)
     assert digest_array(values.T) == digest_array(values.T.copy())
-
-
-def test_the_byte_order_does_not_matter() -> None:
-    values = np.array([1.5, -0.0, np.nan], np.float32)
-    assert digest_array(values.astype(">f4")) == digest_array(values)
+    swapped = np.array([1.5, -0.0, np.nan], ">f4")
+    assert digest_array(swapped) == digest_array(swapped.astype("=f4"))
+    values.setflags(write=False)
+    assert digest_array(values) == digest_array(values.copy())
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int64, np.bool_, BFLOAT16])
@@ -71,12 +56,6 @@ def test_arrays_without_dimensions_and_without_elements_work(dtype: np.dtype) ->
     shapes = [(), (1,), (0,), (0, 3), (3, 0)]
     assert len({digest_array(np.zeros(shape, dtype)) for shape in shapes}) == len(shapes)
     assert digest_array(np.zeros((), dtype)) == digest_array(np.zeros((), dtype)[()])
-
-
-def test_read_only_arrays_work() -> None:
-    values = np.arange(5)
-    values.setflags(write=False)
-    assert digest_array(values) == digest_array(np.arange(5))
 
 
 @pytest.mark.parametrize("dtype", [object, [("a", "i1"), ("b", "f8")], "V8"])
@@ -106,19 +85,9 @@ def test_a_digest_can_be_begun_before_the_elements_are_known() -> None:
         begun_digest(np.dtype(object), (1,))
 
 
-def test_a_state_has_one_digest_in_whatever_order_its_names_come() -> None:
-    kernel, bias = np.ones((2, 3), np.float32), np.zeros(3, np.float32)
-    assert digest_state({"kernel": kernel, "bias": bias}) == digest_state({"bias": bias, "kernel": kernel})
-
-
 def test_a_state_differs_when_a_name_a_value_or_their_pairing_does() -> None:
     ones, zeros = np.ones(3), np.zeros(3)
-    states = [
-        {"a": ones, "b": zeros},
-        {"a": zeros, "b": ones},
-        {"a": ones, "c": zeros},
-        {"a": ones},
-        {"ab": ones},
-        {},
-    ]
+    both = [{"a": ones, "b": zeros}, {"a": zeros, "b": ones}, {"a": ones, "c": zeros}]
+    states = [*both, {"a": ones}, {"ab": ones}, {}]
     assert len({digest_state(state) for state in states}) == len(states)
+    assert digest_state(dict(reversed(states[0].items()))) == digest_state(states[0]), "in any order"

@@ -62,16 +62,11 @@ NORMS: list[tuple[str, Made, float, float]] = [
     ("scale up", lambda u: u.scale("kernel", 3.0), 10.0, 2.0),
     ("scale down", lambda u: u.scale("kernel", 0.5), 2.5, 0.5),
     ("blend", lambda u: u.blend("kernel", np.zeros((3, 2), "f4"), 0.5), 2.5, 0.5),
-    (
-        "add rows",
-        lambda u: u.add_rows("kernel", [1], np.full((1, 2), 3, "f4")),
-        math.sqrt(18),
-        math.sqrt(18) / 4,
-    ),
+    ("add rows", lambda u: u.add_rows("kernel", [1], [[3, 3]]), math.sqrt(18), math.sqrt(18) / 4),
     ("assign rows", lambda u: u.assign_rows("kernel", [0], np.zeros((1, 2), "f4")), 3.0, 1.0),
     (
         "low rank",
-        lambda u: u.add_low_rank("kernel", np.ones((3, 2), "f4"), np.ones((2, 2), "f4")),
+        lambda u: u.add_low_rank("kernel", [[1, 1]] * 3, [[1, 1]] * 2),
         math.sqrt(24),
         math.sqrt(24) / 5,
     ),
@@ -80,15 +75,12 @@ NORMS: list[tuple[str, Made, float, float]] = [
     ("bools", lambda u: u.assign("mask", np.array([True, True])), 1.0, 1.0),
     ("there and back", lambda u: u.scale("kernel", 2.0).scale("kernel", 0.5), 0.0, 0.0),
     ("twice", lambda u: u.scale("kernel", 2.0).add("kernel", KERNEL), 10.0, 2.0),
-    (
-        "rows twice",
-        lambda u: u.add_rows("kernel", [1, 0], np.array([[0, 1], [1, 0]], "f4")).assign_rows(
-            "kernel", [1], np.zeros((1, 2), "f4")
-        ),
-        math.sqrt(17),
-        math.sqrt(17) / 5,
-    ),
+    ("rows twice", lambda u: rows_twice(u), math.sqrt(17), math.sqrt(17) / 5),
 ]
+
+
+def rows_twice(update: Update) -> Update:
+    return update.add_rows("kernel", [1, 0], [[0, 1], [1, 0]]).assign_rows("kernel", [1], [[0, 0]])
 
 
 @pytest.mark.parametrize(("make", "norm", "relative"), [row[1:] for row in NORMS], ids=[r[0] for r in NORMS])
@@ -125,10 +117,8 @@ def test_non_finite_values_are_refused_even_if_the_update_allows_them() -> None:
 
 
 def test_a_nan_change_exceeds_every_bound() -> None:
-    for guard in (
-        Guard(max_norm=1e300, require_finite=False),
-        Guard(max_relative_change=9, require_finite=False),
-    ):
+    for bound in ({"max_norm": 1e300}, {"max_relative_change": 9}):
+        guard = Guard(require_finite=False, **bound)
         for value in (np.nan, np.inf):
             refusal(guard, lambda u, value=value: u.assign("kernel", np.full((3, 2), value, "f4")))
 
@@ -170,9 +160,7 @@ def test_a_reset_of_slots_is_matched_with_the_patterns_but_not_measured() -> Non
 
 def test_values_are_read_only_if_the_change_depends_on_them() -> None:
     read = Reading()
-    check(
-        Guard(max_norm=100, deny=["optimizer/*"]), lambda u: u.add("kernel", KERNEL).add("bias", [1, 1]), read
-    )
+    check(Guard(max_norm=100), lambda u: u.add("kernel", KERNEL).add("bias", [1, 1]), read)
     assert read.asked == []
     check(Guard(max_norm=100), lambda u: u.assign("kernel", KERNEL), read)
     check(Guard(max_relative_change=100), lambda u: u.scale("half", 2.0), read)
@@ -192,11 +180,7 @@ def test_many_small_changes_add_up_in_double_precision() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"max_norm": 0},
-        {"max_norm": -1.0},
-        {"max_norm": math.nan},
-        {"max_norm": "1"},
-        {"max_norm": True},
+        *({"max_norm": wrong} for wrong in (0, -1.0, math.nan, "1", True)),
         {"max_relative_change": math.inf},
         {"allow": "model/*"},
         {"deny": [""]},
@@ -221,12 +205,6 @@ def test_anything_but_a_guard_is_refused_with_an_example(wrong: Any) -> None:
         checked_guard(wrong)
 
 
-def test_a_guard_or_none_is_accepted() -> None:
-    guard = Guard(max_norm=1.0)
-    assert checked_guard(guard) is guard
-    assert checked_guard(None) is None
-
-
 def test_a_guard_is_immutable() -> None:
     patterns = ["model/*"]
     guard = Guard(allow=patterns)
@@ -235,3 +213,5 @@ def test_a_guard_is_immutable() -> None:
     with pytest.raises(FrozenInstanceError):
         guard.max_norm = 1.0  # type: ignore[misc]
     assert guard == Guard(allow=("model/*",))
+    assert checked_guard(guard) is guard
+    assert checked_guard(None) is None

@@ -107,14 +107,10 @@ def test_an_inverse_may_hold_what_is_not_finite() -> None:
 
 
 def test_every_operation_says_what_becomes_of_the_training_since() -> None:
-    said = {operation: meaning(update_edit(operation)) for operation in EditKind}
+    said = {operation: meaning(Edit(operation, "w", {}, 1.0)) for operation in EditKind}
     assert all("training" in text for text in said.values())
     assert "exactly" in said[EditKind.ASSIGN]
     assert "last bits may differ" in said[EditKind.ADD]
-
-
-def update_edit(operation: EditKind) -> Any:
-    return Edit(operation, "w", {}, 1.0)
 
 
 def test_an_edit_and_its_inverse_may_differ_in_the_last_bits_in_floating_point() -> None:
@@ -127,9 +123,6 @@ def test_a_heal_keeps_what_was_added_before_it_and_is_lost_when_values_before_co
     assert disturbs(EditKind.ASSIGN, EditKind.ADD)
     assert not disturbs(EditKind.ASSIGN, EditKind.ADD, heals=True)
     assert disturbs(EditKind.ASSIGN, EditKind.ASSIGN, heals=True)
-
-
-def test_two_factors_can_be_undone_in_any_order() -> None:
-    assert not disturbs(EditKind.SCALE, EditKind.SCALE)
+    assert not disturbs(EditKind.SCALE, EditKind.SCALE), "in any order"
     assert disturbs(EditKind.SCALE, EditKind.ADD)
     assert disturbs(EditKind.RESET_ROWS, EditKind.SCALE)

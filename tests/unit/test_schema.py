@@ -11,16 +11,9 @@ def variable(name: str, *slots: tuple[str, float]) -> Variable:
     return Variable(name, (2,), "float32", "trainable", slots)
 
 
-SCHEMA = Schema(
-    [
-        variable("model/dense/kernel"),
-        variable("model/dense/bias"),
-        variable("model/dense_1/bias"),
-        variable("model/embedding/embeddings"),
-        variable("bias"),
-    ],
-    {"optimizer/learning_rate": "the learning rate is computed by a schedule"},
-)
+NAMES = ("model/dense/kernel", "model/dense/bias", "model/dense_1/bias", "model/embedding/embeddings", "bias")
+HINTS = {"optimizer/learning_rate": "the learning rate is computed by a schedule"}
+SCHEMA = Schema([variable(name) for name in NAMES], HINTS)
 
 
 @pytest.mark.parametrize(
@@ -107,15 +100,11 @@ def test_the_digest_tells_order_shape_dtype_and_slots_apart() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"variables": {}},
-        {"variables": [3]},
-        {"variables": [{}]},
-        {"variables": [fields_of(variable("a")) | {"dtype": "string"}]},
-        {"variables": [fields_of(variable("a")) | {"shape": [-1]}]},
-        {"variables": [fields_of(variable("a")) | {"kind": "other"}]},
-        {"variables": [fields_of(variable("a")) | {"slots": [3]}]},
-        {"variables": [], "hints": []},
+        *({}, {"variables": {}}, {"variables": [3]}, {"variables": [{}]}, {"variables": [], "hints": []}),
+        *(
+            {"variables": [fields_of(variable("a")) | wrong]}
+            for wrong in ({"dtype": "string"}, {"shape": [-1]}, {"kind": "other"}, {"slots": [3]})
+        ),
     ],
 )
 def test_json_that_is_not_a_schema_is_a_value_error(fields: dict) -> None:

@@ -1,7 +1,7 @@
+import contextlib
 import tracemalloc
-from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 - the name bfloat16
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +13,6 @@ from replicast.update.edits import Edit, EditKind, apply_edit
 from replicast.update.schema import Limits, Schema, Variable, planned
 from replicast.update.update import Update
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 SCHEMA = Schema(
     [
@@ -30,6 +29,7 @@ SCHEMA = Schema(
 )
 KERNEL = np.ones((3, 2), np.float32)
 NAN, INF = float("nan"), float("inf")
+K, B = "model/dense/kernel", "model/dense/bias"
 
 
 def test_names_become_full_and_lists_take_the_variables_dtype() -> None:
@@ -107,10 +107,10 @@ def test_planning_twice_changes_nothing() -> None:
             "one of model/dense/bias, model/dense_1/bias",
             "bias",
         ),
-        (Update().add("kernel", KERNEL.T), "shape", "model/dense/kernel", "(3, 2)", "(2, 3)"),
-        (Update().add("kernel", 1.0), "shape", "model/dense/kernel", "(3, 2)", "()"),
+        (Update().add("kernel", KERNEL.T), "shape", K, "(3, 2)", "(2, 3)"),
+        (Update().add("kernel", 1.0), "shape", K, "(3, 2)", "()"),
         (Update().assign("count", [1]), "shape", "count", "()", "(1,)"),
-        (Update().add("kernel", KERNEL.astype("f8")), "dtype", "model/dense/kernel", "float32", "float64"),
+        (Update().add("kernel", KERNEL.astype("f8")), "dtype", K, "float32", "float64"),
         (
             Update().add("wide/bfloat16", np.ones((5, 2), "f2")),
             "dtype",
@@ -125,54 +125,24 @@ def test_planning_twice_changes_nothing() -> None:
         (Update().assign("index", [0, 1, -1, 0]), "fit", "index", "numbers that fit uint64", "-1 at [2]"),
         (Update().assign("index", [0, 1, 2.0**64, 0]), "fit", "index", None, None),
         (Update().assign("mask", [1, 0]), "dtype", "mask", "bool", "int64"),
-        (Update().assign("dense/bias", [True, False]), "dtype", "model/dense/bias", "float32", "bool"),
-        (Update().add("dense/bias", [1, 1e39]), "fit", "model/dense/bias", None, "1e+39 at [1]"),
+        (Update().assign("dense/bias", [True, False]), "dtype", B, "float32", "bool"),
+        (Update().add("dense/bias", [1, 1e39]), "fit", B, None, "1e+39 at [1]"),
         (Update().add("mask", [True, False]), "bool does not support add", "mask", None, "add"),
         (Update().add_rows("mask", [0], [True]), "bool does not support", "mask", None, "add_rows"),
         (Update().scale("count", 2), "int8 does not support scale", "count", None, "scale"),
         (Update().scale("mask", 2), "bool does not support scale", "mask", None, "scale"),
         (Update().blend("count", 2, 0.5), "int8 does not support blend", "count", None, "blend"),
         (Update().add_rows("count", [0], [1]), "no rows", "count", None, None),
-        (
-            Update().add_rows("kernel", 0, KERNEL[:1]),
-            "indices",
-            "model/dense/kernel",
-            None,
-            "int64 of shape ()",
-        ),
-        (
-            Update().add_rows("kernel", [0.0], KERNEL[:1]),
-            "indices",
-            "model/dense/kernel",
-            None,
-            "float64 of shape (1,)",
-        ),
-        (
-            Update().add_rows("kernel", [True], KERNEL[:1]),
-            "indices",
-            "model/dense/kernel",
-            None,
-            "bool of shape (1,)",
-        ),
-        (
-            Update().add_rows("kernel", [0, 3], KERNEL[:2]),
-            "range",
-            "model/dense/kernel",
-            "0 to 2",
-            "3 at position 1",
-        ),
-        (
-            Update().add_rows("kernel", [0, -1], KERNEL[:2]),
-            "range",
-            "model/dense/kernel",
-            "0 to 2",
-            "-1 at position 1",
-        ),
-        (Update().add_rows("kernel", [2**64 - 1], KERNEL[:1]), "range", "model/dense/kernel", "0 to 2", None),
+        (Update().add_rows("kernel", 0, KERNEL[:1]), "indices", K, None, "int64 of shape ()"),
+        (Update().add_rows("kernel", [0.0], KERNEL[:1]), "indices", K, None, "float64 of shape (1,)"),
+        (Update().add_rows("kernel", [True], KERNEL[:1]), "indices", K, None, "bool of shape (1,)"),
+        (Update().add_rows("kernel", [0, 3], KERNEL[:2]), "range", K, "0 to 2", "3 at position 1"),
+        (Update().add_rows("kernel", [0, -1], KERNEL[:2]), "range", K, "0 to 2", "-1 at position 1"),
+        (Update().add_rows("kernel", [2**64 - 1], KERNEL[:1]), "range", K, "0 to 2", None),
         (Update().assign_rows("kernel", [2, 0, 2], KERNEL), "twice", None, None, "row 2 at positions [0, 2]"),
-        (Update().assign_rows("kernel", [2, 0], KERNEL), "shape", "model/dense/kernel", "(2, 2)", "(3, 2)"),
-        (Update().assign_rows("kernel", [2], KERNEL[0]), "shape", "model/dense/kernel", "(1, 2)", "(2,)"),
-        (Update().add_low_rank("kernel", KERNEL, KERNEL), "low-rank", "model/dense/kernel", None, None),
+        (Update().assign_rows("kernel", [2, 0], KERNEL), "shape", K, "(2, 2)", "(3, 2)"),
+        (Update().assign_rows("kernel", [2], KERNEL[0]), "shape", K, "(1, 2)", "(2,)"),
+        (Update().add_low_rank("kernel", KERNEL, KERNEL), "low-rank", K, None, None),
         (Update().add_low_rank("kernel", KERNEL[:2], KERNEL[:2]), "low-rank", None, None, None),
         (
             Update().add_low_rank("dense/bias", [[1]], [[1, 2]]),
@@ -181,8 +151,8 @@ def test_planning_twice_changes_nothing() -> None:
             "a variable with 2 dimensions",
             None,
         ),
-        (Update().add("dense/bias", [1, NAN]), "1 of 2 values", "model/dense/bias", None, "nan at [1]"),
-        (Update().add("dense/bias", [-INF, NAN]), "2 of 2 values", "model/dense/bias", None, "-inf at [0]"),
+        (Update().add("dense/bias", [1, NAN]), "1 of 2 values", B, None, "nan at [1]"),
+        (Update().add("dense/bias", [-INF, NAN]), "2 of 2 values", B, None, "-inf at [0]"),
         (
             Update().add_low_rank("kernel", np.full((3, 1), INF, "f4"), KERNEL[:1]),
             "3 of 3",
@@ -190,8 +160,8 @@ def test_planning_twice_changes_nothing() -> None:
             None,
             "inf at [0, 0]",
         ),
-        (Update().scale("kernel", NAN), "not finite", "model/dense/kernel", None, "nan"),
-        (Update().blend("kernel", KERNEL, INF), "not finite", "model/dense/kernel", None, "inf"),
+        (Update().scale("kernel", NAN), "not finite", K, None, "nan"),
+        (Update().blend("kernel", KERNEL, INF), "not finite", K, None, "inf"),
         (Update().scale("wide/float16", 1e6), "not finite in float16", "wide/float16", None, "1000000.0"),
     ],
 )
@@ -246,11 +216,6 @@ def test_no_rows_and_rank_zero_change_nothing_and_are_allowed() -> None:
     assert planned(update, SCHEMA).edits[0].arrays["indices"].dtype == np.int64
 
 
-def test_two_edits_of_one_variable_keep_their_order() -> None:
-    made = planned(Update().scale("kernel", 2).add("model/dense/kernel", KERNEL), SCHEMA)
-    assert [edit.operation for edit in made.edits] == [EditKind.SCALE, EditKind.ADD]
-
-
 def test_non_finite_values_are_accepted_with_allow_nonfinite() -> None:
     update = Update(allow_nonfinite=True).assign("dense/bias", [NAN, -INF]).scale("kernel", INF)
     assert planned(update, SCHEMA).allow_nonfinite
@@ -301,9 +266,5 @@ def test_checking_takes_no_memory_of_the_arrays_size() -> None:
 def test_rows_are_accepted_if_they_exist_and_are_unique(rows: list[int]) -> None:
     update = Update().assign_rows("wide/float32", rows, np.zeros((len(rows), 2), np.float32))
     valid = len(set(rows)) == len(rows) and all(0 <= row < 5 for row in rows)
-    outcome: Any = None
-    try:
+    with contextlib.nullcontext() if valid else pytest.raises(UpdateRefused):
         planned(update, SCHEMA)
-    except UpdateRefused as error:
-        outcome = error
-    assert (outcome is None) == valid

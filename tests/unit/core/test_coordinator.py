@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from replicast.core.coordinator import Coordinator
-from replicast.core.entries import Committed, History, Payload, Refused, Saved, Scheduled, Started, Withdrawn
+from replicast.core.entries import History, Saved, Withdrawn
 from replicast.core.events import (
     Broadcast,
-    CloseInbox,
     Ended,
-    EndJob,
     FromWorker,
     SetTimer,
     TimerFired,
@@ -34,9 +32,8 @@ from replicast.core.messages import (
     Tell,
     Withdraw,
 )
-from replicast.core.operations.revert import Invert, WriteBefore
-from replicast.core.operations.update import Apply, Load, UpdateOperation
-from replicast.core.records import Applied, Pending, Proposal, Refusal, ReportId, SeenDigests, Snapshot, Stage
+from replicast.core.operations.update import UpdateOperation
+from replicast.core.records import Proposal, Refusal, ReportId, SeenDigests, Snapshot, Stage
 
 ADD = Proposal("add", "digest", (("add", "d", 5),))
 
@@ -183,19 +180,6 @@ def test_a_rest_of_all_workers_does_not_wait_for_a_report_that_one_of_them_has_l
     assert job.ended() == [("audit-step-4", Refusal("Worker 1 did not report its audit of step 4", (1,)))]
 
 
-def test_nothing_is_applied_before_the_record_is_durable() -> None:
-    job = Job()
-    job.hear(0, Propose("t", ADD))
-    job.all_answer()
-    job.written()
-    meeting = job.said[-1].meeting
-    job.hear(0, At(meeting, 4, True))
-    commands = job.hear(1, At(meeting, 4, True))
-    assert [type(one) for one in commands if not isinstance(one, SetTimer)] == [Write]
-    assert isinstance(commands[-1].entry, Committed)
-    assert [type(one.message) for one in job.written()] == [Do, Release]
-
-
 def committed(job: Job) -> None:
     """Update 1 is committed, and all workers are about to apply it."""
     job.hear(0, Propose("t", ADD))
@@ -207,28 +191,6 @@ def committed(job: Job) -> None:
     job.written()
 
 
-def order(job: Job, kind: type) -> int:
-    """The number of the last order of this kind; 0 if there is none."""
-    given = (one.number for one in reversed(job.said) if isinstance(one, Do) and isinstance(one.order, kind))
-    return next(given, 0)
-
-
-def test_a_revert_of_an_update_that_is_just_being_applied_waits_for_the_values_before_it() -> None:
-    job = Job()
-    committed(job)
-    job.hear(1, Propose("r", Proposal("undo", "", reverts=1)))
-    apply = order(job, Apply)
-    for rank in (0, 1):
-        assert not order(job, Invert)
-        job.hear(rank, Answer(apply, Applied("digest", keeps=rank == 0)))
-    write = order(job, WriteBefore)
-    job.written()  # the receipt
-    job.hear(0, Answer(write, ("place", "")))
-    assert not order(job, Invert)
-    job.written()  # where the values are
-    assert order(job, Invert)
-
-
 def test_a_revert_with_the_id_of_the_revert_of_another_update_is_refused() -> None:
     job = Job()
     committed(job)
@@ -236,17 +198,6 @@ def test_a_revert_with_the_id_of_the_revert_of_another_update_is_refused() -> No
     job.hear(0, Propose("second", Proposal("undo", "", reverts=2)))
     assert (job.told().tickets, job.told().stage) == (("second",), Stage.REFUSED)
     assert "other content was already proposed" in job.told().outcome.problem
-
-
-@pytest.mark.parametrize("outcome", [WriteOutcome.FENCED, WriteOutcome.UNKNOWN])
-def test_a_group_that_is_fenced_or_cannot_know_ends_without_an_acknowledgement(outcome: WriteOutcome) -> None:
-    job = Job()
-    job.hear(OUTSIDE, Propose("push", ADD))
-    job.all_answer()
-    (ends,) = job.written(outcome)
-    assert isinstance(ends, EndJob)
-    assert job.hear(0, Propose("t", ADD)) == []
-    assert not any(isinstance(one, CloseInbox) for one in job.commands)
 
 
 def test_an_unexpected_exception_about_one_proposal_refuses_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,41 +213,6 @@ def test_an_unexpected_exception_about_one_proposal_refuses_that_one(monkeypatch
     assert "Unexpected OverflowError in update add" in job.told().outcome.problem
     job.hear(0, Propose("u", ADD))
     assert isinstance(job.said[-1], Do)
-
-
-def test_an_inbox_proposal_that_is_refused_is_written_down_before_its_file_goes() -> None:
-    job = Job()
-    job.hear(OUTSIDE, Propose("push", ADD))
-    commands = job.all_answer(Refusal("There is no room"))
-    (write,) = [one for one in commands if isinstance(one, Write)]
-    assert write.entry == Refused("add", ("push",), "There is no room", False)
-    assert any(isinstance(one, CloseInbox) for one in job.written())
-
-
-def test_a_start_from_an_earlier_checkpoint_gives_up_the_later_ones() -> None:
-    saved = [Saved(step, 0, frozenset(), (), None) for step in (10, 20, 30)]
-    history = History([*saved, Started(1, 20)])
-    assert list(history.checkpoints) == [10, 20]
-
-
-def test_a_proposal_that_has_had_its_outcome_is_not_pending_whatever_a_checkpoint_says() -> None:
-    pending = Pending(ADD, ("0.1.1",))
-    saved = Saved(10, 0, frozenset(), (pending,), None)
-    assert not History([saved]).has_ended(pending)
-    assert History([saved, Withdrawn("add")]).has_ended(pending)
-    assert History([Withdrawn("add"), saved]).has_ended(pending)
-    assert History([saved, Committed(1, "add", "digest", 11, 0)]).has_ended(pending)
-    assert History([saved, Refused("add", ("0.1.1",), "There is no room")]).has_ended(pending)
-    assert not History([saved, Refused("add", ("1.1.1",), "There is no room")]).has_ended(pending)
-
-
-def test_what_is_scheduled_is_promised_before_the_first_step_of_the_next_attempt() -> None:
-    history = History([Payload("add", "digest", ADD.content), Scheduled("add", "digest", 7)])
-    job = Job(history)
-    stop = next(one for one in job.said if isinstance(one, Stop))
-    assert stop.at_step == 7
-    assert job.said.index(stop) < next(n for n, one in enumerate(job.said) if isinstance(one, Resume))
-    assert any(isinstance(one, Do) and isinstance(one.order, Load) for one in job.said)
 
 
 def test_what_is_withdrawn_before_the_journal_is_taken_up_is_withdrawn() -> None:

@@ -10,7 +10,6 @@ from replicast.core.events import (
     Continue,
     EndJob,
     PassBoundary,
-    Perform,
     Performed,
     Rested,
     Send,
@@ -20,8 +19,7 @@ from replicast.core.events import (
 )
 from replicast.core.messages import Answer, At, Do, Meet, Propose, Release, Rest, Resume, Stop, Tell
 from replicast.core.operations.save import TakeSnapshot
-from replicast.core.operations.update import Apply, Prepare
-from replicast.core.records import Proposal, ReportId, Stage
+from replicast.core.records import Proposal, Stage
 from replicast.core.worker import WorkerMachine
 
 
@@ -43,33 +41,6 @@ def test_a_stop_for_a_far_step_costs_the_boundaries_before_it_nothing() -> None:
     assert not worker.passes(1000)
 
 
-def test_a_stop_is_answered_with_the_first_boundary_that_is_not_passed() -> None:
-    worker = WorkerMachine(0)
-    worker.handle(Arrived(3))
-    assert worker.handle(Stop(7)) == [Send(At(7, 4, False))]
-    assert without_timers(worker.handle(Arrived(4))) == [Send(At(7, 4, True))]
-    assert worker.handle(Release(7)) == [PassBoundary(4)]
-
-
-def test_a_worker_continues_to_the_agreed_step_and_stands_there() -> None:
-    worker = WorkerMachine(0)
-    worker.handle(Stop(7))
-    worker.handle(Arrived(1))
-    assert worker.handle(Meet(7, 2)) == [PassBoundary(1)]
-    assert without_timers(worker.handle(Arrived(2))) == [Send(At(7, 2, True))]
-
-
-def test_orders_are_carried_out_one_after_the_other_before_the_boundary_is_passed() -> None:
-    worker = WorkerMachine(0)
-    worker.handle(Stop(7))
-    worker.handle(Arrived(1))
-    assert worker.handle(Do(8, Apply("a", "digest", 1))) == [Perform(8, Apply("a", "digest", 1))]
-    assert worker.handle(Do(9, Apply("b", "digest", 2))) == []
-    assert worker.handle(Release(7)) == []
-    assert worker.handle(Performed(8, "x")) == [Send(Answer(8, "x")), Perform(9, Apply("b", "digest", 2))]
-    assert worker.handle(Performed(9, "y")) == [Send(Answer(9, "y")), PassBoundary(1)]
-
-
 def test_training_continues_before_a_late_answer() -> None:
     worker = WorkerMachine(0)
     worker.handle(Stop(7))
@@ -78,17 +49,6 @@ def test_training_continues_before_a_late_answer() -> None:
     worker.handle(Release(7))
     assert worker.handle(Performed(8, None, answers=False)) == [PassBoundary(1)]
     assert worker.handle(Answer(8, "x")) == [Send(Answer(8, "x"))]
-
-
-def test_preparing_continues_beside_the_training() -> None:
-    worker = WorkerMachine(0)
-    assert worker.handle(Do(8, Prepare("a", "digest", ()))) == [Perform(8, Prepare("a", "digest", ()))]
-    assert worker.handle(Arrived(1)) == [PassBoundary(1)]
-    assert worker.handle(Performed(8, None)) == [Send(Answer(8, None))]
-
-
-def test_an_order_for_another_worker_is_left_to_it() -> None:
-    assert WorkerMachine(0).handle(Do(8, Prepare("a", "digest", ()), of=(1,))) == []
 
 
 def test_a_worker_that_rests_before_the_agreed_step_says_so_and_stays() -> None:
@@ -131,14 +91,6 @@ def test_a_training_thread_does_not_wait_for_the_coordinator_forever_and_names_i
     (ends,) = worker.handle(TimerFired(timer.number))
     assert isinstance(ends, EndJob)
     assert "Worker 0, the coordinator" in ends.reason
-
-
-def test_what_all_workers_do_by_themselves_is_sent_with_its_step_and_keeps_no_thread() -> None:
-    worker = WorkerMachine(0)
-    audit, save = ReportId("audit", 0), ReportId("save", 0)
-    assert worker.handle(Answer(audit, "first")) == [Send(Answer(audit, "first"))]
-    assert worker.handle(Answer(save, None)) == [Send(Answer(save, None))]
-    assert worker.handle(Arrived(1)) == [PassBoundary(1)]
 
 
 def test_a_training_thread_waits_without_a_limit_only_for_what_can_come_before_it_trains() -> None:
