@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -60,11 +61,29 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield pool
 
 
-def pytest_configure() -> None:
+@pytest.fixture
+def strategy() -> None:
+    """For a test that is a script: see `tests/pool/scripts.py`. Its workers have the strategy."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a script on its pools."""
+    mark = pyfuncitem.get_closest_marker("script")
+    if mark is None:
+        return None
+    check, *pools = mark.args
+    given = [pyfuncitem.funcargs[name] for name in [*inspect.signature(pyfuncitem.obj).parameters][1:]]
+    check(*map(pyfuncitem._request.getfixturevalue, pools), pyfuncitem.obj, *given)
+    return True
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Makes collecting tests, and every start of a process by a test, cheaper; and lets Ctrl-C through.
 
     A shell ignores Ctrl-C for what runs behind it: the jobs that tests start shall not.
     """
+    config.addinivalue_line("markers", "script(check, *pools): a test that runs on the workers of pools")
     gc.disable()  # until all is imported
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(STARTED), *filter(None, paths)]))

@@ -17,9 +17,8 @@ import numpy as np
 
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, state
+from tests.pool.scripts import Script, script
 from tests.pool.worker import start_afresh
-
-Script = Callable[..., Any]
 
 
 class PlainKeras:
@@ -80,6 +79,11 @@ def assert_same_as_plain_keras(
     assert_equal_on_all(results)
     assert_close(results[0], expected, rtol=rtol, atol=atol)
     return results[0]
+
+
+def same_as_plain_keras(pool: str) -> Callable[[Script], Script]:
+    """Marks a test that is a script: see `tests/pool/scripts.py` and `assert_same_as_plain_keras`."""
+    return script(assert_same_as_plain_keras, pool, "plain")
 
 
 def assert_close(found: Any, expected: Any, *, rtol: float, atol: float, name: str = "the result") -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.pool import Pool
-from tests.scripts.compare import assert_same_as_plain_keras, weights
+from tests.scripts.compare import same_as_plain_keras, weights
 from tests.scripts.files import files_opened_to_write
 
 
@@ -48,25 +48,22 @@ def events(directory: Path) -> dict[str, int]:
     return found
 
 
-def logged(strategy: Any, directory: Path) -> Any:
-    directory = directory / f"{strategy.size}-workers"
-    written = files_opened_to_write(directory)
-    directory.mkdir(exist_ok=True)
+@same_as_plain_keras("pool2")
+def test_logs_and_checkpoints_of_a_fit_with_validation_are_those_of_plain_keras(
+    strategy: Any, tmp_path: Path
+) -> Any:
+    tmp_path = tmp_path / f"{strategy.size}-workers"
+    written = files_opened_to_write(tmp_path)
+    tmp_path.mkdir(exist_ok=True)
     callbacks = [
-        keras.callbacks.TensorBoard(directory / "board", update_freq=2, write_steps_per_second=True),
-        keras.callbacks.CSVLogger(directory / "log.csv"),
-        keras.callbacks.ModelCheckpoint(directory / "new" / "{epoch}.keras", save_freq=2),
+        keras.callbacks.TensorBoard(tmp_path / "board", update_freq=2, write_steps_per_second=True),
+        keras.callbacks.CSVLogger(tmp_path / "log.csv"),
+        keras.callbacks.ModelCheckpoint(tmp_path / "new" / "{epoch}.keras", save_freq=2),
     ]
     result = fitted(network(strategy), callbacks)
-    rows = list(csv.DictReader((directory / "log.csv").open()))  # complete, on the very next line
+    rows = list(csv.DictReader((tmp_path / "log.csv").open()))  # complete, on the very next line
     assert strategy.rank == 0 or not written
-    return {**result, "rows": [float(row["val_loss"]) for row in rows], "events": events(directory / "board")}
-
-
-def test_logs_and_checkpoints_of_a_fit_with_validation_are_those_of_plain_keras(
-    pool2: Pool, plain: Pool, tmp_path: Path
-) -> None:
-    assert_same_as_plain_keras(pool2, plain, logged, tmp_path)
+    return {**result, "rows": [float(row["val_loss"]) for row in rows], "events": events(tmp_path / "board")}
 
 
 class Interrupted(keras.callbacks.Callback):

@@ -10,7 +10,7 @@ from keras import ops
 
 import replicast
 from tests.pool import Pool
-from tests.scripts.compare import assert_same_as_plain_keras, weights
+from tests.scripts.compare import same_as_plain_keras, weights
 from tests.scripts.models import data, network, values
 
 
@@ -28,25 +28,17 @@ def frozen_and_compiled_again(strategy: Any, **compiled: Any) -> Any:
     return {"history": history, "weights": weights(model)}
 
 
-def compiled_by_xla(strategy: Any) -> Any:
+@same_as_plain_keras("pool1")
+def test_a_model_that_xla_compiles_trains_as_in_plain_keras_on_one_worker(strategy: Any) -> Any:
     return frozen_and_compiled_again(strategy, optimizer="adam", loss="mse", jit_compile=True)
 
 
-def test_a_model_that_xla_compiles_trains_as_in_plain_keras_on_one_worker(pool1: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool1, plain, compiled_by_xla)
-
-
-def by_object(strategy: Any) -> Any:
+@same_as_plain_keras("pool2")
+def test_a_model_that_is_compiled_outside_the_scope_trains_as_in_plain_keras(strategy: Any) -> Any:
     optimizer = keras.optimizers.Adam(0.05, clipnorm=0.5)
     compiled = {"loss": keras.losses.Huber(), "metrics": [keras.metrics.MeanAbsoluteError()]}
     result = frozen_and_compiled_again(strategy, optimizer=optimizer, **compiled)
     return {**result, "rate": float(optimizer.learning_rate), "steps": int(optimizer.iterations)}
-
-
-def test_a_model_that_is_compiled_outside_the_scope_trains_as_in_plain_keras(
-    pool2: Pool, plain: Pool
-) -> None:
-    assert_same_as_plain_keras(pool2, plain, by_object)
 
 
 def with_an_optimizer_that_is_built(strategy: Any) -> str:
@@ -72,7 +64,8 @@ class Normalized(keras.Model):
         return self.last(self.first(self.scale(x)))
 
 
-def built_outside(strategy: Any) -> Any:
+@same_as_plain_keras("pool2")
+def test_a_model_that_is_built_outside_the_scope_trains_as_in_plain_keras(strategy: Any) -> Any:
     """A layer from outside, statistics that are adapted outside, and a call that builds the rest."""
     x, y = data(44, 3, 2)
     layer = keras.layers.Dense(4, "tanh")
@@ -84,10 +77,6 @@ def built_outside(strategy: Any) -> Any:
     model(x[:2])
     history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
     return {"history": history, "weights": weights(model)}
-
-
-def test_a_model_that_is_built_outside_the_scope_trains_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, built_outside)
 
 
 class Distiller(keras.Model):
@@ -107,7 +96,10 @@ class Distiller(keras.Model):
         return ops.mean(ops.square(y - y_pred)) + ops.mean(ops.square(taught - y_pred))
 
 
-def distilled(strategy: Any) -> Any:
+@same_as_plain_keras("pool2")
+def test_a_clone_that_was_made_outside_the_scope_and_compiled_inside_trains_as_in_plain_keras(
+    strategy: Any,
+) -> Any:
     x, y = data(24, 3, 2)
     options = {"batch_size": 8, "shuffle": False, "verbose": 0}
     with strategy.scope():
@@ -121,9 +113,3 @@ def distilled(strategy: Any) -> Any:
         scratch.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     histories = [first, distiller.fit(x, y, **options).history, scratch.fit(x, y, **options).history]
     return {"histories": histories, "values": values(student.variables, scratch.variables)}
-
-
-def test_a_clone_that_was_made_outside_the_scope_and_compiled_inside_trains_as_in_plain_keras(
-    pool2: Pool, plain: Pool
-) -> None:
-    assert_same_as_plain_keras(pool2, plain, distilled)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.pool import Pool
-from tests.scripts.compare import assert_same_as_plain_keras, heard, weights
+from tests.scripts.compare import assert_same_as_plain_keras, heard, same_as_plain_keras, weights
 
 
 class Clipping(keras.Model):
@@ -156,7 +156,8 @@ class PerExample(keras.Model):
         return {"rows": tf.constant(1.0)}
 
 
-def per_example(strategy: Any) -> Any:
+@same_as_plain_keras("pool2")
+def test_gradients_of_single_rows_stay_with_their_row(strategy: Any) -> Any:
     x = np.random.default_rng(2).normal(size=(25, 3)).astype("float32")
     with strategy.scope():
         model = PerExample()
@@ -164,10 +165,6 @@ def per_example(strategy: Any) -> Any:
         model.build((None, 3))
     model.fit(x, 2 * x.sum(1, keepdims=True), batch_size=10, epochs=2, shuffle=False, verbose=0)
     return weights(model)
-
-
-def test_gradients_of_single_rows_stay_with_their_row(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, per_example)
 
 
 class Absolute(keras.metrics.Metric):
@@ -242,7 +239,10 @@ class Unusual(keras.Model):
         self.distance.update_state(y.numpy(), self(x).numpy())
 
 
-def unusual(strategy: Any) -> Any:
+@same_as_plain_keras("pool2")
+def test_unusual_ways_from_the_tape_to_the_optimizer_and_to_metrics_give_the_numbers_of_plain_keras(
+    strategy: Any,
+) -> Any:
     random = np.random.default_rng(8)
     x, y = random.integers(0, 10, size=(24, 3)), random.normal(size=(24, 1)).astype("float32")
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)
@@ -266,12 +266,6 @@ def unusual(strategy: Any) -> Any:
         history = model.fit(batches, epochs=1, verbose=0).history
         found[kind] = {"history": history, "weights": weights(model)}
     return found
-
-
-def test_unusual_ways_from_the_tape_to_the_optimizer_and_to_metrics_give_the_numbers_of_plain_keras(
-    pool2: Pool, plain: Pool
-) -> None:
-    assert_same_as_plain_keras(pool2, plain, unusual)
 
 
 class Contrast(keras.Model):

@@ -13,7 +13,7 @@ import tensorflow as tf
 from replicast import NotSupported
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
-from tests.scripts.compare import assert_same_as_plain_keras, heard, weights
+from tests.scripts.compare import heard, same_as_plain_keras, weights
 from tests.scripts.test_validation import Pieces, columns, compiled
 
 Kind = str
@@ -158,7 +158,8 @@ class TwoTowers(keras.Model):
         return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(own, logits))
 
 
-def in_batch_negatives(strategy: Any) -> Any:
+@same_as_plain_keras("pool2")
+def test_negatives_gathered_from_all_workers_train_as_on_the_whole_batch(strategy: Any) -> Any:
     random = np.random.default_rng(5)
     users, items = (random.normal(size=(48, 6)).astype("float32") for _ in range(2))
     pairs = tf.data.Dataset.from_tensor_slices(((users, items),)).batch(16, drop_remainder=True)
@@ -169,23 +170,16 @@ def in_batch_negatives(strategy: Any) -> Any:
     return {"history": history, "weights": weights(model)}
 
 
-def test_negatives_gathered_from_all_workers_train_as_on_the_whole_batch(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, in_batch_negatives)
-
-
-def divided_by_rank(strategy: Any) -> dict[str, Any]:
+@same_as_plain_keras("pool2")
+def test_a_dataset_that_the_user_divided_trains_as_the_whole_does_in_plain_keras(
+    strategy: Any,
+) -> dict[str, Any]:
     """As Horovod's users write it: a shard for each worker, and batches of their share of 16 rows."""
     whole = tf.data.Dataset.from_tensor_slices(columns(70, 1))
     own = _off(whole.shard(strategy.size, strategy.rank).batch(16 // strategy.size))
     model = compiled(strategy)
     history = model.fit(own, epochs=2, verbose=0).history
     return {"history": history, "weights": weights(model)}
-
-
-def test_a_dataset_that_the_user_divided_trains_as_the_whole_does_in_plain_keras(
-    pool2: Pool, plain: Pool
-) -> None:
-    assert_same_as_plain_keras(pool2, plain, divided_by_rank)
 
 
 ROWS = 21
@@ -226,7 +220,9 @@ def lookups(kind: str) -> Any:
     return scaled if kind == "generator" else whole
 
 
-def beside(strategy: Any) -> Any:
+@same_as_plain_keras("pool3")
+def test_an_array_of_a_batch_that_is_not_rows_is_given_whole_to_every_worker(strategy: Any) -> Any:
+    """Batches of 8, 8 and 5 rows, and of 7, 7 and 4: they do not divide evenly, nor does a table of 7."""
     found = {}
     for kind in ("of batches", "fixed", "as many rows as the table", "generator"):
         keras.utils.set_random_seed(6)
@@ -238,13 +234,6 @@ def beside(strategy: Any) -> Any:
         predicted = model.predict(lookups("of batches"), verbose=0)
         found[kind] = {"history": history, "predicted": predicted, "weights": weights(model)}
     return found
-
-
-def test_an_array_of_a_batch_that_is_not_rows_is_given_whole_to_every_worker(
-    pool3: Pool, plain: Pool
-) -> None:
-    """Batches of 8, 8 and 5 rows, and of 7, 7 and 4: they do not divide evenly, nor does a table of 7."""
-    assert_same_as_plain_keras(pool3, plain, beside)
 
 
 def refused(strategy: Any) -> dict[str, str]:

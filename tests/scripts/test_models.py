@@ -14,7 +14,7 @@ import tensorflow as tf
 import replicast
 from replicast.training.keras_call import Trainer
 from tests.pool import Pool
-from tests.scripts.compare import assert_same_as_plain_keras, weights
+from tests.scripts.compare import assert_same_as_plain_keras, same_as_plain_keras, weights
 from tests.scripts.models import (
     CODE,
     FEATURES,
@@ -154,7 +154,8 @@ def test_an_optimizer_that_the_model_does_not_hold_is_refused(pool2: Pool) -> No
         assert "An optimizer (Adam) that train_step uses but the model does not hold" in message
 
 
-def step_of_the_instance(strategy: Any) -> Any:
+@same_as_plain_keras("pool2")
+def test_methods_that_a_script_sets_on_a_model_and_its_optimizer_are_used(strategy: Any) -> Any:
     """A `train_step` and an `apply` that were set on the objects, not on their classes."""
     x, y = data(44, 3, 2)
     with strategy.scope():
@@ -181,7 +182,3 @@ def step_of_the_instance(strategy: Any) -> Any:
     assert applied
     assert model.optimizer.apply is own_apply
     return {"history": history, "weights": weights(model)}
-
-
-def test_methods_that_a_script_sets_on_a_model_and_its_optimizer_are_used(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, step_of_the_instance)

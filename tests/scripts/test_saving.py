@@ -14,7 +14,7 @@ from keras.saving import save_model
 
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
-from tests.scripts.compare import assert_same_as_plain_keras, weights
+from tests.scripts.compare import same_as_plain_keras, weights
 from tests.scripts.files import files_opened_to_write
 
 
@@ -29,32 +29,29 @@ def network() -> keras.Model:
     return model
 
 
-def everything_in_the_scope(strategy: Any, directory: Path) -> Any:
+@same_as_plain_keras("pool2")
+def test_a_script_that_stands_in_the_scope_saves_and_loads_as_in_plain_keras(
+    strategy: Any, tmp_path: Path
+) -> Any:
     """As in Keras' guide to distributed training, where all of the script stands inside the scope."""
-    directory = directory / f"{strategy.size}-workers"
-    directory.mkdir(exist_ok=True)
+    tmp_path = tmp_path / f"{strategy.size}-workers"
+    tmp_path.mkdir(exist_ok=True)
     x, y = data()
     with strategy.scope():
         model = network()
-        model.save(directory / "untrained.keras")
-        model = keras.models.load_model(directory / "untrained.keras")
+        model.save(tmp_path / "untrained.keras")
+        model = keras.models.load_model(tmp_path / "untrained.keras")
         callbacks = [
-            keras.callbacks.ModelCheckpoint(directory / "epochs" / "{epoch}.keras"),
-            keras.callbacks.BackupAndRestore(directory / "backup"),
+            keras.callbacks.ModelCheckpoint(tmp_path / "epochs" / "{epoch}.keras"),
+            keras.callbacks.BackupAndRestore(tmp_path / "backup"),
         ]
         history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
-        model.save_weights(directory / "final.weights.h5")
-        model.export(directory / "exported", verbose=False)
-        again = keras.models.load_model(directory / "epochs" / "2.keras")
-        again.load_weights(directory / "final.weights.h5")
+        model.save_weights(tmp_path / "final.weights.h5")
+        model.export(tmp_path / "exported", verbose=False)
+        again = keras.models.load_model(tmp_path / "epochs" / "2.keras")
+        again.load_weights(tmp_path / "final.weights.h5")
         more = again.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0)
     return {"history": history.history, "more": more.history, "weights": weights(again)}
-
-
-def test_a_script_that_stands_in_the_scope_saves_and_loads_as_in_plain_keras(
-    pool2: Pool, plain: Pool, tmp_path: Path
-) -> None:
-    assert_same_as_plain_keras(pool2, plain, everything_in_the_scope, tmp_path)
 
 
 def saved_by_one_worker_in_the_scope(strategy: Any, directory: Path, rank: int) -> Any:

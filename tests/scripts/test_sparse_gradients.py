@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import ops
 
 from tests.pool import Pool
-from tests.scripts.compare import assert_same_as_plain_keras, weights
+from tests.scripts.compare import assert_same_as_plain_keras, same_as_plain_keras, weights
 
 ROWS, LENGTH, WORDS, FEATURES = 46, 6, 20, 30
 OPTIMIZERS = (
@@ -120,7 +120,8 @@ def sparse_inputs(strategy: Any, name: str) -> dict[str, Any]:
     return {"history": history, "weights": weights(model)}
 
 
-def ids_that_meet_between_workers(strategy: Any) -> dict[str, Any]:
+@same_as_plain_keras("pool2")
+def test_ids_that_are_distinct_on_each_worker_train_as_in_plain_keras(strategy: Any) -> dict[str, Any]:
     """One id for each row: different ids within a worker's rows, the same ids on every worker."""
     ids = np.tile(np.arange(8), 6).astype("int32")[:, None]
     y = np.random.default_rng(1).normal(size=(48, 1)).astype("float32")
@@ -139,7 +140,9 @@ class PositionsOfOneRow(Positions):
         return x + self.table(ops.arange(LENGTH)[None, :])
 
 
-def small_batches(strategy: Any, batch_size: int) -> dict[str, Any]:
+@pytest.mark.parametrize("batch_size", [1, 3])
+@same_as_plain_keras("pool2")
+def test_lookups_of_few_rows_train_as_in_plain_keras(strategy: Any, batch_size: int) -> dict[str, Any]:
     """So few rows that a worker has one, or none."""
     with strategy.scope():
         inputs = keras.Input((LENGTH,), dtype="int32")
@@ -150,7 +153,8 @@ def small_batches(strategy: Any, batch_size: int) -> dict[str, Any]:
     return {"history": history, "weights": weights(model)}
 
 
-def custom_loop(strategy: Any) -> dict[str, Any]:
+@same_as_plain_keras("pool2")
+def test_lookups_in_a_custom_training_loop_train_as_in_plain_keras(strategy: Any) -> dict[str, Any]:
     model = transformer_like(strategy, lambda: keras.optimizers.Adam(0.01))
     x, y = words(44)
 
@@ -198,19 +202,6 @@ def test_lookups_of_ids_and_positions_train_as_in_plain_keras(pool2: Pool, plain
 
 def test_sparse_inputs_train_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
     assert_same_as_plain_keras(pool2, plain, sparse_inputs, "Adam")
-
-
-def test_ids_that_are_distinct_on_each_worker_train_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, ids_that_meet_between_workers)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_lookups_of_few_rows_train_as_in_plain_keras(batch_size: int, pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, small_batches, batch_size)
-
-
-def test_lookups_in_a_custom_training_loop_train_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, custom_loop)
 
 
 def test_the_gradient_of_a_table_stays_sparse(pool2: Pool) -> None:

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 import replicast
 from tests.pool import Pool
-from tests.pool.checks import assert_equal_on_all
-from tests.scripts.compare import assert_same_as_plain_keras
+from tests.pool.scripts import equal_on_all
+from tests.scripts.compare import assert_same_as_plain_keras, same_as_plain_keras
 from tests.scripts.models import data, values
 from tests.scripts.test_data import heard
 
@@ -68,7 +68,8 @@ def test_variables_are_read_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
     assert_same_as_plain_keras(pool2, plain, reading)
 
 
-def reading_on_one_worker(strategy: Any) -> Any:
+@equal_on_all("pool2")
+def test_one_worker_alone_reads_variables_and_metrics(strategy: Any) -> Any:
     model = regression(strategy)
     if strategy.rank == 1:
         read(model)
@@ -78,10 +79,6 @@ def reading_on_one_worker(strategy: Any) -> Any:
         with strategy.scope():
             read(model)
     return model.evaluate(*data(12, 3, 2), batch_size=4, verbose=0)
-
-
-def test_one_worker_alone_reads_variables_and_metrics(pool2: Pool) -> None:
-    assert_equal_on_all(pool2.run(reading_on_one_worker))
 
 
 def assigning(strategy: Any) -> Any:
@@ -104,7 +101,8 @@ def test_variables_are_assigned_as_in_plain_keras(pool2: Pool, plain: Pool) -> N
     assert_same_as_plain_keras(pool2, plain, assigning)
 
 
-def metrics_between_steps(strategy: Any) -> Any:
+@same_as_plain_keras("pool2")
+def test_metrics_that_a_script_updates_itself_count_as_in_plain_keras(strategy: Any) -> Any:
     with strategy.scope():
         metrics = [keras.metrics.Sum(), keras.metrics.Mean(), keras.metrics.AUC(num_thresholds=5)]
     found = [[float(metric.result()) for metric in metrics]]
@@ -119,10 +117,6 @@ def metrics_between_steps(strategy: Any) -> Any:
     for metric in metrics:
         metric.reset_state()
     return [*found, [float(metric.result()) for metric in metrics]]
-
-
-def test_metrics_that_a_script_updates_itself_count_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, metrics_between_steps)
 
 
 class Counting(keras.Model):
@@ -208,7 +202,8 @@ def test_custom_steps_and_keras_steps_count_in_the_same_metric(pool2: Pool) -> N
     assert pool2.run(metric_of_custom_and_keras_steps) == [counted_by_custom_and_keras_steps()] * 2
 
 
-def result_of_the_script(strategy: Any) -> Any:
+@same_as_plain_keras("pool2")
+def test_a_result_function_that_a_script_sets_on_a_metric_is_used_and_stays(strategy: Any) -> Any:
     with strategy.scope():
         model = Counting()
         model.compile("sgd", "mse")
@@ -216,10 +211,6 @@ def result_of_the_script(strategy: Any) -> Any:
     model.seen.result = lambda: stock() + 100.0
     history = model.fit(*data(12, 3, 2), batch_size=4, shuffle=False, verbose=0).history
     return [history["seen"], float(model.seen.result())]
-
-
-def test_a_result_function_that_a_script_sets_on_a_metric_is_used_and_stays(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, result_of_the_script)
 
 
 class Noisy(keras.Model):
@@ -242,7 +233,9 @@ class Noisy(keras.Model):
         return super().train_step((x + keras.random.normal((1, 3)) if self.where == "train_step" else x, y))
 
 
-def drawing_without_a_seed(strategy: Any, where: str) -> Any:
+@pytest.mark.parametrize("where", ["call", "compute_loss", "train_step"])
+@same_as_plain_keras("pool2")
+def test_draws_without_a_seed_are_those_of_plain_keras(strategy: Any, where: str) -> Any:
     x, y = data(12, 3, 2)
     before = drawn() if where == "train_step" else None  # the generator exists outside
     with strategy.scope():
@@ -257,12 +250,8 @@ def drawn() -> Any:
     return keras.ops.convert_to_numpy(keras.random.uniform((2,)))
 
 
-@pytest.mark.parametrize("where", ["call", "compute_loss", "train_step"])
-def test_draws_without_a_seed_are_those_of_plain_keras(where: str, pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, drawing_without_a_seed, where)
-
-
-def drawing_after_one_worker_drew_alone(strategy: Any) -> Any:
+@equal_on_all("pool2")
+def test_draws_without_a_seed_are_the_same_on_all_workers_whoever_drew_before(strategy: Any) -> Any:
     random.seed(strategy.rank)  # a script that sets no seed: every worker has another one
     if strategy.rank == 1:
         drawn()
@@ -273,11 +262,8 @@ def drawing_after_one_worker_drew_alone(strategy: Any) -> Any:
     return drawn()
 
 
-def test_draws_without_a_seed_are_the_same_on_all_workers_whoever_drew_before(pool2: Pool) -> None:
-    assert_equal_on_all(pool2.run(drawing_after_one_worker_drew_alone))
-
-
-def drawing_in_a_custom_step(strategy: Any) -> Any:
+@equal_on_all("pool2")
+def test_a_custom_step_with_run_draws_without_a_seed(strategy: Any) -> Any:
     with strategy.scope():
         total = tf.Variable(tf.zeros(2))
 
@@ -289,10 +275,6 @@ def drawing_in_a_custom_step(strategy: Any) -> Any:
     for rows in (1, 2, 1):  # two traces
         run(tf.ones((rows,)))
     return total.numpy()
-
-
-def test_a_custom_step_with_run_draws_without_a_seed(pool2: Pool) -> None:
-    assert_equal_on_all(pool2.run(drawing_in_a_custom_step))
 
 
 def covered_by_replicas(strategy: Any, where: str) -> tuple[list[str], list[str]]:

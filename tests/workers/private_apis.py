@@ -221,6 +221,7 @@ training/resuming.py
   EpochIterator._current_iterator: the iterator that fit goes on with
   EpochIterator._steps_seen: how much of it was used
   EpochIterator._distributed_dataset: what the strategy made of it
+  keras.Model._initial_epoch: fit begins with it, read after on_train_begin
 training/collectives.py
   Strategy.extended._cross_device_ops: transfers between devices
   Strategy.extended._host_cross_device_ops: transfers between hosts
@@ -248,54 +249,32 @@ training/writing.py
   TensorBoard._should_trace: whether it profiles
 """)
 
-INITIAL_EPOCH = PrivateApi(
-    "keras.Model._initial_epoch", "training/resuming.py", "fit begins with it, read after on_train_begin"
-)
 # How Keras calls us, and in which order.
-LOCALS = {
-    "fit": PrivateApi(
-        "keras.Model.fit",
-        "training/resuming.py",
-        "its local names callbacks, epoch_iterator, initial_epoch",
-    ),
-    "data": PrivateApi(
-        "keras.Model.fit, evaluate, predict",
-        "training/keras_call.py",
-        "each makes its EpochIterator itself, whose __init__ calls experimental_distribute_dataset",
-    ),
-    "step": PrivateApi(
-        "keras.Model._make_function",
-        "training/strategy.py",
-        "gives the strategy a step of a model as the model's own method",
-    ),
-    "predict": PrivateApi(
-        "keras.Model.make_predict_function",
-        "training/keras_call.py",
-        "runs predict_step in a function that is called one_step_on_data_distributed",
-    ),
-    "build": PrivateApi(
-        "keras.Model._maybe_symbolic_build",
-        "training/keras_call.py",
-        "takes one batch to see its shapes, in fit",
-    ),
-    "iterators": PrivateApi(
-        "keras.src.trainers.epoch_iterator.EpochIterator._enumerate_iterator",
-        "training/resuming.py",
-        "makes two iterators an epoch where it knows the length, and uses the first; else one",
-    ),
-    "order": PrivateApi(
-        "keras.callbacks.CallbackList.callbacks",
-        "replicas/callback.py",
-        "whoever is added to it in on_train_begin is called after all others from then on",
-    ),
-    "names": PrivateApi(
-        "keras.Optimizer.variables",
-        "training/keras_state.py",
-        "what remembers something of a weight is named after it, in the order of the weights",
-    ),
-}
+CALLS = _table("""
+training/resuming.py
+  keras.Model.fit: its local names callbacks, epoch_iterator, initial_epoch
+  <iterator>._enumerate_iterator:
+      makes two iterators an epoch where it knows the length, and uses the first; else one
+training/keras_call.py
+  <iterator>.__init__: is called by fit, evaluate and predict, and calls experimental_distribute_dataset
+  keras.Model.make_predict_function: runs predict_step in a function one_step_on_data_distributed
+  keras.Model._maybe_symbolic_build: takes one batch to see its shapes, in fit
+training/strategy.py
+  keras.Model._make_function: gives the strategy a step of a model as the model's own method
+replicas/callback.py
+  keras.callbacks.CallbackList.callbacks:
+      whoever is added to it in on_train_begin is called after all others from then on
+training/keras_state.py
+  keras.Optimizer.variables:
+      what remembers something of a weight is named after it, in the order of the weights
+""")
 
-ALL = [*NAMES, *FIELDS, INITIAL_EPOCH, *LOCALS.values()]
+ALL = [*NAMES, *FIELDS, *CALLS]
+
+
+def named(ending: str) -> PrivateApi:
+    """The API whose name ends like this."""
+    return next(api for api in ALL[::-1] if api.name.endswith(f".{ending}"))
 
 
 def resolved(name: str) -> Any:

@@ -111,13 +111,6 @@ def dict_inputs_and_several_outputs(strategy: Any) -> Any:
 
 
 @same_numbers
-def sample_weights(strategy: Any) -> Any:
-    weights = np.linspace(0.1, 2.0, ROWS).astype("float32")
-    model = perceptron(strategy, weighted_metrics=["accuracy"])
-    return fitted(model, *arrays(), sample_weight=weights, batch_size=31)
-
-
-@same_numbers
 def embedding(strategy: Any) -> Any:
     """Sparse gradients, of a different length on each worker."""
     x, y = arrays()
@@ -151,14 +144,6 @@ def several_steps_per_execution_with_an_embedding(strategy: Any) -> Any:
         model.compile("adam", loss, steps_per_execution=4)
     x, y = arrays()
     return fitted(model, np.abs((x * 40).astype("int32")) % 100, y, batch_size=31)
-
-
-@same_numbers
-def learning_rate_schedule_and_weight_decay(strategy: Any) -> Any:
-    def optimizer() -> Any:
-        return keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(0.02, 8), weight_decay=0.01)
-
-    return fitted(perceptron(strategy, optimizer), *arrays(), batch_size=31)
 
 
 @same_numbers
@@ -234,14 +219,6 @@ def convolution_and_residuals_on_fewer_rows_than_workers(strategy: Any) -> Any:
         "scores": scores[1:],
         **{f"predictions {place}": rows for place, rows in enumerate(predictions)},
     }
-
-
-@same_numbers
-def frozen_layer(strategy: Any) -> Any:
-    def frozen() -> keras.Layer:
-        return keras.layers.Dense(16, trainable=False)
-
-    return fitted(perceptron(strategy, extra=(frozen,)), *arrays(), batch_size=31)
 
 
 @same_numbers
@@ -364,29 +341,9 @@ def convolution_with_augmentation_dropout_and_batch_normalization(strategy: Any)
     return fitted(model, images, labels, batch_size=15, validation_split=0.2)
 
 
-@noisy
-def py_dataset_shuffled(strategy: Any) -> Any:
-    return fitted(perceptron(strategy), Batches(workers=2, use_multiprocessing=False))
-
-
 def with_policy(strategy: Any, policy: str) -> Any:
     keras.config.set_dtype_policy(policy)
     return fitted(perceptron(strategy, lambda: keras.optimizers.Adam(0.01)), *arrays(), batch_size=31)
-
-
-@noisy
-def mixed_bfloat16(strategy: Any) -> Any:
-    return with_policy(strategy, "mixed_bfloat16")
-
-
-@noisy
-def mixed_float16(strategy: Any) -> Any:
-    return with_policy(strategy, "mixed_float16")
-
-
-@noisy
-def all_float16(strategy: Any) -> Any:
-    return with_policy(strategy, "float16")
 
 
 @noisy
@@ -402,86 +359,94 @@ def mixed_float16_that_overflows_on_one_worker_only(strategy: Any) -> Any:
     return model, {"scale": [scale]}  # the loss is NaN, everywhere
 
 
+def of_a_perceptron(
+    optimizer: Callable[[], Any] = lambda: keras.optimizers.SGD(0.1),
+    data: Callable[[], Any] = arrays,
+    compiled: dict[str, Any] | None = None,
+    **options: Any,
+) -> Recipe:
+    """A perceptron, trained with these options of `fit`: a function makes one anew each time."""
+
+    def recipe(strategy: Any) -> Any:
+        given, model = data(), perceptron(strategy, optimizer, **(compiled or {}))
+        made = {name: option() if callable(option) else option for name, option in options.items()}
+        return fitted(model, *(given if isinstance(given, tuple) else (given,)), **made)
+
+    return recipe
+
+
+def stops_early() -> keras.callbacks.Callback:
+    return keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.2, restore_best_weights=True)
+
+
+def averaging() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4)
+
+
+def decaying() -> keras.optimizers.Optimizer:
+    return keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(0.02, 8), weight_decay=0.01)
+
+
+SGD, ADAM = keras.optimizers.SGD, keras.optimizers.Adam
+CLASS_WEIGHTS = {0: 1.0, 1: 3.0, 2: 0.5, 3: 1.0}
 RECIPES |= {
-    "sgd_on_arrays": lambda s: fitted(perceptron(s), *arrays(), batch_size=30, shuffle=False),
-    "adam_on_arrays": lambda s: fitted(
-        perceptron(s, lambda: keras.optimizers.Adam(0.01)), *arrays(), batch_size=30
-    ),
+    "sgd_on_arrays": of_a_perceptron(batch_size=30, shuffle=False),
+    "adam_on_arrays": of_a_perceptron(lambda: ADAM(0.01), batch_size=30),
     # Batches of 31, 31, 31, 31, 26: no part of it divides by 2 and 3.
-    "batches_that_do_not_divide": lambda s: fitted(perceptron(s), *arrays(), batch_size=31, shuffle="batch"),
+    "batches_that_do_not_divide": of_a_perceptron(batch_size=31, shuffle="batch"),
     # The last batch has one row: all workers but one have none.
-    "a_last_batch_smaller_than_the_job": lambda s: fitted(
-        perceptron(s), *arrays(91), batch_size=30, shuffle=False, epochs=3
+    "a_last_batch_smaller_than_the_job": of_a_perceptron(
+        data=lambda: arrays(91), batch_size=30, shuffle=False, epochs=3
     ),
-    "tf_data": lambda s: fitted(perceptron(s), batches()),
-    "tf_data_of_fixed_batches": lambda s: fitted(
-        perceptron(s), batches(30).unbatch().batch(50, drop_remainder=True)
+    "sample_weights": of_a_perceptron(
+        compiled={"weighted_metrics": ["accuracy"]},
+        sample_weight=lambda: np.linspace(0.1, 2.0, ROWS).astype("float32"),
+        batch_size=31,
     ),
-    "tf_data_of_unknown_length": lambda s: fitted(
-        perceptron(s), batches().filter(lambda x, y: True), epochs=3
+    "tf_data": of_a_perceptron(data=batches),
+    "tf_data_of_fixed_batches": of_a_perceptron(
+        data=lambda: batches(30).unbatch().batch(50, drop_remainder=True)
     ),
-    "infinite_dataset": lambda s: fitted(perceptron(s), batches().repeat(), steps_per_epoch=4, epochs=3),
-    "py_dataset": lambda s: fitted(perceptron(s), Batches(), shuffle=False),
-    "generator": lambda s: fitted(perceptron(s), endless(), steps_per_epoch=6),
-    "generator_that_ends": lambda s: fitted(perceptron(s), finite(), epochs=1),
-    "class_weights": lambda s: fitted(
-        perceptron(s), *arrays(), class_weight={0: 1.0, 1: 3.0, 2: 0.5, 3: 1.0}, batch_size=31
-    ),
-    "class_weights_on_a_dataset": lambda s: fitted(
-        perceptron(s), batches(), class_weight={0: 1.0, 1: 3.0, 2: 0.5, 3: 1.0}
-    ),
-    "validation_split": lambda s: fitted(perceptron(s), *arrays(), validation_split=0.3, batch_size=31),
-    "validation_data": lambda s: fitted(
-        perceptron(s), batches(), validation_data=batches(29), validation_freq=2
-    ),
+    "tf_data_of_unknown_length": of_a_perceptron(data=lambda: batches().filter(lambda x, y: True), epochs=3),
+    "infinite_dataset": of_a_perceptron(data=lambda: batches().repeat(), steps_per_epoch=4, epochs=3),
+    "py_dataset": of_a_perceptron(data=Batches, shuffle=False),
+    "generator": of_a_perceptron(data=endless, steps_per_epoch=6),
+    "generator_that_ends": of_a_perceptron(data=finite, epochs=1),
+    "class_weights": of_a_perceptron(class_weight=CLASS_WEIGHTS, batch_size=31),
+    "class_weights_on_a_dataset": of_a_perceptron(data=batches, class_weight=CLASS_WEIGHTS),
+    "validation_split": of_a_perceptron(validation_split=0.3, batch_size=31),
+    "validation_data": of_a_perceptron(data=batches, validation_data=lambda: batches(29), validation_freq=2),
     "gru": lambda s: recurrent(s, lambda: keras.layers.GRU(8)),
     "lstm": lambda s: recurrent(s, lambda: keras.layers.LSTM(8)),
-    "several_steps_per_execution": lambda s: fitted(
-        perceptron(s, steps_per_execution=3), *arrays(), batch_size=31, epochs=3
+    "several_steps_per_execution": of_a_perceptron(
+        compiled={"steps_per_execution": 3}, batch_size=31, epochs=3
     ),
-    "gradient_accumulation": lambda s: fitted(
-        perceptron(s, lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)),
-        *arrays(),
-        batch_size=31,
-        epochs=3,
+    "gradient_accumulation": of_a_perceptron(
+        lambda: ADAM(0.01, gradient_accumulation_steps=3), batch_size=31, epochs=3
     ),
-    "exponential_moving_average": lambda s: fitted(
-        perceptron(
-            s, lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4)
-        ),
-        *arrays(),
-        batch_size=31,
-    ),
-    "clipping_by_norm": lambda s: fitted(
-        perceptron(s, lambda: keras.optimizers.SGD(0.5, clipnorm=0.1)), *arrays(), batch_size=31
-    ),
-    "clipping_by_global_norm": lambda s: fitted(
-        perceptron(s, lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.1)), *arrays(), batch_size=31
-    ),
-    "clipping_by_value": lambda s: fitted(
-        perceptron(s, lambda: keras.optimizers.SGD(0.5, clipvalue=0.01)), *arrays(), batch_size=31
-    ),
-    "regularizer": lambda s: fitted(
-        perceptron(s, extra=(lambda: keras.layers.Dense(8, kernel_regularizer=keras.regularizers.L2(0.1)),)),
-        *arrays(),
+    "exponential_moving_average": of_a_perceptron(averaging, batch_size=31),
+    "learning_rate_schedule_and_weight_decay": of_a_perceptron(decaying, batch_size=31),
+    "clipping_by_norm": of_a_perceptron(lambda: SGD(0.5, clipnorm=0.1), batch_size=31),
+    "clipping_by_global_norm": of_a_perceptron(lambda: SGD(0.5, global_clipnorm=0.1), batch_size=31),
+    "clipping_by_value": of_a_perceptron(lambda: SGD(0.5, clipvalue=0.01), batch_size=31),
+    "regularizer": of_a_perceptron(
+        compiled={"extra": (lambda: keras.layers.Dense(8, kernel_regularizer=keras.regularizers.L2(0.1)),)},
         batch_size=31,
     ),
-    "eager_steps": lambda s: fitted(perceptron(s, run_eagerly=True), *arrays(), batch_size=75),
-    "early_stopping": lambda s: fitted(
-        perceptron(s),
-        *arrays(),
-        validation_split=0.3,
-        batch_size=31,
-        epochs=9,
-        callbacks=[
-            keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.2, restore_best_weights=True)
-        ],
+    "frozen_layer": of_a_perceptron(
+        compiled={"extra": (lambda: keras.layers.Dense(16, trainable=False),)}, batch_size=31
     ),
-    "plateau": lambda s: fitted(
-        perceptron(s),
-        *arrays(),
+    "eager_steps": of_a_perceptron(compiled={"run_eagerly": True}, batch_size=75),
+    "early_stopping": of_a_perceptron(validation_split=0.3, batch_size=31, epochs=9, callbacks=stops_early),
+    "plateau": of_a_perceptron(
+        callbacks=lambda: keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=1.0, factor=0.5),
         batch_size=31,
         epochs=5,
-        callbacks=keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=1.0, factor=0.5),
     ),
+}
+NOISY |= {
+    "py_dataset_shuffled": of_a_perceptron(data=lambda: Batches(workers=2, use_multiprocessing=False)),
+    "mixed_bfloat16": lambda s: with_policy(s, "mixed_bfloat16"),
+    "mixed_float16": lambda s: with_policy(s, "mixed_float16"),
+    "all_float16": lambda s: with_policy(s, "float16"),
 }

@@ -21,7 +21,6 @@ import replicast
 from replicast.client.patching import patch_in_place
 from replicast.errors import CheckpointError
 from replicast.storage import inbox
-from replicast.storage.checkpoint_tools import patch
 from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
 from replicast.storage.journal import committed_updates
 from replicast.training.variables import component
@@ -180,14 +179,6 @@ def test_a_checkpoint_is_made_after_a_time_at_one_boundary_and_one_thread_keeps_
     assert len(steps_in(tmp_path)) >= 2
     assert first == ["replicast-save-timer"]
     assert second == []
-
-
-def kept(strategy: Any, run_dir: Path, saves: dict[str, Any]) -> None:
-    with replicas_of(perceptron(strategy), run_dir=run_dir) as replicas:
-        training = Driven(replicas, save_every=1, **saves)
-        for loss in (5.0, 1.0, 3.0, 4.0, 2.0):
-            training.step(loss=loss)
-        training.end()
 
 
 def busy(strategy: Any, run_dir: Path, when_busy: str) -> bool:
@@ -630,26 +621,6 @@ def correction() -> Update:
     return update.blend("dense/bias", some(16), 0.3).scale("optimizer/learning_rate", 0.7)
 
 
-def patched_and_live(strategy: Any, directory: Path) -> dict[str, Any]:
-    model = perceptron(strategy, adam)
-    x, y = arrays(48)
-    with replicas_of(model, run_dir=directory / "live", durability="disk") as replicas:
-        model.fit(x, y, batch_size=16, verbose=0, callbacks=[replicas.callback(save_every=3)])
-        if strategy.rank == strategy.size - 1:
-            replicas.propose(correction())
-        replicas.sync()
-        live = replicas.digests()
-    if strategy.rank == 0:
-        source = CheckpointStore(directory / "live").path(3).as_path()
-        patch(source, correction(), CheckpointStore(directory / "patched").path(3).as_path())
-    Meeting(strategy).all_say()
-    scramble(replicas.model, strategy.rank)
-    with replicas_of(model, run_dir=directory / "patched") as replicas:
-        restored = replicas.restore()
-        found = replicas.digests()
-    return {"live": live, "patched": found, "step": restored.step}
-
-
 def patched_in_place(strategy: Any, directory: Path, how: str) -> dict[str, Any]:
     model = perceptron(strategy, adam)
     x, y = arrays(48)
@@ -689,15 +660,3 @@ def test_a_checkpoint_patched_in_place_gives_the_bits_of_the_live_update_at_its_
         (receipts[how],) = record.receipts
     assert [bool(receipts[how].checkpoint) for how in ways] == [False, True, False]
     assert len({digest for one in receipts.values() for digest in one.digests.values()}) == 1
-
-
-def test_a_patched_checkpoint_gives_the_bits_of_the_live_update_at_its_step(
-    pool2: Pool, tmp_path: Path
-) -> None:
-    results = pool2.run(patched_and_live, tmp_path)
-    assert_equal_on_all(results)
-    assert results[0]["step"] == 3
-    assert [record.step for record in committed_updates(tmp_path / "live")] == [3]
-    assert results[0]["patched"] == results[0]["live"]
-    unpatched = CheckpointStore(tmp_path / "live").manifest(3).digests
-    assert results[0]["live"] != unpatched, "the update changed nothing"

@@ -12,8 +12,7 @@ import pytest
 from replicast import Update
 from replicast.mapped_memory import LARGE_BYTES
 from replicast.training.variables import component
-from tests.pool import Pool
-from tests.pool.checks import assert_equal_on_all
+from tests.pool.scripts import equal_on_all
 from tests.workers.test_update_hosts import on_host
 from tests.workers.test_updates import Meeting, quietly, replicas_of
 
@@ -46,7 +45,11 @@ def expected(seed: int) -> np.ndarray:
     return value + numbers(seed + 3)
 
 
-def proposed_by_each(strategy: Any, hosts: Sequence[str]) -> np.ndarray:
+@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS], ids="".join)
+@equal_on_all("pool3")
+def test_large_updates_of_every_worker_come_to_the_same_numbers_and_share_no_memory_that_changes(
+    strategy: Any, hosts: Sequence[str]
+) -> np.ndarray:
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Embedding(ROWS, WIDTH, name="table")])
         model.compile("sgd", "mse")
@@ -68,10 +71,3 @@ def proposed_by_each(strategy: Any, hosts: Sequence[str]) -> np.ndarray:
             np.testing.assert_array_equal(np.asarray(table), value, "somebody else's memory was changed")
             assert [[array.tobytes() for array in update.arrays()] for update in mine] == made
     return value
-
-
-@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS], ids="".join)
-def test_large_updates_of_every_worker_come_to_the_same_numbers_and_share_no_memory_that_changes(
-    pool3: Pool, hosts: Sequence[str]
-) -> None:
-    assert_equal_on_all(pool3.run(proposed_by_each, hosts))

@@ -12,36 +12,33 @@ import tensorflow as tf
 import replicast
 from replicast.update.update import Update
 from tests.pool import Pool
-from tests.pool.checks import assert_equal_on_all
+from tests.pool.scripts import equal_on_all
 from tests.workers.recipes import CLASSES, arrays, perceptron
 from tests.workers.test_updates import replicas_of
 
 FILES = ["model.keras", "model.weights.h5", "tensorflow/checkpoint"]
 
 
-def there_and_back(strategy: Any, directory: Path, name: str) -> dict[str, str]:
+@pytest.mark.parametrize("name", FILES)
+@equal_on_all("pool2")
+def test_a_model_comes_back_from_the_file_that_one_worker_wrote(
+    strategy: Any, tmp_path: Path, name: str
+) -> dict[str, str]:
     """Exports, changes every replica, imports; the digests of the weights before and after are the same."""
     model = perceptron(strategy)
     weights = [variable.path for variable in model.variables]
     with replicas_of(model) as replicas:
         model.fit(*arrays(), batch_size=30, verbose=0, callbacks=[replicas.callback()])
         before = replicas.digests(weights)
-        replicas.export(directory / name)
+        replicas.export(tmp_path / name)
         if strategy.rank == 1:
             replicas.propose(Update().add("dense_1/bias", np.ones(CLASSES, np.float32)))
         replicas.training_ends()
         assert replicas.digests(weights) != before
-        assert replicas.import_weights(directory / name) is not None
+        assert replicas.import_weights(tmp_path / name) is not None
         assert replicas.digests(weights) == before
-        assert replicas.import_weights(directory / name) is None  # nothing differs any more
+        assert replicas.import_weights(tmp_path / name) is None  # nothing differs any more
     return before
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_model_comes_back_from_the_file_that_one_worker_wrote(
-    pool2: Pool, tmp_path: Path, name: str
-) -> None:
-    assert_equal_on_all(pool2.run(there_and_back, tmp_path, name))
 
 
 def nothing_there(strategy: Any, directory: Path) -> None:

@@ -29,17 +29,9 @@ def bare_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield pool
 
 
-def own_rank(strategy: None, factor: int = 1) -> int:
+def own_rank(strategy: None, factor: int = 1) -> tuple[int, int]:
     time.sleep(0.1 * (1 - rank()))  # worker 0 answers last
-    return rank() * factor
-
-
-def add(strategy: None, left: int, right: int) -> int:
-    return left + right
-
-
-def process_id(strategy: None) -> int:
-    return os.getpid()
+    return rank() * factor, os.getpid()
 
 
 def raise_everywhere(strategy: None) -> None:
@@ -88,44 +80,39 @@ def announce_and_wait(strategy: None, directory: Path) -> None:
     threading.Event().wait()
 
 
-def test_results_come_back_in_the_order_of_the_ranks(bare_pool: Pool) -> None:
-    assert bare_pool.run(own_rank) == [0, 1]
-    assert bare_pool.run(own_rank, factor=10) == [0, 10]
-
-
-def test_each_worker_can_have_its_own_arguments(bare_pool: Pool) -> None:
-    assert bare_pool.run_each(add, [(1, 2), (10, 20)]) == [3, 30]
+def test_results_come_back_in_the_order_of_the_ranks_from_processes_that_stay(bare_pool: Pool) -> None:
+    (first, here), (second, there) = bare_pool.run(own_rank)
+    assert (first, second) == (0, 1)
+    assert bare_pool.run(own_rank, factor=10) == [(0, here), (10, there)]
+    assert bare_pool.run_each(own_rank, [(1,), (20,)]) == [(0, here), (20, there)]
     with pytest.raises(ValueError, match="Received: 1"):
-        bare_pool.run_each(add, [(1, 2)])
+        bare_pool.run_each(own_rank, [(1,)])
 
 
-def test_the_processes_stay_from_one_call_to_the_next(bare_pool: Pool) -> None:
-    assert bare_pool.run(process_id) == bare_pool.run(process_id)
-
-
-def test_a_failure_shows_the_traceback_and_the_log_of_the_worker_that_raised(bare_pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("deed", "outcomes", "said"),
+    [
+        (
+            raise_on_the_last_worker,
+            (Returned, Raised),
+            ("worker 0 returned", "in raise_on_the_last_worker", "a line for the log", "last worker cannot"),
+        ),
+        (raise_everywhere, (Raised, Raised), ("worker 1 raised the same as worker 0", "Error: nobody can")),
+        (return_what_cannot_travel, (Raised, Raised), ("The result cannot be sent",)),
+        (wait_for_a_worker_that_raised, (Raised, Stuck), ("one leaves", "worker 1 was still running")),
+        (wait_for_a_worker_that_died, (Stuck, Died), ("worker 1 died of SIGKILL",)),
+    ],
+)
+def test_a_failure_says_what_each_worker_did_and_the_next_call_works(
+    bare_pool: Pool, deed: Callable[..., Any], outcomes: tuple[type, ...], said: tuple[str, ...]
+) -> None:
     with pytest.raises(WorkerFailed) as failure:
-        bare_pool.run(raise_on_the_last_worker)
+        bare_pool.run(deed)
     message = str(failure.value)
-    assert "worker 0 returned" in message
-    assert "worker 1 raised" in message
-    assert "in raise_on_the_last_worker" in message
-    assert "RuntimeError: the last worker cannot" in message
-    assert "a line for the log" in message
-    assert failure.value.outcomes[0] == Returned(None)
-    assert isinstance(failure.value.outcomes[1], Raised)
-    assert bare_pool.run(own_rank) == [0, 1]
-
-
-def test_a_failure_on_all_workers_is_told_once(bare_pool: Pool) -> None:
-    with pytest.raises(WorkerFailed, match="worker 1 raised the same as worker 0") as failure:
-        bare_pool.run(raise_everywhere)
-    assert str(failure.value).count("RuntimeError: nobody can") == 1
-
-
-def test_a_result_that_cannot_be_pickled_is_a_failure(bare_pool: Pool) -> None:
-    with pytest.raises(WorkerFailed, match="The result cannot be sent"):
-        bare_pool.run(return_what_cannot_travel)
+    assert all(text in message for text in said), message
+    assert message.count("Error: nobody can") <= 1, "the same is told once"
+    assert [type(failure.value.outcomes[worker]) for worker in range(2)] == [*outcomes]
+    assert [found for found, _ in bare_pool.run(own_rank)] == [0, 1]
 
 
 def test_a_hang_ends_at_the_deadline_and_says_where_each_worker_stood(bare_pool: Pool) -> None:
@@ -136,23 +123,7 @@ def test_a_hang_ends_at_the_deadline_and_says_where_each_worker_stood(bare_pool:
         assert isinstance(outcome, Stuck)
         assert "in wait_for_nothing" in outcome.stacks
     assert str(failure.value).count("in wait_for_nothing") == 2
-    assert bare_pool.run(own_rank) == [0, 1]
-
-
-def test_a_worker_left_waiting_by_one_that_raised_is_ended_after_the_grace(bare_pool: Pool) -> None:
-    with pytest.raises(WorkerFailed) as failure:
-        bare_pool.run(wait_for_a_worker_that_raised)
-    message = str(failure.value)
-    assert "RuntimeError: one leaves, the other waits" in message
-    assert "worker 1 was still running" in message
-    assert bare_pool.run(own_rank) == [0, 1]
-
-
-def test_a_death_is_reported_with_its_signal(bare_pool: Pool) -> None:
-    with pytest.raises(WorkerFailed, match="worker 1 died of SIGKILL") as failure:
-        bare_pool.run(wait_for_a_worker_that_died)
-    assert isinstance(failure.value.outcomes[1], Died)
-    assert bare_pool.run(own_rank) == [0, 1]
+    assert [found for found, _ in bare_pool.run(own_rank)] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +142,7 @@ def test_a_worker_that_does_not_leave_well_fails_the_session(
 ) -> None:
     monkeypatch.setattr("tests.pool.pool.LEAVE_SECS", secs)
     pool = Pool(2, tmp_path, strategy=False)
-    processes = pool.run(process_id)
+    processes = [process for _, process in pool.run(own_rank)]
     pool.run(last_deed)
     with pytest.raises(WorkerFailed, match=complaint):
         pool.stop()

@@ -16,13 +16,13 @@ import tensorflow as tf
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_api, saving_lib
 
-from replicast.training import feeding, start_at_epoch
+from replicast.training import feeding
 from replicast.training.keras_call import Trainer, keras_call, only_looks_at_shapes
 from replicast.training.resuming import _running_fit as running_fit
 from replicast.training.resuming import callbacks_of
 from tests.pool import Pool
 from tests.workers import private_apis
-from tests.workers.private_apis import LOCALS, PrivateApi
+from tests.workers.private_apis import PrivateApi, named
 from tests.workers.recipes import arrays, perceptron
 
 
@@ -83,20 +83,27 @@ def objects(strategy: Any) -> dict[str, Any]:
     }
 
 
-def missing_fields(strategy: Any) -> set[str]:
+def fields(strategy: Any) -> tuple[set[str], dict[str, tuple[Any, Any]]]:
+    """The fields that are missing, and what some of them hold."""
     made = objects(strategy)
-    return {
-        api.name
-        for api in private_apis.FIELDS
-        if api.is_expected and not hasattr(made[api.name.rpartition(".")[0]], api.last)
+    expected = [api for api in private_apis.FIELDS if api.is_expected]
+    missing = {api.name for api in expected if not hasattr(made[api.name.rpartition(".")[0]], api.last)}
+    array, generator = made[private_apis.ARRAYS], made[private_apis.GENERATOR]
+    return missing, {
+        "_shuffle": (array._shuffle, "batch"),
+        "batch_size": (array.batch_size, 2),
+        "_inputs": ([part.shape for part in array._inputs], [(5, 2), (5,)]),
+        "_first_batches": (generator._first_batches[0][0].shape, (3, 2)),
     }
 
 
-def test_objects_have_the_private_fields_that_we_use(pool1: Pool) -> None:
-    missing = pool1.run(missing_fields)[0]
+def test_objects_have_the_private_fields_that_we_use_and_these_hold_what_they_held(pool1: Pool) -> None:
+    ((missing, held),) = pool1.run(fields)
     assert not missing, "".join(
         api.changed("no such field", "a field") for api in private_apis.FIELDS if api.name in missing
     )
+    for name, (value, expected) in held.items():
+        assert value == expected, named(name).changed(value, expected)
 
 
 def test_every_private_api_that_we_use_is_known_here_and_used_where_it_may_be() -> None:
@@ -110,7 +117,7 @@ def test_every_private_api_that_we_use_is_known_here_and_used_where_it_may_be() 
 
 
 def test_a_transfer_draws_its_key_where_we_give_ours() -> None:
-    api = found_as("_next_instance_key")
+    api = named("_next_instance_key")
     source = inspect.getsource(private_apis.resolved(api.name.rpartition(".")[0]))
     calls = source.count("self._next_instance_key()")
     assert calls == 2, api.changed(f"{calls} places that draw a key", "all_reduce and _all_gather alone")
@@ -150,6 +157,7 @@ SAYS: list[tuple[Any, str]] = [
     (keras.Model.make_predict_function, "def one_step_on_data_distributed("),
     (keras.Model.compile, "self._loss_tracker = metrics_module.Mean"),
     (_FIT, "self._maybe_symbolic_build(iterator=epoch_iterator)"),
+    (_FIT, "self._initial_epoch or initial_epoch"),
     (saving_lib.get_attr_skipset, "ref_obj = Optimizer(1.0)"),
     (saving_api, "saving_lib.save_model("),
     (saving_api, "saving_lib.save_weights_only("),
@@ -169,7 +177,7 @@ def test_keras_calls_and_keeps_what_we_replace_or_look_for(where: Any, text: str
 
 def test_the_locals_of_fit_have_the_names_that_we_know() -> None:
     for name in ("callbacks", "epoch_iterator", "initial_epoch"):
-        assert name in _FIT.__code__.co_varnames, LOCALS["fit"].changed(_FIT.__code__.co_varnames, name)
+        assert name in _FIT.__code__.co_varnames, named("Model.fit").changed(_FIT.__code__.co_varnames, name)
     assert keras.optimizers.SGD()._distribution_strategy is tf.distribute.get_strategy()
 
 
@@ -210,7 +218,7 @@ def test_the_variable_behind_a_variable_of_keras_can_be_made_again() -> None:
 
 
 def test_a_variable_that_is_written_is_told_from_one_that_is_read() -> None:
-    api = found_as("get_read_write_resource_inputs")
+    api = named("get_read_write_resource_inputs")
     tell, read, written = private_apis.resolved(api.name), tf.Variable(1.0), tf.Variable(1.0)
 
     @tf.function
@@ -222,84 +230,33 @@ def test_a_variable_that_is_written_is_told_from_one_that_is_read() -> None:
     assert found == 1, api.changed(f"{found} writes", "1 write")
 
 
-def test_keras_fields_of_arrays_and_generators_hold_what_they_held(pool1: Pool) -> None:
-    found = pool1.run(fields_of_adapters)[0]
-    for name, (value, expected) in found.items():
-        assert value == expected, found_as(name).changed(value, expected)
-
-
-def fields_of_adapters(strategy: Any) -> dict[str, tuple[Any, Any]]:
-    made = objects(strategy)
-    array, generator = made[private_apis.ARRAYS], made[private_apis.GENERATOR]
-    return {
-        "_shuffle": (array._shuffle, "batch"),
-        "batch_size": (array.batch_size, 2),
-        "_inputs": ([part.shape for part in array._inputs], [(5, 2), (5,)]),
-        "_first_batches": (generator._first_batches[0][0].shape, (3, 2)),
-    }
-
-
-def found_as(last: str) -> PrivateApi:
-    """The API whose name ends like this."""
-    return next(api for api in private_apis.ALL if api.last == last)
-
-
-class Spy(keras.callbacks.Callback):
-    pass
-
-
 def calls_seen(strategy: Any) -> list[Any]:
-    from replicast.training import strategy as module
+    called, make = [], strategy.experimental_distribute_dataset
 
-    seen: list[Any] = []
-    original = module.keras_call
+    def noting(dataset: Any) -> Any:
+        call = keras_call()
+        called.append(call and (call.method, call.steps, type(call.adapter).__name__, type(call.callbacks)))
+        return make(dataset)
 
-    def looking() -> Any:
-        # One frame more than usual lies between us and Keras.
-        import sys
-
-        frame = sys._getframe(2)
-        seen.append((frame.f_code.co_name, frame.f_back.f_code.co_name))
-        return None
-
-    module.keras_call = looking
-    try:
-        model = perceptron(strategy)
-        model.fit(*arrays(), verbose=0, validation_split=0.5, callbacks=[Spy()])
-        model.evaluate(*arrays(), verbose=0)
-        model.predict(arrays()[0], verbose=0)
-    finally:
-        module.keras_call = original
-    return seen
+    model, (x, y) = perceptron(strategy), arrays()
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(10)
+    with mock.patch.object(strategy, "experimental_distribute_dataset", noting):
+        validation: dict[str, Any] = {"validation_data": rows.repeat(), "validation_steps": 3}
+        model.fit(x, y, **validation, epochs=2, verbose=0, callbacks=[keras.callbacks.Callback()])
+        model.evaluate(rows, verbose=0)
+        model.predict(rows.map(lambda x, y: x), steps=2, verbose=0)
+    return called
 
 
-def test_keras_asks_for_its_data_from_where_we_look(pool1: Pool) -> None:
-    asked = pool1.run(calls_seen)[0]
-    expected = [("__init__", name) for name in ("fit", "fit", "evaluate", "predict")]
-    assert asked == expected, LOCALS["data"].changed(asked, expected)
-
-
-def callbacks_found(strategy: Any) -> list[Any]:
-    found: list[Any] = []
-    prepare = strategy._prepare
-
-    def noted(call: Any) -> None:
-        found.append(
-            (call.method, type(call.adapter).__name__, [type(c).__name__ for c in call.callbacks or []])
-        )
-        prepare(call)
-
-    strategy._prepare = noted
-    try:
-        perceptron(strategy).fit(*arrays(), verbose=0, callbacks=[Spy()])
-    finally:
-        del strategy._prepare
-    return found
-
-
-def test_the_callbacks_are_found_before_keras_calls_any(pool1: Pool) -> None:
-    found, expected = pool1.run(callbacks_found)[0], [("fit", "ArrayDataAdapter", ["Spy"])]
-    assert found == expected, LOCALS["data"].changed(found, expected)
+def test_keras_asks_for_its_data_from_where_we_look_before_it_calls_any_callback(pool1: Pool) -> None:
+    (found,) = pool1.run(calls_seen)
+    expected = [
+        ("fit", None, "ArrayDataAdapter", list),
+        ("validation", 3, "TFDatasetAdapter", keras.callbacks.CallbackList),
+        ("evaluate", None, "TFDatasetAdapter", type(None)),
+        ("predict", 2, "TFDatasetAdapter", type(None)),
+    ]
+    assert found == expected, named("EpochIterator.__init__").changed(found, expected)
 
 
 def test_an_optimizer_names_what_it_remembers_after_the_weight_in_the_order_of_the_weights() -> None:
@@ -315,39 +272,10 @@ def test_an_optimizer_names_what_it_remembers_after_the_weight_in_the_order_of_t
         for kind in kinds:
             expected = [f"{weight.path.replace('/', '_')}_{kind}" for weight in weights]
             found = [name for name in last if name in expected]
-            assert found == expected, LOCALS["names"].changed(found, expected)
+            assert found == expected, named("Optimizer.variables").changed(found, expected)
     assert keras.optimizers.Adagrad(initial_accumulator_value=0.25).initial_accumulator_value == 0.25
     adam = keras.optimizers.Adam()
     assert keras.optimizers.LossScaleOptimizer(adam).inner_optimizer is adam
-
-
-class StartsLater(keras.callbacks.Callback):
-    """Does in `on_train_begin` what a restored job does."""
-
-    def __init__(self, epoch: int) -> None:
-        super().__init__()
-        self._epoch = epoch
-        self.epochs: list[int] = []
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        start_at_epoch(self.model, self._epoch)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.epochs.append(epoch)
-
-
-def epochs_seen(strategy: Any) -> list[list[int]]:
-    model, seen = perceptron(strategy), []
-    for epoch in (2, 0):
-        callback = StartsLater(epoch)
-        model.fit(*arrays(), verbose=0, epochs=4, callbacks=[callback])
-        seen.append(callback.epochs)
-    return seen
-
-
-def test_fit_looks_for_its_first_epoch_after_the_beginning_of_training(pool1: Pool) -> None:
-    found, expected = pool1.run(epochs_seen)[0], [[2, 3], [0, 1, 2, 3]]
-    assert found == expected, private_apis.INITIAL_EPOCH.changed(found, expected)
 
 
 class Counted(keras.callbacks.Callback):
@@ -384,28 +312,6 @@ def iterators_made(strategy: Any) -> dict[str, tuple[list[int], int]]:
     return found
 
 
-def data_of_fit(strategy: Any) -> list[tuple[str, int | None]]:
-    called, make = [], strategy.experimental_distribute_dataset
-
-    def noting(dataset: Any) -> Any:
-        call = keras_call()
-        called.append((call.method, call.steps))
-        return make(dataset)
-
-    model, (x, y) = perceptron(strategy), arrays()
-    rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(10)
-    with mock.patch.object(strategy, "experimental_distribute_dataset", noting):
-        model.fit(rows, validation_data=rows.repeat(), validation_steps=3, epochs=2, verbose=0)
-        model.evaluate(rows, verbose=0)
-        model.predict(rows.map(lambda x, y: x), steps=2, verbose=0)
-    return called
-
-
-def test_validation_data_is_told_from_training_data_with_its_steps(pool1: Pool) -> None:
-    (called,) = pool1.run(data_of_fit)
-    assert called == [("fit", None), ("validation", 3), ("evaluate", None), ("predict", 2)]
-
-
 def test_the_iterator_of_a_dataset_is_one_that_keras_hands_to_its_graphs() -> None:
     iterator = feeding.DataPass(tf.data.Dataset.range(3), None)
     assert isinstance(iterator, tf.data.Iterator)
@@ -433,7 +339,7 @@ def test_keras_makes_two_iterators_an_epoch_where_it_knows_the_length_and_uses_t
 ) -> None:
     (found,) = pool1.run(iterators_made)
     expected = {"known": ([1, 3, 5], 6), "unknown": ([1, 2, 3], 3), "none": ([1, 1, 1], 1)}
-    assert found == expected, LOCALS["iterators"].changed(found, expected)
+    assert found == expected, named("_enumerate_iterator").changed(found, expected)
 
 
 def test_a_callback_that_is_added_to_those_of_a_running_fit_is_called_last() -> None:
@@ -460,7 +366,7 @@ def test_a_callback_that_is_added_to_those_of_a_running_fit_is_called_last() -> 
     model.fit(np.zeros((4, 2)), np.zeros((4, 1)), verbose=0, callbacks=callbacks)
     names = ("first", "second", "added")
     expected = [f"{name} {what}" for what in ("begins", "ends") for name in names]
-    assert said == expected, LOCALS["order"].changed(said, expected)
+    assert said == expected, named("CallbackList.callbacks").changed(said, expected)
     assert callbacks_of(model) is None
 
 

@@ -20,6 +20,7 @@ from replicast.update.schema import Schema, planned
 from replicast.update.update import Update
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest
+from tests.pool.scripts import equal_on_all
 from tests.workers.recipes import FEATURES, arrays, perceptron
 from tests.workers.test_updates import adam, quietly, replicas_of, train
 
@@ -150,7 +151,10 @@ def test_memory_is_taken_over_where_tensorflow_can_use_it_and_copied_elsewhere()
         assert not is_taken_over(unaligned(values_of(dtype, 1)))
 
 
-def assigned_and_changed(strategy: Any) -> dict[str, Any]:
+@equal_on_all("pool3")
+def test_what_was_assigned_belongs_to_each_worker_alone_and_training_continues(
+    strategy: Any,
+) -> dict[str, Any]:
     with strategy.scope():
         model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(4096), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.01), "mse")
@@ -170,10 +174,6 @@ def assigned_and_changed(strategy: Any) -> dict[str, Any]:
         model.fit(x, y.astype("float32"), batch_size=15, verbose=0, callbacks=[replicas.callback()])
         assert not np.array_equal(kernel.numpy(), value + np.float32(2)), "nothing was trained"
     return digest(model)
-
-
-def test_what_was_assigned_belongs_to_each_worker_alone_and_training_continues(pool3: Pool) -> None:
-    assert_equal_on_all(pool3.run(assigned_and_changed))
 
 
 def held_and_changed(strategy: Any) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,18 +12,15 @@ from unittest import mock
 import numpy as np
 import pytest
 
-import replicast
 from replicast.transport import BroadcastTransport, ChainTransport, Transport
 from replicast.update.update import Update
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest
-from tests.workers.recipes import CLASSES, FEATURES, perceptron
+from tests.workers.recipes import FEATURES, perceptron
 from tests.workers.test_updates import (
     WAYS,
-    Meeting,
     adam,
     change_here_only,
-    mark,
     quietly,
     reaches_all,
     replicas_of,
@@ -98,53 +94,3 @@ def test_updates_of_all_workers_cross_hosts_in_one_order_while_they_train(pool3:
     order = results[0]["order"]
     assert [sequence for sequence, _, _ in order] == list(range(1, 19))
     assert {id_ for _, id_, _ in order} == {f"{rank}-{step}" for rank in range(3) for step in range(1, 7)}
-
-
-def no_room_there(strategy: Any, hosts: Sequence[str]) -> str:
-    model = perceptron(strategy)
-    before = digest(model)
-    said = ""
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with on_host(strategy, hosts), replicas_of(model) as replicas:
-        full = mock.patch("os.posix_fallocate", refuse)
-        with full if strategy.rank == 1 else contextlib.nullcontext():
-            ticket = replicas.propose(mark(0)) if strategy.rank == 0 else None
-            quietly(replicas, lambda step: None, lambda: ticket is None or ticket.done())
-        if ticket is not None:
-            with pytest.raises(replicast.UpdateRefused, match="Worker 1 has no room") as caught:
-                ticket.result(0)
-            said = str(caught.value.worker)
-        assert digest(model) == before
-        Meeting(strategy).all_say()  # there is room again
-        again = replicas.propose(mark(0)) if strategy.rank == 0 else None
-        quietly(replicas, lambda step: None, lambda: len(replicas.history) == 1)
-        assert again is None or again.result(0).digests.keys() == {0, 1, 2}
-    return said
-
-
-def test_a_host_without_room_refuses_for_all_and_the_next_update_passes(pool3: Pool) -> None:
-    assert pool3.run(no_room_there, HOSTS[0]) == ["1", "", ""]
-
-
-def assigned_across_hosts(strategy: Any, hosts: Sequence[str]) -> dict[str, str]:
-    """Assigned from memory that a host shares; then each worker goes its way, and training goes on."""
-    model = perceptron(strategy)
-    value = np.arange(CLASSES, dtype=np.float32)
-    with on_host(strategy, hosts), replicas_of(model) as replicas:
-        if strategy.rank == 2:
-            replicas.propose(Update().assign("dense_1/bias", value))
-        quietly(replicas, lambda step: None, lambda: bool(replicas.history))
-        bias = model.get_layer("dense_1").bias
-        change_here_only(model, "dense_1", "bias", float(strategy.rank))
-        quietly(replicas, lambda step: None, lambda: True)
-        np.testing.assert_array_equal(bias.numpy(), value + np.float32(strategy.rank))
-        replicas.sync(source=1)
-        train(replicas, "fit", lambda step: None, lambda: True)
-    return digest(model)
-
-
-def test_what_was_assigned_across_hosts_belongs_to_each_worker_alone(pool3: Pool) -> None:
-    assert_equal_on_all(pool3.run(assigned_across_hosts, HOSTS[0]))

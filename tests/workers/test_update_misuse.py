@@ -13,14 +13,16 @@ from replicast.errors import NotSupported, UpdateRefused
 from replicast.testing.job import eventually
 from replicast.update.update import Update
 from tests.pool import Pool, WorkerFailed
-from tests.pool.checks import assert_equal_on_all, state
+from tests.pool.checks import state
+from tests.pool.scripts import equal_on_all
 from tests.workers.recipes import CLASSES, FEATURES, arrays, perceptron
 from tests.workers.test_updates import WAIT_SECS, replicas_of
 
 ONES = np.ones(CLASSES, np.float32)
 
 
-def bfloat16_weights(strategy: Any) -> Any:
+@equal_on_all("pool2")
+def test_weights_in_bfloat16_are_made_trained_and_changed_alike(strategy: Any) -> Any:
     with strategy.scope():
         layers = [keras.layers.Dense(8, dtype="bfloat16"), keras.layers.Dense(CLASSES)]
         model = keras.Sequential([keras.Input((FEATURES,)), *layers])
@@ -31,10 +33,6 @@ def bfloat16_weights(strategy: Any) -> Any:
         if ticket is not None:
             ticket.result(WAIT_SECS)
     return {name: value.tobytes() for name, value in state(model).items()}
-
-
-def test_weights_in_bfloat16_are_made_trained_and_changed_alike(pool2: Pool) -> None:
-    assert_equal_on_all(pool2.run(bfloat16_weights))
 
 
 def compile_again(strategy: Any) -> None:

@@ -350,34 +350,6 @@ def test_fifty_updates_of_three_sources_at_once_have_one_order_and_none_is_lost_
 # Steps, functions, sync.
 
 
-def functions(strategy: Any, everywhere: bool) -> dict[str, Any]:
-    model = perceptron(strategy, adam)
-    source = strategy.size - 1
-    ran: list[dict[str, np.ndarray]] = []
-    tickets: list[Any] = []
-    live: dict[int, np.ndarray] = {}
-
-    def corrected(values: Any) -> dict[str, np.ndarray]:
-        kernel = values["dense/kernel"]
-        ran.append({"kernel": kernel, "bias": values["dense/bias"]})
-        return {"dense/kernel": -kernel, "dense/bias": values["dense/bias"] + 1}
-
-    def act(step: int) -> None:
-        live[replicas.step] = state(model)["sequential/dense/kernel"]
-        if step == 3 and (everywhere or strategy.rank == source):
-            tickets.append(replicas.propose(corrected, source=source if everywhere else None))
-
-    with replicas_of(model) as replicas:
-        seen = train(replicas, "fit", act, lambda: len(replicas.history) == 1)
-        (receipt,) = replicas.history
-        assert [ticket.result(0) for ticket in tickets] == [receipt] * len(tickets)
-        assert len(ran) == (strategy.rank == source)
-        for values in ran:  # what it was given was the state at that boundary, and no older one
-            np.testing.assert_array_equal(live[receipt.step], -values["kernel"])
-            assert not np.array_equal(live[receipt.step - 1], values["kernel"])
-    return {"seen": seen, "step": receipt.step}
-
-
 def change_here_only(model: keras.Model, layer: str, weight: str, by: float) -> None:
     variable = component(getattr(model.get_layer(layer), weight))
     variable.assign_add(tf.fill(variable.shape, by))
@@ -422,9 +394,6 @@ def test_sync_makes_every_replica_that_of_its_source(pool3: Pool) -> None:
     assert whole == of_bias
     differing = [r["steps"]["the bias is the last worker's"][kernel] for r in results]
     assert differing[0] == differing[1] != differing[2]
-
-
-# Waiting in the training thread.
 
 
 # Refusals.

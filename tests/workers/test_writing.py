@@ -24,24 +24,6 @@ def trained_with(
     return model, written
 
 
-def checkpoints(strategy: Any, directory: Path) -> dict[str, Any]:
-    saved = keras.callbacks.ModelCheckpoint(directory / "{epoch}.keras")
-    weights = keras.callbacks.ModelCheckpoint(
-        directory / "best.weights.h5", save_weights_only=True, save_best_only=True, monitor="loss"
-    )
-    model, written = trained_with(strategy, directory, [saved, weights])
-    loaded = keras.models.load_model(directory / "3.keras")  # on the very next line, on every worker
-    predictions = loaded.predict(arrays()[0], verbose=0)
-    return {"written": sorted(written), "digest": digest(model), "predictions": predictions}
-
-
-def test_model_checkpoint_is_written_by_worker_0_alone(pool3: Pool, tmp_path: Path) -> None:
-    results = pool3.run(checkpoints, tmp_path)
-    assert_equal_on_all([{k: r[k] for k in ("digest", "predictions")} for r in results])
-    assert {"1.keras", "2.keras", "3.keras"} <= set(results[0]["written"])
-    assert results[1]["written"] == results[2]["written"] == []
-
-
 def saved_where_it_cannot_be(strategy: Any, directory: Path) -> str:
     model = perceptron(strategy)
     model.fit(*arrays(), verbose=0)
