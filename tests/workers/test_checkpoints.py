@@ -21,6 +21,7 @@ import replicast
 from replicast.client.patching import patch_in_place
 from replicast.errors import CheckpointError
 from replicast.storage import inbox
+from replicast.storage.checkpoint_tools import patch
 from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
 from replicast.storage.journal import committed_updates
 from replicast.training.variables import component
@@ -621,7 +622,7 @@ def correction() -> Update:
     return update.blend("dense/bias", some(16), 0.3).scale("optimizer/learning_rate", 0.7)
 
 
-def patched_in_place(strategy: Any, directory: Path, how: str) -> dict[str, Any]:
+def patched(strategy: Any, directory: Path, how: str) -> dict[str, Any]:
     model = perceptron(strategy, adam)
     x, y = arrays(48)
     with replicas_of(model, run_dir=directory, durability="disk") as replicas:
@@ -632,7 +633,11 @@ def patched_in_place(strategy: Any, directory: Path, how: str) -> dict[str, Any]
         live = replicas.digests()
     if how == "live":
         return {"digests": live}
-    if strategy.rank == 0 and how == "patched":
+    run_dir = directory / "beside" if how == "patched beside" else directory
+    if strategy.rank == 0 and how == "patched beside":
+        source, target = (CheckpointStore(each).path(3).as_path() for each in (directory, run_dir))
+        patch(source, correction(), target)
+    elif strategy.rank == 0 and how == "patched":
         patch_in_place(directory, 3, correction())
     elif strategy.rank == 0:
         failing = mock.patch("replicast.storage.checkpoints.put_in_place", side_effect=OSError("torn"))
@@ -640,21 +645,23 @@ def patched_in_place(strategy: Any, directory: Path, how: str) -> dict[str, Any]
             patch_in_place(directory, 3, correction())
     Meeting(strategy).all_say()
     scramble(replicas.model, strategy.rank)
-    with replicas_of(model, run_dir=directory, durability="disk") as replicas:
-        replicas.restore()
+    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        assert replicas.restore().step == 3
         replicas.sync()
         return {"digests": replicas.digests()}
 
 
-def test_a_checkpoint_patched_in_place_gives_the_bits_of_the_live_update_at_its_step(
+def test_a_patched_checkpoint_gives_the_bits_of_the_live_update_at_its_step(
     pool2: Pool, tmp_path: Path
 ) -> None:
     ways = ("live", "patched", "record only")
-    results = {how: pool2.run(patched_in_place, tmp_path / how, how) for how in ways}
+    results = {how: pool2.run(patched, tmp_path / how, how) for how in (*ways, "patched beside")}
     receipts = {}
     for how, result in results.items():
         assert_equal_on_all(result)
         assert result[0]["digests"] == results["live"][0]["digests"], how
+    assert results["live"][0]["digests"] != CheckpointStore(tmp_path / "live").manifest(3).digests
+    for how in ways:
         (record,) = committed_updates(tmp_path / how)
         assert (record.id, record.step) == ("correction", 3)
         (receipts[how],) = record.receipts
