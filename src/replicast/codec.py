@@ -74,7 +74,6 @@ def _escaped(value: Any) -> Any:
 
 
 def decode(text: str) -> Any:
-    """Decodes the output of `encode`; raises ValueError for anything else."""
     try:
         return _revived(msgspec.msgpack.decode(base64.b64decode(text, validate=True)))
     except ValueError as error:  # a record with other fields, or no record at all

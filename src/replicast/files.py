@@ -84,15 +84,12 @@ class RunPath:
             return os.stat(name, dir_fd=directory, follow_symlinks=False)
 
     def exists(self) -> bool:
-        """Whether there is anything with this name, a link included."""
         return self._mode() != 0
 
     def is_dir(self) -> bool:
-        """Whether it is a directory; not a link to one."""
         return stat.S_ISDIR(self._mode())
 
     def is_file(self) -> bool:
-        """Whether it is a regular file; not a link to one."""
         return stat.S_ISREG(self._mode())
 
     def iterdir(self) -> list[RunPath]:
@@ -138,7 +135,6 @@ class RunPath:
             os.rmdir(name, dir_fd=directory)
 
     def rmtree(self) -> None:
-        """Removes this directory and all in it, as far as possible. Errors are ignored."""
         with contextlib.suppress(OSError), self._place() as (directory, name):
             shutil.rmtree(name, ignore_errors=True, dir_fd=directory)
 
@@ -196,7 +192,6 @@ def below(run_dir: RunDir) -> RunPath:
 
 
 def check_name(name: str) -> None:
-    """Raises FileNotFoundError unless a file in a directory can have this name."""
     try:
         encoded = os.fsencode(name)
     except UnicodeEncodeError:
@@ -318,7 +313,6 @@ def start_writing(descriptor: int, place: int, nbytes: int) -> None:
 
 
 def remove_leftovers(directory: RunDir, *, older_than_secs: float = 3600.0) -> None:
-    """Removes temporary files of writers that died."""
     now = time.time()
     for path in below(directory).glob(f"{TEMPORARY}*"):
         with contextlib.suppress(FileNotFoundError):

@@ -41,7 +41,6 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Parses a JSON object with `parse_json`."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"it must hold a JSON object. Received: {type(value).__name__}")
@@ -69,7 +68,6 @@ def sealed(body: bytes) -> tuple[bytes, str]:
 
 
 def unsealed(line: bytes) -> tuple[bytes, str]:
-    """Reads what `sealed` made: the JSON object, and its seal."""
     body = line[:-_SEAL_BYTES] + b"}"
     seal = hashlib.sha256(body).hexdigest()
     if line[-_SEAL_BYTES:] != _sealing(seal):
@@ -101,16 +99,11 @@ class View(msgspec.Struct, frozen=True):
     """What a run tells: the same fields in Python, as JSON, and over HTTP."""
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
         return {name: json_value(getattr(self, name)) for name in self.__struct_fields__}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ValueError: The fields do not describe it.
-        """
+        """Reads what `to_json` wrote; raises ValueError if the fields do not describe it."""
         return described(cls, cls.__name__, fields, strict=False)  # A number that is not finite is text.
 
 

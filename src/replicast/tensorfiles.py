@@ -50,8 +50,6 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """The content of a safetensors file."""
-
     metadata: Mapping[str, str]
     tensors: Mapping[str, Array]
 
@@ -86,7 +84,6 @@ def parse_tensors(content: memoryview, source: str, *, max_tensors: int) -> Tens
 
 
 def loads_strictly(text: str | bytes, source: str, what: str) -> Any:
-    """Parses JSON of a file with `parse_json`."""
     try:
         return parse_json(text)
     except ValueError as error:
@@ -184,8 +181,6 @@ def read_tensor_bytes(
     holes: bool = True,
     check: Callable[[TensorFile], object] = lambda _outline: None,
 ) -> memoryview:
-    """Reads a safetensors file after checking its header against its size."""
-
     def check_first(descriptor: int, nbytes: int) -> None:
         if not holes:
             _check_holes(path, descriptor, nbytes)

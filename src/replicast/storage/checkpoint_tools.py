@@ -47,8 +47,6 @@ SLICE_ELEMENTS = 2**20  # Arithmetic needs about ten arrays of this size, and is
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A contiguous part of a variable."""
-
     rows: slice
     columns: slice
 
@@ -79,7 +77,6 @@ def _table(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _part(edit: Edit, variable: Variable, block: Slice) -> Edit | None:
-    """The part of an edit that applies to this block; None if none does."""
     arrays = edit.arrays
     rows, width = _table(variable.shape)
     match edit.operation:
@@ -156,7 +153,6 @@ def patched_draft(reader: CheckpointReader, update: Update) -> Draft:
 def patched_variables(
     reader: CheckpointReader, plan: Update, progress: Progress | None
 ) -> Iterator[tuple[str, Pieces]]:
-    """The name and bytes of each variable after a planned update, in a stream."""
     by_variable: dict[str, list[Edit]] = {}
     for edit in plan.edits:
         by_variable.setdefault(edit.variable, []).append(edit)
@@ -193,8 +189,6 @@ NOTHING = "nothing"
 
 
 class Equality(StrEnum):
-    """How a variable of two checkpoints compares."""
-
     EQUAL = "equal"  # every bit
     DIFFERENT = "different"  # other bits
     CHANGED = "changed"  # another shape or dtype, so that values cannot be compared

@@ -109,8 +109,6 @@ class Draft:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Manifest(Draft):
-    """A written checkpoint."""
-
     digests: Mapping[str, str]
     state_digest: str
     nbytes: int
@@ -186,8 +184,6 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The file of a state."""
-
     header: bytes
     spans: Mapping[str, Span]
     nbytes: int
@@ -241,7 +237,6 @@ def temporary_directory(parent: RunPath) -> Iterator[RunPath]:
 
 
 def write_contents(directory: RunPath, draft: Draft, variables: Iterable[tuple[str, Pieces]]) -> Manifest:
-    """Writes the three files of a checkpoint, `COMMITTED` last, and makes them durable."""
     json_bytes(draft.to_json())  # A draft that is not valid JSON should fail before much is written.
     manifest = _write_state(directory / STATE, draft, variables)
     described = json_bytes(manifest.to_json())
@@ -255,7 +250,6 @@ def write_contents(directory: RunPath, draft: Draft, variables: Iterable[tuple[s
 
 @contextlib.contextmanager
 def _new_file(path: RunPath) -> Iterator[int]:
-    """The descriptor of a new file, whose bytes are durable afterwards."""
     descriptor = path.open(os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         yield descriptor
@@ -275,7 +269,6 @@ def put_in_place(temporary: RunPath, path: RunPath) -> None:
 def in_pieces(
     arrays: Iterable[tuple[str, Array]], variables: Mapping[str, Variable]
 ) -> Iterator[tuple[str, Pieces]]:
-    """The bytes of arrays, after a check of their dtypes and shapes."""
     for name, array in arrays:
         pieces = _pieces(array, variables.get(name), name)
         del array  # Free it before the next one is made.
@@ -301,7 +294,6 @@ def _pieces(array: Array, variable: Variable | None, name: str) -> Pieces:
 
 
 def _write_state(path: RunPath, draft: Draft, variables: Iterable[tuple[str, Pieces]]) -> Manifest:
-    """Writes each variable at its place, and computes its digest at the same time."""
     layout, digests = layout_of(draft.schema), dict[str, str]()
     with _new_file(path) as descriptor:
         _write_at(descriptor, memoryview(layout.header), 0)
@@ -376,7 +368,6 @@ class CheckpointReader:
         self._close()
 
     def names(self) -> tuple[str, ...]:
-        """The variables, in the order of the state."""
         return tuple(variable.name for variable in self.manifest.schema)
 
     def read(self, name: str) -> Array:
@@ -412,10 +403,7 @@ class CheckpointReader:
     def pieces(
         self, name: str, sizes: Iterator[int] | None = None, problems: list[str] | None = None
     ) -> Iterator[memoryview]:
-        """Reads a variable's bytes in pieces, without mapping, and checks its digest at the end.
-
-        A wrong digest is added to `problems`, or raises `FileDamaged`.
-        """
+        """Reads a variable's bytes in pieces. At the end a wrong digest raises, or is added to `problems`."""
         span, digest, done = self._span(name), self._span(name).hasher(), 0
         while done < span.nbytes:
             wanted = PIECE_BYTES if sizes is None else next(sizes)
@@ -432,7 +420,6 @@ class CheckpointReader:
             problems.append(problem)
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Reads every byte and compares all digests with the manifest's."""
         problems, done = list[str](), 0
         for name in self.layout.spans:
             for piece in self.pieces(name, problems=problems):
@@ -707,10 +694,7 @@ class CheckpointStore:
         return manifest
 
     def prune(self, keep: int, best: Best | None = None, named: int | None = None) -> _Steps:
-        """Removes old checkpoints: all but the last `keep` and the best one. Damaged ones are left alone.
-
-        A checkpoint that cannot be removed stays, with one warning.
-        """
+        """Removes old checkpoints: all but the last `keep` and the best one. Damaged ones are left alone."""
         if keep < 1:
             raise ValueError(
                 f"At least the newest checkpoint is kept: keep must be 1 or more. Received: {keep}"
@@ -780,12 +764,10 @@ class CheckpointStore:
         return counting
 
     def _new(self, step: int) -> RunPath:
-        """A name for a checkpoint of this step that this group has not used."""
         own = [parts[2] for parts, _ in named_checkpoints(self._run_dir) if parts[:2] == (step, self._group)]
         return self.directory / checkpoint_name(step, self._group, max(own, default=0) + 1)
 
     def _run(self) -> str:
-        """The id of the run; empty if no group has claimed it."""
         claim = last_claim(self._run_dir)
         return "" if claim is None else claim.run
 
@@ -827,7 +809,6 @@ class CheckpointStore:
         return None
 
     def _look(self) -> dict[int, Manifest | FileDamaged]:
-        """The manifest of every checkpoint, or what is wrong with it, by step."""
         looked: dict[int, Manifest | FileDamaged] = {}
         for step, paths in sorted(self._counting().items()):
             try:

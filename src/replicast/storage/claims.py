@@ -75,7 +75,6 @@ class Claim(Record):
     claimed_at: float
 
     def counts(self, checkpoint: str) -> bool:
-        """Whether a checkpoint of this name counts while this is the last claim."""
         group = checkpoint_parts(checkpoint)[1]
         return group in (0, self.group) or checkpoint in self.checkpoints
 
@@ -108,8 +107,6 @@ Stored: TypeAlias = Claim | StoredPayload | StoredBefore | PlainEntry
 
 
 class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A line as it is written, without its seal."""
-
     number: int
     entry: Stored
     written_at: float
@@ -137,7 +134,6 @@ class LogLine:
         return self.group, self.number
 
     def entry(self) -> Entry:
-        """The entry as the core knows it."""
         match self.stored:
             case StoredPayload(id_, digest, author, note):
                 return Payload(id_, digest, (id_, digest), author, note)
@@ -165,8 +161,6 @@ class DamagedLines:
 
 @dataclass(frozen=True, slots=True)
 class GroupLog:
-    """What can be read of the log of a group, and what cannot."""
-
     lines: list[LogLine]
     damaged: list[DamagedLines]
 
@@ -232,7 +226,6 @@ def read_log(run_dir: RunDir, group: int, most: int = sys.maxsize, *, sync: bool
 
 
 def line_again(run_dir: RunDir, line: LogLine) -> LogLine:
-    """Reads a line again, for what was not kept of it."""
     with os.fdopen(log_path(run_dir, line.group).open(os.O_RDONLY), "rb") as file:
         return _parsed(os.pread(file.fileno(), line.nbytes, line.offset), line.group, line.offset)
 
@@ -297,11 +290,7 @@ def read_claim(run_dir: RunDir, group: int) -> Claim:
 
 
 def sees_group(run_dir: RunDir, identity: str) -> bool:
-    """Whether this path leads to the directory in which a group has its claim.
-
-    On another host it may lead to another directory, or nowhere. A shared file system may show a new file
-    some seconds late.
-    """
+    """Whether this path leads to the directory of a group's claim: on another host it may lead elsewhere."""
     number, _, run = identity.partition(" ")
     try:
         return bool(run) and read_claim(run_dir, int(number)).run == run
@@ -325,7 +314,6 @@ def checkpoint_parts(name: str) -> tuple[int, int, int]:
 
 
 def named_checkpoints(run_dir: RunDir) -> list[tuple[tuple[int, int, int], RunPath]]:
-    """All directories named like a checkpoint, with the parts of their names, in order."""
     found = []
     for path in (below(run_dir) / CHECKPOINTS).glob("*"):
         with contextlib.suppress(ValueError):
@@ -348,7 +336,6 @@ class Chain:
 
 
 def read_chain(run_dir: RunDir) -> Chain:
-    """Follows the chain through every line that counts."""
     try:
         logs = list(counted_logs(run_dir, last_claim(run_dir)))
     except FileDamaged as error:

@@ -80,8 +80,6 @@ Rows: TypeAlias = tuple[tuple[int, int], ...]  # ranges, each from its first row
 
 @dataclass(frozen=True, slots=True)
 class WaitingUpdate:
-    """An update that waits in the inbox."""
-
     id: str
     path: RunPath
     nbytes: int
@@ -100,8 +98,6 @@ class Submitted:
 
 
 class InboxRequest(msgspec.Struct, frozen=True):
-    """What else somebody outside asks a running job for."""
-
     kind: Kind
     author: str
     requested_at: float
@@ -194,7 +190,6 @@ def ask(
     name: str = "",
     rows: Rows = (),
 ) -> InboxRequest:
-    """Asks the running job for something."""
     now = time.time() if now is None else now
     request = InboxRequest(kind, author[:_MAX_AUTHOR], now, now + timeout_secs, name, rows, uuid.uuid4().hex)
     _check(request)
@@ -204,7 +199,6 @@ def ask(
 
 
 def forget(run_dir: RunDir, id_: str) -> None:
-    """Removes a request that nobody waits for any more, or its answer. No-op if both are gone."""
     for suffix in (_REQUEST, _ANSWER, _VALUES):
         with contextlib.suppress(OSError):
             (_inbox(run_dir) / f"{id_}{suffix}").unlink()
@@ -230,7 +224,6 @@ def read_answer(run_dir: RunDir, id_: str) -> InboxAnswer | None:
 
 
 def values_of(run_dir: RunDir, id_: str, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
-    """The values that were pulled."""
     path = _inbox(run_dir) / f"{id_}{_VALUES}"
 
     def check(outline: TensorFile) -> None:
@@ -359,7 +352,6 @@ def requests(run_dir: RunDir) -> list[RunPath]:
 
 
 def id_of(path: RunPath) -> str:
-    """The id of a request, according to its file's name."""
     return path.name.removesuffix(_UPDATE).removesuffix(_REQUEST)
 
 
@@ -464,7 +456,6 @@ def note_stage(run_dir: RunDir, update_id: str, stage: Stage, **fields: Any) -> 
 
 
 def refuse(run_dir: RunDir, path: RunPath, error: Exception, *, durably: bool = True) -> None:
-    """Writes why an update is refused, then moves its file out of the inbox."""
     refused = _refused(run_dir)
     make_durably(refused)
     reason = json_bytes({"reason": refusal_of(error).to_json(), "refused_at": time.time()})
@@ -488,7 +479,6 @@ def answer(run_dir: RunDir, id_: str, given: InboxAnswer, values: npt.NDArray[An
 
 
 def clean(run_dir: RunDir) -> None:
-    """Removes half-written files, and answers of an hour ago whose request is gone."""
     inbox = _inbox(run_dir)
     remove_leftovers(inbox)
     for suffix in (_ANSWER, _VALUES):

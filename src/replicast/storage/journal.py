@@ -113,7 +113,6 @@ def counted_lines(run_dir: RunDir) -> tuple[list[LogLine], list[DamagedLines]]:
 
 
 def read_stored(run_dir: RunDir, line: LogLine) -> Update:
-    """Reads the update that a line names: a payload, or the values before an update."""
     stored = line.stored
     assert isinstance(stored, StoredPayload | StoredBefore)
     if isinstance(stored, StoredBefore) and stored.problem:
@@ -150,7 +149,6 @@ def _summaries(line: LogLine) -> tuple[Mapping[str, Any], ...]:
 
 
 def summary(edit: Edit) -> dict[str, Any]:
-    """The summary of an edit in an entry: operation, variable, and the shape of what is written."""
     arrays = edit.arrays
     if "a" in arrays:
         shape: list[int] | None = [arrays["a"].shape[0], arrays["b"].shape[1]]
@@ -227,7 +225,6 @@ def _stopped(run_dir: RunDir, error: FileDamaged, why: str) -> FileDamaged:
 
 
 def _needed(history: History, saved: Saved | None) -> Iterator[tuple[_Key, str]]:
-    """The id and digest of each update that this start has to apply, and why."""
     for record in history.after(frozenset() if saved is None else saved.holds):
         what = f"update {record.sequence}, committed at step {record.step}"
         yield (record.id, record.digest), f"{what}, must be applied again"
@@ -304,8 +301,6 @@ class PerhapsWritten(ReplicastError):  # noqa: N818 - reads as a sentence: raise
 
 
 class StoredJournal:
-    """The journal in a run directory as it is now, for any process."""
-
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = below(run_dir)
         self.lines = list[LogLine]()
@@ -403,7 +398,6 @@ class FileJournal(StoredJournal):
             ) from error
 
     def _write_update(self, file: str, update: Update) -> tuple[str, int]:
-        """Writes an update's file durably; gives its sha256 and its size."""
         hasher, nbytes = hashlib.sha256(), 0
 
         def counted() -> Iterator[bytes | memoryview]:
@@ -430,10 +424,7 @@ class FileJournal(StoredJournal):
             return ()
 
     def check_start(self, saved: Saved | None) -> None:
-        """Checks that all is known and stored that a start has to apply, before anything is decided.
-
-        Warns of damaged entries that this start does not need.
-        """
+        """Checks that all is known and stored that a start has to apply, before anything is decided."""
         history = self.history()
         holds = frozenset[int]() if saved is None else saved.holds
         for one in self.damaged:
@@ -596,8 +587,6 @@ _FROM_RECEIPT = ("digests", "propose_to_applied_secs", "stall_secs", "verified_a
 
 
 class UpdateView(View, frozen=True, kw_only=True):
-    """All that is known of one update of a run, wherever it is."""
-
     id: str
     stage: Stage
     at: float = 0.0
@@ -641,7 +630,6 @@ class UpdateView(View, frozen=True, kw_only=True):
         return ", ".join(shown[:most]) + more + (f", reset {resets} slots" if resets else "")
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values, with those of the last receipt beside them."""
         made = super().to_json()
         del made["path"]
         if self.trial is not None:

@@ -82,8 +82,6 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerNote:
-    """The latest status of a worker."""
-
     rank: int
     pid: int
     host: str
@@ -153,7 +151,6 @@ def read_worker_notes(run_dir: RunDir, which: str = "*") -> list[WorkerNote]:
 
 
 def _decoded(kind: type[_Record], content: bytes) -> _Record:
-    """What a file or a line says; types are checked, never converted."""
     try:
         return msgspec.json.decode(content, type=kind)
     except RecursionError as error:
@@ -167,7 +164,6 @@ def append_metrics(run_dir: RunDir, step: int, values: Mapping[str, float]) -> N
 
 
 def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
-    """The last complete line of metrics.jsonl: `step`, `time`, `values`. Reads only the end of the file."""
     for line in lines_from_the_end(below(run_dir) / "metrics.jsonl"):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             found = parse_json(line)
@@ -264,19 +260,15 @@ class JobState(StrEnum):
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a job that can train, or will be again."""
         return self in (JobState.STARTING, JobState.TRAINING, JobState.WAITING, JobState.RESTARTING)
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has said how it ended."""
         return self in (JobState.FINISHED, JobState.FAILED, JobState.STOPPED)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A line of the file: the job has come to this state."""
-
     state: JobState
     attempt: int
     time: float = 0.0
@@ -309,7 +301,6 @@ def write_change(run_dir: RunDir, change: Change) -> None:
 
 
 def changes(run_dir: RunDir, last: int = _MOST_CHANGES) -> list[Change]:
-    """The last changes of the run, the oldest first; damaged lines are skipped."""
     return list(islice(filter(None, _changes(run_dir)), last))[::-1]
 
 
@@ -415,7 +406,6 @@ def _sentence(
 
 
 def absent_secs(workers: int) -> float:
-    """After how long without a note one worker of a job of this size counts as silent."""
     return max(ABSENT_SECS, 3 * sent_every_secs(workers))
 
 
