@@ -245,7 +245,7 @@ def test_an_entry_with_an_absurd_number_is_refused_and_the_job_continues(job: Jo
 
 
 @pytest.mark.parametrize(
-    "where", ["replicast.storage.inbox.take", "replicast.replicas.parcels.Parcels.publish"]
+    "where", ["replicast.storage.inbox.take", "replicast.replicas.replica.Parcels.publish"]
 )
 def test_an_entry_that_causes_an_unexpected_error_is_refused_with_it_and_the_job_continues(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str

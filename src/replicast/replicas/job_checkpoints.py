@@ -60,9 +60,8 @@ from replicast.errors import (
 )
 from replicast.mapped_memory import memory_to_fill
 from replicast.replicas.lanes import LOOK_SECS, Deadline, wait_for
-from replicast.replicas.measures import MetricHistory, mean_history
 from replicast.replicas.position import Position, Training
-from replicast.replicas.replica import joined
+from replicast.replicas.replica import MetricHistory, joined, mean_history
 from replicast.replicas.session import Session
 from replicast.storage.checkpoint_tools import differences
 from replicast.storage.checkpoints import (

@@ -32,8 +32,7 @@ from replicast.errors import (
 )
 from replicast.errors import refusal_of as unexpected_refusal
 from replicast.replicas.lanes import Lane
-from replicast.replicas.parcels import Function
-from replicast.replicas.replica import StateReplica
+from replicast.replicas.replica import Function, StateReplica
 from replicast.update.schema import planned
 from replicast.update.trial import Trial
 from replicast.update.update import MAX_STEP, Update, checked_text

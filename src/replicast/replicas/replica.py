@@ -1,12 +1,28 @@
-"""One worker's copy of the state: the core's `Replica` interface on real variables and real bytes."""
+"""One worker's copy of the state: the core's `Replica` interface on real variables and real bytes.
+
+`Parcels` holds the bytes of updates:
+
+    publish    the author, a function's source, or worker 0 for a loaded payload: makes bytes available to all
+    prepare    every worker: fetches and checks the bytes, and keeps them until they are applied or discarded
+    release    frees the memory of both
+
+`RecentMetrics` holds loss and metrics of the recent steps, unconverted until a trial needs them. Keras' logs
+in `fit` are running means over the epoch so far. If m(k) is the mean after k batches, the mean of the last j
+batches is (m(k)·k - m(k-j)·(k-j)) / j. The logs of a custom training loop are used as they are.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import logging
+import math
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,23 +36,329 @@ from replicast.core.messages import Tell
 from replicast.core.operations.pull import Ranges
 from replicast.core.records import Applied, Content, Published, Refuse, SeenDigests, Snapshot, Stage
 from replicast.core.worker import WorkerMachine
-from replicast.errors import FileDamaged, PayloadRemoved
+from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
+from replicast.mapped_memory import copied
 from replicast.replicas.lanes import Lane
-from replicast.replicas.measures import RecentMetrics
-from replicast.replicas.parcels import NO_LIMITS, Function, Parcels, computed_update
 from replicast.storage.journal import Journal, undo_of
-from replicast.transport import Parcel
-from replicast.update.digest import digest_array
+from replicast.transport import Parcel, Transport
+from replicast.update.digest import digest_array, is_finite
 from replicast.update.distance import deviation
-from replicast.update.edits import Edit
+from replicast.update.edits import Edit, EditKind
 from replicast.update.guard import Guard
 from replicast.update.inverse import bytes_to_keep, parts_to_keep, update_before
-from replicast.update.schema import Limits, planned
+from replicast.update.schema import Limits, Schema, planned
 from replicast.update.state import Arrays, Held, State
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
 logger = logging.getLogger("replicast")
+
+# For values that a replica publishes from its own state, and updates that their author has checked.
+NO_LIMITS = Limits(max_bytes=2**62, max_edits=2**62)
+
+
+class Parcels:
+    """One worker's. Any thread publishes and releases; one thread prepares; the training thread takes."""
+
+    def __init__(self, transport: Transport, name: str, rank: int, schema: Schema) -> None:
+        self._transport = transport
+        self._name = name
+        self._rank = rank
+        self._schema = schema
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._prepared: dict[tuple[str, str], tuple[Update, str]] = {}
+        self._published: dict[str, tuple[str, str]] = {}
+        self._refused: dict[str, list[str]] = {}  # by update: its parcels that this worker did not prepare
+        self._unwanted: set[str] = set()
+
+    def publish(self, update: Update, ticket: str = "") -> Parcel:
+        parcel_id = f"{self._name}-{self._rank}-{next(self._numbers)}"
+        # The outcome of a proposal comes when no worker reads its values any more.
+        parcel = self._transport.publish(parcel_id, update.content(), to_read=bool(ticket))
+        with self._lock:
+            self._published[parcel.id] = (update.id, ticket)
+        return parcel
+
+    def prepare(self, id_: str, digest: str, parcel: Parcel, timeout_secs: float) -> None:
+        """Fetches the bytes and checks them. Until `discard`, other hosts may fetch them from here.
+
+        All workers of a host share the check for non-finite values: each checks its part of the bytes while
+        they are in the processor's cache.
+        """
+        faults.point("stage")
+        try:
+            update = self._checked(id_, parcel, timeout_secs)
+        except BaseException:
+            with self._lock:
+                self._refused.setdefault(id_, []).append(parcel.id)
+            raise
+        if parcel.to_read:
+            update = _with_own_values(update)
+        with self._lock:
+            self._prepared[id_, digest] = update, parcel.id
+        faults.point("ready")
+
+    def _checked(self, id_: str, parcel: Parcel, timeout_secs: float) -> Update:
+        if id_ in self._unwanted:
+            raise UpdateRefused(f"Update {id_!r} has ended before it was prepared", worker=self._rank)
+        doubtful: set[int] = set()
+
+        def inspect(place: int, part: npt.NDArray[Any]) -> None:
+            if place not in doubtful and not is_finite(part):
+                doubtful.add(place)
+
+        update = Update.from_content(id_, self._transport.receive(parcel, timeout_secs, inspect))
+        first = [0]
+        for edit in update.edits:
+            first.append(first[-1] + len(edit.arrays))
+
+        def look_at(place: int) -> bool:  # only doubtful edits are checked again, to name the value
+            return not doubtful.isdisjoint(range(first[place], first[place + 1]))
+
+        return planned(update, self._schema, NO_LIMITS, look_at=look_at)
+
+    def prepared(self, id_: str, digest: str) -> Update:
+        with self._lock:
+            return self._prepared[id_, digest][0]
+
+    def take(self, id_: str, digest: str) -> tuple[Update, str]:
+        """Removes and returns the prepared update, and the parcel to release once it is applied."""
+        with self._lock:
+            return self._prepared.pop((id_, digest))
+
+    def release(self, parcel_id: str, *, reuse: bool = False) -> None:
+        """Frees memory. This takes as long as applying the update: not for the training thread."""
+        with self._lock:
+            self._published.pop(parcel_id, None)
+        self._transport.release(parcel_id, reuse=reuse)
+
+    def release_applied(self, parcel_id: str) -> None:
+        """Frees the memory of an update that this worker has applied, unless a ticket of its own holds it."""
+        with self._lock:
+            _, ticket = self._published.get(parcel_id, ("", ""))
+        if not ticket:
+            self.release(parcel_id)
+
+    def release_ticket(self, ticket: str, stage: Stage) -> None:
+        """Releases what was published for a proposal of this worker, once it has its outcome."""
+        with self._lock:
+            parcels = [parcel for parcel, (_, of) in self._published.items() if of == ticket]
+        for parcel in parcels:
+            self.release(parcel, reuse=stage not in (Stage.REFUSED, Stage.WITHDRAWN))
+
+    def discard_soon(self, id_: str) -> None:
+        """An update has ended: until `discard`, nothing waits for its bytes, which its source may release."""
+        self._unwanted.add(id_)
+
+    def discard(self, id_: str) -> None:
+        """Releases everything that was received for an id, and what this worker has published for it."""
+        with self._lock:
+            self._unwanted.discard(id_)
+            refused = self._refused.pop(id_, [])
+            parcels = [parcel for parcel in refused if not self._published.get(parcel, ("", ""))[1]]
+            parcels += [parcel for key, (_, parcel) in self._prepared.items() if key[0] == id_]
+            self._prepared = {key: one for key, one in self._prepared.items() if key[0] != id_}
+            parcels += [
+                parcel for parcel, (of, ticket) in self._published.items() if of == id_ and not ticket
+            ]
+        for parcel in parcels:
+            self.release(parcel)
+
+
+def _with_own_values(update: Update) -> Update:
+    """Copies what a variable takes over: `assign` keeps the memory, all other operations only read it."""
+    edits = [
+        dataclasses.replace(edit, arrays={"value": copied(edit.arrays["value"])})
+        if edit.operation is EditKind.ASSIGN
+        else edit
+        for edit in update.edits
+    ]
+    return update.replaced(edits)
+
+
+# Updates that one worker computes from the live values at a boundary.
+
+Function = Callable[[Mapping[str, npt.NDArray[Any]]], "Update | Mapping[str, Any] | None"]
+
+
+class LiveValues(Mapping[str, "npt.NDArray[Any]"]):
+    """The values of the variables at this boundary. Each lookup makes a copy.
+
+    Any unique suffix of a name works, as in an update.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        full = self._state.schema.resolve(name).name
+        return self._state.read([full])[full]
+
+    def __iter__(self) -> Iterator[str]:
+        return (variable.name for variable in self._state.schema)
+
+    def __len__(self) -> int:
+        return len(self._state.schema)
+
+
+def computed_update(id_: str, function: Function, state: State, rank: int) -> Update:
+    """Runs a user's function on the live values and returns its update under the agreed id."""
+    name = getattr(function, "__qualname__", repr(function))
+    try:
+        returned = function(LiveValues(state))
+    except (UpdateRefused, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # an exit is an error of the function too: all wait for its result
+        said = f"The function {name} raised {type(error).__name__}: {error}"
+        raise UpdateRefused(said, worker=rank) from error
+    if isinstance(returned, Update):
+        return returned.with_id(id_)
+    if isinstance(returned, Mapping):
+        update = Update(id=id_)
+        for variable, value in returned.items():
+            update = update.assign(variable, value)
+        return update
+    raise UpdateRefused(
+        f"The function {name} must return an Update, or a dict from variable names to new values",
+        received=type(returned).__name__,
+        worker=rank,
+    )
+
+
+MOST_BOUNDARIES = 512  # how many boundaries to remember; during a trial all are kept
+
+# One tuple per boundary, oldest first: the step, the number of steps it covers, and its metrics.
+MetricHistory: TypeAlias = list[tuple[int, int, dict[str, float]]]
+
+
+class _Logs(NamedTuple):
+    step: int
+    steps: int
+    batches: int | None
+    logs: Mapping[str, Any]
+    counts: bool = True
+
+
+class RecentMetrics:
+    def __init__(self) -> None:
+        self._last: deque[_Logs] = deque()
+        self._since: int | None = None
+        self.batches: int | None = None
+
+    def note(self, step: int, steps: int, logs: Mapping[str, Any] | None) -> None:
+        batches, self.batches = self.batches, None
+        if logs is None:
+            return
+        self._last.append(_Logs(step, steps, batches, dict(logs)))
+        if self._since is None and len(self._last) > MOST_BOUNDARIES:
+            self._last.popleft()
+
+    def begin(self, step: int) -> None:
+        self._since = step
+
+    def during(self, metric: str) -> tuple[float | None, int]:
+        """The mean since the trial began (None if nothing was measured), and how many steps it covers."""
+        values = self._own_values(metric, self._since)
+        return _mean(values), sum(steps for steps, _ in values)
+
+    def end(self, *, reverted: bool) -> None:
+        """Ends the trial. The training thread is stopped at the trial's last boundary."""
+        since, self._since = self._since, None
+        if since is not None and reverted:
+            # Keep the reverted boundaries: the values of the next ones are computed from their running means.
+            self._last = deque(one if one.step <= since else one._replace(counts=False) for one in self._last)
+        while len(self._last) > MOST_BOUNDARIES:
+            self._last.popleft()
+
+    def before(self, metric: str, steps: int) -> float:
+        """The mean over the last `steps` steps, or over fewer if fewer were measured."""
+        last = self._last[-1] if self._last else None
+        if last is None:
+            raise UpdateRefused(
+                "A trial needs a metric from before the update, and nothing was measured yet",
+                remedy="Propose the update after the first step; in a custom training loop, pass the metrics "
+                "to replicas.boundary(logs={...})",
+                received=f"metric {metric!r}",
+            )
+        if metric not in last.logs:
+            raise UpdateRefused(
+                "The metric of the trial is not in the logs",
+                expected=f"one of {', '.join(map(str, last.logs)) or 'none: the logs are empty'}",
+                received=repr(metric),
+            )
+        latest: list[tuple[int, float]] = []
+        values = self._own_values(metric, None)
+        while values and steps > 0:
+            latest.append(values.pop())
+            steps -= latest[-1][0]
+        mean = _mean(latest)
+        if mean is None or not math.isfinite(mean):
+            raise UpdateRefused(
+                f"The metric of the trial has no finite value before the update: {metric!r}",
+                remedy="Propose the update once the metric is finite. In fit, a running mean that is not "
+                "finite stays so until the end of the epoch",
+                received="nothing" if mean is None else f"{mean}",
+            )
+        return mean
+
+    def history(self) -> MetricHistory:
+        """The values that a later trial may need, for a checkpoint. For the training thread."""
+        found: MetricHistory = []
+        for previous, one in itertools.pairwise([None, *self._last]):
+            if one is not None and one.counts:
+                own = {str(metric): _own_value(one, previous, metric) for metric in one.logs}
+                known = {metric: value for metric, value in own.items() if value is not None}
+                found.append((one.step, one.steps, known))
+        return found
+
+    def recall(self, history: Iterable[Sequence[Any]]) -> None:
+        self._last = deque(_Logs(int(step), int(steps), None, logs) for step, steps, logs in history)
+
+    def _own_values(self, metric: str, since: int | None) -> list[tuple[int, float]]:
+        """The number of steps and the own value of each boundary, oldest first."""
+        found = []
+        # A copy: the training thread may append meanwhile.
+        for previous, one in itertools.pairwise([None, *self._last]):
+            if one is not None and one.counts and (since is None or one.step > since):
+                value = _own_value(one, previous, metric)
+                found += [] if value is None else [(one.steps, value)]
+        return found
+
+
+def mean_history(histories: Sequence[MetricHistory]) -> MetricHistory:
+    """The mean of all workers' histories; each value is averaged over the workers that measured it."""
+    others = [{step: values for step, _, values in history} for history in histories]
+    found: MetricHistory = []
+    for step, steps, values in histories[0]:
+        of_all = {
+            metric: [each[step][metric] for each in others if metric in each.get(step, {})]
+            for metric in values
+        }
+        found.append((step, steps, {metric: sum(known) / len(known) for metric, known in of_all.items()}))
+    return found
+
+
+def _own_value(one: _Logs, previous: _Logs | None, metric: str) -> float | None:
+    value = _number(one.logs.get(metric))
+    if value is None or one.batches is None or one.batches <= one.steps:
+        return value
+    before = one.batches - one.steps
+    follows = previous is not None and previous.batches == before
+    mean = _number(previous.logs.get(metric)) if previous is not None and follows else None
+    return None if mean is None else (value * one.batches - mean * before) / one.steps
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _mean(values: Sequence[tuple[int, float]]) -> float | None:
+    steps = sum(count for count, _ in values)
+    return sum(count * value for count, value in values) / steps if steps else None
 
 
 def _no_snapshot(id_: str, due: bool, again: bool) -> Callable[[], Snapshot]:

@@ -36,9 +36,9 @@ from replicast.replicas.job_checkpoints import (
     no_run_dir,
 )
 from replicast.replicas.joined_worker import JoinedWorker
-from replicast.replicas.parcels import Function
 from replicast.replicas.position import Position
 from replicast.replicas.proposals import Ticket, checked_worker, refused
+from replicast.replicas.replica import Function
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.training import Strategy
 from replicast.training.resuming import Batches

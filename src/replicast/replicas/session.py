@@ -60,9 +60,8 @@ from replicast.core.worker import WorkerMachine
 from replicast.errors import ClusterError, FileDamaged, JobFailed, ReplicastError, UpdateRefused
 from replicast.replicas.channel import Channel, DirectExchange, Note
 from replicast.replicas.lanes import WorkerThreads, wait_for
-from replicast.replicas.parcels import Parcels
 from replicast.replicas.proposals import Proposals, Ticket, log_trial, refusal_of
-from replicast.replicas.replica import StateReplica, WorkerHooks
+from replicast.replicas.replica import Parcels, StateReplica, WorkerHooks
 from replicast.storage.journal import Journal, NotWritten, PerhapsWritten
 from replicast.transport import Transport
 from replicast.update.audit_report import Policy

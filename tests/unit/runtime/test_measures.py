@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from replicast.errors import UpdateRefused
-from replicast.replicas.measures import MOST, MetricHistory, RecentMetrics, mean_history
+from replicast.replicas.replica import MOST_BOUNDARIES as MOST
+from replicast.replicas.replica import MetricHistory, RecentMetrics, mean_history
 from replicast.update.state import MemoryState
 from replicast.update.trial import Trial, judged
 

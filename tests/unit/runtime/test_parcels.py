@@ -13,8 +13,8 @@ import pytest
 
 from replicast.core.records import Stage
 from replicast.errors import UpdateRefused
-from replicast.replicas import parcels
-from replicast.replicas.parcels import Parcels
+from replicast.replicas import replica as parcels
+from replicast.replicas.replica import Parcels
 from replicast.transport import Parcel, SharedMemoryTransport
 from replicast.update import digest as finite
 from replicast.update.digest import BLOCK_BYTES

@@ -10,8 +10,8 @@ import pytest
 
 from replicast.core.records import Stage
 from replicast.errors import ReplicasDiverged, UpdateRefused
-from replicast.replicas.parcels import Parcels
 from replicast.replicas.proposals import Ticket
+from replicast.replicas.replica import Parcels
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.transport import SharedMemoryTransport
 from replicast.transport.shared import KEPT_BYTES
