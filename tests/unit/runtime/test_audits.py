@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from replicast.core.entries import Payload
-from replicast.core.records import Refusal, Stage
+from replicast.core.records import Stage
 from replicast.errors import ReplicasDiverged, UpdateRefused
 from replicast.storage.journal import MemoryJournal, NotWritten
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
@@ -91,25 +90,6 @@ def test_two_variables_with_different_minorities_are_healed_by_their_own_majorit
         assert job.values() == before
 
 
-def test_a_tie_is_decided_by_checkpoint_and_journal() -> None:
-    with Job(4) as job:
-        right = job.workers[3].state.digests(["dense/bias"])["dense/bias"]
-        flip(job.workers[0], "dense/bias")
-        flip(job.workers[1], "dense/bias")
-        asked: list[str] = []
-
-        def expectation(names: Sequence[str]) -> dict[str, str]:
-            asked.extend(names)
-            return dict.fromkeys(names, right)
-
-        job.workers[0].hooks.expected_fingerprints = expectation
-        (difference,) = audit(job).differences
-        assert asked == ["dense/bias"]
-        assert (difference.reference, difference.rule) == (2, "checkpoint and journal")
-        assert difference.groups == ((2, 3), (0, 1))
-        assert not job.workers[0].state.values["dense/bias"].any()
-
-
 def test_warn_tells_and_changes_nothing() -> None:
     with Job(3) as job:
         flip(job.workers[1], "dense/bias")
@@ -171,21 +151,6 @@ def test_planned_audits_are_numbered_and_stop_no_worker() -> None:
         assert [worker.reports for worker in job.workers] == [[], [], []]
 
 
-def test_a_difference_at_the_last_step_is_healed_before_training_returns() -> None:
-    with Job(2) as job:
-
-        def act(worker: Worker, step: int) -> None:
-            if step == 10:
-                if worker.rank == 1:
-                    flip(worker, "dense/bias")
-                worker.audit_in_passing()
-
-        job.train(10, act)
-        assert job.values()[0] == job.values()[1]
-        report = job.workers[1].reports[-1]
-        assert (report.step, report.found_at, report.outcome) == (10, 10, "healed")
-
-
 def test_an_audit_that_was_asked_for_is_answered_with_who_asked_while_training_continues() -> None:
     with Job(2) as job:
         job.workers[1].session.request("audit", ("request-1",))
@@ -211,26 +176,6 @@ def test_a_heal_is_in_the_journal_and_is_applied_again_after_a_restart() -> None
         flip(second.workers[0], "dense/bias", bit=24)
         report = audit(second)
         assert (report.healed, report.attempt) == ((2,), 1)
-
-
-def test_what_may_differ_is_listed_and_never_healed() -> None:
-    with Job(3) as job:
-        for worker in job.workers:
-            worker.session.replica.may_differ = frozenset({"dense/bias", "optimizer/learning_rate"})
-        flip(job.workers[1], "dense/bias")
-        report = audit(job, "raise")
-        assert report.outcome == "equal"
-        assert {one.variable: one.differs for one in report.declared} == {
-            "dense/bias": True,
-            "optimizer/learning_rate": False,
-        }
-        job.train(4, lambda worker, step: worker.audit_in_passing() if step == 2 else None)
-        eventually(lambda: len(ended_reports(job)) == 2)
-        assert {one.variable: one.differs for one in ended_reports(job)[1].declared} == {
-            "dense/bias": True,
-            "optimizer/learning_rate": False,
-        }
-        assert job.journal.history().committed == {}
 
 
 def test_a_disk_that_is_full_makes_heal_raise_instead() -> None:
@@ -269,21 +214,6 @@ def test_workers_that_have_not_trained_equally_far_are_not_healed() -> None:
             worker.hooks.trained = lambda worker=worker: worker.rank
         flip(job.workers[1], "dense/bias")
         assert [report.outcome for report in what_an_audit_raises(job, "heal")] == ["raised", "raised"]
-
-
-def test_a_state_that_is_not_the_same_on_all_workers_is_not_saved_but_healed() -> None:
-    with Job(2) as job:
-        flip(job.workers[1], "dense/bias")
-        job.train(3, lambda worker, step: worker.save_in_passing() if step == 1 else None)
-        eventually(lambda: [ended for ended in job.ended if ended.kind == "save"])
-        outcomes = [ended.outcome for ended in job.ended if ended.kind == "save"]
-        assert isinstance(outcomes[0].result, Refusal)
-        assert "orker 1 differs from worker 0 at step 1" in outcomes[0].result.problem
-        assert outcomes[0].result.workers == (1,)
-        assert job.checkpoints == []
-        job.train(3)
-        assert job.workers[0].reports[0].outcome == "healed"
-        assert job.values()[0] == job.values()[1]
 
 
 # With sync.

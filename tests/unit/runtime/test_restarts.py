@@ -51,26 +51,6 @@ def test_a_restarted_job_applies_the_journal_again_each_update_at_its_step(journ
         assert [bias_of(worker) for worker in second.workers] == [17.0, 17.0]
 
 
-def test_a_job_that_is_started_again_from_a_checkpoint_applies_only_what_came_after_it(journals: Any) -> None:
-    def act(worker: Worker, step: int) -> None:
-        if step == 1 and worker.rank == 1:
-            for at_step in (3, 8):
-                scheduled(worker.session.propose(bias(float(at_step), id=f"at-{at_step}"), at_step))
-        if step == 6:
-            worker.save_in_passing()
-
-    with Job(2, journals(0)) as first:
-        first.train(12, act)
-        eventually(lambda: first.checkpoints)
-        applied, values = first.workers[0].applied, first.values()
-    assert first.checkpoints[0].holds == {1}
-    with first.next_attempt(journal=journals(1)) as second:
-        assert second.workers[0].session.step == 6
-        second.train(6)
-        assert second.workers[1].applied == applied[1:]
-        assert second.values() == values
-
-
 def test_open_tickets_of_a_job_that_ends_say_so() -> None:
     with Job(2) as job:
         ticket = scheduled(job.workers[1].session.propose(bias(1.0), at_step=50))

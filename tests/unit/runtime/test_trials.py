@@ -74,37 +74,6 @@ def test_an_author_may_use_the_types_of_numpy(size: int, tmp_path: Path) -> None
     assert (view.id, view.note, view.author, view.trial) == ("fix", "why", "me", trial)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_trial_that_makes_it_worse_ends_with_the_bits_of_before_on_every_replica(size: int) -> None:
-    with Job(size) as job:
-        run = Run(job)
-        run.train(20, {4: run.propose(size - 1, bias(1.0), at_step=6)})
-        receipt = run.tickets[0].result(DEADLINE_SECS)
-        trial = outcome_of(run.tickets[0])
-        assert (run.tickets[0].stage, receipt.stage) == (Stage.REVERTED, Stage.REVERTED)
-        assert (trial.outcome, trial.step, trial.metric) == ("reverted", 11, "loss")
-        assert (trial.before, trial.during) == (1.0, 2.0)
-        assert "at most 1.1" in trial.reason
-        for seen in run.seen:
-            # At that boundary all but the update was there already: what is gone is the update alone.
-            assert seen[11] == {**seen[6], "dense/bias": np.zeros(3, np.float32).tobytes()}
-            assert seen[12] != seen[11]
-        assert job.values() == job.values()[:1] * size
-
-
-def test_a_trial_that_helps_is_kept_and_training_was_never_disturbed() -> None:
-    with Job(2) as job:
-        run = Run(job)
-        run.train(20, {4: run.propose(0, bias(-0.5), at_step=6)})
-        trial = outcome_of(run.tickets[0])
-        assert (run.tickets[0].stage, trial.outcome) == (Stage.VERIFIED, "kept")
-        assert (trial.before, trial.during) == (1.0, 0.5)
-    with Job(2) as plain:
-        without = Run(plain)
-        without.train(20, {4: without.propose(0, bias(-0.5), at_step=6, trial=None)})
-        assert plain.values() == job.values()
-
-
 @pytest.mark.parametrize(
     ("trial", "amount", "outcome"),
     [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from replicast.core.records import Stage
-from replicast.errors import ReplicasDiverged, UpdateRefused
+from replicast.errors import ReplicasDiverged
 from replicast.replicas.proposals import Ticket
 from replicast.replicas.replica import Parcels
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
@@ -18,22 +18,6 @@ from replicast.transport.shared import KEPT_BYTES
 from replicast.update.state import MemoryState
 from replicast.update.update import Update
 from tests.unit.runtime.playing import bias, bias_of, refusal, scheduled
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_an_update_of_the_last_worker_reaches_every_replica_at_one_step(size: int) -> None:
-    with Job(size) as job:
-        ticket = job.workers[-1].session.propose(bias(2.0))
-        job.train(20)
-        receipt = ticket.result(DEADLINE_SECS)
-        assert (ticket.stage, receipt.stage, ticket.step) == (Stage.VERIFIED, Stage.VERIFIED, receipt.step)
-        assert sorted(receipt.digests) == list(range(size))
-        assert len(set(receipt.digests.values())) == 1
-        assert [worker.applied for worker in job.workers] == [[(receipt.step, ticket.id)]] * size
-        assert [bias_of(worker) for worker in job.workers] == [2.0] * size
-        assert receipt.propose_to_applied_secs > 0
-        for worker in job.workers:
-            assert worker.session.receipts == [receipt]
 
 
 def test_two_proposals_of_one_worker_are_decided_in_order_whatever_their_size() -> None:
@@ -118,19 +102,6 @@ def failing(worker: Worker, error: Exception) -> None:
     worker.transport.receive = receive  # type: ignore[method-assign]
 
 
-def test_a_worker_that_cannot_prepare_refuses_for_all_and_is_named() -> None:
-    with Job(3) as job:
-        failing(job.workers[2], UpdateRefused("There is no room in shared memory", remedy="Make room"))
-        ticket = job.workers[0].session.propose(bias(1.0))
-        job.train(5)
-        error = refusal(ticket)
-        assert (error.problem, error.worker) == ("There is no room in shared memory", 2)
-        assert error.remedy == "Make room"
-        assert [worker.applied for worker in job.workers] == [[], [], []]
-        assert job.journal.history().committed == {}
-    assert job.board.buffers == {}
-
-
 def test_an_unexpected_error_in_preparing_refuses_that_update_and_the_job_continues() -> None:
     with Job(2) as job:
         receive = job.workers[1].transport.receive
@@ -207,16 +178,6 @@ def test_replicas_that_differ_are_named_in_the_error() -> None:
         error = diverged.value
         assert (ticket.stage, error.update_id, error.step) == (Stage.FAILED, ticket.id, ticket.step)
         assert error.digests[0] == error.digests[2] != error.digests[1]
-
-
-def test_workers_that_have_not_trained_equally_far_are_told_that_one_has_missed_a_boundary() -> None:
-    with Job(2) as job:
-        for worker in job.workers:
-            worker.hooks.trained = lambda worker=worker: worker.session.step + worker.rank
-        ticket = job.workers[0].session.propose(bias(1.0))
-        job.train(3)
-        with pytest.raises(ReplicasDiverged, match="one has missed a boundary"):
-            ticket.result(DEADLINE_SECS)
 
 
 def test_an_update_of_what_may_differ_is_no_divergence() -> None:

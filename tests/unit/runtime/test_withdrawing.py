@@ -6,8 +6,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from replicast.core.records import Stage
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, MemoryJournal
@@ -15,25 +13,6 @@ from replicast.testing.job import DEADLINE_SECS, Job, eventually
 from replicast.transport import Parcel
 from replicast.update.update import Update
 from tests.unit.runtime.playing import bias, bias_of, refusal, scheduled
-
-
-@pytest.mark.parametrize("author", [0, 1])
-def test_an_update_that_is_scheduled_for_a_later_step_is_applied_by_no_worker(author: int) -> None:
-    with Job(2) as job:
-        session = job.workers[author].session
-        first = scheduled(session.propose(bias(1.0, id="first"), at_step=10))
-        second = scheduled(session.propose(bias(10.0, id="second"), at_step=11))
-        job.train(3)
-        ticket = job.withdraw("first")
-        eventually(lambda: ticket in job.outcomes)
-        assert job.outcomes[ticket].stage is Stage.WITHDRAWN
-        assert "withdrawn" in str(refusal(first))
-        assert first.stage is Stage.WITHDRAWN
-        job.train(12)
-        assert second.result(DEADLINE_SECS).step == 11
-        assert [bias_of(worker) for worker in job.workers] == [10.0, 10.0]
-        again = session.propose(bias(1.0, id="first"))
-        assert "withdrawn" in str(refusal(again)), "its id is used up"
 
 
 class SlowJournal(MemoryJournal):
