@@ -75,26 +75,22 @@ __all__ = [
     "per_worker",
 ]
 
-_NEEDS_TENSORFLOW = {
-    "Replicas": "replicast.replicas.replicas",
-    "Strategy": "replicast.training",
-    "per_worker": "replicast.training",
-}
+# What is loaded on first use: the command line answers before numpy could be loaded.
 _LATE = {
-    **_NEEDS_TENSORFLOW,
     "Guard": "replicast.update.guard",
     "Limits": "replicast.update.schema",
     "Receipt": "replicast.core.entries",
+    "Replicas": "replicast.replicas.replicas",
+    "Strategy": "replicast.training",
     "Timeouts": "replicast.core.operation",
     "Trial": "replicast.update.trial",
     "Update": "replicast.update.update",
     "connect": "replicast.client",
+    "per_worker": "replicast.training",
 }
-"""What is loaded on first use: the command line answers before numpy could be loaded."""
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the names that need TensorFlow or numpy on first use."""
     if name not in _LATE:
         raise AttributeError(f"module 'replicast' has no attribute {name!r}")
     try:

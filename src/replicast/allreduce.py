@@ -55,11 +55,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from replicast.config import shared_memory_directory
-from replicast.coordination import Coordination, Wait
+from replicast.coordination import Coordination
 from replicast.errors import JobFailed
 from replicast.mapped_memory import Bytes, aligned, map_shared, memory_to_fill
 from replicast.tensorfiles import Array
-from replicast.transport.opening import OPEN_SECS, hosts_of_job
+from replicast.transport.opening import hosts_of_job, wait_until_all
 from replicast.transport.shared import SharedFile, name_prefix, opened, remove_leftovers
 
 SEVERAL_HOSTS = "the workers are on several hosts"
@@ -89,10 +89,9 @@ def open_exchange(
     """The exchange of this job. On every worker; blocks until all have said whether they can take part."""
 
     def first_problem(question: str, own: str | None) -> str | None:
-        """The problem of the first worker that has one; the same on all workers."""
         key = f"{_PREFIX}/{question}"
         coordination.put(f"{key}/{rank}", json.dumps(own))
-        wait = Wait(coordination, OPEN_SECS, _late, lambda key, worker: check())
+        wait = wait_until_all(coordination, "say whether it has shared memory", check)
         problems: list[str | None] = [json.loads(text) for text in wait.collect(key, rank, size).values()]
         return next((problem for problem in problems if problem is not None), None)
 
@@ -127,13 +126,6 @@ def open_exchange(
         file.hide()
         on_failure.pop_all()
     return Exchange(rank, parts, check)
-
-
-def _late(worker: int) -> JobFailed:
-    return JobFailed(
-        f"worker {worker} did not say within {OPEN_SECS:g} s whether it has shared memory. See its log.",
-        worker=worker,
-    )
 
 
 # --- One call ----------------------------------------------------------------------------------------------
@@ -176,23 +168,18 @@ class Exchange:
         return next((w for w in self._others if self._parts[w].owner_is_dead()), None)
 
     def slots(self, chunk: int) -> list[Bytes]:
-        """The slots of all workers for a chunk, by rank."""
         return [part.slots[chunk % SLOTS] for part in self._parts]
 
     def post(self) -> None:
-        """Says that this worker has written its next chunk."""
         for worker in self._others:
             self._parts[self.rank].written[worker].post()
 
     def wait(self) -> None:
-        """Waits until every other worker has written its next chunk."""
         for worker in self._others:
             self._parts[worker].written[self.rank].take(self._check, self._spins)
 
 
 class _Call:
-    """One call of `combine` on this worker."""
-
     def __init__(
         self, exchange: Exchange, plan: ExchangePlan, weight: float, values: Sequence[Array]
     ) -> None:
@@ -307,7 +294,6 @@ class _Gathered:
         self._bytes = self.value.reshape(-1).view(np.uint8)
 
     def read(self, chunk: int, slots: Sequence[Bytes]) -> None:
-        """Copies what is in this chunk of each worker's message."""
         place, begin = 0, chunk * CHUNK_BYTES
         for slot, start, size in zip(slots, self._starts, self.sizes, strict=True):
             first, last = max(start, begin), min(start + size, begin + CHUNK_BYTES)
@@ -395,7 +381,6 @@ class MessageLayout:
 
 
 def chunks_in(nbytes: int) -> int:
-    """The number of chunks of a message."""
     return -(-nbytes // CHUNK_BYTES)
 
 
@@ -489,8 +474,6 @@ if _IS_MONOTONIC:
 
 
 class Semaphore:
-    """One semaphore, in memory that several processes map."""
-
     def __init__(self, memory: Bytes) -> None:
         self._memory = memory  # keeps the mapping
         self._address = ctypes.c_void_p(memory.ctypes.data)
@@ -501,7 +484,6 @@ class Semaphore:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def post(self) -> None:
-        """Adds 1, and wakes a process that waits."""
         _libc.sem_post(self._address)
 
     def take(self, check: Callable[[], None], spins: int = SPINS) -> None:

@@ -6,6 +6,7 @@ set it, and so does `replicast run`. TensorFlow itself hardly checks it, so this
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -73,8 +74,6 @@ class Cluster:
 
     addresses: tuple[str, ...]
     rank: int
-    task_type: str = "worker"
-    task_index: int = 0
     chiefs: int = 0
 
     @property
@@ -83,18 +82,12 @@ class Cluster:
 
     def tf_config(self) -> str:
         """The value of `TF_CONFIG` for this worker, if all tasks are of type "worker"."""
-        return json.dumps(
-            {
-                "cluster": {"worker": list(self.addresses)},
-                "task": {"type": "worker", "index": self.rank},
-            }
-        )
+        task = {"type": "worker", "index": self.rank}
+        return json.dumps({"cluster": {"worker": list(self.addresses)}, "task": task})
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What `replicast run` passes to a worker."""
-
     run_dir: Path | None
     attempt: int
     launched: bool
@@ -102,7 +95,6 @@ class Launch:
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
-    """Reads the variables that the launcher sets."""
     run_dir = environ.get(RUN_DIR)
     attempt = environ.get(ATTEMPT, "0")
     if not attempt.isdigit():
@@ -140,10 +132,9 @@ def _seconds(environ: Mapping[str, str], name: str, default: float, *, at_least:
     text = environ.get(name, "").strip()
     if not text:
         return default
-    try:
+    secs = 0.0
+    with contextlib.suppress(ValueError):
         secs = float(text)
-    except ValueError:
-        secs = 0.0
     if not (0.0 < secs < float("inf") and secs >= at_least):
         expected = f"a number of seconds from {at_least:g}" if at_least else "a positive number of seconds"
         raise ClusterError(f"{name} must be {expected}", received=repr(text))
@@ -194,7 +185,6 @@ class _TfConfig(msgspec.Struct):
 
 
 def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
-    """Reads and checks `TF_CONFIG`."""
     described = decoded(environ, "TF_CONFIG", _TfConfig, _EXAMPLE) or _TfConfig()
     if "ps" in described.cluster:
         raise ClusterError(
@@ -222,16 +212,16 @@ def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
     if described.task is None:
         raise ClusterError('TF_CONFIG: "task" is missing', remedy=_EXAMPLE)
     job, index = described.task.type, described.task.index
-    if job not in jobs and job in described.cluster:
+    if job not in described.cluster:
+        raise ClusterError(
+            f'TF_CONFIG: task type {job!r} is not in "cluster"', received=f"jobs {sorted(jobs)}"
+        )
+    if job not in jobs:
         raise ClusterError(
             f"TF_CONFIG: this process has the task type {job!r}, which takes no part in the training of a "
             "MultiWorkerMirroredStrategy",
             received=f"task {job} {index}",
             remedy='Do not create the strategy in this process, or give it the task type "worker"',
-        )
-    if job not in jobs:
-        raise ClusterError(
-            f'TF_CONFIG: task type {job!r} is not in "cluster"', received=f"jobs {sorted(jobs)}"
         )
     if isinstance(index, str) and index.isdigit():
         index = int(index)
@@ -242,17 +232,10 @@ def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
             received=described.task.index,
         )
     chiefs = len(jobs.get("chief", ()))
-    return Cluster(
-        addresses=tuple(addresses),
-        rank=index if job == "chief" else chiefs + index,
-        task_type=job,
-        task_index=index,
-        chiefs=chiefs,
-    )
+    return Cluster(tuple(addresses), index if job == "chief" else chiefs + index, chiefs)
 
 
 def shortened(text: str, limit: int = 200) -> str:
-    """The beginning of a value, for an error message."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
 
 
@@ -280,7 +263,6 @@ def trusted_networks(environ: Mapping[str, str], addresses: Sequence[str]) -> tu
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The two parts of an address of `TF_CONFIG`."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 

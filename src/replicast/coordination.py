@@ -79,7 +79,6 @@ def unregistered_workers(message: str, chiefs: int = 0) -> list[int]:
 
 
 def lost_text(lost: Loss) -> str:
-    """One sentence on a lost worker, and what to do about it."""
     return (
         f"worker {lost.worker} was lost: {lost.how}. It has crashed, is stopped (SIGSTOP), or its host is "
         "unreachable. See its log for the first error"
@@ -238,8 +237,6 @@ class MemoryCoordination(Coordination):
     """The same within one process: share one `Store` among the threads that act as workers."""
 
     class Store:
-        """The keys that all workers of one job share."""
-
         def __init__(self) -> None:
             self.values: dict[str, str] = {}
             self.lost: Loss | None = None

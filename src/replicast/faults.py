@@ -52,8 +52,6 @@ class Point(enum.StrEnum):
 
 
 class Action(enum.StrEnum):
-    """How a process fails."""
-
     KILL = "kill"  # As with kill -9: nothing is cleaned up.
     RAISE = "raise"  # As with a bug in the code: raises `FaultInjected` in the thread that is there.
     STOP = "stop"  # As with SIGSTOP: silent, and perhaps continued long after the others gave up on it.
@@ -64,8 +62,6 @@ class FaultInjected(RuntimeError):  # noqa: N818 - reads as a sentence: raise Fa
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One planned failure."""
-
     worker: Annotated[int, msgspec.Meta(ge=0)]
     point: Point
     occurrence: Annotated[int, msgspec.Meta(ge=1)] = 1
@@ -73,12 +69,10 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attempt: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The entry of a plan."""
         return msgspec.structs.asdict(self)
 
 
 def read_faults(environ: Mapping[str, str]) -> tuple[Fault, ...]:
-    """The fault plan in `REPLICAST_FAULTS`."""
     return decoded(environ, FAULTS, tuple[Fault, ...], _EXAMPLE) or ()
 
 

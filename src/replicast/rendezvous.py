@@ -38,6 +38,8 @@ _FIRST_PAUSES_SECS = (0.02, 0.04, 0.08)
 _TELL_SECS = 1.0
 # Worker 0 sends something every second. What is silent for this long is not worker 0, or hangs.
 _ANSWER_SECS = 5.0
+# How long a worker waits for TensorFlow's server in worker 0 to listen: TensorFlow does not retry a
+# connection that fails for 1 s.
 _SERVER_SECS = 10.0
 _SILENT = "does not answer"
 _NAMELESS = "has a name that no DNS server has resolved yet"
@@ -66,13 +68,15 @@ def meet(
     while (agreed := _join(cluster, wait, hello)) is None:
         time.sleep(next(pauses_secs))
     agreed_secs, place = agreed
-    _await_server(place)
+    ends = time.monotonic() + _SERVER_SECS
+    while time.monotonic() < ends:
+        with contextlib.suppress(OSError), socket.create_connection(place, timeout=1.0):
+            break
+        time.sleep(0.02)
     return agreed_secs
 
 
 class _Wait:
-    """How long this worker has waited, and for whom."""
-
     def __init__(self, cluster: Cluster, timeout_secs: float, report: Callable[[str], object]) -> None:
         self._cluster = cluster
         self._timeout_secs = timeout_secs
@@ -152,7 +156,7 @@ def _host(cluster: Cluster, wait: _Wait, start: dict[str, Any]) -> dict[int, str
         told = 0.0
         while len(workers) < cluster.size - 1:
             missing = [worker for worker in range(1, cluster.size) if worker not in workers]
-            wait.check(missing, "has not started" if len(missing) == 1 else "have not started")
+            wait.check(missing, _not_started(missing))
             everyone = {line.connection: line for line in (*strangers, *workers.values())}
             for connection in _readable([listener, *everyone], _LOOK_SECS):
                 if connection is listener:
@@ -198,18 +202,21 @@ def _hear(cluster: Cluster, line: _Line, strangers: list[_Line], workers: dict[i
         return
     line.is_heard = True
     message = messages[0]
-    rank = message.get("worker")
-    known = type(rank) is int and 0 < rank < cluster.size
-    if message.get("addresses") != list(cluster.addresses) or not known:
-        refused = f"worker 0 has the workers {', '.join(cluster.addresses)}"
+    rank, script = message.get("worker"), message.get("script")
+    known = message.get("addresses") == list(cluster.addresses)
+    if not known or type(rank) is not int or not 0 < rank < cluster.size:
         with contextlib.suppress(OSError):
-            line.send({"refused": refused})
+            line.send({"refused": f"worker 0 has the workers {', '.join(cluster.addresses)}"})
         return
     strangers.remove(line)
-    line.script = message.get("script") if is_digest(message.get("script")) else None
-    if (replaced := workers.get(message["worker"])) is not None:
+    line.script = script if is_digest(script) else None
+    if (replaced := workers.get(rank)) is not None:
         replaced.connection.close()
-    workers[message["worker"]] = line
+    workers[rank] = line
+
+
+def _not_started(missing: Sequence[int]) -> str:
+    return "has not started" if len(missing) == 1 else "have not started"
 
 
 def _drop(strangers: list[_Line], dropped: Sequence[_Line]) -> None:
@@ -259,7 +266,7 @@ def _join(cluster: Cluster, wait: _Wait, hello: dict[str, Any]) -> tuple[float, 
                             remedy="Give all workers of the job the same addresses",
                         )
                     missing = [worker for worker in message["missing"] if worker in range(cluster.size)]
-                    why = "has not started" if len(missing) == 1 else "have not started"
+                    why = _not_started(missing)
     except (OSError, ValueError, KeyError, TypeError):
         pass  # Not there yet, gone again, or another program at this address.
     return None
@@ -283,33 +290,21 @@ def _connected(address: str, wait: _Wait) -> socket.socket:
     raise problem or OSError("it has no address")
 
 
-def _await_server(place: tuple[str, int]) -> None:
-    """Waits until TensorFlow's server in worker 0 listens: a connection that fails is not retried for 1 s."""
-    ends = time.monotonic() + _SERVER_SECS
-    while time.monotonic() < ends:
-        with contextlib.suppress(OSError), socket.create_connection(place, timeout=1.0):
-            return
-        time.sleep(0.02)
-
-
-@contextlib.contextmanager
-def _listening(address: str, wait: _Wait) -> Iterator[socket.socket]:
+def _listening(address: str, wait: _Wait) -> socket.socket:
     """A socket that listens at an address of this host; at all addresses if this host does not know it."""
     name, port = host_and_port(address)
     try:
         hosts = [host for host, _ in addresses_of(name, port, wait.check_own_name)]
-        listener = _listen(next((host for host in hosts if ":" not in host), hosts[0]), port)
+        return _listen(next((host for host in hosts if ":" not in host), hosts[0]), port)
     except OSError as problem:
         if isinstance(problem, socket.gaierror):
             wait.hint = f"; worker 0 finds no address for its own name, {name}: perhaps the others find none"
         try:
-            listener = _listen("", port)
+            return _listen("", port)
         except OSError as error:
             raise ClusterError(
                 f"Worker 0 cannot listen at its address in TF_CONFIG ({error.strerror})", received=address
             ) from None
-    with listener:
-        yield listener
 
 
 def _listen(host: str, port: int) -> socket.socket:

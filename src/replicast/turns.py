@@ -131,17 +131,13 @@ class Turns:
     def _remind(self, worker: int, key: str) -> None:
         """Logs for whom this worker waits. Only worker 0 reads what each of the others has written."""
         if self._rank == 0 or self._keys.get(f"{key}/0") is None:
-            logger.warning(
-                "worker %d waits for worker %d to open its data, or to trace its first step",
-                self._rank,
-                worker,
-            )
+            awaited = f"for worker {worker} to open its data, or to trace its first step"
         else:
-            logger.warning(
-                "worker %d waits until all workers have opened their data, or traced their first step: "
-                "worker 0's log names the late one",
-                self._rank,
+            awaited = (
+                "until all workers have opened their data, or traced their first step: "
+                "worker 0's log names the late one"
             )
+        logger.warning("worker %d waits %s", self._rank, awaited)
 
     def position(self) -> tuple[int, int]:
         """This worker's position in the script, in transfers and turns: equal on all workers at one line."""
@@ -235,11 +231,12 @@ class Turns:
         """Deletes the keys of turns that all workers have taken: a worker is at most one turn behind."""
         while self._deleted < self.count - TURNS_KEPT:
             self._deleted += 1
+            key = f"turn/{self._deleted}"
+            self._keys.delete(f"{key}/{self._rank}")
             if self._rank == 0:
-                self._keys.delete(f"turn/{self._deleted}")
-            self._keys.delete(f"turn/{self._deleted}/{self._rank}")
-            if self._rank == 0 and self._deleted in self._meetings:
-                self._keys.delete(f"turn/{self._deleted}/all")
+                self._keys.delete(key)
+                if self._deleted in self._meetings:
+                    self._keys.delete(f"{key}/all")
             self._meetings.discard(self._deleted)
 
     def transfers_or_none(self) -> int | None:

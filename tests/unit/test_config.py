@@ -25,7 +25,7 @@ def test_without_a_cluster_the_job_has_one_worker(environ: dict[str, str]) -> No
 
 def test_a_cluster_of_workers_is_read() -> None:
     cluster = read_cluster(described({"worker": TWO}, worker(1)))
-    assert cluster == Cluster(addresses=("a:1", "b:2"), rank=1, task_type="worker", task_index=1)
+    assert cluster == Cluster(addresses=("a:1", "b:2"), rank=1)
     assert cluster.size == 2
 
 
@@ -45,7 +45,7 @@ def test_a_chief_is_worker_0(task: object, rank: int) -> None:
 
 
 def test_a_cluster_survives_a_round_trip() -> None:
-    cluster = Cluster(addresses=("a:1", "b:2"), rank=1, task_index=1)
+    cluster = Cluster(addresses=("a:1", "b:2"), rank=1)
     assert read_cluster({"TF_CONFIG": cluster.tf_config()}) == cluster
 
 

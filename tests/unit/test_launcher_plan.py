@@ -28,7 +28,7 @@ from replicast.launcher.plan import (
 )
 
 JOB = JobPlan(argv=("python", "train.py", "--lr", "1"), workers=2)
-GIVEN = Cluster(addresses=("a:1", "b:2", "c:3"), rank=2, task_index=2)
+GIVEN = Cluster(addresses=("a:1", "b:2", "c:3"), rank=2)
 
 
 def planned(job: JobPlan = JOB, **changes: object) -> tuple[WorkerPlan, ...]:

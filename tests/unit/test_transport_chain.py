@@ -168,10 +168,10 @@ def test_from_every_source_the_hosts_are_a_chain(leaders: tuple[int, ...]) -> No
 
 def test_what_a_host_has_is_told_from_what_it_waits_for_and_from_what_is_gone(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
-    segments = segments_of(parcel_of(BLOCK_BYTES, BLOCK_BYTES))
     holdings = Holdings(7)
     assert holdings.find("p", 0, 0.0) == 7
-    holdings.add("p", os.open(tmp_path / "file", os.O_RDONLY), segments, arrives_from=3)
+    parcel = parcel_of(BLOCK_BYTES, BLOCK_BYTES)
+    holdings.add(parcel, os.open(tmp_path / "file", os.O_RDONLY), arrives_from=3)
     holdings.arrived("p", 1)
     assert holdings.find("p", 0, 0.0) == 3
     holdings.waits_for("p", 1)
@@ -522,7 +522,7 @@ def served(tmp_path: Path) -> Iterator[Server]:
     (tmp_path / "file").write_bytes(bytes(BLOCK_BYTES))
     holdings = Holdings(0)
     descriptor = os.open(tmp_path / "file", os.O_RDONLY)
-    holdings.add("p", descriptor, segments_of(parcel_of(BLOCK_BYTES)), arrives_from=None)
+    holdings.add(parcel_of(BLOCK_BYTES), descriptor, arrives_from=None)
     one = Server("127.0.0.1", SECRET, holdings)
     yield one
     one.close()

@@ -21,8 +21,6 @@ _PARCEL_ID = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
 class Piece(Record):
-    """The position of one array in a parcel."""
-
     dtype: str
     shape: tuple[int, ...]
     offset: int
@@ -47,10 +45,6 @@ class Parcel(Record):
     def digest(self) -> str:
         """One digest of the bytes of all arrays; independent of their offsets."""
         return digest_of_blocks(self.blocks)
-
-    def digest_of(self, block: int) -> str:
-        """The digest of one block, by its index."""
-        return self.blocks[DIGITS * block : DIGITS * (block + 1)]
 
 
 def no_inspection(index: int, chunk: Array) -> None:
@@ -120,7 +114,7 @@ def damaged(parcel: Parcel, expected: str, received: str, worker: int) -> Update
 
 def damaged_block(parcel: Parcel, block: int, found: str, worker: int) -> UpdateRefused | None:
     """The refusal of a block whose bytes have another digest than those that the source published."""
-    expected = parcel.digest_of(block)
+    expected = parcel.blocks[DIGITS * block : DIGITS * (block + 1)]
     if found == expected:
         return None
     return damaged(parcel, f"digest {expected} of block {block}", f"digest {found}", worker)

@@ -105,7 +105,6 @@ def predecessor(leaders: tuple[int, ...], rank: int) -> int:
 
 
 def streams_for(nbytes: int) -> int:
-    """How many connections a parcel of this size uses."""
     return min(STREAMS, 1 + nbytes // STREAM_BYTES)
 
 
@@ -156,7 +155,7 @@ class ChainTransport(HostsTransport):
     ) -> list[Array]:
         try:
             with self._shared.waited_for(parcel, timeout_secs) as descriptor:
-                ends.holdings.add(parcel.id, os.dup(descriptor), segments_of(parcel), arrives_from=None)
+                ends.holdings.add(parcel, os.dup(descriptor), arrives_from=None)
             return self._shared.receive(parcel, timeout_secs, inspect)
         except UpdateRefused as refusal:
             ends.holdings.remove(parcel.id, refusal)
@@ -184,20 +183,20 @@ class ChainTransport(HostsTransport):
         mirror = self._mirrors.reserve(parcel) if parcel.to_read and parcel.memory else None
         file = self._shared.reserve(parcel.nbytes) if mirror is None else mirror.file
         try:
-            arrives_from = ends.link.predecessor
-            ends.holdings.add(parcel.id, file.descriptor(), segments_of(parcel), arrives_from=arrives_from)
+            ends.holdings.add(parcel, file.descriptor(), arrives_from=ends.link.predecessor)
             Fetch(parcel, file.buffer, ends.link, ends.holdings).run(timeout_secs)
             if mirror is None:
                 self._shared.complete(parcel.id, file)
-            elif mirror.name == parcel.id:  # else it has its name from the first parcel in it
+            elif not file.name:
                 file.complete(self._shared.path(parcel.id))
+                file.name = parcel.id
         except BaseException:
             if mirror is None:
                 file.remove()
             else:
                 self._mirrors.release(parcel.id, keep=False)
             raise
-        return "" if mirror is None else mirror.name
+        return file.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +281,6 @@ class Missing:
                 heapq.heappush(self._free, segment)
 
     def arrived(self) -> None:
-        """One has arrived intact."""
         with self._lock:
             self._left -= 1
 
@@ -314,18 +312,16 @@ class Holdings:
         self._changed = threading.Condition(threading.RLock())
         self._closing = False
 
-    def add(
-        self, parcel_id: str, descriptor: int, segments: tuple[Segment, ...], *, arrives_from: int | None
-    ) -> None:
+    def add(self, parcel: Parcel, descriptor: int, *, arrives_from: int | None) -> None:
+        segments = segments_of(parcel)
         here = set(range(len(segments))) if arrives_from is None else set()
         waits_for = self._rank if arrives_from is None else arrives_from
         with self._changed:
-            self._gone.pop(parcel_id, None)
-            self._holdings[parcel_id] = _Holding(descriptor, segments, here, waits_for)
+            self._gone.pop(parcel.id, None)
+            self._holdings[parcel.id] = _Holding(descriptor, segments, here, waits_for)
             self._changed.notify_all()
 
     def arrived(self, parcel_id: str, segment: int) -> None:
-        """A segment is here, verified."""
         with self._changed:
             holding = self._holdings.get(parcel_id)
             if holding is not None:
@@ -371,8 +367,8 @@ class Holdings:
 
         Blocks until there is something to say, at most `timeout_secs`. Raises if the segment will not come.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._is_known(parcel_id, segment), timeout_secs)
+
+        def look() -> _Holding | int:
             if parcel_id in self._gone:
                 raise UpdateRefused.from_json(self._gone[parcel_id])
             holding = self._holdings.get(parcel_id)
@@ -380,15 +376,12 @@ class Holdings:
                 return self._rank
             if segment >= len(holding.segments):
                 raise UpdateRefused(f"Parcel {parcel_id!r} has no segment {segment}")
-            if segment not in holding.here:
-                return holding.waits_for
-            return os.dup(holding.descriptor), holding.segments[segment]
+            return holding if segment in holding.here else holding.waits_for
 
-    def _is_known(self, parcel_id: str, segment: int) -> bool:
-        holding = self._holdings.get(parcel_id)
-        if holding is None:
-            return parcel_id in self._gone
-        return segment in holding.here or segment >= len(holding.segments)
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or not isinstance(look(), int), timeout_secs)
+            found = look()
+            return found if isinstance(found, int) else (os.dup(found.descriptor), found.segments[segment])
 
 
 # --- What two hosts say to each other over one connection ------------------------------------------------
@@ -824,8 +817,6 @@ class Fetch:
             raise problem
 
     def _receive_segment(self, connection: socket.socket, segment: Segment) -> UpdateRefused | None:
-        """Receives a segment; returns what is wrong with its bytes."""
-
         def received(_: int, chunk: Bytes) -> Bytes:
             receive_into(connection, chunk.data, self._until, SILENT_SECS)
             return chunk

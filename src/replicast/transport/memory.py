@@ -31,25 +31,11 @@ class MemoryTransport(Transport):
             self.buffers: dict[str, Bytes] = {}
             self.room: int | None = None
             self.changed = threading.Condition()
-            self._to_corrupt: set[str] = set()
+            self.to_corrupt: set[str] = set()
 
         def corrupt(self, parcel_id: str) -> None:
-            """Changes one bit of a parcel, now or when it is published."""
-            with self.changed:
-                self._to_corrupt.add(parcel_id)
-                self._corrupt_published()
-
-        def put(self, parcel_id: str, buffer: Bytes) -> None:
-            """Adds a parcel and wakes the threads that wait for it."""
-            with self.changed:
-                self.buffers[parcel_id] = buffer
-                self._corrupt_published()
-                self.changed.notify_all()
-
-        def _corrupt_published(self) -> None:
-            for parcel_id in self._to_corrupt & self.buffers.keys():
-                self.buffers[parcel_id][0] ^= 1
-                self._to_corrupt.remove(parcel_id)
+            """Changes one bit of a parcel, before the next worker receives it."""
+            self.to_corrupt.add(parcel_id)
 
     def __init__(self, board: Board, rank: int = 0) -> None:
         self._board = board
@@ -65,7 +51,9 @@ class MemoryTransport(Transport):
                 raise no_room(nbytes, free, "memory", self._rank, "Propose a smaller update")
         buffer = aligned_buffer(nbytes)
         blocks = write_out(arrays, pieces, buffer)
-        self._board.put(path_part(parcel_id), buffer)
+        with self._board.changed:
+            self._board.buffers[path_part(parcel_id)] = buffer
+            self._board.changed.notify_all()
         self._published.add(parcel_id)
         return Parcel(parcel_id, self._rank, nbytes, pieces, blocks, to_read=to_read)
 
@@ -75,6 +63,9 @@ class MemoryTransport(Transport):
             if not board.changed.wait_for(lambda: parcel.id in board.buffers, timeout_secs):
                 raise not_arrived(parcel, timeout_secs, self._rank, waited_for=parcel.source)
             buffer = board.buffers[parcel.id]
+            if parcel.id in board.to_corrupt:
+                board.to_corrupt.remove(parcel.id)
+                buffer[0] ^= 1
         if not parcel.to_read:
             private = aligned_buffer(parcel.nbytes)
             private[:] = buffer

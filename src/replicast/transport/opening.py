@@ -105,12 +105,7 @@ def open_chain(
     check: Callable[[], None] = lambda: None,
 ) -> tuple[bool, Ends | None]:
     """Whether the hosts are a chain: the same on all workers. And this leader's ends of it."""
-
-    def late(worker: int) -> JobFailed:
-        return JobFailed(
-            f"Worker {worker} did not connect to the other hosts within {OPEN_SECS:g} s. See its log.",
-            worker=worker,
-        )
+    wait = wait_until_all(coordination, "connect to the other hosts", check)
 
     def put(what: str, value: str) -> None:
         coordination.put(f"{prefix}/{what}", value)
@@ -118,7 +113,6 @@ def open_chain(
     def get(what: str, worker: int) -> str:
         return wait.value(f"{prefix}/{what}", worker)
 
-    wait = Wait(coordination, OPEN_SECS, late, lambda key, worker: check())
     if rank == 0:
         put("secret", secrets.token_hex(32))
     with contextlib.ExitStack() as unless_chain:
@@ -158,6 +152,15 @@ def open_chain(
             return False, None
         unless_chain.pop_all()
     return True, ends
+
+
+def wait_until_all(coordination: Coordination, do: str, check: Callable[[], None]) -> Wait:
+    """A wait at the start of the job, whose error names the worker that did not do it."""
+
+    def late(worker: int) -> JobFailed:
+        return JobFailed(f"Worker {worker} did not {do} within {OPEN_SECS:g} s. See its log.", worker=worker)
+
+    return Wait(coordination, OPEN_SECS, late, lambda key, worker: check())
 
 
 def _listening(

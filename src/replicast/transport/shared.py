@@ -62,6 +62,7 @@ class SharedFile:
     """A file of this process that others can map once it is complete."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
+        self.name = ""  # of the first parcel in it, if it may be used again
         self._path: Path | None = None
         self._descriptor = _unnamed_file(directory)
         try:
@@ -112,7 +113,6 @@ def opened(path: Path, access: int = os.O_RDONLY) -> Iterator[int]:
 
 
 def name_prefix() -> str:
-    """The prefix of the names of this user's files."""
     return f"replicast-memory-{os.getuid()}-"
 
 
@@ -161,7 +161,6 @@ class SharedMemoryTransport(Transport):
         self._job = path_part(job)
         self._published: dict[str, SharedFile] = {}
         self._to_read: dict[str, list[Array]] = {}
-        self._names: dict[SharedFile, str] = {}  # of the files that may be used again
         self._kept: SharedFile | None = None
         self._mapped: dict[int, tuple[str, Bytes]] = {}  # by source: its memory that was read last
         self._closed = False
@@ -182,16 +181,16 @@ class SharedMemoryTransport(Transport):
         file = self.reserve(nbytes, to_read=to_read)
         try:
             blocks = write_out(arrays, pieces, file.buffer)
-            name = self._names.setdefault(file, parcel_id) if to_read else ""
-            if name in ("", parcel_id):
+            if not file.name:
                 file.complete(self.path(parcel_id))
+                file.name = parcel_id if to_read else ""
         except BaseException:
-            self._remove(file)
+            file.remove()
             raise
         self._published[parcel_id] = file
         if to_read:
             self._to_read[parcel_id] = arrays_in(file.buffer, pieces)
-        return Parcel(parcel_id, self._rank, nbytes, pieces, blocks, name, to_read)
+        return Parcel(parcel_id, self._rank, nbytes, pieces, blocks, file.name, to_read)
 
     def receive(self, parcel: Parcel, timeout_secs: float, inspect: Inspect = no_inspection) -> list[Array]:
         arrays = self._to_read.get(parcel.id)
@@ -205,12 +204,12 @@ class SharedMemoryTransport(Transport):
         file = self._published.pop(parcel_id, None)
         if file is None:
             return
-        if reuse and file in self._names and self.is_worth_keeping(file.nbytes):
+        if reuse and file.name and self.is_worth_keeping(file.nbytes):
             with self._lock:
                 if not self._closed:
                     file, self._kept = self._kept, file
         if file is not None:
-            self._remove(file)
+            file.remove()
 
     def close(self) -> None:
         with self._lock:
@@ -218,7 +217,7 @@ class SharedMemoryTransport(Transport):
             kept, self._kept = self._kept, None
             self._mapped.clear()
         if kept is not None:
-            self._remove(kept)
+            kept.remove()
         for parcel_id in list(self._published):
             self.release(parcel_id)
 
@@ -263,7 +262,7 @@ class SharedMemoryTransport(Transport):
         if kept is not None:
             if to_read and nbytes <= kept.nbytes:
                 return kept
-            self._remove(kept)  # first, because its space may be needed
+            kept.remove()  # first, because its space may be needed
         status = os.statvfs(self._directory)
         try:
             return SharedFile(self._directory, nbytes)
@@ -290,10 +289,6 @@ class SharedMemoryTransport(Transport):
             return False
         shared = status.f_blocks * status.f_frsize // (KEPT_PART * len(self._local_ranks))
         return KEPT_BYTES[0] <= nbytes <= min(KEPT_BYTES[1], shared)
-
-    def _remove(self, file: SharedFile) -> None:
-        self._names.pop(file, None)
-        file.remove()
 
     def path(self, parcel_id: str) -> Path:
         return self._directory / f"{name_prefix()}{self._job}-{parcel_id}"
@@ -369,7 +364,6 @@ def leaders_of(hosts: Sequence[str]) -> dict[str, int]:
 class Mirror:
     file: SharedFile
     source: int
-    name: str
     parcel: str
 
 
@@ -392,7 +386,7 @@ class Mirrors:
                 return mirror
         if mirror is not None:
             mirror.file.remove()
-        mirror = Mirror(self._shared.reserve(parcel.nbytes), parcel.source, parcel.id, parcel.id)
+        mirror = Mirror(self._shared.reserve(parcel.nbytes), parcel.source, parcel.id)
         with self._lock:
             self._mirrors[parcel.memory] = mirror
         return mirror
