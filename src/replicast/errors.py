@@ -205,6 +205,10 @@ class ReplicasDiverged(UpdateFailed):
 
     digests: Mapping[int, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.digests = dict(self.digests)
+
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class UpdatePending(ReplicastError):  # noqa: N818 - the update is pending, which is not a failure

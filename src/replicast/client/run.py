@@ -790,7 +790,7 @@ def _receipt_of(view: UpdateView) -> Receipt:
         problem = f"Update {view.id} was applied at step {view.step}, but {why}"
         raise ReplicasDiverged(
             f"{problem}. replicas.sync(source=0) makes them equal",
-            digests=None if receipt is None else receipt.digests,
+            digests={} if receipt is None else receipt.digests,
             update_id=view.id,
             step=view.step,
         )
