@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replicast.cli import serve as command
+from replicast.cli import launch as command
 from replicast.page.live import runs_in
 from replicast.page.web_server import PageSettings
 from replicast.storage.run_files import append_metrics

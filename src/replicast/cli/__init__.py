@@ -46,7 +46,7 @@ COMMANDS = {
     "report": ("runs", "Write a report on a run into one HTML file."),
     "checkpoint": ("checkpoint", "List, verify, compare and patch checkpoints; make one now."),
     "stop": ("runs", "Stop a running job with a checkpoint."),
-    "serve": ("serve", "See a job and steer it, from a browser or by HTTP."),
+    "serve": ("launch", "See a job and steer it, from a browser or by HTTP."),
     "demo": ("story", "See it work, in under a minute."),
     "doctor": ("launch", "Check this machine, and say how to fix what is wrong."),
 }

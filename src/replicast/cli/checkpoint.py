@@ -9,22 +9,13 @@ import click
 from rich.text import Text
 
 from replicast.cli import STOPPED, Failed, one_line, texts
-from replicast.cli.options import (
-    PATH,
-    EditCommand,
-    asks,
-    check_usage,
-    directory_of,
-    edit_options,
-    json_option,
-    update_of,
-)
+from replicast.cli.options import PATH, EditCommand, asks, directory_of, json_option, update_of
 from replicast.client import Run, connect
 from replicast.client.examination import examine
 from replicast.client.patching import check_patch, checkpoint_to_patch, patch_in_place
 from replicast.errors import CheckpointError, FileDamaged, JobFailed, printable
 from replicast.files import RunDir, RunPath, below
-from replicast.storage.checkpoint_tools import Comparison, Equality
+from replicast.storage.checkpoint_tools import Equality
 from replicast.storage.checkpoint_tools import diff as compare
 from replicast.storage.checkpoint_tools import patch as patch_checkpoint
 from replicast.storage.checkpoints import (
@@ -78,14 +69,18 @@ def list_(run: Path, as_json: bool) -> int:
             fields = manifest.to_json() | {"path": str(store.path(manifest.step).as_path())}
             texts.print_json({name: fields[name] for name in fields if name not in ("schema", "digests")})
     elif manifests:
-        headings = (">step", ">epoch", ">batch", ">update", ">size", "=when", "metrics")
-        texts.print_table(*headings, rows=map(_checkpoint_cells, manifests))
+        table = texts.make_table(">step", ">epoch", ">batch", ">update", ">size", "=when", "metrics")
+        for one in manifests:
+            by = "" if one.parent is None else f"patched by {_patched_by(one)}"
+            note = Text(by, style="dim") if by else texts.metrics(one.metrics)
+            numbers = map(str, (one.step, one.epoch, one.batch, one.sequence))
+            table.add_row(*numbers, texts.size(one.nbytes), texts.when(one.created_at), note)
+        texts.make_console().print(table)
         if (last := store.last()) is not None and last.step != manifests[-1].step:
             click.echo(f"The next start continues from step {last.step}: training went back to it.")
     elif not problems:
         click.echo(_NONE_YET)
-    _print_damaged(problems)
-    return 1 if problems else 0
+    return _print_damaged(problems)
 
 
 @checkpoint.command()
@@ -130,14 +125,29 @@ def show(path: Path, step: int | None, as_json: bool) -> None:
     if as_json:
         texts.print_json(manifest.to_json() | {"path": str(found.as_path())})
         return
-    rows = (
+    versions = ", ".join(f"{name} {value}" for name, value in manifest.versions.items())
+    parent = {} if manifest.parent is None else manifest.parent
+    patched = f"from {one_line(parent.get('path', ''))} by update {_patched_by(manifest)}" if parent else ""
+    last = f"update {manifest.sequence} is the last in it" if manifest.sequence else "no update is in it"
+    facts = {
+        "checkpoint": printable(found),
+        "step": f"{manifest.step}, batch {manifest.batch} of epoch {manifest.epoch}",
+        "journal": last,
+        "pending": one_line(", ".join(one.proposal.id for one in manifest.pending)),
+        "written": f"{texts.date(manifest.created_at)}, attempt {manifest.attempt}",
+        "workers": str(manifest.workers),
+        "metrics": texts.metrics(manifest.metrics),
+        "versions": one_line(versions),
+        "file": texts.size(manifest.nbytes),
+        "state": printable(manifest.state_digest),
+        "patched": patched,
+    }
+    variables = (
         (printable(one.name), texts.shape(one.shape), one.dtype, printable(manifest.digests[one.name])[:16])
         for one in manifest.schema
     )
-    console = texts.make_console()
-    console.print(texts.facts_table(_facts(found, manifest)))
-    console.print()
-    console.print(texts.make_table("variable", "shape", "=dtype", "=digest", rows=rows))
+    texts.make_console().print(texts.facts_table(facts.items()), "")
+    texts.print_table("variable", "shape", "=dtype", "=digest", rows=variables)
 
 
 @checkpoint.command()
@@ -157,14 +167,22 @@ def verify(path: Path, step: int | None) -> int:
     Exit code: 0 when all is intact; 1 when something is damaged, which is named.
     """
     if step is not None or _is_checkpoint(path):
-        return 0 if _verified(_the_checkpoint(path, step)) else 1
-    store = CheckpointStore(directory_of(path))
-    manifests, problems = store.list(), store.problems()
-    verified = [_verified(store.find(manifest.step)) for manifest in manifests]
-    _print_damaged(problems)
-    if not manifests and not problems:
-        click.echo(_NONE_YET)
-    return 0 if all(verified) and not problems else 1
+        found, problems = [_the_checkpoint(path, step)], list[FileDamaged]()
+    else:
+        store = CheckpointStore(directory_of(path))
+        found, problems = [store.find(manifest.step) for manifest in store.list()], store.problems()
+        if not found and not problems:
+            click.echo(_NONE_YET)
+    for one in found:
+        try:
+            with open_checkpoint(one) as reader, texts.progress_bar(one.name) as progress:
+                reader.verify(progress)
+                said = f"intact: {texts.counted(len(reader.manifest.schema), 'variable')}"
+                click.echo(f"{printable(one.name)}  {said}, {texts.size(reader.manifest.nbytes)}")
+        except FileDamaged as error:
+            click.echo(f"{printable(one.name)}  damaged")
+            problems.append(error)
+    return _print_damaged(problems)
 
 
 @checkpoint.command()
@@ -194,8 +212,17 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
         texts.print_json(*shown)
         return 1 if unequal else 0
     if shown:
-        headings = ("variable", "verdict", ">differ", ">of", ">max abs", ">max rel")
-        texts.print_table(*headings, rows=map(_comparison_cells, shown))
+        table = texts.make_table("variable", "verdict", ">differ", ">of", ">max abs", ">max rel")
+        for each in shown:
+            verdict = Text(each.verdict, style="green" if each.verdict is Equality.EQUAL else "yellow")
+            if each.verdict is Equality.CHANGED:
+                verdict.append(f"\n{each.first}, {each.second}", style="dim")
+            if each.one_is_nan:
+                verdict.append(f"\n{each.one_is_nan} NaN in one only", style="dim")
+            counts = ("" if count is None else str(count) for count in (each.differing, each.elements))
+            largest = map(texts.number, (each.max_absolute, each.max_relative))
+            table.add_row(printable(each.name), verdict, *counts, *largest)
+        texts.make_console().print(table)
     equal, variables = len(comparisons) - len(unequal), texts.counted(len(comparisons), "variable")
     click.echo(f"{f'{equal} of' if unequal else 'All'} {variables} are equal, bit for bit.")
     return 1 if unequal else 0
@@ -204,7 +231,6 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
 @checkpoint.command(cls=EditCommand)
 @path_argument
 @step_argument
-@edit_options
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="The new checkpoint; must not exist yet.")
 @click.option("--in-place", is_flag=True, help="Replace the checkpoint of RUN, as an update of its journal.")
 @click.pass_context
@@ -235,7 +261,6 @@ def patch(
 
     Exit code: 0; 1 when the update is refused, the checkpoint is damaged, OUT exists, or a job is running.
     """
-    check_usage(options)
     if in_place and output is not None:
         raise click.UsageError("--in-place replaces the checkpoint of the run: leave -o out.")
     if in_place and _is_checkpoint(path):
@@ -328,69 +353,11 @@ def _print_patched(path: object, before: Manifest, after: Manifest) -> None:
     click.echo(f"  state {after.state_digest}")
 
 
-def _verified(path: RunPath) -> bool:
-    """Verifies one checkpoint and says how it is."""
-    try:
-        with open_checkpoint(path) as reader, texts.progress_bar(path.name) as progress:
-            reader.verify(progress)
-            manifest = reader.manifest
-    except FileDamaged as error:
-        click.echo(f"{printable(path.name)}  damaged")
-        _print_damaged([error])
-        return False
-    variables = texts.counted(len(manifest.schema), "variable")
-    click.echo(f"{printable(path.name)}  intact: {variables}, {texts.size(manifest.nbytes)}")
-    return True
-
-
-def _print_damaged(problems: list[FileDamaged]) -> None:
+def _print_damaged(problems: list[FileDamaged]) -> int:
+    """Names what is damaged; returns the exit code."""
     for problem in problems:
         click.echo(f"Damaged: {printable(problem)}", err=True)
-
-
-def _checkpoint_cells(one: Manifest) -> tuple[str | Text, ...]:
-    note = Text(texts.metrics(one.metrics))
-    if one.parent is not None:
-        note = Text(f"patched by {_patched_by(one)}", style="dim")
-    numbers = map(str, (one.step, one.epoch, one.batch, one.sequence))
-    return *numbers, texts.size(one.nbytes), texts.when(one.created_at), note
-
-
-def _facts(path: RunPath, manifest: Manifest) -> list[tuple[str, str | Text]]:
-    sequence, parent = manifest.sequence, manifest.parent
-    versions = ", ".join(f"{name} {value}" for name, value in manifest.versions.items())
-    patched = (
-        "" if parent is None else f"from {one_line(parent.get('path', ''))} by update {_patched_by(manifest)}"
-    )
-    return [
-        ("checkpoint", printable(path)),
-        ("step", f"{manifest.step}, batch {manifest.batch} of epoch {manifest.epoch}"),
-        ("journal", f"update {sequence} is the last in it" if sequence else "no update is in it"),
-        ("pending", one_line(", ".join(one.proposal.id for one in manifest.pending))),
-        ("written", f"{texts.date(manifest.created_at)}, attempt {manifest.attempt}"),
-        ("workers", str(manifest.workers)),
-        ("metrics", texts.metrics(manifest.metrics)),
-        ("versions", one_line(versions)),
-        ("file", texts.size(manifest.nbytes)),
-        ("state", printable(manifest.state_digest)),
-        ("patched", patched),
-    ]
-
-
-def _comparison_cells(each: Comparison) -> tuple[str | Text, ...]:
-    verdict = Text(each.verdict, style="green" if each.verdict is Equality.EQUAL else "yellow")
-    if each.verdict is Equality.CHANGED:
-        verdict.append(f"\n{each.first}, {each.second}", style="dim")
-    if each.one_is_nan:
-        verdict.append(f"\n{each.one_is_nan} NaN in one only", style="dim")
-    counts = ("" if number is None else str(number) for number in (each.differing, each.elements))
-    return (
-        printable(each.name),
-        verdict,
-        *counts,
-        texts.number(each.max_absolute),
-        texts.number(each.max_relative),
-    )
+    return 1 if problems else 0
 
 
 def _patched_by(manifest: Manifest) -> str:

@@ -1,53 +1,34 @@
-"""`replicast run` hands a job to the launcher; `replicast doctor` checks whether machines can run one.
+"""Commands that start something: `run` hands a job to the launcher, `serve` its page to a web server, and
+`doctor` checks whether machines can run a job.
 
-Both start without numpy and rich: they are loaded while the workers start, or for the table.
+They start without numpy and rich: these are loaded while the workers start, or for a table.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 
-from replicast.config import (
-    HEARTBEAT_TIMEOUT,
-    JOB_SECRET,
-    MIN_HEARTBEAT_SECS,
-    heartbeat_timeout_secs,
-    read_cluster,
-)
-from replicast.errors import LaunchRefused
+from replicast import config
+from replicast.errors import LaunchRefused, ServeRefused
 from replicast.files import below
+from replicast.launcher import launcher, plan
 from replicast.launcher.checks import Check, Verdict, all_checks, check_two_workers
 from replicast.launcher.group import EndTimeouts
 from replicast.launcher.hosts_leader import HostTimeouts, host_timeouts
-from replicast.launcher.launcher import (
-    RUNS,
-    PageAddress,
-    Settings,
-    ask_run_name,
-    make_run_dir,
-    page_beside,
-    supervise,
-)
-from replicast.launcher.plan import (
-    DEFAULT_PORT,
-    JobPlan,
-    check_module,
-    check_script,
-    hold_ports,
-    parse_tee,
-    place_on_hosts,
-    read_secret,
-)
 
-_DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.FloatRange(min=0)
+_DIR, _FILE = click.Path(path_type=Path), click.Path(dir_okay=False, path_type=Path)
+_COUNT, _SECS = click.IntRange(min=0), click.FloatRange(min=0)
 _PORTS_SECS = 5.0
+_NEEDED = ("starlette", "uvicorn", "plotly")
 _STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
 
 hosts_option = click.option(
@@ -60,13 +41,13 @@ node_rank_option = click.option(
     help="The index of this machine, from 0. [default: found by its address in --hosts]",
 )
 port_option = click.option(
-    "--port", default=DEFAULT_PORT, metavar="P", help="With --hosts: the first worker's port on each."
+    "--port", default=plan.DEFAULT_PORT, metavar="P", help="With --hosts: the first worker's port on each."
 )
 secret_option = click.option(
     "--secret-file",
-    type=_DIR,
+    type=_FILE,
     metavar="FILE",
-    help=f"The secret of a job on several machines. [default: ${JOB_SECRET}]",
+    help=f"The secret of a job on several machines. [default: ${config.JOB_SECRET}]",
 )
 
 
@@ -92,10 +73,10 @@ secret_option = click.option(
 )
 @click.option(
     "--heartbeat",
-    type=click.FloatRange(min=MIN_HEARTBEAT_SECS),
+    type=click.FloatRange(min=config.MIN_HEARTBEAT_SECS),
     metavar="SECS",
     help="After so long without a sign of life a worker is lost. More survives longer pauses of the network, "
-    f"and notices a lost host later. [default: {HEARTBEAT_TIMEOUT}, else 10]",
+    f"and notices a lost host later. [default: {config.HEARTBEAT_TIMEOUT}, else 10]",
 )
 @hosts_option
 @click.option("--nnodes", metavar="N", help="Instead of --hosts: how many machines; with --rdzv-endpoint.")
@@ -140,8 +121,8 @@ def run(
     program: str,
     arguments: tuple[str, ...],
     **placed: Any,
-) -> None:
-    """Start the workers of a job on this machine and supervise them.
+) -> int:
+    """Start the workers of a job on this machine and launcher.supervise them.
 
     Every worker runs PROGRAM with its ARGUMENTS and finds TF_CONFIG, RANK, WORLD_SIZE and LOCAL_RANK in its
     environment. All output is kept in log files. The screen leaves out TensorFlow's informational messages;
@@ -164,31 +145,31 @@ def run(
     the signal that ended it; 130 after Ctrl-C, 143 after SIGTERM or a stop; 75 when a machine was lost or did
     not come; 2 when nothing was started.
     """
-    (check_module if module else check_script)(program)
+    (plan.check_module if module else plan.check_script)(program)
     if standby and not max_restarts:
         raise LaunchRefused(
             "--standby keeps processes for restarts, and there are none", remedy="Add --max-restarts K"
         )
     argv = (sys.executable, *(["-m"] if module else []), program, *arguments)
-    plan = JobPlan(argv=argv, workers=workers, port=port, given=read_cluster(os.environ))
-    job = place_on_hosts(plan, **placed)
-    secret = read_secret(os.environ, secret_file) if job.endpoint is not None else b""
-    heartbeat_secs = heartbeat_timeout_secs(os.environ) if heartbeat is None else heartbeat
-    shown = parse_tee(tee, job)
-    page = PageAddress.parse(serve) if serve is not None else None
+    given = config.read_cluster(os.environ)
+    job = plan.place_on_hosts(plan.JobPlan(argv=argv, workers=workers, port=port, given=given), **placed)
+    secret = plan.read_secret(os.environ, secret_file) if job.endpoint is not None else b""
+    heartbeat_secs = config.heartbeat_timeout_secs(os.environ) if heartbeat is None else heartbeat
+    shown = plan.parse_tee(tee, job)
+    page = launcher.PageAddress.parse(serve) if serve is not None else None
     if job.fixed_ports is not None:
         # Refused before a run directory is made. After a kill -9 of the launcher before this one, its workers
         # may take a moment to give back their memory, and hold their ports until then.
-        hold_ports(job.fixed_ports, within_secs=_PORTS_SECS if job.endpoint is not None else 0.0).close()
+        plan.hold_ports(job.fixed_ports, within_secs=_PORTS_SECS if job.endpoint is not None else 0.0).close()
     between = host_timeouts(join_secs=join_timeout, heartbeat_secs=heartbeat_secs)
     if run_dir is None and job.endpoint is not None and job.node_rank > 0:
-        told = ask_run_name(job, secret, between, os.environ)
+        told = launcher.ask_run_name(job, secret, between, os.environ)
         if isinstance(told, int):  # The job was over before there was an answer.
-            sys.exit(told)
-        run_dir = RUNS / told
+            return told
+        run_dir = launcher.RUNS / told
     name = program.rpartition(".")[2] if module else Path(program).stem
-    directory = make_run_dir(run_dir, program=name, now=datetime.now())
-    settings = Settings(
+    directory = launcher.make_run_dir(run_dir, program=name, now=datetime.now())
+    settings = launcher.Settings(
         run_dir=directory,
         log_dir=below(directory) / "logs" if log_dir is None else below(log_dir.absolute()),
         tee=shown,
@@ -199,13 +180,73 @@ def run(
         host_timeouts=between,
         take_over=take_over,
     )
-    environ = {**os.environ, HEARTBEAT_TIMEOUT: f"{heartbeat_secs:g}"}  # Children get it without secrets.
+    # The environment of the children, who get it without secrets.
+    environ = {**os.environ, config.HEARTBEAT_TIMEOUT: f"{heartbeat_secs:g}"}
     with contextlib.ExitStack() as beside:
         if page is not None:
-            line = beside.enter_context(page_beside(page, directory, settings.log_dir, environ))
+            line = beside.enter_context(launcher.page_beside(page, directory, settings.log_dir, environ))
             click.echo(f"replicast: {line}", err=True)
-        code = supervise(job, settings, environ)
-    sys.exit(code)
+        return launcher.supervise(job, settings, environ)
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("path", metavar="RUN", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="The address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8080, metavar="P", help="The port; 0 for any free one."
+)
+@click.option(
+    "--token-file", type=_FILE, metavar="FILE", help="A token that allows actions. Created if missing."
+)
+@click.option("--private", is_flag=True, help="Reading needs the token too, also from this machine.")
+@click.option(
+    "--allow-host", "allowed_hosts", multiple=True, metavar="NAME", help="A name of the server, as a proxy's."
+)
+@click.option(
+    "--trusted-proxy",
+    "trusted_proxies",
+    multiple=True,
+    metavar="ADDRESS",
+    help="A proxy, or a network of proxies, whose X-Forwarded-For says who is calling.",
+)
+@click.option("--certfile", type=_FILE, metavar="FILE", help="The certificate, for https.")
+@click.option("--keyfile", type=_FILE, metavar="FILE", help="The key of the certificate.")
+@click.option(
+    "--max-upload", type=click.IntRange(1), default=4096, metavar="MIB", help="The largest update to accept."
+)
+def serve(path: Path, token_file: Path | None, max_upload: int, **options: Any) -> None:
+    """Serve the page of RUN: see the job, and steer it from a browser or by HTTP.
+
+    RUN is a run directory, or a directory with several. The page follows the job and costs it nothing: the
+    server reads what `replicast status` reads. Actions are off unless a token is given, by --token-file or
+    the environment's REPLICAST_TOKEN. The API is described at /openapi.json, and /metrics is for Prometheus.
+
+    \b
+    Examples:
+      replicast serve runs/first
+      replicast serve runs --token-file ~/.replicast-token
+      replicast serve runs --host 0.0.0.0 --token-file token --certfile cert.pem --keyfile key.pem
+
+    Exit code: 0 after Ctrl-C or SIGTERM; 2 when it cannot be served.
+    """
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise ServeRefused(
+            f"The page needs {', '.join(missing)}", remedy="Install it with: pip install 'replicast[page]'"
+        )
+    from replicast.page.app import App
+    from replicast.page.live import runs_in
+    from replicast.page.web_server import PageSettings, address_of, listen, read_token, run
+
+    token = read_token(token_file, os.environ)
+    settings = PageSettings(token=token, max_upload_bytes=max_upload * 2**20, **options)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    with listen(settings) as listener:
+        click.echo(f"Serving {path} at {address_of(settings, listener)}")
+        if token_file is not None:
+            click.echo(f"The token is in {token_file}: clients that send it may act.")
+        elif settings.token is None:
+            click.echo("Actions are off: give --token-file FILE to allow them.")
+        run(App(runs_in(path), settings), settings, listener)
 
 
 @click.command(context_settings={"show_default": True})
@@ -255,8 +296,8 @@ def doctor(
         from replicast.launcher.hosts_doctor import Visit
 
         visit = Visit(
-            job=place_on_hosts(JobPlan(argv=(), port=port), hosts=hosts, node_rank=node_rank),
-            secret=read_secret(os.environ, secret_file),
+            job=plan.place_on_hosts(plan.JobPlan(argv=(), port=port), hosts=hosts, node_rank=node_rank),
+            secret=plan.read_secret(os.environ, secret_file),
             timeout_secs=timeout,
             run_dir=run_dir.absolute() if run_dir is not None else None,
             report=lambda line: click.echo(f"replicast: {line}", err=True),

@@ -44,26 +44,26 @@ _FROM_FILES = {
 _NAMES = [*(name[2:].replace("-", "_") for name in _FROM_FILES), "scale", "set"]
 _EDIT_OPTIONS = [
     *(
-        click.option(name, type=_FILE, multiple=True, metavar="FILE", help=text)
+        click.Option([name], type=_FILE, multiple=True, metavar="FILE", help=text)
         for name, text in _FROM_FILES.items()
     ),
-    click.option("--weight", type=float, metavar="W", help="For --blend: 1 assigns."),
-    click.option(
-        "--scale", multiple=True, metavar="FILE|NAME=FACTOR", help="Multiply variables by one number each."
+    click.Option(["--weight"], type=float, metavar="W", help="For --blend: 1 assigns."),
+    click.Option(
+        ["--scale"], multiple=True, metavar="FILE|NAME=FACTOR", help="Multiply variables by one number each."
     ),
-    click.option(
-        "--set",
+    click.Option(
+        ["--set"],
         multiple=True,
         metavar="NAME=NUMBER",
         help="Assign a number to a scalar, as the learning rate.",
     ),
-    click.option(
-        "--reset-slots", is_flag=True, help="Also reset the optimizer's moments of these variables."
+    click.Option(
+        ["--reset-slots"], is_flag=True, help="Also reset the optimizer's moments of these variables."
     ),
-    click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and infinity."),
-    click.option("--dry-run", is_flag=True, help="Only check it, and show what it would do."),
-    click.option("--note", metavar="TEXT", help="Why. Readers of the journal see it."),
-    click.option("--author", metavar="TEXT", help="Who. [default: user@host]"),
+    click.Option(["--allow-nonfinite"], is_flag=True, help="Accept NaN and infinity."),
+    click.Option(["--dry-run"], is_flag=True, help="Only check it, and show what it would do."),
+    click.Option(["--note"], metavar="TEXT", help="Why. Readers of the journal see it."),
+    click.Option(["--author"], metavar="TEXT", help="Who. [default: user@host]"),
 ]
 
 
@@ -86,12 +86,17 @@ RUN = Parsed("run", connect)  # A run directory, or the address of a served run.
 
 def asks(*operations: str) -> Callable[[_Command], _Command]:
     """Adds RUN, and the parameters of operations with the limits, defaults and help that the table has."""
-    rows = [OPERATIONS[name].parameters.values() for name in operations]
-    found = {one.name: one for row in rows for one in row if one.name not in _NOT_ASKED}
+    rows = [OPERATIONS[name] for name in operations]
+    found = {one.name: one for row in rows for one in row.parameters.values() if one.name not in _NOT_ASKED}
+    options = [_parameter(one) for one in found.values()]
+    if any(row.proposes for row in rows):
+        wait = "Wait until it is verified on all workers, or its trial is decided."
+        timeout = OPERATIONS["stop"].parameters["timeout"]
+        options += [click.option("--wait", is_flag=True, help=wait), _parameter(timeout)]
 
     def add(command: _Command) -> _Command:
-        for one in reversed(found.values()):
-            command = _parameter(one)(command)
+        for option in reversed(options):
+            command = option(command)
         return click.argument("run", type=RUN)(command)
 
     return add
@@ -125,10 +130,6 @@ def _number_type(annotated: Any) -> Any:
 
 
 PATH = click.Path(path_type=Path)
-timeout_option = _parameter(OPERATIONS["stop"].parameters["timeout"])
-wait_option = click.option(
-    "--wait", is_flag=True, help="Wait until it is verified on all workers, or its trial is decided."
-)
 
 
 def json_option(text: str) -> Callable[[_Command], _Command]:
@@ -143,28 +144,21 @@ def directory_of(path: Path) -> Path:
 
 
 class EditCommand(click.Command):
-    """A command that knows the order in which its options were given, also that of different ones."""
+    """A command with the options of an update, which knows in which order they were given."""
+
+    def __init__(self, name: str | None, *, params: list[click.Parameter], **more: Any) -> None:
+        super().__init__(name, params=[*_EDIT_OPTIONS, *params], **more)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # Parsed once more, for the order alone: click itself groups the values of each option.
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         ctx.meta[_ORDER] = [parameter.name for parameter in order if parameter.name in _NAMES]
-        return super().parse_args(ctx, args)
-
-
-def edit_options(command: _Command) -> _Command:
-    """Adds the options that say what to change. The class of the command is `EditCommand`."""
-    for option in reversed(_EDIT_OPTIONS):
-        command = option(command)
-    return command
-
-
-def check_usage(options: dict[str, Any]) -> None:
-    """Refuses a command line that asks for nothing, or for a weight without a blend."""
-    if not any(options[name] for name in _NAMES):
-        raise click.UsageError("Say what to change: --set NAME=NUMBER, --add FILE, or another operation.")
-    if bool(options["blend"]) != (options["weight"] is not None):
-        raise click.UsageError("--blend and --weight must be given together.")
+        rest = super().parse_args(ctx, args)
+        if not ctx.meta[_ORDER]:
+            raise click.UsageError("Say what to change: --set NAME=NUMBER, --add FILE, or another operation.")
+        if bool(ctx.params["blend"]) != (ctx.params["weight"] is not None):
+            raise click.UsageError("--blend and --weight must be given together.")
+        return rest
 
 
 def update_of(context: click.Context, options: dict[str, Any]) -> Update:

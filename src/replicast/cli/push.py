@@ -14,19 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from replicast.cli import NO_ANSWER, STOPPED, Failed, error_text, one_line, printable_lines, texts
-from replicast.cli.options import (
-    PATH,
-    RUN,
-    EditCommand,
-    Parsed,
-    asks,
-    check_usage,
-    edit_options,
-    files_of,
-    timeout_option,
-    update_of,
-    wait_option,
-)
+from replicast.cli.options import PATH, RUN, EditCommand, Parsed, asks, files_of, update_of
 from replicast.client import Pushed, Run, connect
 from replicast.client.connection import is_address
 from replicast.client.examination import examine, values_of
@@ -48,15 +36,12 @@ _AS = [one.replace("_", "-") for one in EditKind if one not in RESETS]
 
 
 @click.command(cls=EditCommand, context_settings={"show_default": True})
-@edit_options
 @asks("push")
 @click.option("--id", metavar="ID", help="Makes pushing it twice a no-op. [default: random]")
 @click.option("--trial-steps", type=click.IntRange(1), metavar="N", help="Keep or revert it after N steps.")
 @click.option("--trial-metric", default="loss", metavar="NAME", help="What decides a trial.")
 @click.option("--max-increase", default=0.0, metavar="PART", help="How much worse it may get: 0.05 is 5 %.")
 @click.option("--trial-mode", type=click.Choice(["min", "max"]), default="min", help="Which is better.")
-@wait_option
-@timeout_option
 @click.pass_context
 def push(context: click.Context, /, run: Run, **options: Any) -> int:
     """Change the weights of a running job, on every worker.
@@ -79,7 +64,6 @@ def push(context: click.Context, /, run: Run, **options: Any) -> int:
     Exit code: 0 when it is in the inbox, with --wait when it is verified on all workers; 1 when it is refused
     or has failed; 3 when --timeout has passed; 4 when its trial failed and it was reverted.
     """
-    check_usage(options)
     trial = _trial(context, options)
     try:
         console, nbytes = texts.make_console(), sum(path.stat().st_size for path in files_of(options))
@@ -106,8 +90,6 @@ def push(context: click.Context, /, run: Run, **options: Any) -> int:
 
 @click.command()
 @asks("revert")
-@wait_option
-@timeout_option
 def revert(run: Run, which: str, wait: bool, timeout: float, **how: Any) -> int:
     """Undo a committed update of a running job, on every worker.
 

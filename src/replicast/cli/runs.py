@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
-from rich.console import Group, RenderableType
+from rich.console import RenderableType, group
 from rich.live import Live
 from rich.text import Text
 
@@ -50,34 +51,33 @@ def status(run: Run, as_json: bool, watch: bool) -> int:
     when it has failed or was lost, or a file of the run is damaged, which is named after everything else.
     """
     if watch:
-        _watch(run, as_json)
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch(run, as_json)
         return 0
     seen = run.status()
-    _show(seen, as_json)
+    if as_json:
+        texts.print_json(seen)
+    else:
+        texts.make_console().print(_overview(seen))
     if seen.problem:
         raise Failed(printable_lines(seen.problem))
     return 1 if seen.state in (JobState.FAILED, JobState.LOST) else 0
 
 
-def _show(seen: Overview, as_json: bool) -> None:
-    if as_json:
-        texts.print_json(seen)
-    else:
-        texts.make_console().print(_overview(seen))
-
-
 def _watch(run: Run, as_json: bool) -> None:
     console = texts.make_console()
-    with contextlib.suppress(KeyboardInterrupt):
-        if as_json or not texts.is_live(console):
-            while True:
-                _show(run.status(), as_json)
-                time.sleep(WATCH_SECS)
-        # Drawn by this thread alone: nothing is left behind after Ctrl-C.
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                live.update(_overview(run.status()), refresh=True)
-                time.sleep(WATCH_SECS)
+    # Drawn by this thread alone: nothing is left behind after Ctrl-C.
+    live = Live(console=console, auto_refresh=False) if texts.is_live(console) and not as_json else None
+    with contextlib.nullcontext() if live is None else live:
+        while True:
+            seen = run.status()
+            if as_json:
+                texts.print_json(seen)
+            elif live is None:
+                console.print(_overview(seen))
+            else:
+                live.update(_overview(seen), refresh=True)
+            time.sleep(WATCH_SECS)
 
 
 @click.command()
@@ -96,8 +96,7 @@ def log(run: Run, as_json: bool, last: int | None) -> None:
     """
     views, seen = run.log(last), run.status()
     if as_json:
-        for view in views:
-            texts.print_json(view)
+        texts.print_json(*views)
     elif views:
         texts.make_console().print(texts.updates_table(views))
     else:
@@ -158,24 +157,20 @@ def audit(run: Run, last: int, as_json: bool, now: bool, timeout: float) -> int:
     when they differ; 3 when --now finds no running job, or --timeout has passed.
     """
     reports = [run.audit(timeout)] if now else run.audits(last)
-    for report in reports:
-        if as_json:
-            texts.print_json(report)
-            continue
+    if as_json:
+        texts.print_json(*reports)
+    elif not reports:
+        brief = run.brief()
+        ask = "No audit has been made yet. To ask the running job for one, give --now."
+        click.echo(ask if brief.running else f"No audit was made. {printable(brief.sentence)}.")
+    for report in () if as_json else reports:
         head, *details = report.lines()
-        click.echo(printable(f"{texts.when(report.time)}  {head}"))
         most = len(details) if now else _MOST_LINES
+        click.echo(printable(f"{texts.when(report.time)}  {head}"))
         for line in details[:most]:
             click.echo(printable(f"  {line}"))
         if len(details) > most:
             click.echo(f"    and {texts.counted(len(details) - most, 'more line')}; --json has all")
-    if not reports and not as_json:
-        brief = run.brief()
-        click.echo(
-            "No audit has been made yet. To ask the running job for one, give --now."
-            if brief.running
-            else f"No audit was made. {printable(brief.sentence)}."
-        )
     return int(reports[-1].diverged) if reports else 0
 
 
@@ -227,12 +222,9 @@ def report(run: Run, output: Path) -> int:
     return 1 if chain.problems else 0
 
 
-def _overview(seen: Overview) -> RenderableType:
-    """The overview for a screen of 80 columns."""
-    return Group(*_parts(seen))
-
-
-def _parts(seen: Overview) -> Iterator[RenderableType]:
+@group()
+def _overview(seen: Overview) -> Iterator[RenderableType]:
+    """The overview, part by part, for a screen of 80 columns."""
     head = Text(printable(seen.sentence), style=f"bold {_STATE_STYLES.get(JobState(seen.state), 'green')}")
     head.append(f"\n{printable(seen.run)}: {texts.counted(seen.size, 'worker')}", style="bold")
     if seen.state == JobState.FAILED and seen.changes:
@@ -254,10 +246,7 @@ def _parts(seen: Overview) -> Iterator[RenderableType]:
     under_way = [one for one in seen.operations if one["stage"] != Stage.SCHEDULED]
     if under_way:
         yield _title("under way")
-        rows = (
-            _operation_cells({name: one_line("" if value is None else value) for name, value in one.items()})
-            for one in under_way
-        )
+        rows = (_operation_cells(one) for one in under_way)
         yield texts.make_table("what", "=stage", ">step", "waits for", "who", rows=rows)
     if seen.updates:
         yield _title(f"last {texts.counted(len(seen.updates), 'update')}")
@@ -295,7 +284,8 @@ def _worker_cells(rank: int, note: WorkerNote | None, seen: Overview) -> tuple[s
     return str(rank), str(note.pid), one_line(note.host), str(note.step), str(note.attempt), last
 
 
-def _operation_cells(one: dict[str, str]) -> tuple[str | Text, ...]:
+def _operation_cells(said: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    one = {name: one_line("" if value is None else value) for name, value in said.items()}
     who = ": ".join(one[name] for name in ("author", "note") if one[name])
     what = f"{one['kind']} {texts.short_id(one['id'])}".strip()
     return what, one["stage"], one["step"], one["waits_for"], Text(who, style="dim")
@@ -306,15 +296,10 @@ def _pending_cells(view: UpdateView, now: float) -> tuple[str | Text, ...]:
     if view.waits_for:
         what.append("\n" if what else "")
         what.append(f"waits for {one_line(view.waits_for)}", style="yellow")
-    step, since = "" if view.step is None else str(view.step), f"{age(now - view.at)} ago" if view.at else ""
-    return (
-        texts.short_id(view.id),
-        texts.stage_cell(view.stage),
-        step,
-        what,
-        texts.size(view.nbytes or 0),
-        since,
-    )
+    step = "" if view.step is None else str(view.step)
+    since = f"{age(now - view.at)} ago" if view.at else ""
+    size = texts.size(view.nbytes or 0)
+    return texts.short_id(view.id), texts.stage_cell(view.stage), step, what, size, since
 
 
 def _refusal_text(view: UpdateView) -> str:
@@ -364,9 +349,6 @@ def _receipt_facts(receipt: Receipt) -> Iterator[tuple[str, str | Text]]:
     for rank, digest in sorted(receipt.digests.items()):
         yield f"worker {rank}", printable(digest)
     yield "digests", "equal" if len(set(receipt.digests.values())) == 1 else "NOT EQUAL"
-    if receipt.propose_to_applied_secs:
-        yield (
-            "took",
-            f"{texts.seconds(receipt.propose_to_applied_secs)} from the proposal until all applied it",
-        )
+    if took := receipt.propose_to_applied_secs:
+        yield "took", f"{texts.seconds(took)} from the proposal until all applied it"
     yield "stall", f"training paused for {texts.seconds(receipt.stall_secs)}"

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -120,9 +120,8 @@ def outcome(ended: TrialOutcome) -> str:
 
 def no_updates(*, journaled: bool) -> str:
     """Why a journal is empty."""
-    return (
-        "no update has been committed yet" if journaled else 'the job keeps no journal (durability="memory")'
-    )
+    kept = "no update has been committed yet"
+    return kept if journaled else 'the job keeps no journal (durability="memory")'
 
 
 def print_json(*objects: Any) -> None:
@@ -171,45 +170,35 @@ def facts_table(facts: Iterable[tuple[str, str | Text]]) -> Table:
 
 
 @contextlib.contextmanager
-def progress_bar(doing: str, column: ProgressColumn | None = None) -> Iterator[Callable[..., None] | None]:
+def progress_bar(doing: str) -> Iterator[Callable[[int, int], None] | None]:
     """A bar on a terminal, removed afterwards; None where there is no terminal."""
     console = make_console(stderr=True)
     if not is_live(console):
         yield None
         return
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), column or DownloadColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn()
     # Drawn by this thread alone: nothing is left behind after Ctrl-C.
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task, drawn = bar.add_task(printable(doing), total=None), 0.0
 
-        def progress(done: int, total: int, doing: str = doing) -> None:
+        def progress(done: int, total: int) -> None:
             nonlocal drawn
             now = time.monotonic()
             if now - drawn >= _REFRESH_SECS or done == total:
                 drawn = now
-                bar.update(task, completed=done, total=total, description=printable(doing), refresh=True)
+                bar.update(task, completed=done, total=total, refresh=True)
 
         yield progress
 
 
 def updates_table(views: Iterable[UpdateView]) -> Table:
     """Committed updates, each with its author and note in a second line."""
-
-    def cells(view: UpdateView) -> tuple[str | Text, ...]:
+    table = make_table(">#", ">step", "=stage", "what", ">size", ">took", "=when")
+    for view in views:
         took = 0.0 if view.receipt is None else view.receipt.propose_to_applied_secs
-        return (
-            str(view.sequence),
-            str(view.step),
-            stage_cell(view.stage),
-            what_cell(view),
-            size(view.nbytes or 0),
-            seconds(took) if took else "",
-            when(view.committed_at or 0.0),
-        )
-
-    return make_table(
-        ">#", ">step", "=stage", "what", ">size", ">took", "=when", rows=(cells(view) for view in views)
-    )
+        numbers = (size(view.nbytes or 0), seconds(took) if took else "", when(view.committed_at or 0.0))
+        table.add_row(str(view.sequence), str(view.step), stage_cell(view.stage), what_cell(view), *numbers)
+    return table
 
 
 def stage_cell(stage: Stage) -> Text:
@@ -239,24 +228,24 @@ def what_cell(view: UpdateView) -> Text:
 
 def edits_table(edits: Iterable[EditView], *, extremes: bool) -> Table:
     """What an update does, edit by edit."""
-
-    def cells(edit: EditView) -> Iterator[str | Text]:
-        values = edit.values
-        yield printable(edit.variable)
-        yield _operation_text(edit)
-        yield "whole" if edit.shape is None else shape(edit.shape)
-        yield edit.dtype
-        if extremes:
-            yield number(None if values is None else values.minimum)
-            yield number(None if values is None else values.maximum)
-        else:
-            yield size(edit.nbytes) if edit.nbytes else ""
-            yield _finite_cell(edit)
-        yield number(None if values is None else values.norm)
-
-    numbers = (">min", ">max") if extremes else (">size", "=finite")
-    rows = (tuple(cells(edit)) for edit in edits)
-    return make_table("variable", "operation", "shape", "=dtype", *numbers, ">norm", rows=rows)
+    columns = (">min", ">max") if extremes else (">size", "=finite")
+    table = make_table("variable", "operation", "shape", "=dtype", *columns, ">norm")
+    for edit in edits:
+        values, operation = edit.values, edit.operation.replace("_", " ")
+        if edit.rows is not None or edit.rank is not None:
+            operation += f" ({edit.rows if edit.rows is not None else edit.rank})"
+        elif edit.factor is not None:
+            operation += f" {_BEFORE_FACTOR.get(edit.operation, '')}{number(edit.factor)}"
+        finite = Text("")
+        if values is not None and edit.dtype in FLOAT_DTYPES:
+            finite = Text(f"{values.nonfinite} not", style="red") if values.nonfinite else Text("yes")
+        low, high, norm = (
+            ("",) * 3 if values is None else map(number, (values.minimum, values.maximum, values.norm))
+        )
+        numbers = (low, high) if extremes else (size(edit.nbytes) if edit.nbytes else "", finite)
+        whole = "whole" if edit.shape is None else shape(edit.shape)
+        table.add_row(printable(edit.variable), operation, whole, edit.dtype, *numbers, norm)
+    return table
 
 
 def print_examination(found: Examination) -> int:
@@ -277,19 +266,3 @@ def print_problems(found: Examination) -> int:
     for warning in found.warnings:
         click.echo(f"Warning: {one_line(warning)}", err=True)
     return 1 if found.problems else 0
-
-
-def _operation_text(edit: EditView) -> str:
-    text = edit.operation.replace("_", " ")
-    if edit.rows is not None or edit.rank is not None:
-        return f"{text} ({edit.rows if edit.rows is not None else edit.rank})"
-    if edit.factor is None:
-        return text
-    return f"{text} {_BEFORE_FACTOR.get(edit.operation, '')}{number(edit.factor)}"
-
-
-def _finite_cell(edit: EditView) -> Text:
-    if edit.values is None or edit.dtype not in FLOAT_DTYPES:
-        return Text("")
-    wrong = edit.values.nonfinite
-    return Text(f"{wrong} not", style="red") if wrong else Text("yes")
