@@ -30,23 +30,11 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_128
 
-from replicast import faults
+from replicast import faults, files
 from replicast.core.entries import Saved
 from replicast.core.records import Pending
 from replicast.errors import CheckpointError, FileDamaged
-from replicast.files import (
-    MAX_JSON_BYTES,
-    TEMPORARY,
-    RunDir,
-    RunPath,
-    below,
-    make_durably,
-    open_plain,
-    read_small,
-    start_writing,
-    sync_directory,
-    write_all,
-)
+from replicast.files import TEMPORARY, RunDir, RunPath, below
 from replicast.storage.claims import CHECKPOINTS, Fence, checkpoint_name, last_claim, named_checkpoints
 from replicast.strictjson import described, json_bytes, json_value, parse_object, reading
 from replicast.tensorfiles import tensor_chunks
@@ -125,12 +113,6 @@ class Manifest(Draft):
 
     def __hash__(self) -> int:
         return hash((self.step, self.state_digest))
-
-    def seen_by(self, run: str) -> Manifest:
-        """The manifest as valid in a run: update numbers in a copy from another run have no meaning here."""
-        if self.run in ("", run):
-            return self
-        return replace(self, sequence=0, missing=(), pending=())
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Manifest:
@@ -227,7 +209,7 @@ Pieces = Iterable[memoryview]
 @contextlib.contextmanager
 def temporary_directory(parent: RunPath) -> Iterator[RunPath]:
     """A new directory in `parent`, removed afterwards unless it was renamed."""
-    make_durably(parent)
+    files.make_durably(parent)
     path = parent / f"{TEMPORARY}{secrets.token_hex(8)}"
     path.mkdir()
     try:
@@ -238,13 +220,28 @@ def temporary_directory(parent: RunPath) -> Iterator[RunPath]:
 
 def write_contents(directory: RunPath, draft: Draft, variables: Iterable[tuple[str, Pieces]]) -> Manifest:
     json_bytes(draft.to_json())  # A draft that is not valid JSON should fail before much is written.
-    manifest = _write_state(directory / STATE, draft, variables)
+    layout, digests = layout_of(draft.schema), dict[str, str]()
+    with _new_file(directory / STATE) as descriptor:
+        _write_at(descriptor, memoryview(layout.header), 0)
+        for name, pieces in variables:  # Each at its place, and its digest is computed at the same time.
+            span = layout.spans.get(name)
+            if span is None or name in digests:
+                problem = "does not belong to the model" if span is None else "was given twice"
+                raise CheckpointError(f"A variable {problem}", variable=name, received=name)
+            digests[name] = _write_variable(descriptor, span, pieces)
+        missing = [name for name in layout.spans if name not in digests]
+        if missing:
+            raise CheckpointError(
+                "A variable of the model is missing", variable=missing[0], received=f"none of {missing[:5]}"
+            )
+    in_order, digest = {name: digests[name] for name in layout.spans}, digest_of_digests(digests)
+    manifest = Manifest(**draft.known(), digests=in_order, state_digest=digest, nbytes=layout.nbytes)
     described = json_bytes(manifest.to_json())
     committed = f"{hashlib.sha256(described).hexdigest()}\n".encode()
     for name, content in ((MANIFEST, described), (COMMITTED, committed)):
         with _new_file(directory / name) as descriptor:
-            write_all(descriptor, content)
-    sync_directory(directory)
+            files.write_all(descriptor, content)
+    files.sync_directory(directory)
     return manifest
 
 
@@ -263,7 +260,7 @@ def put_in_place(temporary: RunPath, path: RunPath) -> None:
     """Gives a written checkpoint its final name, which must not be taken."""
     faults.point("rename")
     temporary.rename(path)
-    sync_directory(path.parent)
+    files.sync_directory(path.parent)
 
 
 def in_pieces(
@@ -293,26 +290,6 @@ def _pieces(array: Array, variable: Variable | None, name: str) -> Pieces:
     return (native[start : start + PIECE_BYTES] for start in range(0, len(native), PIECE_BYTES))
 
 
-def _write_state(path: RunPath, draft: Draft, variables: Iterable[tuple[str, Pieces]]) -> Manifest:
-    layout, digests = layout_of(draft.schema), dict[str, str]()
-    with _new_file(path) as descriptor:
-        _write_at(descriptor, memoryview(layout.header), 0)
-        for name, pieces in variables:
-            span = layout.spans.get(name)
-            if span is None or name in digests:
-                problem = "does not belong to the model" if span is None else "was given twice"
-                raise CheckpointError(f"A variable {problem}", variable=name, received=name)
-            digests[name] = _write_variable(descriptor, span, pieces)
-        missing = [name for name in layout.spans if name not in digests]
-        if missing:
-            raise CheckpointError(
-                "A variable of the model is missing", variable=missing[0], received=f"none of {missing[:5]}"
-            )
-    in_order = {name: digests[name] for name in layout.spans}
-    state_digest = digest_of_digests(digests)
-    return Manifest(**draft.known(), digests=in_order, state_digest=state_digest, nbytes=layout.nbytes)
-
-
 def _write_variable(descriptor: int, span: Span, pieces: Pieces) -> str:
     """Writes a variable; returns its digest. Holds no piece when the next variable is made."""
     digest, place, end = span.hasher(), span.start, span.start + span.nbytes
@@ -321,7 +298,7 @@ def _write_variable(descriptor: int, span: Span, pieces: Pieces) -> str:
             place += len(piece)
             break
         _write_at(descriptor, piece, place)
-        start_writing(descriptor, place, len(piece))
+        files.start_writing(descriptor, place, len(piece))
         digest.update(piece)
         place += len(piece)
     if place != end:
@@ -495,7 +472,7 @@ def open_checkpoint(path: RunDir, *, verify: bool = False) -> CheckpointReader:
         manifest = _read_manifest(path, directory)
         layout, file = layout_of(manifest.schema), path / STATE
         with _readable(file):
-            descriptor = open_plain(STATE, directory=directory)
+            descriptor = files.open_plain(STATE, directory=directory)
         reader = CheckpointReader(path, manifest, layout, descriptor)
         try:
             with _readable(file):
@@ -515,7 +492,7 @@ def open_checkpoint(path: RunDir, *, verify: bool = False) -> CheckpointReader:
 def _read_manifest(path: RunPath, directory: int) -> Manifest:
     with _readable(path / COMMITTED):
         try:
-            committed = read_small(COMMITTED, max_bytes=_MAX_COMMITTED, directory=directory)
+            committed = files.read_small(COMMITTED, max_bytes=_MAX_COMMITTED, directory=directory)
         except FileNotFoundError:
             raise CheckpointError(
                 "The checkpoint is not committed: its writer did not finish, or it is not a checkpoint",
@@ -524,7 +501,7 @@ def _read_manifest(path: RunPath, directory: int) -> Manifest:
                 received="none",
             ) from None
     with _readable(path / MANIFEST):
-        content = read_small(MANIFEST, max_bytes=MAX_JSON_BYTES, directory=directory)
+        content = files.read_small(MANIFEST, max_bytes=files.MAX_JSON_BYTES, directory=directory)
     sha256 = hashlib.sha256(content).hexdigest()
     if committed != f"{sha256}\n".encode():
         said = committed[:100].decode("utf-8", "replace").strip()
@@ -627,15 +604,6 @@ class CheckpointStore:
         """The steps that have a checkpoint, intact or not; the latest, in the sense of `last`, first."""
         return self._latest_first(self._look())
 
-    def last_whole(self, without: int) -> int | None:
-        """The latest step except `without` whose checkpoint is intact. Reads all bytes until it finds one."""
-        for step in self.steps():
-            with contextlib.suppress(CheckpointError, FileDamaged):
-                if step != without:
-                    self.open(step, verify=True).close()
-                    return step
-        return None
-
     def manifest(self, step: int) -> Manifest:
         with self.open(step) as reader:
             return reader.manifest
@@ -643,14 +611,15 @@ class CheckpointStore:
     def open(self, step: int, *, verify: bool = False) -> CheckpointReader:
         """Opens the checkpoint of a step. If copied from another run, its manifest lists no updates."""
         reader = open_checkpoint(self.find(step))
-        reader.manifest = reader.manifest.seen_by(self._run())
+        if reader.manifest.run not in (
+            "",
+            self._run(),
+        ):  # Numbers of another run's updates mean nothing here.
+            reader.manifest = replace(reader.manifest, sequence=0, missing=(), pending=())
         if reader.manifest.step != step:
-            received = reader.manifest.step
             reader.close()
-            raise FileDamaged(
-                self.path(step),
-                f"it is the checkpoint of another step. Received: {received}. {advice(self.path(step))}",
-            )
+            problem = f"it is the checkpoint of another step. Received: {reader.manifest.step}"
+            raise FileDamaged(self.path(step), f"{problem}. {advice(self.path(step))}")
         if verify:
             reader.verify()
         return reader
@@ -716,7 +685,7 @@ class CheckpointStore:
         self.find(step)
         # Older ones of the same step first: a reader would find them once the newest is gone.
         self._remove(self._counting().get(step, []))
-        sync_directory(self.directory)
+        files.sync_directory(self.directory)
 
     def _removed(self, step: int) -> bool:
         """Removes an old checkpoint if possible. A failure does not affect the one just written."""
@@ -744,7 +713,7 @@ class CheckpointStore:
                 path.rmtree()
         counting = self._counting()
         self._remove(path for paths in counting.values() for path in paths[:-1])
-        sync_directory(self.directory)
+        files.sync_directory(self.directory)
         for (step, _, _), path in named_checkpoints(self._run_dir):
             if path not in counting.get(step, []):
                 logger.warning(
@@ -848,8 +817,12 @@ def choose(store: CheckpointStore, step: int | None, damaged: dict[int, str]) ->
             logger.warning("the checkpoint of step %d is skipped. %s", candidate, error)
     if not damaged:
         return None
-    newest = max(damaged)
-    whole = store.last_whole(without=newest) if step is not None else None
+    newest, whole = max(damaged), None
+    for other in store.steps() if step is not None else []:  # Reads all bytes until it finds an intact one.
+        with contextlib.suppress(CheckpointError, FileDamaged):
+            if other != newest and whole is None:
+                store.open(other, verify=True).close()
+                whole = other
     begin = f"remove {store.directory} to start from scratch"
     raise CheckpointError(
         f"The checkpoint of step {newest} is damaged: {damaged[newest]}"

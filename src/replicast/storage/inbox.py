@@ -39,22 +39,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 import numpy.typing as npt
 
+from replicast import files
 from replicast.codec import json_line
 from replicast.core.entries import Receipt
 from replicast.core.records import Stage
 from replicast.errors import FileDamaged, UpdateIdInUse, UpdateRefused, refusal_of
-from replicast.files import (
-    RunDir,
-    RunPath,
-    below,
-    make_durably,
-    read_json,
-    read_small,
-    remove_leftovers,
-    sync_directory,
-    write_durably,
-    write_quickly,
-)
+from replicast.files import RunDir, RunPath, below, write_durably
 from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.journal import Updates, UpdateView, summary
@@ -146,7 +136,7 @@ def submit(
     path = _inbox(run_dir) / f"{update.id}{_UPDATE}"
     if path.exists():
         return _same(path, submitted)
-    make_durably(path.parent)
+    files.make_durably(path.parent)
     # Before the update is in place: after that, the job writes its stage. An old refusal no longer applies.
     (_refused(run_dir) / f"{update.id}.json").unlink(missing_ok=True)
     note_stage(run_dir, update.id, Stage.PROPOSED)
@@ -193,8 +183,8 @@ def ask(
     now = time.time() if now is None else now
     request = InboxRequest(kind, author[:_MAX_AUTHOR], now, now + timeout_secs, name, rows, uuid.uuid4().hex)
     _check(request)
-    make_durably(_inbox(run_dir))
-    write_quickly(_inbox(run_dir) / f"{request.id}{_REQUEST}", msgspec.json.encode(request).decode())
+    files.make_durably(_inbox(run_dir))
+    files.write_quickly(_inbox(run_dir) / f"{request.id}{_REQUEST}", msgspec.json.encode(request).decode())
     return request
 
 
@@ -218,7 +208,7 @@ def read_answer(run_dir: RunDir, id_: str) -> InboxAnswer | None:
     if not path.exists():
         return None
     try:
-        return described(InboxAnswer, "answer", read_json(path, max_bytes=_MAX_ANSWER_BYTES))
+        return described(InboxAnswer, "answer", files.read_json(path, max_bytes=_MAX_ANSWER_BYTES))
     except ValueError as error:
         raise FileDamaged(path, str(error)) from error
 
@@ -252,7 +242,7 @@ def refusals(run_dir: RunDir) -> dict[str, UpdateRefused]:
     found = dict[str, UpdateRefused]()
     for path in (path for path in paths if not path.name.startswith(".")):
         try:
-            reason = read_json(path, max_bytes=_MAX_ANSWER_BYTES).get("reason")
+            reason = files.read_json(path, max_bytes=_MAX_ANSWER_BYTES).get("reason")
             why = UpdateRefused(f"The reason cannot be read: {path} has none")
             found[path.name.removesuffix(".json")] = (
                 UpdateRefused.from_json(reason) if isinstance(reason, dict) else why
@@ -288,7 +278,7 @@ def withdraw(run_dir: RunDir, update_id: str, *, job_is_running: Callable[[], bo
     except FileNotFoundError:  # It was put back, and may be taken by now.
         return False
     (_inbox(run_dir) / f"{update_id}{_ANSWER}").unlink(missing_ok=True)
-    sync_directory(path.parent)
+    files.sync_directory(path.parent)
     return True
 
 
@@ -382,7 +372,11 @@ def _submitted(path: RunPath, file: TensorFile) -> Submitted:
             expected=f"{update.id}{_UPDATE}",
             received=path.name,
         )
-    step, trial = _checked_step(extra.get("at_step")), _checked_trial(extra.get("trial"))
+    step, trial = _checked_step(extra.get("at_step")), extra.get("trial")
+    try:
+        trial = None if trial is None else Trial.from_json(trial)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UpdateRefused(f"The trial is not valid: {error}", received=repr(trial)[:200]) from error
     reverts, forced = _checked_step(extra.get("reverts")), extra.get("forced", False)
     if reverts is not None and (update.edits or step is not None or trial is not None):
         raise UpdateRefused("A revert has no edits, step or trial of its own", received=repr(update)[:200])
@@ -414,7 +408,7 @@ def read_request(path: RunPath) -> InboxRequest:
     """Reads a request. Raises `UpdateRefused` for what is none, and FileNotFoundError if it is gone."""
     try:
         request = described(
-            InboxRequest, "request", parse_object(read_small(path, max_bytes=_MAX_REQUEST_BYTES))
+            InboxRequest, "request", parse_object(files.read_small(path, max_bytes=_MAX_REQUEST_BYTES))
         )
     except FileNotFoundError:
         raise
@@ -450,20 +444,20 @@ def take(
 
 def note_stage(run_dir: RunDir, update_id: str, stage: Stage, **fields: Any) -> None:
     """Writes how far an update is, for its author outside the job. Without a sync: it is noted often."""
-    make_durably(_inbox(run_dir))
+    files.make_durably(_inbox(run_dir))
     answer = InboxAnswer(stage, time.time(), **fields)
-    write_quickly(_inbox(run_dir) / f"{update_id}{_ANSWER}", json_line(answer).decode())
+    files.write_quickly(_inbox(run_dir) / f"{update_id}{_ANSWER}", json_line(answer).decode())
 
 
 def refuse(run_dir: RunDir, path: RunPath, error: Exception, *, durably: bool = True) -> None:
     refused = _refused(run_dir)
-    make_durably(refused)
+    files.make_durably(refused)
     reason = json_bytes({"reason": refusal_of(error).to_json(), "refused_at": time.time()})
     write_durably(refused / f"{id_of(path)}.json", [reason], sync=durably)
     with contextlib.suppress(FileNotFoundError):
         path.rename(refused / path.name)
         if durably:
-            sync_directory(refused)
+            files.sync_directory(refused)
     (_inbox(run_dir) / f"{id_of(path)}{_ANSWER}").unlink(missing_ok=True)
 
 
@@ -480,7 +474,7 @@ def answer(run_dir: RunDir, id_: str, given: InboxAnswer, values: npt.NDArray[An
 
 def clean(run_dir: RunDir) -> None:
     inbox = _inbox(run_dir)
-    remove_leftovers(inbox)
+    files.remove_leftovers(inbox)
     for suffix in (_ANSWER, _VALUES):
         for path in inbox.glob(f"*{suffix}"):
             update = path.with_name(f"{path.name.removesuffix(suffix)}{_UPDATE}")
@@ -525,15 +519,6 @@ def _checked_step(value: Any) -> int | None:
             "The step is not valid", expected="an integer of at least 0", received=repr(value)[:200]
         )
     return value
-
-
-def _checked_trial(value: Any) -> Trial | None:
-    if value is None:
-        return None
-    try:
-        return Trial.from_json(value)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UpdateRefused(f"The trial is not valid: {error}", received=repr(value)[:200]) from error
 
 
 def _named(run_dir: RunDir, suffix: str) -> list[RunPath]:

@@ -56,22 +56,9 @@ from replicast.core.records import Content, Stage
 from replicast.errors import FileDamaged, PayloadRemoved, ReplicastError, UpdateRefused
 from replicast.files import RunDir, RunPath, below, remove_leftovers, write_durably
 from replicast.mapped_memory import copied
+from replicast.storage import claims
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.storage.claims import (
-    GROUPS,
-    DamagedLines,
-    Fence,
-    LogLine,
-    Stored,
-    StoredBefore,
-    StoredPayload,
-    counted_logs,
-    group_directory,
-    group_numbers,
-    last_claim,
-    line_again,
-    log_path,
-)
+from replicast.storage.claims import GROUPS, DamagedLines, Fence, LogLine, Stored, StoredBefore, StoredPayload
 from replicast.strictjson import View, parse_integer
 from replicast.tensorfiles import read_bytes
 from replicast.update.edits import RESETS, Edit, EditKind
@@ -95,7 +82,7 @@ def counted_lines(run_dir: RunDir) -> tuple[list[LogLine], list[DamagedLines]]:
     """The entries that count, in order, and those that cannot be read."""
     lines, damaged = list[LogLine](), list[DamagedLines]()
     sequence = 0
-    for log in counted_logs(run_dir, last_claim(run_dir)):
+    for log in claims.counted_logs(run_dir, claims.last_claim(run_dir)):
         damaged.extend(one for one in log.damaged if one.last)  # The claim of an earlier group is not needed.
         for line in log.lines:
             if isinstance(line.stored, Committed):
@@ -103,7 +90,7 @@ def counted_lines(run_dir: RunDir) -> tuple[list[LogLine], list[DamagedLines]]:
                 received, must = line.stored.sequence, f"the record of update {sequence + 1}"
                 if received != sequence + 1 and not (damaged and received > sequence):
                     problem = f"entry {line.number} must be {must}. Received: {received}"
-                    error = FileDamaged(log_path(run_dir, line.group), problem)
+                    error = FileDamaged(claims.log_path(run_dir, line.group), problem)
                     damaged.append(DamagedLines(line.group, line.number, line.number, error))
                     continue
                 sequence = received
@@ -131,7 +118,7 @@ def read_stored(run_dir: RunDir, line: LogLine) -> Update:
 
 def stored_path(run_dir: RunDir, line: LogLine) -> RunPath:
     file = line.stored.file if isinstance(line.stored, StoredPayload | StoredBefore) else ""
-    return group_directory(run_dir, line.group) / file
+    return claims.group_directory(run_dir, line.group) / file
 
 
 class _EditSummary(TypedDict):
@@ -350,7 +337,8 @@ class FileJournal(StoredJournal):
         for one in self.damaged:  # The next update follows the last record: all of them must be known.
             if why := _why_needed(one, self.lines, self.damaged):
                 raise _stopped(self.run_dir, one.error, why)
-        self._remove_void()
+        if not self._fence.is_taken_over():
+            self._remove_void()
 
     def _add(self, line: LogLine) -> None:
         if isinstance(line.stored, StoredPayload):  # The summary of its edits may be long: it is read again.
@@ -384,9 +372,8 @@ class FileJournal(StoredJournal):
         except OSError as error:
             if self._fence.entries >= number:
                 raise PerhapsWritten(
-                    f"Entry {number} of {log_path(self.run_dir, self._fence.number)} was written, and could "
-                    f"not be synced ({error.strerror}). Only the next attempt of the job can tell whether it "
-                    "is on disk."
+                    f"Entry {number} of {self._fence.directory / claims.LOG} was written, and could not be "
+                    f"synced ({error.strerror}). Only the next attempt can tell whether it is on disk."
                 ) from error
             if file:
                 with contextlib.suppress(OSError):
@@ -419,7 +406,7 @@ class FileJournal(StoredJournal):
     def edits(self, id_: str, digest: str) -> tuple[Mapping[str, Any], ...]:
         line = self.payloads.get((id_, digest))
         try:
-            return () if line is None else _summaries(line_again(self.run_dir, line))
+            return () if line is None else _summaries(claims.line_again(self.run_dir, line))
         except (OSError, ValueError):
             return ()
 
@@ -485,17 +472,15 @@ class FileJournal(StoredJournal):
 
     def _remove_void(self) -> None:
         """Removes files of earlier groups that no line which counts names: they use disk space."""
-        if self._fence.is_taken_over():
-            return
         named = {
             (line.group, line.stored.file)
             for line in self.lines
             if isinstance(line.stored, StoredPayload | StoredBefore)
         }
         damaged = {one.group for one in self.damaged}  # What those lines named may come back from a backup.
-        for group in group_numbers(self.run_dir):
+        for group in claims.group_numbers(self.run_dir):
             if group < self._fence.number:
-                directory = group_directory(self.run_dir, group)
+                directory = claims.group_directory(self.run_dir, group)
                 remove_leftovers(directory, older_than_secs=0.0)
                 for path in directory.glob("*.safetensors") if group not in damaged else []:
                     if (group, path.name) not in named:

@@ -15,31 +15,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from replicast import files
 from replicast.codec import json_line
 from replicast.config import ANY, shortened
 from replicast.errors import ClusterError, FileDamaged
-from replicast.files import (
-    RunDir,
-    RunPath,
-    below,
-    make_durably,
-    open_plain,
-    read_json,
-    read_small,
-    remove_leftovers,
-    write_all,
-    write_durably,
-    write_quickly,
-)
+from replicast.files import RunDir, RunPath, below
 from replicast.processes import is_alive, is_on_this_host, this_process
-from replicast.storage.claims import (
-    GROUPS,
-    RELEASED,
-    Fence,
-    group_directory,
-    group_numbers,
-    last_claim,
-)
+from replicast.storage import claims
+from replicast.storage.claims import Fence
 from replicast.strictjson import described, json_bytes, json_value, parse_json, parse_object, sealed
 from replicast.update.audit_report import AuditReport
 from replicast.update.schema import Schema
@@ -110,33 +93,33 @@ def sent_every_secs(workers: int) -> float:
 def clean_run(run_dir: RunDir) -> None:
     """Removes temporary files of writers that died. Only before a worker writes its first note."""
     for directory in (run_dir, below(run_dir) / "workers"):
-        remove_leftovers(directory, older_than_secs=0.0)
+        files.remove_leftovers(directory, older_than_secs=0.0)
 
 
 def write_run_info(fence: Fence, info: RunInfo) -> None:
-    write_durably(fence.directory / RUN_FILE, [sealed(json_bytes(info.to_json()).rstrip())[0]])
+    files.write_durably(fence.directory / RUN_FILE, [sealed(json_bytes(info.to_json()).rstrip())[0]])
     fence.check()
 
 
 def read_run_info(run_dir: RunDir) -> RunInfo:
-    claim = last_claim(run_dir)
-    for group in group_numbers(run_dir):
-        path = group_directory(run_dir, group) / RUN_FILE
+    claim = claims.last_claim(run_dir)
+    for group in claims.group_numbers(run_dir):
+        path = claims.group_directory(run_dir, group) / RUN_FILE
         if claim is not None and group <= claim.group and path.exists():
             try:
-                return RunInfo.from_json(read_json(path, is_sealed=True))
+                return RunInfo.from_json(files.read_json(path, is_sealed=True))
             except ValueError as error:
                 raise FileDamaged(path, str(error)) from error
     raise FileDamaged(
-        below(run_dir) / GROUPS,
+        below(run_dir) / claims.GROUPS,
         f"no group has a {RUN_FILE}. Is this a run directory, and is its job still starting?",
     )
 
 
 def write_worker_note(run_dir: RunDir, note: WorkerNote) -> None:
     directory = below(run_dir) / "workers"
-    make_durably(directory)
-    write_quickly(directory / f"{note.rank}.json", json.dumps(note.to_json()))
+    files.make_durably(directory)
+    files.write_quickly(directory / f"{note.rank}.json", json.dumps(note.to_json()))
 
 
 def read_worker_notes(run_dir: RunDir, which: str = "*") -> list[WorkerNote]:
@@ -144,7 +127,7 @@ def read_worker_notes(run_dir: RunDir, which: str = "*") -> list[WorkerNote]:
     notes = []
     for path in (below(run_dir) / "workers").glob(f"{which}.json"):
         with contextlib.suppress(OSError, ValueError):
-            note = _decoded(WorkerNote, read_small(path, max_bytes=_MAX_NOTE_BYTES))
+            note = _decoded(WorkerNote, files.read_small(path, max_bytes=_MAX_NOTE_BYTES))
             if path.name == f"{note.rank}.json":
                 notes.append(note)
     return sorted(notes, key=lambda note: note.rank)
@@ -180,7 +163,7 @@ def append_line(path: RunPath, line: str) -> None:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             content = b"\n" + content  # A writer that died left half a line: it must not corrupt this one.
-        write_all(descriptor, content)
+        files.write_all(descriptor, content)
     finally:
         os.close(descriptor)
 
@@ -188,7 +171,7 @@ def append_line(path: RunPath, line: str) -> None:
 def lines_from_the_end(path: RunPath) -> Iterator[bytes]:
     """The complete lines of a file, the last one first. Reads only as much as is consumed, and has limits."""
     try:
-        descriptor = open_plain(path)
+        descriptor = files.open_plain(path)
     except OSError:
         return
     with os.fdopen(descriptor, "rb") as file:
@@ -490,8 +473,8 @@ def check_free(
     changes, at most `SILENT_SECS`. Not the notes of the other workers: they outlive worker 0 by some seconds,
     in which the job cannot be saved, and a scheduler may start it again already.
     """
-    claim = last_claim(run_dir)
-    if claim is None or (group_directory(run_dir, claim.group) / RELEASED).exists():
+    claim = claims.last_claim(run_dir)
+    if claim is None or (claims.group_directory(run_dir, claim.group) / claims.RELEASED).exists():
         return ""
     process = claim.process
     pid, host = process.get("pid"), shortened(repr(process.get("host")))

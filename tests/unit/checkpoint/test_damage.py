@@ -78,8 +78,6 @@ def test_a_damaged_one_is_never_offered(store: CheckpointStore) -> None:
     ):
         store.open(9)
     flip(store.path(2).as_path() / "state.safetensors", -1)
-    assert store.last_whole(without=9) == 1
-    assert store.last_whole(without=1) is None
     last, skipped = store.last_and_skipped()
     assert last == store.manifest(2), "its bytes were not looked at"
     assert [problem.path.parent for problem in skipped] == [store.path(3).as_path()]
