@@ -8,6 +8,7 @@ import ipaddress
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 
 LOOK_SECS = 0.2
 # How long a launcher waits for names. The system's resolver asks silent servers for 10 to 30 s.
@@ -23,17 +24,14 @@ class Lookups:
     """
 
     def __init__(self, hosts: Iterable[str]) -> None:
-        self._found: dict[str, list[str] | OSError] = {}
-        self._ends = threading.Condition()
-        named = []
-        for host in dict.fromkeys(hosts):
+        self._found: dict[str, Future[list[str]]] = {host: Future() for host in hosts}
+        self._left: collections.deque[str] = collections.deque()
+        for host, found in self._found.items():
             if is_address(host):
-                self._found[host] = [host]
+                found.set_result([host])
             else:
-                named.append(host)
-        self._left = collections.deque(named)
-        self._count = len(self._found) + len(named)
-        for number in range(min(_MAX_THREADS, len(named))):
+                self._left.append(host)
+        for number in range(min(_MAX_THREADS, len(self._left))):
             try:
                 threading.Thread(target=self._run, name="replicast-lookup", daemon=True).start()
             except RuntimeError:  # No more threads for now: those that were started look up all names.
@@ -43,41 +41,30 @@ class Lookups:
 
     def addresses(self, host: str) -> list[str] | None:
         """The addresses of one of the names; None if they are not known yet."""
-        with self._ends:
-            found = self._found.get(host)
-        if isinstance(found, OSError):
-            raise found
-        return found
+        found = self._found.get(host)
+        return found.result() if found is not None and found.done() else None
 
     def wait(self, secs: float) -> bool:
         """Blocks until all lookups have ended, at most this long; returns whether they have."""
-        with self._ends:
-            return self._ends.wait_for(lambda: len(self._found) == self._count, secs)
+        return not wait(self._found.values(), secs).not_done
 
     def stop(self) -> None:
         """Gives up the names of which the lookup has not begun."""
         with contextlib.suppress(IndexError):  # There is none left.
             while True:
-                self._end(self._left.popleft(), OSError("its name was not looked up"))
+                self._found[self._left.popleft()].set_exception(OSError("its name was not looked up"))
 
     def _run(self) -> None:
-        while True:
-            try:
-                host = self._left.popleft()
-            except IndexError:
-                return
-            found: list[str] | OSError = OSError("its name could not be looked up")
-            try:
-                found = _look_up(host)
-            except OSError as error:
-                found = error
-            finally:
-                self._end(host, found)
-
-    def _end(self, host: str, found: list[str] | OSError) -> None:
-        with self._ends:
-            self._found[host] = found
-            self._ends.notify_all()
+        with contextlib.suppress(IndexError):  # There is none left.
+            while True:
+                found = self._found[host := self._left.popleft()]
+                try:
+                    found.set_result(_look_up(host))
+                except OSError as error:
+                    found.set_exception(error)
+                except BaseException:
+                    found.set_exception(OSError("its name could not be looked up"))
+                    raise
 
 
 def addresses_of(host: str, port: int, look: Callable[[], object]) -> list[tuple[str, int]]:

@@ -94,26 +94,10 @@ def proposed(proposal: Proposal, *, scheduled: bool = False, stored: bool = Fals
     return UpdateOperation(proposal, scheduled=scheduled, stored=stored)
 
 
-def collective(intent: tuple[Any, ...], id_: str) -> Operation:
-    """For what all training threads rest in."""
-    match intent:
-        case ("begin",):
-            return Begin(id_)
-        case ("close",):
-            return Close(id_)
-        case ("sync", source, *names):
-            return Sync(id_, source, tuple(names))
-        case ("audit", policy):
-            return Audit(id_, policy)
-        case ("save",):
-            return Save(id_)
-        case ("meet", *_):
-            return Barrier(id_)
-    raise ValueError(f"All workers rest for an unknown reason. Received: {intent!r}")
-
-
-REQUESTED: dict[str, Callable[..., Operation]] = {"leave": Leave, "audit": Audit, "save": Save, "pull": Pull}
-PLANNED: dict[str, Callable[..., Operation]] = {"audit": Audit, "save": Save}
+# What all training threads rest in, what is asked for from outside, and what all workers do by themselves.
+OPERATIONS: dict[str, Callable[..., Operation]] = {
+    one.kind: one for one in (Begin, Close, Leave, Sync, Barrier, Audit, Save, Pull)
+}
 
 
 def has_other_content(proposal: Proposal, known: Operation | None, record: Committed | None) -> bool:
@@ -243,7 +227,8 @@ class Coordinator:
             problem = f"The workers wait for each other at different places: {'; '.join(places)}"
             self._resuming = m.Resume(tokens, Refusal(problem))
             return
-        operation = collective(rest.intent, self.new_id(rest.intent[0]))
+        kind, *arguments = rest.intent
+        operation = OPERATIONS[kind](self.new_id(kind), *arguments)
         operation.tokens = tokens
         self._give_up_reports(None if isinstance(operation, Close) else rest.step)
         self._open(operation)
@@ -255,12 +240,11 @@ class Coordinator:
             if one.kind == kind and one.arguments == arguments and one.report is None:
                 one.asked_by += request.asked_by
                 return
-        operation = REQUESTED[kind](self.new_id(kind), *arguments)
+        operation = OPERATIONS[kind](self.new_id(kind), *arguments)
         operation.arguments, operation.asked_by = arguments, request.asked_by
         self._open(operation)
 
     def _open(self, operation: Operation, promised_at: int | None = None) -> None:
-        """Adds an operation to the list and starts its script."""
         operation.number = next(self._numbers)
         self.operations[operation.number] = operation
         if operation.proposal is not None:
@@ -353,7 +337,6 @@ class Coordinator:
         )
 
     def _outcome_of(self, id_: str, ticket: str, known: Operation | None, record: Committed | None) -> m.Tell:
-        """What is known of an operation that has ended, in this attempt or before."""
         if known is not None and known.outcome is not None:
             return m.Tell(id_, (ticket,), known.outcome.stage, known.step, known.outcome.result)
         sequence = 0 if record is None else record.sequence
@@ -643,7 +626,7 @@ class Coordinator:
 
     def _reported(self, rank: int, id_: ReportId, value: Any) -> None:
         if id_ not in self._planned:
-            self._open(PLANNED[id_.kind](str(id_), report=id_))
+            self._open(OPERATIONS[id_.kind](str(id_), report=id_))
         self._latest_report[id_.kind, rank] = id_
         gather, operation = self._planned[id_]
         if gather.add(rank, value):
@@ -878,7 +861,6 @@ class Coordinator:
             self._next = None
 
     def _at(self, rank: int, number: int, step: int, standing: bool) -> None:
-        """A worker says where it is."""
         meeting = self._meetings.get(number)
         if meeting is None:
             return

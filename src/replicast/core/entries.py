@@ -205,7 +205,6 @@ class History:
 
     @property
     def next_sequence(self) -> int:
-        """The sequence number of the next update."""
         return len(self.committed) + 1
 
     def reverted_by(self, sequence: int) -> int | None:

@@ -123,9 +123,8 @@ class Replica(Protocol):
 class Order(Record):
     """An order to a worker. Most are one method of `Replica`, which says what it does."""
 
-    in_background: ClassVar[bool] = (
-        False  # while training continues; otherwise in the stopped training thread
-    )
+    # While training continues; otherwise in the stopped training thread.
+    in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> Any:
         """Carries it out; the result is sent to the coordinator. `Refuse` becomes a `Refusal`."""
@@ -136,15 +135,11 @@ OUTSIDE = -1  # The rank of messages from outside the job: from the inbox, and f
 
 
 class Propose(Record):
-    """Proposes an update or a function."""
-
     ticket: str
     proposal: Proposal
 
 
 class Withdraw(Record):
-    """Withdraws an update that is not committed yet."""
-
     ticket: str
     id: str
 
@@ -158,16 +153,12 @@ class Request(Record):
 
 
 class At(Record):
-    """The position of a training thread."""
-
     meeting: int
     step: int
     standing: bool
 
 
 class Answer(Record):
-    """The result of an order."""
-
     number: int | ReportId
     value: Any
 
@@ -195,8 +186,6 @@ class Meet(Record):
 
 
 class Do(Record):
-    """Carry out an order, and answer."""
-
     number: int
     order: Any  # an `Order`: msgspec would decode its base class only
     of: tuple[int, ...] | None = None
@@ -209,15 +198,11 @@ class Release(Record):
 
 
 class Resume(Record):
-    """A rest is over."""
-
     tokens: tuple[int, ...]
     outcome: Any
 
 
 class Tell(Record):
-    """The stage of an operation."""
-
     id: str
     tickets: tuple[str, ...]
     stage: Stage

@@ -79,8 +79,6 @@ AnyRequest: TypeAlias = (
 
 
 class Outcome(Record):
-    """How an operation ended."""
-
     stage: Stage
     result: Any = None
 
@@ -130,7 +128,6 @@ class AuditTrail:
         return self.found_at
 
     def are_equal(self, step: int) -> None:
-        """Records that they are equal, or were made equal."""
         self.found_at, self.last_equal = None, step
 
 
@@ -219,7 +216,6 @@ class Operation:
         self.told: tuple[Stage, int] = Stage.PROPOSED, 0
 
     def script(self, job: JobView) -> Script:
-        """The coordinator's part of the operation."""
         raise NotImplementedError
 
     def is_applying(self, id_: str) -> bool:

@@ -28,8 +28,6 @@ _RESTING, _WAITING = "resting", "waiting"
 
 
 class WorkerMachine:
-    """The state machine of one worker."""
-
     def __init__(self, rank: int, step: int = 0, *, timeouts: Timeouts | None = None) -> None:
         self.rank = rank
         self.step = step

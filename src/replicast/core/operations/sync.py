@@ -30,7 +30,7 @@ class Sync(Operation):
     kind = "sync"
     in_trial = True
 
-    def __init__(self, id_: str, source: int, names: tuple[str, ...] = ()) -> None:
+    def __init__(self, id_: str, source: int, *names: str) -> None:
         super().__init__(id_)
         self.source = source
         self.names = names
@@ -80,14 +80,17 @@ class Publish(Order):
         return replica.publish(self.id, self.names)
 
 
-# Meet: all training threads wait for each other at one line of the script. Nothing else happens.
-
-
 class Barrier(Operation):
-    """All workers rest; every earlier proposal has its outcome when they continue."""
+    """All training threads wait for each other at one line of the script, which the arguments tell apart.
+
+    Every earlier proposal has its outcome when they continue.
+    """
 
     kind = "meet"
     in_trial = True
+
+    def __init__(self, id_: str, *place: object) -> None:
+        super().__init__(id_)
 
     def script(self, job: JobView) -> Script:
         yield EarlierSettled()
