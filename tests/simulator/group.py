@@ -431,7 +431,7 @@ class SimulatedGroup:
         self.started_at = story.clock.now
         story.disk.count(self.number)
         history = story.disk.history()
-        start = history.last_checkpoint()
+        start = history.checkpoints[max(history.checkpoints)] if history.checkpoints else None
         if start is not None and plan.go_back == self.number:
             story.notes.fired("damaged checkpoint")
             earlier = [step for step in history.checkpoints if step < start.step]

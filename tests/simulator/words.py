@@ -60,7 +60,7 @@ def _message(thing: Any) -> str:
             return f"Meet      at step {step}  [{meeting}]"
         case m.Do(number, order, of):
             whom = "" if of is None else f" (worker {', '.join(map(str, of))})"
-            return f"Do        {_order(order)}{whom}  [{number}]"
+            return f"Do        {described(order)}{whom}  [{number}]"
         case m.Release(meeting):
             return f"Release   [{meeting}]"
         case m.Resume(_, outcome):

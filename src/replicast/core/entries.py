@@ -221,10 +221,6 @@ class History:
         id_ = pending.proposal.id
         return id_ in self.by_id or id_ in self.withdrawn or not self.refused.isdisjoint(pending.tickets)
 
-    def last_checkpoint(self) -> Saved | None:
-        """The checkpoint that a restart uses by default."""
-        return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
-
     def after(self, holds: frozenset[int]) -> list[Committed]:
         """The updates that a state which holds these ones still has to apply, in order."""
         left = [record for sequence, record in self.committed.items() if sequence not in holds]

@@ -83,7 +83,6 @@ class Edit:
 
     @property
     def nbytes(self) -> int:
-        """The size of the arrays in bytes."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
@@ -128,17 +127,17 @@ def factor_as(factor: float, dtype: npt.DTypeLike) -> Array:
 def apply_edit(edit: Edit, current: Array) -> Array:
     """Returns the variable's value after the edit."""
     arrays = edit.arrays
+    factor = factor_as(1.0 if edit.factor is None else edit.factor, current.dtype)
     match edit.operation:
         case EditKind.ADD:
             return _calculate(np.add, current, arrays["value"])
         case EditKind.ASSIGN:
             return np.array(arrays["value"], dtype=current.dtype, order="C")
         case EditKind.SCALE:
-            return _calculate(np.multiply, current, factor_as(_factor(edit), current.dtype))
+            return _calculate(np.multiply, current, factor)
         case EditKind.BLEND:
             difference = _calculate(np.subtract, arrays["value"], current)
-            weight = factor_as(_factor(edit), current.dtype)
-            return _calculate(np.add, current, _calculate(np.multiply, difference, weight))
+            return _calculate(np.add, current, _calculate(np.multiply, difference, factor))
         case EditKind.ADD_ROWS:
             rows = _calculate(np.add, current[arrays["indices"]], arrays["rows"])
             return _with_rows(current, arrays["indices"], rows)
@@ -152,15 +151,9 @@ def apply_edit(edit: Edit, current: Array) -> Array:
                 result = _calculate(np.add, result, product)
             return result
         case EditKind.RESET:
-            return np.full(current.shape, factor_as(_factor(edit), current.dtype), current.dtype)
+            return np.full(current.shape, factor, current.dtype)
         case EditKind.RESET_ROWS:
-            return _with_rows(current, arrays["indices"], factor_as(_factor(edit), current.dtype))
-
-
-def _factor(edit: Edit) -> float:
-    if edit.factor is None:
-        raise ValueError(f"A {edit.operation} needs a factor. Received: None, for {edit.variable}")
-    return edit.factor
+            return _with_rows(current, arrays["indices"], factor)
 
 
 def _with_rows(current: Array, indices: Array, rows: Array) -> Array:

@@ -152,18 +152,11 @@ def _from_description(description: Any, array_of: Callable[[str, Any], Array]) -
     try:
         known = msgspec.convert(description, _DescribedUpdate)
     except msgspec.ValidationError as error:
-        raise UpdateRefused(
-            f"The description of the update is not valid ({error})", received=str(description)[:200]
-        ) from error
-    edits = tuple(_edit_of(number, edit, array_of) for number, edit in enumerate(known.edits))
-    update = Update(
-        note=known.note,
-        author=known.author,
-        id=known.id,
-        reset_slots=known.reset_slots,
-        allow_nonfinite=known.allow_nonfinite,
-    )
-    return update.with_edits(edits)
+        problem = f"The description of the update is not valid ({error})"
+        raise UpdateRefused(problem, received=str(description)[:200]) from error
+    edits = [_edit_of(number, edit, array_of) for number, edit in enumerate(known.edits)]
+    head = {name: getattr(known, name) for name in known.__struct_fields__ if name != "edits"}
+    return Update(**head).with_edits(edits)
 
 
 def _edit_of(number: int, known: _DescribedEdit, array_of: Callable[[str, Any], Array]) -> Edit:
@@ -185,9 +178,8 @@ def edits_of_tensors(
     if operation in RESETS:
         raise UpdateRefused("Values cannot be reset from a file", remedy="Use assign, or reset_slots=True")
     if (operation is EditKind.BLEND) != (weight is not None):
-        raise UpdateRefused(
-            "A blend needs a weight, and no other operation takes one", received=f"{operation}, {weight}"
-        )
+        problem = "A blend needs a weight, and no other operation takes one"
+        raise UpdateRefused(problem, received=f"{operation}, {weight}")
     rest = dict(tensors)
     edits = []
     for name in tensors:
