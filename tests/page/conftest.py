@@ -1,4 +1,4 @@
-"""A served run in memory, and requests to it as a browser or a program makes them."""
+"""A served run, and requests to it as a browser or a program makes them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from replicast.page.app import App
 from replicast.page.live import Find
 from replicast.page.web_server import PageSettings
-from tests.memory_run import MemoryRun
 from tests.page.live import TOKEN as TOKEN
-from tests.unit.played_job import SCHEMA
+from tests.page.prompt_run import PromptRun
 
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
@@ -40,13 +39,13 @@ Serve = Callable[..., Client]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> MemoryRun:
-    """A run of two workers, in memory."""
-    return MemoryRun(SCHEMA, tmp_path / "first")
+def run(tmp_path: Path) -> PromptRun:
+    """A run of two workers that do at once what they are asked for."""
+    return PromptRun(tmp_path / "prompt")
 
 
 @pytest.fixture
-def serve(run: MemoryRun) -> Iterator[Serve]:
+def serve(run: PromptRun) -> Iterator[Serve]:
     """Serves the run, or what `find` finds, with some settings; requests come from `peer`, to `host`."""
     found = {"first": run}
     with start_blocking_portal() as loop:  # One for all requests, as on a server.

@@ -16,7 +16,7 @@ import pytest
 
 from replicast.client import Run
 from replicast.page.app import App
-from replicast.page.live import Find, RunWatch
+from replicast.page.live import RunWatch
 from replicast.page.web_server import PageServer, PageSettings, configured, listen
 from replicast.testing.job import eventually
 
@@ -24,11 +24,12 @@ TOKEN = "0123456789abcdef-the-token"
 
 
 @contextlib.contextmanager
-def served(find: Find, settings: PageSettings) -> Iterator[str]:
-    """Serves in a thread of this process; gives the address."""
-    app = App(find, settings)
-    with listen(settings) as listener:
-        server = PageServer(configured(app, settings), app.stop)
+def served(run: Run, **settings: Any) -> Iterator[str]:
+    """Serves one run as `first` in a thread of this process; gives the address of the server."""
+    chosen = PageSettings(port=0, **settings)
+    app = App(lambda: {"first": run}, chosen)
+    with listen(chosen) as listener:
+        server = PageServer(configured(app, chosen), app.stop)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
@@ -41,16 +42,12 @@ def served(find: Find, settings: PageSettings) -> Iterator[str]:
 
 @contextlib.contextmanager
 def served_run(run: Run) -> Iterator[str]:
-    """Serves one run as `first`, and keeps nothing that was read; gives its address."""
-    found = {"first": run}
+    """Serves one run, and keeps nothing that was read; gives its address."""
 
     async def fresh(watch: RunWatch, _key: object, act: Callable[[], Any], _max_age: float = 0.0) -> Any:
         return await watch._threads.call(act)
 
-    with (
-        pytest.MonkeyPatch.context() as patched,
-        served(lambda: found, PageSettings(port=0, token=TOKEN)) as address,
-    ):
+    with pytest.MonkeyPatch.context() as patched, served(run, token=TOKEN) as address:
         patched.setattr(RunWatch, "read", fresh)
         yield f"{address}/first"
 

@@ -24,7 +24,7 @@ from replicast.storage.run_files import (
 )
 from replicast.update.audit_report import AuditReport
 from replicast.update.trial import TrialOutcome
-from tests.memory_run import equal_report
+from tests.page.prompt_run import equal_report
 from tests.unit.played_job import SCHEMA, PlayedJob
 
 WORKERS = 2

@@ -16,9 +16,9 @@ from uvicorn.server import ServerState
 from replicast.page import web_server as server
 from replicast.page.app import App
 from replicast.page.web_server import HEAD_SECS, READ_SECS, HttpConnection, PageSettings, configured
-from tests.memory_run import MemoryRun
 from tests.page.conftest import TOKEN
 from tests.page.live import served
+from tests.page.prompt_run import PromptRun
 
 REQUEST = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
@@ -93,7 +93,7 @@ def loop() -> Loop:
 
 
 @pytest.fixture
-def connect(run: MemoryRun, loop: Loop) -> Connect:
+def connect(run: PromptRun, loop: Loop) -> Connect:
     settings = PageSettings(token=TOKEN, trusted_proxies=("10.0.0.1",))
     config, state = configured(App(lambda: {"first": run}, settings), settings), ServerState()
     config.load()
@@ -178,23 +178,13 @@ def test_a_full_server_closes_who_has_waited_longest_and_nobody_who_has_asked(
 
 
 def test_connections_that_send_nothing_keep_nobody_out(
-    run: MemoryRun, monkeypatch: pytest.MonkeyPatch
+    run: PromptRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 8)
     monkeypatch.setattr(server, "HEAD_SECS", 600.0)
-    found = {"first": run}
-    with served(lambda: found, PageSettings(port=0)) as address, ExitStack() as opened:
+    with served(run) as address, ExitStack() as opened:
         port = int(address.rpartition(":")[2])
         for _ in range(30):
             opened.enter_context(socket.create_connection(("127.0.0.1", port), 20))
         with urlopen(f"{address}/healthz", timeout=20) as answer:
             assert answer.status == 200
-
-
-def test_a_connection_that_sends_nothing_ends(run: MemoryRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEAD_SECS", 0.01)
-    found = {"first": run}
-    with served(lambda: found, PageSettings(port=0)) as address:
-        port = int(address.rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port), 20) as silent:
-            assert silent.recv(1) == b""

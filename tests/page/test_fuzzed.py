@@ -7,10 +7,9 @@ from hypothesis import HealthCheck, given, settings
 
 from replicast.page import security
 from replicast.page.app import ROWS
-from replicast.page.web_server import PageSettings
-from tests.memory_run import MemoryRun
 from tests.page.conftest import BEARER, TOKEN
 from tests.page.live import served
+from tests.page.prompt_run import PromptRun
 
 EXAMPLES = 12
 ENDLESS = "/api/runs/{run}/events"
@@ -53,16 +52,12 @@ def fuzz(address: str, headers: dict[str, str]) -> int:
     return len(operations)
 
 
-def test_nothing_changes_without_the_token_and_nothing_breaks(run: MemoryRun) -> None:
-    found = {"first": run}
-    with served(lambda: found, PageSettings(port=0, token=TOKEN)) as address:
-        assert fuzz(address, {}) == len(ROWS) + 3  # The runs, Prometheus, health.
-    assert run.done == []
-
-
-def test_with_the_token_nothing_breaks(run: MemoryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_changes_without_the_token_and_nothing_breaks(
+    run: PromptRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(security, "ACTIONS_PER_MINUTE", 10**6)
-    found = {"first": run}
-    with served(lambda: found, PageSettings(port=0, token=TOKEN)) as address:
-        assert fuzz(address, BEARER) == len(ROWS) + 3  # The runs, Prometheus, health.
-    assert "audit" in run.done
+    with served(run, token=TOKEN) as address:
+        assert fuzz(address, {}) == len(ROWS) + 3  # The runs, Prometheus, health.
+        assert run.done == []
+        fuzz(address, BEARER)
+        assert "audit" in run.done

@@ -76,11 +76,13 @@ class PlayedJob:
     def withdraw(self) -> None:
         """What a job does that is asked to withdraw updates, and can."""
         for path in inbox.requests(self.run):
-            update_id = inbox.read_request(path).name
-            self._journal.write(Withdrawn(update_id))
-            inbox.note_stage(self.run, update_id, Stage.WITHDRAWN)
-            (self.run / "inbox" / f"{update_id}.safetensors").unlink(missing_ok=True)
+            self.withdraw_one(inbox.read_request(path).name)
             inbox.answer(self.run, inbox.id_of(path), InboxAnswer(Stage.WITHDRAWN, time.time(), 7))
+
+    def withdraw_one(self, update_id: str) -> None:
+        self._journal.write(Withdrawn(update_id))
+        inbox.note_stage(self.run, update_id, Stage.WITHDRAWN)
+        (self.run / "inbox" / f"{update_id}.safetensors").unlink(missing_ok=True)
 
     def replay(self, sequence: int = 1) -> None:
         """What a restarted job does at the step of an update."""

@@ -15,11 +15,12 @@ import pytest
 
 from replicast.client import connect
 from replicast.client.directory import DirectoryRun
-from replicast.errors import NotFound, RequestFailed, UpdateRefused
+from replicast.errors import NotFound, RequestFailed, RequestRefused, UpdateRefused
 from replicast.page.web_server import HttpError
 from replicast.storage import inbox
 from replicast.update.update import Update
 from tests.page.live import TOKEN, served_run
+from tests.page.prompt_run import PromptRun
 from tests.unit.played_job import BIAS, heard_of_always, invoke, made_run, meanwhile, tensors
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
@@ -158,6 +159,21 @@ def test_a_large_update_is_sent_in_pieces_without_a_copy(address: str) -> None:
             run.push(large)
     assert max(sent) <= 2**20
     assert sum(sent) > 4 * 2**20
+
+
+def test_values_come_as_they_are_and_too_many_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served_run(PromptRun(tmp_path / "first")) as address:
+        run = connect(address, token=TOKEN)
+        pulled = run.pull("dense/kernel")
+        assert (pulled.array.dtype, pulled.array.shape, pulled.source) == (np.float32, (4, 3), "job")
+        with pytest.raises(RequestRefused, match="at most 47 bytes"):
+            run.pull("dense/kernel", max_bytes=47)
+        monkeypatch.setattr("replicast.page.app.MAX_VALUES_BYTES", 47)
+        with pytest.raises(RequestRefused, match="too many values of model/dense/kernel"):
+            run.pull("dense/kernel")
+        assert run.pull("dense/kernel", [0]).array.shape == (1, 3)
 
 
 def test_a_server_that_is_not_there_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
