@@ -31,6 +31,7 @@ from replicast.errors import (
 )
 
 if TYPE_CHECKING:
+    from replicast import optimizers
     from replicast.client import connect
     from replicast.core.entries import Receipt
     from replicast.core.operation import Timeouts
@@ -72,6 +73,7 @@ __all__ = [
     "UpdateRefused",
     "__version__",
     "connect",
+    "optimizers",
     "per_worker",
 ]
 
@@ -86,6 +88,7 @@ _LATE = {
     "Trial": "replicast.update.trial",
     "Update": "replicast.update.update",
     "connect": "replicast.client",
+    "optimizers": "replicast.optimizers",
     "per_worker": "replicast.training",
 }
 
@@ -94,7 +97,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module 'replicast' has no attribute {name!r}")
     try:
-        value = getattr(import_module(_LATE[name]), name)
+        module = import_module(_LATE[name])
     except ModuleNotFoundError as error:
         if error.name not in ("tensorflow", "keras"):
             raise
@@ -102,7 +105,7 @@ def __getattr__(name: str) -> Any:
             f"replicast.{name} needs {error.name}, which is not installed here. "
             "Install one of: pip install 'replicast[cpu]' (no GPU), pip install 'replicast[tensorflow]'."
         ) from error
-    globals()[name] = value
+    value = globals()[name] = getattr(module, name, module)  # `optimizers` is the module itself
     return value
 
 

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from replicast.update.audit_report import (
+    SLICE_BYTES,
     AuditReport,
     Declared,
     Deviation,
@@ -19,6 +20,7 @@ from replicast.update.audit_report import (
     checked_policy,
     groups_of,
     reference_of,
+    rows_in_turn,
     what_follows,
 )
 from replicast.update.distance import deviation
@@ -210,3 +212,32 @@ def test_the_first_of_many_pieces_counts_and_one_number_has_an_index_without_dim
 def test_values_of_another_shape_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match=r"Received: float64 \(2,\)"):
         deviation(np.zeros(2), np.zeros((2, 1)))
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"one": (10_000, 3 * SLICE_BYTES)},
+        {"one": (1_000_003, 256_000_768), "two": (7, 9 * SLICE_BYTES), "three": (50_000, 12_800_000)},
+    ],
+)
+def test_one_round_of_audits_compares_every_row_of_every_table_once(
+    tables: dict[str, tuple[int, int]],
+) -> None:
+    audits = rows_in_turn(tables, 0)[0].audits
+    seen: dict[str, list[tuple[int, int]]] = {name: [] for name in tables}
+    for turn in range(5 * audits, 6 * audits):
+        found = rows_in_turn(tables, turn)
+        assert [one.variable for one in found] == list(tables)
+        assert [one.audits for one in found] == [audits] * len(tables)
+        compared = [one for one in found if one.stop]
+        assert len(compared) == 1
+        seen[compared[0].variable].append((compared[0].start, compared[0].stop))
+    for name, (rows, _) in tables.items():
+        starts, stops = zip(*sorted(seen[name]), strict=True)
+        assert (starts[0], stops[-1]) == (0, rows)
+        assert starts[1:] == stops[:-1]
+
+
+def test_without_large_tables_nothing_is_compared_in_turns() -> None:
+    assert rows_in_turn({}, 3) == ()

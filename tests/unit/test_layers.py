@@ -31,7 +31,7 @@ LAYERS = [
     {"coordination", "rendezvous", "port_filter"},
     {"transport", "lifetime", "turns"},
     {"allreduce"},
-    {"training"},
+    {"training", "optimizers"},
     {"launcher", "client"},
     {"replicas"},
     {"testing"},

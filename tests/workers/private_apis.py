@@ -130,6 +130,12 @@ training/variables.py
   keras.Variable._initialize: makes TensorFlow's variable behind one of Keras
   keras.src.backend.common.global_state: holds the generator of unseeded draws, for each thread
   keras.src.random.seed_generator.GLOBAL_SEED_GENERATOR: the name of that generator
+training/rows.py
+  keras.src.backend.tensorflow.numpy.take(x, indices, axis): how `keras.ops.take` looks rows up
+  keras.src.backend.tensorflow.core.Variable: `tf.gather` asks it for `sparse_read`
+  keras.src.backend.common.stateless_scope.in_stateless_scope(): whether a variable stands for another value
+  keras.Variable._maybe_autocast(self, value): the value in the precision of the layer that runs
+  keras.optimizers.Optimizer._get_variable_index(self, variable): the place of what remembers something of it
 training/collectives.py
   <launcher>.__init__(self, group_key, group_size, collective_keys, device, options):
       makes a launcher like another one
@@ -244,6 +250,14 @@ training/variables.py
   keras.Model._compile_metrics: whether Keras has built the metrics
   MirroredVariable._distribute_strategy: the strategy that made it
   Context._rng: is another one when a seed is set again
+training/rows.py
+  keras.Variable._value: TensorFlow's variable behind it
+  Handle._distributed_container: the variable of the job, by its value on this worker
+  Adagrad._accumulators: one for each variable
+training/row_optimizers.py
+  Adam._momentums: one for each variable
+  Adam._velocities: one for each variable
+  Adam._velocity_hats: one for each variable, with amsgrad
 training/writing.py
   BackupAndRestore._training_metadata_path: where it notes the epoch
   TensorBoard._should_trace: whether it profiles

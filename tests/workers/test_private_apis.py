@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_api, saving_lib
+from tensorflow.python.ops import array_ops
 
 from replicast.training import feeding
 from replicast.training.keras_call import Trainer, keras_call, only_looks_at_shapes
@@ -62,7 +63,15 @@ def objects(strategy: Any) -> dict[str, Any]:
     noting, model = Noting(), perceptron(strategy)
     model.fit(tf.data.Dataset.from_tensor_slices(arrays(8)).batch(4), verbose=0, callbacks=[noting])
     tf.random.set_seed(1)
+    with strategy.scope():
+        adagrad, adam = keras.optimizers.Adagrad(), keras.optimizers.Adam(amsgrad=True)
+        for optimizer in (adagrad, adam):
+            optimizer.build(model.trainable_variables)
     return {
+        "keras.Variable": model.trainable_variables[0],
+        "Handle": model.trainable_variables[0].value.values[0].handle,
+        "Adagrad": adagrad,
+        "Adam": adam,
         private_apis.ARRAYS: ArrayDataAdapter(np.zeros((5, 2)), np.zeros(5), batch_size=2, shuffle="batch"),
         private_apis.GENERATOR: GeneratorDataAdapter(iter([(np.zeros((3, 2)),)])),
         private_apis.PY_DATASET: PyDatasetAdapter(Batches()),
@@ -148,6 +157,8 @@ SAYS: list[tuple[Any, str]] = [
     (_OPTIMIZER._distributed_tf_update_step, "apply_grad_to_update_var"),
     (_OPTIMIZER._all_reduce_sum_gradients, "get_replica_context().all_reduce("),
     (_OPTIMIZER.add_variable_from_reference, "extended.colocate_vars_with("),
+    (keras.ops.take, "backend.numpy.take("),
+    (array_ops.gather, "params.sparse_read("),
     (
         Trainer._maybe_symbolic_build,
         "with self.distribute_strategy.scope():\n            self._symbolic_build(",

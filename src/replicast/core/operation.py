@@ -116,6 +116,8 @@ class AuditTrail:
     def __init__(self) -> None:
         self._count = 0
         self.last_equal: int | None = None
+        self._last_equal_as_a_whole: int | None = None
+        self._partly: frozenset[str] = frozenset()  # the tables that audits compare slice by slice
         self.found_at: int | None = None
 
     def next_number(self) -> int:
@@ -127,8 +129,18 @@ class AuditTrail:
         self.found_at = step if self.found_at is None else self.found_at
         return self.found_at
 
-    def are_equal(self, step: int) -> None:
+    def are_equal(self, step: int, partly: frozenset[str] = frozenset()) -> None:
+        """Records that they are equal, or were made equal; some variables as far as they were compared."""
         self.found_at, self.last_equal = None, step
+        if partly:
+            self._partly = partly
+        else:
+            self._last_equal_as_a_whole = step
+
+    def last_equal_in(self, variables: Iterable[str]) -> int | None:
+        """The last step at which these variables were equal, as a whole."""
+        known = self._partly.isdisjoint(variables)
+        return self.last_equal if known else self._last_equal_as_a_whole
 
 
 class JobView(Protocol):

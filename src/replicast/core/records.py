@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from replicast.codec import Record
+from replicast.update.audit_report import ComparedRows
 from replicast.update.trial import Trial
 
 # Why an operation was refused: a record that is sent between processes, and the exception for it.
@@ -130,6 +131,7 @@ class SeenDigests(Record):
     secs: float = 0.0
     trained: int = 0
     time: float = 0.0
+    partly: tuple[ComparedRows, ...] = ()
 
 
 class Snapshot(Record):

@@ -131,7 +131,9 @@ class Audits:
     def _audit_in_passing(self) -> None:
         if self._session.size > 1 and self._audited_at != self._session.step:
             self._audited_at = self._session.step
-            seen = self._session.replica.examine_quietly()
+            # The number of steps is the same on all workers, and goes on after a restart.
+            turn = self._session.step // (self._plan.every or 1)
+            seen = self._session.replica.examine_quietly(turn)
             self._session.report(self._session.next_report("audit"), lambda: seen)
 
     def on_report(self, report: AuditReport, raises: bool) -> None:

@@ -115,7 +115,7 @@ class Worker:
 
     def audit_in_passing(self) -> None:
         """Takes part in a planned audit and continues. Call it on all workers at one boundary."""
-        seen = self.session.replica.examine_quietly()
+        seen = self.session.replica.examine_quietly(self.session.step)
         self.session.report(self.session.next_report("audit"), lambda: seen)
 
     def die(self) -> None:

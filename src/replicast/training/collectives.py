@@ -39,6 +39,7 @@ from replicast.errors import NotSupported
 from replicast.lifetime import Lifetime
 from replicast.training.keras_call import compiled_model, keras_looks_at_attributes, optimizer_that_sums
 from replicast.training.origins import SliceKind, kind_of, lookups_of
+from replicast.training.rows import once_for_each_row
 from replicast.training.variables import creator_in_scope, replicated, sharing_seed_generator
 
 logger = logging.getLogger("replicast")
@@ -556,7 +557,7 @@ def sum_over_workers(
         if kind is SliceKind.SHARED:
             return tf.IndexedSlices(total, part.indices, part.dense_shape)
         if kind is SliceKind.UNIQUE:
-            return _one_for_each_index(total)
+            return once_for_each_row(total)
         if kind is SliceKind.ROWS:
             return total
         lengths = all_gather(tf.reshape(tf.size(part.indices), [1]))
@@ -569,7 +570,7 @@ def sum_over_workers(
 
         values, indices = tf.cond(
             tf.cond(tf.reduce_all(lengths == lengths[0]), lists_are_equal, lambda: tf.constant(False)),
-            lambda: (_one_for_each_index(total).values, _one_for_each_index(total).indices),
+            lambda: (once_for_each_row(total).values, once_for_each_row(total).indices),
             lambda: (total.values, total.indices),
         )
         return tf.IndexedSlices(values, indices, part.dense_shape)
@@ -598,12 +599,6 @@ def _lookups(value: Any) -> list[tuple[SliceKind, Any]]:
     pairs = zip(tf.split(value.values, lengths), tf.split(value.indices, lengths), strict=True)
     parts = [tf.IndexedSlices(*pair, value.dense_shape) for pair in pairs]
     return [(kind_of(indices), part) for indices, part in zip(lists, parts, strict=True)]
-
-
-def _one_for_each_index(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    indices, places = tf.unique(slices.indices)
-    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 def _one_list_if_equal(slices: tf.IndexedSlices, workers: int) -> tf.IndexedSlices:

@@ -19,6 +19,7 @@ import tensorflow as tf
 import xxhash
 
 from replicast.mapped_memory import ALIGNMENT
+from replicast.training.rows import is_written_by_rows
 from replicast.training.variables import (
     component,
     global_seed_generator,
@@ -37,6 +38,7 @@ _NO_MOMENT = (
     "average"  # averaged weights, which an optimizer keeps with `use_ema`: weights, not moments of gradients
 )
 # See "Digests on an accelerator" below.
+_SLICE_ELEMENTS = 2**20  # of a table, at a time
 CHUNK = 2**20  # elements at a time, so that the integers of a large variable take only a few megabytes
 STEP = 0x9E3779B97F4A7C15
 OFFSETS = (0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
@@ -113,10 +115,30 @@ class KerasState(State):
             return {name: digest_array(as_array(self._value(name))) for name in names}
         # Prepare everything before the first byte is hashed: hashing megabytes evicts all other code and data
         # from the processor's cache, which would be fetched again for each variable.
-        begun = [(name, self._begun[name].copy(), bytes_of(self._value(name))) for name in names]
-        for _, hasher, content in begun:
-            hasher.update(content)
+        by_rows = self.written_by_rows()
+        begun = [
+            (name, self._begun[name].copy(), None if name in by_rows else bytes_of(self._value(name)))
+            for name in names
+        ]
+        for name, hasher, content in begun:
+            if content is not None:
+                hasher.update(content)
+                continue
+            for _, rows in self._slices(name):
+                hasher.update(bytes_of(rows))
         return {name: hasher.hexdigest() for name, hasher, _ in begun}
+
+    def written_by_rows(self) -> frozenset[str]:
+        return frozenset(name for name, variable in self._variables.items() if is_written_by_rows(variable))
+
+    def _slices(self, name: str) -> Iterator[tuple[slice, tf.Tensor]]:
+        """All rows of a table, slice by slice: a table that is written by rows is copied by every read."""
+        table = component(self._variables[name])
+        size = int(table.shape[0])
+        rows = max(1, _SLICE_ELEMENTS * size // max(1, table.shape.num_elements()))
+        for start in range(0, size, rows):
+            part = slice(start, min(size, start + rows))
+            yield part, self._rows(name, np.arange(part.start, part.stop))
 
     def fingerprints(self, names: Iterable[str]) -> dict[str, str]:
         if not self.fingerprints_on_device:
@@ -129,12 +151,18 @@ class KerasState(State):
         return device_digests({"value": tf.constant(value)})["value"]
 
     def snapshot(self, buffers: Arrays) -> None:
-        for name in self._variables:
-            value = as_array(self._value(name))
-            if name in buffers:
-                np.copyto(buffers[name], value)
+        by_rows = self.written_by_rows()
+        for name, variable in self._variables.items():
+            if name in by_rows:
+                if name not in buffers:
+                    dtype = component(variable).dtype.as_numpy_dtype
+                    buffers[name] = np.empty([int(size) for size in variable.shape], dtype)
+                for part, rows in self._slices(name):
+                    np.copyto(buffers[name][part], as_array(rows))
+            elif name in buffers:
+                np.copyto(buffers[name], as_array(self._value(name)))
             else:
-                buffers[name] = np.array(value)
+                buffers[name] = np.array(as_array(self._value(name)))
 
     def _value(self, name: str) -> tf.Tensor:
         # `read_value` returns the same tensor, but takes five times as long.

@@ -42,6 +42,7 @@ from tensorflow.python.framework import auto_control_deps_utils
 from replicast.training.collectives import ReplicatedExtended, Transfer
 from replicast.training.feeding import at_least_one_row, rows_of, with_unknown_rows
 from replicast.training.origins import CommonTensors, is_of_some_rows
+from replicast.training.rows import once_for_each_row, sums_repeated_rows
 from replicast.training.step_metrics import StepMetrics, precise, replaced
 from replicast.training.variables import added_by_keras_step, component, held_optimizers, local
 
@@ -113,7 +114,7 @@ class KerasStep:
                 # Keras clips, accumulates and decides about float16 overflow on a worker's own gradients and
                 # sums last: workers then clip differently, and with float16 one of them skips the step while
                 # the others wait for it.
-                summing = functools.partial(self._apply, optimizer.apply)
+                summing = functools.partial(self._apply, optimizer, optimizer.apply)
                 stack.enter_context(replaced(optimizer, "apply", summing))
             if not self._applies_last:
                 stack.enter_context(tape_returning(self._of_the_whole_batch))
@@ -163,9 +164,13 @@ class KerasStep:
         # Only compared: there is no mean of integers. Seeds are the same on all workers.
         return numbers + [v for v in variables if "int" in v.dtype and v.name != "seed_generator_state"]
 
-    def _apply(self, apply: Callable[..., Any], grads: Any, trainable_variables: Any = None) -> None:
+    def _apply(
+        self, optimizer: Any, apply: Callable[..., Any], grads: Any, trainable_variables: Any = None
+    ) -> None:
         """Replaces `apply` of the model's optimizers."""
         gradients = list(grads)
+        if sums_repeated_rows(optimizer):  # less to send
+            gradients = [once_for_each_row(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         if self._applies_last:
             self._kept.append((apply, gradients, trainable_variables))
             return

@@ -48,6 +48,7 @@ from replicast.training.keras_call import (
     only_looks_at_shapes,
     predicting_model,
 )
+from replicast.training.rows import read_by_rows
 from replicast.training.step import Agreed, KerasStep, fed_as_by_keras
 from replicast.training.variables import (
     SummedVariable,
@@ -187,6 +188,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         extended, heartbeat_secs = _connect(self, cluster, communication_options)
         # Skips MultiWorkerMirroredStrategy's constructor, which would create its own `extended`.
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
+        read_by_rows()
         self.statistics = statistics
         # How steps sum over the workers: the same on all of them.
         self.all_reduce: Literal["shared memory", "tensorflow"] = "tensorflow"

@@ -73,6 +73,12 @@ class ReplicatedVariable(_Converted, MirroredVariable):
         """The resource on this worker; TensorFlow has none between steps, so a gradient tape fails there."""
         return self._primary.handle
 
+    written_by_rows = False  # whether an optimizer writes single rows of it: see `rows.py`
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        """These rows, without reading the others."""
+        return self._primary.sparse_read(indices, name)
+
 
 class SummedVariable(_Converted, SyncOnReadVariable):
     """A variable to which each worker adds separately: the state of a metric.

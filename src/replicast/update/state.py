@@ -62,6 +62,14 @@ class State(abc.ABC):
         """What workers of one job compare: the digests, or values that their devices compute."""
         return self.digests(names)
 
+    def written_by_rows(self) -> frozenset[str]:
+        """The variables of which training writes single rows: the same on all workers at a boundary."""
+        return frozenset()
+
+    def fingerprint_of_rows(self, name: str, start: int, stop: int) -> str:
+        """As `fingerprints`, of some rows of a variable."""
+        return self.fingerprint_of(self.read_rows(name, np.arange(start, stop)))
+
     def fingerprint_of(self, value: npt.NDArray[Any]) -> str:
         """What `fingerprints` would return for a variable with this value."""
         return digest_array(value)

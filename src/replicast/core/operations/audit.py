@@ -93,7 +93,7 @@ class Audit(Operation):
         if len({tuple(one.digests.values()) for one in seen.values()}) == 1:
             report = _report(job, step, seen)
             if job.audits.found_at is None:
-                job.audits.are_equal(step)
+                job.audits.are_equal(step, partly=frozenset(one.variable for one in report.partly))
             return Outcome(Stage.VERIFIED, report)
         if job.audits.last_equal is not None and step < job.audits.last_equal:
             return Outcome(Stage.VERIFIED)  # they were made equal since
@@ -124,7 +124,12 @@ class Audit(Operation):
     ) -> Part[AuditReport]:
         """Measures the deviations; with "heal", makes the replicas equal."""
         outcomes: dict[str, AuditOutcome] = {"heal": "healed", "raise": "raised", "warn": "warned"}
-        report = replace(report, found_at=job.audits.differ(report.step), differences=differences)
+        report = replace(
+            report,
+            found_at=job.audits.differ(report.step),
+            last_equal=job.audits.last_equal_in(one.variable for one in differences),
+            differences=differences,
+        )
         updates: list[Proposal] = []
         try:
             differences = yield from self._measured(job, differences, updates)
@@ -196,6 +201,7 @@ def _report(job: JobView, step: int, seen: Reports) -> AuditReport:
         declared=tuple(
             Declared(name, len({one.free[name] for one in seen.values()}) > 1) for name in seen[0].free
         ),
+        partly=seen[0].partly,
         digest_secs=max(one.secs for one in seen.values()),
         workers=job.size,
         attempt=job.attempt,

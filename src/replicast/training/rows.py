@@ -1,0 +1,168 @@
+"""Tables: a step on a few rows of a large embedding costs what these rows cost.
+
+Stock Keras reads a whole table to look up a few rows. That read is free until the first row-sparse write.
+From then on, TensorFlow copies the variable on every read, because it can no longer tell whether somebody
+still uses what was read before: the step costs a copy of the table. Keras' Adagrad then computes on the whole
+accumulator. So, for the variables of a `replicast.Strategy`:
+
+    lookups      `ops.take` and `tf.gather` along axis 0 read the rows that they return, and nothing else. In
+                 a graph it is not enough to leave a read unused: TensorFlow makes each write wait for every
+                 earlier read of the variable, so the read would be made.
+    writes       SGD without momentum writes rows already. Adagrad changes nothing in a row whose gradient is
+                 zero, so it is computed on the touched rows, with the operations of Keras, to the same bits.
+                 With the other optimizers of Keras every row moves in every step: they stay as they are.
+    exchange     an optimizer that adds up the gradients of a repeated row (`sums_repeated_rows`) gets each
+                 row once, and each worker sends each of its rows once.
+    audits       variables that are written by rows (`is_written_by_rows`) are compared in turns, slice by
+                 slice: see `replicas/job_audits.py`.
+
+What is left as it is, right and slow: a lookup along another axis, of a table that a layer computes (LoRA,
+quantization), with sparse indices, by `tf.nn.embedding_lookup`, or in `stateless_call`; a regularizer or a
+constraint of the table.
+
+Replaced in Keras, because there is no hook: `take` of the backend, `Variable.sparse_read`, which `tf.gather`
+looks for, and `update_step` of SGD and Adagrad.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# Private: the backend's function behind `keras.ops.take`, its class of variables, and whether variables stand
+# for other values just now. There is no public place to replace a lookup, and none to ask.
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.tensorflow import core as keras_core
+from keras.src.backend.tensorflow import numpy as keras_numpy
+
+from replicast.training.variables import ReplicatedVariable
+
+
+def replicated_table(value: Any) -> ReplicatedVariable | None:
+    """The variable of the job behind a variable, if its rows can be read one by one."""
+    if isinstance(value, keras.Variable):
+        value = None if in_stateless_scope() else value._value
+    elif isinstance(value, tf.Variable) and not isinstance(value, ReplicatedVariable):
+        value = container_of(value)
+    is_table = isinstance(value, ReplicatedVariable) and value.dtype.is_floating and value.shape.rank
+    return value if is_table else None
+
+
+def container_of(variable: Any) -> Any:
+    """The variable of the job whose value on this worker is `variable`; None if there is none."""
+    while isinstance(variable, keras.Variable):
+        variable = variable.value
+    container = getattr(getattr(variable, "handle", None), "_distributed_container", None)
+    return None if container is None else container()
+
+
+def mark_written_by_rows(*variables: Any) -> None:
+    for variable in variables:
+        container = container_of(variable)
+        if container is not None:
+            container.written_by_rows = True
+
+
+def is_written_by_rows(variable: Any) -> bool:
+    """Whether training writes this variable by rows; known once its step was traced, on all workers alike."""
+    return bool(getattr(container_of(variable), "written_by_rows", False))
+
+
+def once_for_each_row(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The slices of a row-sparse gradient, with those of the same row added up."""
+    indices, places = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def sums_repeated_rows(optimizer: Any) -> bool:
+    """Whether it is all the same to an optimizer if the gradients of a row come as one slice or as several.
+
+    Clipping by norm uses single slices, as in plain Keras.
+    """
+    clips = any(getattr(optimizer, name, None) is not None for name in _CLIPPING)
+    writes_rows = getattr(optimizer, "sums_repeated_rows", False) or _is_plain_sgd(optimizer)
+    return bool(writes_rows) and not clips and not optimizer.gradient_accumulation_steps
+
+
+_CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
+
+
+def _is_plain_sgd(optimizer: Any) -> bool:
+    return type(optimizer) is keras.optimizers.SGD and optimizer.momentum == 0
+
+
+def read_by_rows() -> None:
+    """Makes lookups and optimizers touch rows only. Once per process."""
+    if hasattr(keras_numpy.take, "__wrapped__"):
+        return
+    keras_numpy.take = _taking_rows(keras_numpy.take)
+    keras_core.Variable.sparse_read = property(_sparse_read)
+    keras.optimizers.SGD.update_step = _sgd_step(keras.optimizers.SGD.update_step)
+    keras.optimizers.Adagrad.update_step = _adagrad_step(keras.optimizers.Adagrad.update_step)
+
+
+def _sparse_read(variable: Any) -> Callable[..., tf.Tensor]:
+    """`tf.gather` takes rows by this method of its argument, and the whole value if there is none."""
+    table = replicated_table(variable)
+    if table is None:
+        raise AttributeError("sparse_read")
+    # Private: in a layer with a policy of mixed precision, the value of a variable is a lower-precision one.
+    return lambda indices, name=None: variable._maybe_autocast(table.sparse_read(indices, name))
+
+
+def _taking_rows(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def take(x: Any, indices: Any, axis: int | None = None) -> Any:
+        table = replicated_table(x)
+        if table is None or axis != 0 or isinstance(indices, tf.SparseTensor):
+            return stock(x, indices, axis)
+
+        def rows(ids: tf.Tensor) -> tf.Tensor:
+            # As in Keras, -1 is the last row.
+            return tf.gather(x, tf.where(ids < 0, ids + tf.cast(table.shape[0], ids.dtype), ids))
+
+        if isinstance(indices, tf.RaggedTensor):
+            return indices.with_flat_values(rows(indices.flat_values))
+        return rows(keras.ops.convert_to_tensor(indices))
+
+    return take
+
+
+def _sgd_step(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def update_step(self: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if isinstance(gradient, tf.IndexedSlices) and self.momentum == 0:
+            mark_written_by_rows(variable)
+        stock(self, gradient, variable, learning_rate)
+
+    return update_step
+
+
+def _adagrad_step(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def update_step(self: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        # Without an epsilon, a row whose accumulator is 0 becomes NaN, touched or not.
+        if (
+            not isinstance(gradient, tf.IndexedSlices)
+            or replicated_table(variable) is None
+            or not self.epsilon
+        ):
+            stock(self, gradient, variable, learning_rate)
+            return
+        accumulator = self._accumulators[self._get_variable_index(variable)]
+        mark_written_by_rows(variable, accumulator)
+        values = tf.cast(gradient.values, variable.dtype)
+        rate = tf.cast(learning_rate, variable.dtype)
+        self.assign_add(accumulator, tf.IndexedSlices(tf.square(values), gradient.indices))
+        accumulated = tf.gather(accumulator, gradient.indices)
+        # Not by `/`: TensorFlow's optimizer of graphs makes a product with a reciprocal root of it, which has
+        # other bits. In Keras' own graph a conditional between the two keeps it from doing so.
+        change = tf.math.divide_no_nan(rate * values, tf.sqrt(accumulated + self.epsilon))
+        self.assign_sub(variable, tf.IndexedSlices(change, gradient.indices))
+
+    return update_step

@@ -1,0 +1,352 @@
+"""Large tables: lookups, optimizers, the exchange and audits touch rows, with the numbers of plain Keras."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+import replicast
+from replicast.update.audit_report import SLICE_BYTES
+from tests.pool import Pool
+from tests.scripts.compare import assert_same_as_plain_keras, in_plain_keras, weights
+
+ROWS, IDS, WIDTH = 50, 6, 4
+
+
+def batch(rows: int = 48) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(3)
+    ids = random.integers(0, ROWS, (rows, IDS)).astype("int32")
+    return ids, random.normal(size=(rows, 1)).astype("float32")
+
+
+def optimizer_of(name: str, **options: Any) -> keras.optimizers.Optimizer:
+    found = getattr(replicast.optimizers, name, None) or getattr(keras.optimizers, name)
+    return found(learning_rate=0.05, **options)
+
+
+class Lookup(keras.layers.Layer):
+    """Looks up ids in a table of its own, in one of the ways of Keras and TensorFlow."""
+
+    def __init__(self, how: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.how = how
+        self.graphs: list[Any] = []
+
+    def build(self, shape: Any) -> None:
+        self.table = self.add_weight(shape=(ROWS, WIDTH), name="table")
+
+    def call(self, ids: Any, training: bool = False) -> Any:
+        if training:
+            self.graphs.append(tf.compat.v1.get_default_graph())
+        match self.how:
+            case "ops.take":
+                return ops.take(self.table, ids, axis=0)
+            case "ops.take, negative ids":
+                return ops.take(self.table, ids - ROWS, axis=0)
+            case "tf.gather":
+                return tf.gather(self.table, ids)
+            case "tf.gather of TensorFlow's variable":
+                return tf.gather(self.table._value, ids)  # `value` is a copy in mixed precision
+            case "ragged":
+                ragged = tf.RaggedTensor.from_tensor(ids, padding=0)
+                return ops.take(self.table, ragged, axis=0).to_tensor(shape=[None, IDS, WIDTH])
+            case "two lookups":
+                return ops.take(self.table, ids, axis=0) + ops.take(self.table, ids[:, ::-1], axis=0)
+        raise ValueError(self.how)
+
+
+WAYS = (
+    *("ops.take", "ops.take, negative ids", "tf.gather", "tf.gather of TensorFlow's variable"),
+    *("ragged", "two lookups"),
+)
+
+
+def uses_of(graph: Any, variable: Any) -> set[str]:
+    """The kinds of operations of a graph that use a variable."""
+    inner = {id(outer): inner for outer, inner in graph.captures}[id(variable.value.values[0].handle)]
+    return {operation.type for operation in inner.consumers()}
+
+
+def trained_with(strategy: Any, how: str, policy: str) -> dict[str, Any]:
+    keras.config.set_dtype_policy(policy)
+    with strategy.scope():
+        lookup = Lookup(how)
+        inputs = keras.Input((IDS,), dtype="int32")
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(lookup(inputs))))
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+    ids, y = batch()
+    model.fit(ids, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    found = weights(model)
+    if strategy.size > 1:
+        assert lookup.graphs, "no step was traced"
+        for graph in lookup.graphs:
+            assert uses_of(graph, lookup.table) == {"ResourceGather", "ResourceScatterSub"}
+    return found
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("how", WAYS)
+def test_a_lookup_in_fit_reads_no_table_and_has_the_numbers_of_plain_keras(
+    how: str, policy: str, pool2: Pool, plain: Pool
+) -> None:
+    loose = {} if policy == "float32" else {"rtol": 0.05, "atol": 0.01}
+    assert_same_as_plain_keras(pool2, plain, trained_with, how, policy, **loose)
+
+
+def embedding_model(strategy: Any, optimizer: Any, **compiled: Any) -> keras.Model:
+    with strategy.scope():
+        inputs = keras.Input((IDS,), dtype="int32")
+        x = keras.layers.Embedding(ROWS, WIDTH, mask_zero=True, name="table")(inputs)
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(x)))
+        model.compile(optimizer, "mse", **compiled)
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def fitted(strategy: Any, name: str, options: dict[str, Any], compiled: dict[str, Any]) -> dict[str, Any]:
+    with strategy.scope():
+        optimizer = optimizer_of(name, **options)
+    model = embedding_model(strategy, optimizer, **compiled)
+    ids, y = batch()
+    history = model.fit(ids, y, batch_size=16, epochs=3, shuffle=False, verbose=0).history
+    return {"history": history, "weights": weights(model)}
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "SGD": ("SGD", {}, {}),
+    "Adagrad": ("Adagrad", {}, {}),
+    "LazyAdam": ("LazyAdam", {}, {}),
+    "LazyAdam, amsgrad": ("LazyAdam", {"amsgrad": True}, {}),
+    "RowWiseAdagrad": ("RowWiseAdagrad", {}, {}),
+    "Adagrad, clipnorm": ("Adagrad", {"clipnorm": 0.1}, {}),
+    "SGD, global_clipnorm": ("SGD", {"global_clipnorm": 0.1}, {}),
+    "LazyAdam, clipvalue": ("LazyAdam", {"clipvalue": 0.01}, {}),
+    "Adagrad, steps_per_execution": ("Adagrad", {}, {"steps_per_execution": 3}),
+    "Adagrad, accumulation": ("Adagrad", {"gradient_accumulation_steps": 2}, {}),
+    "LazyAdam, weight decay": ("LazyAdam", {"weight_decay": 0.01}, {}),
+    "RowWiseAdagrad, EMA": ("RowWiseAdagrad", {"use_ema": True, "ema_overwrite_frequency": 3}, {}),
+    "Adam": ("Adam", {}, {}),
+    "SGD, momentum": ("SGD", {"momentum": 0.9}, {}),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_an_optimizer_on_a_table_has_the_numbers_of_plain_keras(case: str, pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, fitted, *OPTIONS[case])
+
+
+@pytest.mark.parametrize("case", ["SGD", "Adagrad", "Adagrad, clipnorm", "LazyAdam", "RowWiseAdagrad"])
+def test_one_worker_has_the_bits_of_plain_keras(case: str, pool1: Pool, plain: Pool) -> None:
+    expected = plain.run(in_plain_keras, fitted, *OPTIONS[case])[0]["weights"]
+    found = pool1.run(fitted, *OPTIONS[case])[0]["weights"]
+    assert {name: value.tobytes() for name, value in found.items()} == {
+        name: value.tobytes() for name, value in expected.items()
+    }
+
+
+def loop(strategy: Any, name: str) -> dict[str, Any]:
+    """A custom training loop: each worker takes its rows of every batch."""
+    with strategy.scope():
+        optimizer = optimizer_of(name)
+    model = embedding_model(strategy, optimizer)
+    ids, y = batch()
+
+    def step(x: Any, target: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((model(x, training=True) - target) ** 2) / 16
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    run = getattr(strategy, "run", lambda fn, args: fn(*args))
+    stepped = tf.function(lambda x, target: run(step, args=(x, target)))
+    for start in range(0, len(ids), 16):
+        own = slice(start + strategy.rank, start + 16, strategy.size)
+        stepped(tf.constant(ids[own]), tf.constant(y[own]))
+    return weights(model)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "LazyAdam"])
+def test_a_custom_loop_on_a_table_has_the_numbers_of_plain_keras(name: str, pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, loop, name)
+
+
+def touched_and_others(strategy: Any, name: str) -> dict[str, Any]:
+    with strategy.scope():
+        optimizer = optimizer_of(name)
+    model = embedding_model(strategy, optimizer)
+    table = model.get_layer("table").embeddings
+    ids, y = batch(16)
+    model.fit(ids, y, batch_size=16, verbose=0)
+    first = {"table": table.numpy(), "optimizer": [v.numpy() for v in optimizer.variables]}
+    few = np.full_like(ids, 7)
+    model.fit(few, y, batch_size=16, verbose=0)
+    second = {"table": table.numpy(), "optimizer": [v.numpy() for v in optimizer.variables]}
+    return {"first": first, "second": second}
+
+
+@pytest.mark.parametrize("name", ["LazyAdam", "RowWiseAdagrad"])
+def test_rows_that_a_step_does_not_look_up_keep_their_bits(name: str, pool2: Pool) -> None:
+    found = pool2.run(touched_and_others, name)[0]
+    for before, after in zip(
+        [found["first"]["table"], *found["first"]["optimizer"]],
+        [found["second"]["table"], *found["second"]["optimizer"]],
+        strict=True,
+    ):
+        if before.shape[:1] == (ROWS,):
+            changed = np.flatnonzero((before != after).reshape(ROWS, -1).any(1))
+            assert changed.tolist() == [7]
+
+
+def sent(strategy: Any, name: str, ids: np.ndarray) -> list[list[int]]:
+    """The lengths of all tensors that this worker sends in a step whose rows have these ids."""
+    with strategy.scope():
+        optimizer = optimizer_of(name)
+    model = embedding_model(strategy, optimizer)
+    exchange = strategy.extended.shared._exchange
+    combine, lengths = exchange.combine, []
+
+    def watched(plan: Any, weight: float, arrays: list[Any]) -> Any:
+        lengths.append([len(array) for array in arrays if array.ndim])
+        return combine(plan, weight, arrays)
+
+    exchange.combine = watched
+    try:
+        model.fit(ids, np.zeros((len(ids), 1), "float32"), batch_size=len(ids), verbose=0)
+    finally:
+        exchange.combine = combine
+    return lengths
+
+
+@pytest.mark.parametrize(("name", "slices"), [("SGD", 3), ("LazyAdam", 3), ("Adagrad", 8 * IDS)])
+def test_each_worker_sends_each_of_its_rows_once_unless_the_optimizer_squares_single_slices(
+    name: str, slices: int, pool2: Pool
+) -> None:
+    ids = np.tile(np.array([5, 9, 9, 5, 9, 11], "int32"), (16, 1))
+    for lengths in pool2.run(sent, name, ids):
+        assert any(one.count(slices) >= 2 for one in lengths), lengths  # the values and their indices
+        assert not any(8 * IDS in one for one in lengths) or slices == 8 * IDS
+
+
+def saved_and_loaded(_: None, path: str, name: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    class Alone:
+        scope = staticmethod(tf.init_scope)
+
+    model = embedding_model(Alone, optimizer_of(name))
+    ids, y = batch()
+    model.fit(ids, y, batch_size=16, verbose=0)
+    model.save(path)
+    again = keras.models.load_model(path)
+    for one in (model, again):
+        one.fit(ids, y, batch_size=16, shuffle=False, verbose=0)
+    return weights(model), weights(again), type(again.optimizer).__name__
+
+
+@pytest.mark.parametrize("name", ["LazyAdam", "RowWiseAdagrad"])
+def test_a_model_with_an_optimizer_of_rows_is_saved_and_loaded_in_plain_keras(
+    name: str, plain: Pool, tmp_path: Path
+) -> None:
+    before, after, kind = plain.run(saved_and_loaded, str(tmp_path / "model.keras"), name)[0]
+    assert kind == name
+    for first, second in zip(before.values(), after.values(), strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def by_hand(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """What an optimizer of rows and its formula in numpy make of two steps on one table."""
+    table = keras.Variable(np.ones((4, 2), "float32"))
+    optimizer = optimizer_of(name)
+    optimizer.build([table])
+    expected, m, v, rows = np.ones((4, 2)), np.zeros((4, 2)), np.zeros((4, 2)), np.zeros(4)
+    for step, (ids, values) in enumerate([([1, 3, 1], [[1, 2], [3, 4], [5, 6]]), ([3], [[-1, 1]])], 1):
+        slices = tf.IndexedSlices(tf.constant(values, tf.float32), tf.constant(ids), tf.constant([4, 2]))
+        optimizer.apply([slices])
+        gradient = np.zeros((4, 2))
+        np.add.at(gradient, ids, values)
+        touched = sorted(set(ids))
+        g = gradient[touched]
+        if name == "LazyAdam":
+            m[touched] += (g - m[touched]) * 0.1
+            v[touched] += (g**2 - v[touched]) * 0.001
+            rate = 0.05 * np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+            expected[touched] -= rate * m[touched] / (np.sqrt(v[touched]) + 1e-7)
+        else:
+            rows[touched] += (g**2).mean(1)
+            expected[touched] -= 0.05 * g / (np.sqrt(rows[touched])[:, None] + 1e-8)
+    return table.numpy(), expected
+
+
+@pytest.mark.parametrize("name", ["LazyAdam", "RowWiseAdagrad"])
+def test_an_optimizer_of_rows_follows_its_formula(name: str) -> None:
+    found, expected = by_hand(name)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"), [({"epsilon": 0.0}, "epsilon"), ({"initial_accumulator_value": -1.0}, "negative")]
+)
+def test_impossible_options_are_refused(options: dict[str, float], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        replicast.optimizers.RowWiseAdagrad(**options)
+
+
+TABLE_ROWS = 5 * SLICE_BYTES // (4 * 64) // 2  # two and a half slices
+
+
+def flipped(strategy: Any, run_dir: str, policy: str) -> dict[str, Any]:
+    """One bit of one row that no step touches changes on worker 1, in the middle of a training."""
+    with strategy.scope():
+        inputs = keras.Input((IDS,), dtype="int32")
+        x = keras.layers.Embedding(TABLE_ROWS, 64, name="table")(inputs)
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(x)))
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+    replicas = replicast.Replicas(model, run_dir=run_dir)
+    table = model.get_layer("table").embeddings.value.values[0]
+
+    class Flip(keras.callbacks.Callback):
+        def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+            if step == 4 and strategy.rank == 1:
+                row = table.sparse_read([TABLE_ROWS - 1]).numpy()
+                row.view(np.int32)[0, 3] ^= 1
+                table.scatter_update(tf.IndexedSlices(tf.constant(row), tf.constant([TABLE_ROWS - 1])))
+
+    ids = np.random.default_rng(0).integers(0, 100, (160, IDS)).astype("int32")
+    callbacks = [Flip(), replicas.callback(audit_every=1, on_divergence=policy)]
+    model.fit(ids, np.zeros((160, 1), "float32"), batch_size=16, verbose=0, callbacks=callbacks)
+    report = replicas.audit(on_divergence="warn")
+    reports = list(replicas.audits)
+    replicas.close()
+    return {
+        "reports": [(one.step, one.equal, one.outcome, one.since, str(one), one.partly) for one in reports],
+        "places": [str(d.differing[1]) for one in reports for d in one.differences],
+        "names": [d.variable for one in reports for d in one.differences],
+        "equal": report.equal,
+        "partly": report.partly,
+        "digest": table.sparse_read([TABLE_ROWS - 1]).numpy().tobytes(),
+    }
+
+
+def test_a_flipped_bit_in_a_row_that_nobody_touches_is_found_in_its_turn_and_healed(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    found = pool2.run(flipped, str(tmp_path), "heal")
+    first = found[0]
+    assert first["names"] == ["table/embeddings"]
+    assert "1 of" in first["places"][0]
+    assert f"[{TABLE_ROWS - 1}, 3]" in first["places"][0]
+    assert first["equal"]
+    assert not first["partly"], "an audit that was asked for compares everything"
+    assert first["digest"] == found[1]["digest"]
+    healed = [one for one in first["reports"] if one[2] == "healed"]
+    assert len(healed) == 1
+    assert 5 <= healed[0][0] <= 9  # three slices, and the boundary at which all stop
+    assert "or before" in healed[0][3]  # nobody knows since when: the table was never compared as a whole
+    in_turn = [one for one in first["reports"] if one[5]]
+    assert in_turn, "no audit compared a slice"
+    assert {rows.rows for one in in_turn for rows in one[5]} == {TABLE_ROWS}
+    assert {rows.audits for one in in_turn for rows in one[5]} == {3}
+    assert "some rows were compared" in in_turn[0][4]
