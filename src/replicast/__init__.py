@@ -105,7 +105,7 @@ def __getattr__(name: str) -> Any:
             f"replicast.{name} needs {error.name}, which is not installed here. "
             "Install one of: pip install 'replicast[cpu]' (no GPU), pip install 'replicast[tensorflow]'."
         ) from error
-    value = globals()[name] = getattr(module, name, module)  # `optimizers` is the module itself
+    value = globals()[name] = module if name == "optimizers" else getattr(module, name)
     return value
 
 
