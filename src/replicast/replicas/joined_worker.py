@@ -144,7 +144,6 @@ class JoinedWorker:
             limits=limits,
             guard=guard,
             may_differ=free,
-            audit_policy=audits.policy,
         )
         self.training = Training(self.session, self.state)
         self.checkpoints = Checkpoints(self.session, self.state, self.training, store, self._attempt)

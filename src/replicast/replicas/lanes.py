@@ -54,6 +54,12 @@ class Lane:
         """Queues a task and returns at once. Any thread or signal handler."""
         self._tasks.put(task)
 
+    def flushed(self) -> threading.Event:
+        """Is set when all tasks are done that were queued before."""
+        done = threading.Event()
+        self.do(done.set)
+        return done
+
     def end(self) -> None:
         """Stops the lane after the tasks that are already queued."""
         self._tasks.put(None)

@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from replicast import faults
@@ -42,27 +42,21 @@ logger = logging.getLogger("replicast")
 _ORDER = list(Stage)
 
 
+@dataclass(eq=False)
 class Ticket:
     """The progress of a proposal, and finally its receipt or why it was refused. Any thread may use it."""
 
-    def __init__(
-        self,
-        id: str,  # noqa: A002 - the update's own word
-        number: str,
-        wait_for: Callable[[Ticket, float | None], bool],
-        trial: Trial | None = None,
-    ) -> None:
-        self.id = id
-        self.number = number
-        self.trial = trial
-        self.stage = Stage.PROPOSED
-        self.step: int | None = None
-        self.waits_for = ""
-        self.proposed_at = time.time()
-        self._wait_for = wait_for
-        self.settled = threading.Event()
-        self._receipt: Receipt | None = None
-        self._error: ReplicastError | None = None
+    id: str
+    number: str
+    _wait_for: Callable[[Ticket, float | None], bool]
+    trial: Trial | None = None
+    stage: Stage = Stage.PROPOSED
+    step: int | None = None
+    waits_for: str = ""
+    proposed_at: float = field(default_factory=time.time)
+    settled: threading.Event = field(default_factory=threading.Event)
+    _receipt: Receipt | None = None
+    _error: ReplicastError | None = None
 
     def done(self) -> bool:
         """Whether `result` would return or raise at once."""

@@ -41,6 +41,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -186,35 +187,29 @@ class Gate:
             sys.exit(TOLD_TO_END)
 
 
+@dataclass(eq=False)
 class Session:
     """One worker. Methods are for the training thread unless they say otherwise."""
 
-    def __init__(
-        self,
-        exchange: DirectExchange,
-        channel: Channel,
-        transport: Transport,
-        state: State,
-        *,
-        journal: Journal | None = None,
-        saved: Sequence[Saved] = (),
-        attempt: int = 0,
-        timeouts: Timeouts | None = None,
-        limits: Limits | None = None,
-        guard: Guard | None = None,
-        may_differ: frozenset[str] = frozenset(),
-        audit_policy: str = "heal",
-    ) -> None:
-        self.exchange = exchange
-        self.rank, self.size = channel.rank, channel.size
-        self.timeouts = timeouts or Timeouts()
-        self.limits = limits or Limits()
+    exchange: DirectExchange
+    channel: Channel
+    transport: Transport
+    state: State
+    journal: Journal | None = None  # on worker 0
+    saved: Sequence[Saved] = ()
+    attempt: int = 0
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    limits: Limits = field(default_factory=Limits)
+    guard: Guard | None = None
+    may_differ: frozenset[str] = frozenset()
+    audit_policy: Policy = "heal"
+
+    def __post_init__(self) -> None:
+        journal = self.journal
+        self.rank, self.size = self.channel.rank, self.channel.size
         self.begun = False
         self.script_ended = False  # it need not be told to exit
         self.receipts: list[Receipt] = []
-        self._channel = channel
-        self.transport = transport
-        self._journal = journal
         self._closed = False
         self._plans = Counter[str]()
         self._reports: dict[str, ReportId] = {}
@@ -226,10 +221,14 @@ class Session:
         self._coordinator: Coordinator | None = None
         if journal is not None:
             history = journal.history()
-            for one in saved:
+            for one in self.saved:
                 history.add(one)
             self._coordinator = Coordinator(
-                self.size, history, attempt=attempt, timeouts=self.timeouts, audit_policy=audit_policy
+                self.size,
+                history,
+                attempt=self.attempt,
+                timeouts=self.timeouts,
+                audit_policy=self.audit_policy,
             )
         self.threads = WorkerThreads(on_death=lambda: self._gate.let_go())
         self._outbox = self.threads.lane("outbox")
@@ -239,18 +238,18 @@ class Session:
         if journal is not None:
             self._entries = self.threads.lane("journal")
             self._saver = self.threads.lane("saver")
-        self._parcels = Parcels(transport, exchange.name, self.rank, state.schema)
+        self._parcels = Parcels(self.transport, self.exchange.name, self.rank, self.state.schema)
         self.replica = StateReplica(
             self._worker,
-            state,
+            self.state,
             self._parcels,
             self._releasing,
             self._reached,
             self.limits,
             receive_secs=self.timeouts.prepare_secs - 10.0,
             journal=journal,
-            guard=guard,
-            may_differ=may_differ,
+            guard=self.guard,
+            may_differ=self.may_differ,
         )
         self._gate = Gate(self)
         self.proposals = Proposals(
@@ -272,9 +271,7 @@ class Session:
         """Stops the threads and fails open tickets: the job is over."""
         self._closed = True
         if not self.threads.stopping.is_set():  # what is still in the outbox, somebody may wait for
-            is_sent = threading.Event()
-            self._outbox.do(is_sent.set)
-            is_sent.wait(STOP_SECS)
+            self._outbox.flushed().wait(STOP_SECS)
         self.threads.stopping.set()
         self._events.put(None)  # wakes the loop up
         self.threads.stop(STOP_SECS)
@@ -327,8 +324,8 @@ class Session:
     def begin(self) -> None:
         """Resumes unfinished work of earlier attempts, before the first common operation of all workers."""
         if not self.begun:
-            if self._journal is not None and self._coordinator is not None:
-                self._journal.check_start(self._coordinator.start)
+            if self.journal is not None and self._coordinator is not None:
+                self.journal.check_start(self._coordinator.start)
             self.rest("begin")
             self.begun = True
 
@@ -358,12 +355,8 @@ class Session:
                 self._coordinator.start = saved
         self.replica.holds = set(saved.holds)
 
-    @property
-    def audit_policy(self) -> Policy:
-        """Worker 0: what happens to replicas that differ. Any thread."""
-        return "raise" if self._coordinator is None else self._coordinator.audit_policy  # type: ignore[return-value]
-
     def set_audit_policy(self, policy: Policy) -> None:
+        self.audit_policy = policy
         if self._coordinator is not None:
             self._coordinator.audit_policy = policy
 
@@ -375,9 +368,7 @@ class Session:
 
         At most `answer_secs`: then reports come late, and nothing else is wrong.
         """
-        handled = threading.Event()
-        self._releasing.do(handled.set)
-        wait_for(handled, self.timeouts.answer_secs, self.check)
+        wait_for(self._releasing.flushed(), self.timeouts.answer_secs, self.check)
 
     # Any thread.
 
@@ -416,8 +407,7 @@ class Session:
 
     def remove_payloads(self, held: frozenset[int], pending: frozenset[tuple[str, str]] | None) -> None:
         """Worker 0: removes what no kept checkpoint needs (`Journal.remove_payloads`). Returns at once."""
-        journal = self._journal
-        if journal is not None:
+        if (journal := self.journal) is not None:
             self._entries.do(lambda: journal.remove_payloads(held, pending))
 
     def check(self) -> None:
@@ -448,18 +438,18 @@ class Session:
         # Lets the readers of all other workers stop now, before their request to the service times out.
         with contextlib.suppress(JobFailed):
             if self._coordinator is None:
-                self._channel.send([])
+                self.channel.send([])
             else:
-                self._channel.broadcast([])
+                self.channel.broadcast([])
 
     def _read(self) -> None:
         while not self.threads.stopping.is_set():
-            for message in self._channel.receive():
+            for message in self.channel.receive():
                 self._events.put(message)
 
     def _read_from(self, rank: int) -> None:
         while not self.threads.stopping.is_set():
-            for message in self._channel.receive_from(rank):
+            for message in self.channel.receive_from(rank):
                 if isinstance(message, Note):
                     self.replica.hooks.on_note(rank, message.text)
                 else:
@@ -475,7 +465,7 @@ class Session:
         if isinstance(event, Request):
             return self._dispatch([e.Send(event)], None)
         if isinstance(event, Note):
-            self._channel.send([event])
+            self.channel.send([event])
             return []
         machine: WorkerMachine | Coordinator | None
         if isinstance(event, tuple):  # a timer of one of the machines
@@ -485,8 +475,10 @@ class Session:
             machine = self._coordinator if is_for_coordinator else self._worker
         if machine is None:
             return []
-        if isinstance(event, Tell):
-            self._note_told(event)
+        if isinstance(event, Tell) and event.ended and isinstance(event.outcome, Receipt):
+            self.receipts.append(event.outcome)
+            if self.rank == 0:
+                log_trial(event.outcome)
         with self._lock:
             commands: list[Any] = [*machine.handle(event)]
         return self._dispatch(commands, machine)
@@ -496,10 +488,10 @@ class Session:
         sent = [command.message for command in commands if isinstance(command, e.Send)]
         said = [command.message for command in commands if isinstance(command, e.Broadcast)]
         if said:  # to the others first: worker 0 must not act on a message that they may never receive
-            self._channel.broadcast(said)
+            self.channel.broadcast(said)
             follow += said
         if sent and self._coordinator is None:
-            self._channel.send(sent)
+            self.channel.send(sent)
         elif sent:  # worker 0 and its coordinator are in one process
             follow += [e.FromWorker(self.rank, message) for message in sent]
         for command in commands:
@@ -538,12 +530,6 @@ class Session:
             case e.EndJob(reason):
                 raise JobFailed(reason)
 
-    def _note_told(self, tell: Tell) -> None:
-        if tell.ended and isinstance(tell.outcome, Receipt):
-            self.receipts.append(tell.outcome)
-            if self.rank == 0:
-                log_trial(tell.outcome)
-
     # Orders, in a lane or in the gate.
 
     def _perform(self, command: e.Perform) -> None:
@@ -578,7 +564,7 @@ class Session:
     # Worker 0's writes: entries in one lane, and checkpoints, which take longer, in another.
 
     def _write(self, number: int, entry: Entry) -> None:
-        journal = self._journal
+        journal = self.journal
         if journal is None:
             return
 

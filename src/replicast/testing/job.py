@@ -197,12 +197,8 @@ class Job:
         self.checkpoints = list(checkpoints)
         self.schema = schema
         # The same in every attempt.
-        self.options: dict[str, Any] = {
-            "timeouts": timeouts,
-            "guard": guard,
-            "limits": limits,
-            "audit_policy": audit_policy,
-        }
+        self.options: dict[str, Any] = {"timeouts": timeouts, "guard": guard, "audit_policy": audit_policy}
+        self.options |= {} if limits is None else {"limits": limits}
         self.store = MemoryCoordination.Store()
         self.board = MemoryTransport.Board()
         self.journal = journal or MemoryJournal()
