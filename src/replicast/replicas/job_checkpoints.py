@@ -116,16 +116,14 @@ class SavePlan:
         wrong = isinstance(every, bool) or (isinstance(every, int) and every < 1)
         wrong = wrong or (isinstance(every, timedelta) and every < timedelta(0))
         if wrong or not (every is None or every == "epoch" or isinstance(every, int | timedelta)):
-            raise ValueError(
-                f'save_every is a number of steps, a datetime.timedelta or "epoch". Received: {every!r}'
-            )
+            expected = 'save_every is a number of steps, a datetime.timedelta or "epoch"'
+            raise ValueError(f"{expected}. Received: {every!r}")
         if type(self.keep) is not int or self.keep < 1:  # `type`, since True is an int to isinstance
             raise ValueError(f"keep is a number of checkpoints, at least 1. Received: {self.keep!r}")
         pair = isinstance(best, tuple | list) and len(best) == 2 and isinstance(best[0], str)
         if best is not None and not (pair and best[1] in ("min", "max")):
-            raise ValueError(
-                f'keep_best is a metric and "min" or "max", as in ("loss", "min"). Received: {best!r}'
-            )
+            expected = 'keep_best is a metric and "min" or "max", as in ("loss", "min")'
+            raise ValueError(f"{expected}. Received: {best!r}")
         if self.when_busy not in ("wait", "skip"):
             raise ValueError(f'when_busy must be "wait" or "skip". Received: {self.when_busy!r}')
 
@@ -208,7 +206,7 @@ class Checkpoints:
         self._buffers: Arrays = {}
         self._copying = threading.Lock()  # held while the buffers are written over, or digested
         self._unreported: tuple[ReportId, Callable[[], Snapshot | None]] | None = None
-        self._current: Saving | None = None  # worker 0: whose copy the buffers hold
+        self._current = Saving(done=True)  # worker 0: whose copy the buffers hold
         self._requested = Saving()  # the last one for which all workers were stopped
         self._expected: dict[str, Saving] = {}  # worker 0: those whose end the coordinator will tell
         self._failed: tuple[Saving, Exception] | None = None
@@ -218,8 +216,7 @@ class Checkpoints:
     @property
     def is_busy(self) -> bool:
         """Whether a checkpoint is being written, on worker 0. Any thread."""
-        current = self._current
-        return current is not None and not current.done()
+        return not self._current.done()
 
     # When checkpoints are made.
 
@@ -289,7 +286,7 @@ class Checkpoints:
                 step=self.session.step,
                 remedy=in_trial if self.session.replica.on_trial else None,
             )
-        return Saving(done=True) if self.session.rank != 0 else self._requested
+        return self._requested
 
     def save_in_passing(self) -> Saving:
         """Saves this boundary's state without waiting; written when all workers have called `report`."""
@@ -346,20 +343,16 @@ class Checkpoints:
 
     def why_not_written(self) -> str:
         """Why the last checkpoint was not written; empty if it was, or if this worker does not know."""
-        error = None if self._current is None else self._current.error
-        return "" if error is None else str(error)
+        return "" if self._current.error is None else str(self._current.error)
 
     def settle(self, timeout_secs: float | None = None) -> None:
         """Blocks until nothing is being written. Without a timeout, logs every 30 s what it waits for."""
         self.report()
-        if self._current is None:
-            return
         started, deadline, remind = time.monotonic(), Deadline(timeout_secs), Deadline(REMIND_SECS)
         while not self._is_done_soon(self._current):
             if deadline.has_passed():
-                raise CheckpointError(
-                    "The previous checkpoint is still being written", received=f"after {timeout_secs} s"
-                )
+                received = f"after {timeout_secs} s"
+                raise CheckpointError("The previous checkpoint is still being written", received=received)
             if remind.has_passed():
                 remind, secs = Deadline(REMIND_SECS), time.monotonic() - started
                 logger.warning("%s is still being written; waited %.0f s so far", self._current.id, secs)
@@ -379,13 +372,12 @@ class Checkpoints:
         Does not wait if the checkpoint needs this training thread to reach a boundary first, and at most
         `answer_secs` for what the other workers contribute: they had the time since the last boundary.
         """
-        current = self._current
-        if current is None or self._plan.when_busy == "skip":
-            return current is None
+        if self._plan.when_busy == "skip":
+            return False
         decided_by = Deadline(self.session.timeouts.answer_secs)
-        while not self._is_done_soon(current):
+        while not self._is_done_soon(self._current):
             is_late = self.session.is_wanted or decided_by.has_passed()
-            if is_late and not current.is_writing:
+            if is_late and not self._current.is_writing:
                 said = "the checkpoint of step %d is skipped: the previous one is not decided yet"
                 logger.warning(said, self.session.step)
                 return False
@@ -397,7 +389,7 @@ class Checkpoints:
         One that is due is made without waiting: proposals of callbacks at this boundary belong to it, and the
         end of an epoch comes first. One that was requested is never skipped: the script may end here.
         """
-        if self._current is not None and (again or not due):
+        if again or not due:
             self._current.replace()  # its copy is not written
         if due:
             self._save_due()
@@ -512,7 +504,7 @@ class Checkpoints:
             self._fail(saving, CheckpointError(problem))
 
     def _fail(self, saving: Saving, error: Exception) -> None:
-        self._failed = saving, error
+        self._failed = saving, error  # first: who has waited for the end of it then looks for its failure
         saving.finish(error=error)
 
     def _not_written(self, error: Exception, step: int) -> Exception:

@@ -509,10 +509,9 @@ class Replicas:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "worker %d: fit was not given replicas.callback(). Updates wait for its end, nothing is "
-                "saved or audited, and SIGTERM loses the state. Call fit(..., "
-                "callbacks=[replicas.callback()])",
-                self.rank,
+                f"worker {self.rank}: fit was not given replicas.callback(). Updates wait for its end, "
+                "nothing is saved or audited, and SIGTERM loses the state. Call fit(..., "
+                "callbacks=[replicas.callback()])"
             )
         if self._worker is not None:
             self._worker.fit_without_callback()
@@ -530,8 +529,7 @@ class Replicas:
             except Exception as error:  # any error of Keras or TensorFlow must reach the others
                 said = f"{type(error).__name__}: {error}"
             exchange.tell(key, json.dumps(said))
-        problem = json.loads(exchange.hear(key, WRITE_SECS))
-        if problem:
+        if problem := json.loads(exchange.hear(key, WRITE_SECS)):
             raise CheckpointError(f"Worker 0 could not read or write the model file: {problem}")
 
 
@@ -581,5 +579,4 @@ def read_model(model: keras.Model, path: Path) -> None:
 
 def _tracked(model: keras.Model) -> tf.train.Checkpoint:
     optimizer = getattr(model, "optimizer", None)
-    parts = {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
-    return tf.train.Checkpoint(**parts)
+    return tf.train.Checkpoint(model=model, **({} if optimizer is None else {"optimizer": optimizer}))
