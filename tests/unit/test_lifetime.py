@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -51,6 +52,30 @@ class Worker:
         )
         self.lifetime.watch()
 
+    @property
+    def failure(self) -> JobFailed:
+        assert self.lifetime.failure is not None
+        return self.lifetime.failure
+
+    def interrupt(self) -> None:
+        """By Ctrl-C: it waits for nobody."""
+        self.lifetime.failed(KeyboardInterrupt())
+        self.lifetime.leave()
+
+
+@contextlib.contextmanager
+def in_a_thread(act: Callable[[], object]) -> Iterator[threading.Thread]:
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    yield thread
+    thread.join(DEADLINE_SECS)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
+
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[Worker]:
@@ -70,32 +95,19 @@ def eventually(condition: Callable[[], object]) -> None:
 
 
 def leave_all(workers: list[Worker]) -> None:
-    threads = [threading.Thread(target=worker.lifetime.leave) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_SECS)
-    assert not any(thread.is_alive() for thread in threads)
-
-
-def test_all_workers_leave_without_a_failure(workers: list[Worker]) -> None:
-    for worker in workers:
-        worker.transfers = 7
-    leave_all(workers)
-    assert [worker.exit_codes for worker in workers] == [[], []]
+    with contextlib.ExitStack() as threads:
+        for worker in workers:
+            threads.enter_context(in_a_thread(worker.lifetime.leave))
 
 
 @pytest.mark.parametrize("early", [0, 1])
 def test_a_worker_that_is_ready_waits_for_the_other(workers: list[Worker], early: int) -> None:
-    first = threading.Thread(target=workers[early].lifetime.leave)
-    first.start()
-    eventually(lambda: workers[1 - early].lifetime.has_left(early))
-    polled = workers[early].lifetime.polls
-    eventually(lambda: workers[early].lifetime.polls >= polled + 2)
-    assert first.is_alive()
-    workers[1 - early].lifetime.leave()
-    first.join(DEADLINE_SECS)
-    assert not first.is_alive()
+    with in_a_thread(workers[early].lifetime.leave) as first:
+        eventually(lambda: workers[1 - early].lifetime.has_left(early))
+        polled = workers[early].lifetime.polls
+        eventually(lambda: workers[early].lifetime.polls >= polled + 2)
+        assert first.is_alive()
+        workers[1 - early].lifetime.leave()
 
 
 class SlowToLeave(MemoryCoordination):
@@ -183,18 +195,9 @@ def test_a_failure_reaches_the_others_with_its_first_line(workers: list[Worker])
 def test_of_two_failures_the_first_is_named(workers: list[Worker]) -> None:
     workers[1].lifetime.failed(ValueError("the cause"))
     workers[0].lifetime.failed(RuntimeError("a consequence, a moment later"))
-    assert workers[0].lifetime.failure is not None
-    assert "worker 1 failed first: ValueError: the cause" in str(workers[0].lifetime.failure)
+    assert "worker 1 failed first: ValueError: the cause" in str(workers[0].failure)
     leave_all(workers)
     assert workers[0].exit_codes == [PEER_FAILED]
-
-
-def test_a_worker_that_waited_in_vain_blames_the_worker_it_waited_for(workers: list[Worker]) -> None:
-    workers[0].lifetime.failed(JobFailed("worker 1 did not come", worker=1))
-    eventually(lambda: raises(workers[1].lifetime.check))
-    leave_all(workers)
-    assert workers[0].exit_codes == [PEER_FAILED]
-    assert workers[1].exit_codes == []  # whatever it ends with stays
 
 
 def test_workers_know_who_has_left_and_keys_of_turns_are_deleted(workers: list[Worker]) -> None:
@@ -205,12 +208,10 @@ def test_workers_know_who_has_left_and_keys_of_turns_are_deleted(workers: list[W
     # Of each turn that is kept: the key of the first worker there, and one of each worker.
     eventually(lambda: len([key for key in list(kept) if "/turn/" in key]) <= 3 * TURNS_KEPT)
     assert not workers[0].lifetime.has_left(1)
-    leaving = threading.Thread(target=workers[1].lifetime.leave)
-    leaving.start()
-    eventually(lambda: workers[0].lifetime.has_left(1))
-    assert not workers[0].lifetime.has_left(0)
-    workers[0].lifetime.leave()
-    leaving.join(DEADLINE_SECS)
+    with in_a_thread(workers[1].lifetime.leave):
+        eventually(lambda: workers[0].lifetime.has_left(1))
+        assert not workers[0].lifetime.has_left(0)
+        workers[0].lifetime.leave()
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
@@ -261,19 +262,7 @@ def test_a_worker_whose_data_ends_early_is_noticed_by_the_one_that_waits(workers
     eventually(lambda: workers[0].coordination.aborted)
     assert "worker 1 reached the end of its data" in workers[0].coordination.aborted[0]
     assert isinstance(workers[0].lifetime.failure, JobFailed)
-    assert workers[0].lifetime.failure.worker == 1
-
-
-def test_workers_open_their_data_together(workers: list[Worker]) -> None:
-    first = threading.Thread(target=workers[0].lifetime.turns.meet)
-    first.start()
-    eventually(lambda: workers[1].lifetime.has_gone_on(0))
-    polled = workers[0].lifetime.polls
-    eventually(lambda: workers[0].lifetime.polls >= polled + 2)
-    assert first.is_alive()
-    workers[1].lifetime.turns.meet()
-    first.join(DEADLINE_SECS)
-    assert not first.is_alive()
+    assert workers[0].failure.worker == 1
 
 
 @pytest.mark.parametrize("late", [0, 2])
@@ -315,20 +304,16 @@ def test_a_worker_that_waits_for_one_that_failed_is_told(workers: list[Worker]) 
             workers[0].lifetime.turns.meet()
         told.append(failure.value)
 
-    first = threading.Thread(target=meet)
-    first.start()
-    workers[1].lifetime.failed(ValueError("no such column"))
-    first.join(DEADLINE_SECS)
+    with in_a_thread(meet):
+        workers[1].lifetime.failed(ValueError("no such column"))
     assert [failure.worker for failure in told] == [1]
 
 
 def test_a_worker_that_others_wait_for_in_vain_does_not_wait_for_them(workers: list[Worker]) -> None:
     told: list[bool] = []
-    waits = threading.Thread(target=lambda: told.append(raises(workers[1].lifetime.turns.meet)))
-    waits.start()
-    eventually(lambda: workers[0].lifetime.has_gone_on(1))
-    workers[0].lifetime.failed(JobFailed("worker 1 did not come", worker=1))
-    waits.join(DEADLINE_SECS)
+    with in_a_thread(lambda: told.append(raises(workers[1].lifetime.turns.meet))):
+        eventually(lambda: workers[0].lifetime.has_gone_on(1))
+        workers[0].lifetime.failed(JobFailed("worker 1 did not come", worker=1))
     assert told == [True]
     leave_all(workers)
 
@@ -360,28 +345,23 @@ def test_a_worker_that_leaves_while_another_trains_is_noticed(
     workers[1].transfers = 5
     if interrupted:
         workers[1].lifetime.failed(KeyboardInterrupt())
-    first = threading.Thread(target=workers[1].lifetime.leave)
-    first.start()
-    eventually(lambda: workers[0].coordination.aborted)
-    assert said in workers[0].coordination.aborted[0]
-    workers[0].lifetime.leave()
-    first.join(DEADLINE_SECS)
+    with in_a_thread(workers[1].lifetime.leave):
+        eventually(lambda: workers[0].coordination.aborted)
+        assert said in workers[0].coordination.aborted[0]
+        workers[0].lifetime.leave()
 
 
 def test_a_worker_that_leaves_while_another_exchanges_metrics_is_noticed(workers: list[Worker]) -> None:
-    first = threading.Thread(target=workers[1].lifetime.leave)
-    first.start()
-    workers[0].lifetime.turns.take()
-    eventually(lambda: workers[0].coordination.aborted)
-    assert "worker 1 reached the end of its script" in workers[0].coordination.aborted[0]
-    workers[0].lifetime.leave()
-    first.join(DEADLINE_SECS)
+    with in_a_thread(workers[1].lifetime.leave):
+        workers[0].lifetime.turns.take()
+        eventually(lambda: workers[0].coordination.aborted)
+        assert "worker 1 reached the end of its script" in workers[0].coordination.aborted[0]
+        workers[0].lifetime.leave()
 
 
 def test_a_worker_that_does_not_stop_by_itself_is_ended(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch, little_grace: None
 ) -> None:
-    monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
     assert GRACE_SECS > 1
     workers[1].lifetime.failed(ValueError("x"))
     eventually(lambda: workers[0].exit_codes)
@@ -389,15 +369,13 @@ def test_a_worker_that_does_not_stop_by_itself_is_ended(
 
 
 def test_after_ctrl_c_a_worker_does_not_wait_for_the_others(workers: list[Worker]) -> None:
-    workers[0].lifetime.failed(KeyboardInterrupt())
-    workers[0].lifetime.leave()  # worker 1 has not left
+    workers[0].interrupt()  # worker 1 has not left
     assert workers[0].exit_codes == []
 
 
 def test_when_the_watching_thread_dies_the_job_fails_and_every_wait_ends(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch, little_grace: None
 ) -> None:
-    monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
     workers[0].coordination.get = lambda *_: 1 / 0  # type: ignore[method-assign,assignment]
     eventually(lambda: workers[0].coordination.aborted)
     with pytest.raises(JobFailed, match="thread that watches the job has died"):
@@ -430,9 +408,8 @@ def test_a_save_in_another_thread_does_not_unprotect_the_main_thread(workers: li
             pass
 
     with workers[0].lifetime.turns.alone("writing model.keras"):
-        other = threading.Thread(target=save)
-        other.start()
-        other.join(DEADLINE_SECS)
+        with in_a_thread(save):
+            pass
         with pytest.raises(JobFailed, match="alone was writing model"):
             workers[0].lifetime.turns.take()
 
@@ -478,20 +455,17 @@ def freeze_the_service(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("workers", [0.5], indirect=True)
 def test_a_worker_exits_when_the_service_does_not_answer(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch, little_grace: None
 ) -> None:
-    monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
     eventually(lambda: workers[1].lifetime.polls)
     freeze_the_service(workers[1], monkeypatch)
     script = threading.Thread(target=workers[1].lifetime.turns.take, daemon=True)
     script.start()  # never returns
     eventually(lambda: workers[1].exit_codes)
     assert workers[1].exit_codes == [PEER_FAILED]
-    assert workers[1].lifetime.failure is not None
-    assert workers[1].lifetime.failure.worker == 0
+    assert workers[1].failure.worker == 0
     assert workers[1].coordination.aborted == [str(workers[1].lifetime.failure)]
-    workers[0].lifetime.failed(KeyboardInterrupt())
-    workers[0].lifetime.leave()
+    workers[0].interrupt()
 
 
 def test_a_script_that_raises_exits_although_the_service_does_not_answer(
@@ -504,10 +478,8 @@ def test_a_script_that_raises_exits_although_the_service_does_not_answer(
     workers[1].lifetime.failed(RuntimeError(lost))
     workers[1].lifetime.leave()
     assert workers[1].exit_codes == [PEER_FAILED]
-    assert workers[1].lifetime.failure is not None
-    assert str(workers[1].lifetime.failure).startswith("worker 0 was lost: it does not answer heartbeats")
-    workers[0].lifetime.failed(KeyboardInterrupt())
-    workers[0].lifetime.leave()
+    assert str(workers[1].failure).startswith("worker 0 was lost: it does not answer heartbeats")
+    workers[0].interrupt()
 
 
 def test_the_bounds_of_every_end_add_up_to_less_than_30_seconds() -> None:
@@ -517,9 +489,8 @@ def test_the_bounds_of_every_end_add_up_to_less_than_30_seconds() -> None:
 
 
 def test_a_worker_exits_when_the_service_has_lost_another(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch, little_grace: None
 ) -> None:
-    monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
 
     def lost(*_: object) -> None:
         raise JobFailed("worker 1 was lost", worker=1)
@@ -531,9 +502,11 @@ def test_a_worker_exits_when_the_service_has_lost_another(
 
 
 def test_worker_0_exits_when_a_peer_is_lost_while_it_waits_for_it_to_finish(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workers: list[Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    little_grace: None,
 ) -> None:
-    monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
     leaving = threading.Thread(target=workers[0].lifetime.leave, daemon=True)
     leaving.start()
     eventually(lambda: workers[1].lifetime.has_left(0))
@@ -545,21 +518,17 @@ def test_worker_0_exits_when_a_peer_is_lost_while_it_waits_for_it_to_finish(
     eventually(lambda: workers[0].exit_codes)
     assert workers[0].exit_codes[0] == PEER_FAILED
     assert "replicast: worker 1 was lost" in capsys.readouterr().err, "the log says because of whom"
-    workers[1].lifetime.failed(KeyboardInterrupt())
-    workers[1].lifetime.leave()
+    workers[1].interrupt()
 
 
 def test_a_worker_that_the_service_has_lost_ends_all_others_although_none_of_them_is_in_a_transfer(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch, little_grace: None
 ) -> None:
-    monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
     workers[0].coordination._store.lost = Loss(1, "it sent no heartbeats")
     eventually(lambda: workers[0].exit_codes)
     assert workers[0].exit_codes == [PEER_FAILED]
-    assert workers[0].lifetime.failure is not None
-    assert str(workers[0].lifetime.failure).startswith("worker 1 was lost: it sent no heartbeats")
-    workers[1].lifetime.failed(KeyboardInterrupt())
-    workers[1].lifetime.leave()
+    assert str(workers[0].failure).startswith("worker 1 was lost: it sent no heartbeats")
+    workers[1].interrupt()
 
 
 def test_after_a_failure_worker_0_does_not_wait_for_the_worker_that_was_lost(
@@ -567,12 +536,10 @@ def test_after_a_failure_worker_0_does_not_wait_for_the_worker_that_was_lost(
 ) -> None:
     monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 10 * DEADLINE_SECS)
     workers[0].lifetime.failed(JobFailed("worker 1 was lost", worker=1))
-    leaving = threading.Thread(target=workers[0].lifetime.leave, daemon=True)
-    leaving.start()
-    leaving.join(DEADLINE_SECS)
+    with in_a_thread(workers[0].lifetime.leave):
+        pass
     assert workers[0].exit_codes == [PEER_FAILED]
-    workers[1].lifetime.failed(KeyboardInterrupt())
-    workers[1].lifetime.leave()
+    workers[1].interrupt()
 
 
 RESET = (
@@ -631,10 +598,9 @@ def test_a_chief_is_worker_0_and_the_workers_come_after_it() -> None:
 
 def test_a_worker_that_was_lost_is_blamed_with_who_says_so(workers: list[Worker]) -> None:
     workers[0].lifetime.failed(RuntimeError(RESET.format(1, "Connection reset by peer", 14)))
-    assert workers[0].lifetime.failure is not None
-    assert workers[0].lifetime.failure.worker == 1
-    assert str(workers[0].lifetime.failure).startswith("worker 1 was lost: its connection broke")
-    assert "(reported by worker 0)" in str(workers[0].lifetime.failure)
+    assert workers[0].failure.worker == 1
+    assert str(workers[0].failure).startswith("worker 1 was lost: its connection broke")
+    assert "(reported by worker 0)" in str(workers[0].failure)
     workers[1].lifetime.failed(KeyboardInterrupt())
     leave_all(workers)
     assert workers[0].exit_codes == [PEER_FAILED]
@@ -654,6 +620,8 @@ def test_a_worker_that_others_blame_learns_why(workers: list[Worker]) -> None:
     eventually(why)
     assert why() == "worker 0 left its loop while worker 1 continued"
     leave_all(workers)
+    assert other.exit_codes == [PEER_FAILED]
+    assert blamed.exit_codes == [], "whatever it ends with stays"
 
 
 class Paused(Pauses):
@@ -683,8 +651,7 @@ def test_a_worker_that_stood_still_names_itself_and_not_the_one_that_it_lost(
 ) -> None:
     paused[1].lifetime.failed(UnavailableError(LOST))
     eventually(lambda: paused[0].lifetime.failure)
-    assert paused[0].lifetime.failure is not None
-    assert paused[0].lifetime.failure.worker == 1
+    assert paused[0].failure.worker == 1
     paused[1].lifetime.leave()
     assert paused[1].exit_codes == [1]
     assert "replicast: worker 1 did not run for 15 s: it was stopped (SIGSTOP)" in capsys.readouterr().err
@@ -694,8 +661,7 @@ def test_a_worker_that_stood_still_names_itself_and_not_the_one_that_it_lost(
 
 def test_an_error_of_the_script_is_its_own_though_the_worker_stood_still(paused: list[Worker]) -> None:
     paused[1].lifetime.failed(ValueError("no such column"))
-    assert paused[1].lifetime.failure is not None
-    assert str(paused[1].lifetime.failure) == "worker 1 failed first: ValueError: no such column"
+    assert str(paused[1].failure) == "worker 1 failed first: ValueError: no such column"
     paused[1].lifetime.leave()
     assert paused[1].exit_codes == []
     paused[0].lifetime.leave()
@@ -704,7 +670,7 @@ def test_an_error_of_the_script_is_its_own_though_the_worker_stood_still(paused:
 def test_what_another_worker_says_of_itself_counts_though_this_one_stood_still(paused: list[Worker]) -> None:
     paused[0].lifetime.failed(ValueError("no such column"))
     eventually(lambda: paused[1].lifetime.failure)
-    assert str(paused[1].lifetime.failure) == "worker 0 failed first: ValueError: no such column"
+    assert str(paused[1].failure) == "worker 0 failed first: ValueError: no such column"
     for worker in reversed(paused):
         worker.lifetime.leave()
     assert paused[1].exit_codes == [PEER_FAILED]
