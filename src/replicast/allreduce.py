@@ -49,6 +49,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,7 +140,8 @@ class Exchange:
         self._parts = parts
         self._check = check
         self._others = [worker for worker in range(len(parts)) if worker != rank]
-        self._spins = spins_on_this_host(len(parts))
+        # Not at all if another worker may need this core.
+        self._spins = SPINS if len(os.sched_getaffinity(0)) >= len(parts) else 0
         self._next = 0
         self._unfinished = False
         self._one_call = threading.Lock()
@@ -399,16 +401,8 @@ class ExchangePlan:
 
     def __init__(self, forms: Sequence[Form]) -> None:
         self.forms = tuple(forms)
-        self._layouts: dict[tuple[tuple[int, ...], ...], MessageLayout] = {}
-
-    def layout(self, shapes: tuple[tuple[int, ...], ...]) -> MessageLayout:
-        """The layout for values of these shapes; steps repeat, so it is kept."""
-        found = self._layouts.get(shapes)
-        if found is None:
-            if len(self._layouts) >= _LAYOUTS_KEPT:
-                self._layouts.clear()
-            found = self._layouts[shapes] = MessageLayout(self.forms, shapes)
-        return found
+        # For values of these shapes. Steps repeat, so layouts are kept.
+        self.layout = lru_cache(_LAYOUTS_KEPT)(partial(MessageLayout, self.forms))
 
 
 # --- A worker's part of the shared memory: what it sends, and the semaphores that say so -------------------
@@ -497,11 +491,6 @@ class Semaphore:
                 return
         while not _sleep(address, CHECK_SECS):
             check()
-
-
-def spins_on_this_host(workers: int) -> int:
-    """How often to try before sleeping: not at all if another worker may need this core."""
-    return SPINS if len(os.sched_getaffinity(0)) >= workers else 0
 
 
 def _sleep(address: ctypes.c_void_p, secs: float) -> bool:

@@ -38,12 +38,10 @@ from replicast.transport import (
 )
 from replicast.transport.base import lay_out
 from replicast.transport.chain import (
-    MAX_DAMAGED,
     SEGMENT_BYTES,
     ChainLink,
     Holdings,
     Kind,
-    Missing,
     Server,
     predecessor,
     segments_of,
@@ -171,22 +169,6 @@ def test_many_small_arrays_are_few_segments() -> None:
     assert segments_of(parcel_of()) == ()
     pieces, nbytes = lay_out(ARRAYS)
     assert len(segments_of(Parcel("p", 0, nbytes, pieces, ""))) == SEGMENTS, "these tests count on it"
-
-
-def test_a_segment_is_with_one_stream_until_it_arrives_or_is_given_back() -> None:
-    missing = Missing(3)
-    assert [missing.take() for _ in range(4)] == [0, 1, 2, None]
-    missing.give_back([2, 0])
-    assert [missing.take(), missing.take(), missing.take()] == [0, 2, None]
-    for _ in range(MAX_DAMAGED - 1):  # a segment that is always damaged is given up
-        assert missing.damaged(0)
-        assert missing.take() == 0
-    assert not missing.damaged(0)
-    assert missing.take() is None
-    for left in (2, 1, 0):
-        assert not missing.complete, left
-        missing.arrived()
-    assert missing.complete
 
 
 @pytest.mark.parametrize("leaders", [(0, 1), (0, 2, 5), (0, 3, 4, 9)])
@@ -327,8 +309,10 @@ def test_a_block_that_arrives_damaged_is_fetched_again(job: Job, monkeypatch: py
 
 
 def test_a_host_that_gets_only_damaged_bytes_refuses_for_the_hosts_after_it_and_forwards_none(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    job: Job, before_sending: BeforeSending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sent: list[int] = []
+    before_sending(lambda worker, *_: sent.append(worker))
     damage(monkeypatch, 10**6)
     parcel = job.on("abcc").publish(arrays=ARRAYS[:1])
     source, *others = job.receive(parcel)
@@ -336,6 +320,7 @@ def test_a_host_that_gets_only_damaged_bytes_refuses_for_the_hosts_after_it_and_
     for other in others:
         with pytest.raises(UpdateRefused, match="from worker 0 arrived damaged at worker 1"):
             other.result()
+    assert sent == [0] * chain.MAX_DAMAGED, "it is fetched again, and then given up"
     assert len(job.files()) == 1, "a file of a host that refused is left behind"
 
 

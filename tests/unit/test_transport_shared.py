@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,53 +70,70 @@ def open_files(directory: Path) -> int:
     return found
 
 
+def fails(number: int) -> Callable[..., Any]:
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return failing
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[SharedMemoryTransport]:
+    """Worker 0 of a job. When it and `other` are closed, nothing is left of what they had."""
+    before = open_files(tmp_path)
+    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+    yield transport
+    transport.close()
+    assert files_in(tmp_path) == []
+    assert open_files(tmp_path) == before
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[SharedMemoryTransport]:
+    transport = SharedMemoryTransport("job", 1, directory=tmp_path)
+    yield transport
+    transport.close()
+
+
 def test_no_room_says_how_much_is_needed_and_free_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: SharedMemoryTransport
 ) -> None:
-    transport = SharedMemoryTransport("job", 3, directory=tmp_path)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", full)
-        with pytest.raises(UpdateRefused, match=r"Worker 3 has no room .* REPLICAST_SHM_DIR") as caught:
-            transport.publish("one", [some(1_000_000)])
-    assert caught.value.worker == 3
+        patched.setattr(os, "posix_fallocate", fails(errno.ENOSPC))
+        with pytest.raises(UpdateRefused, match=r"Worker 1 has no room .* REPLICAST_SHM_DIR") as caught:
+            other.publish("one", [some(1_000_000)])
+    assert caught.value.worker == 1
     assert caught.value.expected == "4,000,000 bytes free"
     assert str(tmp_path) in caught.value.problem
     assert files_in(tmp_path) == []
-    transport.publish("one", [some(10)])
-    transport.close()
+    other.publish("one", [some(10)])
 
 
-def test_a_file_that_is_too_short_is_refused_before_it_is_mapped(tmp_path: Path) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
-    parcel = transport.publish("one", [some(10_000)])
+def test_a_file_that_is_too_short_is_refused_before_it_is_mapped(
+    tmp_path: Path, source: SharedMemoryTransport
+) -> None:
+    parcel = source.publish("one", [some(10_000)])
     os.truncate(tmp_path / f"{PREFIX}job-one", 64)
     with pytest.raises(UpdateRefused, match="damaged") as caught:
-        transport.receive(parcel, 120.0)
+        source.receive(parcel, 120.0)
     assert (caught.value.expected, caught.value.received) == ("40,000 bytes", "64 bytes")
-    transport.close()
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "ä", "x" * 101])
-def test_an_id_that_could_lead_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+def test_an_id_that_could_lead_elsewhere_is_refused(
+    name: str, tmp_path: Path, source: SharedMemoryTransport
+) -> None:
     with pytest.raises(ValueError, match="Received: "):
-        transport.publish(name, [some(1)])
-    transport.close()
+        source.publish(name, [some(1)])
     with pytest.raises(ValueError, match="Received: "):
         SharedMemoryTransport(name, 0, directory=tmp_path)
     assert files_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("array", [np.array(["text"]), np.array([object()]), np.zeros(2, "i4,f4")])
-def test_only_numbers_can_be_sent(array: np.ndarray, tmp_path: Path) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+def test_only_numbers_can_be_sent(array: np.ndarray, source: SharedMemoryTransport) -> None:
     with pytest.raises(TypeError, match="Received: dtype"):
-        transport.publish("one", [array])
-    transport.close()
+        source.publish("one", [array])
 
 
 def test_leftovers_of_a_killed_process_are_removed_and_those_of_a_live_one_are_not(tmp_path: Path) -> None:
@@ -131,19 +150,19 @@ def test_leftovers_of_a_killed_process_are_removed_and_those_of_a_live_one_are_n
     assert files_in(tmp_path) == []
 
 
-def test_a_parcel_is_one_file_of_its_size_that_only_this_user_can_read(tmp_path: Path) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
-    parcel = transport.publish("one", [some(100), some(5)])
+def test_a_parcel_is_one_file_of_its_size_that_only_this_user_can_read(
+    tmp_path: Path, source: SharedMemoryTransport
+) -> None:
+    parcel = source.publish("one", [some(100), some(5)])
     assert files_in(tmp_path) == [f"{PREFIX}job-one"]
     status = (tmp_path / f"{PREFIX}job-one").stat()
     assert (status.st_size, status.st_mode & 0o777) == (parcel.nbytes, 0o600)
     assert parcel.nbytes == 448 + 64
-    transport.close()
-    assert files_in(tmp_path) == []
 
 
-def test_memory_that_all_only_read_is_used_again_and_mapped_once(tmp_path: Path) -> None:
-    source, other = (SharedMemoryTransport("job", rank, directory=tmp_path) for rank in range(2))
+def test_memory_that_all_only_read_is_used_again_and_mapped_once(
+    tmp_path: Path, source: SharedMemoryTransport, other: SharedMemoryTransport
+) -> None:
     before, seen = open_files(tmp_path), []
     for seed, count in enumerate((LARGE, LARGE, LARGE - 100)):
         parcel = source.publish(f"p{seed}", [some(count, seed)], to_read=True)
@@ -155,31 +174,30 @@ def test_memory_that_all_only_read_is_used_again_and_mapped_once(tmp_path: Path)
         assert files_in(tmp_path) == [f"{PREFIX}job-p0"]
     assert len(set(seen)) == 2, "each worker maps the memory once"
     assert open_files(tmp_path) == before + 1
-    source.close()
-    other.close()
-    assert open_files(tmp_path) == before
-    assert files_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(
     ("count", "reuse", "to_read"), [(10, True, True), (LARGE, False, True), (LARGE, True, False)]
 )
 def test_what_is_small_or_may_still_be_in_use_is_not_used_again(
-    count: int, reuse: bool, to_read: bool, tmp_path: Path
+    count: int,
+    reuse: bool,
+    to_read: bool,
+    tmp_path: Path,
+    source: SharedMemoryTransport,
+    other: SharedMemoryTransport,
 ) -> None:
-    source, other = (SharedMemoryTransport("job", rank, directory=tmp_path) for rank in range(2))
     parcel = source.publish("one", [some(count)], to_read=to_read)
     (kept,) = other.receive(parcel, 120.0)
     source.release("one", reuse=reuse)
     assert files_in(tmp_path) == []
     source.publish("two", [some(count, seed=2)], to_read=True)
     assert kept.tobytes() == some(count).tobytes()
-    source.close()
-    other.close()
 
 
-def test_of_two_parcels_that_are_released_one_keeps_its_memory(tmp_path: Path) -> None:
-    source, other = (SharedMemoryTransport("job", rank, directory=tmp_path) for rank in range(2))
+def test_of_two_parcels_that_are_released_one_keeps_its_memory(
+    tmp_path: Path, source: SharedMemoryTransport, other: SharedMemoryTransport
+) -> None:
     parcels = [source.publish(name, [some(LARGE)], to_read=True) for name in ("a", "b")]
     for parcel in parcels:
         other.receive(parcel, 120.0)
@@ -188,9 +206,6 @@ def test_of_two_parcels_that_are_released_one_keeps_its_memory(tmp_path: Path) -
     assert files_in(tmp_path) == [f"{PREFIX}job-a"]
     (found,) = other.receive(source.publish("c", [some(LARGE, seed=3)], to_read=True), 1.0)
     assert found.tobytes() == some(LARGE, seed=3).tobytes()
-    source.close()
-    other.close()
-    assert files_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(("workers", "is_kept"), [(1, True), (2, False)])
@@ -214,71 +229,51 @@ def test_memory_that_is_too_large_to_be_kept_is_held_by_no_worker(
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
-def test_threads_that_release_at_once_leave_one_file_and_none_after_the_end(tmp_path: Path) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+def test_threads_that_release_at_once_leave_one_file_and_none_after_the_end(
+    tmp_path: Path, source: SharedMemoryTransport
+) -> None:
     before = open_files(tmp_path)
     names = [str(number) for number in range(8)]
     for name in names:
-        transport.publish(name, [some(LARGE)], to_read=True)
+        source.publish(name, [some(LARGE)], to_read=True)
     meeting = threading.Barrier(len(names))
 
     def release(name: str) -> None:
         meeting.wait(120)
-        transport.release(name, reuse=True)
+        source.release(name, reuse=True)
 
     with ThreadPoolExecutor(len(names)) as threads:
         list(threads.map(release, names))
     assert len(files_in(tmp_path)) == 1
     assert open_files(tmp_path) == before + 1
-    transport.close()
-    transport.publish("late", [some(LARGE)], to_read=True)
-    transport.release("late", reuse=True)  # by a thread that is late
-    assert open_files(tmp_path) == before
-    assert files_in(tmp_path) == []
-
-
-def test_what_is_not_published_to_be_read_belongs_to_the_worker_that_received_it(tmp_path: Path) -> None:
-    source, other = (SharedMemoryTransport("job", rank, directory=tmp_path) for rank in range(2))
-    parcel = source.publish("one", [some(LARGE)])
-    (here,), (there,) = source.receive(parcel, 120.0), other.receive(parcel, 120.0)
-    there[:] = 0
-    source.release("one", reuse=True)
-    assert here.tobytes() == some(LARGE).tobytes()
     source.close()
-    other.close()
+    source.publish("late", [some(LARGE)], to_read=True)
+    source.release("late", reuse=True)  # by a thread that is late
 
 
 def test_what_cannot_be_named_or_mapped_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: SharedMemoryTransport
 ) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
     before = open_files(tmp_path)
-
-    def broken(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     for owner, name in ((os, "link"), (shared, "map_shared")):
         with monkeypatch.context() as patched:
-            patched.setattr(owner, name, broken)
+            patched.setattr(owner, name, fails(errno.EIO))
             with pytest.raises(OSError, match="Input/output error"):
-                transport.publish("one", [some(10)])
+                source.publish("one", [some(10)])
         assert files_in(tmp_path) == []
         assert open_files(tmp_path) == before
-    first = transport.publish("one", [some(10)])
+    first = source.publish("one", [some(10)])
     with pytest.raises(FileExistsError):
-        transport.publish("one", [some(11)])
-    assert transport.receive(first, 120.0)[0].tobytes() == some(10).tobytes()
-    transport.close()
+        source.publish("one", [some(11)])
+    assert source.receive(first, 120.0)[0].tobytes() == some(10).tobytes()
 
 
 def test_kept_memory_is_given_back_if_its_space_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: SharedMemoryTransport
 ) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
-    before = open_files(tmp_path)
-    transport.publish("one", [some(LARGE)], to_read=True)
-    transport.release("one", reuse=True)
-    fallocate = os.posix_fallocate
+    before, fallocate = open_files(tmp_path), os.posix_fallocate
+    source.publish("one", [some(LARGE)], to_read=True)
+    source.release("one", reuse=True)
 
     def full_until_it_goes(descriptor: int, offset: int, nbytes: int) -> None:
         if open_files(tmp_path) > before + 1:
@@ -286,9 +281,8 @@ def test_kept_memory_is_given_back_if_its_space_is_needed(
         fallocate(descriptor, offset, nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", full_until_it_goes)
-    parcel = transport.publish("two", [some(2 * LARGE)], to_read=True)
-    assert transport.receive(parcel, 120.0)[0].tobytes() == some(2 * LARGE).tobytes()
-    transport.close()
+    parcel = source.publish("two", [some(2 * LARGE)], to_read=True)
+    assert source.receive(parcel, 120.0)[0].tobytes() == some(2 * LARGE).tobytes()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -317,40 +311,35 @@ def test_a_flipped_bit_is_noticed_by_exactly_one_of_those_who_share_the_memory(
         transport.close()
 
 
-def test_arrays_that_live_on_hold_no_file_open(tmp_path: Path) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
-    before = open_files(tmp_path)
-    kept = []
+def test_arrays_that_live_on_hold_no_file_open(tmp_path: Path, source: SharedMemoryTransport) -> None:
+    before, kept = open_files(tmp_path), []
     for number in range(50):
-        parcel = transport.publish(str(number), [some(20, number)], to_read=number % 2 == 0)
-        kept += transport.receive(parcel, 120.0)
-        transport.release(str(number))
+        parcel = source.publish(str(number), [some(20, number)], to_read=number % 2 == 0)
+        kept += source.receive(parcel, 120.0)
+        source.release(str(number))
     assert open_files(tmp_path) == before
-    transport.close()
+    source.close()
     assert all(array.tobytes() == some(20, number).tobytes() for number, array in enumerate(kept))
 
 
-def test_a_forked_process_changes_nothing_of_what_its_parent_received(tmp_path: Path) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
-    parcel = transport.publish("one", [some(LARGE)])
-    (mine,) = transport.receive(parcel, 120.0)
+def test_a_forked_process_changes_nothing_of_what_its_parent_received(source: SharedMemoryTransport) -> None:
+    parcel = source.publish("one", [some(LARGE)])
+    (mine,) = source.receive(parcel, 120.0)
     child = os.fork()
     if child == 0:
         mine[:] = 0
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert mine.tobytes() == transport.receive(parcel, 120.0)[0].tobytes() == some(LARGE).tobytes()
-    transport.close()
+    assert mine.tobytes() == source.receive(parcel, 120.0)[0].tobytes() == some(LARGE).tobytes()
 
 
-def test_one_dead_worker_of_a_live_job_takes_nothing_from_the_others(tmp_path: Path) -> None:
-    transport = SharedMemoryTransport("job", 1, directory=tmp_path)
-    parcel = transport.publish("two", [some(10)])
+def test_one_dead_worker_of_a_live_job_takes_nothing_from_the_others(
+    tmp_path: Path, other: SharedMemoryTransport
+) -> None:
+    parcel = other.publish("two", [some(10)])
     end(held_by_another_process(tmp_path, "job"))
     assert remove_leftovers(tmp_path) == [tmp_path / f"{PREFIX}job-one"]
-    assert transport.receive(parcel, 120.0)[0].tobytes() == some(10).tobytes()
-    transport.close()
-    assert files_in(tmp_path) == []
+    assert other.receive(parcel, 120.0)[0].tobytes() == some(10).tobytes()
 
 
 def test_a_file_is_locked_before_it_has_a_name(tmp_path: Path) -> None:
@@ -388,10 +377,7 @@ def test_only_files_of_this_user_with_our_name_are_removed_or_mapped(
 def test_a_directory_that_cannot_hold_unnamed_files_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unsupported(*_: object) -> int:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-    monkeypatch.setattr(os, "open", unsupported)
+    monkeypatch.setattr(os, "open", fails(errno.EOPNOTSUPP))
     with pytest.raises(ClusterError, match=r"REPLICAST_SHM_DIR.*not supported"):
         SharedMemoryTransport("job", 0, directory=tmp_path)
 

@@ -48,7 +48,7 @@ import struct
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -246,52 +246,6 @@ def segments_of(parcel: Parcel) -> tuple[Segment, ...]:
             else:
                 groups.append([block])
     return tuple(Segment(group[0].start, group[-1].stop, tuple(group)) for group in groups)
-
-
-class Missing:
-    """The segments that a host still needs. Each is with at most one stream, in the order of the parcel.
-
-    ```
-    missing ──take──► with a stream ──arrived──► here
-       ▲                   │
-       └──── give_back ────┘   the connection broke, or the bytes were damaged
-    ```
-    All methods may be called from any thread.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._free = list(range(count))
-        self._left = count
-        self._damaged: Counter[int] = Counter()
-        self._lock = threading.RLock()
-
-    @property
-    def complete(self) -> bool:
-        return self._left == 0
-
-    def take(self) -> int | None:
-        """The next segment that no stream has; None if there is none at the moment."""
-        with self._lock:
-            return heapq.heappop(self._free) if self._free else None
-
-    def give_back(self, segments: Iterable[int]) -> None:
-        """These have not arrived: another stream may take them."""
-        with self._lock:
-            for segment in segments:
-                heapq.heappush(self._free, segment)
-
-    def arrived(self) -> None:
-        with self._lock:
-            self._left -= 1
-
-    def damaged(self, segment: int) -> bool:
-        """This one arrived damaged; returns whether it may be tried again."""
-        with self._lock:
-            self._damaged[segment] += 1
-            if self._damaged[segment] >= MAX_DAMAGED:
-                return False
-            self.give_back([segment])
-            return True
 
 
 @dataclass(slots=True)
@@ -730,7 +684,13 @@ class ChainLink:
 class Fetch:
     """One parcel on its way into this host's memory: several streams, each with its next request under way.
 
-    Its threads end with `run`.
+    Its threads end with `run`. A segment is with at most one stream, in the order of the parcel:
+
+    ```
+    missing ──take──► with a stream ──arrived──► here
+       ▲                   │
+       └──── give_back ────┘   the connection broke, or the bytes were damaged
+    ```
     """
 
     def __init__(self, parcel: Parcel, buffer: Bytes, link: ChainLink, holdings: Holdings) -> None:
@@ -739,7 +699,10 @@ class Fetch:
         self._link = link
         self._holdings = holdings
         self._segments = segments_of(parcel)
-        self._missing = Missing(len(self._segments))
+        self._missing = list(range(len(self._segments)))  # a heap: those that no stream has
+        self._left = len(self._segments)
+        self._damaged: Counter[int] = Counter()
+        self._lock = threading.Lock()
         self._waits_for = link.predecessor
         self._problem: BaseException | None = None
         self._until = 0.0
@@ -758,14 +721,14 @@ class Fetch:
             other.join()  # it ends when this one does: each looks at the time and at the others' problem
         if self._problem is not None:
             raise self._problem
-        if not self._missing.complete:
+        if self._left:
             raise not_arrived(self._parcel, timeout_secs, self._link.rank, self._waits_for)
 
     def _stream(self) -> None:
         """Fetches segments until there is none left to take. What it raises, `run` raises."""
         pauses = deque(_PAUSES_SECS)
         try:
-            while not (self._missing.complete or self._is_given_up()):
+            while self._left and not self._is_given_up():
                 try:
                     with self._link.connection(self._left_secs()) as connection:
                         self._pull(connection)
@@ -785,7 +748,7 @@ class Fetch:
         asked: deque[int] = deque()
         try:
             while not self._is_given_up():
-                while len(asked) < IN_FLIGHT and (number := self._missing.take()) is not None:
+                while len(asked) < IN_FLIGHT and (number := self._take()) is not None:
                     asked.append(number)
                     send_request(connection, self._parcel.id, number)
                 if not asked:
@@ -793,7 +756,16 @@ class Fetch:
                 self._receive(connection, asked)
             raise TimeoutError("given up")
         finally:
-            self._missing.give_back(asked)
+            self._give_back(*asked)
+
+    def _take(self) -> int | None:
+        with self._lock:
+            return heapq.heappop(self._missing) if self._missing else None
+
+    def _give_back(self, *segments: int) -> None:
+        with self._lock:
+            for segment in segments:
+                heapq.heappush(self._missing, segment)
 
     def _receive(self, connection: socket.socket, asked: deque[int]) -> None:
         limit(connection, min(SILENT_SECS, self._left_secs()))
@@ -811,10 +783,14 @@ class Fetch:
             raise
         place = asked.popleft()
         if problem is None:
-            self._missing.arrived()
+            with self._lock:
+                self._left -= 1
             self._holdings.arrived(self._parcel.id, place)
-        elif not self._missing.damaged(place):
+            return
+        self._damaged[place] += 1  # by the stream that has it, and no other
+        if self._damaged[place] >= MAX_DAMAGED:
             raise problem
+        self._give_back(place)
 
     def _receive_segment(self, connection: socket.socket, segment: Segment) -> UpdateRefused | None:
         def received(_: int, chunk: Bytes) -> Bytes:

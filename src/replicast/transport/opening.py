@@ -119,7 +119,14 @@ def open_chain(
         ends = None
         if rank in leaders:
             secret, holdings = bytes.fromhex(get("secret", 0)), Holdings(rank)
-            server, problem = _listening(rank, secret, holdings, environ)
+            host, server, problem = _host_of(rank, environ), None, ""
+            if host:
+                try:
+                    server = Server(host, secret, holdings)
+                except OSError as error:
+                    problem = f"worker {rank} cannot listen at {host}, its address in TF_CONFIG: {error}"
+            else:
+                problem = f"worker {rank} has no TF_CONFIG, which would name its address"
             put(f"port/{rank}", "" if server is None else str(server.port))
             if server is not None:
                 unless_chain.callback(server.close)
@@ -161,19 +168,6 @@ def wait_until_all(coordination: Coordination, do: str, check: Callable[[], None
         return JobFailed(f"Worker {worker} did not {do} within {OPEN_SECS:g} s. See its log.", worker=worker)
 
     return Wait(coordination, OPEN_SECS, late, lambda key, worker: check())
-
-
-def _listening(
-    rank: int, secret: bytes, holdings: Holdings, environ: Mapping[str, str]
-) -> tuple[Server | None, str]:
-    """A server at this worker's address; or why there is none."""
-    host = _host_of(rank, environ)
-    if not host:
-        return None, f"worker {rank} has no TF_CONFIG, which would name its address"
-    try:
-        return Server(host, secret, holdings), ""
-    except OSError as error:
-        return None, f"worker {rank} cannot listen at {host}, its address in TF_CONFIG: {error}"
 
 
 def _host_of(rank: int, environ: Mapping[str, str]) -> str:
