@@ -294,11 +294,7 @@ class Story:
         self._print_command(command)
         job, deadline = connect(self._directory / run), time.monotonic() + COMMAND_SECS
         with subprocess.Popen(
-            _argv(command),
-            cwd=self._directory,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            _argv(command), cwd=self._directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as push:
             try:
                 while push.poll() in (None, 0) and time.monotonic() < deadline:
