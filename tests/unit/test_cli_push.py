@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +26,10 @@ from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update
 from tests.unit.played_job import (
     BIAS,
-    LONG_AGO,
     SCHEMA,
     PlayedJob,
     flat,
     heard_of,
-    heard_of_always,
     invoke,
     made_run,
     meanwhile,
@@ -61,23 +57,6 @@ def is_harmless(output: str) -> bool:
     return not any(character in output for character in "\x1b\x07\r") and "[red]text" in output
 
 
-def test_no_command_loads_tensorflow_when_it_works(run: Path) -> None:
-    code = (
-        "import sys\nfrom replicast.cli import main\n"
-        "def do(*words):\n"
-        "    try: main(words, prog_name='replicast')\n"
-        "    except SystemExit as end: assert end.code in (0, 3), (words, end.code)\n"
-        "do('push', 'run', '--set', 'learning_rate=0.1', '--id', 'x', '--wait', '--timeout', '0')\n"
-        "do('status', 'run'); do('log', 'run'); do('show', 'run', 'x')\n"
-        "do('inspect', 'run/inbox/x.safetensors', '--run', 'run'); do('withdraw', 'run', 'x')\n"
-        "do('audit', 'run'); do('audit', 'run', '--now', '--timeout', '0')\n"
-        "assert not [name for name in ('tensorflow', 'keras') if name in sys.modules]"
-    )
-    with heard_of_always(run):
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-
-
 def test_one_number_is_assigned_and_the_id_is_printed(run: Path) -> None:
     result = output_of(0, "push", run, "--set", "learning_rate=5e-4", "--note", "slower", "--at-step", 9)
     update, at_step = pushed(run)
@@ -87,11 +66,9 @@ def test_one_number_is_assigned_and_the_id_is_printed(run: Path) -> None:
     (edit,) = planned(update, SCHEMA).edits
     assert (edit.operation, edit.variable) == ("assign", "optimizer/learning_rate")
     assert edit.arrays["value"] == np.float32(5e-4)
-
-
-def test_a_whole_number_stays_whole(run: Path) -> None:
-    assert invoke("push", run, "--set", f"iteration={2**62 + 1}").exit_code == 0
-    assert planned(pushed(run)[0], SCHEMA).edits[0].arrays["value"] == 2**62 + 1
+    output_of(0, "withdraw", run, update.id)
+    output_of(0, "push", run, "--set", f"iteration={2**62 + 1}")
+    assert planned(pushed(run)[0], SCHEMA).edits[0].arrays["value"] == 2**62 + 1, "whole numbers stay whole"
 
 
 def test_operations_become_one_update_in_the_order_of_the_command_line(run: Path) -> None:
@@ -167,12 +144,7 @@ def test_a_wrong_command_line_is_a_usage_error(run: Path, arguments: list[str], 
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        *(["push", "@", *SET], ["show", "@", "1"], ["withdraw", "@", "x"], ["status", "@"], ["log", "@"]),
-        *(["audit", "@"], ["inspect", "bias.safetensors", "--as", "add", "--run", "@"]),
-    ],
-    ids=lambda words: words[0],
+    "words", [["status", "@"], ["inspect", "bias.safetensors", "--as", "add", "--run", "@"]]
 )
 def test_what_is_not_a_run_directory_is_a_usage_error(run: Path, words: list[str]) -> None:
     tensors("bias", dense__bias=BIAS)
@@ -313,40 +285,23 @@ def test_ctrl_c_while_waiting_says_that_the_update_stays(run: Path, monkeypatch:
 def test_ctrl_c_before_it_is_written_pushes_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replicast.cli.push.update_of", interrupted)
     result = invoke("push", run, *SET)
-    assert (result.exit_code, result.output, inbox.waiting(run)) == (
-        130,
-        "Stopped. Nothing was pushed.\n",
-        [],
-    )
+    told = "Stopped. Nothing was pushed.\n"
+    assert (result.exit_code, result.output, inbox.waiting(run)) == (130, told, [])
 
 
 def test_a_push_to_a_job_that_is_not_running_names_the_option_for_the_next_start(
     run: Path, job: PlayedJob
 ) -> None:
-    heard_of(run, LONG_AGO)
+    heard_of(run, waiting_for=ENDED)
     refused = invoke("push", run, *SET)
     assert (refused.exit_code, "--next-start" in refused.output, inbox.waiting(run)) == (1, True, [])
+    output_of(0, "push", run, "--set", "learning_rate=1", "--id", "y", "--next-start")
+    assert "1 in the inbox, for the next start that trains" in invoke("status", run).output
     waited = output_of(0, "push", run, *SET, "--wait", "--next-start")
     assert "It will take the update when it is started again" in flat(waited)
     assert "To withdraw it: replicast withdraw run x" in waited
     told = "proposed. The job is not running: the update waits in the inbox, and the next start that trains"
     assert told in waited
-    invoke("push", run, "--set", "learning_rate=1", "--next-start")
-    assert "1 in the inbox, for the next start that trains" in invoke("status", run).output
-
-
-def test_a_push_to_a_job_whose_clock_is_behind_is_taken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard_of(run, secs_ago=60)
-    listened = meanwhile(monkeypatch, lambda _secs: heard_of(run, secs_ago=59))
-    result = invoke("push", run, *SET)
-    assert (result.exit_code, "not running" in result.output, sum(listened) < 1.5) == (0, False, True)
-
-
-def test_what_a_job_that_has_ended_left_in_the_inbox_is_said_to_wait_for_the_next_start(run: Path) -> None:
-    invoke("push", run, *SET)
-    assert "1 in the inbox\n" in invoke("status", run).output
-    heard_of(run, waiting_for=ENDED)
-    assert "1 in the inbox, for the next start that trains" in invoke("status", run).output
 
 
 def new_run(state: JobState, **fields: Any) -> Path:
@@ -428,29 +383,22 @@ def test_an_update_that_is_on_trial_is_listed_and_shown_as_such(run: Path) -> No
     committed(run, None)
     assert "on trial: 50 steps, loss, at most 5 % worse" in flat(invoke("log", run).output)
     assert "50 steps, loss, at most 5 % worse" in invoke("show", run, 1).output
-    described = json.loads(invoke("log", run, "--json").output)
-    assert described["trial"] == {**Trial(50, max_increase=0.05).to_json(), "before": 0.5}
+    assert json.loads(invoke("log", run, "--json").output)["trial"]["before"] == 0.5
 
 
-def test_how_a_trial_ended_is_listed_and_shown_and_has_its_own_exit_code(run: Path) -> None:
-    committed(run, REVERTED)
-    said = f"reverted at step 57: all replicas are back at their state before the update ({REVERTED.reason})"
+@pytest.mark.parametrize("reason", [REVERTED.reason, HOSTILE])
+def test_how_a_trial_ended_is_listed_and_shown_and_has_its_own_exit_code(run: Path, reason: str) -> None:
+    committed(run, replace(REVERTED, reason=reason, metric=reason))
+    said = "reverted at step 57: all replicas are back at their state before the update ("
     wait = ("push", run, *SET, "--wait", "--timeout", 5)
     for command in (("log", run), ("status", run), ("show", run, "x"), wait):
-        output = invoke(*command).output
+        result = invoke(*command)
+        output = flat(result.output)
         assert "verified" not in output, "all replicas have the state of before"
-        assert said in flat(output) or command[0] in ("log", "status"), command
+        assert said in output or command[0] in ("log", "status"), command
         assert "reverted" in output
-    assert invoke(*wait).exit_code == 4
-    described = json.loads(invoke("log", run, "--json").output)
-    assert (described["stage"], described["outcome"]) == ("reverted", REVERTED.to_json())
-
-
-def test_what_files_say_of_a_trial_reaches_no_terminal_raw(run: Path) -> None:
-    committed(run, replace(REVERTED, reason=HOSTILE, metric=HOSTILE))
-    wait = ("push", run, *SET, "--wait", "--timeout", 5)
-    for command in (("log", run), ("status", run), ("show", run, "x"), wait):
-        assert is_harmless(flat(invoke(*command).output)), command
+        assert reason in output if reason != HOSTILE else is_harmless(output), command
+        assert result.exit_code == (4 if command == wait else 0)
 
 
 def test_a_wait_behind_a_trial_is_reported_and_reaches_no_terminal_raw(

@@ -18,17 +18,24 @@ from replicast.update.update import Update
 from tests.unit.logs import log_of
 from tests.unit.played_job import LONG_AGO, PlayedJob, flat, heard_of, invoke, meanwhile, output_of
 
+PUSH = ("--set", "learning_rate=0.1", "--id")
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
+
+
+def scheduled(run: Path, stops_at: Stage | None) -> PlayedJob:
+    """A job that has taken update x for step 40, and stops at a stage."""
+    invoke("push", run, *PUSH, "x", "--at-step", 40)
+    job = PlayedJob(run)
+    job.stops_at = stops_at
+    job.act_all()
+    return job
 
 
 @pytest.mark.parametrize("stage", [Stage.PREPARED, Stage.SCHEDULED])
 def test_what_a_job_has_taken_and_not_committed_is_withdrawn_by_the_job(
     run: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--at-step", 40)
-    job = PlayedJob(run)
-    job.stops_at = stage
-    job.act_all()
+    job = scheduled(run, stage)
     meanwhile(monkeypatch, lambda _secs: job.withdraw())
     assert "withdrawn x: it will not be applied" in output_of(0, "withdraw", run, "x")
     assert "withdrawn" in output_of(0, "show", run, "x")
@@ -49,10 +56,7 @@ def test_what_is_committed_or_not_given_back_in_time_stays(
     run: Path, stage: Stage | None, secs: float, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited = meanwhile(monkeypatch, lambda _secs: heard_of(run))
-    invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--at-step", 40)
-    job = PlayedJob(run)
-    job.stops_at = stage
-    job.act_all()
+    scheduled(run, stage)
     before = [entry.id for entry in inbox.waiting(run)]
     result = invoke("withdraw", run, "x")
     assert (result.exit_code, said in flat(result.output)) == (3 if secs else 1, True), result.output
@@ -63,10 +67,7 @@ def test_what_is_committed_or_not_given_back_in_time_stays(
 
 def test_a_job_that_ends_meanwhile_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = meanwhile(monkeypatch, lambda _secs: heard_of(run, LONG_AGO))
-    invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--at-step", 40)
-    job = PlayedJob(run)
-    job.stops_at = Stage.SCHEDULED
-    job.act_all()
+    scheduled(run, Stage.SCHEDULED)
     result = invoke("withdraw", run, "x")
     assert (result.exit_code, "The job is not running" in result.output) == (3, True)
     assert "Update x is still scheduled" in result.output
@@ -80,10 +81,10 @@ def test_what_a_dead_job_had_taken_can_be_withdrawn_unless_it_is_committed(
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     dead = this_process() | {"pid": ended.pid}
-    invoke("push", run, "--set", "learning_rate=0.1", "--id", "x")
+    invoke("push", run, *PUSH, "x")
     inbox.note_stage(run, "x", Stage.PREPARED, taken_by=dead)
     assert invoke("withdraw", run, "x").exit_code == 0
-    invoke("push", run, "--set", "learning_rate=0.1", "--id", "y")
+    invoke("push", run, *PUSH, "y")
     played = PlayedJob(run)
     played.stops_at = Stage.COMMITTED
     played.act_all()
@@ -92,7 +93,7 @@ def test_what_a_dead_job_had_taken_can_be_withdrawn_unless_it_is_committed(
 
 
 def taken(run: Path, taker: dict[str, Any]) -> None:
-    invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--next-start")
+    invoke("push", run, *PUSH, "x", "--next-start")
     inbox.note_stage(run, "x", Stage.PREPARED, taken_by=taker)
 
 
@@ -128,7 +129,7 @@ def test_a_job_that_has_ended_or_taken_nothing_is_not_waited_for(
 ) -> None:
     listened = meanwhile(monkeypatch, lambda _secs: None)
     heard_of(run, LONG_AGO)
-    invoke("push", run, "--set", "learning_rate=0.1", "--id", "waits", "--next-start")
+    invoke("push", run, *PUSH, "waits", "--next-start")
     assert invoke("withdraw", run, "waits").exit_code == 0
     for rank in range(2):
         write_worker_note(
