@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from msgspec.structs import replace
 import replicast
 from replicast.core.entries import Before, Committed, Payload
 from replicast.core.records import Stage
-from replicast.errors import NoAnswer, NotFound, RequestRefused
+from replicast.errors import NotFound, RequestRefused
 from replicast.launcher.launcher import what_is_taken_over
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore, Draft
@@ -57,11 +56,8 @@ def committed(
         one = planned(update, SCHEMA)
         digest = one.content_digest()
         journal.write(Payload(one.id, digest, None, one.author, one.note), one)
-        journal.write(
-            Committed(
-                sequence, one.id, digest, 10 * sequence, 0, workers=2, reverts=(reverts or {}).get(sequence)
-            )
-        )
+        undone = (reverts or {}).get(sequence)
+        journal.write(Committed(sequence, one.id, digest, 10 * sequence, 0, workers=2, reverts=undone))
         if before is not None:
             staged = journal.stage_before(update_before(one.id, before, {}))
             journal.write(Before(sequence, one.id, staged))
@@ -80,28 +76,20 @@ class Answering:
         for path in inbox.requests(self.run):
             request = inbox.read_request(path)
             self.asked.append(request)
-            answer = InboxAnswer(
-                self.stage, 1.0, 700, self.problem, request.kind, request.author, details=self.details
-            )
-            inbox.answer(self.run, request.id, answer, self.values)
+            told = (self.stage, 1.0, 700, self.problem, request.kind, request.author)
+            inbox.answer(self.run, request.id, InboxAnswer(*told, details=self.details), self.values)
 
 
-@pytest.mark.parametrize("digits", [19, 4300, 4301])
+@pytest.mark.parametrize("digits", [19, 4301])
 @pytest.mark.parametrize(
     "command",
     [
-        "show run N",
-        "revert run N",
-        "revert run N --dry-run",
-        "withdraw run N",
-        "pull run dense/bias --rows N -o a.npy",
-        "pull run dense/bias --rows 0:N -o a.npy",
-        "log run --last N",
-        "audit run --last N",
+        *("show run N", "revert run N", "revert run N --dry-run", "withdraw run N"),
+        *("pull run dense/bias --rows N -o a.npy", "pull run dense/bias --rows 0:N -o a.npy"),
+        *("log run --last N", "audit run --last N"),
         "push run --scale dense/bias=2 --at-step N --dry-run",
         "push run --scale dense/bias=2 --trial-steps N --dry-run",
-        "checkpoint show run N",
-        "checkpoint verify run N",
+        *("checkpoint show run N", "checkpoint verify run N"),
         "checkpoint patch run N --scale dense/bias=2 --in-place",
     ],
 )
@@ -191,25 +179,25 @@ def test_log_and_show_say_what_reverts_what(run: Path) -> None:
     committed(run, ADD, UNDO, reverts={2: 1})
     said = invoke("log", run).output
     assert ("reverted by update 2" in said, "reverts update 1" in said) == (True, True), said
-    assert json.loads(invoke("show", run, 2, "--json").output)["reverts"] == 1
     assert "by update 2" in invoke("show", run, 1).output
 
 
 # pull
 
 
-def test_pulled_values_are_written_with_their_step_and_digest(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("other", ["", "b" * 32], ids=["equal", "different"])
+def test_pulled_values_are_written_with_their_step_and_digest_and_said_to_differ(
+    run: Path, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = digest_array(BIAS)
-    job = Answering(run, name=NAME, digests={"0": digest, "1": digest}, equal=True)
+    job = Answering(run, name=NAME, digests={"0": digest, "1": other or digest})
     job.values = BIAS
     meanwhile(monkeypatch, job.act)
-    result = output_of(0, "pull", run, "dense/bias", "-o", "bias.npy")
-    assert f"{NAME}: 3 float32 at step 700, from the job, digest {digest}" in flat(result)
+    said = flat(output_of(4 if other else 0, "pull", run, "dense/bias", "-o", "bias.npy"))
+    assert f"{NAME}: 3 float32 at step 700, from the job, digest {digest}" in said
+    assert ("worker 1 differs from worker 0" in said) == bool(other)
     np.testing.assert_array_equal(np.load("bias.npy"), BIAS)
-    assert job.asked[0].name == NAME
-    assert list((run / "inbox").iterdir()) == []
+    assert (job.asked[0].name, list((run / "inbox").iterdir())) == (NAME, [])
 
 
 def test_rows_and_ranges_of_rows_can_be_pulled(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,20 +213,7 @@ def test_rows_and_ranges_of_rows_can_be_pulled(run: Path, monkeypatch: pytest.Mo
     assert invoke("pull", run, "embeddings", "-o", "rows.npy").exit_code == 2
 
 
-def test_different_values_on_the_workers_are_told_with_an_exit_code_of_their_own(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Answering(run, name=NAME, digests={"0": digest_array(BIAS), "1": "b" * 32}, equal=False)
-    job.values = BIAS
-    meanwhile(monkeypatch, job.act)
-    result = output_of(4, "pull", run, "dense/bias", "-o", "bias.npy")
-    assert "worker 1 differs from worker 0" in flat(result)
-    assert Path("bias.npy").exists()
-
-
-@pytest.mark.parametrize(
-    "rows", ["a", "1,", "5:3", "-1", "0:99999999999", "1:2:3", "²", "9" * 4300, "0:" + "9" * 9999]
-)
+@pytest.mark.parametrize("rows", ["a", "-1", "0:" + "9" * 9999])
 def test_rows_that_are_none_are_a_usage_error(run: Path, rows: str) -> None:
     assert invoke("pull", run, "dense/bias", f"--rows={rows}", "-o", "a.npy").exit_code == 2
 
@@ -294,20 +269,15 @@ def test_a_checkpoint_now_says_its_step_or_why_there_is_none(
 ) -> None:
     job = Answering(run)
     meanwhile(monkeypatch, job.act)
-    result = invoke("checkpoint", "now", run)
-    assert (result.exit_code, result.output) == (0, "saved the checkpoint of step 700\n")
+    assert output_of(0, "checkpoint", "now", run) == "saved the checkpoint of step 700\n"
     job.stage, job.problem = Stage.REFUSED, "A trial is under way"
-    result = invoke("checkpoint", "now", run)
-    assert (result.exit_code, "at step 700: A trial is under way" in result.output) == (1, True), (
-        result.output
-    )
+    assert "at step 700: A trial is under way" in output_of(1, "checkpoint", "now", run)
 
 
 def test_a_stop_says_where_and_whether_the_state_is_saved(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Answering(run)
     meanwhile(monkeypatch, job.act)
-    result = invoke("stop", run)
-    assert (result.exit_code, result.output) == (0, "stopped at step 700: the state is saved\n")
+    assert output_of(0, "stop", run) == "stopped at step 700: the state is saved\n"
     found = inbox.stopped_by(run, 0)
     assert found is not None, "the launcher reads who has stopped the job"
     assert found.author == job.asked[0].author
@@ -315,14 +285,9 @@ def test_a_stop_says_where_and_whether_the_state_is_saved(run: Path, monkeypatch
     assert "without a checkpoint" in output_of(1, "stop", run)
 
 
-@pytest.mark.parametrize(
-    "words", [("stop",), ("checkpoint", "now"), ("pull", "dense/bias", "-o", "bias.npy")], ids=" ".join
-)
-def test_a_job_that_does_not_answer_is_exit_code_3(run: Path, words: tuple[str, ...]) -> None:
-    command, *rest = words
-    arguments = (command, run, *rest) if command != "checkpoint" else (*words, run)
-    result = output_of(3, *arguments, "--timeout", 0)
-    assert "have passed without" in result
+@pytest.mark.parametrize("command", ["stop run", "checkpoint now run", "pull run dense/bias -o bias.npy"])
+def test_a_job_that_does_not_answer_is_exit_code_3(run: Path, command: str) -> None:
+    assert "have passed without" in output_of(3, *command.split(), "--timeout", 0)
     assert not inbox.requests(run)
 
 
@@ -345,13 +310,6 @@ def test_an_answer_that_says_nothing_valid_is_told_in_words(
     meanwhile(monkeypatch, job.act)
     for words in (("pull", run, "dense/bias", "-o", "bias.npy"), ("audit", run, "--now")):
         assert "The answer to the request is not valid" in flat(output_of(1, *words))
-
-
-def test_what_only_a_running_job_can_do_is_not_waited_for(run: Path) -> None:
-    heard_of(run, secs_ago=60)
-    for act in (replicast.connect(run).stop, replicast.connect(run).checkpoint, replicast.connect(run).audit):
-        with pytest.raises(NoAnswer, match="only a running job"):
-            act()
 
 
 def test_after_training_went_back_everybody_names_the_checkpoint_that_a_start_goes_on_from(run: Path) -> None:
