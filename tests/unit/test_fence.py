@@ -31,8 +31,8 @@ from replicast.storage.run_files import FORMAT, RunInfo, check_free, read_run_in
 from replicast.update.digest import digest_state
 from replicast.update.schema import Schema
 from replicast.update.update import Update
-from tests.unit.checkpoint.operations import Operations
-from tests.unit.checkpoint.samples import draft_of, state_of
+from tests.unit.checkpoint.operations import at_each_operation
+from tests.unit.checkpoint.samples import state_of, written
 
 
 class Crash(BaseException):
@@ -87,17 +87,10 @@ def test_who_claims_a_run_has_its_name_on_disk_also_when_another_made_the_direct
 
 def test_a_commit_that_was_stopped_anywhere_overwrites_nothing_of_the_next_group(tmp_path: Path) -> None:
     outcomes = set()
-    for number in range(1, 1000):
-        run = tmp_path / str(number)
+    for run, operations in at_each_operation(tmp_path):
         old = start(run)
         commit(old, "first")
-
-        def take_over(run: Path = run) -> None:
-            commit(start(run), "new")
-
-        operations = Operations(number, take_over)
-        with pytest.MonkeyPatch.context() as patching:
-            operations.install(patching.setattr)
+        with operations.installed(lambda run=run: commit(start(run), "new")):
             try:
                 commit(old, "late", sequence=2)
                 said = "committed"
@@ -110,7 +103,6 @@ def test_a_commit_that_was_stopped_anywhere_overwrites_nothing_of_the_next_group
         outcomes.add(len(ids(run)))
         commit(start(run), "next")
         assert ids(run)[-2:] == ["new", "next"]
-    assert number > 5
     assert outcomes == {2, 3}
 
 
@@ -118,18 +110,13 @@ def test_a_commit_that_was_killed_anywhere_is_there_or_not_and_the_next_start_co
     tmp_path: Path,
 ) -> None:
     outcomes = set()
-    for number in range(1, 1000):
-        run = tmp_path / str(number)
+    for run, operations in at_each_operation(tmp_path):
         old = start(run)
         commit(old, "first")
-        operations = Operations(number, crash)
-        with pytest.MonkeyPatch.context() as patching:
-            operations.install(patching.setattr)
-            try:
-                commit(old, "killed")
-                break
-            except Crash:
-                pass
+        with operations.installed(crash), contextlib.suppress(Crash):
+            commit(old, "killed")
+        if operations.fired is None:
+            break
         outcomes.add(tuple(ids(run)))
         commit(start(run), "new")
         assert ids(run) in (["first", "new"], ["first", "killed", "new"])
@@ -138,25 +125,19 @@ def test_a_commit_that_was_killed_anywhere_is_there_or_not_and_the_next_start_co
 
 def test_of_two_groups_that_claim_at_once_one_has_the_run_and_the_other_knows(tmp_path: Path) -> None:
     seen = set()
-    for number in range(1, 1000):
-        run = tmp_path / str(number)
+    for run, operations in at_each_operation(tmp_path):
         others: list[FileJournal] = []
         commit(start(run), "first")
-        (
-            run / "groups" / "000001" / "void.safetensors"
-        ).touch()  # The last thing that a start does is to remove it.
+        void = run / "groups" / "000001" / "void.safetensors"
+        void.touch()  # The last thing that a start does is to remove it.
 
         def claim_too(run: Path = run, others: list[FileJournal] = others) -> None:
             others.append(start(run))
             commit(others[0], "other")
 
-        operations = Operations(number, claim_too)
-        with pytest.MonkeyPatch.context() as patching:
-            operations.install(patching.setattr)
-            try:
-                mine = start(run)
-            except JobFailed:
-                mine = None
+        mine = None
+        with operations.installed(claim_too), contextlib.suppress(JobFailed):
+            mine = start(run)
         if operations.fired is None:
             break
         assert ids(run) == ["first", "other"]
@@ -175,21 +156,14 @@ def test_of_two_groups_that_claim_at_once_one_has_the_run_and_the_other_knows(tm
 
 
 def test_a_group_that_was_killed_while_it_claimed_has_taken_nothing_away(tmp_path: Path) -> None:
-    for number in range(1, 1000):
-        run = tmp_path / str(number)
+    for run, operations in at_each_operation(tmp_path):
         commit(start(run), "first")
-        operations = Operations(number, crash)
-        with pytest.MonkeyPatch.context() as patching:
-            operations.install(patching.setattr)
-            try:
-                start(run)
-                break
-            except Crash:
-                pass
+        with operations.installed(crash), contextlib.suppress(Crash):
+            start(run)
         assert ids(run) == ["first"]
         commit(start(run), "next")
         assert ids(run) == ["first", "next"]
-    assert number > 5
+    assert operations.count > 5
 
 
 LATE: list[Entry] = [
@@ -247,8 +221,7 @@ OLD, NEW = digest_state(state_of(0)), digest_state(state_of(2))
 
 
 def save(run: Path, fence: Fence, seed: int, step: int = 5) -> None:
-    arrays = state_of(seed)
-    CheckpointStore(run, fence).write(draft_of(arrays, step), arrays.items())
+    written(CheckpointStore(run, fence), step, seed)
 
 
 def saved(run: Path) -> dict[int, str]:
@@ -263,27 +236,20 @@ def saved(run: Path) -> dict[int, str]:
 def test_a_checkpoint_that_was_stopped_anywhere_takes_the_place_of_none_of_the_next_group(
     tmp_path: Path,
 ) -> None:
-    for number in range(1, 1000):
-        run = tmp_path / str(number)
+    for run, operations in at_each_operation(tmp_path):
         old = Fence(run, attempt=0)
         save(run, old, 0)
         save(run, old, 0, step=4)
-
-        def take_over(run: Path = run) -> None:
-            save(run, Fence(run, attempt=1), 2)
-
-        operations = Operations(number, take_over)
-        with pytest.MonkeyPatch.context() as patching:
-            operations.install(patching.setattr)
-            # Unless it was stopped when it had looked at the claim, and removed what it had replaced.
-            with contextlib.suppress(JobFailed):
-                save(run, old, 1)
+        take_over = lambda run=run: save(run, Fence(run, attempt=1), 2)  # noqa: E731
+        # Unless it was stopped when it had looked at the claim, and removed what it had replaced.
+        with operations.installed(take_over), contextlib.suppress(JobFailed):
+            save(run, old, 1)
         if operations.fired is None:
             break
         assert saved(run) == {4: OLD, 5: NEW}, operations.fired
         CheckpointStore(run, Fence(run, attempt=2)).clean()
         assert saved(run) == {4: OLD, 5: NEW}
-    assert number > 10
+    assert operations.count > 10
 
 
 def test_a_checkpoint_of_a_superseded_group_is_void(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

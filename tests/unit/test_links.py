@@ -45,7 +45,7 @@ from replicast.storage.run_files import (
     write_worker_note,
 )
 from replicast.update.update import Update
-from tests.unit.checkpoint.samples import draft_of, state_of
+from tests.unit.checkpoint.samples import written
 from tests.unit.played_job import PlayedJob, invoke, made_run
 from tests.unit.test_audit import report
 from tests.unit.test_runfiles import note
@@ -221,15 +221,6 @@ def serve(run: Path) -> None:
         raise OSError(said)
 
 
-def save(run: Path) -> None:
-    arrays = state_of()
-    CheckpointStore(run).write(draft_of(arrays, 7), arrays.items())
-
-
-def write_entry(run: Path) -> None:
-    FileJournal(run, Fence(run, attempt=1))
-
-
 def take_lock(run: Path) -> None:
     with locked(run, 0):
         pass
@@ -237,10 +228,6 @@ def take_lock(run: Path) -> None:
 
 def refuse(run: Path) -> None:
     inbox.refuse(run, below(run) / "inbox" / "u1.safetensors", ValueError())
-
-
-def withdraw(run: Path) -> None:
-    inbox.withdraw(run, "u1", job_is_running=lambda: False)
 
 
 WRITES: dict[tuple[str, str], Callable[[Path], Any]] = {
@@ -254,19 +241,17 @@ WRITES: dict[tuple[str, str], Callable[[Path], Any]] = {
     ("launcher-0.lock", "lock"): take_lock,
     ("inbox", "push"): lambda run: inbox.submit(run, Update(id="new").add("dense/bias", ONES)),
     ("inbox", "note"): lambda run: inbox.note_stage(run, "u1", Stage.PROPOSED),
-    ("inbox", "withdraw"): withdraw,
+    ("inbox", "withdraw"): lambda run: inbox.withdraw(run, "u1", job_is_running=lambda: False),
     ("inbox", "put back"): inbox.put_back,
-    ("inbox", "refuse"): lambda run: inbox.refuse(run, below(run) / "inbox" / "u1.safetensors", ValueError()),
-    ("refused", "refuse"): lambda run: inbox.refuse(
-        run, below(run) / "inbox" / "u1.safetensors", ValueError()
-    ),
+    ("inbox", "refuse"): refuse,
+    ("refused", "refuse"): refuse,
     ("inbox", "clean"): inbox.clean,
     ("inbox", "ask"): lambda run: inbox.ask(run, "save", author="ana", timeout_secs=1.0),
     ("groups", "claim"): lambda run: Fence(run, attempt=1),
-    ("groups", "journal"): write_entry,
+    ("groups", "journal"): lambda run: FileJournal(run, Fence(run, attempt=1)),
     ("groups", "updates"): Updates,
     ("groups", "describe"): read_run_info,
-    ("checkpoints", "save"): save,
+    ("checkpoints", "save"): lambda run: written(CheckpointStore(run), 7),
     ("checkpoints", "list"): lambda run: CheckpointStore(run).list(),
     ("workers", "note"): lambda run: write_worker_note(run, note(0)),
     ("workers", "notes"): read_worker_notes,
@@ -285,8 +270,7 @@ def run(tmp_path: Path) -> Path:
     job.act_all()
     inbox.submit(path, Update(id="u1").add("dense/bias", ONES))
     job.fence.release()
-    arrays = state_of()
-    CheckpointStore(path).write(draft_of(arrays, 5), arrays.items())
+    written(CheckpointStore(path), 5)
     append_metrics(path, 1, {"loss": 1.0})
     write_change(path, Change(JobState.STARTING, 0))
     make_attempt_dir(below(path) / "logs", 1)
@@ -386,47 +370,14 @@ _LEAVES = {
 }
 """Where a `RunPath` becomes a `Path`."""
 _OS = {
-    *(
-        "access",
-        "chmod",
-        "chown",
-        "link",
-        "listdir",
-        "lstat",
-        "makedirs",
-        "mkdir",
-        "mkfifo",
-        "open",
-        "readlink",
-    ),
-    *(
-        "remove",
-        "removedirs",
-        "rename",
-        "renames",
-        "replace",
-        "rmdir",
-        "scandir",
-        "stat",
-        "symlink",
-        "truncate",
-    ),
-    *("unlink", "utime", "walk"),
+    *("access", "chmod", "chown", "link", "listdir", "lstat", "makedirs", "mkdir", "mkfifo", "open"),
+    *("readlink", "remove", "removedirs", "rename", "renames", "replace", "rmdir", "scandir", "stat"),
+    *("symlink", "truncate", "unlink", "utime", "walk"),
 }
 _SHUTIL = {"copy", "copy2", "copyfile", "copytree", "move", "rmtree"}
 _NUMPY = {"fromfile", "load", "loadtxt", "open_memmap", "save", "savez"}
 _PATHLIB = {
-    *(
-        "chmod",
-        "hardlink_to",
-        "is_symlink",
-        "lchmod",
-        "lstat",
-        "read_bytes",
-        "read_text",
-        "readlink",
-        "rglob",
-    ),
+    *("chmod", "hardlink_to", "is_symlink", "lchmod", "lstat", "read_bytes", "read_text", "readlink"),
     *("rglob", "samefile", "symlink_to", "touch", "write_bytes", "write_text"),
 }
 """Methods that a `RunPath` does not have."""
@@ -519,9 +470,8 @@ def every_operation(run: Path) -> None:
     client.push(Update(id="waiting").add("dense/bias", ONES))
     client.withdraw("waiting")
     store = CheckpointStore(run, job.fence)
-    arrays = state_of()
     for step in (5, 6):
-        store.write(draft_of(arrays, step), arrays.items())
+        written(store, step)
     store.open(6, verify=True).close()
     store.prune(1)
     append_metrics(run, 1, {"loss": 1.0})

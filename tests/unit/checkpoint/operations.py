@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 NAMES = ("open", "write", "pwrite", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
@@ -17,7 +20,9 @@ class Operations:
         fired: What happened at the chosen one, as the operation's name; None when it was never reached.
     """
 
-    def __init__(self, at: int, happen: Callable[[], None], *, ever_after: bool = False) -> None:
+    def __init__(
+        self, at: int, happen: Callable[[], None] = lambda: None, *, ever_after: bool = False
+    ) -> None:
         self.count = 0
         self.fired: str | None = None
         self._at, self._happen, self._ever_after = at, happen, ever_after
@@ -25,6 +30,13 @@ class Operations:
     def install(self, replace: Callable[[Any, str, Any], None]) -> None:
         for name in NAMES:
             replace(os, name, self._counted(name, getattr(os, name)))
+
+    @contextmanager
+    def installed(self, happen: Callable[[], None]) -> Iterator[None]:
+        """Lets something happen at the chosen operation of what is done meanwhile."""
+        self._happen = happen
+        with mock.patch.multiple(os, **{name: self._counted(name, getattr(os, name)) for name in NAMES}):
+            yield
 
     def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **options: Any) -> Any:
@@ -38,3 +50,13 @@ class Operations:
             return real(*arguments, **options)
 
         return counted
+
+
+def at_each_operation(folder: Path, *, ever_after: bool = False) -> Iterator[tuple[Path, Operations]]:
+    """A new directory for each operation of what is done in it, in turn; in the last one nothing happens."""
+    for number in range(1, 1000):
+        operations = Operations(number, ever_after=ever_after)
+        yield folder / str(number), operations
+        if operations.fired is None:
+            return
+    raise AssertionError("the operations had no end")

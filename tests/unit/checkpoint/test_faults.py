@@ -15,8 +15,8 @@ from replicast.storage.checkpoint_tools import patch
 from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
 from replicast.update.digest import digest_state
 from replicast.update.update import Update
-from tests.unit.checkpoint.operations import Operations
-from tests.unit.checkpoint.samples import draft_of, state_of
+from tests.unit.checkpoint.operations import at_each_operation
+from tests.unit.checkpoint.samples import state_of, written
 
 ROOT = Path(__file__).parents[3]
 OLD, NEW = digest_state(state_of(0)), digest_state(state_of(1))
@@ -29,14 +29,12 @@ def raising(code: int) -> None:
 
 def prepared(run: Path) -> CheckpointStore:
     store = CheckpointStore(run)
-    arrays = state_of()
-    store.write(draft_of(arrays, 5), arrays.items())
+    written(store, 5)
     return store
 
 
 def write(store: CheckpointStore, step: int) -> None:
-    arrays = state_of(seed=1)
-    store.write(draft_of(arrays, step), arrays.items())
+    written(store, step, seed=1)
 
 
 def digests(store: CheckpointStore) -> dict[int, str]:
@@ -57,17 +55,14 @@ def leftovers(store: CheckpointStore) -> list[str]:
 @pytest.mark.parametrize("step", [5, 6], ids=["replaces", "new"])
 def test_each_failing_operation_leaves_the_old_or_the_new_state(tmp_path: Path, step: int, code: int) -> None:
     fired: list[str] = []
-    for number in range(1, 1000):
-        run = tmp_path / str(number)
-        store = prepared(run)
-        operations = Operations(number, lambda: raising(code))
-        with pytest.MonkeyPatch.context() as patching:
-            operations.install(patching.setattr)
-            failed = False
+    for run, operations in at_each_operation(tmp_path):
+        store, failed = prepared(run), False
+        with operations.installed(lambda: raising(code)):
             try:
                 write(store, step)
             except OSError as error:
                 failed = error.errno == code
+                assert leftovers(store) == [], "not even before cleaning"
         there = digests(store)
         assert there in ({5: OLD}, {step: NEW} | ({5: OLD} if step != 5 else {}))
         if operations.fired is None:
@@ -85,28 +80,10 @@ def test_each_failing_operation_leaves_the_old_or_the_new_state(tmp_path: Path, 
     assert fired.count("fsync") == 5  # Three files, their directory, its parent.
 
 
-@pytest.mark.parametrize("step", [5, 6], ids=["replaces", "new"])
-def test_a_failure_leaves_no_half_checkpoint_before_cleaning(tmp_path: Path, step: int) -> None:
-    for number in range(1, 1000):
-        store = prepared(tmp_path / str(number))
-        operations = Operations(number, lambda: raising(errno.ENOSPC))
-        with pytest.MonkeyPatch.context() as patching:
-            operations.install(patching.setattr)
-            try:
-                write(store, step)
-            except OSError:
-                assert leftovers(store) == []
-        if operations.fired is None:
-            return
-    pytest.fail("the operations had no end")
-
-
 def test_a_disk_that_fails_for_good_at_any_operation_leaves_the_old_or_the_new_state(tmp_path: Path) -> None:
-    for number in range(1, 1000):
-        store = prepared(tmp_path / str(number))
-        operations = Operations(number, lambda: raising(errno.EIO), ever_after=True)
-        with pytest.MonkeyPatch.context() as patching:
-            operations.install(patching.setattr)
+    for run, operations in at_each_operation(tmp_path, ever_after=True):
+        store = prepared(run)
+        with operations.installed(lambda: raising(errno.EIO)):
             try:
                 write(store, 5)
             except OSError:
@@ -116,9 +93,6 @@ def test_a_disk_that_fails_for_good_at_any_operation_leaves_the_old_or_the_new_s
         store.clean()
         assert leftovers(store) == []
         assert digests(store) == there
-        if operations.fired is None:
-            return
-    pytest.fail("the operations had no end")
 
 
 def test_the_first_directories_are_made_durable(tmp_path: Path) -> None:
@@ -144,12 +118,10 @@ def test_the_first_directories_are_made_durable(tmp_path: Path) -> None:
 def test_each_failing_operation_of_a_patch_leaves_all_or_nothing(tmp_path: Path) -> None:
     store = prepared(tmp_path / "run")
     fired: list[str] = []
-    for number in range(1, 1000):
-        destination = tmp_path / "out" / f"patched-{number}"
-        destination.parent.mkdir(exist_ok=True)
-        operations = Operations(number, lambda: raising(errno.ENOSPC))
-        with pytest.MonkeyPatch.context() as patching:
-            operations.install(patching.setattr)
+    for folder, operations in at_each_operation(tmp_path):
+        folder.mkdir()
+        destination = folder / "patched"
+        with operations.installed(lambda: raising(errno.ENOSPC)):
             try:
                 patch(store.path(5).as_path(), Update(id="u").scale("half", 2.0), destination)
             except OSError:
