@@ -1,7 +1,8 @@
-"""One damaged entry hides no other from readers, and stops a start only if it may change what is applied."""
+"""What a journal loses: damage hides no other entry, and no start needs what was removed."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -26,10 +27,11 @@ from replicast.core.entries import (
 )
 from replicast.core.records import Pending, Proposal, Stage
 from replicast.errors import FileDamaged, PayloadRemoved
+from replicast.files import RunPath
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence
-from replicast.storage.journal import FileJournal, Updates, committed_updates, load_update
+from replicast.storage.journal import FileJournal, MemoryJournal, Updates, committed_updates, load_update
 from replicast.testing.job import DEADLINE_SECS, Job
 from replicast.update.trial import Trial
 from replicast.update.update import Update
@@ -49,6 +51,11 @@ from tests.unit.logs import (
     split,
 )
 from tests.unit.played_job import PlayedJob, invoke, made_run
+
+
+@pytest.fixture(autouse=True)
+def nothing_for_reverts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicast.storage.journal.REVERTIBLE_BYTES", 0)
 
 
 def update_of(id_: str) -> Update:
@@ -356,10 +363,7 @@ def test_a_start_stops_at_values_that_it_needs_and_names_the_file(tmp_path: Path
         started(tmp_path).check_start(checkpoint())
 
 
-def test_a_start_from_scratch_that_needs_removed_values_is_told_to_restore(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("replicast.storage.journal.REVERTIBLE_BYTES", 0)
+def test_a_start_from_scratch_that_needs_removed_values_is_told_to_restore(tmp_path: Path) -> None:
     fence = Fence(tmp_path, attempt=0)
     journal = FileJournal(tmp_path, fence)
     for sequence in (1, 2):
@@ -500,3 +504,153 @@ def test_an_update_that_is_not_found_may_be_the_damaged_one(run: Path) -> None:
     assert result.exit_code == 1
     assert "There is no update 2" in result.stderr
     assert "log.jsonl is damaged: entry 5" in result.stderr
+
+
+# Values that no start needs are removed; the entries stay, and every kept checkpoint can be restored.
+
+
+def store(journal: FileJournal, id_: str) -> None:
+    journal.write(Payload(id_, digest_of(id_), None, "me", "why"), update_of(id_))
+
+
+def commit(journal: FileJournal, *sequences: int) -> None:
+    for sequence in sequences:
+        store(journal, f"u{sequence}")
+        journal.write(Committed(sequence, f"u{sequence}", digest_of(f"u{sequence}"), 10 * sequence, 0))
+
+
+def payloads(run: Path) -> int:
+    return len(list(run.glob("groups/*/*.safetensors")))
+
+
+def test_what_every_kept_checkpoint_contains_is_removed_and_the_rest_can_be_applied_again(
+    tmp_path: Path,
+) -> None:
+    commit(started(tmp_path), 1, 2)
+    journal = started(tmp_path)
+    commit(journal, 3, 4, 5)
+    before = committed_updates(tmp_path)
+    kept = [frozenset({1, 2, 3}), frozenset({1, 2, 3, 5})]  # what each checkpoint contains
+    assert journal.remove_payloads(kept[0] & kept[1], None) == 3
+    assert journal.remove_payloads(kept[0] & kept[1], None) == 0
+    assert payloads(tmp_path) == 2
+    for reader in (journal, started(tmp_path)):
+        history = reader.history()
+        assert list(history.committed) == [1, 2, 3, 4, 5]
+        again = [[reader.load(one.id, one.digest).id for one in history.after(holds)] for holds in kept]
+        assert again == [["u4", "u5"], ["u4"]]
+    assert committed_updates(tmp_path) == before
+
+
+def test_a_start_that_needs_what_was_removed_is_told_what_to_do(tmp_path: Path) -> None:
+    commit(started(tmp_path), 1, 2)
+    started(tmp_path).remove_payloads({1}, None)
+    journal = started(tmp_path)
+    (first, _) = journal.history().after(frozenset())
+    with pytest.raises(PayloadRemoved, match=r"Call replicas\.restore\(\) before training"):
+        journal.load(first.id, first.digest)
+    with pytest.raises(PayloadRemoved, match=r"Call replicas\.restore\(\) before training"):
+        load_update(tmp_path, 1)
+    assert load_update(tmp_path, 2).id == "u2"
+
+
+def test_what_was_refused_or_withdrawn_is_removed_and_what_waits_is_not(tmp_path: Path) -> None:
+    journal = started(tmp_path)
+    for id_ in ("refused", "withdrawn", "waiting", "again", "scheduled"):
+        store(journal, id_)
+    journal.write(Scheduled("scheduled", digest_of("scheduled"), 50))
+    journal.write(Refused("refused", ("a",), "why"))
+    journal.write(Refused("waiting", ("b",), "one of its proposals", whole=False))
+    journal.write(Withdrawn("withdrawn"))
+    journal.write(Refused("again", ("c",), "why"))
+    store(journal, "again")
+    assert journal.remove_payloads(frozenset(), None) == 3
+    for id_ in ("waiting", "again", "scheduled"):
+        assert journal.load(id_, digest_of(id_)).id == id_
+    for id_ in ("refused", "withdrawn"):
+        with pytest.raises(PayloadRemoved):
+            journal.load(id_, digest_of(id_))
+
+
+def test_what_a_later_attempt_has_written_again_is_kept_once(tmp_path: Path) -> None:
+    store(started(tmp_path), "u1")
+    journal = started(tmp_path)
+    commit(journal, 1)
+    assert journal.remove_payloads(frozenset(), None) == 1
+    assert load_update(tmp_path, 1).id == "u1"
+    assert journal.remove_payloads({1}, None) == 1
+    assert payloads(tmp_path) == 0
+
+
+def test_what_an_attempt_that_died_has_left_is_removed_unless_a_start_can_bring_it_back(
+    tmp_path: Path,
+) -> None:
+    first = started(tmp_path)
+    for id_ in ("left", "scheduled", "pending", "committed"):
+        store(first, id_)
+    first.write(Scheduled("scheduled", digest_of("scheduled"), 50))
+    first.write(Committed(1, "committed", digest_of("committed"), 10, 0))
+    journal = started(tmp_path)
+    store(journal, "under-way")
+    pending = {("pending", digest_of("pending"))}
+    assert journal.remove_payloads(frozenset(), None) == 0, "what checkpoints propose again is not known"
+    assert journal.remove_payloads(frozenset(), pending) == 1
+    for id_ in ("scheduled", "pending", "committed", "under-way"):
+        assert journal.load(id_, digest_of(id_)).id == id_
+    with pytest.raises(PayloadRemoved):
+        journal.load("left", digest_of("left"))
+    assert journal.remove_payloads(frozenset(), frozenset()) == 1
+    for id_ in ("scheduled", "committed", "under-way"):
+        assert started(tmp_path).load(id_, digest_of(id_)).id == id_
+
+
+def test_a_group_that_was_taken_over_removes_nothing(tmp_path: Path) -> None:
+    store(started(tmp_path), "left")
+    old = started(tmp_path)
+    commit(old, 1)
+    started(tmp_path)
+    assert old.remove_payloads({1}, frozenset()) == 0
+    assert payloads(tmp_path) == 2
+
+
+def test_nothing_is_removed_while_an_entry_of_the_journal_is_damaged(tmp_path: Path) -> None:
+    journal = started(tmp_path)
+    commit(journal, 1)
+    store(journal, "left")
+    journal.write(Withdrawn("x"))
+    journal.write(Refused("left", ("t",), "why"))
+    damage(tmp_path, "withdrawn", cut)
+    assert started(tmp_path).remove_payloads({1}, frozenset()) == 0
+    assert payloads(tmp_path) == 2
+
+
+def test_a_disk_that_removes_nothing_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = started(tmp_path)
+    commit(journal, 1)
+
+    def fail(_path: RunPath, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patching:
+        patching.setattr(RunPath, "unlink", fail)
+        assert journal.remove_payloads({1}, None) == 0
+    assert payloads(tmp_path) == 1
+    assert journal.remove_payloads({1}, None) == 1
+
+
+def test_a_journal_in_memory_has_nothing_to_remove() -> None:
+    assert MemoryJournal().remove_payloads({1}, None) == 0
+
+
+def test_the_newest_updates_are_kept_for_reverts_as_far_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = started(tmp_path)
+    commit(journal, 1, 2, 3)
+    size = (tmp_path / "groups" / "000001" / "000001.safetensors").stat().st_size
+    monkeypatch.setattr("replicast.storage.journal.REVERTIBLE_BYTES", 2 * size)
+    assert journal.remove_payloads({1, 2, 3}, None) == 1
+    with pytest.raises(PayloadRemoved):
+        load_update(tmp_path, 1)
+    assert load_update(tmp_path, 2).id == "u2"
+    assert load_update(tmp_path, 3).id == "u3"

@@ -1,3 +1,7 @@
+"""What a job says of itself: its description, the notes of its workers, metrics and audits."""
+
+from __future__ import annotations
+
 import json
 import math
 import resource
@@ -6,14 +10,18 @@ from pathlib import Path
 import pytest
 
 from replicast.errors import FileDamaged
+from replicast.storage import run_files as runfiles
 from replicast.storage.claims import Fence
 from replicast.storage.run_files import (
     FORMAT,
     RunInfo,
     WorkerNote,
+    append_audit,
     append_metrics,
     clean_run,
+    last_audits,
     last_metrics,
+    lines_from_the_end,
     read_run_info,
     read_worker_notes,
     write_run_info,
@@ -21,6 +29,7 @@ from replicast.storage.run_files import (
 )
 from replicast.strictjson import sealed
 from replicast.update.schema import Schema, Variable
+from tests.unit.test_audit import report
 
 INFO = RunInfo(
     FORMAT, Schema([Variable("x", (2, 3), "bfloat16", "trainable")]), workers=2, attempt=1, created_at=1.5
@@ -150,3 +159,40 @@ def test_a_line_that_the_disk_takes_only_in_part_is_an_error_and_spoils_no_other
     found = last_metrics(tmp_path)
     assert found is not None
     assert found["step"] == 3
+
+
+def test_the_last_reports_come_in_their_order(tmp_path: Path) -> None:
+    assert last_audits(tmp_path, 3) == []
+    reports = [report(number=number, requests=()) for number in range(1, 401)]
+    for one in reports:
+        append_audit(tmp_path, one)
+    assert last_audits(tmp_path, 3) == reports[-3:]
+    assert last_audits(tmp_path, 1000) == reports
+
+
+def test_only_the_end_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append_audit(tmp_path, report())
+    path = tmp_path / "audits.jsonl"
+    path.write_bytes(b"\xff" * 10_000_000 + b"\n" + path.read_bytes())
+    monkeypatch.setattr(runfiles, "_PIECE_BYTES", 1000)
+    lines = lines_from_the_end(path)
+    assert next(lines).startswith(b'{"number": 3')
+    assert last_audits(tmp_path, 1) == [report()]
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 5, 64])
+def test_lines_are_whole_however_the_file_is_cut_into_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    monkeypatch.setattr(runfiles, "_PIECE_BYTES", piece)
+    path = tmp_path / "lines"
+    for content in (b"", b"half", b"\n", b"one\n", b"one\nhalf", b"\none\n\ntwo\nhal", b"a\nb\nc\n"):
+        path.write_bytes(content)
+        assert list(lines_from_the_end(path)) == content.split(b"\n")[:-1][::-1]
+
+
+def test_lines_of_something_else_are_left_out(tmp_path: Path) -> None:
+    append_audit(tmp_path, report())
+    with (tmp_path / "audits.jsonl").open("ab") as file:
+        file.write(b'[]\n3\n{"number": 1}\nnull\n\n')
+    assert last_audits(tmp_path, 9) == [report()]

@@ -1,7 +1,11 @@
-"""The checkpoints of a run: written, read, listed, pruned."""
+"""The checkpoints of a run: written, read, listed, pruned; damaged ones; which of them is the last."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
+import logging
 import os
 import shutil
 import weakref
@@ -14,10 +18,22 @@ import numpy.typing as npt
 import pytest
 import safetensors.numpy
 
-from replicast.errors import CheckpointError
-from replicast.storage.checkpoints import CheckpointStore, Manifest, file_order, open_checkpoint
+from replicast.core.entries import Saved
+from replicast.core.records import Pending, Proposal
+from replicast.errors import CheckpointError, FileDamaged
+from replicast.storage.checkpoints import (
+    CheckpointStore,
+    Manifest,
+    choose,
+    file_order,
+    open_checkpoint,
+    saved_of,
+    with_unreadable,
+)
+from replicast.storage.claims import Fence
 from replicast.update.digest import digest_array, digest_state
 from replicast.update.schema import Schema, Variable
+from replicast.update.trial import Trial
 from tests.unit.checkpoint.samples import assert_holds, draft_of, flip, schema_of, state_of, written
 
 
@@ -292,12 +308,6 @@ def test_a_run_without_checkpoints_has_none(store: CheckpointStore) -> None:
     assert (caught.value.step, caught.value.path) == (3, store.path(3).as_path())
 
 
-def test_a_missing_step_names_those_that_are_there(store: CheckpointStore) -> None:
-    written(store, 5)
-    with pytest.raises(CheckpointError, match="one of 5"):
-        store.manifest(6)
-
-
 def test_steps_of_more_digits_and_other_names(store: CheckpointStore) -> None:
     written(store, 123456789)
     for name in ("7", "000000007", "latest", "00000007.bak"):
@@ -338,3 +348,361 @@ def test_an_empty_schema_and_one_of_hints_have_the_same_file(tmp_path: Path) -> 
     store = CheckpointStore(tmp_path)
     store.write(draft_of({}, schema=schema), [("x", np.zeros(2, np.float32))])
     assert store.manifest(1200).schema.to_json() == schema.to_json()
+
+
+def pending_of(id_: str, *tickets: str, at_step: int | None = None, trial: Trial | None = None) -> Pending:
+    proposal = Proposal(id_, "d" * 32, (id_, "d" * 32), at_step, trial, author="me", note="why")
+    return Pending(proposal, tickets)
+
+
+def test_what_the_core_has_saved_is_read_back_as_it_was(tmp_path: Path) -> None:
+    pending = (pending_of("a", "0-1"), pending_of("b", "1-1", "in", at_step=70, trial=Trial(5, "acc", 0.1)))
+    for step, holds in enumerate(
+        [frozenset[int](), frozenset({1}), frozenset({2, 3}), frozenset({1, 2, 5, 7})], start=10
+    ):
+        saved = Saved(step, 1, holds, pending, state=step)
+        store, arrays = CheckpointStore(tmp_path), state_of()
+        store.write(draft_of(arrays, step).with_updates(saved), arrays.items())
+        assert saved_of(store.manifest(step)) == saved
+
+
+def test_many_updates_take_little_room(tmp_path: Path) -> None:
+    saved = Saved(5, 0, frozenset(range(1, 100_001)) - {77}, (), None)
+    draft = draft_of(state_of(), 5).with_updates(saved)
+    assert (draft.sequence, draft.missing) == (100_000, (77,))
+    assert len(json.dumps(draft.to_json())) < 3000
+
+
+def test_a_checkpoint_with_other_pending_updates_is_another_one(tmp_path: Path) -> None:
+    store, arrays = CheckpointStore(tmp_path), state_of()
+    for pending in ((), (pending_of("a", "0-1"),), (pending_of("a", "0-1", "0-2"),)):
+        saved = Saved(5, 1, frozenset({1}), pending, state=5)
+        store.write(draft_of(arrays, 5).with_updates(saved), arrays.items())
+        assert saved_of(store.manifest(5)) == saved
+
+
+def test_a_copy_of_another_runs_checkpoint_contains_none_of_this_runs_updates(tmp_path: Path) -> None:
+    here, there = Fence(tmp_path / "here", attempt=0), Fence(tmp_path / "there", attempt=0)
+    saved = Saved(5, 1, frozenset({1, 2}), (pending_of("a", "0-1"),), state=5)
+    arrays = state_of()
+    written = CheckpointStore(tmp_path / "there", there).write(
+        draft_of(arrays, 5).with_updates(saved), arrays.items()
+    )
+    (tmp_path / "here" / "checkpoints").mkdir()
+    shutil.copytree(tmp_path / "there/checkpoints/00000005-1", tmp_path / "here/checkpoints/00000005")
+    for store in (CheckpointStore(tmp_path / "here", here), CheckpointStore(tmp_path / "here")):
+        assert saved_of(store.manifest(5)) == Saved(5, 1, frozenset(), (), state=5)
+        assert store.manifest(5).state_digest == written.state_digest
+    # Every later start of the run that wrote it knows it as its own.
+    again = CheckpointStore(tmp_path / "there", Fence(tmp_path / "there", attempt=1))
+    assert saved_of(again.manifest(5)) == saved
+
+
+# Damaged files are detected and never misread.
+
+
+def test_a_flipped_byte_anywhere_in_any_file_is_found(store: CheckpointStore) -> None:
+    written(store, 5)
+    for name in ("state.safetensors", "manifest.json", "COMMITTED"):
+        path = store.path(5).as_path() / name
+        size = path.stat().st_size
+        for place in range(0, size, max(1, size // 200)):
+            flip(path, place, 1 << place % 8)
+            with pytest.raises(FileDamaged):
+                store.open(5, verify=True)
+            flip(path, place, 1 << place % 8)
+    assert_holds(store, 5, state_of())
+
+
+def test_every_truncated_or_longer_file_is_found_without_verifying(store: CheckpointStore) -> None:
+    written(store, 5)
+    for name in ("state.safetensors", "manifest.json", "COMMITTED"):
+        path = store.path(5).as_path() / name
+        content = path.read_bytes()
+        for size in range(0, len(content), 7):
+            path.write_bytes(content[:size])
+            with pytest.raises(FileDamaged):
+                store.open(5)
+        path.write_bytes(content + b"\0")
+        with pytest.raises(FileDamaged):
+            store.open(5)
+        path.write_bytes(content)
+
+
+def test_damaged_ones_are_left_out_and_named(store: CheckpointStore) -> None:
+    good = written(store, 1)
+    for step in range(2, 8):
+        written(store, step)
+    (store.path(2).as_path() / "state.safetensors").unlink()
+    (store.path(3).as_path() / "manifest.json").unlink()
+    (store.path(4).as_path() / "COMMITTED").write_text("")
+    (store.path(5).as_path() / "COMMITTED").unlink()
+    store.path(6).as_path().rename(store.path(8).as_path())
+    (store.path(7).as_path() / "state.safetensors").write_bytes(b"")
+    assert store.list() == [good]
+    assert store.last() == good
+    assert [
+        problem.path.relative_to(store.path(0).as_path().parent).parts[0] for problem in store.problems()
+    ] == [f"{step:08d}" for step in (2, 3, 4, 5, 7, 8)]
+    with pytest.raises(CheckpointError, match="not committed"):
+        store.open(5)
+    with pytest.raises(FileDamaged, match=r"another step\. Received: 6"):
+        store.open(8)
+    store.remove(4)
+
+
+def test_a_damaged_one_is_never_offered(store: CheckpointStore) -> None:
+    for step in (1, 2, 3):
+        written(store, step)
+    flip(store.path(3).as_path() / "manifest.json", 5)
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint of this step.*Expected: one of 1, 2\. Received: 9"
+    ):
+        store.open(9)
+    flip(store.path(2).as_path() / "state.safetensors", -1)
+    last, skipped = store.last_and_skipped()
+    assert last == store.manifest(2), "its bytes were not looked at"
+    assert [problem.path.parent for problem in skipped] == [store.path(3).as_path()]
+
+
+def test_what_is_said_of_damage_is_for_people_and_ends_with_what_to_do(store: CheckpointStore) -> None:
+    written(store, 5)
+    (store.path(5).as_path() / "COMMITTED").write_text("9489\n")
+    with pytest.raises(FileDamaged) as found:
+        store.open(5)
+    assert "does not match COMMITTED, which has '9489'. Received: " in str(found.value)
+    assert str(found.value).endswith(
+        "Use another checkpoint, or replace this one with a backup copy; "
+        f"remove {store.path(5).as_path()} to discard it."
+    )
+
+
+def test_verifying_names_all_damaged_variables(store: CheckpointStore) -> None:
+    written(store, 5)
+    reader = store.open(5)
+    for name in ("half", "dense/kernel"):
+        flip(store.path(5).as_path() / "state.safetensors", reader.layout.spans[name].start)
+    with pytest.raises(FileDamaged, match=r"dense/kernel.*half"):
+        store.open(5).verify()
+
+
+def test_verifying_tells_how_far_it_is(store: CheckpointStore) -> None:
+    manifest = written(store, 5)
+    seen: list[tuple[int, int]] = []
+    reader = store.open(5)
+    reader.verify(lambda done, total: seen.append((done, total)))
+    size = manifest.nbytes - len(reader.layout.header)
+    assert seen[-1] == (size, size)
+    assert seen == sorted(seen)
+
+
+def test_a_bool_that_is_neither_is_never_read(store: CheckpointStore) -> None:
+    written(store, 5)
+    flip(store.path(5).as_path() / "state.safetensors", store.open(5).layout.spans["mask"].start, 2)
+    with pytest.raises(FileDamaged, match="bytes of mask are not those"):
+        store.open(5).read("mask")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 1}, {"missing": ["2"]}, {"missing": [1, True]}, {"sequence": 2**40}, {"sequence": -1},
+        {"pending": [{"id": "u"}]}, {"pending": [7]}, {"script": 7}, {"line": "1"}, {"measured": [1]},
+        {"schema": []}, {"digests": {}}, {"step": "x"}, {"metrics": 3},
+        {"schema": {"variables": [], "hints": {}}},
+    ],
+)  # fmt: skip
+def test_a_manifest_of_another_kind_is_refused_although_its_sum_is_right(
+    store: CheckpointStore, change: dict[str, Any]
+) -> None:
+    written(store, 5)
+    path = store.path(5).as_path() / "manifest.json"
+    content = json.dumps(json.loads(path.read_text()) | change).encode()
+    path.write_bytes(content)
+    (store.path(5).as_path() / "COMMITTED").write_text(hashlib.sha256(content).hexdigest() + "\n")
+    with pytest.raises(FileDamaged, match="Received: "):
+        store.open(5)
+
+
+# The checkpoint from which a job continues: there are those of steps 5, 10 and 15.
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> CheckpointStore:
+    made = CheckpointStore(tmp_path)
+    for step in (5, 10, 15):
+        written(made, step)
+    return made
+
+
+def chosen(store: CheckpointStore, step: int | None = None, damaged: dict[int, str] | None = None) -> int:
+    reader = choose(store, step, {} if damaged is None else damaged)
+    assert reader is not None
+    with reader:
+        return reader.manifest.step
+
+
+def test_the_last_one_or_the_one_that_was_asked_for_is_chosen(three: CheckpointStore, tmp_path: Path) -> None:
+    assert chosen(three) == 15
+    assert chosen(three, 5) == 5
+    assert choose(CheckpointStore(tmp_path / "nothing yet"), None, {}) is None
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "COMMITTED", "state.safetensors"])
+def test_one_that_is_seen_to_be_damaged_is_passed_over_and_remembered(
+    three: CheckpointStore, file: str
+) -> None:
+    flip(three.path(15).as_path() / file, 5)
+    damaged: dict[int, str] = {}
+    assert chosen(three, None, damaged) == 10
+    assert list(damaged) == [15]
+    assert "is damaged" in damaged[15]
+
+
+def test_one_that_a_worker_found_damaged_is_passed_over(three: CheckpointStore) -> None:
+    assert chosen(three, None, {15: "worker 1 reads other bytes"}) == 10
+
+
+def test_an_uncommitted_checkpoint_is_skipped_with_a_warning(
+    three: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (5, 10, 15):
+        (three.path(step).as_path() / "COMMITTED").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert choose(three, None, {}) is None
+    assert [f"step {step} is skipped" in caplog.text for step in (5, 10, 15)] == [True] * 3
+
+
+def test_a_damaged_one_that_was_asked_for_is_refused_with_one_that_is_whole(three: CheckpointStore) -> None:
+    flip(three.path(10).as_path() / "state.safetensors", -1)
+    with pytest.raises(CheckpointError) as refused:
+        choose(three, 15, {15: "worker 1 reads other bytes."})
+    assert str(refused.value).startswith("The checkpoint of step 15 is damaged: worker 1 reads other bytes. ")
+    assert str(refused.value).endswith("restore(step=5) is intact."), "that of step 10 is damaged too"
+    assert (refused.value.step, refused.value.path) == (15, three.path(15).as_path())
+
+
+@pytest.mark.parametrize("step", [None, 15])
+def test_a_start_without_an_undamaged_checkpoint_is_refused(three: CheckpointStore, step: int | None) -> None:
+    for each in (5, 10, 15):
+        flip(three.path(each).as_path() / "manifest.json", 5)
+    with pytest.raises(
+        CheckpointError, match=r"manifest.json is damaged.*remove .* to start from scratch\.$"
+    ):
+        choose(three, step, {})
+
+
+# The last one, and those that are kept, after training has restarted from an earlier one.
+
+
+BEST = ("loss", "min")
+
+
+@pytest.fixture
+def went_back(tmp_path: Path) -> CheckpointStore:
+    """Training got worse after step 500."""
+    made = CheckpointStore(tmp_path)
+    for step, loss in ((500, 0.1), (1000, 0.5), (1500, 0.7), (2000, 0.9)):
+        written(made, step, step, metrics={"loss": loss})
+    return made
+
+
+def saved(went_back: CheckpointStore, step: int, named: int | None = None, seed: int = 7) -> list[int]:
+    """A checkpoint of a training that is at this step now; gives those that are there then."""
+    written(went_back, step, seed, metrics={"loss": 0.2})
+    went_back.prune(3, BEST, named)
+    return [manifest.step for manifest in went_back.list()]
+
+
+def test_what_is_written_after_going_back_stays_and_is_the_last_one(went_back: CheckpointStore) -> None:
+    for step, there in ((600, [500, 600, 2000]), (700, [500, 600, 700]), (800, [500, 600, 700, 800])):
+        assert saved(went_back, step) == there
+        last = went_back.last()
+        assert last is not None
+        assert last.step == chosen(went_back) == step
+
+
+def test_a_training_that_continues_from_there_stays_on_its_line_when_it_passes_what_was_given_up(
+    went_back: CheckpointStore,
+) -> None:
+    lines = [went_back.manifest(2000).line]
+    for step in (600, 1000, 1900, 2000, 2100):
+        saved(went_back, step)
+        assert chosen(went_back) == step
+        lines.append(went_back.manifest(step).line)
+    assert lines == [0, 1, 1, 1, 1, 1]
+
+
+def test_a_script_that_goes_back_at_every_start_continues_from_its_last_start(
+    went_back: CheckpointStore,
+) -> None:
+    for start in (1, 2, 3):
+        for step in (600, 700, 800)[: 4 - start]:
+            saved(went_back, step, named=500, seed=start)
+            assert chosen(went_back) == step
+            assert went_back.manifest(step).line == start
+    assert went_back.path(500).as_path().exists()
+
+
+def test_the_one_that_was_asked_for_by_its_step_stays(went_back: CheckpointStore) -> None:
+    for step in (1100, 1200, 1300, 1400):
+        there = saved(went_back, step, named=1000)
+    assert there == [500, 1000, 1200, 1300, 1400]
+
+
+def test_the_same_bits_of_a_line_that_was_given_up_are_written_again(went_back: CheckpointStore) -> None:
+    written(went_back, 1000, 1000, metrics={"loss": 0.5})
+    assert chosen(went_back) == 1000
+    inode = went_back.path(1000).stat().st_ino
+    written(went_back, 1000, 1000, metrics={"loss": 0.5})
+    assert went_back.path(1000).stat().st_ino == inode, "that one is the last: it is left as it is"
+
+
+def test_should_the_last_one_be_damaged_what_it_came_from_is_taken(went_back: CheckpointStore) -> None:
+    written(went_back, 600)
+    assert went_back.steps() == [600, 500, 2000, 1500, 1000]
+    assert chosen(went_back, None, {600: "worker 1 reads other bytes"}) == 500
+    assert chosen(went_back, None, {600: "worker 1 reads other bytes", 500: "and here"}) == 2000
+
+
+def test_an_unreadable_checkpoint_may_have_been_the_last(went_back: CheckpointStore) -> None:
+    written(went_back, 600)
+    flip(went_back.path(1500).as_path() / "manifest.json", 5)
+    damaged: dict[int, str] = {}
+    assert chosen(went_back, None, damaged) == 600
+    assert list(damaged) == [1500]
+    last, skipped = went_back.last_and_skipped()
+    assert last == went_back.manifest(600)
+    assert ["00001500" in str(problem) for problem in skipped] == [True]
+    assert with_unreadable([], [3, 7]) == [7, 3]
+    assert with_unreadable([6, 2, 8], [1, 5, 9]) == [9, 6, 5, 2, 8, 1]
+
+
+def test_damaged_bytes_of_a_later_step_cost_no_whole_checkpoint(went_back: CheckpointStore) -> None:
+    """That of step 2000 was found damaged, and training went on from 1500."""
+    flip(went_back.path(2000).as_path() / "state.safetensors", -1)
+    written(went_back, 1600)
+    went_back.prune(1)
+    assert [manifest.step for manifest in went_back.list()] == [1600]
+
+
+def test_an_old_one_that_cannot_be_removed_is_reported_once_and_does_not_stop_pruning(
+    went_back: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    remove = CheckpointStore.remove
+
+    def refusing(self: CheckpointStore, step: int) -> None:
+        if step == 1000:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        if step == 500:  # somebody was quicker
+            remove(self, step)
+        remove(self, step)
+
+    monkeypatch.setattr(CheckpointStore, "remove", refusing)
+    with caplog.at_level(logging.WARNING, "replicast"):
+        assert went_back.prune(1) == [1500]
+        assert went_back.prune(1) == []
+    assert [manifest.step for manifest in went_back.list()] == [1000, 2000]
+    (said,) = caplog.messages
+    assert str(went_back.path(1000).as_path()) in said
+    assert "Permission denied" in said
