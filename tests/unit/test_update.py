@@ -24,12 +24,8 @@ ONES = np.ones(3, np.float32)
 
 
 def small() -> Update:
-    return (
-        Update(id="small", note="why", author="who")
-        .add("a", ONES)
-        .assign_rows("e", [1, 0], np.ones((2, 2), BFLOAT16))
-        .scale("lr", 0.5)
-    )
+    update = Update(id="small", note="why", author="who").add("a", ONES)
+    return update.assign_rows("e", [1, 0], np.ones((2, 2), BFLOAT16)).scale("lr", 0.5)
 
 
 def same(left: Update, right: Update) -> bool:
@@ -187,14 +183,15 @@ def updates(draw: st.DrawFn) -> Update:
             (raw[..., 0] % 2).astype(bool) if dtype == "bool" else raw.copy().view(np.dtype(dtype))[..., 0]
         )
         factor = draw(st.floats())
-        choices = [
-            lambda u, n=name, v=value: u.add(n, v),
-            lambda u, n=name, v=value, f=factor: u.blend(n, v, f),
-            lambda u, n=name, f=factor: u.scale(n, f),
-            lambda u, n=name, v=value: u.assign_rows(n, [0, 2**40], v),
-            lambda u, n=name, v=value: u.add_low_rank(n, v, v),
-        ]
-        update = draw(st.sampled_from(choices))(update)
+        arguments = {
+            "add": (value,),
+            "blend": (value, factor),
+            "scale": (factor,),
+            "add_low_rank": (value, value),
+            "assign_rows": ([0, 2**40], value),
+        }
+        method = draw(st.sampled_from(sorted(arguments)))
+        update = getattr(update, method)(name, *arguments[method])
     return update
 
 
