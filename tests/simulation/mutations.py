@@ -54,6 +54,8 @@ from tests.simulator.disk import Disk
 
 Mutation = Callable[[], contextlib.AbstractContextManager[Any]]
 MUTATIONS: dict[str, Mutation] = {}
+CAUGHT_BY: dict[str, int] = {}
+"""The first schedule, from 0 on, that notices each break; of the rarest, one that does."""
 ORIGINAL = {
     (owner, name): getattr(owner, name)
     for owner, name in [
@@ -76,10 +78,15 @@ ORIGINAL = {
 """What is broken, as it was."""
 
 
-def mutation(make: Mutation) -> Mutation:
-    """Adds a break, under its name in words."""
-    MUTATIONS[make.__name__.replace("_", " ")] = make
-    return make
+def mutation(seed: int) -> Callable[[Mutation], Mutation]:
+    """Adds a break, under its name in words; the schedule of the seed notices it."""
+
+    def add(make: Mutation) -> Mutation:
+        name = make.__name__.replace("_", " ")
+        MUTATIONS[name], CAUGHT_BY[name] = make, seed
+        return make
+
+    return add
 
 
 def broken(owner: Any, name: str, value: Any) -> contextlib.AbstractContextManager[Any]:
@@ -90,7 +97,7 @@ def broken(owner: Any, name: str, value: Any) -> contextlib.AbstractContextManag
 # Breaks of audits, and of what workers report by themselves.
 
 
-@mutation
+@mutation(35)
 def heal_nothing() -> Any:
     def differences(self: Audit, job: Any, seen: Any) -> Any:
         return ()
@@ -99,7 +106,7 @@ def heal_nothing() -> Any:
     return broken(Audit, "_differences", differences)
 
 
-@mutation
+@mutation(35)
 def raise_an_audit_before_all_have_its_report() -> Any:
     def serve(self: Coordinator, operation: Any, request: Any) -> None:
         report = isinstance(request, Ask) and isinstance(request.order, DeliverReport)
@@ -108,17 +115,17 @@ def raise_an_audit_before_all_have_its_report() -> Any:
     return broken(Coordinator, "_serve", serve)
 
 
-@mutation
+@mutation(636)
 def keep_the_threads_that_rest_when_an_audit_raises() -> Any:
     return broken(Coordinator, "end_rest", lambda self, operation, refusal: None)
 
 
-@mutation
+@mutation(35)
 def do_not_raise_what_an_audit_found() -> Any:
     return broken(DeliverReport, "perform", lambda self, replica: replica.report(self.report, raises=False))
 
 
-@mutation
+@mutation(35)
 def heal_with_the_value_of_the_minority() -> Any:
     def reference_of(groups: Any, expected: Any) -> Any:
         return min(list(groups.values())[-1]), "minority"
@@ -126,7 +133,7 @@ def heal_with_the_value_of_the_minority() -> Any:
     return broken(audit_module, "reference_of", reference_of)
 
 
-@mutation
+@mutation(0)
 def take_the_reports_of_different_boundaries_for_one() -> Any:
     def answered(self: Coordinator, rank: int, number: Any, value: Any) -> None:
         if isinstance(number, ReportId) and rank == 1:
@@ -140,13 +147,13 @@ def take_the_reports_of_different_boundaries_for_one() -> Any:
 # Breaks of where the workers stop, and of what is applied there in which order.
 
 
-@mutation
+@mutation(0)
 def skip_the_stop() -> Any:
     """The workers have said where they are: that is taken for standing there."""
     return broken(Meeting, "step", lambda self: self.latest if self.answered else None)
 
 
-@mutation
+@mutation(0)
 def pass_a_boundary_in_spite_of_a_stop() -> Any:
     def go_on(self: WorkerMachine) -> None:
         stops, self._stops = self._stops, {}
@@ -156,12 +163,12 @@ def pass_a_boundary_in_spite_of_a_stop() -> Any:
     return broken(WorkerMachine, "_go_on", go_on)
 
 
-@mutation
+@mutation(11)
 def choose_the_earliest_boundary_instead_of_the_latest() -> Any:
     return broken(Meeting, "latest", property(lambda self: min(self.steps.values())))
 
 
-@mutation
+@mutation(0)
 def apply_twice() -> Any:
     def twice(self: WorkerMachine, do: Do) -> None:
         ORIGINAL[WorkerMachine, "_do"](self, do)
@@ -171,7 +178,7 @@ def apply_twice() -> Any:
     return broken(WorkerMachine, "_do", twice)
 
 
-@mutation
+@mutation(14079)
 def leave_a_stop_up_when_a_rest_ends() -> Any:
     def rests_end(self: Coordinator) -> None:
         self._here = None
@@ -181,7 +188,7 @@ def leave_a_stop_up_when_a_rest_ends() -> Any:
     return broken(Coordinator, "_end_rests", rests_end)
 
 
-@mutation
+@mutation(636)
 def end_a_rest_while_another_operation_has_the_turn() -> Any:
     def resume_rests(self: Coordinator) -> bool:
         resume, self._resuming = self._resuming, None
@@ -194,7 +201,7 @@ def end_a_rest_while_another_operation_has_the_turn() -> Any:
     return broken(Coordinator, "_resume_rests", resume_rests)
 
 
-@mutation
+@mutation(320)
 def apply_in_another_order_on_one_worker() -> Any:
     def go_on(self: WorkerMachine) -> None:
         if self.rank == 1:
@@ -204,12 +211,12 @@ def apply_in_another_order_on_one_worker() -> Any:
     return broken(WorkerMachine, "_go_on", go_on)
 
 
-@mutation
+@mutation(157)
 def commit_others_during_a_trial() -> Any:
     return broken(Coordinator, "_deferred", lambda self, operation: None)
 
 
-@mutation
+@mutation(1)
 def ignore_at_step() -> Any:
     def want(self: Coordinator, operation: Any, at_step: int | None) -> None:
         if operation.replays is None and operation is not None and operation.meeting is not None:
@@ -220,12 +227,12 @@ def ignore_at_step() -> Any:
     return broken(Coordinator, "_want", want)
 
 
-@mutation
+@mutation(95)
 def wait_without_a_deadline() -> Any:
     return broken(Coordinator, "_set_timer", lambda self, secs, then: None)
 
 
-@mutation
+@mutation(67)
 def do_not_ask_again_when_a_worker_rests_early() -> Any:
     def at(self: Coordinator, rank: int, number: int, step: int, standing: bool) -> None:
         meeting = self._meetings.get(number)
@@ -237,7 +244,7 @@ def do_not_ask_again_when_a_worker_rests_early() -> Any:
     return broken(Coordinator, "_at", at)
 
 
-@mutation
+@mutation(59)
 def do_not_say_until_when_an_update_waits() -> Any:
     def tell_progress(self: Coordinator, operation: Any, tickets: Any) -> None:
         self._say(Tell(operation.id, tickets, operation.stage, operation.step))
@@ -248,7 +255,7 @@ def do_not_say_until_when_an_update_waits() -> Any:
 # Breaks of what is accepted and refused, and of what authors are told.
 
 
-@mutation
+@mutation(0)
 def acknowledge_before_the_journal_is_durable() -> Any:
     def write(self: Coordinator, entry: Any, then: Callable[[Any], None]) -> None:
         number = next(self._numbers)
@@ -260,12 +267,12 @@ def acknowledge_before_the_journal_is_durable() -> Any:
     return broken(Coordinator, "_write", write)
 
 
-@mutation
+@mutation(20)
 def commit_after_a_refusal() -> Any:
     return broken(Gather, "refusal", lambda self: None)
 
 
-@mutation
+@mutation(6)
 def forget_the_id_check() -> Any:
     def propose(self: Coordinator, rank: int, message: Any) -> None:
         self._known.pop(message.proposal.id, None)
@@ -275,7 +282,7 @@ def forget_the_id_check() -> Any:
     return broken(Coordinator, "_propose", propose)
 
 
-@mutation
+@mutation(35)
 def keep_what_was_prepared_by_id_alone() -> Any:
     def prepare(self: Prepare, replica: Any) -> None:
         replica.prepare(self.id, "", self.content)
@@ -292,7 +299,7 @@ def keep_what_was_prepared_by_id_alone() -> Any:
     return stack
 
 
-@mutation
+@mutation(834)
 def refuse_what_is_committed() -> Any:
     def refused(self: Coordinator, operation: Any, refusal: Any) -> None:
         self._finish(operation, Outcome(Stage.REFUSED, refusal))
@@ -300,12 +307,12 @@ def refuse_what_is_committed() -> Any:
     return broken(Coordinator, "_refused", refused)
 
 
-@mutation
+@mutation(10)
 def accept_other_content_under_the_same_id() -> Any:
     return broken(coordinator_module, "has_other_content", lambda proposal, known, record: False)
 
 
-@mutation
+@mutation(46)
 def lose_a_withdrawal() -> Any:
     def withdraw(self: Coordinator, ticket: str, id_: str) -> None:
         self._tell(Tell(id_, (ticket,), Stage.WITHDRAWN))
@@ -313,7 +320,7 @@ def lose_a_withdrawal() -> Any:
     return broken(Coordinator, "_withdraw", withdraw)
 
 
-@mutation
+@mutation(52)
 def tell_a_withdrawal_before_it_is_written() -> Any:
     def withdraw(self: Coordinator, ticket: str, id_: str) -> None:
         if id_ in self._known:
@@ -323,7 +330,7 @@ def tell_a_withdrawal_before_it_is_written() -> Any:
     return broken(Coordinator, "_withdraw", withdraw)
 
 
-@mutation
+@mutation(1)
 def promise_a_step_without_writing_it_down() -> Any:
     def serve(self: Coordinator, operation: Any, request: Any) -> None:
         if isinstance(request, Persist) and isinstance(request.entry, Scheduled):
@@ -334,7 +341,7 @@ def promise_a_step_without_writing_it_down() -> Any:
     return broken(Coordinator, "_serve", serve)
 
 
-@mutation
+@mutation(7)
 def remove_from_the_inbox_when_it_is_read() -> Any:
     def propose(self: Coordinator, rank: int, message: Any) -> None:
         ORIGINAL[Coordinator, "_propose"](self, rank, message)
@@ -345,7 +352,7 @@ def remove_from_the_inbox_when_it_is_read() -> Any:
     return broken(Coordinator, "_propose", propose)
 
 
-@mutation
+@mutation(820)
 def tell_a_refusal_that_a_restart_would_undo() -> Any:
     def write_refusal(self: Coordinator, tell: Tell, operation: Any, whole: bool) -> None:
         self._forget(operation)
@@ -354,7 +361,7 @@ def tell_a_refusal_that_a_restart_would_undo() -> Any:
     return broken(Coordinator, "_write_refusal", write_refusal)
 
 
-@mutation
+@mutation(389)
 def keep_the_bytes_of_what_was_refused() -> Any:
     return broken(Discard, "perform", lambda self, replica: None)
 
@@ -362,17 +369,17 @@ def keep_the_bytes_of_what_was_refused() -> Any:
 # Breaks of what is asked for from outside, of pulls, and of reverts.
 
 
-@mutation
+@mutation(0)
 def revert_what_is_reverted() -> Any:
     return broken(revert, "why_not", lambda history, sequence, forced=False: "")
 
 
-@mutation
+@mutation(0)
 def save_before_the_overwritten_values_are_durable() -> Any:
     return broken(Keep, "only_writes", False)
 
 
-@mutation
+@mutation(1540)
 def keep_overwritten_values_only_once() -> Any:
     def keep_before(self: Coordinator, record: Any) -> None:
         if record.sequence not in self.history.before:
@@ -381,17 +388,17 @@ def keep_overwritten_values_only_once() -> Any:
     return broken(Coordinator, "keep_before", keep_before)
 
 
-@mutation
+@mutation(417)
 def revert_what_is_just_being_applied() -> Any:
     return broken(Operation, "is_applying", lambda self, id_: False)
 
 
-@mutation
+@mutation(1162)
 def revert_what_is_still_to_be_replayed() -> Any:
     return broken(Coordinator, "replayed_at", lambda self, sequence: None)
 
 
-@mutation
+@mutation(17)
 def hold_the_overwritten_values_of_a_reverted_trial() -> Any:
     def perform(self: EndTrial, replica: Any) -> Applied:
         if not self.kept:
@@ -402,7 +409,7 @@ def hold_the_overwritten_values_of_a_reverted_trial() -> Any:
     return broken(EndTrial, "perform", perform)
 
 
-@mutation
+@mutation(1)
 def forget_who_asked() -> Any:
     def request(self: Coordinator, message: Any) -> None:
         ORIGINAL[Coordinator, "_request"](self, type(message)(message.kind, (), message.arguments))
@@ -410,7 +417,7 @@ def forget_who_asked() -> Any:
     return broken(Coordinator, "_request", request)
 
 
-@mutation
+@mutation(1072)
 def pull_from_each_worker_at_a_boundary_of_its_own() -> Any:
     def script(self: Pull, job: Any) -> Any:
         digests = {}
@@ -425,12 +432,12 @@ def pull_from_each_worker_at_a_boundary_of_its_own() -> Any:
 # Breaks of what is written down, and of what the next attempt makes of it.
 
 
-@mutation
+@mutation(118)
 def let_a_stale_groups_records_count() -> Any:
     return broken(Disk, "entries", lambda self: [entry for group in self.groups for entry in group])
 
 
-@mutation
+@mutation(40)
 def do_not_look_for_a_later_claim_after_a_write() -> Any:
     def handle(self: Coordinator, event: Any) -> Any:
         if isinstance(event, Written) and event.outcome is WriteOutcome.FENCED:
@@ -440,7 +447,7 @@ def do_not_look_for_a_later_claim_after_a_write() -> Any:
     return broken(Coordinator, "handle", handle)
 
 
-@mutation
+@mutation(7)
 def replay_at_the_step_after() -> Any:
     def after(self: History, holds: Any) -> list[Committed]:
         return [replace(one, step=one.step + 1) for one in ORIGINAL[History, "after"](self, holds)]
@@ -448,22 +455,22 @@ def replay_at_the_step_after() -> Any:
     return broken(History, "after", after)
 
 
-@mutation
+@mutation(7)
 def replay_what_the_checkpoint_holds() -> Any:
     return broken(History, "after", lambda self, holds: ORIGINAL[History, "after"](self, frozenset()))
 
 
-@mutation
+@mutation(7)
 def forget_the_last_replay() -> Any:
     return broken(History, "after", lambda self, holds: ORIGINAL[History, "after"](self, holds)[:-1])
 
 
-@mutation
+@mutation(36)
 def let_new_updates_overtake_replays() -> Any:
     return broken(Coordinator, "_is_next", lambda self, operation, step: True)
 
 
-@mutation
+@mutation(157)
 def decide_a_trial_again_after_a_restart() -> Any:
     def init(self: UpdateOperation, proposal: Any, record: Any = None, _: Any = None, **options: Any) -> None:
         ORIGINAL[UpdateOperation, "__init__"](self, proposal, record, None, **options)
@@ -471,7 +478,7 @@ def decide_a_trial_again_after_a_restart() -> Any:
     return broken(UpdateOperation, "__init__", init)
 
 
-@mutation
+@mutation(14)
 def revert_a_trial_on_all_workers_but_one() -> Any:
     def perform(self: EndTrial, replica: Any) -> Applied:
         if not self.kept and replica.rank != 1:
@@ -482,7 +489,7 @@ def revert_a_trial_on_all_workers_but_one() -> Any:
     return broken(EndTrial, "perform", perform)
 
 
-@mutation
+@mutation(59)
 def save_during_a_trial() -> Any:
     return broken(
         TakeSnapshot,
@@ -491,12 +498,12 @@ def save_during_a_trial() -> Any:
     )
 
 
-@mutation
+@mutation(36)
 def forget_uncommitted_proposals_in_a_checkpoint() -> Any:
     return broken(Coordinator, "pending", lambda self: ())
 
 
-@mutation
+@mutation(1742)
 def keep_checkpoints_that_were_given_up() -> Any:
     from replicast.core.operations.attempt import Begin
 
@@ -509,7 +516,7 @@ def keep_checkpoints_that_were_given_up() -> Any:
     return broken(Begin, "script", script)
 
 
-@mutation
+@mutation(207)
 def save_a_state_that_differs_between_workers() -> Any:
     original = save_module.saved
 
@@ -523,12 +530,12 @@ def save_a_state_that_differs_between_workers() -> Any:
     return stack
 
 
-@mutation
+@mutation(0)
 def write_a_checkpoint_before_the_payloads() -> Any:
     return broken(Coordinator, "_is_stored", lambda self, operation: True)
 
 
-@mutation
+@mutation(523)
 def take_snapshots_on_both_sides_of_an_update_for_one_state() -> Any:
     def are_of_one_state(snapshots: Any) -> bool:
         return bool(snapshots) and None not in snapshots.values()
@@ -536,7 +543,7 @@ def take_snapshots_on_both_sides_of_an_update_for_one_state() -> Any:
     return broken(save_module, "_are_of_one_state", are_of_one_state)
 
 
-@mutation
+@mutation(0)
 def hold_proposals_of_which_nothing_is_written() -> Any:
     def pending(self: Coordinator) -> tuple[Pending, ...]:
         return tuple(
@@ -551,7 +558,7 @@ def hold_proposals_of_which_nothing_is_written() -> Any:
     return stack
 
 
-@mutation
+@mutation(820)
 def forget_whose_proposals_a_checkpoint_holds() -> Any:
     def pending(self: Coordinator) -> tuple[Pending, ...]:
         return tuple(replace(one, tickets=()) for one in ORIGINAL[Coordinator, "pending"](self))
@@ -559,12 +566,12 @@ def forget_whose_proposals_a_checkpoint_holds() -> Any:
     return broken(Coordinator, "pending", pending)
 
 
-@mutation
+@mutation(820)
 def bring_back_what_has_ended() -> Any:
     return broken(History, "has_ended", lambda self, pending: pending.proposal.id in self.by_id)
 
 
-@mutation
+@mutation(1)
 def use_the_bytes_of_an_earlier_attempt() -> Any:
     def serve(self: Coordinator, operation: Any, request: Any) -> None:
         if isinstance(request, Ask) and isinstance(request.order, Load):
@@ -573,70 +580,6 @@ def use_the_bytes_of_an_earlier_attempt() -> Any:
             ORIGINAL[Coordinator, "_serve"](self, operation, request)
 
     return broken(Coordinator, "_serve", serve)
-
-
-# Which schedule notices which break.
-
-
-CAUGHT_BY: dict[str, int] = {
-    "heal nothing": 35,
-    "raise an audit before all have its report": 35,
-    "keep the threads that rest when an audit raises": 636,
-    "do not raise what an audit found": 35,
-    "heal with the value of the minority": 35,
-    "take the reports of different boundaries for one": 0,
-    "skip the stop": 0,
-    "pass a boundary in spite of a stop": 0,
-    "choose the earliest boundary instead of the latest": 11,
-    "apply twice": 0,
-    "leave a stop up when a rest ends": 14079,
-    "end a rest while another operation has the turn": 636,
-    "apply in another order on one worker": 320,
-    "commit others during a trial": 157,
-    "ignore at step": 1,
-    "wait without a deadline": 95,
-    "do not ask again when a worker rests early": 67,
-    "do not say until when an update waits": 59,
-    "acknowledge before the journal is durable": 0,
-    "commit after a refusal": 20,
-    "forget the id check": 6,
-    "keep what was prepared by id alone": 35,
-    "refuse what is committed": 834,
-    "accept other content under the same id": 10,
-    "lose a withdrawal": 46,
-    "tell a withdrawal before it is written": 52,
-    "promise a step without writing it down": 1,
-    "remove from the inbox when it is read": 7,
-    "tell a refusal that a restart would undo": 820,
-    "keep the bytes of what was refused": 389,
-    "let a stale groups records count": 118,
-    "do not look for a later claim after a write": 40,
-    "replay at the step after": 7,
-    "replay what the checkpoint holds": 7,
-    "forget the last replay": 7,
-    "let new updates overtake replays": 36,
-    "decide a trial again after a restart": 157,
-    "revert a trial on all workers but one": 14,
-    "save during a trial": 59,
-    "forget uncommitted proposals in a checkpoint": 36,
-    "keep checkpoints that were given up": 1742,
-    "save a state that differs between workers": 207,
-    "write a checkpoint before the payloads": 0,
-    "take snapshots on both sides of an update for one state": 523,
-    "hold proposals of which nothing is written": 0,
-    "forget whose proposals a checkpoint holds": 820,
-    "bring back what has ended": 820,
-    "use the bytes of an earlier attempt": 1,
-    "revert what is reverted": 0,
-    "save before the overwritten values are durable": 0,
-    "keep overwritten values only once": 1540,
-    "revert what is just being applied": 417,
-    "revert what is still to be replayed": 1162,
-    "hold the overwritten values of a reverted trial": 17,
-    "forget who asked": 1,
-    "pull from each worker at a boundary of its own": 1072,
-}
-"""The first schedule, from 0 on, that notices each break; of the rarest, one that does."""
 
 
 def is_caught(name: str, seed: int) -> bool:

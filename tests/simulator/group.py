@@ -11,7 +11,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from replicast.core import events as c
 from replicast.core import events as e
 from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Payload, Saved
@@ -126,30 +125,30 @@ class Process:
 
     # Commands of both machines.
 
-    def _set_timer(self, machine: WorkerMachine | Coordinator, command: c.SetTimer) -> None:
+    def _set_timer(self, machine: WorkerMachine | Coordinator, command: e.SetTimer) -> None:
         self.clock.after(command.secs, self.feed, machine, e.TimerFired(command.number))
 
-    def _end_job(self, machine: WorkerMachine | Coordinator, command: c.EndJob) -> None:
+    def _end_job(self, machine: WorkerMachine | Coordinator, command: e.EndJob) -> None:
         self.story.notes.say(self.group.number, self.name, f"ends the job: {command.reason}")
         self.story.notes.count("jobs ended by the core")
         self.group.die(self)
 
     # Commands of the coordinator.
 
-    def _broadcast(self, machine: Coordinator, command: c.Broadcast) -> None:
+    def _broadcast(self, machine: Coordinator, command: e.Broadcast) -> None:
         self.group.append(command.message)
 
-    def _write(self, machine: Coordinator, command: c.Write) -> None:
+    def _write(self, machine: Coordinator, command: e.Write) -> None:
         """Queues a write: writes are carried out one at a time, as by one thread."""
         took = 0.002 + self.story.random.random() * 0.02
         self._write_ends = max(self.clock.now, self._write_ends) + took
         self.clock.at(self._write_ends, self._make_write, command)
 
-    def _make_write(self, command: c.Write) -> None:
+    def _make_write(self, command: e.Write) -> None:
         """Starts a write. A process that is stopped here may continue after another group has a claim."""
         self.run(self._write_entry, command)
 
-    def _write_entry(self, command: c.Write) -> None:
+    def _write_entry(self, command: e.Write) -> None:
         story, disk, number = self.story, self.story.disk, self.group.number
         story.writes += 1
         outcome = e.WriteOutcome.DURABLE
@@ -174,11 +173,11 @@ class Process:
         if self.coordinator is not None:
             self.feed(self.coordinator, e.Written(command.number, outcome))
 
-    def _close_inbox(self, machine: Coordinator, command: c.CloseInbox) -> None:
+    def _close_inbox(self, machine: Coordinator, command: e.CloseInbox) -> None:
         if self.story.disk.inbox.pop(command.ticket, None) is not None:
             self.story.checks.settled(self.group.replicas(), command.ticket, command.tell)
 
-    def _ended(self, machine: Coordinator, command: c.Ended) -> None:
+    def _ended(self, machine: Coordinator, command: e.Ended) -> None:
         if isinstance(command.outcome.result, Refusal) and self.story.notes.recording:
             said = f"{command.id} is {described(command.outcome)}"
             self.story.notes.say(self.group.number, self.name, f"  {said}")
@@ -194,10 +193,10 @@ class Process:
 
     # Commands of the worker.
 
-    def _send(self, machine: WorkerMachine, command: c.Send) -> None:
+    def _send(self, machine: WorkerMachine, command: e.Send) -> None:
         self.group.send(self.rank, command.message)
 
-    def _perform(self, machine: WorkerMachine, command: c.Perform) -> None:
+    def _perform(self, machine: WorkerMachine, command: e.Perform) -> None:
         delay = self.story.random.random()
         if command.order.in_background:
             if self.hangs and isinstance(command.order, Load | Prepare):
@@ -214,7 +213,7 @@ class Process:
         else:
             self._carry_out(command)
 
-    def _carry_out(self, command: c.Perform) -> None:
+    def _carry_out(self, command: e.Perform) -> None:
         if not self.alive:
             return
         if self.frozen_until > self.clock.now:
@@ -240,20 +239,20 @@ class Process:
                 self._answer(command.order.asked_by)
             self.group.ended(self, left=True)
 
-    def _is_discarded(self, command: c.Perform) -> bool:
+    def _is_discarded(self, command: e.Perform) -> bool:
         """Whether it was fetching an update that has been discarded meanwhile."""
         fetches = isinstance(command.order, Prepare)
         return fetches and self.replica.fetching.pop(command.number, None) is None
 
-    def _settle(self, machine: WorkerMachine, command: c.Settle) -> None:
+    def _settle(self, machine: WorkerMachine, command: e.Settle) -> None:
         self.story.checks.settled(self.group.replicas(), command.ticket, command.tell)
 
-    def _discard(self, machine: WorkerMachine, command: c.DropPrepared) -> None:
+    def _discard(self, machine: WorkerMachine, command: e.DropPrepared) -> None:
         self.replica.discard(command.id)
 
     # The training thread: trains, reaches boundaries, and carries out the actions of its script.
 
-    def _pass(self, machine: WorkerMachine, command: c.PassBoundary) -> None:
+    def _pass(self, machine: WorkerMachine, command: e.PassBoundary) -> None:
         if self.story.plan.planned_at == "behind":
             self._take_planned()
         self._play()
@@ -262,7 +261,7 @@ class Process:
         """The position from which a restart continues: the action in which the script waits is repeated."""
         return self.place - 1 if self._is_unfinished else self.place
 
-    def _continue(self, machine: WorkerMachine, command: c.Continue) -> None:
+    def _continue(self, machine: WorkerMachine, command: e.Continue) -> None:
         waits_since, self._waits_since, self._is_unfinished = self._waits_since, None, False
         if waits_since is not None and self.clock.now - waits_since > LONG_SECS:
             raise StoryFailed(f"{self.name} has waited for what cannot come before it trains")
@@ -381,18 +380,18 @@ class Process:
 
 
 _CARRIED_OUT_BY: dict[type[Any], Callable[[Process, Any, Any], None]] = {
-    c.Send: Process._send,
-    c.Perform: Process._perform,
-    c.PassBoundary: Process._pass,
-    c.Continue: Process._continue,
-    c.Settle: Process._settle,
-    c.DropPrepared: Process._discard,
-    c.SetTimer: Process._set_timer,
-    c.EndJob: Process._end_job,
-    c.Broadcast: Process._broadcast,
-    c.Write: Process._write,
-    c.CloseInbox: Process._close_inbox,
-    c.Ended: Process._ended,
+    e.Send: Process._send,
+    e.Perform: Process._perform,
+    e.PassBoundary: Process._pass,
+    e.Continue: Process._continue,
+    e.Settle: Process._settle,
+    e.DropPrepared: Process._discard,
+    e.SetTimer: Process._set_timer,
+    e.EndJob: Process._end_job,
+    e.Broadcast: Process._broadcast,
+    e.Write: Process._write,
+    e.CloseInbox: Process._close_inbox,
+    e.Ended: Process._ended,
 }
 
 

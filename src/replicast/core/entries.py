@@ -141,22 +141,11 @@ PlainEntry: TypeAlias = Started | Scheduled | Committed | Decided | Receipt | Wi
 Entry: TypeAlias = PlainEntry | Payload | Before | Saved
 
 
-# The valid entries of the journal: read in one way by the coordinator, `status` and the next attempt.
-#
-# Readers do the fencing (`storage/claims.py`). Each group of workers claims the run directory,
-# and only then counts the entries of the group before it; that count is part of its claim. All later
-# entries of the earlier group are void. A group checks for a later claim *after* each write and before it
-# acts on it. So every entry that it acknowledges existed when the next group counted:
-#
-#     group 1   write entry 7 ── durable ── is there a claim 2? no ──► acknowledge
-#     group 2                                                           claim 2 ── count group 1: 7 entries
-#
-#     group 1   write entry 7 ── durable ── is there a claim 2? yes ─► end: another group has taken over
-#     group 2                     claim 2 ── count group 1: 6 or 7 entries; the seventh was not acknowledged
-
-
 class History:
-    """The valid entries, indexed. Grows by `add` as entries become durable."""
+    """The entries that count, indexed: read in one way by the coordinator, `status` and the next attempt.
+
+    Grows by `add` as entries become durable: written, and no later group had claimed the run directory then.
+    """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self.committed: dict[int, Committed] = {}

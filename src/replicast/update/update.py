@@ -318,7 +318,6 @@ class Update:
         UpdateRefused: A value that cannot be part of an update.
     """
 
-    __slots__ = ("allow_nonfinite", "author", "edits", "id", "id_was_given", "note", "reset_slots")
     allow_nonfinite: bool
     author: str
     edits: tuple[Edit, ...]
@@ -336,7 +335,7 @@ class Update:
         reset_slots: bool = False,
         allow_nonfinite: bool = False,
     ) -> None:
-        self._set(
+        self.__dict__.update(
             allow_nonfinite=bool(allow_nonfinite),
             author=checked_text("author", author),
             edits=(),
@@ -560,21 +559,16 @@ class Update:
             problem = "There is no such operation"
             raise UpdateRefused(problem, expected=one_of, received=str(operation)) from error
         content = read_tensor_bytes(Path(path), max_tensors=MAX_TENSORS, max_bytes=max_bytes)
-        file = parse_tensors(content, str(path), max_tensors=MAX_TENSORS)
-        edits = edits_of_tensors(file.tensors, kind, weight)
-        return cls(note=note, author=author, id=id).with_edits(edits)
+        update = update_in(content, str(path), kind, weight)
+        return cls(note=note, author=author, id=id).with_edits(update.edits)
 
     def _with(self, operation: EditKind, variable: str, factor: Any = None, **values: Any) -> Update:
         return self.with_edits((*self.edits, edit_from_values(operation, variable, factor, values)))
 
     def _changed(self, **fields: Any) -> Update:
         copy = Update.__new__(Update)
-        copy._set(**{name: getattr(self, name) for name in self.__slots__} | fields)
+        copy.__dict__.update(self.__dict__ | fields)
         return copy
-
-    def _set(self, **fields: Any) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
 
     def _described(self, describe_array: Callable[[int, str, Array], Any]) -> dict[str, Any]:
         return {
