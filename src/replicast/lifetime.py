@@ -276,30 +276,26 @@ def place_in(trace: TracebackType | None) -> str:
     return "" if frame is None else f"at {frame.filename}:{frame.lineno}, in {frame.name}"
 
 
+@dataclass(eq=False)
 class Lifetime:
     """Watches one worker's part in the job. `begin` starts its threads, and `leave` stops them."""
 
-    def __init__(
-        self,
-        coordination: Coordination,
-        rank: int,
-        size: int,
-        transfers_started: Callable[[], int],
-        end_process: Callable[[int], None] = os._exit,
-        trained_alone: Callable[[], bool] = lambda: False,
-        heartbeat_secs: float = HEARTBEAT_SECS,
-        pauses: Pauses | None = None,
-    ) -> None:
-        self._coordination = coordination
-        self._keys = JobKeys(coordination)
-        self._rank, self._size = rank, size
-        self._silent_secs = heartbeat_secs + SILENT_AFTER_HEARTBEAT_SECS
-        pauses = pauses or Pauses(heartbeat_secs / 2)  # then the others may have missed a heartbeat
-        jumps = ClockJumps(heartbeat_secs / 2)  # as old as a heartbeat may be at that moment
+    coordination: Coordination
+    rank: int
+    size: int
+    transfers_started: Callable[[], int]
+    end_process: Callable[[int], None] = os._exit
+    trained_alone: Callable[[], bool] = lambda: False
+    heartbeat_secs: float = HEARTBEAT_SECS
+    pauses: Pauses | None = None
+
+    def __post_init__(self) -> None:
+        self._keys = JobKeys(self.coordination)
+        self._silent_secs = self.heartbeat_secs + SILENT_AFTER_HEARTBEAT_SECS
+        half_secs = self.heartbeat_secs / 2  # as old as a heartbeat may be; a pause may have missed one
+        pauses, jumps = self.pauses or Pauses(half_secs), ClockJumps(half_secs)
         recent_secs = self._silent_secs + GRACE_SECS
-        self._causes = Causes(rank, coordination.chiefs, pauses, jumps, recent_secs)
-        self._end_process = end_process
-        self._trained_alone = trained_alone
+        self._causes = Causes(self.rank, self.coordination.chiefs, pauses, jumps, recent_secs)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="replicast-lifetime", daemon=True)
         self._only_once = threading.Lock()
@@ -311,7 +307,9 @@ class Lifetime:
         self._blamed_for: str | None = None
         self._reported = False
         # This worker's position in the script.
-        self.turns = Turns(self._keys, rank, size, transfers_started=transfers_started, check=self.check)
+        self.turns = Turns(
+            self._keys, self.rank, self.size, transfers_started=self.transfers_started, check=self.check
+        )
         self.polls = 0  # how often the thread has polled all keys, and the service has answered
         # Returns a worker whose process has ended. The all-reduce of this host sees that, once it is open.
         self.dead_worker: Callable[[], int | None] = lambda: None
@@ -354,7 +352,7 @@ class Lifetime:
         if self.failure is not None:
             raise self.failure
         if self._blamed_for is not None:
-            raise first(self._rank, self._blamed_for)
+            raise first(self.rank, self._blamed_for)
 
     def has_left(self, worker: int) -> bool:
         """Whether a worker has reached the end of its script, where it waits for the others."""
@@ -386,7 +384,7 @@ class Lifetime:
     def _is_because_of_another(self, error: BaseException) -> bool:
         """Whether an error only follows from another worker's failure: its traceback explains nothing."""
         blamed = None if self.failure is None else self.failure.worker
-        return follows(error) and (blamed not in (None, self._rank) or self._causes.pause() is not None)
+        return follows(error) and (blamed not in (None, self.rank) or self._causes.pause() is not None)
 
     def _publish_failure(self, failure: JobFailed) -> JobFailed | None:
         """Returns the first failure that was published, if the service answers."""
@@ -407,7 +405,7 @@ class Lifetime:
         """
         transfers = self.turns.leave(interrupted=self._interrupted) if self.failure is None else None
         if transfers is not None:
-            self._keys.put(f"end/{self._rank}", {})
+            self._keys.put(f"end/{self.rank}", {})
         if not self._interrupted and self.failure is None:
             for act in self._before_leaving:
                 act()
@@ -415,11 +413,11 @@ class Lifetime:
             act()
         self.dead_worker = lambda: None  # a worker ends once it knows that all have left
         if self.failure is None:
-            self._keys.put(f"left/{self._rank}", {})
+            self._keys.put(f"left/{self.rank}", {})
         else:
-            within(CALL_SECS, lambda: self._keys.put(f"left/{self._rank}", {}))
+            within(CALL_SECS, lambda: self._keys.put(f"left/{self.rank}", {}))
         self._has_left = True
-        if not self._interrupted and (self._rank == 0 or self.failure is None):
+        if not self._interrupted and (self.rank == 0 or self.failure is None):
             self._wait_for_the_others()
         self._stop.set()
         self._thread.join(timeout=3 * POLL_SECS + 1.0)
@@ -429,72 +427,72 @@ class Lifetime:
         """Ends the process if it trained by itself, or if another worker failed; else it exits normally."""
         if self.failure is None and not self._interrupted and transfers == 0 and self.turns.count == 0:
             sys.stderr.write(
-                f"replicast: worker {self._rank} exchanged nothing with the other workers: if it trained, it "
+                f"replicast: worker {self.rank} exchanged nothing with the other workers: if it trained, it "
                 "trained by itself. Build and compile the model inside 'with strategy.scope():'\n"
             )
-            if self._trained_alone():
-                self._end_process(1)
+            if self.trained_alone():
+                self.end_process(1)
         if self.failure is None or str(self.failure) == self._causes.own_error:
             return  # as Python does
         self._report()
         sys.stderr.flush()
         sys.stdout.flush()
-        self._end_process(self._exit_code(self.failure))
+        self.end_process(self._exit_code(self.failure))
 
     def _exit_code(self, failure: JobFailed) -> int:
-        return 1 if failure.worker == self._rank else PEER_FAILED
+        return 1 if failure.worker == self.rank else PEER_FAILED
 
     def _wait_for_the_others(self) -> None:
         began = reminded = time.monotonic()
-        for worker in (w for w in range(self._size) if w != self._rank):
+        for worker in (w for w in range(self.size) if w != self.rank):
             while True:
                 failure, waited = self.failure, time.monotonic() - began
-                if failure and (self._rank != 0 or worker == failure.worker or waited >= GRACE_SECS):
+                if failure and (self.rank != 0 or worker == failure.worker or waited >= GRACE_SECS):
                     break
                 try:
                     if self._keys.get(f"left/{worker}", 1.0) is not None:
                         break
                 except JobFailed as error:
                     # Worker 0 exits, and ends the service that it hosts, when all workers have left.
-                    if self._rank == 0:
+                    if self.rank == 0:
                         lost = f"worker {worker} was lost while worker 0 waited for it to finish: {error}"
                         self._set_failure(JobFailed(lost, worker=worker))
                     return
-                if self._rank == 0 and time.monotonic() - reminded >= REMIND_SECS:
+                if self.rank == 0 and time.monotonic() - reminded >= REMIND_SECS:
                     reminded = time.monotonic()
                     sys.stderr.write(f"replicast: worker 0 waits for worker {worker} to finish\n")
 
     def _watch(self) -> None:
         try:
-            self._keys.put(f"here/{self._rank}", {})
+            self._keys.put(f"here/{self.rank}", {})
             while not self._stop.is_set():
                 failure = self._poll()
                 self.turns.delete_old_keys()
                 if failure is not None:
                     self._end(failure)
                     return
-                if self._keys.get(f"here/{self._rank}") is not None:
+                if self._keys.get(f"here/{self.rank}") is not None:
                     self.polls += 1
         except JobFailed as error:
-            if self._rank != 0 and self._has_left:  # worker 0 may have exited, and the service with it
+            if self.rank != 0 and self._has_left:  # worker 0 may have exited, and the service with it
                 self._stop.set()
             else:
                 self._end(self._causes.noticed(str(error), error.worker))
         except Exception as error:
             logger.exception("The thread that watches the job died")
-            message = f"worker {self._rank} failed: the thread that watches the job has died ({error!r})"
-            self._end(JobFailed(message, worker=self._rank))
+            message = f"worker {self.rank} failed: the thread that watches the job has died ({error!r})"
+            self._end(JobFailed(message, worker=self.rank))
 
     def _poll(self) -> JobFailed | None:
         failed = self._keys.get("failed")
-        if failed is not None and failed["worker"] == self._rank:
+        if failed is not None and failed["worker"] == self.rank:
             self._blamed_for = str(failed["message"])
             self._stop.wait(POLL_SECS)
             return None
         if failed is not None:
             return first(failed["worker"], failed["message"])
         # A transfer notices that the service has lost a worker, a wait does not.
-        lost = self._coordination.find_lost(self._size) if self._rank == 0 else None
+        lost = self.coordination.find_lost(self.size) if self.rank == 0 else None
         if lost is not None:
             return self._causes.noticed(lost_text(lost), lost.worker)
         if self._has_left:
@@ -510,7 +508,7 @@ class Lifetime:
 
     def _no_answers(self) -> None:
         message = (
-            f"worker 0, which hosts the coordination service, has not answered worker {self._rank} for "
+            f"worker 0, which hosts the coordination service, has not answered worker {self.rank} for "
             f"{self._silent_secs:.0f} s: it is stopped (SIGSTOP), or its host is unreachable"
         )
         self._end(self._causes.pause() or JobFailed(message, worker=0))
@@ -526,12 +524,12 @@ class Lifetime:
         threading.Thread(
             target=self._end_after_grace, args=(first,), name="replicast-end", daemon=True
         ).start()
-        self._coordination.abort(str(failure))
-        blamed = self._rank if failure.worker is None else failure.worker
+        self.coordination.abort(str(failure))
+        blamed = self.rank if failure.worker is None else failure.worker
         self._keys.put("failed", {"worker": blamed, "message": str(failure)})
 
     def _end_after_grace(self, failure: JobFailed) -> None:
         if not self._stop.wait(GRACE_SECS):
-            sys.stderr.write(f"replicast: {failure}. Worker {self._rank} did not stop by itself\n")
+            sys.stderr.write(f"replicast: {failure}. Worker {self.rank} did not stop by itself\n")
             sys.stderr.flush()
-            self._end_process(self._exit_code(failure))
+            self.end_process(self._exit_code(failure))

@@ -13,6 +13,7 @@ have read it. Each worker reports how far it has read with every message that it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from replicast.codec import Record, decode, encode
@@ -29,20 +30,20 @@ class Note(Record):
 LOOK_SECS = 1.0  # Timeout of one request to the service, so that a reader soon notices that it has to stop.
 
 
+@dataclass(eq=False)
 class Channel:
     """One worker's end. `send` and `broadcast` are for the event loop, the others for one reader each."""
 
-    def __init__(self, coordination: Coordination, name: str, rank: int, size: int) -> None:
-        self._coordination = coordination
-        self._prefix = f"replicast/{name}"
-        self.rank = rank
-        self.size = size
-        self._sent = 0
-        self._appended = 0
-        self._deleted = 0
-        self._read = 0
-        self._read_from = [0] * size
-        self._read_by = [0] * size
+    coordination: Coordination
+    name: str
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        self._prefix = f"replicast/{self.name}"
+        self._sent = self._appended = self._deleted = self._read = 0
+        self._read_from = [0] * self.size
+        self._read_by = [0] * self.size
 
     def send(self, messages: Sequence[Any]) -> None:
         """Sends messages to the coordinator. For all workers but worker 0."""
@@ -57,11 +58,11 @@ class Channel:
         self._appended += 1
         read_by_all = min(self._read_by[1:])
         while self._deleted < read_by_all:
-            self._coordination.delete(f"{self._prefix}/down/{self._deleted}")
+            self.coordination.delete(f"{self._prefix}/down/{self._deleted}")
             self._deleted += 1
 
     def _put(self, key: str, messages: list[Any]) -> None:
-        if not self._coordination.put(f"{self._prefix}/{key}", encode(messages)):
+        if not self.coordination.put(f"{self._prefix}/{key}", encode(messages)):
             raise JobFailed(
                 f"Worker {self.rank} cannot send a message: the coordination service has another one under "
                 f"its key ({key}). A call to the service failed before; see the log of this worker",
@@ -70,7 +71,7 @@ class Channel:
 
     def receive(self) -> list[Any]:
         """The next messages of the coordinator; empty if none arrived in time."""
-        text = self._coordination.get(f"{self._prefix}/down/{self._read}", LOOK_SECS)
+        text = self.coordination.get(f"{self._prefix}/down/{self._read}", LOOK_SECS)
         if text is None:
             return []
         self._read += 1
@@ -80,16 +81,17 @@ class Channel:
     def receive_from(self, rank: int) -> list[Any]:
         """The next messages of a worker to the coordinator; empty if none arrived in time."""
         key = f"{self._prefix}/up/{rank}/{self._read_from[rank]}"
-        text = self._coordination.get(key, LOOK_SECS)
+        text = self.coordination.get(key, LOOK_SECS)
         if text is None:
             return []
         self._read_from[rank] += 1
-        self._coordination.delete(key)
+        self.coordination.delete(key)
         messages: list[Any] = decode(text)
         self._read_by[rank] = messages[0]
         return messages[1:]
 
 
+@dataclass(eq=False)
 class DirectExchange:
     """Values between training threads that are all at the same line of the script. Any thread may call it.
 
@@ -97,23 +99,17 @@ class DirectExchange:
     others' values. Each wait has a deadline, and the error names the worker that is missing.
     """
 
-    def __init__(
-        self,
-        coordination: Coordination,
-        name: str,
-        rank: int,
-        size: int,
-        has_left: Callable[[int], bool] = lambda worker: False,
-    ) -> None:
-        self._coordination = coordination
-        self._has_left = has_left
-        self._prefix = f"replicast/{name}"
-        self.name = name
-        self.rank = rank
-        self.size = size
+    coordination: Coordination
+    name: str
+    rank: int
+    size: int
+    has_left: Callable[[int], bool] = lambda worker: False
+
+    def __post_init__(self) -> None:
+        self._prefix = f"replicast/{self.name}"
 
     def tell(self, what: str, value: str) -> None:
-        self._coordination.put(f"{self._prefix}/told/{what}", value)
+        self.coordination.put(f"{self._prefix}/told/{what}", value)
 
     def hear(self, what: str, timeout_secs: float, worker: int = 0) -> str:
         """The value that a worker has published. Blocks at most `timeout_secs`."""
@@ -125,7 +121,7 @@ class DirectExchange:
         Workers other than 0 wait some seconds longer for what worker 0 says about a missing one.
         """
         key = f"{self._prefix}/agree/{what}"
-        self._coordination.put(f"{key}/{self.rank}", value)
+        self.coordination.put(f"{key}/{self.rank}", value)
         return self._wait(what, timeout_secs).collect(key, self.rank, self.size)
 
     def require_same(self, what: str, value: str, timeout_secs: float, *, problem: str, remedy: str) -> None:
@@ -142,14 +138,14 @@ class DirectExchange:
     def forget_agreed(self, what: str) -> None:
         """Removes this worker's value, once all workers are known to have read it."""
         key = f"{self._prefix}/agree/{what}"
-        self._coordination.delete(f"{key}/{self.rank}")
+        self.coordination.delete(f"{key}/{self.rank}")
         if self.rank == 0:
-            self._coordination.delete(f"{key}/all")
+            self.coordination.delete(f"{key}/all")
 
     def check_nobody_left(self) -> None:
         """Raises if another worker has reached the end of its script and will not arrive here."""
         for worker in range(self.size):
-            if worker != self.rank and self._has_left(worker):
+            if worker != self.rank and self.has_left(worker):
                 raise self._gone(worker)
 
     def _wait(self, what: str, timeout_secs: float) -> Wait:
@@ -160,11 +156,11 @@ class DirectExchange:
                 worker=worker,
             )
 
-        return Wait(self._coordination, timeout_secs, late, self._check_not_left)
+        return Wait(self.coordination, timeout_secs, late, self._check_not_left)
 
     def _check_not_left(self, key: str, worker: int) -> None:
         # What it wrote before it left has arrived by now.
-        if self._has_left(worker) and self._coordination.get(key, LOOK_SECS) is None:
+        if self.has_left(worker) and self.coordination.get(key, LOOK_SECS) is None:
             raise self._gone(worker)
 
     def _gone(self, worker: int) -> JobFailed:

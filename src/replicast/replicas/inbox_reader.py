@@ -59,20 +59,16 @@ class _Taken:
     noted: dict[str, Any] | None = None
 
 
+@dataclass(eq=False)
 class InboxReader:
     """The requests of others, from the first look to their answer. Each method may raise OSError."""
 
-    def __init__(
-        self,
-        session: Session,
-        attempt: int,
-        warn: Callable[[RunDir, str, Exception], None],
-        may_save: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._session = session
-        self._attempt = attempt
-        self._warn = warn
-        self._may_save = may_save
+    session: Session
+    attempt: int
+    warn: Callable[[RunDir, str, Exception], None]
+    may_save: Callable[[], bool] = lambda: True
+
+    def __post_init__(self) -> None:
         self._taken: dict[str, _Taken] = {}  # by the ticket of an update, by the id of another request
         self._outcomes: queue.SimpleQueue[tuple[str, _Outcome]] = queue.SimpleQueue()
         self._unsettled: dict[str, _Outcome] = {}
@@ -115,7 +111,7 @@ class InboxReader:
         """The same at the end of the job: there is no later retry, and what is left over is told."""
         self._retry_at.clear()
         self.settle(run_dir)
-        ended = UpdateRefused(f"The job has ended at step {self._session.step}")
+        ended = UpdateRefused(f"The job has ended at step {self.session.step}")
         for path in inbox.requests(run_dir):
             self._process(run_dir, path, lambda run_dir, path: self._refuse(run_dir, path, ended))
         known = self._known()
@@ -135,11 +131,11 @@ class InboxReader:
 
     def ended(self, ended: Ended) -> None:
         """An operation has ended: its requests will be answered. Any thread."""
-        values = self._session.replica.pulled.pop(ended.id, None)
+        values = self.session.replica.pulled.pop(ended.id, None)
         result = ended.outcome.result
         if ended.kind == "leave" and ended.outcome.stage is Stage.VERIFIED:
             return  # the process exits: `left` has answered
-        step = self._session.step if ended.step is None else ended.step
+        step = self.session.step if ended.step is None else ended.step
         for id_ in ended.asked_by:
             if isinstance(result, Refusal):
                 answer = self._answer(id_, Stage.REFUSED, step, result.problem)
@@ -166,7 +162,7 @@ class InboxReader:
         """All workers exit on request. Called in the training thread."""
         for id_, taken in list(self._taken.items()):
             if taken.request is not None and taken.request.kind == "leave":
-                step = self._session.step
+                step = self.session.step
                 self._answer_now(run_dir, id_, self._answer(id_, Stage.VERIFIED, step, problem))
 
     def _answer_now(self, run_dir: RunDir, id_: str, answer: InboxAnswer) -> None:
@@ -188,7 +184,7 @@ class InboxReader:
             problem,
             kind="" if request is None else request.kind,
             author="" if request is None else request.author,
-            attempt=self._attempt,
+            attempt=self.attempt,
             details=dict(details),
         )
 
@@ -228,7 +224,7 @@ class InboxReader:
                 self._refuse(run_dir, path, error)
         except OSError as error:
             self._retry_at[path] = time.monotonic() + RETRY_SECS
-            self._warn(path, f"{path} stays in the inbox and will be retried after the others", error)
+            self.warn(path, f"{path} stays in the inbox and will be retried after the others", error)
             return False
         return True
 
@@ -238,17 +234,17 @@ class InboxReader:
         else:
             id_ = inbox.id_of(path)
             problem = str(error) if isinstance(error, ReplicastError) else f"{type(error).__name__}: {error}"
-            inbox.answer(run_dir, id_, self._answer(id_, Stage.REFUSED, self._session.step, problem))
+            inbox.answer(run_dir, id_, self._answer(id_, Stage.REFUSED, self.session.step, problem))
 
     def _propose(self, run_dir: RunDir, path: RunPath) -> None:
-        proposals = self._session.proposals
+        proposals = self.session.proposals
         try:
             # Identifies this file: the same update may be submitted again after a refusal.
             status = path.stat()
         except FileNotFoundError:
             return  # withdrawn just now
         ticket = f"{path.name}@{status.st_ino}-{status.st_mtime_ns}"
-        taken = inbox.take(run_dir, path, self._session.limits.max_bytes, self._check)
+        taken = inbox.take(run_dir, path, self.session.limits.max_bytes, self._check)
         if taken is None:
             return  # withdrawn just now
         if taken.reverts is None:
@@ -260,7 +256,7 @@ class InboxReader:
     def _check(self, update: Update) -> None:
         """Refuses by its header alone what does not fit the state; a revert gets its edits later."""
         if update.edits:
-            check_outline(update, self._session.replica.state.schema, self._session.limits)
+            check_outline(update, self.session.replica.state.schema, self.session.limits)
 
     def _consider(self, run_dir: RunDir, path: RunPath, *, training: bool) -> None:
         if inbox.answer_of(run_dir, inbox.id_of(path)) is not None:
@@ -272,7 +268,7 @@ class InboxReader:
             return  # its author has given up just now
         if self._is_late(request):
             raise UpdateRefused("The deadline passed before the job could do it")
-        if not training or (request.kind == "save" and not self._may_save()):
+        if not training or (request.kind == "save" and not self.may_save()):
             return
         arguments: tuple[Any, ...] = ()
         if request.kind == "pull":
@@ -281,9 +277,9 @@ class InboxReader:
                 return  # one copy in memory at a time
         self._taken[request.id] = _Taken(path, request)
         if request.kind == "withdraw":
-            self._session.proposals.withdraw_from_outside(request.id, request.name)
+            self.session.proposals.withdraw_from_outside(request.id, request.name)
         else:
-            self._session.request(request.kind, (request.id,), arguments)
+            self.session.request(request.kind, (request.id,), arguments)
 
     def _is_late(self, request: InboxRequest) -> bool:
         arrived = None if self._arrived is None else self._arrived.get(request.id)
@@ -292,7 +288,7 @@ class InboxReader:
         return time.monotonic() - arrived >= request.deadline - request.requested_at
 
     def _resolved(self, request: InboxRequest) -> tuple[Any, ...]:
-        variable = self._session.replica.state.schema.resolve(request.name)
+        variable = self.session.replica.state.schema.resolve(request.name)
         nbytes = inbox.checked_rows(variable, request.rows)
         if nbytes > MAX_PULL_BYTES:
             raise UpdateRefused(
@@ -306,7 +302,7 @@ class InboxReader:
 
     def _note_stages(self, run_dir: RunDir) -> None:
         updates = [taken for taken in self._taken.values() if taken.request is None]
-        under_way = {one["id"]: one for one in self._session.operations()} if updates else {}
+        under_way = {one["id"]: one for one in self.session.operations()} if updates else {}
         for taken in updates:
             one = under_way.get(inbox.id_of(taken.path))
             if one is not None and taken.noted != one:
@@ -322,7 +318,7 @@ class InboxReader:
             if outcome.stage is not Stage.WITHDRAWN:
                 stage, problem = Stage.REFUSED, _refusal(outcome).problem
             id_ = taken.request.id
-            inbox.answer(run_dir, id_, self._answer(id_, stage, self._session.step, problem))
+            inbox.answer(run_dir, id_, self._answer(id_, stage, self.session.step, problem))
         else:
             self._settle_update(outcome, run_dir, path)
 

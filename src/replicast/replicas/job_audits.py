@@ -51,30 +51,23 @@ class AuditPlan:
         checked_policy(self.policy)
 
 
+@dataclass(eq=False)
 class Audits:
     """One worker's audits. For its training thread, unless a method says otherwise."""
 
-    def __init__(
-        self,
-        session: Session,
-        schema: Schema,
-        run_dir: RunDir | None,
-        plan: AuditPlan,
-        attempt: int = 0,
-        answer: Callable[[AuditReport], None] = lambda report: None,
-    ) -> None:
-        """`answer` tells those outside the job who have asked for an audit. On worker 0."""
-        self._session = session
-        self._schema = schema
-        self._run_dir = run_dir
-        self._attempt = attempt
-        self._usual = plan
+    session: Session
+    schema: Schema
+    run_dir: RunDir | None
+    usual: AuditPlan
+    attempt: int = 0
+    answer: Callable[[AuditReport], None] = lambda report: None  # worker 0: tells those who have asked
+
+    def __post_init__(self) -> None:
         self._audited_at = -1
         self._warned = False
         self._reports: deque[AuditReport] = deque(maxlen=MOST_REPORTS)
         self._adding = threading.Lock()
-        self._answer = answer
-        self.plan(plan)
+        self.plan(self.usual)
 
     @property
     def reports(self) -> Sequence[AuditReport]:
@@ -83,8 +76,8 @@ class Audits:
 
     def plan(self, plan: AuditPlan) -> None:
         """Sets when to audit. All workers call it; blocks until they have."""
-        may_differ = sorted(self._session.replica.may_differ)
-        self._session.require_same_plan(
+        may_differ = sorted(self.session.replica.may_differ)
+        self.session.require_same_plan(
             "audits",
             json.dumps([plan.every, plan.policy, plan.ends, may_differ]),
             problem="Worker {} has different audit settings than",
@@ -93,7 +86,7 @@ class Audits:
         self._follow(plan)
 
     def after_step(self, steps: int) -> None:
-        every, step = self._plan.every, self._session.step
+        every, step = self._plan.every, self.session.step
         if every is not None and step // every > (step - steps) // every:
             self._audit_in_passing()
 
@@ -107,11 +100,11 @@ class Audits:
         self.after_epoch()
 
     def training_ended(self) -> None:
-        self._follow(self._usual)
+        self._follow(self.usual)
 
     def audit(self, policy: Policy | None) -> AuditReport:
-        policy = self._usual.policy if policy is None else checked_policy(policy)
-        report = self._session.rest("audit", policy)
+        policy = self.usual.policy if policy is None else checked_policy(policy)
+        report = self.session.rest("audit", policy)
         if isinstance(report, Refusal):
             raise ClusterError(f"The audit could not be carried out: {report.problem}")
         return self._add(report)
@@ -126,21 +119,21 @@ class Audits:
 
     def _follow(self, plan: AuditPlan) -> None:
         self._plan = plan
-        self._session.set_audit_policy(plan.policy)
+        self.session.set_audit_policy(plan.policy)
 
     def _audit_in_passing(self) -> None:
-        if self._session.size > 1 and self._audited_at != self._session.step:
-            self._audited_at = self._session.step
+        if self.session.size > 1 and self._audited_at != self.session.step:
+            self._audited_at = self.session.step
             # The number of steps is the same on all workers, and goes on after a restart.
-            turn = self._session.step // (self._plan.every or 1)
-            seen = self._session.replica.examine_quietly(turn)
-            self._session.report(self._session.next_report("audit"), lambda: seen)
+            turn = self.session.step // (self._plan.every or 1)
+            seen = self.session.replica.examine_quietly(turn)
+            self.session.report(self.session.next_report("audit"), lambda: seen)
 
     def on_report(self, report: AuditReport, raises: bool) -> None:
         """Called for an audit for which all workers are stopped: records it before any worker raises."""
         added = self._add(report)
         if raises:
-            self._session.raise_later(diverged(added, on_trial=self._session.replica.on_trial))
+            self.session.raise_later(diverged(added, on_trial=self.session.replica.on_trial))
 
     def _add(self, found: AuditReport) -> AuditReport:
         """Once for each report, by the thread that has it first: on worker 0 a lane or training."""
@@ -148,21 +141,21 @@ class Audits:
             known = next((one for one in self._reports if one.number == found.number), None)
             if known is not None:
                 return known
-            nbytes = sum(variable.nbytes for variable in self._schema)
+            nbytes = sum(variable.nbytes for variable in self.schema)
             # The numbers of audits start over with each attempt.
-            report = replace(found, variables=len(self._schema), nbytes=nbytes, attempt=self._attempt)
+            report = replace(found, variables=len(self.schema), nbytes=nbytes, attempt=self.attempt)
             self._reports.append(report)
-            if self._session.rank == 0:
+            if self.session.rank == 0:
                 log = logger.debug if report.equal else logger.warning
                 log("%s", "\n".join(report.lines()))
                 self._write(report)
-                self._answer(report)
+                self.answer(report)
             return report
 
     def _write(self, report: AuditReport) -> None:
         try:
-            if self._run_dir is not None:
-                append_audit(self._run_dir, report)
+            if self.run_dir is not None:
+                append_audit(self.run_dir, report)
         except OSError as error:
             if not self._warned:
                 self._warned = True

@@ -57,14 +57,16 @@ logger = logging.getLogger("replicast")
 NO_LIMITS = Limits(max_bytes=2**62, max_edits=2**62)
 
 
+@dataclass(eq=False)
 class Parcels:
     """One worker's. Any thread publishes and releases; one thread prepares; the training thread takes."""
 
-    def __init__(self, transport: Transport, name: str, rank: int, schema: Schema) -> None:
-        self._transport = transport
-        self._name = name
-        self._rank = rank
-        self._schema = schema
+    transport: Transport
+    name: str
+    rank: int
+    schema: Schema
+
+    def __post_init__(self) -> None:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._prepared: dict[tuple[str, str], tuple[Update, str]] = {}
@@ -73,9 +75,9 @@ class Parcels:
         self._unwanted: set[str] = set()
 
     def publish(self, update: Update, ticket: str = "") -> Parcel:
-        parcel_id = f"{self._name}-{self._rank}-{next(self._numbers)}"
+        parcel_id = f"{self.name}-{self.rank}-{next(self._numbers)}"
         # The outcome of a proposal comes when no worker reads its values any more.
-        parcel = self._transport.publish(parcel_id, update.content(), to_read=bool(ticket))
+        parcel = self.transport.publish(parcel_id, update.content(), to_read=bool(ticket))
         with self._lock:
             self._published[parcel.id] = (update.id, ticket)
         return parcel
@@ -101,14 +103,14 @@ class Parcels:
 
     def _checked(self, id_: str, parcel: Parcel, timeout_secs: float) -> Update:
         if id_ in self._unwanted:
-            raise UpdateRefused(f"Update {id_!r} has ended before it was prepared", worker=self._rank)
+            raise UpdateRefused(f"Update {id_!r} has ended before it was prepared", worker=self.rank)
         doubtful: set[int] = set()
 
         def inspect(place: int, part: npt.NDArray[Any]) -> None:
             if place not in doubtful and not is_finite(part):
                 doubtful.add(place)
 
-        update = Update.from_content(id_, self._transport.receive(parcel, timeout_secs, inspect))
+        update = Update.from_content(id_, self.transport.receive(parcel, timeout_secs, inspect))
         first = [0]
         for edit in update.edits:
             first.append(first[-1] + len(edit.arrays))
@@ -116,7 +118,7 @@ class Parcels:
         def look_at(place: int) -> bool:  # only doubtful edits are checked again, to name the value
             return not doubtful.isdisjoint(range(first[place], first[place + 1]))
 
-        return planned(update, self._schema, NO_LIMITS, look_at=look_at)
+        return planned(update, self.schema, NO_LIMITS, look_at=look_at)
 
     def prepared(self, id_: str, digest: str) -> Update:
         with self._lock:
@@ -131,7 +133,7 @@ class Parcels:
         """Frees memory. This takes as long as applying the update: not for the training thread."""
         with self._lock:
             self._published.pop(parcel_id, None)
-        self._transport.release(parcel_id, reuse=reuse)
+        self.transport.release(parcel_id, reuse=reuse)
 
     def release_applied(self, parcel_id: str) -> None:
         """Frees the memory of an update that this worker has applied, unless a ticket of its own holds it."""
