@@ -15,13 +15,13 @@ import pytest
 import safetensors.numpy
 
 from replicast.cli import runs, texts
-from replicast.client.notes import age
 from replicast.core.records import Stage
 from replicast.storage import inbox
 from replicast.storage.claims import Fence
 from replicast.storage.run_files import (
     ENDED,
     WorkerNote,
+    age,
     append_audit,
     append_metrics,
     read_run_info,

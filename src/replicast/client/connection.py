@@ -25,16 +25,7 @@ from msgspec.structs import replace
 from replicast.client.directory import DirectoryRun, this_user
 from replicast.client.examination import Examination
 from replicast.client.notes import is_run, ticks
-from replicast.client.run import (
-    PULLED,
-    Brief,
-    Overview,
-    Pulled,
-    Pushed,
-    Run,
-    RunOperation,
-    TrialOptions,
-)
+from replicast.client.run import PULLED, Brief, Overview, Pulled, Pushed, Run, RunOperation, TrialOptions
 from replicast.config import TOKEN
 from replicast.errors import FileDamaged, NotFound, ReplicastError, RequestFailed, RequestRefused
 from replicast.files import RunDir, below

@@ -22,52 +22,19 @@ from typing import Any, cast
 import msgspec
 from msgspec import structs
 
+from replicast import errors
 from replicast.client.examination import Examination, examine, views_of
 from replicast.client.metrics import Metrics, MetricsFile
 from replicast.client.notes import POLL_SECS, SeenJob, described_run, polls, running_beside, schema_of, see
-from replicast.client.run import (
-    Brief,
-    CheckpointView,
-    LastMetrics,
-    Overview,
-    Pulled,
-    Pushed,
-    Restart,
-    Run,
-    ranges_of,
-)
+from replicast.client.run import Brief, CheckpointView, Overview, Pulled, Pushed, Restart, Run, ranges_of
 from replicast.core.records import Stage
-from replicast.errors import (
-    CheckpointError,
-    FileDamaged,
-    NoAnswer,
-    NotFound,
-    PayloadRemoved,
-    RequestFailed,
-    RequestRefused,
-    UpdateIdInUse,
-    UpdateRefused,
-)
+from replicast.errors import FileDamaged, NoAnswer, NotFound, RequestRefused, UpdateRefused
 from replicast.files import RunDir, RunPath, below, read_json
-from replicast.storage import inbox
+from replicast.storage import inbox, run_files
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import group_numbers, read_claim
 from replicast.storage.inbox import InboxAnswer, Kind, Rows
 from replicast.storage.journal import Undo, Updates, UpdateView, load_update, undo
-from replicast.storage.run_files import (
-    WITHOUT_CALLBACK,
-    JobState,
-    RunInfo,
-    RunState,
-    absent_secs,
-    age,
-    changes,
-    damage,
-    last_audits,
-    last_metrics,
-    lines_from_the_end,
-    read_run_info,
-)
 from replicast.strictjson import parse_integer
 from replicast.update.audit_report import AuditReport, workers_text
 from replicast.update.digest import digest_array
@@ -124,10 +91,10 @@ class DirectoryRun(Run):
         seen = see(self.path)
         return self._brief(described_run(self.path), seen, seen.state)
 
-    def _brief(self, info: RunInfo | None, seen: SeenJob, now: RunState) -> Brief:
+    def _brief(self, info: run_files.RunInfo | None, seen: SeenJob, now: run_files.RunState) -> Brief:
         notes = seen.notes
         beside = "" if now.state.is_running else running_beside(self.path, seen.now)
-        waits = any(note.waiting_for == WITHOUT_CALLBACK for note in notes)
+        waits = any(note.waiting_for == run_files.WITHOUT_CALLBACK for note in notes)
         return Brief(
             run=self.where,
             state=now.state,
@@ -136,7 +103,7 @@ class DirectoryRun(Run):
             step=max((note.step for note in notes), default=None),
             workers=_size(info, now),
             heard_at=max((note.time for note in notes), default=None),
-            waits_for=WITHOUT_CALLBACK if waits else "",
+            waits_for=run_files.WITHOUT_CALLBACK if waits else "",
         )
 
     def do_status(self) -> Overview:
@@ -144,9 +111,9 @@ class DirectoryRun(Run):
         now = seen.state
         # A former, larger job may have left notes of workers that this one does not have.
         seen = replace(seen, notes=[note for note in seen.notes if note.rank < _size(info, now)])
-        brief, told = self._brief(info, seen, now), changes(self.path)
+        brief, told = self._brief(info, seen, now), run_files.changes(self.path)
         updates = self._updates()
-        problems = [text for text in (updates.pop("problem"), damage(self.path)) if text]
+        problems = [text for text in (updates.pop("problem"), run_files.damage(self.path)) if text]
         return Overview(
             run=self.where,
             time=seen.now,
@@ -157,12 +124,12 @@ class DirectoryRun(Run):
             attempt=now.attempt if info is None else max(info.attempt, now.attempt),
             journaled=info is None or info.journaled,
             workers=tuple(seen.notes),
-            metrics=cast("LastMetrics | None", last_metrics(self.path)),
-            audit=next(iter(last_audits(self.path, 1)), None),
+            metrics=cast("Any", run_files.last_metrics(self.path)),
+            audit=next(iter(run_files.last_audits(self.path, 1)), None),
             operations=tuple(self._operations()) if brief.running else (),
             changes=tuple(asdict(one) for one in told[-_LAST_CHANGES:]),
             restarts=tuple(self._restarts()),
-            restarted=sum(one.state is JobState.RESTARTING for one in told),
+            restarted=sum(one.state is run_files.JobState.RESTARTING for one in told),
             problem="\n".join(problems),
             **updates,
         )
@@ -206,7 +173,7 @@ class DirectoryRun(Run):
         return schema_of(self.path)
 
     def do_audits(self, last: int) -> list[AuditReport]:
-        return last_audits(self.path, last)
+        return run_files.last_audits(self.path, last)
 
     def do_metrics(self, since: int | None, points: int) -> Metrics:
         return self._metrics.read(since, points)
@@ -229,7 +196,7 @@ class DirectoryRun(Run):
             raise NotFound(
                 f"There is no log {path}: `replicast run` writes it, unless another --log-dir was given."
             )
-        last = islice(lines_from_the_end(path), min(max(lines, 0), _MAX_LOG_LINES))
+        last = islice(run_files.lines_from_the_end(path), min(max(lines, 0), _MAX_LOG_LINES))
         return [line.decode(errors="replace") for line in last][::-1]
 
     # Where each update is.
@@ -248,7 +215,7 @@ class DirectoryRun(Run):
                 update = load_update(self.path, view.sequence)
             elif view.path is not None:
                 update = Update.load(view.path, max_bytes=max_bytes)
-        except PayloadRemoved:  # Every checkpoint contains it.
+        except errors.PayloadRemoved:  # Every checkpoint contains it.
             return view
         except (FileDamaged, UpdateRefused) as error:
             # That may be why it was refused; or the job has just taken it away.
@@ -398,7 +365,7 @@ class DirectoryRun(Run):
         if record is not None and record.digest in (update.content_digest(), plan.content_digest()):
             return Pushed(self, update.id, record.sequence)
         if record is not None:
-            raise UpdateIdInUse(
+            raise errors.UpdateIdInUse(
                 f"Another update with this id is in the journal, as number {record.sequence}",
                 expected="a new id, or the same content",
                 received=update.id,
@@ -547,7 +514,7 @@ class DirectoryRun(Run):
             try:  # The variable may have another shape there.
                 _check_size(reader.manifest.schema.resolve(name), ranges, max_bytes)
                 array = reader.read(name) if wanted is None else reader.read_rows(name, ranges)
-            except (CheckpointError, UpdateRefused) as error:
+            except (errors.CheckpointError, UpdateRefused) as error:
                 raise NotFound(str(error)) from error
         return Pulled(name, last.step, digest_array(array), f"checkpoint {last.step}", array, wanted)
 
@@ -569,7 +536,7 @@ class DirectoryRun(Run):
         try:
             id_ = inbox.ask(self.path, kind, timeout_secs=timeout_secs, now=seen.now, rows=rows, **named).id
         except OSError as error:
-            raise RequestFailed(
+            raise errors.RequestFailed(
                 f"The request cannot be written to {self.path / 'inbox'} ({error.strerror})."
             ) from error
         answer = None
@@ -586,7 +553,7 @@ class DirectoryRun(Run):
                     return answer, None
                 if not seen.running:
                     raise NoAnswer(f"{seen.not_running_text}: it ended without {what}.")
-            waited_for = _waited_for(see(self.path), read_run_info(self.path).workers)
+            waited_for = _waited_for(see(self.path), run_files.read_run_info(self.path).workers)
             raise NoAnswer(f"{timeout_secs:g} s have passed without {what}. {waited_for}")
         finally:
             if kind != "leave" or answer is None:  # otherwise the launcher reads who has stopped the job
@@ -599,7 +566,7 @@ def _answer_is_read() -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RequestFailed(f"The answer to the request is not valid ({error!r}).") from error
+        raise errors.RequestFailed(f"The answer to the request is not valid ({error!r}).") from error
 
 
 def _check_size(variable: Variable, ranges: Rows, max_bytes: int | None) -> None:
@@ -613,11 +580,11 @@ def _check_size(variable: Variable, ranges: Rows, max_bytes: int | None) -> None
 
 def _waited_for(seen: SeenJob, workers: int) -> str:
     """What keeps a job from answering, as far as the workers' notes tell."""
-    now, limit = seen.now, absent_secs(workers)
+    now, limit = seen.now, run_files.absent_secs(workers)
     heard = {note.rank: note for note in seen.notes if now - note.time <= limit}
     silent = [rank for rank in range(workers) if rank not in heard]
     if silent:
-        return f"Waited for {workers_text(silent)}, not heard of for {age(limit)} or more."
+        return f"Waited for {workers_text(silent)}, not heard of for {run_files.age(limit)} or more."
     if not any(note.training for note in heard.values()):
         return "Waited for the training to begin: no worker is inside a training loop."
     steps = sorted({note.step for note in heard.values()})
@@ -626,7 +593,7 @@ def _waited_for(seen: SeenJob, workers: int) -> str:
         verb = "are" if " and " in behind else "is"
         return f"Waited for the next step: {behind} {verb} behind, at step {steps[0]}, others at {steps[-1]}."
     oldest = min(heard.values(), key=lambda note: note.time)
-    told = f"; worker {oldest.rank} was not heard of for the longest, {age(now - oldest.time)}"
+    told = f"; worker {oldest.rank} was not heard of for the longest, {run_files.age(now - oldest.time)}"
     return (
         f"Waited for the next step: every worker is at step {steps[0]}, and one that hangs keeps the "
         f"others there{told if now - oldest.time > _LATE_SECS else ''}. Look into the logs of all."
@@ -646,7 +613,7 @@ def _damage_text(journal: Updates) -> str:
     return "\n".join(lines)
 
 
-def _size(info: RunInfo | None, now: RunState) -> int:
+def _size(info: run_files.RunInfo | None, now: run_files.RunState) -> int:
     if info is not None:
         return info.workers
     return 0 if now.change is None else now.change.workers

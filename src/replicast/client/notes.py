@@ -25,28 +25,14 @@ from time import monotonic, sleep
 from replicast.errors import FileDamaged, NotFound
 from replicast.files import RunDir, RunPath, below
 from replicast.processes import is_alive, is_on_this_host
+from replicast.storage import run_files
 from replicast.storage.claims import GROUPS
-from replicast.storage.run_files import (
-    ABSENT_SECS,
-    ENDED,
-    RUN_FILE,
-    RunInfo,
-    RunState,
-    Watch,
-    WorkerNote,
-    age,
-    has_ended,
-    read_run_info,
-    read_state,
-    read_worker_notes,
-    watch,
-)
 from replicast.storage.run_files import FILE as STATES
 from replicast.update.schema import Schema
 
 POLL_SECS = 0.1
 _READ_NOTES_SECS = 1.0
-LISTEN_SECS = ABSENT_SECS
+LISTEN_SECS = run_files.ABSENT_SECS
 """A running worker writes a note every second, but worker 0 reads a large update in between."""
 _TOO_OLD_SECS = 86_400.0
 
@@ -56,25 +42,27 @@ class SeenJob:
     """What the workers of a job last said, and what time it was then by their clock."""
 
     run: RunPath
-    notes: list[WorkerNote]
+    notes: list[run_files.WorkerNote]
     now: float
 
     @cached_property
-    def state(self) -> RunState:
-        return read_state(self.run, self.notes, self.now)
+    def state(self) -> run_files.RunState:
+        return run_files.read_state(self.run, self.notes, self.now)
 
     @property
     def not_running_text(self) -> str:
         if not self.notes:
             return "The job is not running (no worker has written a note yet)"
         silent = self.now - max(note.time for note in self.notes)
-        return f"The job is not running (last heard of {age(silent)} ago)"
+        return f"The job is not running (last heard of {run_files.age(silent)} ago)"
 
     @property
     def running(self) -> bool:
         """Whether a worker has written a note lately, and not that it has ended."""
         return any(
-            abs(self.now - note.time) <= ABSENT_SECS for note in self.notes if note.waiting_for != ENDED
+            abs(self.now - note.time) <= run_files.ABSENT_SECS
+            for note in self.notes
+            if note.waiting_for != run_files.ENDED
         )
 
 
@@ -90,7 +78,7 @@ class _NotesReader:
     def __init__(self, run: RunPath) -> None:
         self._run = run
         self._behind_secs = 0.0
-        self._dead: list[WorkerNote] | None = None
+        self._dead: list[run_files.WorkerNote] | None = None
         self._last: SeenJob | None = None
         self._lock = Lock()
 
@@ -109,8 +97,8 @@ class _NotesReader:
         seen = self._seen()
         if seen.running or seen.notes == self._dead or self._is_surely_dead(seen):
             return seen
-        listened = Watch(LISTEN_SECS, clock=lambda: monotonic())
-        watch(lambda: read_worker_notes(self._run), listened, lambda secs: sleep(secs))
+        listened = run_files.Watch(LISTEN_SECS, clock=lambda: monotonic())
+        run_files.watch(lambda: run_files.read_worker_notes(self._run), listened, lambda secs: sleep(secs))
         if listened.moving:
             self._behind_secs = time.time() - max(note.time for note in listened.moving)
         seen = self._seen()
@@ -118,19 +106,19 @@ class _NotesReader:
         return seen
 
     def _seen(self) -> SeenJob:
-        return SeenJob(self._run, read_worker_notes(self._run), time.time() - self._behind_secs)
+        return SeenJob(self._run, run_files.read_worker_notes(self._run), time.time() - self._behind_secs)
 
     def _is_surely_dead(self, seen: SeenJob) -> bool:
-        running = [note for note in seen.notes if note.waiting_for != ENDED]
+        running = [note for note in seen.notes if note.waiting_for != run_files.ENDED]
         if all(_is_gone(note) or seen.now - note.time > _TOO_OLD_SECS for note in running):
             return True
-        return has_ended(self._run, seen.notes)
+        return run_files.has_ended(self._run, seen.notes)
 
 
 _reader_of = lru_cache(maxsize=1000)(_NotesReader)
 
 
-def _is_gone(note: WorkerNote) -> bool:
+def _is_gone(note: run_files.WorkerNote) -> bool:
     """Whether the process of a worker was on this host, and has surely ended."""
     process = {"host": note.host, "pid": note.pid, "machine": note.machine}
     return is_on_this_host(process) and is_alive(process) is False
@@ -160,16 +148,18 @@ def running_beside(run: RunDir, now: float) -> str:
     A hint, so nobody listens for it: `now` is the time by the clock of `run`.
     """
     found = [child for child in sorted(below(run).glob("replicas-*")) if is_run(child)]
-    running = [str(child) for child in found if SeenJob(child, read_worker_notes(child), now).running]
+    running = [
+        str(child) for child in found if SeenJob(child, run_files.read_worker_notes(child), now).running
+    ]
     if not running:
         return ""
     return f"Another Replicas of the same script is running: give {' or '.join(running)} instead."
 
 
-def described_run(run: RunDir) -> RunInfo | None:
+def described_run(run: RunDir) -> run_files.RunInfo | None:
     """The description of a run; None while its first workers start, or if they have failed to."""
     try:
-        return read_run_info(run)
+        return run_files.read_run_info(run)
     except FileDamaged:
         if is_described(run) or not (below(run) / STATES).is_file():
             raise
@@ -191,4 +181,4 @@ def is_run(run: RunDir) -> bool:
 
 def is_described(run: RunDir) -> bool:
     """Whether a job has described its variables in this directory: it does when its workers have met."""
-    return any((group / RUN_FILE).exists() for group in (below(run) / GROUPS).glob("*"))
+    return any((group / run_files.RUN_FILE).exists() for group in (below(run) / GROUPS).glob("*"))

@@ -64,7 +64,6 @@ from replicast.update.update import MAX_STEP, MAX_TEXT, Update
 FOREVER_SECS = 10 * 365 * 86_400.0  # The timeout of `Pushed.result` without one.
 MAX_LOG = 1000  # Updates in one answer of a server.
 MAX_ROWS = 10_000_000
-MAX_SERVED_ROWS = 10_000
 MAX_RANK = 10**6
 PULLED = "pulled"  # The entry of a file of pulled values that says what they are.
 

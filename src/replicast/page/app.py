@@ -32,15 +32,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from replicast.client import Examination, Pulled, Pushed, Run, UpdateView
-from replicast.client.run import (
-    MAX_LOG,
-    MAX_SERVED_ROWS,
-    OPERATIONS,
-    Rank,
-    RateOptions,
-    RunOperation,
-    rows_of,
-)
+from replicast.client.run import MAX_LOG, OPERATIONS, Rank, RateOptions, RunOperation, rows_of
 from replicast.errors import FileDamaged, ReplicastError, RequestRefused, refusal_of
 from replicast.files import RunPath
 from replicast.page import prometheus
@@ -48,18 +40,7 @@ from replicast.page.assets import PAGE, PLOTLY, STATIC, TYPES, asset_names, plot
 from replicast.page.live import Find, Runs, RunWatch, SlotResponse, events
 from replicast.page.openapi import description
 from replicast.page.security import SecurityMiddleware
-from replicast.page.web_server import (
-    MAX_DETAILS_BYTES,
-    MAX_EDITS,
-    MAX_JSON_BYTES,
-    MAX_VALUES_BYTES,
-    HttpError,
-    PageSettings,
-    dumped,
-    http_error,
-    small_body,
-    uploaded,
-)
+from replicast.page.web_server import HttpError, PageSettings, dumped, http_error, small_body, uploaded
 from replicast.tensorfiles import outline_of
 from replicast.update.edits import EditKind
 from replicast.update.update import MAX_TENSORS, Update, joined, update_in
@@ -67,6 +48,11 @@ from replicast.update.update import MAX_TENSORS, Update, joined, update_in
 logger = logging.getLogger("replicast")
 
 RUN = "/api/runs/{run}"
+MAX_JSON_BYTES = 256 * 1024  # Of values as JSON, which takes ten times as much, and holds up others.
+MAX_VALUES_BYTES = 256 * 2**20  # Of values as a file, of which there are at most `MAX_FILES` at a time.
+MAX_DETAILS_BYTES = 16 * 2**20  # Of an update whose values are summarized for everybody who may read.
+MAX_SERVED_ROWS = 10_000
+MAX_EDITS = 20_000  # In one list of updates.
 _T = TypeVar("_T")
 _KEPT_SECS = {"schema": 10.0, "checkpoints": 3.0, "show": 0.0, "look": 0.0}  # Others: a second.
 _RUNNING_SECS, _RESTING_SECS = 2.0, 15.0

@@ -37,33 +37,23 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from replicast import errors
 from replicast.config import TOKEN
-from replicast.errors import (
-    CheckpointError,
-    FileDamaged,
-    NoAnswer,
-    NotFound,
-    ReplicastError,
-    RequestFailed,
-    RequestRefused,
-    ServeRefused,
-    UpdateIdInUse,
-    UpdateRefused,
-)
+from replicast.errors import ServeRefused
 from replicast.files import TEMPORARY, RunDir, RunPath, below, make_durably
 from replicast.strictjson import json_value, parse_integer
 
 _T = TypeVar("_T")
 _STATUS: dict[type[Exception], int] = {
-    UpdateIdInUse: 409,
-    UpdateRefused: 422,
-    RequestRefused: 422,
-    CheckpointError: 422,
-    NotFound: 404,
-    NoAnswer: 504,
-    FileDamaged: 503,
-    RequestFailed: 503,
-    ReplicastError: 409,
+    errors.UpdateIdInUse: 409,
+    errors.UpdateRefused: 422,
+    errors.RequestRefused: 422,
+    errors.CheckpointError: 422,
+    errors.NotFound: 404,
+    errors.NoAnswer: 504,
+    errors.FileDamaged: 503,
+    errors.RequestFailed: 503,
+    errors.ReplicastError: 409,
 }
 _MAX_TEXT = 2000
 
@@ -96,14 +86,16 @@ def http_error(error: Exception) -> HttpError | None:
     if isinstance(error, HttpError):
         return error
     if isinstance(error, TimeoutError):
-        error = NoAnswer(str(error) or "The job did not answer in time")
+        error = errors.NoAnswer(str(error) or "The job did not answer in time")
     elif isinstance(error, OSError):
-        error = RequestFailed(f"The run directory cannot be used ({error.strerror or error})", status=503)
-    if not isinstance(error, ReplicastError):
+        error = errors.RequestFailed(
+            f"The run directory cannot be used ({error.strerror or error})", status=503
+        )
+    if not isinstance(error, errors.ReplicastError):
         return None
     status = next(_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS)
     fields = error.to_json() | {"message": str(error)}
-    if isinstance(error, FileDamaged) and error.remedy is None:
+    if isinstance(error, errors.FileDamaged) and error.remedy is None:
         fields["remedy"] = "replicast status shows what is wrong with the run"
     return HttpError(status, error.problem, **fields)
 
@@ -115,11 +107,7 @@ MAX_UPLOAD_BYTES = 4 * 2**30
 MAX_BODY_BYTES = 64 * 1024
 MAX_HEADER_BYTES = 16 * 1024
 MAX_STREAMS = 256
-MAX_JSON_BYTES = 256 * 1024  # Of values as JSON, which takes ten times as much, and holds up others.
-MAX_VALUES_BYTES = 256 * 2**20  # Of values as a file, of which there are at most `MAX_FILES` at a time.
 MAX_FILES = 2
-MAX_DETAILS_BYTES = 16 * 2**20  # Of an update whose values are summarized for everybody who may read.
-MAX_EDITS = 20_000  # In one list of updates.
 ACTIONS_PER_MINUTE = 60
 FAILED_TOKENS_PER_MINUTE = 10
 _MAX_TOKEN_FILE_BYTES = 4096
