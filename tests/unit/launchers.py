@@ -300,3 +300,52 @@ class World:
         self.ended.append(launcher)
         for other in self.present():
             self._closed(other, launcher)
+
+
+def causes(world: World) -> list[WorkerExit | None]:
+    return [over.failure for node in range(world.hosts) for over in world.orders(node, Phase.OVER)]
+
+
+def play(script: str) -> None:
+    """Plays a scenario: what happens, and what must be seen then, host by host; "-" is none.
+
+    It begins with two running hosts and three restarts, unless it says otherwise: `off` starts no launcher.
+    """
+    steps = [step.split() for step in script.split(";")]
+    settings = {verb: rest for verb, *rest in steps if verb in ("hosts", "restarts", "off")}
+    hosts, restarts = (int(settings.get(name, [usual])[0]) for name, usual in (("hosts", 2), ("restarts", 3)))
+    world = World(hosts, max_restarts=restarts)
+    if "off" not in settings:
+        world.boot()
+        world.run(2.0)
+        assert world.running() == [0] * hosts
+    for verb, *rest in steps:
+        numbers = [None if one == "-" else float(one) for one in rest]
+        whole = [int(number or 0) for number in numbers]
+        over = [one for node in range(hosts) for one in world.orders(node, Phase.OVER)]
+        match verb:
+            case "fail" | "kill" | "finish" | "boot" | "signal":
+                getattr(world, verb)(*whole)
+            case "wait":
+                world.run(numbers[0] or 0.0)
+            case "cut" | "mend":
+                world.cut = set(whole)
+            case "reset":
+                world.drop_connections(whole[0])
+            case "slow":
+                for launcher in world.present():
+                    launcher.ends_in_secs = numbers[0] or 0.0
+            case "running" | "codes":
+                assert getattr(world, verb)() == numbers, (verb, script)
+            case "announced":  # restarts, on each screen
+                assert [len(world.orders(node, Phase.WAIT)) for node in range(hosts)] == whole, script
+            case "count":  # of restarts, as each host reports it
+                assert [launcher.member.report.restarts for launcher in world.present()] == whole
+            case "blamed":
+                assert [None if one is None else one.host for one in causes(world)] == numbers
+            case "stopped":
+                assert [one.stopped_on for one in over] == whole
+            case "unreached":
+                assert [len(one.unreached) for one in over] == whole
+            case _:
+                assert verb in settings, f"unknown verb {verb}"

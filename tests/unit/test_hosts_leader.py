@@ -26,7 +26,7 @@ from replicast.launcher.hosts_leader import (
     host_timeouts,
     read_message,
 )
-from tests.unit.launchers import World
+from tests.unit.launchers import World, causes, play
 
 KILLED, PEER, TOLD = -9, 75, 143
 
@@ -39,46 +39,83 @@ def started(hosts: int = 2, *, max_restarts: int = 3, seed: int = 0) -> World:
     return world
 
 
-def restarts_seen(world: World) -> list[list[tuple[int, int]]]:
-    """Attempt and count of every restart, as each host's screen shows them."""
-    return [
-        [(one.attempt, one.restarts) for one in world.orders(node, Phase.WAIT)] for node in range(world.hosts)
-    ]
+SCENARIOS = {
+    "a death on any host restarts all hosts within a second": (
+        "hosts 3; fail 0; wait 1.5; running 1 1 1; announced 1 1 1; count 1 1 1;"
+        "fail 1; wait 1.5; running 2 2 2; fail 2; wait 1.5; running 3 3 3; announced 3 3 3"
+    ),
+    "every host has the same first cause, count and exit code": (
+        "hosts 3; restarts 1; fail 2; wait 2; fail 1 4; wait 2; codes 4 4 4; blamed 1 1 1"
+    ),
+    "a worker that ends because of another is not the cause": (
+        "restarts 0; slow 5; fail 0 75; wait 1; fail 1 4; wait 10; codes 4 4"
+    ),
+    "all workers that end well end the job well, even if not at once": (
+        "finish 1; wait 300; running 0 -; finish 0; wait 3; codes 0 0"
+    ),
+    "a failure that a restart has mended is not reported at the end": (
+        "fail 1; wait 2; running 1 1; finish 0; finish 1; wait 3; codes 0 0; blamed - -"
+    ),
+    "a failure that was reported is not reported again when the wait after it is stopped": (
+        "kill 1; wait 5; announced 1 0; signal 0 2; wait 3; codes 130 -; blamed -"
+    ),
+    "a worker that fails after another host has finished restarts both": (
+        "finish 1; wait 5; fail 0; wait 3; running 1 1"
+    ),
+    "Ctrl-C on the first host stops all without a restart": (
+        "signal 0 2; wait 3; codes 130 130; announced 0 0; stopped 0 0; unreached 0 0"
+    ),
+    "SIGTERM on another host stops all without a restart": (
+        "signal 1 15; wait 3; codes 143 143; announced 0 0; stopped 1 1; unreached 0 0"
+    ),
+    "a job stopped on the first host ends on both sides although the link is cut": (
+        "slow 5; signal 0 15; wait 1; cut 1; wait 12; codes 143 143"  # within a scheduler's grace period
+    ),
+    "a job stopped on another host ends on both sides although the link is cut": (
+        "slow 5; signal 1 15; wait 1; cut 1; wait 12; codes 143 143"
+    ),
+    "a launcher without contact can be stopped": (
+        "cut 1; wait 1; signal 0 2; signal 1 2; wait 7; codes 130 130"
+    ),
+    "a launcher that is stopped before the first one came names its own host": (
+        "off; boot 1; wait 5; signal 1 2; wait 5; codes - 130; stopped 1"
+    ),
+    "workers that saved because they were told to are not restarted": "fail 1 143; wait 3; codes 143 143",
+    "a launcher that is killed and started again at once joins the same job": (
+        "kill 1; wait 0.1; boot 1; wait 3; running 1 1; count 1 1"
+    ),
+    "a launcher that is killed and started again later joins the same job": (
+        "kill 1; wait 10; running - -; boot 1; wait 3; running 1 1; count 1 1"
+    ),
+    "a host that finished long ago waits for the first launcher to come back": (
+        "finish 1; wait 1200; kill 0; wait 10; codes - -; boot 0; wait 3; running 1 1"
+    ),
+    "the first launcher that is killed and started again continues the count": (
+        "fail 0; wait 3; kill 0; wait 10; running - -; boot 0; wait 3; running 2 2; count 2 2"
+    ),
+    "without a restart left nobody waits for a lost first host": "restarts 0; kill 0; wait 5; codes - 75",
+    "without a restart left nobody waits for another lost host": "restarts 0; kill 1; wait 5; codes 75 -",
+    "a late host starts the job": "off; boot 0; wait 100; boot 1; wait 2; running 0 0",
+    "a connection that is reset while both launchers live changes nothing": (
+        "reset 1; wait 3; reset 1; wait 3; reset 1; wait 3; running 0 0"
+    ),
+    "a link that is down for some seconds changes nothing": "cut 1; wait 20; mend; wait 20; running 0 0",
+    "a link that stays down ends both sides, and they meet again": (
+        "cut 1; wait 32; running - -; wait 60; mend; wait 3; running 1 1"
+    ),
+    "a link that never returns ends both sides with the name of the other": (
+        "cut 1; wait 160; codes 75 75; blamed 1 0"
+    ),
+    "a host that is lost while another is waited for is waited for as long": (
+        "hosts 3; off; boot 0; boot 1; wait 100; kill 1; wait 10; boot 2; wait 100;"
+        "codes - - -; boot 1; wait 2; running 0 0 0"  # 120 s since the start, and not since host 1 was lost
+    ),
+}
 
 
-def causes(world: World) -> list[WorkerExit | None]:
-    return [over.failure for node in range(world.hosts) for over in world.orders(node, Phase.OVER)]
-
-
-def test_a_death_on_any_host_restarts_all_hosts_within_a_second() -> None:
-    for node in range(3):
-        world = started(3)
-        world.fail(node)
-        world.run(1.5)
-        assert world.running() == [1, 1, 1]
-        assert restarts_seen(world) == [[(1, 1)]] * 3
-
-
-def test_every_host_has_the_same_first_cause_count_and_exit_code() -> None:
-    world = started(3, max_restarts=1)
-    world.fail(2)
-    world.run(2.0)
-    world.fail(1, code=4)
-    world.run(2.0)
-    assert world.codes() == [4, 4, 4]
-    assert [(cause.host, cause.worker, cause.reported_by) for cause in causes(world) if cause] == [
-        (1, 1, 1)
-    ] * 3
-
-
-def test_a_worker_that_ends_because_of_another_is_not_the_cause() -> None:
-    world = started(2, max_restarts=0)
-    world.of(0).ends_in_secs = world.of(1).ends_in_secs = 5.0
-    world.fail(0, code=PEER)
-    world.run(1.0)
-    world.fail(1, code=4)
-    world.run(10.0)
-    assert world.codes() == [4, 4]
+@pytest.mark.parametrize("script", SCENARIOS.values(), ids=SCENARIOS)
+def test_launchers_of_several_hosts_act_as_one(script: str) -> None:
+    play(script)
 
 
 def test_the_first_cause_is_the_first_that_failed_by_itself_on_any_host() -> None:
@@ -133,70 +170,6 @@ def test_a_launcher_whose_first_one_was_started_again_ends_its_workers_and_says_
     assert end.failure.why == "its launcher was restarted"
 
 
-def test_all_workers_that_end_well_end_the_job_well_even_if_not_at_once() -> None:
-    world = started(2)
-    world.finish(1)
-    world.run(300.0)
-    assert world.running() == [0, None], "it waits for the other host, whose worker may still fail"
-    world.finish(0)
-    world.run(3.0)
-    assert world.codes() == [0, 0]
-
-
-def test_a_failure_that_a_restart_has_mended_is_not_reported_at_the_end() -> None:
-    world = started(2)
-    world.fail(1)
-    world.run(2.0)
-    assert world.running() == [1, 1]
-    world.finish(0)
-    world.finish(1)
-    world.run(3.0)
-    assert world.codes() == [0, 0]
-    assert causes(world) == [None, None]
-
-
-def test_a_failure_that_was_reported_is_not_reported_again_when_the_wait_after_it_is_stopped() -> None:
-    world = started(2)
-    world.kill(1)
-    world.run(5.0)
-    assert len(world.orders(0, Phase.WAIT)) == 1
-    world.signal(0, signal.SIGINT)
-    world.run(3.0)
-    assert world.codes()[0] == 130
-    assert causes(world) == [None]
-
-
-def test_a_worker_that_fails_after_another_host_has_finished_restarts_both() -> None:
-    world = started(2)
-    world.finish(1)
-    world.run(5.0)
-    world.fail(0)
-    world.run(3.0)
-    assert world.running() == [1, 1]
-
-
-@pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_to_one_launcher_stops_all_without_a_restart(node: int, signum: int, code: int) -> None:
-    world = started(2)
-    world.signal(node, signum)
-    world.run(3.0)
-    assert world.codes() == [code, code]
-    assert restarts_seen(world) == [[], []]
-    assert [over.stopped_on for host in (0, 1) for over in world.orders(host, Phase.OVER)] == [node, node]
-
-
-@pytest.mark.parametrize("node", [0, 1])
-def test_a_stopped_job_ends_on_both_sides_although_the_link_is_cut(node: int) -> None:
-    world = started(2)
-    world.of(0).ends_in_secs = world.of(1).ends_in_secs = 5.0
-    world.signal(node, signal.SIGTERM)
-    world.run(1.0)
-    world.cut = {1}
-    world.run(12.0)
-    assert world.codes() == [143, 143], "within the grace period of a scheduler"
-
-
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_job_that_is_stopped_during_a_cut_says_how_long_and_of_whom_nothing_is_known(node: int) -> None:
     world = started(2)
@@ -209,13 +182,6 @@ def test_a_job_that_is_stopped_during_a_cut_says_how_long_and_of_whom_nothing_is
     if node == 0:
         assert over.failure is not None
         assert over.failure.why in ("no message from it for 20 s", "no message from it for 21 s")
-
-
-def test_a_job_that_is_stopped_on_all_hosts_knows_of_all() -> None:
-    world = started(2)
-    world.signal(1, signal.SIGINT)
-    world.run(3.0)
-    assert [over.unreached for node in (0, 1) for over in world.orders(node, Phase.OVER)] == [(), ()]
 
 
 def test_why_the_host_that_did_not_come_was_refused_is_said_instead_of_a_question() -> None:
@@ -255,37 +221,6 @@ def test_a_refusal_is_forgotten_when_its_host_has_come() -> None:
     assert "Was the command started there" in leader.order.failure.why
 
 
-def test_a_launcher_without_contact_can_be_stopped() -> None:
-    world = started(2)
-    world.cut = {1}
-    world.run(1.0)
-    for node in (0, 1):
-        world.signal(node, signal.SIGINT)
-    world.run(7.0)
-    assert world.codes() == [130, 130]
-
-
-def test_workers_that_saved_because_they_were_told_to_are_not_restarted() -> None:
-    world = started(2)
-    world.fail(1, code=TOLD)
-    world.run(3.0)
-    assert world.codes() == [TOLD, TOLD]
-
-
-@pytest.mark.parametrize("absent_secs", [0.1, 10.0])
-def test_a_launcher_that_is_killed_and_started_again_joins_the_same_job(absent_secs: float) -> None:
-    world = started(2)
-    world.kill(1)
-    world.run(absent_secs)
-    if absent_secs > 5:
-        assert world.running() == [None, None], "the other host has ended its workers"
-    world.boot(1)
-    world.run(3.0)
-    assert world.running() == [1, 1]
-    assert world.of(0).leader is not None
-    assert world.of(0).member.report.restarts == 1
-
-
 def test_a_launcher_that_comes_back_at_once_does_not_run_its_last_attempt_again() -> None:
     leader = Leader(("a", "b"), "first", 3, HostTimeouts(), 0.0)
     for node, session in enumerate(("first", "one")):
@@ -301,45 +236,12 @@ def test_a_launcher_that_comes_back_at_once_does_not_run_its_last_attempt_again(
     assert stale not in member.on_order(stale, 2.1), "there are logs of it"
 
 
-def test_a_host_that_finished_long_ago_waits_for_the_first_launcher_to_come_back() -> None:
-    world = started(2)
-    world.finish(1)
-    world.run(10 * world.timeouts.join_secs)
-    world.kill(0)
-    world.run(10.0)
-    assert world.codes() == [None, None]
-    world.boot(0)
-    world.run(3.0)
-    assert world.running() == [1, 1]
-
-
 def test_the_first_launcher_does_not_take_itself_for_lost_after_it_was_stopped() -> None:
     member = Member(0, 0, 0, HostTimeouts(), 0.0)
     order = LaunchOrder(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=0, hosts=("a", "b"))
     assert member.on_order(order, 0.0) == [order]
     died = WorkerExit(host=0, worker=0, code=3)
     assert member.on_group_end(died, 100.0, left_behind=False) == [], "it decides when it has looked around"
-
-
-def test_the_first_launcher_that_is_killed_and_started_again_continues_the_count() -> None:
-    world = started(2)
-    world.fail(0)
-    world.run(3.0)
-    world.kill(0)
-    world.run(10.0)
-    assert world.running() == [None, None]
-    world.boot(0)
-    world.run(3.0)
-    assert world.running() == [2, 2]
-    assert world.of(0).member.report.restarts == world.of(1).member.report.restarts == 2
-
-
-def test_without_a_restart_left_nobody_waits_for_a_lost_host() -> None:
-    for node in (0, 1):
-        world = started(2, max_restarts=0)
-        world.kill(node)
-        world.run(5.0)
-        assert world.codes()[1 - node] == PEER
 
 
 def test_a_host_that_does_not_come_is_named_and_the_job_ends() -> None:
@@ -377,61 +279,6 @@ def test_why_the_first_launcher_is_not_reached_is_said_until_it_answers() -> Non
     assert causes(world)[-1].why.endswith(" s")  # type: ignore[union-attr]
 
 
-def test_a_launcher_that_is_stopped_before_the_first_one_came_names_its_own_host() -> None:
-    world = World(2)
-    world.boot(1)
-    world.run(5.0)
-    world.signal(1, 2)
-    world.run(5.0)
-    assert world.codes() == [None, 130]
-    assert [over.stopped_on for over in world.orders(1, Phase.OVER)] == [1]
-
-
-def test_a_late_host_starts_the_job() -> None:
-    world = World(2)
-    world.boot(0)
-    world.run(100.0)
-    world.boot(1)
-    world.run(2.0)
-    assert world.running() == [0, 0]
-
-
-def test_a_connection_that_is_reset_while_both_launchers_live_changes_nothing() -> None:
-    world = started(2)
-    for _ in range(5):
-        world.drop_connections(1)
-        world.run(3.0)
-    assert world.running() == [0, 0]
-
-
-def test_a_link_that_is_down_for_some_seconds_changes_nothing() -> None:
-    world = started(2)
-    world.cut = {1}
-    world.run(20.0)
-    world.cut = set()
-    world.run(20.0)
-    assert world.running() == [0, 0]
-
-
-def test_a_link_that_stays_down_ends_both_sides_and_they_meet_again() -> None:
-    world = started(2)
-    world.cut = {1}
-    world.run(32.0)
-    assert world.running() == [None, None]
-    world.run(60.0)
-    world.cut = set()
-    world.run(3.0)
-    assert world.running() == [1, 1]
-
-
-def test_a_link_that_never_returns_ends_both_sides_with_the_name_of_the_other() -> None:
-    world = started(2)
-    world.cut = {1}
-    world.run(160.0)
-    assert world.codes() == [PEER, PEER]
-    assert [cause.host for cause in causes(world) if cause] == [1, 0]
-
-
 @pytest.mark.parametrize("ends_by_itself", [0, 1])
 def test_both_sides_wait_the_whole_join_timeout_from_when_the_other_counts_as_lost(
     ends_by_itself: int,
@@ -451,20 +298,6 @@ def test_both_sides_wait_the_whole_join_timeout_from_when_the_other_counts_as_lo
     world.cut = set()
     world.run(1.5)
     assert world.running() == [1, 1]
-
-
-def test_a_host_that_is_lost_while_another_is_waited_for_is_waited_for_as_long() -> None:
-    world = World(3)
-    world.boot(0, 1)
-    world.run(100.0)
-    world.kill(1)
-    world.run(10.0)
-    world.boot(2)
-    world.run(100.0)
-    assert world.codes() == [None, None, None], "120 s since the start, and not since host 1 was lost"
-    world.boot(1)
-    world.run(2.0)
-    assert world.running() == [0, 0, 0]
 
 
 def test_the_attempt_is_one_of_which_no_host_has_logs() -> None:
