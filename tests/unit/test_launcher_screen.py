@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -59,17 +60,18 @@ def test_a_line_is_its_final_state_on_a_terminal(line: str, expected: str) -> No
     assert as_shown(line) == expected
 
 
+def fed(assembler: LineAssembler, data: bytes, size: int) -> list[str]:
+    """The lines of some bytes that come in pieces."""
+    pieces = [data[start : start + size] for start in range(0, len(data), size)]
+    return [line for piece in pieces for line in assembler.feed(piece)]
+
+
 def test_lines_are_assembled_from_any_pieces() -> None:
     whole = f"first\nö {BAR}\r{BAR}\b\b\n\nlast".encode()
     expected = ["first", BAR, ""]
     for size in (1, 2, 3, 7, len(whole)):
         assembler = LineAssembler()
-        lines = [
-            line
-            for start in range(0, len(whole), size)
-            for line in assembler.feed(whole[start : start + size])
-        ]
-        assert lines == expected
+        assert fed(assembler, whole, size) == expected
         assert assembler.partial == "last"
         assert assembler.finish() == ["last"]
 
@@ -118,6 +120,7 @@ def test_a_bar_is_redrawn_below_the_lines_of_other_workers() -> None:
     out = Terminal()
     screen = Screen(out, out, live_rank=0, colour=False)
     screen.show(0, [], "10%")
+    screen.show(0, [], "10%")  # It has not changed, and is not drawn again.
     screen.show(1, ["hello"])
     screen.show(0, [], "20%")
     screen.tell("replicast: message")
@@ -129,14 +132,6 @@ def test_a_bar_is_redrawn_below_the_lines_of_other_workers() -> None:
         "\r\x1b[Kreplicast: message\n[worker 0] 20%"
         "\r\x1b[K[worker 0] 100%\n"
     )
-
-
-def test_an_unchanged_bar_is_not_drawn_again() -> None:
-    out = Terminal()
-    screen = Screen(out, out, live_rank=0, colour=False)
-    screen.show(0, [], "10%")
-    screen.show(0, [], "10%")
-    assert out.getvalue() == "[worker 0] 10%"
 
 
 @pytest.mark.parametrize(
@@ -261,13 +256,10 @@ BEHIND = [
 ]
 
 
-def test_a_bar_of_80_columns_shows_the_loss_and_all_metrics_if_there_is_room() -> None:
+def test_a_bar_of_80_columns_shows_the_loss_first_and_all_metrics_if_there_is_room() -> None:
     shown = without_colours(with_its_loss(drawn(469, SHORT), ROOM))
     assert shown == "469/938 ━━━━━━━━━━━ 12s 123ms/step - accuracy: 0.1958 - loss: 2.3025"
     assert len(shown) == ROOM
-
-
-def test_the_loss_is_shown_first_where_not_all_metrics_have_room() -> None:
     shown = without_colours(with_its_loss(drawn(469, LONG), ROOM))
     assert shown == "469/938 ━━━━━ 12s 123ms/step - f1_score: 0.1000 - loss: 2.3025 - …"
 
@@ -291,13 +283,10 @@ def test_a_line_with_room_and_a_line_without_a_bar_stay_as_they_are() -> None:
 @pytest.mark.parametrize("padding", ["", "   "])
 def test_text_written_after_a_bar_is_split_from_the_bar(text: str, metrics: str, padding: str) -> None:
     bar = drawn(37, metrics)
-    assert split_bar(bar + padding + text) == (bar, text)
-    assert split_bar(bar + padding) is None
-
-
-def test_a_bar_without_a_known_end_is_a_bar_too() -> None:
-    bar = f"{37:7}/Unknown \x1b[1m1:02\x1b[0m 8ms/step{SHORT}"
-    assert split_bar(bar + "text") == (bar, "text")
+    endless = f"{37:7}/Unknown \x1b[1m1:02\x1b[0m 8ms/step{metrics}"
+    for drawing in (bar, endless):
+        assert split_bar(drawing + padding + text) == (drawing, text)
+        assert split_bar(drawing + padding) is None
 
 
 def test_text_that_only_looks_like_a_bar_is_not_split() -> None:
@@ -320,12 +309,7 @@ def test_log_lines_appear_above_the_bar_and_the_bar_continues(size: int) -> None
         + f"{BEHIND[1]}\n".encode()
     )
     assembler = LineAssembler()
-    lines = [
-        line
-        for start in range(0, len(written), size)
-        for line in assembler.feed(written[start : start + size])
-    ]
-    assert lines == ["Epoch 1/2", BEHIND[0], "  more of it", BEHIND[1]]
+    assert fed(assembler, written, size) == ["Epoch 1/2", BEHIND[0], "  more of it", BEHIND[1]]
     assert assembler.partial == second
     assert assembler.feed(keras_draws(last, second) + b"\n") == [last]
     assert assembler.partial == ""
@@ -348,21 +332,17 @@ def test_a_worker_that_exits_at_a_bar_leaves_the_bar_and_its_last_text_as_lines(
     assert assembler.finish() == [bar, "killed"]
 
 
-def test_a_finished_bar_is_shown_whole_with_a_shorter_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    out = Terminal()
-    screen = Screen(out, out, live_rank=0, colour=False)
-    screen.show(0, [drawn(938, LONG)])
-    assert out.getvalue() == f"[worker 0] 938/938 ━━━━━ 12s 123ms/step{LONG}\n"
-
-
-def test_without_a_terminal_a_finished_bar_is_as_keras_drew_it(
+def test_a_finished_bar_is_shown_whole_with_a_shorter_bar_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    out = io.StringIO()
-    Screen(out, out, live_rank=None, colour=False).show(0, [drawn(938, LONG)])
-    assert out.getvalue() == f"[worker 0] {without_colours(as_shown(drawn(938, LONG)))}\n"
+    for live_rank, bar in (
+        (0, f"938/938 ━━━━━ 12s 123ms/step{LONG}"),
+        (None, without_colours(drawn(938, LONG))),
+    ):
+        out = Terminal()
+        Screen(out, out, live_rank=live_rank, colour=False).show(0, [drawn(938, LONG)])
+        assert out.getvalue() == f"[worker 0] {bar}\n"
 
 
 # --- Chatter
@@ -400,43 +380,23 @@ SHOWN = [
 ]
 
 
-def shown_of(log: Path, *, chatter: bool) -> tuple[str, list[str]]:
-    """What the screen and the tail have of a worker that writes everything."""
-    out = io.StringIO()
-    output = Output(
-        0,
-        below(log.parent) / log.name,
-        screen=Screen(out, out, live_rank=None, colour=False),
-        columns=None,
-        chatter=chatter,
-    )
+@pytest.mark.parametrize(("chatter", "expected"), [(False, SHOWN), (True, [*CHATTER, *SHOWN])])
+def test_the_log_has_every_line_and_the_screen_and_the_tail_omit_chatter_unless_it_is_wanted(
+    tmp_path: Path, chatter: bool, expected: list[str]
+) -> None:
+    screen, out = plain_screen()
+    output = Output(0, below(tmp_path) / "log", screen=screen, columns=None, chatter=chatter)
     os.write(output.writing_end, "".join(f"{line}\n" for line in [*CHATTER, *SHOWN]).encode())
     output.close()
-    return out.getvalue(), list(output.tail)
-
-
-def test_the_log_has_every_line_and_the_screen_and_the_tail_omit_chatter(tmp_path: Path) -> None:
-    shown, tail = shown_of(tmp_path / "log", chatter=False)
     assert (tmp_path / "log").read_text().splitlines() == [*CHATTER, *SHOWN]
-    assert shown == "".join(f"[worker 0] {line}\n" for line in SHOWN)
-    assert tail == SHOWN
-
-
-def test_chatter_is_shown_on_request(tmp_path: Path) -> None:
-    shown, tail = shown_of(tmp_path / "log", chatter=True)
-    assert shown.splitlines() == [f"[worker 0] {line}" for line in [*CHATTER, *SHOWN]]
-    assert tail == [*CHATTER, *SHOWN][-20:]
+    assert out.getvalue() == "".join(f"[worker 0] {line}\n" for line in expected)
+    assert list(output.tail) == expected[-20:]
 
 
 def test_chatter_is_not_drawn_while_it_is_being_written(tmp_path: Path) -> None:
     out = io.StringIO()
-    output = Output(
-        0,
-        below(tmp_path) / "log",
-        screen=Screen(out, out, live_rank=0, colour=False),
-        columns=None,
-        chatter=False,
-    )
+    screen = Screen(out, out, live_rank=0, colour=False)
+    output = Output(0, below(tmp_path) / "log", screen=screen, columns=None, chatter=False)
     os.write(output.writing_end, CHATTER[3].encode())
     output.pump()
     assert out.getvalue() == ""
@@ -465,12 +425,12 @@ class StalledPipe:
         self._read = b""
         self._reader = threading.Thread(target=self._read_all)
 
-    def wake_up(self) -> None:
+    def read(self, writer: Outlet | Screen, *streams: TextIO) -> str:
+        """All that was ever written: somebody reads now, and the last writer leaves."""
         self._reader.start()
-
-    def read(self) -> str:
-        """All that was ever written, once the last writer has left."""
-        self.stream.close()
+        writer.close()
+        for stream in (self.stream, *streams):
+            stream.close()
         self._reader.join()
         return self._read.lstrip(FILLER).decode()
 
@@ -493,9 +453,7 @@ def test_a_stalled_reader_gets_everything_later_in_order(pipe: StalledPipe) -> N
     for number in range(1000):
         outlet.put([f"line {number}"])
     assert os.get_blocking(pipe.stream.fileno()), "others may share the pipe"
-    pipe.wake_up()
-    outlet.close()
-    assert pipe.read().splitlines() == [f"line {number}" for number in range(1000)]
+    assert pipe.read(outlet).splitlines() == [f"line {number}" for number in range(1000)]
 
 
 def test_lines_beyond_the_capacity_are_omitted_and_counted(pipe: StalledPipe) -> None:
@@ -504,9 +462,7 @@ def test_lines_beyond_the_capacity_are_omitted_and_counted(pipe: StalledPipe) ->
         outlet.put([f"line {number}"])
     outlet.put(["the launcher's own word"], must_appear=True)
     outlet.put(["the end"], must_appear=True)
-    pipe.wake_up()
-    outlet.close()
-    *shown, own, end = pipe.read().splitlines()
+    *shown, own, end = pipe.read(outlet).splitlines()
     assert (own, end) == ("the launcher's own word", "the end")
     left_out = [line for line in shown if line.startswith("…")]
     assert 1 <= len(left_out) <= 2, "one more when the writing began only after there was no room any more"
@@ -524,9 +480,7 @@ def test_only_the_newest_state_of_a_bar_is_drawn(pipe: StalledPipe) -> None:
     outlet = Outlet(pipe.stream)
     for percent in range(1, 101):
         outlet.put([], f"{percent}%")
-    pipe.wake_up()
-    outlet.close()
-    drawn = re.split(r"\r\x1b\[K", pipe.read())
+    drawn = re.split(r"\r\x1b\[K", pipe.read(outlet))
     assert drawn[-1] == "100%"
     assert len(drawn) <= 2, "one may have been on its way already"
 
@@ -536,18 +490,14 @@ def test_closing_gives_up_on_a_reader_that_takes_nothing(pipe: StalledPipe) -> N
     outlet.put(["nobody reads this"])
     outlet.close(stalled_secs=0.01)
     outlet.put(["nor this"])
-    pipe.wake_up()
-    outlet.close()
-    assert pipe.read() == "nobody reads this\n"
+    assert pipe.read(outlet) == "nobody reads this\n"
 
 
 def test_a_non_blocking_file_gets_everything(pipe: StalledPipe) -> None:
     os.set_blocking(pipe.stream.fileno(), False)
     outlet = Outlet(pipe.stream)
     outlet.put(["first", "second"])
-    pipe.wake_up()
-    outlet.close()
-    assert pipe.read() == "first\nsecond\n"
+    assert pipe.read(outlet) == "first\nsecond\n"
 
 
 def test_messages_appear_even_if_the_workers_lines_are_not_read(pipe: StalledPipe) -> None:
@@ -557,9 +507,7 @@ def test_messages_appear_even_if_the_workers_lines_are_not_read(pipe: StalledPip
         screen.show(0, ["waits"])
         screen.tell("replicast: stopped by SIGTERM")
         assert read.readline() == "replicast: stopped by SIGTERM\n"
-        pipe.wake_up()
-        screen.close()
-    assert pipe.read() == "[worker 0] waits\n"
+        assert pipe.read(screen) == "[worker 0] waits\n"
 
 
 def test_messages_and_lines_for_the_same_file_stay_in_order(pipe: StalledPipe) -> None:
@@ -568,6 +516,4 @@ def test_messages_and_lines_for_the_same_file_stay_in_order(pipe: StalledPipe) -
         screen.show(0, ["before"])
         screen.tell("replicast: a message")
         screen.show(0, ["after"])
-        pipe.wake_up()
-        screen.close()
-    assert pipe.read() == "[worker 0] before\nreplicast: a message\n[worker 0] after\n"
+        assert pipe.read(screen, messages) == "[worker 0] before\nreplicast: a message\n[worker 0] after\n"
