@@ -95,20 +95,16 @@ def aligned(nbytes: int) -> int:
 
 
 def map_private(descriptor: int, nbytes: int) -> Bytes:
-    """Maps a complete file for this process alone: writes to the array reach neither the file nor others.
-
-    The descriptor may be closed and the file unlinked; the array stays valid. The pages are brought in.
-    """
+    """Maps a complete file, with its pages brought in. Writes to the array reach neither file nor others."""
     data = np.asarray(_Mapped(descriptor, nbytes, mmap.MAP_PRIVATE))
     data[::_AROUND_BYTES].sum()
     return data
 
 
 def map_to_read(descriptor: int, nbytes: int) -> Bytes:
-    """Maps a file whose later changes are to be seen. The pages are brought in.
+    """Maps a file whose later changes are to be seen. Writing to the array would end the process.
 
-    TensorFlow reads the array in place only if numpy takes it for writable. Do not write to it: the process
-    would end.
+    It is not marked as read-only: TensorFlow reads an array in place only if numpy takes it for writable.
     """
     data = np.asarray(_Mapped(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
     data[::_AROUND_BYTES].sum()

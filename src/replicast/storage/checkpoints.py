@@ -21,7 +21,7 @@ import math
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
@@ -110,9 +110,6 @@ class Manifest(Draft):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Manifest) and self.to_json() == other.to_json()
-
-    def __hash__(self) -> int:
-        return hash((self.step, self.state_digest))
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Manifest:
@@ -534,18 +531,6 @@ def latest_first(there: Iterable[Manifest]) -> list[Manifest]:
     return followed + given_up
 
 
-def with_unreadable(ordered: Sequence[int], unreadable: Iterable[int]) -> list[int]:
-    """Inserts steps with unreadable checkpoints, whose line is not known, into an ordered list of steps.
-
-    Each is placed before all lower steps: it may have been the last.
-    """
-    steps = list(ordered)
-    for step in sorted(unreadable):
-        lower = (place for place, other in enumerate(steps) if other < step)
-        steps.insert(next(lower, len(steps)), step)
-    return steps
-
-
 def _age(manifest: Manifest) -> tuple[int, int]:
     return manifest.line, manifest.step
 
@@ -795,8 +780,12 @@ class CheckpointStore:
     @staticmethod
     def _latest_first(looked: Mapping[int, Manifest | FileDamaged]) -> _Steps:
         ordered = latest_first(found for found in looked.values() if isinstance(found, Manifest))
-        readable = [manifest.step for manifest in ordered]
-        return with_unreadable(readable, set(looked) - set(readable))
+        steps = [manifest.step for manifest in ordered]
+        # The line of an unreadable one is not known. It is placed before all lower steps: it may be the last.
+        for step in sorted(set(looked) - set(steps)):
+            lower = (place for place, other in enumerate(steps) if other < step)
+            steps.insert(next(lower, len(steps)), step)
+        return steps
 
 
 # Chooses the checkpoint from which a job resumes, when some of them may be damaged.

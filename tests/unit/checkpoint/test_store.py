@@ -28,7 +28,6 @@ from replicast.storage.checkpoints import (
     file_order,
     open_checkpoint,
     saved_of,
-    with_unreadable,
 )
 from replicast.storage.claims import Fence
 from replicast.update.digest import digest_array, digest_state
@@ -674,8 +673,12 @@ def test_an_unreadable_checkpoint_may_have_been_the_last(went_back: CheckpointSt
     last, skipped = went_back.last_and_skipped()
     assert last == went_back.manifest(600)
     assert ["00001500" in str(problem) for problem in skipped] == [True]
-    assert with_unreadable([], [3, 7]) == [7, 3]
-    assert with_unreadable([6, 2, 8], [1, 5, 9]) == [9, 6, 5, 2, 8, 1]
+    assert went_back.steps() == [1500, 600, 500, 2000, 1000]
+    for step in (700, 800):
+        written(went_back, step)
+    for step in (500, 700, 2000):
+        flip(went_back.path(step).as_path() / "manifest.json", 5)
+    assert went_back.steps() == [2000, 1500, 800, 700, 600, 1000, 500]
 
 
 def test_damaged_bytes_of_a_later_step_cost_no_whole_checkpoint(went_back: CheckpointStore) -> None:
