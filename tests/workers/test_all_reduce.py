@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from replicast.coordination import MemoryCoordination
+from replicast.training.collectives import sum_through_shared_memory
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
 from tests.pool.worker import start_afresh
@@ -26,36 +31,15 @@ def test_workers_of_one_host_sum_through_shared_memory(pool2: Pool, pool3: Pool)
     assert pool3.run(how) == ["shared memory"] * 3
 
 
-def levels(strategy: Any) -> list[tuple[str, str]]:
-    """What a worker logs that computes on an accelerator; none of these machines has one."""
-    import logging
-    from types import SimpleNamespace
-
-    from replicast.coordination import MemoryCoordination
-    from replicast.training.collectives import sum_through_shared_memory
-
-    found: list[tuple[str, str]] = []
-    handler = logging.Handler(logging.DEBUG)
-    handler.emit = lambda record: found.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
-    logger = logging.getLogger("replicast")
-    before = logger.level
-    logger.setLevel(logging.DEBUG)
-    logger.addHandler(handler)
-    try:
-        extended: Any = SimpleNamespace(_local_device_type="GPU", _num_workers=1)
-        lifetime: Any = SimpleNamespace(check=lambda: None)
-        coordination = MemoryCoordination(MemoryCoordination.Store())
-        assert not sum_through_shared_memory(extended, coordination, 0, lifetime, wanted=True)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-    return found
-
-
-def test_accelerators_use_tensorflows_collectives_without_a_warning(pool2: Pool) -> None:
+def test_accelerators_use_tensorflows_collectives_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "replicast")
+    extended: Any = SimpleNamespace(_local_device_type="GPU", _num_workers=1)
+    lifetime: Any = SimpleNamespace(check=lambda: None)
+    coordination = MemoryCoordination(MemoryCoordination.Store())
+    assert not sum_through_shared_memory(extended, coordination, 0, lifetime, wanted=True)
     why = "worker 0 computes on an accelerator"
     text = f"TensorFlow's collectives sum the gradients, not shared memory: {why}"
-    assert pool2.run(levels) == [[("DEBUG", text)]] * 2
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("DEBUG", text)]
 
 
 def every_kind(strategy: Any) -> dict[str, Any]:

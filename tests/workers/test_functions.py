@@ -43,30 +43,19 @@ def data(rows: int = 16) -> tuple[np.ndarray, np.ndarray]:
     return random.normal(size=(rows, FEATURES)).astype("float32"), random.normal(size=(rows, 1))
 
 
-def fit(model: keras.Model) -> Any:
-    return model.fit(*data(), batch_size=16, verbose=0)
+USES: dict[str, Callable[[keras.Model], Any]] = {
+    "fit": lambda model: model.fit(*data(), batch_size=16, verbose=0),
+    "evaluate": lambda model: model.evaluate(*data(), verbose=0),
+    "predict": lambda model: model.predict(data()[0], verbose=0),
+    "train_on_batch": lambda model: model.train_on_batch(*data()),
+    "datasets": lambda model: model.fit(tf.data.Dataset.from_tensor_slices(data()).batch(8), verbose=0),
+}
 
 
-def fit_from_datasets(model: keras.Model) -> Any:
-    return model.fit(tf.data.Dataset.from_tensor_slices(data()).batch(8), verbose=0)
-
-
-def evaluate(model: keras.Model) -> Any:
-    return model.evaluate(*data(), verbose=0)
-
-
-def predict(model: keras.Model) -> Any:
-    return model.predict(data()[0], verbose=0)
-
-
-def train_on_batch(model: keras.Model) -> Any:
-    return model.train_on_batch(*data())
-
-
-def refused(use: Callable[[keras.Model], Any], model: keras.Model) -> str:
+def refused(use: str, model: keras.Model) -> str:
     before = [weight.copy() for weight in model.get_weights()]
     with pytest.raises(replicast.NotSupported) as refusal:
-        use(model)
+        USES[use](model)
     np.testing.assert_equal(model.get_weights(), before)
     return str(refusal.value)
 
@@ -74,14 +63,10 @@ def refused(use: Callable[[keras.Model], Any], model: keras.Model) -> str:
 def unseeded(strategy: Any) -> dict[str, str]:
     """Each worker draws its own mask, as without a seed; in every use of a model, and in every form."""
     np.random.seed(strategy.rank)
-    messages = {}
-    for use in (fit, fit_from_datasets, evaluate, predict, train_on_batch):
-        messages[use.__name__] = refused(use, model_with(strategy, Forest(name="tree")))
-    messages["captured"] = refused(fit, model_with(strategy, Forest(tf.constant, name="tree")))
-    messages["in a loop"] = refused(
-        fit_from_datasets, model_with(strategy, Forest(tf.constant, name="tree"), steps_per_execution=2)
-    )
-    return messages
+    messages = {use: refused(use, model_with(strategy, Forest(name="tree"))) for use in USES}
+    messages["captured"] = refused("fit", model_with(strategy, Forest(tf.constant, name="tree")))
+    in_a_loop = model_with(strategy, Forest(tf.constant, name="tree"), steps_per_execution=2)
+    return {**messages, "in a loop": refused("datasets", in_a_loop)}
 
 
 @pytest.mark.parametrize("pool", ["pool2", "pool3"])
@@ -114,7 +99,7 @@ class Own(keras.layers.Layer):
 
 def other_operations(strategy: Any) -> str:
     own = Own(lambda x: keras.ops.tanh(x) if strategy.rank else x)
-    return refused(fit, model_with(strategy, own))
+    return refused("fit", model_with(strategy, own))
 
 
 def test_an_operation_that_only_one_worker_has_is_refused(pool2: Pool) -> None:
@@ -150,8 +135,8 @@ def allowed(strategy: Any) -> int:
     }
     for layer in layers.values():
         model = model_with(strategy, layer)
-        for use in (fit, evaluate, predict):
-            use(model)
+        for use in ("fit", "evaluate", "predict"):
+            USES[use](model)
     uneven = Own(lambda x: x * 2.0)
     # Shares of 2 and 3 rows, then of 2 and 2: only worker 1 traces again.
     model_with(strategy, uneven).fit(*data(9), batch_size=5, verbose=0)

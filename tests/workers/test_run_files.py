@@ -117,15 +117,19 @@ def test_the_end_of_a_group_that_was_thought_dead_is_not_said_of_the_next(job: J
     assert read_worker_notes(tmp_path) == [note]
 
 
-def test_a_disk_that_is_away_stops_no_training_and_is_said_once(
-    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_disk_that_is_away_or_a_link_in_its_place_stops_no_training_and_is_said_once(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture, linked: bool
 ) -> None:
     keeping = keeping_of(job, tmp_path, Fence(tmp_path, attempt=0))
     inbox.submit(tmp_path, bias(1.0, id="later"))
     (tmp_path / "groups").rename(tmp_path / "away")
+    if linked:
+        (tmp_path / "groups").symlink_to("away")
     keeping.start()
     eventually(lambda: "cannot be kept up to date" in caplog.text)
     assert read_worker_notes(tmp_path) == []
+    (tmp_path / "groups").unlink(missing_ok=True)
     (tmp_path / "away").rename(tmp_path / "groups")
     train_until(job, lambda: stage_of(tmp_path, "later") == Stage.VERIFIED)
     assert caplog.text.count("cannot be kept up to date") == 1
@@ -140,20 +144,6 @@ def test_a_metric_that_is_no_float_hides_no_other_and_stops_no_training(job: Job
     measures = job.workers[0].session.replica.measures
     measures.note(1, 1, logs)
     assert measures.history() == [(1, 1, {"loss": 1.0})]
-
-
-def test_a_link_in_the_place_of_the_groups_stops_no_training(
-    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    keeping = keeping_of(job, tmp_path, Fence(tmp_path, attempt=0))
-    inbox.submit(tmp_path, bias(1.0, id="later"))
-    (tmp_path / "groups").rename(tmp_path / "away")
-    (tmp_path / "groups").symlink_to("away")
-    keeping.start()
-    eventually(lambda: "cannot be kept up to date" in caplog.text)
-    (tmp_path / "groups").unlink()
-    (tmp_path / "away").rename(tmp_path / "groups")
-    train_until(job, lambda: stage_of(tmp_path, "later") == Stage.VERIFIED)
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
@@ -76,6 +77,14 @@ def savers(job: Job, run_dir: Path | None, plan: SavePlan | None = None) -> list
     return [Saver(worker, run_dir, plan) for worker in job.workers]
 
 
+@contextlib.contextmanager
+def saving_job(
+    size: int, run_dir: Path | None, plan: SavePlan | None = None
+) -> Iterator[tuple[Job, list[Saver]]]:
+    with Job(size) as job:
+        yield job, savers(job, run_dir, plan)
+
+
 def saved(job: Job, made: list[Saver]) -> Saving:
     """What worker 0 holds when all workers have called `save`."""
     saving: Saving = job.on_all(lambda worker: made[worker.rank].checkpoints.save_here())[0]
@@ -147,8 +156,7 @@ def is_leaving(job: Job) -> bool:
 def test_a_job_told_to_exit_while_a_checkpoint_is_written_saves_behind_it_although_others_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Job(2) as job:
-        made = savers(job, tmp_path, SavePlan(10, when_busy="skip"))
+    with saving_job(2, tmp_path, SavePlan(10, when_busy="skip")) as (job, made):
         slow = SlowStore(monkeypatch, lambda: is_leaving(job))
         first, second = left(job, made, caplog, slow.wait_until_it_is_written)
         step = job.workers[0].session.step
@@ -166,8 +174,7 @@ def test_a_job_told_to_exit_says_that_nothing_is_saved_when_the_replicas_differ(
         if (worker.rank, step) == (1, 12):
             worker.state.values["dense/bias"][:] = 7
 
-    with Job(2) as job:
-        made = savers(job, tmp_path, SavePlan(10))
+    with saving_job(2, tmp_path, SavePlan(10)) as (job, made):
         for said in left(job, made, caplog, change):
             assert "was told to exit: the state is not saved. Worker 1 differs from worker 0 at step" in said
         eventually(lambda: not made[0].checkpoints.is_busy)
@@ -225,8 +232,7 @@ def result_of(saving: Saving) -> str:
 
 
 def test_no_worker_waits_for_a_checkpoint_whose_thread_has_died(tmp_path: Path) -> None:
-    with Job(1) as job:
-        made = savers(job, tmp_path)
+    with saving_job(1, tmp_path) as (job, made):
         plan = faults.set_plan([faults.Fault(0, faults.Point.WRITE, action=faults.Action.RAISE)])
         try:
             saving = made[0].checkpoints.save_in_passing()
@@ -246,8 +252,7 @@ def test_no_worker_waits_for_a_checkpoint_whose_thread_has_died(tmp_path: Path) 
 def test_no_worker_waits_for_a_checkpoint_that_another_never_reaches(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Job(2) as job:
-        made = savers(job, tmp_path)
+    with saving_job(2, tmp_path) as (_, made):
         saving = made[0].checkpoints.save_in_passing()
         made[0].checkpoints.report()  # worker 1 does not
     assert "The job ended before" in result_of(saving)
@@ -255,8 +260,7 @@ def test_no_worker_waits_for_a_checkpoint_that_another_never_reaches(
 
 
 def test_no_worker_waits_for_a_checkpoint_when_another_thread_has_died(tmp_path: Path) -> None:
-    with Job(2) as job:
-        made = savers(job, tmp_path)
+    with saving_job(2, tmp_path) as (job, made):
         saving = made[0].checkpoints.save_in_passing()
         job.workers[0].session.threads.start("other", lambda: [][0])
         assert "IndexError" in result_of(saving)
@@ -309,8 +313,7 @@ def test_a_copy_that_was_written_over_before_it_was_compared_is_not_taken_for_a_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Worker 0 is still publishing an update, and then has to compare its copy of step 10, when all leave."""
-    with Job(2) as job:
-        made = savers(job, tmp_path, SavePlan(every=10, when_busy="skip"))
+    with saving_job(2, tmp_path, SavePlan(every=10, when_busy="skip")) as (job, made):
         keeps, transport = KeepsOneCopy(job.workers[0], monkeypatch), job.workers[0].transport
         publish = transport.publish
 
@@ -353,8 +356,7 @@ def test_a_checkpoint_that_is_skipped_leaves_the_one_that_is_being_written_alone
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
-    with Job(2) as job:
-        made = savers(job, tmp_path, SavePlan(1, when_busy="skip"))
+    with saving_job(2, tmp_path, SavePlan(1, when_busy="skip")) as (job, made):
         KeepsOneCopy(job.workers[0], monkeypatch)
         slow = SlowStore(monkeypatch, go_on.is_set)
         for value in range(5):
@@ -448,8 +450,7 @@ def test_what_is_proposed_at_the_boundary_of_a_checkpoint_that_was_requested_bel
             update = Update(id=f"at-{step}").add("dense/bias", np.ones(3, np.float32))
             saver.worker.session.propose(update, at_step=10**6)
 
-    with Job(2) as job:
-        made = savers(job, tmp_path)
+    with saving_job(2, tmp_path) as (job, made):
         job.workers[0].session.request("save")
         steps_until(job, made, CheckpointStore(tmp_path).list, propose)
     (manifest,) = CheckpointStore(tmp_path).list()
@@ -461,8 +462,7 @@ def test_what_is_proposed_at_the_boundary_of_a_checkpoint_that_was_requested_bel
 def test_a_checkpoint_that_was_requested_at_the_last_batch_of_an_epoch_waits_for_its_end(
     tmp_path: Path,
 ) -> None:
-    with Job(2) as job:
-        made = savers(job, tmp_path)
+    with saving_job(2, tmp_path) as (job, made):
         store, first = CheckpointStore(tmp_path), job.workers[0].session
 
         def is_last_batch(saver: Saver) -> None:
@@ -483,8 +483,7 @@ def test_workers_that_are_at_different_moments_of_an_epochs_end_take_part_in_the
     tmp_path: Path,
 ) -> None:
     """Worker 1 waits in a callback at the end of the epoch, worker 0 stands at the last boundary of it."""
-    with Job(2) as job:
-        made = savers(job, tmp_path, SavePlan("epoch"))
+    with saving_job(2, tmp_path, SavePlan("epoch")) as (job, made):
         update = Update(id="waited-for").add("dense/bias", np.ones(3, np.float32))
         has_passed = threading.Event()
 
@@ -525,8 +524,7 @@ def test_a_complete_checkpoint_has_not_failed_if_an_old_one_cannot_be_removed(
         remove(store, step)
 
     monkeypatch.setattr(CheckpointStore, "remove", removed_by_somebody)
-    with Job(1) as job:
-        made = savers(job, tmp_path, SavePlan(keep=1))
+    with saving_job(1, tmp_path, SavePlan(keep=1)) as (job, made):
         for step in (1, 2, 3, 4):
             job.on_all(lambda worker: made[0].step())
             manifest = saved(job, made).result(DEADLINE_SECS)
@@ -552,8 +550,7 @@ def test_a_script_that_restores_a_step_can_do_so_again(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_is_not_there_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Job(1) as job:
-        made = savers(job, tmp_path, SavePlan(keep=1, keep_best=("loss", "min")))
+    with saving_job(1, tmp_path, SavePlan(keep=1, keep_best=("loss", "min"))) as (job, made):
         made[0].training.metrics = {"loss": 1.0}
         saved(job, made).result(DEADLINE_SECS)
         assert "keep_best" not in caplog.text
@@ -569,8 +566,7 @@ def test_a_metric_that_is_not_there_is_said_once(tmp_path: Path, caplog: pytest.
 
 def test_a_checkpoint_between_whose_snapshots_an_update_was_applied_is_made_again(tmp_path: Path) -> None:
     """Worker 0 has saved at step 2 and waits there; worker 1 comes to step 2 when the update is prepared."""
-    with Job(2) as job:
-        made = savers(job, tmp_path, SavePlan(every=2))
+    with saving_job(2, tmp_path, SavePlan(every=2)) as (job, made):
         update = Update(id="between").add("dense/bias", np.ones(3, np.float32))
         proposed: list[Any] = []
 
@@ -597,8 +593,7 @@ def test_one_that_is_skipped_does_not_take_the_place_of_one_that_the_script_has_
     tmp_path: Path,
 ) -> None:
     """Worker 1 takes its part of the skipped one before an update, worker 0 comes to it behind the update."""
-    with Job(2) as job:
-        made = savers(job, tmp_path, SavePlan(every=2, when_busy="skip"))
+    with saving_job(2, tmp_path, SavePlan(every=2, when_busy="skip")) as (job, made):
         may_write, write = threading.Event(), made[0].checkpoints.write
 
         def write_later(saved: Saved) -> WriteOutcome:
@@ -635,8 +630,7 @@ def test_one_that_is_skipped_does_not_take_the_place_of_one_that_the_script_has_
 def test_one_that_worker_0_could_not_copy_is_not_taken_for_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Job(2) as job:
-        made = savers(job, tmp_path)
+    with saving_job(2, tmp_path) as (job, made):
         job.on_all(Worker.step)
         assert saved(job, made).result(DEADLINE_SECS) is not None
 
@@ -653,8 +647,7 @@ def test_a_save_that_is_refused_late_does_not_settle_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Worker 0 hears that the first was refused when it has asked for the second, which is being written."""
-    with Job(2) as job:
-        made = savers(job, tmp_path)
+    with saving_job(2, tmp_path) as (job, made):
         is_next, is_heard = threading.Event(), threading.Event()
         hear = job.workers[0].hooks.on_ended
 
@@ -684,8 +677,7 @@ def test_a_save_that_is_refused_late_does_not_settle_the_next_one(
 def test_a_checkpoint_that_one_worker_leaves_out_is_an_error_that_names_it_and_the_others_are_made(
     tmp_path: Path,
 ) -> None:
-    with Job(2) as job:
-        made = savers(job, tmp_path, SavePlan(every=1, keep=9))
+    with saving_job(2, tmp_path, SavePlan(every=1, keep=9)) as (job, made):
         said: list[str] = []
 
         def act(worker: Worker) -> None:
@@ -726,8 +718,7 @@ def test_training_does_not_stand_still_for_a_part_of_the_last_checkpoint_that_a_
 def test_a_part_of_a_checkpoint_that_a_worker_never_reports_ends_at_the_end_of_the_training(
     tmp_path: Path,
 ) -> None:
-    with Job(2) as job:
-        made = savers(job, tmp_path)
+    with saving_job(2, tmp_path) as (job, made):
 
         def act(worker: Worker) -> None:
             worker.step()

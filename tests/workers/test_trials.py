@@ -17,8 +17,9 @@ from replicast.storage.checkpoints import CheckpointStore
 from replicast.training import KerasState, optimizers_by_name
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest
+from tests.pool.scripts import equal_on_all
 from tests.workers.recipes import arrays, perceptron
-from tests.workers.test_updates import adam, replicas_of
+from tests.workers.test_updates import AtStep, adam, custom_step, replicas_of
 
 BATCHES, EPOCHS, BATCH_SIZE = 10, 5, 8
 PROPOSED, APPLIED, STEPS = 6, 12, 15
@@ -78,36 +79,14 @@ class Looks:
 def by_fit(
     replicas: replicast.Replicas, looks: Looks, callback: BoundaryCallback, per_execution: int
 ) -> None:
-    class Before(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            looks.look_before(per_execution)
-
-    class After(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            looks.look_after()
-
     x, y = arrays(BATCHES * BATCH_SIZE)
-    callbacks = [Before(), callback, After()]
+    before, after = AtStep(lambda _: looks.look_before(per_execution)), AtStep(lambda _: looks.look_after())
+    callbacks = [before, callback, after]
     replicas.model.fit(x, y, batch_size=BATCH_SIZE, epochs=EPOCHS, verbose=0, callbacks=callbacks)
 
 
 def by_custom_loop(replicas: replicast.Replicas, looks: Looks) -> None:
-    model, strategy = replicas.model, replicas.model.distribute_strategy
-    x, y = (part[strategy.rank :: strategy.size][:16] for part in arrays())
-
-    def one_step() -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(
-                keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
-            )
-        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
-        model.optimizer.apply(gradients, model.trainable_variables)
-        return loss
-
-    @tf.function
-    def step() -> tf.Tensor:
-        return strategy.run(one_step)
-
+    step, strategy = custom_step(replicas.model), replicas.model.distribute_strategy
     for _ in range(BATCHES * EPOCHS):
         loss = strategy.experimental_local_results(step())[0]
         looks.look_before(1)
@@ -133,26 +112,22 @@ def tried(strategy: Any, way: str, which: str, directory: Path) -> dict[str, Any
         return looks.told()
 
 
-def assert_taken_back(told: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", ["fit", "executions", "custom loop"])
+def test_a_trial_that_makes_the_loss_worse_ends_with_the_bits_of_before(
+    pool2: Pool, pool3: Pool, tmp_path: Path, way: str
+) -> None:
+    results = (pool3 if way == "fit" else pool2).run(tried, way, "worse", tmp_path)
+    assert_equal_on_all(results)
+    told = results[0]
     applied, ended = told["applied"], told["ended"]
-    assert told["outcome"] == "reverted"
+    assert (told["outcome"], applied, ended) == ("reverted", APPLIED, APPLIED + STEPS)
     assert told["after"][applied] != told["before"][applied]
     assert told["before"][ended] != told["after"][ended]
     assert told["after"][ended] == told["before"][applied], "not the bits of before the update"
     assert min(step for step in told["after"] if step > ended) in told["before"]
-
-
-@pytest.mark.parametrize("way", ["fit", "executions", "custom loop"])
-def test_a_trial_that_makes_the_loss_worse_ends_with_the_bits_of_before(
-    pool2: Pool, tmp_path: Path, way: str
-) -> None:
-    results = pool2.run(tried, way, "worse", tmp_path)
-    assert_equal_on_all(results)
-    assert (results[0]["applied"], results[0]["ended"]) == (APPLIED, APPLIED + STEPS)
-    assert_taken_back(results[0])
-    before, during = results[0]["measured"]
+    before, during = told["measured"]
     assert during > 1.5 * before
-    sync, save = results[0]["refusals"]
+    sync, save = told["refusals"]
     assert "The trial of worse runs until step 27" in sync
     assert "The trial of worse runs until step 27" in save
 
@@ -168,14 +143,9 @@ def test_a_trial_that_helps_stays_and_no_checkpoint_is_of_its_middle(pool2: Pool
     assert made == [4, 8, 27, 28, 32, 36, 40, 44, 48]
 
 
-def test_three_workers_go_back_together(pool3: Pool, tmp_path: Path) -> None:
-    results = pool3.run(tried, "fit", "worse", tmp_path)
-    assert_equal_on_all(results)
-    assert_taken_back(results[0])
-
-
-def odd_values(strategy: Any) -> dict[str, Any]:
-    """A snapshot of values that a careless copy would change, and whether its memory is its own."""
+@equal_on_all("pool1")
+def test_a_snapshot_is_restored_to_the_last_bit_and_shares_no_memory_with_variables(strategy: Any) -> None:
+    """Of values that a careless copy would change."""
     odd = np.array([[np.nan, -0.0, np.inf], [1e-45, -1.5, 3.0]], np.float32)
     odd.view(np.uint32)[0, 0] |= 7
     with strategy.scope():
@@ -199,14 +169,7 @@ def odd_values(strategy: Any) -> dict[str, Any]:
         for variable in (*model.variables, *model.optimizer.variables):
             variable.assign(tf.zeros_like(variable.value))
         state.restore_snapshot(copy)
-        after = state.digests(names)
+        assert state.digests(names) == before
         model.layers[-1].kernel.assign_add(np.ones((3, 3), np.float32))  # in place, as training does
-        untouched = all(copy[name].tobytes() == value for name, value in kept.items())
-        return {"equal": after == before, "untouched": untouched, "names": len(names)}
-
-
-def test_a_snapshot_is_restored_to_the_last_bit_and_shares_no_memory_with_variables(pool1: Pool) -> None:
-    (found,) = pool1.run(odd_values)
-    assert found["equal"]
-    assert found["untouched"]
-    assert found["names"] > 5
+        assert all(copy[name].tobytes() == value for name, value in kept.items())
+        assert len(names) > 5

@@ -15,7 +15,7 @@ import replicast
 from replicast.training import KerasState, optimizers_by_name
 from replicast.training.keras_state import as_tensor
 from replicast.training.variables import component
-from replicast.update.edits import DTYPES, FLOAT_DTYPES, apply_edit
+from replicast.update.edits import DTYPES, FLOAT_DTYPES, Edit, apply_edit
 from replicast.update.schema import Schema, planned
 from replicast.update.update import Update
 from tests.pool import Pool
@@ -68,10 +68,10 @@ def values_of(name: str, seed: int, rows: int = ROWS, columns: int = COLUMNS) ->
     return made
 
 
-def aligned(array: np.ndarray) -> np.ndarray:
+def aligned(array: np.ndarray, offset: int = 0) -> np.ndarray:
     """A copy that TensorFlow can take over."""
-    memory = np.zeros(array.nbytes + 64, np.uint8)
-    start = -memory.ctypes.data % 64
+    memory = np.zeros(array.nbytes + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + offset
     copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy
@@ -79,11 +79,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
 
 def unaligned(array: np.ndarray) -> np.ndarray:
     """A copy that TensorFlow has to copy."""
-    memory = np.zeros(array.nbytes + 128, np.uint8)
-    start = -memory.ctypes.data % 64 + max(8, array.dtype.itemsize)
-    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
+    return aligned(array, max(8, array.dtype.itemsize))
 
 
 def updates_of(name: str, place: Callable[[np.ndarray], np.ndarray], seed: int) -> Iterator[Update]:
@@ -108,41 +104,41 @@ def updates_of(name: str, place: Callable[[np.ndarray], np.ndarray], seed: int) 
         yield Update().blend(name, values(7), 0.3)
 
 
-def differences(strategy: Any) -> dict[str, Any]:
-    """Which edits of which dtypes give other bits, and how many were compared."""
+def state_of_everything(strategy: Any) -> KerasState:
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), Everything(name="all")])
         model.compile("sgd", "mse")
-    held = KerasState(model, optimizers_by_name(model))
-    wrong, compared = [], 0
+    return KerasState(model, optimizers_by_name(model))
+
+
+def edits_of(state: KerasState, place: Callable[[np.ndarray], np.ndarray]) -> Iterator[tuple[str, Edit]]:
+    """Every edit of every dtype; its variable has values of all sizes."""
     for dtype in sorted(DTYPES):
-        for place in (aligned, unaligned):
-            for seed, update in enumerate(updates_of(dtype, place, 100)):
-                (edit,) = planned(Update(allow_nonfinite=True).replaced(update.edits), held.schema).edits
-                for array in edit.arrays.values():
-                    array.flags.writeable = True  # as what comes out of a transport
-                name = edit.variable
-                component(held._variables[name]).assign(tf.constant(values_of(dtype, seed)))
-                before = held.read([name])[name]
-                expected = apply_edit(edit, before)
-                held.apply([edit])
-                found = held.read([name])[name]
-                compared += 1
-                if found.tobytes() != expected.tobytes():
-                    count = int(np.sum(found.view(np.uint8) != expected.view(np.uint8)))
-                    wrong.append(f"{dtype} {edit.operation} {place.__name__}: {count} bytes")
-    return {"wrong": wrong, "compared": compared}
+        for seed, update in enumerate(updates_of(dtype, place, 100)):
+            (edit,) = planned(Update(allow_nonfinite=True).replaced(update.edits), state.schema).edits
+            for array in edit.arrays.values():
+                array.flags.writeable = True  # as what comes out of a transport
+            component(state._variables[edit.variable]).assign(tf.constant(values_of(dtype, seed)))
+            yield dtype, edit
+
+
+@equal_on_all("pool1")
+def test_every_edit_of_a_real_variable_gives_the_bits_of_its_definition(strategy: Any) -> None:
+    state, compared = state_of_everything(strategy), 0
+    for place in (aligned, unaligned):
+        for dtype, edit in edits_of(state, place):
+            name = edit.variable
+            expected = apply_edit(edit, state.read([name])[name])
+            state.apply([edit])
+            found = state.read([name])[name]
+            assert found.tobytes() == expected.tobytes(), (dtype, edit.operation, place.__name__)
+            compared += 1
+    assert compared == 2 * (4 * 8 + 8 * 5 + 2)
 
 
 def is_taken_over(array: np.ndarray) -> bool:
     """Whether TensorFlow has taken the memory over."""
     return bool(np.asarray(memoryview(as_tensor(array))).ctypes.data == array.ctypes.data)
-
-
-def test_every_edit_of_a_real_variable_gives_the_bits_of_its_definition(pool1: Pool) -> None:
-    (found,) = pool1.run(differences)
-    assert found["wrong"] == []
-    assert found["compared"] == 2 * (4 * 8 + 8 * 5 + 2)
 
 
 def test_memory_is_taken_over_where_tensorflow_can_use_it_and_copied_elsewhere() -> None:
@@ -176,65 +172,37 @@ def test_what_was_assigned_belongs_to_each_worker_alone_and_training_continues(
     return digest(model)
 
 
-def held_and_changed(strategy: Any) -> list[str]:
-    """The edits after which values that were held before are not what they were."""
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), Everything(name="all")])
-        model.compile("sgd", "mse")
-    state = KerasState(model, optimizers_by_name(model))
-    rows, lost = np.array([3, 0, 30]), []
-    for dtype in sorted(DTYPES):
-        for seed, update in enumerate(updates_of(dtype, aligned, 100)):
-            (edit,) = planned(Update(allow_nonfinite=True).replaced(update.edits), state.schema).edits
-            for array in edit.arrays.values():
-                array.flags.writeable = True  # as what comes out of a transport
-            name = edit.variable
-            component(state._variables[name]).assign(tf.constant(values_of(dtype, seed)))
-            before = state.read([name])[name]
-            held = state.hold([name], {name: rows})
-            state.apply([edit])
-            if dtype != "bool":
-                variable = component(state._variables[name])
-                variable.assign_add(tf.cast(tf.ones(variable.shape), variable.dtype))  # as training does
-            whole, parts = held()
-            if whole[name].tobytes() != before.tobytes() or parts[name].tobytes() != before[rows].tobytes():
-                lost.append(f"{dtype} {edit.operation}")
-            assert state.read_rows(name, rows).tobytes() == state.read([name])[name][rows].tobytes()
-    return lost
-
-
-def test_values_that_are_held_for_a_revert_stay_what_they_were_whatever_changes_the_variable(
-    pool1: Pool,
-) -> None:
-    assert pool1.run(held_and_changed) == [[]]
+@equal_on_all("pool1")
+def test_values_that_are_held_for_a_revert_stay_what_they_were_whatever_changes_it(strategy: Any) -> None:
+    state, rows = state_of_everything(strategy), np.array([3, 0, 30])
+    for dtype, edit in edits_of(state, aligned):
+        name = edit.variable
+        before = state.read([name])[name]
+        held = state.hold([name], {name: rows})
+        state.apply([edit])
+        if dtype != "bool":
+            variable = component(state._variables[name])
+            variable.assign_add(tf.cast(tf.ones(variable.shape), variable.dtype))  # as training does
+        whole, parts = held()
+        assert whole[name].tobytes() == before.tobytes(), (dtype, edit.operation)
+        assert parts[name].tobytes() == before[rows].tobytes(), (dtype, edit.operation)
+        assert state.read_rows(name, rows).tobytes() == state.read([name])[name][rows].tobytes()
 
 
 # Names, and what is reset with a weight.
 
 
-def schema_of(strategy: Any, make: Callable[[], keras.Model]) -> dict[str, Any]:
+def schema_of(strategy: Any, make: Callable[[], keras.Model]) -> Schema:
     with strategy.scope():
         model = make()
     with replicas_of(model) as replicas:
-        return replicas.schema.to_json()
+        return replicas.schema
 
 
 def dense_model(optimizer: Any) -> keras.Model:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, name="only")])
     model.compile(optimizer, "mse")
     return model
-
-
-def scheduled() -> keras.Model:
-    return dense_model(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)))
-
-
-def loss_scaled() -> keras.Model:
-    return dense_model(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
-
-
-def adafactor() -> keras.Model:
-    return dense_model(keras.optimizers.Adafactor())
 
 
 def nested() -> keras.Model:
@@ -245,18 +213,18 @@ def nested() -> keras.Model:
     return model
 
 
-def names(found: Schema) -> list[str]:
-    return [variable.name for variable in found]
-
-
-def test_a_learning_rate_that_is_computed_is_explained(pool1: Pool) -> None:
-    found = Schema.from_json(pool1.run(schema_of, scheduled)[0])
+@equal_on_all("pool1")
+def test_a_learning_rate_that_is_computed_is_explained(strategy: Any) -> None:
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    found = schema_of(strategy, lambda: dense_model(keras.optimizers.SGD(schedule)))
     with pytest.raises(replicast.UpdateRefused, match="computed by a schedule"):
         found.resolve("optimizer/learning_rate")
 
 
-def test_a_loss_scale_has_names_of_its_own_beside_the_inner_optimizer(pool1: Pool) -> None:
-    found = Schema.from_json(pool1.run(schema_of, loss_scaled)[0])
+@equal_on_all("pool1")
+def test_a_loss_scale_has_names_of_its_own_beside_the_inner_optimizer(strategy: Any) -> None:
+    scaled = keras.optimizers.LossScaleOptimizer
+    found = schema_of(strategy, lambda: dense_model(scaled(keras.optimizers.Adam())))
     assert found.resolve("optimizer/learning_rate").kind == "optimizer"
     assert found.resolve("loss_scale/dynamic_scale").dtype == "float32"
     assert [slot for slot, _ in found.resolve("only/kernel").slots] == [
@@ -265,14 +233,17 @@ def test_a_loss_scale_has_names_of_its_own_beside_the_inner_optimizer(pool1: Poo
     ]
 
 
-def test_variables_that_keras_gives_one_name_are_numbered(pool1: Pool) -> None:
-    found = names(Schema.from_json(pool1.run(schema_of, adafactor)[0]))
+@equal_on_all("pool1")
+def test_variables_that_keras_gives_one_name_are_numbered(strategy: Any) -> None:
+    made = schema_of(strategy, lambda: dense_model(keras.optimizers.Adafactor()))
+    found = [variable.name for variable in made]
     assert len(set(found)) == len(found)
     assert any(name.endswith("#2") for name in found)
 
 
-def test_layers_of_one_name_in_nested_models_are_told_apart_by_their_paths(pool1: Pool) -> None:
-    found = Schema.from_json(pool1.run(schema_of, nested)[0])
+@equal_on_all("pool1")
+def test_layers_of_one_name_in_nested_models_are_told_apart_by_their_paths(strategy: Any) -> None:
+    found = schema_of(strategy, nested)
     inner, outer = found.resolve("block/same/kernel"), found.resolve("same/kernel")
     assert (inner.name, outer.name) == ("block/same/kernel", "same/kernel")
     assert len(inner.slots) == len(outer.slots) == 1

@@ -16,6 +16,7 @@ from replicast.transport import ChainTransport
 from replicast.update.update import Update
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, state
+from tests.pool.scripts import equal_on_all
 from tests.workers.recipes import CLASSES, perceptron
 from tests.workers.test_updates import WAIT_SECS, forget_hosts, quietly, replicas_of, transports_opened
 
@@ -26,7 +27,10 @@ def bias_of(model: keras.Model) -> list[float]:
     return state(model)[BIAS].tolist()
 
 
-def function_after_an_update(strategy: Any) -> str:
+@equal_on_all("pool2")
+def test_a_function_proposed_by_all_is_one_also_when_one_of_them_has_proposed_something_else(
+    strategy: Any,
+) -> str:
     model = perceptron(strategy)
     with replicas_of(model) as replicas:
         replicas.boundary()
@@ -34,17 +38,7 @@ def function_after_an_update(strategy: Any) -> str:
             replicas.propose(Update().scale("dense/kernel", 2.0))
         ticket = replicas.propose(lambda values: {"dense/bias": values["dense/bias"] + 1}, source=1)
         quietly(replicas, lambda step: None, lambda: len(replicas.history) == 2)
-    try:
-        return ticket.result(0).id
-    except replicast.UpdatePending as error:
-        return str(error)
-
-
-def test_a_function_proposed_by_all_is_one_also_when_one_of_them_has_proposed_something_else(
-    pool2: Pool,
-) -> None:
-    ids = pool2.run(function_after_an_update)
-    assert ids[0] == ids[1]
+    return ticket.result(0).id
 
 
 def an_attempt(strategy: Any, directory: Path) -> list[float]:
@@ -63,7 +57,8 @@ def test_an_update_that_was_applied_before_the_first_step_is_applied_by_the_next
     assert pool1.run(an_attempt, tmp_path) == [[1.0] * CLASSES], "the journal knows it, and nobody applied it"
 
 
-def reset_behind_a_loss_scale(strategy: Any) -> dict[str, float]:
+@equal_on_all("pool1")
+def test_adagrad_behind_a_loss_scale_is_reset_to_what_it_began_with(strategy: Any) -> None:
     def scaled() -> Any:
         adagrad = keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.25)
         return keras.optimizers.LossScaleOptimizer(adagrad)
@@ -74,12 +69,7 @@ def reset_behind_a_loss_scale(strategy: Any) -> dict[str, float]:
         ticket = replicas.propose(update)
         quietly(replicas, lambda step: None, ticket.done)
         values = replicas.read(variable.name for variable in replicas.schema)
-    return {name: float(value.ravel()[0]) for name, value in values.items() if "accumulator" in name}
-
-
-def test_adagrad_behind_a_loss_scale_is_reset_to_what_it_began_with(pool1: Pool) -> None:
-    (accumulators,) = pool1.run(reset_behind_a_loss_scale)
-    assert set(accumulators.values()) == {0.25}
+    assert {float(value.ravel()[0]) for name, value in values.items() if "accumulator" in name} == {0.25}
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -95,41 +85,31 @@ class Twins(keras.Model):
         return self.second(self.first(x))
 
 
-def slots_of_twins(strategy: Any) -> dict[str, list[str]]:
+@equal_on_all("pool1")
+def test_each_of_two_layers_of_one_name_has_its_own_moments(strategy: Any) -> None:
     with strategy.scope():
         model = Twins()
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
         model(np.zeros((1, 3), np.float32))
     with replicas_of(model) as replicas:
-        return {
-            variable.name: [slot for slot, _ in variable.slots]
-            for variable in replicas.schema
-            if variable.kind == "trainable"
-        }
+        slots = [variable.slots for variable in replicas.schema if variable.kind == "trainable"]
+    assert [len(owned) for owned in slots] == [1] * 4
+    assert len({slot for ((slot, _),) in slots}) == 4
 
 
-def test_each_of_two_layers_of_one_name_has_its_own_moments(pool1: Pool) -> None:
-    (slots,) = pool1.run(slots_of_twins)
-    assert len(slots) == 4
-    assert {name: len(owned) for name, owned in slots.items()} == dict.fromkeys(slots, 1)
-
-
-def log_a_matrix(strategy: Any, directory: Path) -> int:
+@equal_on_all("pool1")
+def test_a_log_that_is_not_a_number_does_not_end_the_training(strategy: Any, tmp_path: Path) -> None:
     model = perceptron(strategy)
-    with replicas_of(model, run_dir=directory) as replicas:
+    with replicas_of(model, run_dir=tmp_path) as replicas:
         ends = time.monotonic() + WAIT_SECS
         for _ in range(3):
             replicas.boundary(logs={"loss": 1.0, "confusion": np.zeros((2, 2))})
-        while last_metrics(directory) is None and time.monotonic() < ends:
+        while last_metrics(tmp_path) is None and time.monotonic() < ends:
             time.sleep(0.05)  # its thread writes once a second
-        written = last_metrics(directory)
+        written = last_metrics(tmp_path)
         assert written is not None
         assert (written["step"], written["values"]) == (3, {"loss": 1.0})
-    return replicas.step
-
-
-def test_a_log_that_is_not_a_number_does_not_end_the_training(pool1: Pool, tmp_path: Path) -> None:
-    assert pool1.run(log_a_matrix, tmp_path) == [3]
+    assert replicas.step == 3
 
 
 def one_after_the_other(strategy: Any, host: str) -> list[Any]:

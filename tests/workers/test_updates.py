@@ -167,22 +167,25 @@ def train(
     return seen
 
 
-def custom_loop(replicas: replicast.Replicas, each: Callable[[int], Any], enough: Callable[[], bool]) -> None:
-    model, strategy = replicas.model, replicas.model.distribute_strategy
+def custom_step(model: keras.Model) -> Callable[[], tf.Tensor]:
+    """A step of a custom training loop, on rows of this worker: returns its loss."""
+    strategy = model.distribute_strategy
     x, y = (part[strategy.rank :: strategy.size][:16] for part in arrays())
 
-    def one_step() -> None:
+    def one_step() -> tf.Tensor:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(
                 keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
             )
         gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
         model.optimizer.apply(gradients, model.trainable_variables)
+        return loss
 
-    @tf.function
-    def step() -> None:
-        strategy.run(one_step)
+    return tf.function(lambda: strategy.run(one_step))
 
+
+def custom_loop(replicas: replicast.Replicas, each: Callable[[int], Any], enough: Callable[[], bool]) -> None:
+    step = custom_step(replicas.model)
     ends = time.monotonic() + WAIT_SECS  # not after some steps: a process that pushes may start slowly
     for number in itertools.count(1):
         step()
@@ -400,24 +403,18 @@ def test_sync_makes_every_replica_that_of_its_source(pool3: Pool) -> None:
 
 
 def bad_updates() -> dict[str, Any]:
-    """Each kind of update that is refused; a function is what it computes."""
+    """Updates that are refused, each at another place; a function is what it computes."""
 
-    def zeros(*shape: int, dtype: str = "float32") -> np.ndarray:
-        return np.zeros(shape, dtype)
+    def zeros(*shape: int) -> np.ndarray:
+        return np.zeros(shape, np.float32)
 
     def raises(values: Any) -> None:
         raise KeyError("no such column")
 
     return {
         "unknown": Update().add("dense/bais", zeros(16)),
-        "ambiguous": Update().add("bias", zeros(16)),
-        "shape": Update().add("dense/bias", zeros(3)),
-        "dtype": Update().add("dense/bias", zeros(16, dtype="float64")),
         "out of range": Update().assign_rows("dense_1/kernel", [99], zeros(1, CLASSES)),
-        "twice": Update().assign_rows("dense_1/kernel", [1, 1], zeros(2, CLASSES)),
         "NaN": Update().add("dense/bias", np.full(16, np.nan, np.float32)),
-        "factor": Update().scale("dense/bias", np.inf),
-        "empty": Update(),
         "too large": Update().add("dense/kernel", zeros(FEATURES, 16)),
         "half bad": Update().scale("dense/bias", 2.0).add("dense_1/bias", zeros(1)),
         "other content": Update(id="known").scale("dense/bias", 2.0),
@@ -429,14 +426,8 @@ def bad_updates() -> dict[str, Any]:
 
 EXPECTED = {
     "unknown": ("no variable with this name", "sequential/dense/bias"),
-    "ambiguous": ("matches 2 variables", "sequential/dense/bias"),
-    "shape": ("shape", "(16,)"),
-    "dtype": ("dtype", "float32"),
     "out of range": ("out of range", "0 to 15"),
-    "twice": ("appears twice", "each row once"),
     "NaN": ("not finite", "allow_nonfinite"),
-    "factor": ("not finite", "allow_nonfinite"),
-    "empty": ("no edits", "at least one"),
     "too large": ("too large", "at most 512 bytes"),
     "half bad": ("shape", "(4,)"),
     "other content": ("other content", "id of its own"),
@@ -495,23 +486,19 @@ def trained_on(strategy: Any, bad: bool, directory: Path) -> dict[str, Any]:
     return {"digest": digest(model), "refused": refused}
 
 
-def assert_refused_without_a_trace(pool: Pool, directory: Path) -> None:
-    without = pool.run(trained_on, False, directory)
-    found = pool.run(trained_on, True, directory)
+def test_bad_updates_are_refused_and_training_ends_with_the_same_weights_as_without_them(
+    pool3: Pool, tmp_path: Path
+) -> None:
+    without = pool3.run(trained_on, False, tmp_path)
+    found = pool3.run(trained_on, True, tmp_path)
     assert_equal_on_all([result["digest"] for result in [*without, *found]])
     refused = found[-1]["refused"]
     assert refused.keys() == EXPECTED.keys()
     for kind, words in EXPECTED.items():
         assert all(word in refused[kind] for word in words), f"{kind}: {refused[kind]}"
-    assert sorted(inbox.refusals(directory / "run-True")) == ["cut", "hostile", "pickled", "stranger"]
-    assert not list((directory / "run-True" / "inbox").glob("*.safetensors"))
-    assert [record.id for record in committed_updates(directory / "run-True")] == ["known"]
-
-
-def test_bad_updates_are_refused_and_training_ends_with_the_same_weights_as_without_them(
-    pool3: Pool, tmp_path: Path
-) -> None:
-    assert_refused_without_a_trace(pool3, tmp_path)
+    assert sorted(inbox.refusals(tmp_path / "run-True")) == ["cut", "hostile", "pickled", "stranger"]
+    assert not list((tmp_path / "run-True" / "inbox").glob("*.safetensors"))
+    assert [record.id for record in committed_updates(tmp_path / "run-True")] == ["known"]
 
 
 @contextlib.contextmanager
