@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -101,3 +105,25 @@ def assert_close(found: Any, expected: Any, *, rtol: float, atol: float, name: s
         np.testing.assert_allclose(found, expected, rtol=rtol, atol=atol, err_msg=name)
     else:
         assert found == expected, name
+
+
+# Which files a process writes.
+
+_watched: dict[str, set[str]] = {}
+
+
+def files_opened_to_write(directory: Path) -> set[str]:
+    """From now on, the files below `directory` that this process writes; a part of one has its name."""
+    if not _watched:
+        sys.addaudithook(_note)
+    return _watched.setdefault(str(directory), set())
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if event != "open" or not isinstance(arguments[0], str):
+        return
+    path, mode, flags = arguments
+    writes = any(letter in mode for letter in "wax+") if mode else bool(flags & (os.O_WRONLY | os.O_RDWR))
+    for directory, files in _watched.items():
+        if writes and path.startswith(directory):
+            files.add(re.sub(r"\.part-\d+-", "", path[len(directory) + 1 :]))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import csv
+import errno
 import pickle
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tests.pool import Pool
-from tests.scripts.compare import same_as_plain_keras, weights
-from tests.scripts.files import files_opened_to_write
+from tests.pool.checks import assert_equal_on_all, digest
+from tests.scripts.compare import files_opened_to_write, same_as_plain_keras, weights
+from tests.workers.recipes import arrays, perceptron
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -104,3 +107,61 @@ def test_a_log_that_is_given_another_path_or_copied_is_written_by_one_worker(
     rows = pool2.run(logged_again_and_again, tmp_path)
     assert rows[0] == rows[1]
     assert {name for name, size in rows[0].items() if size} >= {"profiles", *(f"{n}.csv" for n in "abcd")}
+
+
+# What every worker would write is complete when the others continue, and fails on all of them.
+
+
+def trained_with(
+    strategy: Any, directory: Path, callbacks: list[Any], **options: Any
+) -> tuple[Any, set[str]]:
+    written = files_opened_to_write(directory)
+    model = perceptron(strategy)
+    model.fit(*arrays(), batch_size=30, epochs=3, verbose=0, callbacks=callbacks, **options)
+    return model, written
+
+
+def saved_where_it_cannot_be(strategy: Any, directory: Path) -> str:
+    model = perceptron(strategy)
+    model.fit(*arrays(), verbose=0)
+    with pytest.raises(FileNotFoundError) as error:
+        model.save(directory / "no such folder" / "model.keras")
+    assert error.value.errno == errno.ENOENT
+    with pytest.raises(ValueError, match="end in"):
+        model.save_weights(directory / "no weights")
+    model.fit(*arrays(), verbose=0)
+    return str(error.value)
+
+
+def test_a_save_that_fails_can_be_caught_on_all_workers(pool2: Pool, tmp_path: Path) -> None:
+    _, of_second = pool2.run(saved_where_it_cannot_be, tmp_path)
+    assert "worker 0 could not write" in of_second
+    assert "no such folder" in of_second
+
+
+class StopAfterTwo(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            raise InterruptedError("as if the job was ended here")
+
+
+def interrupted_and_resumed(strategy: Any, directory: Path) -> dict[str, Any]:
+    backup = keras.callbacks.BackupAndRestore(directory / "backup", delete_checkpoint=True)
+    with pytest.raises(InterruptedError):
+        trained_with(strategy, directory, [backup, StopAfterTwo()])
+    model = perceptron(strategy)
+    again = keras.callbacks.BackupAndRestore(directory / "backup", delete_checkpoint=True)
+    history = model.fit(*arrays(), batch_size=30, epochs=3, verbose=0, callbacks=[again])
+    return {
+        "epochs": history.epoch,
+        "digest": digest(model),
+        "iterations": int(model.optimizer.iterations.numpy()),
+    }
+
+
+def test_backup_and_restore_continues_where_it_was_on_every_worker(pool2: Pool, tmp_path: Path) -> None:
+    results = pool2.run(interrupted_and_resumed, tmp_path)
+    assert_equal_on_all(results)
+    assert results[0]["iterations"] == 15
+    assert results[0]["epochs"] == [2]
+    assert not (tmp_path / "backup").exists()

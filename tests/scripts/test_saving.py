@@ -15,8 +15,7 @@ from keras.saving import save_model
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
 from tests.pool.scripts import equal_on_all
-from tests.scripts.compare import same_as_plain_keras, weights
-from tests.scripts.files import files_opened_to_write
+from tests.scripts.compare import files_opened_to_write, same_as_plain_keras, weights
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:

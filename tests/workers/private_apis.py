@@ -115,8 +115,9 @@ training/variables.py
   <context>.global_seed(): the seed that the user has set
   <values>.MirroredVariable: the class of variables that are equal on all workers
   <values>.SyncOnReadVariable: the class of variables that each worker writes
-  <values>.SyncOnReadVariable._update_replica: how a replica writes such a variable
-  <values>.SyncOnReadVariable._get_cross_replica: how such a variable is read outside a step
+  <values>.SyncOnReadVariable._update_replica(self, update_fn, value, kwargs):
+      how a replica writes such a variable
+  <values>.SyncOnReadVariable._get_cross_replica(self): how such a variable is read outside a step
   tensorflow.python.ops.resource_variable_ops.ResourceVariable:
       a variable that is none of the strategy's, also when it is created in the scope
   tensorflow.python.distribute.values_util.is_saving_non_distributed:
@@ -183,7 +184,8 @@ training/resuming.py
 training/step_metrics.py
   keras.src.trainers.compile_utils.CompileMetrics.metrics: the metrics of compile, one by one
 training/writing.py
-  keras.callbacks.ModelCheckpoint._get_file_path: where it writes
+  keras.callbacks.BackupAndRestore._save_model(self): writes weights, and other files beside them
+  keras.callbacks.ModelCheckpoint._get_file_path(self, epoch, batch, logs): where it writes
   keras.callbacks.ModelCheckpoint._save_model: when it writes
   keras.src.saving.saving_lib.save_model: writes every .keras file or folder
   keras.src.saving.saving_lib.save_weights_only: writes every .weights.h5

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,15 +13,21 @@ import numpy as np
 import pytest
 
 import replicast
+from replicast.core.entries import Saved
+from replicast.errors import FileDamaged
 from replicast.replicas import job_audits as auditing
+from replicast.replicas import job_audits as expectation
 from replicast.replicas.job_audits import AuditPlan, Audits
 from replicast.storage import inbox
-from replicast.storage.journal import committed_updates
+from replicast.storage.checkpoints import CheckpointStore, Draft
+from replicast.storage.claims import Fence
+from replicast.storage.journal import FileJournal, committed_updates
 from replicast.storage.run_files import append_audit, last_audits
-from replicast.testing.job import Job, Worker, eventually
+from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.schema import Schema
 from replicast.update.update import Update
 from tests.pool import Pool
+from tests.scripts.compare import heard
 from tests.workers.changing import flip
 from tests.workers.recipes import CLASSES, FEATURES, arrays
 from tests.workers.test_updates import WAIT_SECS, AtStep, Meeting, Until, adam, replicas_of
@@ -74,24 +78,6 @@ def audited(strategy: Any) -> keras.Model:
 def fit(model: keras.Model, callbacks: list[Any], steps: int, epochs: int = 1) -> None:
     x, y = arrays(steps * 8)
     model.fit(x, y, batch_size=8, epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks)
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    """What replicast says in the log of this worker meanwhile."""
-    said: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    handler = Keep(logging.WARNING)
-    logger = logging.getLogger("replicast")
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
 
 
 # One flipped bit, everywhere.
@@ -154,7 +140,7 @@ def assigned_in_the_middle(strategy: Any, run_dir: Path) -> Any:
         append_audit(*given)
 
     slow_disk = mock.patch.object(auditing, "append_audit", append_slowly)
-    with logged() as said, slow_disk, replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+    with heard() as said, slow_disk, replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
         fit(model, [replicas.callback(), AtStep(assign)], 5, epochs=3)
         return replicas.digests(), replicas.audits, said
 
@@ -393,3 +379,106 @@ def test_an_audit_that_the_script_asked_for_is_written_down_once(tmp_path: Path)
         eventually(lambda: ended)
         assert [one.number for one in made[0].reports] == [reports[0].number]
         assert [one.attempt for one in last_audits(tmp_path, 10)] == [3]
+
+
+# The values of variables according to checkpoint and journal, for audits without a majority.
+
+
+class Reads:
+    """Counts how often the journal is read for an expectation; it may be damaged."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.damaged = False
+        read = expectation.committed_updates
+
+        def counted(run_dir: Path) -> Any:
+            self.count += 1
+            if self.damaged:
+                raise FileDamaged(run_dir / "groups", "it was damaged")
+            return read(run_dir)
+
+        monkeypatch.setattr(expectation, "committed_updates", counted)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    return Reads(monkeypatch)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(2, FileJournal(tmp_path, Fence(tmp_path, attempt=0))) as job:
+        first = job.workers[0]
+        first.hooks.expected_fingerprints = lambda names: expectation.expected_fingerprints(
+            first.state, tmp_path, first.session.replica.holds, names, durable=True
+        )
+        yield job
+
+
+def save(job: Job, run_dir: Path) -> None:
+    worker = job.workers[0]
+    step, holds = worker.session.step, frozenset(worker.session.replica.holds)
+    draft = Draft(
+        step=step,
+        epoch=0,
+        batch=0,
+        created_at=time.time(),
+        workers=job.size,
+        attempt=0,
+        schema=worker.state.schema,
+    )
+    draft = draft.with_updates(Saved(step, 0, holds, (), None))
+    CheckpointStore(run_dir).write(draft, worker.state.values.items())
+
+
+def spoil(job: Job) -> None:
+    """Every variable of worker 0 has another value now than worker 1's."""
+    for name, value in job.workers[0].state.values.items():
+        job.workers[0].state.values[name] = np.asarray(value + 1, value.dtype)
+
+
+def found_by_an_audit(job: Job) -> list[tuple[int, str]]:
+    """Of each difference, who was right by which rule."""
+    report = job.on_all(lambda worker: worker.session.rest("audit", "warn"))[0]
+    return [(one.reference, one.rule) for one in report.differences]
+
+
+def propose(job: Job, amount: float) -> None:
+    ticket = job.workers[0].session.propose(Update().add("dense/bias", np.full(3, amount, np.float32)))
+    job.train(3)
+    assert ticket.settled.wait(DEADLINE_SECS)
+
+
+def test_the_journal_is_read_once_for_all_variables_of_an_audit(
+    job: Job, tmp_path: Path, reads: Reads
+) -> None:
+    propose(job, 1.0)
+    save(job, tmp_path)
+    propose(job, 2.0)
+    spoil(job)
+    assert found_by_an_audit(job) == [(1, "checkpoint and journal")] * 4
+    assert reads.count == 1
+    propose(job, 4.0)
+    assert found_by_an_audit(job) == [(1, "checkpoint and journal")] * 4
+    assert reads.count == 2
+
+
+def test_a_checkpoint_that_was_made_since_is_what_the_next_audit_goes_by(job: Job, tmp_path: Path) -> None:
+    propose(job, 1.0)
+    spoil(job)
+    assert "checkpoint and journal" not in [rule for _, rule in found_by_an_audit(job)]
+    save(job, tmp_path)
+    assert found_by_an_audit(job) == [(0, "checkpoint and journal")] * 4
+
+
+def test_a_damaged_journal_is_said_once_for_all_variables(
+    job: Job, tmp_path: Path, reads: Reads, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(job, tmp_path)
+    propose(job, 1.0)
+    spoil(job)
+    reads.damaged = True
+    assert "checkpoint and journal" not in [rule for _, rule in found_by_an_audit(job)]
+    assert reads.count == 1
+    assert caplog.text.count("it was damaged") == 1

@@ -17,8 +17,8 @@ import replicast
 from replicast.config import TOLD_TO_END
 from replicast.storage.checkpoints import CheckpointStore
 from tests.pool import Pool
+from tests.scripts.compare import heard
 from tests.workers.recipes import arrays, perceptron
-from tests.workers.test_audit import logged
 from tests.workers.test_updates import adam, forget_hosts
 
 LONG = 400
@@ -85,7 +85,7 @@ def no_room_for_the_first(strategy: Any, directory: Path) -> list[str]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return written(store, *given)
 
-    with mock.patch.object(CheckpointStore, "write", fails), logged() as said:
+    with mock.patch.object(CheckpointStore, "write", fails), heard() as said:
         told_while_the_second_model_trains(strategy, directory, close_first=False)
     return [each for each in said if "was told to exit" in each]
 
@@ -115,7 +115,7 @@ def leaves_in_a_thread(strategy: Any, directory: Path) -> dict[str, Any]:
         found["code"] = ended.value.code
         replicas.close()
 
-    with logged() as said:
+    with heard() as said:
         thread = threading.Thread(target=script)
         thread.start()
         thread.join()

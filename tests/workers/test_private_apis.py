@@ -145,8 +145,6 @@ def test_the_classes_of_variables_have_the_methods_that_we_replace() -> None:
     for kind in (MirroredVariable, SyncOnReadVariable):
         assert parameters(kind.__init__)[:4] == ["self", "strategy", "values", "aggregation"]
         assert isinstance(kind.handle, property)
-    assert parameters(SyncOnReadVariable._update_replica) == ["self", "update_fn", "value", "kwargs"]
-    assert parameters(SyncOnReadVariable._get_cross_replica) == ["self"]
     assert parameters(SyncOnReadVariable.assign)[:2] == ["self", "value"]
 
 
@@ -193,8 +191,6 @@ def test_the_locals_of_fit_have_the_names_that_we_know() -> None:
 
 
 def test_callbacks_and_functions_that_save_have_the_parameters_that_we_replace() -> None:
-    assert parameters(_CALLBACKS.BackupAndRestore._save_model) == ["self"]
-    assert parameters(_CALLBACKS.ModelCheckpoint._get_file_path) == ["self", "epoch", "batch", "logs"]
     if hasattr(_CALLBACKS, "OrbaxCheckpoint"):  # not in every Keras 3
         assert parameters(_CALLBACKS.OrbaxCheckpoint._save_checkpoint) == ["self", "step", "logs"]
     methods = [keras.Model.save, keras.Model.save_weights, keras.Model.export]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import keras
 import replicast
 from replicast.storage.run_files import read_worker_notes
 from tests.pool import Pool
+from tests.scripts.compare import heard
 from tests.workers.recipes import arrays, perceptron
-from tests.workers.test_updates import adam, forget_hosts
+from tests.workers.test_updates import adam, replicas_of
 
 DEADLINE_SECS = 120.0
 EPOCHS = 2
@@ -41,22 +41,15 @@ class Propose(keras.callbacks.Callback):
 
 
 def trained_without(strategy: Any, run_dir: Path) -> dict[str, Any]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("replicast").addHandler(handler)
-    forget_hosts(strategy)
-    replicas = replicast.Replicas(perceptron(strategy, adam), run_dir=run_dir)
-    propose = Propose(replicas, run_dir)
-    x, y = arrays()
-    for _ in range(2):
-        replicas.model.fit(x, y, batch_size=30, epochs=EPOCHS, verbose=0, callbacks=[propose])
-    replicas.sync()
-    step = replicas.step
-    replicas.model.fit(x, y, batch_size=30, verbose=0, callbacks=[replicas.callback()])
-    receipt = None if propose.ticket is None else propose.ticket.result(DEADLINE_SECS)
-    replicas.close()
-    logging.getLogger("replicast").removeHandler(handler)
+    with heard() as said, replicas_of(perceptron(strategy, adam), run_dir=run_dir) as replicas:
+        propose = Propose(replicas, run_dir)
+        x, y = arrays()
+        for _ in range(2):
+            replicas.model.fit(x, y, batch_size=30, epochs=EPOCHS, verbose=0, callbacks=[propose])
+        replicas.sync()
+        step = replicas.step
+        replicas.model.fit(x, y, batch_size=30, verbose=0, callbacks=[replicas.callback()])
+        receipt = None if propose.ticket is None else propose.ticket.result(DEADLINE_SECS)
     return {
         "steps": propose.steps,
         "step": step,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -10,13 +12,15 @@ import pytest
 
 import replicast
 from replicast.errors import NotSupported, UpdateRefused
+from replicast.storage.run_files import last_metrics
 from replicast.testing.job import eventually
+from replicast.transport import ChainTransport
 from replicast.update.update import Update
 from tests.pool import Pool, WorkerFailed
-from tests.pool.checks import state
+from tests.pool.checks import assert_equal_on_all, state
 from tests.pool.scripts import equal_on_all
 from tests.workers.recipes import CLASSES, FEATURES, arrays, perceptron
-from tests.workers.test_updates import WAIT_SECS, replicas_of
+from tests.workers.test_updates import WAIT_SECS, forget_hosts, quietly, replicas_of, transports_opened
 
 ONES = np.ones(CLASSES, np.float32)
 
@@ -93,3 +97,125 @@ def miss_a_boundary(strategy: Any) -> None:
 def test_a_boundary_that_one_worker_missed_is_named_as_the_reason(pool2: Pool) -> None:
     with pytest.raises(WorkerFailed, match="one of them has missed a boundary"):
         pool2.run(miss_a_boundary)
+
+
+# What went wrong once.
+
+BIAS = "sequential/dense_1/bias"
+
+
+def bias_of(model: keras.Model) -> list[float]:
+    return state(model)[BIAS].tolist()
+
+
+@equal_on_all("pool2")
+def test_a_function_proposed_by_all_is_one_also_when_one_of_them_has_proposed_something_else(
+    strategy: Any,
+) -> str:
+    model = perceptron(strategy)
+    with replicas_of(model) as replicas:
+        replicas.boundary()
+        if strategy.rank == 0:
+            replicas.propose(Update().scale("dense/kernel", 2.0))
+        ticket = replicas.propose(lambda values: {"dense/bias": values["dense/bias"] + 1}, source=1)
+        quietly(replicas, lambda step: None, lambda: len(replicas.history) == 2)
+    return ticket.result(0).id
+
+
+def an_attempt(strategy: Any, directory: Path) -> list[float]:
+    model = perceptron(strategy)
+    before = bias_of(model)
+    with replicas_of(model, run_dir=directory, durability="disk") as replicas:
+        replicas.propose(Update().add("dense_1/bias", np.ones(CLASSES, np.float32)))
+        quietly(replicas, lambda step: None, lambda: bool(replicas.history))
+    return [after - was for after, was in zip(bias_of(model), before, strict=True)]
+
+
+def test_an_update_that_was_applied_before_the_first_step_is_applied_by_the_next_attempt_too(
+    pool1: Pool, tmp_path: Path
+) -> None:
+    assert pool1.run(an_attempt, tmp_path) == [[1.0] * CLASSES]
+    assert pool1.run(an_attempt, tmp_path) == [[1.0] * CLASSES], "the journal knows it, and nobody applied it"
+
+
+@equal_on_all("pool1")
+def test_adagrad_behind_a_loss_scale_is_reset_to_what_it_began_with(strategy: Any) -> None:
+    def scaled() -> Any:
+        adagrad = keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.25)
+        return keras.optimizers.LossScaleOptimizer(adagrad)
+
+    model = perceptron(strategy, scaled)
+    with replicas_of(model) as replicas:
+        update = Update(reset_slots=True).scale("dense/bias", 1.0)
+        ticket = replicas.propose(update)
+        quietly(replicas, lambda step: None, ticket.done)
+        values = replicas.read(variable.name for variable in replicas.schema)
+    assert {float(value.ravel()[0]) for name, value in values.items() if "accumulator" in name} == {0.25}
+
+
+@keras.saving.register_keras_serializable("tests")
+class Twins(keras.Model):
+    """Two layers of one name, which a subclassed model may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = keras.layers.Dense(3, name="twin")
+        self.second = keras.layers.Dense(3, name="twin")
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+
+@equal_on_all("pool1")
+def test_each_of_two_layers_of_one_name_has_its_own_moments(strategy: Any) -> None:
+    with strategy.scope():
+        model = Twins()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        model(np.zeros((1, 3), np.float32))
+    with replicas_of(model) as replicas:
+        slots = [variable.slots for variable in replicas.schema if variable.kind == "trainable"]
+    assert [len(owned) for owned in slots] == [1] * 4
+    assert len({slot for ((slot, _),) in slots}) == 4
+
+
+@equal_on_all("pool1")
+def test_a_log_that_is_not_a_number_does_not_end_the_training(strategy: Any, tmp_path: Path) -> None:
+    model = perceptron(strategy)
+    with replicas_of(model, run_dir=tmp_path) as replicas:
+        ends = time.monotonic() + WAIT_SECS
+        for _ in range(3):
+            replicas.boundary(logs={"loss": 1.0, "confusion": np.zeros((2, 2))})
+        while last_metrics(tmp_path) is None and time.monotonic() < ends:
+            time.sleep(0.05)  # its thread writes once a second
+        written = last_metrics(tmp_path)
+        assert written is not None
+        assert (written["step"], written["values"]) == (3, {"loss": 1.0})
+    assert replicas.step == 3
+
+
+def one_after_the_other(strategy: Any, host: str) -> list[Any]:
+    """Two models, one after the other, with updates of different sizes between two hosts."""
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REPLICAST_HOST_ID", host)
+        forget_hosts(strategy)
+        for number in range(2):
+            keras.utils.clear_session()  # the second has the names of the first
+            model = perceptron(strategy)
+            with transports_opened() as opened:
+                replicas = replicast.Replicas(model, durability="memory")
+            assert isinstance(opened[0], ChainTransport)
+            mark = Update(note="x" * 1000 * number).add("dense_1/bias", np.full(CLASSES, 9.0, np.float32))
+            ticket = replicas.propose(mark) if strategy.rank == 0 else None
+            quietly(replicas, lambda step: None, lambda ticket=ticket: ticket is None or ticket.done())
+            if ticket is not None:
+                ticket.result(0)
+            said.append(bias_of(model))
+            replicas.close()
+    return said
+
+
+def test_a_second_model_across_hosts_is_changed_as_the_first(pool2: Pool) -> None:
+    results = pool2.run_each(one_after_the_other, [["a"], ["b"]], deadline_secs=300)
+    assert_equal_on_all(results)
+    assert results[0] == [[9.0] * CLASSES] * 2

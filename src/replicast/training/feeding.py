@@ -550,14 +550,12 @@ class Share(tf.data.Dataset):
         rank: int,
         size: int,
         *,
-        opened: Callable[[], object],
-        start: Callable[[], Start | None] = lambda: None,
+        opened: Callable[[], Start | None],
         first_batch: Any = None,
         ahead: bool = True,
         report: Callable[[Any], None] | None = None,
     ) -> None:
-        self._opened = opened
-        self._start = start
+        self._opened = opened  # called before every pass
         division = Division(batches.element_spec, first_batch) if size > 1 else None
 
         def share_of(batches: tf.data.Dataset) -> tf.data.Dataset:
@@ -591,8 +589,7 @@ class Share(tf.data.Dataset):
     def __iter__(self) -> Iterator[Any]:
         if only_looks_at_shapes() and self._shapes is not None:
             return iter([self._shapes])
-        self._opened()
-        start = self._start()
+        start = self._opened()
         if start is None:
             share, self._first_share = self._first_share, self._share
             return self._pass_over(share)
@@ -669,16 +666,14 @@ class ArrayShare:
         rank: int,
         size: int,
         seed: tuple[int, ...],
-        opened: Callable[[], object],
+        opened: Callable[[], Start | None],
         in_graph: bool,
-        start: Callable[[], Start | None],
         epoch: Callable[[], int | None],
     ) -> None:
         self._rank = rank
         self._size = size
         self._seed = seed
         self._opened = opened
-        self._start = start
         self._epoch_told = epoch
         self._epoch = 0
         self._batch_size = adapter.batch_size
@@ -696,8 +691,7 @@ class ArrayShare:
         if only_looks_at_shapes():
             rows = min(self._rows, self._batch_size)
             return iter([tf.nest.map_structure(lambda tensor: tensor[:rows], self._tensors)])
-        self._opened()
-        told, start = self._epoch_told(), self._start()
+        start, told = self._opened(), self._epoch_told()
         epoch = self._epoch if told is None else told
         self._epoch += 1
         # Keras accepts an early end of a pass only from a TensorFlow iterator.
@@ -784,8 +778,7 @@ class Inputs:
             rank=self._rank,
             size=self._size,
             seed=self._seeds.next(),
-            opened=compared.open_pass,
-            start=self._start_of(call),
+            opened=self._opening(call, compared),
             epoch=(lambda: strategy.epoch) if call.method == "fit" else (lambda: None),
             in_graph=getattr(call.model, "steps_per_execution", 1) > 1,
         )
@@ -814,11 +807,6 @@ class Inputs:
             sample = Sample(what, length=length, order=order, divided=divided)
         compared = self._comparison(call, sample)
         count_pass = self._pass_counter(dataset, what) if not ahead else lambda: None
-
-        def opened() -> None:
-            compared.open_pass()
-            count_pass()
-
         if not divided:
             if dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY and adapter.num_batches is None:
                 self._warn_of_unknown_length(call, dataset.element_spec)
@@ -830,8 +818,7 @@ class Inputs:
             dataset,
             0 if divided else self._rank,
             1 if divided else self._size,
-            opened=opened,
-            start=self._start_of(call),
+            opened=self._opening(call, compared, count_pass),
             first_batch=first_batch,
             ahead=ahead,
             report=compared.report_first_batch
@@ -910,10 +897,17 @@ class Inputs:
         warn = functools.partial(self.warn_once, call.model, call.method)
         return DataComparison(sample, self._strategy, self._meet, warn)
 
-    def _start_of(self, call: KerasCall) -> Callable[[], Start | None]:
-        # Not the call itself, whose iterator holds the share.
-        take = functools.partial(self._strategy.take_start, call.model)
-        return take if call.method == "fit" else lambda: None
+    def _opening(
+        self, call: KerasCall, compared: DataComparison, count_pass: Callable[[], None] = lambda: None
+    ) -> Callable[[], Start | None]:
+        model = call.model if call.method == "fit" else None  # not the call, whose iterator holds the share
+
+        def opened() -> Start | None:
+            compared.open_pass()
+            count_pass()
+            return None if model is None else self._strategy.take_start(model)
+
+        return opened
 
     def _explain_errors(self, call: KerasCall, rows_of_batch: Callable[[], int | None]) -> None:
         """Adds to an error in a step of this call that the batch was divided.

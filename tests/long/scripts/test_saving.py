@@ -11,8 +11,7 @@ import pytest
 
 from tests.pool import Pool, WorkerFailed
 from tests.pool.checks import assert_equal_on_all
-from tests.scripts.compare import assert_same_as_plain_keras, weights
-from tests.scripts.files import files_opened_to_write
+from tests.scripts.compare import assert_same_as_plain_keras, files_opened_to_write, weights
 from tests.scripts.test_saving import data, network, saved_by_one_worker_in_the_scope
 
 
