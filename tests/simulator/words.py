@@ -9,12 +9,10 @@ from msgspec import Struct
 from replicast.core import entries as n
 from replicast.core import messages as m
 from replicast.core.operation import Outcome
-from replicast.core.operations.attempt import Exit
-from replicast.core.operations.audit import Compare, DeliverReport, Examine, Expected
+from replicast.core.operations.attempt import Exit, TakeSnapshot
+from replicast.core.operations.audit import Compare, DeliverReport, Digest, Examine, Expected, Publish
 from replicast.core.operations.pull import TakeRows
 from replicast.core.operations.revert import Invert, WriteBefore
-from replicast.core.operations.save import TakeSnapshot
-from replicast.core.operations.sync import Digest, Publish
 from replicast.core.operations.update import (
     Apply,
     BeginTrial,

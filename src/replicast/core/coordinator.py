@@ -68,12 +68,10 @@ from replicast.core.operation import (
     Reserve,
     Timeouts,
 )
-from replicast.core.operations.attempt import Begin, Close, Leave
-from replicast.core.operations.audit import Audit
+from replicast.core.operations.attempt import Barrier, Begin, Close, Leave, Save
+from replicast.core.operations.audit import Audit, Sync
 from replicast.core.operations.pull import Pull
 from replicast.core.operations.revert import Keep, Revert
-from replicast.core.operations.save import Save
-from replicast.core.operations.sync import Barrier, Sync
 from replicast.core.operations.update import Function, UpdateOperation
 from replicast.core.records import JobEnds, Pending, Proposal, Refusal, Refuse, ReportId, Stage
 

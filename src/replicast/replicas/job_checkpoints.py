@@ -2,7 +2,7 @@
 
     training threads    at one boundary: worker 0 copies its state, the others digest theirs
     training threads    when they continue: report their part, after all proposals made up to then
-    coordinator         compares; waits until proposals are stored (`core/operations/save.py`)
+    coordinator         compares; waits until proposals are stored (`core/operations/attempt.py`)
     lane saver          on worker 0: writes the copy, and removes old checkpoints
     lane release        on worker 0: hears how each save ended, and settles one that was not written
     save-timer          on worker 0, with `save_every=timedelta`: requests saves; ends with the other threads

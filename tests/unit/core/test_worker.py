@@ -6,7 +6,7 @@ from typing import Any
 
 from replicast.core import events as e
 from replicast.core import messages as m
-from replicast.core.operations.save import TakeSnapshot
+from replicast.core.operations.attempt import TakeSnapshot
 from replicast.core.records import Proposal, Stage
 from replicast.core.worker import WorkerMachine
 

@@ -33,7 +33,7 @@ from replicast.core.messages import (
     Withdraw,
 )
 from replicast.core.operation import Outcome
-from replicast.core.operations import attempt, audit, pull, revert, save, sync, update
+from replicast.core.operations import attempt, audit, pull, revert, update
 from replicast.core.records import (
     Applied,
     Proposal,
@@ -87,9 +87,9 @@ ORDERS: list[Any] = [
     update.Apply("fix", "digest", 3),
     update.Discard(("fix", "other")),
     update.Compute("f"),
-    sync.Digest(("dense/bias",)),
-    sync.Publish("sync-1", ("dense/bias",)),
-    save.TakeSnapshot("save-step-4"),
+    audit.Digest(("dense/bias",)),
+    audit.Publish("sync-1", ("dense/bias",)),
+    attempt.TakeSnapshot("save-step-4"),
     attempt.Exit("the disk is full"),
     update.Measure(TRIAL),
     update.BeginTrial("fix", "digest", 3),
