@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.runner import Array, Implementation, Times
 from replicast.config import read_cluster
+from replicast.coordination import Member
 from replicast.replicas.channel import decode, encode
 from replicast.transport import BroadcastTransport, ChainTransport, Parcel, open_transport
 
@@ -65,9 +66,8 @@ class Transfer(Implementation):
 
     def setup(self) -> None:
         self.name = f"bench-{type(self).__name__}-{self.task.megabytes}"
-        self.transport = open_transport(
-            self.group.coordination, self.rank, self.workers, os.environ, self.name
-        )
+        member = Member(self.group.coordination, self.rank, self.workers, os.environ)
+        self.transport = open_transport(member, self.name)
         assert type(self.transport) is self.kind
         self.parcel: Parcel | None = None
         self.arrays: list[Array] = []

@@ -47,7 +47,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -56,7 +56,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from replicast.config import shared_memory_directory
-from replicast.coordination import Coordination
+from replicast.coordination import Member
 from replicast.errors import JobFailed
 from replicast.mapped_memory import Bytes, aligned, map_shared, memory_to_fill
 from replicast.tensorfiles import Array
@@ -78,32 +78,26 @@ _PREFIX = "replicast/allreduce"
 # --- Opening: on all workers, or on none -----------------------------------------------------------------
 
 
-def open_exchange(
-    coordination: Coordination,
-    rank: int,
-    size: int,
-    environ: Mapping[str, str],
-    *,
-    unwilling: str | None,
-    check: Callable[[], None],
-) -> Exchange | str:
+def open_exchange(member: Member, unwilling: str | None) -> Exchange | str:
     """The exchange of this job. On every worker; blocks until all have said whether they can take part."""
+
+    rank, size = member.rank, member.size
 
     def first_problem(question: str, own: str | None) -> str | None:
         key = f"{_PREFIX}/{question}"
-        coordination.put(f"{key}/{rank}", json.dumps(own))
-        wait = wait_until_all(coordination, "say whether it has shared memory", check)
+        member.coordination.put(f"{key}/{rank}", json.dumps(own))
+        wait = wait_until_all(member, "say whether it has shared memory")
         problems: list[str | None] = [json.loads(text) for text in wait.collect(key, rank, size).values()]
         return next((problem for problem in problems if problem is not None), None)
 
-    hosts, job = hosts_of_job(_PREFIX, coordination, rank, size, environ, check)
+    hosts, job = hosts_of_job(member, _PREFIX)
     if len(set(hosts)) > 1:
         return SEVERAL_HOSTS
     with contextlib.ExitStack() as on_failure:
         file, problem = None, unwilling
         if problem is None:
             try:
-                directory = shared_memory_directory(environ)
+                directory = shared_memory_directory(member.environ)
                 remove_leftovers(directory)
                 file = SharedFile(directory, part_bytes(size))
                 on_failure.callback(file.remove)
@@ -126,7 +120,7 @@ def open_exchange(
             return problem
         file.hide()
         on_failure.pop_all()
-    return Exchange(rank, parts, check)
+    return Exchange(rank, parts, member.check)
 
 
 # --- One call ----------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from replicast.errors import JobFailed
@@ -331,6 +332,20 @@ class Wait:
         if self._coordination.put(listed, json.dumps({"values": list(values.values())})):
             return values
         return _listed(self.value(listed, 0))  # of an earlier call, which the others have read
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker that opens something together with all others; `check` raises when the job has failed."""
+
+    coordination: Coordination
+    rank: int
+    size: int
+    environ: Mapping[str, str]
+    check: Callable[[], None] = lambda: None
+
+    def wait(self, secs: float, late: Callable[[int], JobFailed]) -> Wait:
+        return Wait(self.coordination, secs, late, lambda key, worker: self.check())
 
 
 def _listed(text: str) -> dict[int, str]:

@@ -307,9 +307,7 @@ class Lifetime:
         self._blamed_for: str | None = None
         self._reported = False
         # This worker's position in the script.
-        self.turns = Turns(
-            self._keys, self.rank, self.size, transfers_started=self.transfers_started, check=self.check
-        )
+        self.turns = Turns(self._keys, self.rank, self.size, self.transfers_started, self.check)
         self.polls = 0  # how often the thread has polled all keys, and the service has answered
         # Returns a worker whose process has ended. The all-reduce of this host sees that, once it is open.
         self.dead_worker: Callable[[], int | None] = lambda: None

@@ -23,6 +23,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from replicast.coordination import LOOK_SECS, Coordination, Wait
@@ -70,23 +71,17 @@ class JobKeys:
         return {worker: dict(json.loads(text)) for worker, text in texts.items()}
 
 
+@dataclass(eq=False)
 class Turns:
     """Counts this worker's turns and compares its position in the script with the other workers'."""
 
-    def __init__(
-        self,
-        keys: JobKeys,
-        rank: int,
-        size: int,
-        *,
-        transfers_started: Callable[[], int],
-        check: Callable[[], None],
-    ) -> None:
-        self._keys = keys
-        self._rank = rank
-        self._size = size
-        self._transfers_started = transfers_started
-        self._check = check
+    _keys: JobKeys
+    _rank: int
+    _size: int
+    _transfers_started: Callable[[], int]
+    _check: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._deleted = 0
         self._meetings: set[int] = set()
         self._alone: tuple[str, int] | None = None

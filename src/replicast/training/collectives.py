@@ -34,7 +34,7 @@ from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
 from replicast.allreduce import SEVERAL_HOSTS, Exchange, ExchangePlan, Form, open_exchange
-from replicast.coordination import Coordination
+from replicast.coordination import Coordination, Member
 from replicast.errors import NotSupported
 from replicast.lifetime import Lifetime
 from replicast.training.keras_call import compiled_model, keras_looks_at_attributes, optimizer_that_sums
@@ -472,9 +472,8 @@ def sum_through_shared_memory(
         unwilling = f'worker {rank} has all_reduce="tensorflow"'
     elif extended._local_device_type != "CPU":
         unwilling = f"worker {rank} {_ON_ACCELERATOR}"
-    exchange = open_exchange(
-        coordination, rank, extended._num_workers, os.environ, unwilling=unwilling, check=lifetime.check
-    )
+    member = Member(coordination, rank, extended._num_workers, os.environ, lifetime.check)
+    exchange = open_exchange(member, unwilling)
     if isinstance(exchange, Exchange):
         extended.shared = SharedSums(exchange, extended.keys)
         lifetime.dead_worker = exchange.dead_worker

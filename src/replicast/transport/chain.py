@@ -54,13 +54,12 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from replicast.coordination import Coordination
 from replicast.errors import UpdateRefused
 from replicast.mapped_memory import Bytes
 from replicast.processes import is_out_of_files
 from replicast.tensorfiles import Array
 from replicast.transport.base import Inspect, Parcel, damaged_block, no_inspection, not_arrived
-from replicast.transport.shared import HostsTransport, Mirrors, SharedMemoryTransport
+from replicast.transport.shared import HostsTransport, Mirrors
 from replicast.update.digest import BLOCK_BYTES, digest_block
 
 logger = logging.getLogger("replicast")
@@ -111,19 +110,13 @@ def streams_for(nbytes: int) -> int:
 # --- The transport ---------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class ChainTransport(HostsTransport):
-    def __init__(
-        self,
-        shared: SharedMemoryTransport,
-        coordination: Coordination,
-        rank: int,
-        hosts: tuple[str, ...],
-        keys: str,
-        ends: Ends | None,
-    ) -> None:
-        super().__init__(shared, coordination, rank, hosts, keys)
-        self._ends = ends
-        self._mirrors = Mirrors(shared)
+    _ends: Ends | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._mirrors = Mirrors(self._shared)
 
     def receive(self, parcel: Parcel, timeout_secs: float, inspect: Inspect = no_inspection) -> list[Array]:
         until = time.monotonic() + timeout_secs

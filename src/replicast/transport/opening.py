@@ -19,10 +19,10 @@ import logging
 import secrets
 import uuid
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from replicast.config import host_and_port, host_id, read_cluster, shared_memory_directory
-from replicast.coordination import Coordination, Wait
+from replicast.coordination import Member, Wait
 from replicast.errors import JobFailed
 from replicast.transport.base import Transport
 from replicast.transport.broadcast import BroadcastTransport
@@ -37,47 +37,33 @@ _PREFIX = "replicast/transport"
 _CHAIN = "chain"
 
 
-def open_transport(
-    coordination: Coordination,
-    rank: int,
-    size: int,
-    environ: Mapping[str, str],
-    name: str,
-    check: Callable[[], None] = lambda: None,
-) -> Transport:
+def open_transport(member: Member, name: str) -> Transport:
     """The transport for this job. On every worker; blocks until all have published their host."""
-    hosts, job = hosts_of_job(_PREFIX, coordination, rank, size, environ, check)
-    directory = shared_memory_directory(environ)
+    hosts, job = hosts_of_job(member, _PREFIX)
+    rank, directory = member.rank, shared_memory_directory(member.environ)
     if len(set(hosts)) == 1:
-        return SharedMemoryTransport(job, rank, directory=directory, local_ranks=range(size))
+        return SharedMemoryTransport(job, rank, directory=directory, local_ranks=range(member.size))
     # With REPLICAST_HOST_ID, several hosts may be one machine: their files must have different names.
     files = f"{job}-{zlib.crc32(hosts[rank].encode()):08x}"
     local_ranks = [local for local, host in enumerate(hosts) if host == hosts[rank]]
     shared = SharedMemoryTransport(files, rank, directory=directory, local_ranks=local_ranks)
     leaders = tuple(leaders_of(hosts).values())
     keys = f"{job}/{name}"
-    is_chain, ends = open_chain(coordination, rank, leaders, f"{_PREFIX}/{keys}", environ, check)
+    is_chain, ends = open_chain(member, leaders, f"{_PREFIX}/{keys}")
     if is_chain:
-        return ChainTransport(shared, coordination, rank, hosts, keys, ends)
-    return BroadcastTransport(shared, coordination, rank, hosts, job)
+        return ChainTransport(shared, member.coordination, rank, hosts, keys, ends)
+    return BroadcastTransport(shared, member.coordination, rank, hosts, job)
 
 
-def hosts_of_job(
-    prefix: str,
-    coordination: Coordination,
-    rank: int,
-    size: int,
-    environ: Mapping[str, str],
-    check: Callable[[], None] = lambda: None,
-) -> tuple[tuple[str, ...], str]:
+def hosts_of_job(member: Member, prefix: str) -> tuple[tuple[str, ...], str]:
     """The host of every worker, by rank, and a name of the job, unique for each prefix of the keys.
 
     Blocks until all workers have published their host under this prefix.
     """
-    key = f"{prefix}/host"
+    key, coordination, rank, size = f"{prefix}/host", member.coordination, member.rank, member.size
     if rank == 0:  # Written first, so that it exists once all hosts are published.
         coordination.put(f"{prefix}/job", uuid.uuid4().hex)
-    coordination.put(f"{key}/{rank}", host_id(environ))
+    coordination.put(f"{key}/{rank}", host_id(member.environ))
 
     def late(worker: int) -> JobFailed:
         others = range(worker + 1, size) if rank == 0 else ()  # worker 0 tells all what it has found
@@ -91,21 +77,15 @@ def hosts_of_job(
             worker=worker,
         )
 
-    wait = Wait(coordination, OPEN_SECS, late, lambda key, worker: check())
+    wait = member.wait(OPEN_SECS, late)
     hosts = wait.collect(key, rank, size)
     return tuple(hosts.values()), wait.value(f"{prefix}/job", 0)
 
 
-def open_chain(
-    coordination: Coordination,
-    rank: int,
-    leaders: tuple[int, ...],
-    prefix: str,
-    environ: Mapping[str, str],
-    check: Callable[[], None] = lambda: None,
-) -> tuple[bool, Ends | None]:
+def open_chain(member: Member, leaders: tuple[int, ...], prefix: str) -> tuple[bool, Ends | None]:
     """Whether the hosts are a chain: the same on all workers. And this leader's ends of it."""
-    wait = wait_until_all(coordination, "connect to the other hosts", check)
+    rank, environ, coordination = member.rank, member.environ, member.coordination
+    wait = wait_until_all(member, "connect to the other hosts")
 
     def put(what: str, value: str) -> None:
         coordination.put(f"{prefix}/{what}", value)
@@ -161,13 +141,13 @@ def open_chain(
     return True, ends
 
 
-def wait_until_all(coordination: Coordination, do: str, check: Callable[[], None]) -> Wait:
+def wait_until_all(member: Member, do: str) -> Wait:
     """A wait at the start of the job, whose error names the worker that did not do it."""
 
     def late(worker: int) -> JobFailed:
         return JobFailed(f"Worker {worker} did not {do} within {OPEN_SECS:g} s. See its log.", worker=worker)
 
-    return Wait(coordination, OPEN_SECS, late, lambda key, worker: check())
+    return member.wait(OPEN_SECS, late)
 
 
 def _host_of(rank: int, environ: Mapping[str, str]) -> str:

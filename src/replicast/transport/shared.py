@@ -297,27 +297,22 @@ class SharedMemoryTransport(Transport):
 # --- What the transports between hosts have in common ----------------------------------------------------
 
 
+@dataclass(eq=False)
 class HostsTransport(Transport):
     """Shared memory within each host, whose lowest rank is its leader; leaders tell by keys what they have.
 
     A key of a parcel is written once, and deleted by its writer, who releases the parcel.
     """
 
-    def __init__(
-        self,
-        shared: SharedMemoryTransport,
-        coordination: Coordination,
-        rank: int,
-        hosts: tuple[str, ...],
-        keys: str,
-    ) -> None:
-        self._shared = shared
-        self._coordination = coordination
-        self._rank = rank
-        self._hosts = hosts
-        self._keys = keys
-        self._leaders = leaders_of(hosts)
-        self._leader = self._leaders[hosts[rank]]
+    _shared: SharedMemoryTransport
+    _coordination: Coordination
+    _rank: int
+    _hosts: tuple[str, ...]
+    _keys: str
+
+    def __post_init__(self) -> None:
+        self._leaders = leaders_of(self._hosts)
+        self._leader = self._leaders[self._hosts[self._rank]]
         self._own_keys: dict[str, tuple[str, ...]] = {}
 
     def publish(self, parcel_id: str, arrays: Sequence[Array], *, to_read: bool = False) -> Parcel:
