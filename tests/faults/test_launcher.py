@@ -6,10 +6,8 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from replicast.launcher.group import EndTimeouts
 from replicast.launcher.launcher import Settings, supervise
 from replicast.launcher.plan import JobPlan
 from replicast.storage.run_files import changes
+from replicast.testing.job import eventually
 
 DEADLINE_SECS = 120.0
 
@@ -60,7 +59,7 @@ class Launch:
     directory: Path
 
     def pid(self, name: str) -> int:
-        eventually(lambda: (self.directory / name).exists(), f"{name} was never noted")
+        eventually((self.directory / name).exists)
         return int((self.directory / name).read_text())
 
     def finish(self) -> tuple[int, str, str]:
@@ -109,13 +108,6 @@ def supervised(directory: Path, script: str, timeouts: EndTimeouts) -> int:
         return supervise(JobPlan(argv=(sys.executable, "train.py"), workers=2), settings, os.environ)
 
 
-def eventually(condition: Callable[[], bool], otherwise: str) -> None:
-    end = time.monotonic() + DEADLINE_SECS
-    while not condition():
-        assert time.monotonic() < end, otherwise
-        time.sleep(0.01)
-
-
 def alive(pid: int) -> bool:
     """Whether the process runs; a zombie that nobody has reaped does not."""
     try:
@@ -126,7 +118,7 @@ def alive(pid: int) -> bool:
 
 def gone(*pids: int) -> None:
     for pid in pids:
-        eventually(lambda pid=pid: not alive(pid), f"process {pid} is still there")  # type: ignore[misc]
+        eventually(lambda pid=pid: not alive(pid))  # type: ignore[misc]
 
 
 def test_all_workers_end_well(launch: Launcher) -> None:
@@ -358,16 +350,6 @@ def test_a_job_that_is_not_shown_ends_without_a_closing_line(launch: Launcher) -
     assert (code, out) == (0, "")
     assert err.startswith("replicast: 2 workers, attempt 0, logs in run/logs/attempt-0; starting")
     assert err.count("\n") == 1
-
-
-def test_a_second_launcher_on_a_run_directory_is_refused(launch: Launcher) -> None:
-    first = launch("for_ever()", "--run-dir", "run")
-    first.pid("pid-0")
-    code, out, err = launch("for_ever()", "--run-dir", "run").finish()
-    assert (code, out) == (2, "")
-    holder = f"process {first.process.pid} on {socket.gethostname()}"
-    assert err.startswith(f"Error: Another `replicast run` ({holder}) is using ")
-    assert first.process.poll() is None
 
 
 def test_the_heartbeat_timeout_reaches_the_workers_and_is_the_time_that_one_may_be_frozen(

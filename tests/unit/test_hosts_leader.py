@@ -118,12 +118,18 @@ def test_launchers_of_several_hosts_act_as_one(script: str) -> None:
     play(script)
 
 
+RUN = LaunchOrder(session="s", phase=Phase.RUN, max_restarts=3, hosts=("a", "b"))
+
+
+def join(leader: Leader) -> None:
+    for node, session in enumerate(("first", "one")):
+        leader.on_joined(node, session, "", 0.0)
+        leader.on_report(node, Report(next_attempt=0), 0.0)
+
+
 def test_the_first_cause_is_the_first_that_failed_by_itself_on_any_host() -> None:
     leader = Leader(("a", "b"), "first", 0, HostTimeouts(), 0.0)
-    leader.on_joined(0, "first", "", 0.0)
-    leader.on_joined(1, "other", "10.0.0.1", 0.0)
-    for node in (0, 1):
-        leader.on_report(node, Report(next_attempt=0), 0.1)
+    join(leader)
     told = [(0, 0, PEER), (1, 1, 4), (0, 2, 5)]  # Worker 0 noticed; then worker 1 and worker 2 failed.
     for node, worker, code in told:
         failure = WorkerExit(host=node, worker=worker, code=code, reported_by=node)
@@ -137,9 +143,7 @@ def test_the_first_cause_is_the_first_that_failed_by_itself_on_any_host() -> Non
 
 def test_the_first_cause_stays_the_first_though_its_host_is_lost_then() -> None:
     leader = Leader(("a", "b"), "first", 3, HostTimeouts(), 0.0)
-    for node, session in enumerate(("first", "one")):
-        leader.on_joined(node, session, "", 0.0)
-        leader.on_report(node, Report(next_attempt=0), 0.0)
+    join(leader)
     began = Report(next_attempt=0, attempt=0, running=True)
     leader.on_report(1, replace(began, failure=WorkerExit(host=1, worker=1, code=KILLED)), 1.0)
     leader.on_report(0, replace(began, failure=WorkerExit(host=0, worker=0, code=-11)), 2.0)
@@ -152,8 +156,7 @@ def test_the_first_cause_stays_the_first_though_its_host_is_lost_then() -> None:
 
 def test_a_launcher_that_ended_its_workers_for_want_of_the_first_does_not_report_a_good_end() -> None:
     member = Member(1, 0, 3, HostTimeouts(), 0.0)
-    run = LaunchOrder(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=3, hosts=("a", "b"))
-    assert member.on_order(run, 0.1) == [run]
+    assert member.on_order(RUN, 0.1) == [RUN]
     assert [type(one) for one in member.on_time(40.0)] == [End]
     member.on_group_end(None, 41.0, left_behind=False)
     assert member.report.failure is not None
@@ -162,9 +165,8 @@ def test_a_launcher_that_ended_its_workers_for_want_of_the_first_does_not_report
 
 def test_a_launcher_whose_first_one_was_started_again_ends_its_workers_and_says_why() -> None:
     member = Member(1, 0, 3, HostTimeouts(), 0.0)
-    run = LaunchOrder(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=3, hosts=("a", "b"))
-    member.on_order(run, 0.1)
-    (end,) = member.on_order(replace(run, session="t", phase=Phase.WAIT), 0.2)
+    member.on_order(RUN, 0.1)
+    (end,) = member.on_order(replace(RUN, session="t", phase=Phase.WAIT), 0.2)
     assert isinstance(end, End)
     assert end.failure is not None
     assert end.failure.why == "its launcher was restarted"
@@ -210,9 +212,7 @@ def test_a_refusal_is_forgotten_when_its_host_has_come() -> None:
     leader = Leader(("a", "b"), "first", 1, HostTimeouts(), 0.0)
     leader.on_refused(1, "Another -n")
     leader.on_refused(None, "Another secret")
-    for node, session in enumerate(("first", "other")):
-        leader.on_joined(node, session, "", 0.0)
-        leader.on_report(node, Report(next_attempt=0), 0.0)
+    join(leader)
     assert leader.order.phase is Phase.RUN
     leader.on_time(40.0)
     leader.on_report(0, Report(next_attempt=1, attempt=0), 40.0)
@@ -223,9 +223,7 @@ def test_a_refusal_is_forgotten_when_its_host_has_come() -> None:
 
 def test_a_launcher_that_comes_back_at_once_does_not_run_its_last_attempt_again() -> None:
     leader = Leader(("a", "b"), "first", 3, HostTimeouts(), 0.0)
-    for node, session in enumerate(("first", "one")):
-        leader.on_joined(node, session, "", 0.0)
-        leader.on_report(node, Report(next_attempt=0), 0.0)
+    join(leader)
     assert (leader.order.phase, leader.order.attempt) == (Phase.RUN, 0)
     leader.on_report(1, Report(next_attempt=0, attempt=0, running=True), 1.0)
     leader.on_closed(1, "one", 2.0)
@@ -238,7 +236,7 @@ def test_a_launcher_that_comes_back_at_once_does_not_run_its_last_attempt_again(
 
 def test_the_first_launcher_does_not_take_itself_for_lost_after_it_was_stopped() -> None:
     member = Member(0, 0, 0, HostTimeouts(), 0.0)
-    order = LaunchOrder(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=0, hosts=("a", "b"))
+    order = replace(RUN, max_restarts=0)
     assert member.on_order(order, 0.0) == [order]
     died = WorkerExit(host=0, worker=0, code=3)
     assert member.on_group_end(died, 100.0, left_behind=False) == [], "it decides when it has looked around"

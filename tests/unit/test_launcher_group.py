@@ -71,38 +71,34 @@ FREEZES = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 WAITS_FOR_EVER = "import time; time.sleep(3600)"
 
 
-def test_a_worker_is_frozen_from_the_first_look_that_finds_it_stopped() -> None:
+@pytest.mark.parametrize(
+    ("looks", "at_least_secs", "at", "expected"),
+    [
+        pytest.param(
+            [([1], 100), ([1, 2], 104)], 5, 106, {1}, id="from the first look that finds it stopped"
+        ),
+        pytest.param([([1], 100), ([1, 2], 104)], 0, 106, {1, 2}, id="any time"),
+        pytest.param([([1], 100), ([], 109), ([1], 110)], 5, 111, set(), id="it went on in between"),
+        # Worker 1 is continued a moment before worker 0.
+        pytest.param([([0, 1, 2], 100), ([0], 200)], 5, 201, set(), id="the whole job was paused"),
+        # Worker 0, worker 1 and the launcher are suspended, and continued: the launcher first, worker 0 last.
+        pytest.param([([0], 100), ([0], 3700)], 5, 3704, set(), id="the launcher was stopped too"),
+        pytest.param([([0], 100), ([0], 3700), ([0], 3704)], 5, 3706, {0}, id="it stays frozen after that"),
+    ],
+)
+def test_for_how_long_a_worker_has_been_frozen(
+    looks: list[tuple[list[int], float]], at_least_secs: float, at: float, expected: set[int]
+) -> None:
     workers = FrozenWorkers()
-    workers.update([1], 3, now=100.0)
-    workers.update([1, 2], 3, now=104.0)
-    assert workers.for_at_least(5.0, now=106.0) == {1}
-    assert workers.for_at_least(0.0, now=106.0) == {1, 2}
+    for frozen, now in looks:
+        workers.update(frozen, 3, now)
+    assert workers.for_at_least(at_least_secs, at) == expected
 
 
-def test_a_worker_that_continues_is_not_frozen() -> None:
+def test_a_job_of_one_worker_may_be_paused() -> None:
     workers = FrozenWorkers()
-    workers.update([1], 2, now=100.0)
-    workers.update([], 2, now=109.0)
-    workers.update([1], 2, now=110.0)
-    assert workers.for_at_least(5.0, now=111.0) == set()
-
-
-def test_a_job_that_is_stopped_as_a_whole_is_paused() -> None:
-    workers = FrozenWorkers()
-    workers.update([0, 1], 2, now=100.0)
-    workers.update([0], 2, now=200.0)  # worker 1 is continued a moment before worker 0
-    assert workers.for_at_least(5.0, now=201.0) == set()
     workers.update([0], 1, now=300.0)
-    assert workers.for_at_least(0.0, now=300.0) == set(), "a job of one worker"
-
-
-def test_time_in_which_the_launcher_was_stopped_too_does_not_count() -> None:
-    workers = FrozenWorkers()
-    workers.update([0], 2, now=100.0)  # the whole job is being suspended: worker 0, worker 1, the launcher
-    workers.update([0], 2, now=3700.0)  # it is being continued: the launcher, worker 1, worker 0
-    assert workers.for_at_least(5.0, now=3704.0) == set()
-    workers.update([0], 2, now=3704.0)
-    assert workers.for_at_least(5.0, now=3706.0) == {0}, "it stays frozen"
+    assert workers.for_at_least(0.0, now=300.0) == set()
 
 
 def test_a_frozen_worker_is_killed_and_named_and_the_others_are_ended(tmp_path: Path) -> None:
@@ -112,28 +108,18 @@ def test_a_frozen_worker_is_killed_and_named_and_the_others_are_ended(tmp_path: 
     assert {ended.worker: ended.stopped for ended in end.exits} == {0: True, 1: True}
 
 
-def wait_until_frozen(directory: Path) -> str:
-    """The start of a program that goes on once the worker that wrote its pid there is frozen."""
-    return f"""
+@pytest.mark.parametrize(("code", "blamed"), [(PEER_FAILED, (0, -9)), (4, (1, 4))])
+def test_a_worker_that_fails_by_itself_is_named_and_not_one_that_fails_because_of_a_frozen_one(
+    tmp_path: Path, code: int, blamed: tuple[int, int]
+) -> None:
+    freezes = f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); " + FREEZES
+    fails = f"""
 import pathlib, sys, time
-noted = pathlib.Path({str(directory)!r}) / "pid"
+noted = pathlib.Path({str(tmp_path)!r}) / "pid"
 while not noted.exists() or not noted.read_text(): time.sleep(0.01)
 while ") T" not in pathlib.Path(f"/proc/{{noted.read_text()}}/stat").read_text(): time.sleep(0.01)
+sys.exit({code})
 """
-
-
-def test_a_worker_that_fails_because_of_a_frozen_one_is_not_named(tmp_path: Path) -> None:
-    notes = f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); "
-    fails = wait_until_frozen(tmp_path) + f"sys.exit({PEER_FAILED})"
-    end = run_group(tmp_path, notes + FREEZES, fails, frozen_secs=3600.0)
-    assert end.first_failure is not None
-    assert end.first_failure.worker == 0
-
-
-def test_a_worker_that_fails_by_itself_is_named_although_another_was_just_stopped(tmp_path: Path) -> None:
-    notes = f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); "
-    end = run_group(
-        tmp_path, notes + FREEZES, wait_until_frozen(tmp_path) + "sys.exit(4)", frozen_secs=3600.0
-    )
-    assert end.first_failure is not None
-    assert (end.first_failure.worker, end.first_failure.code) == (1, 4)
+    failure = run_group(tmp_path, freezes, fails, frozen_secs=3600.0).first_failure
+    assert failure is not None
+    assert (failure.worker, failure.code) == blamed

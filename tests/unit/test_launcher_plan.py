@@ -116,13 +116,12 @@ def test_workers_do_not_talk_to_each_other_through_a_proxy(
     ("cores", "workers", "intra", "inter"),
     [(8, 2, "4", "4"), (2, 2, "1", "2"), (1, 4, "1", "2"), (7, 2, "3", "3"), (8, 1, None, None)],
 )
-def test_workers_share_the_cores(cores: int, workers: int, intra: str | None, inter: str | None) -> None:
+def test_workers_share_the_cores_unless_the_user_says_otherwise(
+    cores: int, workers: int, intra: str | None, inter: str | None
+) -> None:
     settings = thread_settings(cores, workers, {})
     assert settings.get("TF_NUM_INTRAOP_THREADS") == settings.get("OMP_NUM_THREADS") == intra
     assert settings.get("TF_NUM_INTEROP_THREADS") == inter
-
-
-def test_thread_counts_set_by_the_user_are_kept() -> None:
     assert "OMP_NUM_THREADS" not in planned(environ={"OMP_NUM_THREADS": "3"})[0].env
 
 
@@ -184,16 +183,13 @@ def test_a_job_that_cannot_run_is_refused(job: JobPlan, expected: str) -> None:
     assert expected in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
+def test_a_good_job_is_accepted() -> None:
+    for job in (
         JOB,
         replace(JOB, workers=1, given=GIVEN),
         replace(JOB, hosts=("h1", "h2"), node_rank=1, port=65534),
-    ],
-)
-def test_a_good_job_is_accepted(job: JobPlan) -> None:
-    check_job(job)
+    ):
+        check_job(job)
 
 
 @pytest.mark.parametrize(
@@ -211,23 +207,21 @@ def test_whose_output_is_shown(text: str | None, node_rank: int, expected: set[i
     assert parse_tee(text, replace(JOB, hosts=("h1", "h2"), node_rank=node_rank)) == expected
 
 
-@pytest.mark.parametrize("text", ["", "2", "0,", "-1", "every"])
-def test_a_worker_that_does_not_exist_cannot_be_shown(text: str) -> None:
-    with pytest.raises(ClusterError, match="--tee"):
-        parse_tee(text, JOB)
+def test_a_worker_that_does_not_exist_cannot_be_shown() -> None:
+    for text in ("", "2", "0,", "-1", "every"):
+        with pytest.raises(ClusterError, match="--tee"):
+            parse_tee(text, JOB)
 
 
-@pytest.mark.parametrize("name", ["python_train", "pythonic"])
-def test_a_script_whose_name_only_begins_like_python_is_run(tmp_path: Path, name: str) -> None:
-    script = tmp_path / name
-    script.touch()
-    check_script(str(script))
-
-
-@pytest.mark.parametrize("name", ["python", "python3", "/usr/bin/python3.11"])
-def test_python_itself_is_refused_as_a_script(name: str) -> None:
-    with pytest.raises(LaunchRefused, match="is Python itself"):
-        check_script(name)
+def test_python_itself_is_refused_as_a_script_and_a_name_that_only_begins_like_it_is_not(
+    tmp_path: Path,
+) -> None:
+    for name in ("python_train", "pythonic"):
+        (tmp_path / name).touch()
+        check_script(str(tmp_path / name))
+    for name in ("python", "python3", "/usr/bin/python3.11"):
+        with pytest.raises(LaunchRefused, match="is Python itself"):
+            check_script(name)
 
 
 def listening(port: int = 0) -> socket.socket:
@@ -248,42 +242,24 @@ def test_the_kernel_never_gives_out_a_held_port() -> None:
         assert len({*first.numbers, *second.numbers}) == 400
 
 
-def test_a_worker_can_listen_on_a_held_port() -> None:
-    with (
-        hold_ports([0] * 1) as ports,
-        listening(ports.numbers[0]) as server,
-        socket.create_connection(("127.0.0.1", ports.numbers[0]), timeout=120),
-    ):
-        accepted, _ = server.accept()
-        accepted.close()
+def test_only_a_worker_can_listen_on_a_held_port() -> None:
+    with hold_ports([0]) as ports, socket.socket() as stranger:
+        (port,) = ports.numbers
+        with listening(port) as server, socket.create_connection(("127.0.0.1", port), timeout=120):
+            server.accept()[0].close()
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
 
 
-def test_another_process_without_reuse_cannot_bind_a_held_port() -> None:
-    with hold_ports([0] * 1) as ports, socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-        stranger.bind(("127.0.0.1", ports.numbers[0]))
-
-
-def test_a_port_in_use_is_refused_with_a_remedy() -> None:
+def test_a_port_in_use_is_refused_with_a_remedy_and_what_was_held_is_free_again() -> None:
+    with hold_ports([0]) as probe:
+        (free,) = probe.numbers
     with listening() as server:
         port = server.getsockname()[1]
         with pytest.raises(ClusterError, match=f"Port {port} is in use.*choose another port"):
-            hold_ports([port])
-
-
-def test_a_refused_set_of_ports_leaves_none_held() -> None:
-    with hold_ports([0] * 1) as probe:
-        free = probe.numbers[0]
-    with listening() as server, pytest.raises(ClusterError):
-        hold_ports([free, server.getsockname()[1]])
+            hold_ports([free, port])
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", free))
-
-
-def test_a_released_port_is_free_again() -> None:
-    with hold_ports([0] * 1) as ports:
-        pass
-    with socket.socket() as stranger:
-        stranger.bind(("127.0.0.1", ports.numbers[0]))
 
 
 def test_a_port_of_workers_that_are_just_ending_is_waited_for() -> None:

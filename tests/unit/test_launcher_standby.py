@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,8 +22,8 @@ from replicast.launcher.interruptions import Interruptions
 from replicast.launcher.plan import WorkerPlan
 from replicast.launcher.screen import Screen
 from replicast.launcher.standby import StandbySet
+from replicast.testing.job import eventually
 
-DEADLINE_SECS = 120.0
 MIRROR = '''"""A script that writes down all that it can see of its process."""
 import json, os, resource, signal, sys, threading, warnings
 
@@ -79,6 +78,13 @@ class Place:
             )
             return group.run(os.environ, lambda: self.standbys.begin(attempt))
 
+    def restart(self, **env: str) -> int:
+        """A first attempt, and the second one in the standby process, whose process id is returned."""
+        self.run(0, **env)
+        standby = self.prepare()
+        self.end = self.run(1, **env)
+        return standby
+
     def log(self, attempt: int) -> str:
         return (self.directory / f"{attempt}.log").read_text()
 
@@ -107,13 +113,6 @@ def command(pid: str | int) -> bytes:
         return b""
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_SECS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Place]]:
     monkeypatch.chdir(tmp_path)
@@ -138,10 +137,8 @@ def test_a_script_sees_the_same_in_a_standby_as_in_a_cold_start(
     place: Make, program: tuple[str, ...]
 ) -> None:
     here = place(MIRROR, *program)
-    here.run(0, REPLICAST_ATTEMPT="same")
-    standby = here.prepare()
-    end = here.run(1, REPLICAST_ATTEMPT="same")
-    assert end.first_failure is None
+    standby = here.restart(REPLICAST_ATTEMPT="same")
+    assert here.end.first_failure is None
     assert not Path(f"/proc/{standby}").exists(), "it was used, and has ended"
     assert json.loads(here.log(1)) == json.loads(here.log(0))
 
@@ -199,18 +196,15 @@ def test_a_standby_that_cannot_take_the_call_has_not_trained(place: Make) -> Non
         "import os, resource\nlimits = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "free = os.dup(0)\nos.close(free)\nresource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))"
     )
-    here.run(0)
-    here.prepare()
-    assert [ended.code for ended in here.run(1).exits] == [1]
+    here.restart()
+    assert [ended.code for ended in here.end.exits] == [1]
 
 
 def test_exit_codes_and_tracebacks_are_those_of_python(place: Make) -> None:
     here = place("import os\ndef f():\n    raise ValueError('why')\nf()")
-    here.run(0)
-    here.prepare()
-    end = here.run(1)
-    assert end.first_failure is not None
-    assert end.first_failure.code == 1
+    here.restart()
+    assert here.end.first_failure is not None
+    assert here.end.first_failure.code == 1
     assert here.log(1) == here.log(0)
     here.prepare()
     (here.directory / "train.py").write_text("import sys; sys.exit(7)")
@@ -220,17 +214,13 @@ def test_exit_codes_and_tracebacks_are_those_of_python(place: Make) -> None:
 def test_what_the_imports_write_is_in_the_worker_s_log(place: Make) -> None:
     here = place("import noisy; print('trained')", imports=("noisy",))
     (here.directory / "noisy.py").write_text("import os; os.write(2, b'from C\\n'); print('imported')")
-    here.run(0)
-    here.prepare()
-    here.run(1)
+    here.restart()
     assert here.log(1) == here.log(0) == "from C\nimported\ntrained\n"
 
 
 def test_imports_that_fail_become_a_cold_start(place: Make) -> None:
     here = place("import sys; print('json' in sys.modules, sys.argv)", imports=("json", "no_such_module"))
-    here.run(0)
-    here.prepare()
-    here.run(1)
+    here.restart()
     assert here.log(1) == here.log(0) == "False ['train.py', '--epochs', '3']\n"
 
 
@@ -321,9 +311,7 @@ def test_a_file_in_the_run_directory_changes_nothing_of_a_standby(place: Make) -
     (here.directory / "workers").mkdir()
     content = json.dumps({"attempt": 0, "changes": planted})
     (here.directory / "workers" / "0.environment").write_text(content)
-    here.run(0, REPLICAST_RUN_DIR=str(here.directory))
-    here.prepare()
-    here.run(1, REPLICAST_RUN_DIR=str(here.directory))
+    here.restart(REPLICAST_RUN_DIR=str(here.directory))
     assert here.log(1) == "None None\n"
 
 
