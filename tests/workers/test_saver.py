@@ -18,14 +18,13 @@ from msgspec.structs import replace
 
 from replicast import faults
 from replicast.config import TOLD_TO_END
-from replicast.core.entries import Payload, Saved
+from replicast.core.entries import Saved
 from replicast.core.events import Ended, WriteOutcome
 from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged
 from replicast.replicas.departure import Departure
 from replicast.replicas.job_checkpoints import Checkpoints, SavePlan, Saving
 from replicast.replicas.position import Position, Training
 from replicast.storage.checkpoints import CheckpointStore, Draft, Manifest, saved_of
-from replicast.storage.journal import MemoryJournal
 from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
 from replicast.update.update import Update
 
@@ -389,46 +388,6 @@ def test_a_checkpoint_that_is_not_made_says_what_follows_by_the_policy(
     assert ("sync" in str(caught.value)) == (policy == "raise")
 
 
-class SlowJournal(MemoryJournal):
-    """Notes which checkpoints are there when a payload has been written."""
-
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__()
-        self.run_dir = run_dir
-        self.overtaken: list[int] = []
-
-    def write(self, entry: Any, update: Update | None = None) -> None:
-        if isinstance(entry, Payload):
-            threading.Event().wait(0.3)  # a slow disk: long enough for a checkpoint that does not wait
-            self.overtaken += [manifest.step for manifest in CheckpointStore(self.run_dir).list()]
-        super().write(entry, update)
-
-
-@pytest.mark.parametrize("proposing", [0, 1])
-def test_a_checkpoint_in_passing_waits_for_the_payload_of_what_was_proposed_before_and_contains_it(
-    tmp_path: Path, proposing: int
-) -> None:
-    journal = SlowJournal(tmp_path)
-    with Job(2, journal) as job:
-        made = savers(job, tmp_path)
-        job.on_all(Worker.step)
-
-        def propose_and_save(worker: Worker) -> Saving:
-            checkpoints = made[worker.rank].checkpoints
-            saving = checkpoints.save_in_passing()
-            if worker.rank == proposing:
-                update = Update(id="mine").add("dense/bias", np.ones(3, np.float32))
-                worker.session.propose(update, at_step=50)
-            checkpoints.report()
-            return saving
-
-        saving = job.on_all(propose_and_save)[0]
-        manifest = saving.result(DEADLINE_SECS)
-    assert journal.overtaken == []
-    assert [one.proposal.id for one in manifest.pending] == ["mine"]
-    assert saved_of(manifest).holds == frozenset()
-
-
 def steps_until(
     job: Job, made: list[Saver], enough: Callable[[], object], act: Callable[[Saver], None]
 ) -> None:
@@ -674,33 +633,6 @@ def test_a_save_that_is_refused_late_does_not_settle_the_next_one(
         assert first.done()
 
 
-def test_a_checkpoint_that_one_worker_leaves_out_is_an_error_that_names_it_and_the_others_are_made(
-    tmp_path: Path,
-) -> None:
-    with saving_job(2, tmp_path, SavePlan(every=1, keep=9)) as (job, made):
-        said: list[str] = []
-
-        def act(worker: Worker) -> None:
-            for step in range(1, 6):
-                if (worker.rank, step) == (1, 2):
-                    made[1].checkpoints.report()
-                    worker.step()  # and not `after_step`: its callback was skipped
-                    continue
-                try:
-                    made[worker.rank].step()
-                except CheckpointError as error:
-                    said.append(str(error))
-                    made[worker.rank].checkpoints.after_step(1)
-            made[worker.rank].checkpoints.report()
-            worker.session.rest("close")
-            made[worker.rank].checkpoints.settle(DEADLINE_SECS)
-
-        job.on_all(act)
-        (problem,) = said
-        assert "Worker 1 did not report its save of step 2" in problem
-        assert sorted(CheckpointStore(tmp_path).steps()) == [1, 3, 4, 5]
-
-
 def test_training_does_not_stand_still_for_a_part_of_the_last_checkpoint_that_a_worker_never_reports(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -713,22 +645,3 @@ def test_training_does_not_stand_still_for_a_part_of_the_last_checkpoint_that_a_
 
         job.on_all(act)
         assert "the checkpoint of step 2 is skipped: the previous one is not decided yet" in caplog.text
-
-
-def test_a_part_of_a_checkpoint_that_a_worker_never_reports_ends_at_the_end_of_the_training(
-    tmp_path: Path,
-) -> None:
-    with saving_job(2, tmp_path) as (job, made):
-
-        def act(worker: Worker) -> None:
-            worker.step()
-            if worker.rank == 0:
-                made[0].checkpoints.save_in_passing()
-                made[0].checkpoints.report()
-            worker.session.rest("close")
-            made[worker.rank].checkpoints.settle(DEADLINE_SECS)
-
-        job.on_all(act)
-        with pytest.raises(CheckpointError, match="Worker 1 did not report its save"):
-            made[0].checkpoints.check()
-        assert CheckpointStore(tmp_path).list() == []

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from replicast.core.entries import Payload
-from replicast.core.records import Stage
 from replicast.errors import ReplicasDiverged, UpdateRefused
 from replicast.storage.journal import MemoryJournal, NotWritten
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
@@ -53,31 +52,6 @@ def test_equal_replicas_are_found_equal_and_nothing_is_written(size: int) -> Non
         assert job.journal.history().committed == {}
 
 
-@pytest.mark.parametrize(("size", "bad"), [(size, bad) for size in (2, 3, 4) for bad in range(size)])
-def test_one_flipped_bit_is_located_and_healed_whichever_worker_has_it(size: int, bad: int) -> None:
-    with Job(size) as job:
-        job.train(3)
-        before = job.values()
-        flip(job.workers[bad], "dense/kernel", place=7, bit=3)
-        report = audit(job)
-        (difference,) = report.differences
-        reference, other = (0, 1) if size == 2 else (min(set(range(size)) - {bad}), bad)
-        assert (difference.variable, difference.reference) == ("dense/kernel", reference)
-        assert difference.rule == ("coordinator" if size == 2 else "majority")
-        assert difference.groups[1:] == ((other,),)
-        found = difference.differing[other]
-        assert (found.count, found.of, found.first_index) == (1, 12, (2, 1))
-        assert (report.outcome, report.healed) == ("healed", (1,))
-        assert job.values() == [job.values()[reference]] * size
-        if size > 2:
-            assert job.values() == before
-        history = job.journal.history()
-        assert (history.committed[1].step, history.committed[1].heals) == (3, True)
-        assert history.receipts[1].stage is Stage.VERIFIED
-        assert audit(job).outcome == "equal"
-        eventually(lambda: not job.board.buffers)
-
-
 def test_two_variables_with_different_minorities_are_healed_by_their_own_majorities() -> None:
     with Job(3) as job:
         before = job.values()
@@ -100,14 +74,6 @@ def test_warn_tells_and_changes_nothing() -> None:
         assert job.values() == values
         assert job.journal.history().committed == {}
         eventually(lambda: not job.board.buffers)
-
-
-def test_an_audit_with_raise_raises_on_every_worker_and_may_continue() -> None:
-    with Job(3) as job:
-        flip(job.workers[1], "dense/bias")
-        reports = what_an_audit_raises(job, "raise")
-        assert [report.outcome for report in reports] == ["raised"] * 3
-        job.train(3)
 
 
 @pytest.mark.parametrize("policy", ["raise", "heal", "warn"])

@@ -35,26 +35,6 @@ def leaving(job: Job, rank: int = 0, meanwhile: Callable[[Worker], None] = train
     assert job.on_all(until_told) == [TOLD_TO_END] * job.size
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_workers_that_are_told_to_end_save_and_end_together_whoever_is_told(rank: int) -> None:
-    with Job(2) as job:
-        ticket = job.workers[0].session.propose(bias(1.0, id="before"))
-        job.train(3)
-        later = scheduled(job.workers[1].session.propose(bias(10.0, id="later"), at_step=10**6))
-        leaving(job, rank)
-        assert len({worker.session.step for worker in job.workers}) == 1
-        (saved,) = job.checkpoints
-        assert saved.step == job.workers[0].session.step
-        assert saved.holds == {ticket.result(0).sequence}
-        assert [worker.left for worker in job.workers] == ["", ""]
-        assert not later.done()
-    assert "The job ended" in str(pending(later))
-    with job.next_attempt() as again:
-        assert again.workers[1].session.step == saved.step
-        assert [bias_of(worker) for worker in again.workers] == [1.0, 1.0]
-        eventually(lambda: [one["stage"] for one in again.workers[0].session.operations()] == ["scheduled"])
-
-
 def test_a_trial_that_is_under_way_is_neither_saved_nor_decided() -> None:
     with Job(2) as job:
         tickets: list[Ticket] = []
