@@ -113,35 +113,61 @@ SCALING = Question(
     budget_secs=60.0,
 )
 
-TABLE = StepTask(steps=30, kind="embedding", table=1_000_000, optimizer="sgd")
-LARGE = Contestant("replicast loop, 1,000,000 rows", "replicast", f"{MODULE}:ConstantBatch")
-SMALL = replace(LARGE, name="replicast loop, 10,000 rows", task=replace(TABLE, table=10_000), role="part")
-LARGE_ALONE = replace(
-    LARGE,
-    name="floor: 1,000,000 rows, no exchange",
-    pool="stock",
-    factory=f"{MODULE}:NoExchange",
-    role="floor",
+TABLE_ROWS = (10_000, 1_000_000, 10_000_000)
+TABLE_DDP = Contestant("torch DDP (gloo), sparse=True, arrays", "torch", "benchmarks.peers.ddp:TableArrays")
+TABLE_ALONE = replace(FIT_ALONE, name="plain Keras fit in each process, side by side, no exchange")
+
+
+def table(optimizer: str, peers: str) -> Question:
+    """The time of a step on a few rows of a large table, with one optimizer."""
+    few = StepTask(steps=20, kind="embedding", table=1_000_000, words=20, optimizer=optimizer)
+    task = few if optimizer == "Adam" else replace(few, steps=200)  # plain Keras takes long for a step
+    by_itself = replace(TABLE_ALONE, task=few)
+    contestants = (FIT, by_itself) if optimizer == "Adam" else (FIT, TABLE_DDP, by_itself)
+    against_torch = Ratio(f"replicast fit / torch DDP sparse ({peers})", FIT, TABLE_DDP, "at most", 1.0)
+    alone = Ratio("replicast fit / plain Keras, side by side", FIT, by_itself, "at most", 1.1)
+    return Question(
+        name=f"table-{optimizer}",
+        title=f"A step on 128 × 20 ids of a table of 1,000,000 × 64: {optimizer}, {WORKERS} workers",
+        unit="ms per step",
+        contestants=contestants,
+        task=task,
+        ratios=(alone,) if optimizer == "Adam" else (against_torch, alone),
+        notes=NOTES[:1],
+        turns=2,
+        budget_secs=60.0,
+    )
+
+
+def table_sizes(optimizer: str) -> Question:
+    """How the time of a step grows with the rows of the table, of which it touches as many as before."""
+    sized = [
+        replace(
+            FIT,
+            name=f"{rows:,} rows",
+            task=StepTask(steps=200, kind="embedding", table=rows, words=20, optimizer=optimizer),
+            role="part" if rows == TABLE_ROWS[0] else None,
+        )
+        for rows in TABLE_ROWS
+    ]
+    return Question(
+        name=f"table-sizes-{optimizer}",
+        title=f"A step on 128 × 20 ids of a larger and larger table, {optimizer}, {WORKERS} workers",
+        unit="ms per step",
+        contestants=tuple(sized),
+        task=sized[0].task,
+        ratios=tuple(
+            Ratio(f"{one.name} / {sized[0].name}", one, sized[0], "at most", 1.3) for one in sized[1:]
+        ),
+        notes=NOTES[:1],
+        turns=2,
+        budget_secs=90.0,
+    )
+
+
+TABLES = (
+    *(table("SGD", "SGD"), table("Adagrad", "Adagrad"), table("LazyAdam", "SparseAdam"), table("Adam", "")),
+    *(table_sizes("SGD"), table_sizes("Adagrad")),
 )
-EMBEDDING = Question(
-    name="embedding",
-    title="A step that touches 2,048 rows of an embedding of 1,000,000 × 64, SGD, batch 128, 2 workers",
-    unit="ms per step",
-    contestants=(
-        LARGE,
-        SMALL,
-        replace(LARGE, name="replicast fit, arrays, 1,000,000 rows", factory=f"{MODULE}:FitArrays"),
-        replace(LARGE, name="stock MWMS loop, 1,000,000 rows", pool="stock"),
-        LARGE_ALONE,
-    ),
-    task=TABLE,
-    ratios=(
-        Ratio("1,000,000 rows / 10,000 rows, the same touched", LARGE, SMALL, "at most", 1.5),
-        Ratio("1,000,000 rows: with exchange / without", LARGE, LARGE_ALONE),
-    ),
-    notes=NOTES[:1],
-    turns=2,
-    budget_secs=60.0,
-)
-QUESTIONS = (*(step(size) for size in SIZES), SCALING, EMBEDDING)
+QUESTIONS = (*(step(size) for size in SIZES), SCALING, *TABLES)
 QUICK = (step(replace(SIZES[0], steps=100, epochs=2, budget_secs=QUICK_SECS)),)

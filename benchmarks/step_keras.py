@@ -24,6 +24,17 @@ def model_of(task: StepTask, keras: Any) -> Any:
     return keras.Sequential([*inputs, layers.Dense(task.classes)])
 
 
+def optimizer_of(task: StepTask, keras: Any) -> Any:
+    """The optimizer of a task; one of ours if Keras has none of this name."""
+    if hasattr(keras.optimizers, task.optimizer):
+        return getattr(keras.optimizers, task.optimizer)()
+    if task.optimizer == "LazyAdam":
+        from replicast.optimizers import LazyAdam
+
+        return LazyAdam()
+    return keras.optimizers.get(task.optimizer)
+
+
 def custom_step(strategy: Any, task: StepTask) -> tuple[Any, Any, Any]:
     """One step as in TensorFlow's guide to custom training loops, with a Keras 3 model and without metrics.
 
@@ -35,7 +46,7 @@ def custom_step(strategy: Any, task: StepTask) -> tuple[Any, Any, Any]:
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = model_of(task, keras)
-        optimizer = keras.optimizers.get(task.optimizer)
+        optimizer = optimizer_of(task, keras)
         optimizer.build(model.trainable_variables)
 
     def on_replica(x: Any, y: Any) -> None:
@@ -104,7 +115,7 @@ class FitArrays(_Keras):
         with self.strategy().scope():
             self.model = model_of(self.task, keras)
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            self.model.compile(self.task.optimizer, loss, metrics=["accuracy"])
+            self.model.compile(optimizer_of(self.task, keras), loss, metrics=["accuracy"])
         self.data = self.arguments()
 
     def keras(self) -> Any:

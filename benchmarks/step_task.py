@@ -25,7 +25,7 @@ class StepTask(BaseTask):
         kind: Layers of `units`; two convolutions; or the mean of some rows of a table.
         units: The widths of the hidden layers.
         table: The number of rows of the embedding's table.
-        optimizer: Its name in Keras.
+        optimizer: Its name in Keras, or in replicast.
     """
 
     steps: int
@@ -37,7 +37,7 @@ class StepTask(BaseTask):
     optimizer: str = "adam"
     features: int = 784
     classes: int = 10
-    words: int = 16
+    words: int = 20
     width: int = 64
 
     def arrays(self) -> tuple[Array, Array]:

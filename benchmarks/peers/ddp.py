@@ -65,6 +65,42 @@ class Arrays(ConstantBatch):
                 self._step(self.examples[rows], self.labels[rows])
 
 
+class _MeanOfRows(torch.nn.Module):
+    """The mean of some rows of a table, and a layer on it."""
+
+    def __init__(self, rows: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(rows, width, sparse=True)
+        self.last = torch.nn.Linear(width, classes)
+
+    def forward(self, ids: Any) -> Any:
+        return self.last(self.table(ids).mean(1))
+
+
+class TableArrays(Arrays):
+    """A loop over shuffled arrays of ids, with row-sparse gradients of the table."""
+
+    def setup(self) -> None:
+        super().setup()
+        torch.manual_seed(0)
+        model = _MeanOfRows(self.task.table, self.task.width, self.task.classes)
+        self.model = self.wrapped(model)
+        rows, dense = list(model.table.parameters()), list(model.last.parameters())
+        if self.task.optimizer == "LazyAdam":
+            self.optimizers = [torch.optim.SparseAdam(rows), torch.optim.Adam(dense)]
+        else:
+            kind = getattr(torch.optim, self.task.optimizer)
+            self.optimizers = [kind([*rows, *dense], lr=0.01)]
+
+    def _step(self, x: Any, y: Any) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.loss(self.model(x), y).backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.steps += 1
+
+
 class NoExchange(ConstantBatch):
     """The same loop on the same share, in every process by itself."""
 
