@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from replicast.cli import Failed
-from replicast.cli.story import TRAIN, play
+from replicast.cli.story import TRAIN, Story
 
 DEADLINE_SECS = 240.0
 COMMAND = [sys.executable, "-m", "replicast", "demo", "--run-dir"]
@@ -103,6 +103,6 @@ def test_the_demo_fails_when_its_first_claim_does_not_hold(tmp_path: Path) -> No
     (tmp_path / "demo").mkdir()
     screen = io.StringIO()
     with pytest.raises(Failed, match="The replicas should differ at step 100"):
-        play(tmp_path / "demo", Console(file=screen, width=80, markup=False), tampered)
+        Story(tmp_path / "demo", Console(file=screen, width=80, markup=False)).play(tampered)
     assert "NO" not in screen.getvalue()
     assert "Part 2" not in screen.getvalue()

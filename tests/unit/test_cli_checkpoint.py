@@ -254,7 +254,7 @@ def test_a_dry_run_writes_nothing(ended: Path, where: tuple[str, ...]) -> None:
 def test_a_place_that_cannot_be_written_is_named(run: Path) -> None:
     Path("file").write_text("")
     result = output_of(1, "checkpoint", "patch", run, "--scale", "dense/kernel=2", "-o", "file/out")
-    assert "file/out cannot be written (File exists)" in result
+    assert "is not patched: File exists. Nothing is left at file/out." in result
 
 
 @pytest.mark.parametrize("command", [["checkpoint", "list"], ["status"]])

@@ -105,7 +105,7 @@ class Happened:
         monkeypatch.setattr(Story, "_push", lambda _self, _run, _more="": ["pushed"])
         monkeypatch.setattr(os, "kill", lambda process, signum: self.signalled.append((process, signum)))
         file = io.StringIO()
-        story.play(directory, Console(file=file, width=80, highlight=False, markup=False))
+        Story(directory, Console(file=file, width=80, highlight=False, markup=False)).play()
         return file.getvalue()
 
 

@@ -54,8 +54,8 @@ NO_ANSWER, STOPPED = 3, 128 + signal.SIGINT
 _EXIT_CODES = {NoAnswer: NO_ANSWER} | dict.fromkeys(
     (NotFound, RequestFailed, RequestRefused, UpdateRefused, CheckpointError, FileDamaged), 1
 )
-_FACTS = ("path", "step", "variable", "worker", "expected", "received", "remedy")
-_LABELS = {"path": "checkpoint", "remedy": "what to do"}
+_SAME = {name: name for name in ("step", "variable", "worker", "expected", "received")}
+_FACTS = {"path": "checkpoint", **_SAME, "remedy": "what to do"}
 _ARGUMENT = re.compile(r"\b(allow_nonfinite|next_start|force)=True")
 
 
@@ -106,11 +106,12 @@ def error_text(error: ReplicastError) -> str:
     if not isinstance(error, UpdateRefused | CheckpointError | FileDamaged):
         return printable_lines(error)
     is_damage = isinstance(error, FileDamaged)  # Its headline has the path.
-    facts = {name: getattr(error, name, None) for name in _FACTS if not (is_damage and name == "path")}
-    lines = [
-        f"{_LABELS.get(name, name)}: {one_line(value)}" for name, value in facts.items() if value is not None
-    ]
-    text = "\n  ".join([one_line(getattr(error, "headline", error.problem)), *lines])
+    lines = [one_line(getattr(error, "headline", error.problem))]
+    for name, label in _FACTS.items():
+        value = getattr(error, name, None)
+        if value is not None and not (is_damage and name == "path"):
+            lines.append(f"{label}: {one_line(value)}")
+    text = "\n  ".join(lines)
     return _ARGUMENT.sub(lambda found: f"--{found[1].replace('_', '-')}", text)
 
 
@@ -124,14 +125,13 @@ def one_line(text: object) -> str:
     return printable(" ".join(str(text).split()))
 
 
-def _with_hyphens(name: str) -> str:
-    """The name of an option: --node_rank is --node-rank, as for `torchrun`. Not applied to values."""
-    return name.replace("_", "-")
-
-
 @click.group(
     cls=LazyGroup,
-    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _with_hyphens},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        # --node_rank is --node-rank, as for `torchrun`. Not applied to values.
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    },
 )
 @click.version_option(__version__, prog_name="replicast")
 def main() -> None:

@@ -18,16 +18,8 @@ from replicast.files import RunDir, RunPath, below
 from replicast.storage.checkpoint_tools import Equality
 from replicast.storage.checkpoint_tools import diff as compare
 from replicast.storage.checkpoint_tools import patch as patch_checkpoint
-from replicast.storage.checkpoints import (
-    COMMITTED,
-    MANIFEST,
-    STATE,
-    CheckpointStore,
-    Manifest,
-    open_checkpoint,
-)
+from replicast.storage.checkpoints import COMMITTED, MANIFEST, STATE, CheckpointStore, open_checkpoint
 from replicast.storage.journal import NotWritten, PerhapsWritten
-from replicast.update.update import Update
 
 _NONE_YET = "The run has no checkpoints yet."
 path_argument = click.argument("path", type=PATH, metavar="PATH|RUN")
@@ -71,8 +63,9 @@ def list_(run: Path, as_json: bool) -> int:
     elif manifests:
         table = texts.make_table(">step", ">epoch", ">batch", ">update", ">size", "=when", "metrics")
         for one in manifests:
-            by = "" if one.parent is None else f"patched by {_patched_by(one)}"
-            note = Text(by, style="dim") if by else texts.metrics(one.metrics)
+            parent, metrics = one.parent, Text(texts.metrics(one.metrics))
+            by = "" if parent is None else f"patched by {one_line(parent.get('update_id', 'an update'))}"
+            note = Text(by, style="dim") if by else metrics
             numbers = map(str, (one.step, one.epoch, one.batch, one.sequence))
             table.add_row(*numbers, texts.size(one.nbytes), texts.when(one.created_at), note)
         texts.make_console().print(table)
@@ -127,7 +120,8 @@ def show(path: Path, step: int | None, as_json: bool) -> None:
         return
     versions = ", ".join(f"{name} {value}" for name, value in manifest.versions.items())
     parent = {} if manifest.parent is None else manifest.parent
-    patched = f"from {one_line(parent.get('path', ''))} by update {_patched_by(manifest)}" if parent else ""
+    by = f"by update {one_line(parent.get('update_id', 'unknown'))}"
+    patched = f"from {one_line(parent.get('path', ''))} {by}" if parent else ""
     last = f"update {manifest.sequence} is the last in it" if manifest.sequence else "no update is in it"
     facts = {
         "checkpoint": printable(found),
@@ -279,10 +273,29 @@ def patch(
         return code
     if texts.print_problems(found):
         return 1
+    try:
+        with texts.progress_bar(f"patching {source.name}") as progress:
+            if output is None:
+                done = patch_in_place(path, before.step, update, progress=progress)
+                patched, after = done.path.as_path(), done.after
+            else:
+                patched, after = output, patch_checkpoint(source, update, output, progress=progress)
+    except (OSError, JobFailed, NotWritten, PerhapsWritten, KeyboardInterrupt) as error:
+        reason = one_line(error.strerror if isinstance(error, OSError) else str(error) or "Stopped")
+        fate = "Nothing has changed." if output is None else f"Nothing is left at {printable(output)}."
+        if output is None and any(view.id == update.id for view in connect(path).log()):
+            fate = "The journal has the update: the next start applies it, at its step or at once."
+        raise Failed(
+            f"The checkpoint of step {before.step} is not patched: {reason.rstrip('.')}. {fate}",
+            STOPPED if isinstance(error, KeyboardInterrupt) else 1,
+        ) from error
+    changed = sum(after.digests[name] != digest for name, digest in before.digests.items())
+    of = f"{changed} of {texts.counted(len(after.digests), 'variable')} changed"
+    click.echo(f"patched {printable(patched)}: {of}, {texts.size(after.nbytes)}, step {after.step}")
+    click.echo(f"  state {after.state_digest}")
     if output is None:
-        _patch_in_place(path, before.step, update)
-    else:
-        _patch_into(output, source, before, update)
+        click.echo(f"  update {done.sequence} of the journal ({printable(update.id)})")
+        click.echo("  the next start of the job continues from it")
     return 0
 
 
@@ -313,52 +326,8 @@ def _the_checkpoint(path: Path, step: int | None) -> RunPath:
     return store.find(last.step)
 
 
-def _patch_into(output: Path, source: RunPath, before: Manifest, update: Update) -> None:
-    """Writes the patched checkpoint elsewhere, and says what has changed."""
-    try:
-        with texts.progress_bar(f"patching {source.name}") as progress:
-            after = patch_checkpoint(source, update, output, progress=progress)
-    except OSError as error:
-        raise Failed(
-            f"{printable(output)} cannot be written ({error.strerror}): nothing is left there."
-        ) from error
-    except KeyboardInterrupt as error:
-        raise Failed("Stopped. Nothing is left at the destination.", STOPPED) from error
-    _print_patched(output, before, after)
-
-
-def _patch_in_place(run: Path, step: int, update: Update) -> None:
-    """Replaces a checkpoint of a run, and says what has changed and where the update stands."""
-    try:
-        with texts.progress_bar(f"patching step {step}") as progress:
-            done = patch_in_place(run, step, update, progress=progress)
-    except (OSError, JobFailed, NotWritten, PerhapsWritten, KeyboardInterrupt) as error:
-        reason = one_line(error.strerror if isinstance(error, OSError) else str(error) or "Stopped")
-        fate = "Nothing has changed."
-        if any(view.id == update.id for view in connect(run).log()):
-            fate = "The journal has the update: the next start applies it, at its step or at once."
-        raise Failed(
-            f"The checkpoint of step {step} is not patched: {reason.rstrip('.')}. {fate}",
-            STOPPED if isinstance(error, KeyboardInterrupt) else 1,
-        ) from error
-    _print_patched(done.path, done.before, done.after)
-    click.echo(f"  update {done.sequence} of the journal ({printable(update.id)})")
-    click.echo("  the next start of the job continues from it")
-
-
-def _print_patched(path: object, before: Manifest, after: Manifest) -> None:
-    changed = sum(after.digests[name] != digest for name, digest in before.digests.items())
-    of = f"{changed} of {texts.counted(len(after.digests), 'variable')} changed"
-    click.echo(f"patched {printable(path)}: {of}, {texts.size(after.nbytes)}, step {after.step}")
-    click.echo(f"  state {after.state_digest}")
-
-
 def _print_damaged(problems: list[FileDamaged]) -> int:
     """Names what is damaged; returns the exit code."""
     for problem in problems:
         click.echo(f"Damaged: {printable(problem)}", err=True)
     return 1 if problems else 0
-
-
-def _patched_by(manifest: Manifest) -> str:
-    return one_line((manifest.parent or {}).get("update_id", "an update"))

@@ -31,18 +31,14 @@ _PORTS_SECS = 5.0
 _NEEDED = ("starlette", "uvicorn", "plotly")
 _STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
 
-hosts_option = click.option(
-    "--hosts", metavar="H1,H2", help="All machines of the job, in the same order on each."
-)
+hosts_option = click.option("--hosts", metavar="H1,H2", help="All machines, in the same order on each.")
 node_rank_option = click.option(
     "--node-rank",
     type=int,
     metavar="I",
     help="The index of this machine, from 0. [default: found by its address in --hosts]",
 )
-port_option = click.option(
-    "--port", default=plan.DEFAULT_PORT, metavar="P", help="With --hosts: the first worker's port on each."
-)
+port_option = click.option("--port", default=plan.DEFAULT_PORT, help="With --hosts: the first worker's port.")
 secret_option = click.option(
     "--secret-file",
     type=_FILE,
@@ -192,16 +188,10 @@ def run(
 @click.command(context_settings={"show_default": True})
 @click.argument("path", metavar="RUN", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="The address to listen on.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8080, metavar="P", help="The port; 0 for any free one."
-)
-@click.option(
-    "--token-file", type=_FILE, metavar="FILE", help="A token that allows actions. Created if missing."
-)
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, metavar="P", help="The port; 0: any.")
+@click.option("--token-file", type=_FILE, metavar="FILE", help="A token for actions. Made if missing.")
 @click.option("--private", is_flag=True, help="Reading needs the token too, also from this machine.")
-@click.option(
-    "--allow-host", "allowed_hosts", multiple=True, metavar="NAME", help="A name of the server, as a proxy's."
-)
+@click.option("--allow-host", "allowed_hosts", multiple=True, metavar="NAME", help="A name of the server.")
 @click.option(
     "--trusted-proxy",
     "trusted_proxies",
@@ -211,9 +201,7 @@ def run(
 )
 @click.option("--certfile", type=_FILE, metavar="FILE", help="The certificate, for https.")
 @click.option("--keyfile", type=_FILE, metavar="FILE", help="The key of the certificate.")
-@click.option(
-    "--max-upload", type=click.IntRange(1), default=4096, metavar="MIB", help="The largest update to accept."
-)
+@click.option("--max-upload", type=click.IntRange(1), default=4096, metavar="MIB", help="The largest update.")
 def serve(path: Path, token_file: Path | None, max_upload: int, **options: Any) -> None:
     """Serve the page of RUN: see the job, and steer it from a browser or by HTTP.
 
@@ -254,16 +242,8 @@ def serve(path: Path, token_file: Path | None, max_upload: int, **options: Any) 
 @hosts_option
 @node_rank_option
 @port_option
-@click.option(
-    "--run-dir", type=_DIR, metavar="DIR", help="With --hosts: a run directory that all should see."
-)
-@click.option(
-    "--timeout",
-    type=_SECS,
-    default=60.0,
-    metavar="SECS",
-    help="With --hosts: how long to wait for the other machines.",
-)
+@click.option("--run-dir", type=_DIR, metavar="DIR", help="With --hosts: is it seen by all?")
+@click.option("--timeout", type=_SECS, default=60.0, metavar="SECS", help="How long to wait for the others.")
 @secret_option
 def doctor(
     deep: bool,

@@ -103,30 +103,25 @@ def asks(*operations: str) -> Callable[[_Command], _Command]:
 
 
 def _parameter(one: Parameter) -> Callable[[_Command], _Command]:
-    metavar = _METAVARS.get(one.name)
+    metavar, kind = _METAVARS.get(one.name), None
     if one.default is inspect.Parameter.empty:
         return click.argument(one.name, metavar=metavar)
     names = [f"--{one.name.replace('_', '-')}", *(["-n"] if one.name == "last" else [])]
     if one.kind is bool:
         return click.option(*names, is_flag=True, help=one.help)
-    is_number = isinstance(one.default, int | float)
+    for annotated in (one.kind, *get_args(one.kind)):
+        if get_origin(annotated) is Annotated and get_args(annotated)[0] in (int, float):
+            # A number that is not too small; what is too large, the job refuses.
+            base, limits = get_args(annotated)
+            kind = (click.IntRange if base is int else click.FloatRange)(min=limits.ge)
     return click.option(
         *names,
-        type=Parsed("rows", rows_of) if one.name == "rows" else _number_type(one.kind),
+        type=Parsed("rows", rows_of) if one.name == "rows" else kind,
         default=one.default,
         metavar=metavar,
-        show_default=is_number,
+        show_default=isinstance(one.default, int | float),
         help=one.help,
     )
-
-
-def _number_type(annotated: Any) -> Any:
-    """A number that is not too small, if the type is one; what is too large, the job refuses."""
-    for kind in (annotated, *get_args(annotated)):
-        if get_origin(kind) is Annotated and get_args(kind)[0] in (int, float):
-            base, limits = get_args(kind)
-            return (click.IntRange if base is int else click.FloatRange)(min=limits.ge)
-    return None
 
 
 PATH = click.Path(path_type=Path)
@@ -176,11 +171,6 @@ def update_of(context: click.Context, options: dict[str, Any]) -> Update:
     )
 
 
-def files_of(options: dict[str, Any]) -> list[Path]:
-    """The files that the operations read."""
-    return [path for name in _NAMES for path in options[name] if isinstance(path, Path)]
-
-
 def _part(name: str, value: Any, weight: float | None) -> Update:
     """What one option adds. A random id, and no author: nothing but its edits counts."""
     if name == "set":
@@ -193,17 +183,10 @@ def _part(name: str, value: Any, weight: float | None) -> Update:
 
 
 def _named_number(option: str, text: str, expected: str) -> tuple[str, Any]:
-    name, _, number = text.rpartition("=")
-    value = _number(number.strip())
-    if not name.strip() or value is None:
-        raise click.BadParameter(f"{option} expects {expected}. Received: {text}")
-    return name.strip(), value
-
-
-def _number(text: str) -> float | int | bool | None:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
+    name, _, number = (part.strip() for part in text.rpartition("="))
+    if name and number.lower() in ("true", "false"):
+        return name, number.lower() == "true"
+    for kind in (int, float) if name else ():
         with contextlib.suppress(ValueError):
-            return kind(text)
-    return None
+            return name, kind(number)
+    raise click.BadParameter(f"{option} expects {expected}. Received: {text}")

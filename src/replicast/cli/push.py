@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from replicast.cli import NO_ANSWER, STOPPED, Failed, error_text, one_line, printable_lines, texts
-from replicast.cli.options import PATH, RUN, EditCommand, Parsed, asks, files_of, update_of
+from replicast.cli.options import PATH, RUN, EditCommand, Parsed, asks, update_of
 from replicast.client import Pushed, Run, connect
 from replicast.client.connection import is_address
 from replicast.client.examination import examine, values_of
@@ -66,7 +66,9 @@ def push(context: click.Context, /, run: Run, **options: Any) -> int:
     """
     trial = _trial(context, options)
     try:
-        console, nbytes = texts.make_console(), sum(path.stat().st_size for path in files_of(options))
+        console = texts.make_console()
+        files = (path for given in options.values() if isinstance(given, tuple) for path in given)
+        nbytes = sum(path.stat().st_size for path in files if isinstance(path, Path))
         with _spinner(console, nbytes, "Reading and checking"):
             update = update_of(context, options)
             found = run.examine(update)
@@ -137,12 +139,9 @@ def withdraw(run: Run, update_id: str) -> None:
 
 
 def _file_or_run(text: str) -> Path | Run:
-    path = Path(text)
-    if path.is_file():
-        return path
-    if not path.exists() and not is_address(text):
+    if not is_address(text) and not Path(text).exists():
         raise NotFound(f"There is no file or run {text}.")
-    return connect(text)
+    return Path(text) if Path(text).is_file() else connect(text)
 
 
 @click.command()
@@ -305,13 +304,12 @@ def live_line(console: Console) -> Iterator[Callable[[UpdateView, Brief], None]]
             # As `Text`: in a string, markup would be interpreted, and others have written some of it.
             yield lambda view, brief: status.update(Text(_progress_text(view, brief, moving=True)))
         return
-    last = ""
+    said = [""]
 
     def show(view: UpdateView, brief: Brief) -> None:
-        nonlocal last
         text = _progress_text(view, brief, moving=False)
-        if text != last and not view.stage.is_final:  # How it ended is said in full afterwards.
-            last = text
+        if text != said[-1] and not view.stage.is_final:  # How it ended is said in full afterwards.
+            said.append(text)
             console.print(text, soft_wrap=True)
 
     yield show
@@ -342,12 +340,11 @@ def _progress_text(view: UpdateView, brief: Brief, *, moving: bool) -> str:
 def _say_how_it_ended(run: Run, view: UpdateView) -> int:
     """Prints the receipt or the reason, and returns the exit code."""
     receipt = view.receipt
-    if view.stage is Stage.REFUSED:
+    if view.stage in (Stage.REFUSED, Stage.WITHDRAWN):
         reason = "no reason is known" if view.refusal is None else error_text(view.refusal)
-        click.echo(f"Refused: {reason}\nNo replica has changed.", err=True)
-        return 1
-    if view.stage is Stage.WITHDRAWN:
-        click.echo("Withdrawn before it was committed. No replica has changed.", err=True)
+        is_refused = view.stage is Stage.REFUSED
+        said = f"Refused: {reason}\n" if is_refused else "Withdrawn before it was committed. "
+        click.echo(f"{said}No replica has changed.", err=True)
         return 1
     if view.stage is not Stage.FAILED and receipt is not None:
         click.echo(

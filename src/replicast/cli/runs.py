@@ -19,9 +19,8 @@ from replicast.client import Run
 from replicast.client.directory import DirectoryRun
 from replicast.client.examination import EditView
 from replicast.client.run import Overview
-from replicast.core.entries import Receipt
 from replicast.core.records import Stage
-from replicast.errors import printable
+from replicast.errors import UpdateRefused, printable
 from replicast.page.assets import report as make_report
 from replicast.storage.claims import read_chain
 from replicast.storage.journal import UpdateView
@@ -260,8 +259,13 @@ def _overview(seen: Overview) -> Iterator[RenderableType]:
             yield texts.make_table("id", "=stage", ">step", "what", ">size", "=since", rows=rows)
     if seen.refused:
         yield _title("refused")
-        rows = ((texts.short_id(view.id), _refusal_text(view), texts.when(view.at)) for view in seen.refused)
+        rows = ((texts.short_id(one.id), _reason(one.refusal), texts.when(one.at)) for one in seen.refused)
         yield texts.make_table("id", "why", "=when", rows=rows)
+
+
+def _reason(refusal: UpdateRefused | None) -> str:
+    variable = "" if refusal is None or refusal.variable is None else f" ({refusal.variable})"
+    return "" if refusal is None else one_line(f"{refusal.problem}{variable}")
 
 
 def _title(text: str) -> Text:
@@ -302,13 +306,6 @@ def _pending_cells(view: UpdateView, now: float) -> tuple[str | Text, ...]:
     return texts.short_id(view.id), texts.stage_cell(view.stage), step, what, size, since
 
 
-def _refusal_text(view: UpdateView) -> str:
-    if view.refusal is None:
-        return ""
-    variable = "" if view.refusal.variable is None else f" ({view.refusal.variable})"
-    return one_line(f"{view.refusal.problem}{variable}")
-
-
 def _facts(view: UpdateView) -> Iterator[tuple[str, str | Text]]:
     """Who, what, when and how it went; those that are not known are empty."""
     step = "" if view.step is None else str(view.step)
@@ -331,24 +328,20 @@ def _facts(view: UpdateView) -> Iterator[tuple[str, str | Text]]:
     yield "waits for", one_line(view.waits_for)
     yield "file", printable(view.path or "")
     for receipt in view.receipts:
-        yield from _receipt_facts(receipt)
+        if receipt.checkpoint:
+            where = f"the checkpoint {printable(receipt.checkpoint)} of step {receipt.step}"
+            yield "applied", f"to {where}, while no job was running"
+            yield "digest", ", ".join(map(printable, receipt.digests.values()))
+            continue
+        yield "applied", f"at step {receipt.step}, attempt {receipt.attempt}: {receipt.stage}"
+        for rank, digest in sorted(receipt.digests.items()):
+            yield f"worker {rank}", printable(digest)
+        yield "digests", "equal" if len(set(receipt.digests.values())) == 1 else "NOT EQUAL"
+        if took := receipt.propose_to_applied_secs:
+            yield "took", f"{texts.seconds(took)} from the proposal until all applied it"
+        yield "stall", f"training paused for {texts.seconds(receipt.stall_secs)}"
     yield "outcome", "" if view.outcome is None else texts.outcome(view.outcome)
     if view.refusal is not None:
         for name, value in view.refusal.to_json().items():
             yield name, "" if value is None else one_line(value)
     yield "reason", one_line(view.reason)
-
-
-def _receipt_facts(receipt: Receipt) -> Iterator[tuple[str, str | Text]]:
-    if receipt.checkpoint:
-        where = f"the checkpoint {printable(receipt.checkpoint)} of step {receipt.step}"
-        yield "applied", f"to {where}, while no job was running"
-        yield "digest", ", ".join(map(printable, receipt.digests.values()))
-        return
-    yield "applied", f"at step {receipt.step}, attempt {receipt.attempt}: {receipt.stage}"
-    for rank, digest in sorted(receipt.digests.items()):
-        yield f"worker {rank}", printable(digest)
-    yield "digests", "equal" if len(set(receipt.digests.values())) == 1 else "NOT EQUAL"
-    if took := receipt.propose_to_applied_secs:
-        yield "took", f"{texts.seconds(took)} from the proposal until all applied it"
-    yield "stall", f"training paused for {texts.seconds(receipt.stall_secs)}"

@@ -92,7 +92,7 @@ def demo(run_dir: Path | None) -> None:
     parent = None if run_dir is None else make_run_dir(run_dir, program="demo", now=datetime.now())
     # In a new directory: the runs of an earlier demo must not be continued.
     directory = Path(tempfile.mkdtemp(prefix="replicast-demo-", dir=parent))
-    play(directory, Console(width=min(Console().width, _WIDEST), highlight=False, markup=False))
+    Story(directory, Console(width=min(Console().width, _WIDEST), highlight=False, markup=False)).play()
 
 
 class DemoJob:
@@ -161,28 +161,24 @@ def _argv(command: str) -> list[str]:
     return [sys.executable, "-P", "-m", "replicast", *shlex.split(command)[1:]]
 
 
-def play(directory: Path, console: Console, train: Path = TRAIN) -> None:
-    """Runs all parts. Leaves no processes behind."""
-    began = time.monotonic()
-    shutil.copyfile(train, directory / "train.py")
-    story = Story(directory, console)
-    with console.status("two workers are training", spinner="line"):
-        assigned = story.one_worker_assigns()
-        undisturbed = story.every_replica_follows(assigned)
-        story.a_worker_is_killed(undisturbed)
-    took = f"{time.monotonic() - began:.0f} s"
-    console.print(f"\nAll of this happened, in {took}. train.py and its runs: {directory}", soft_wrap=True)
-    needed = "" if importlib.util.find_spec("starlette") else "pip install 'replicast[page]', then "
-    program = sys.argv[0] if Path(sys.argv[0]).name == "replicast" else "replicast"
-    console.print(f"To see them in a browser: {needed}{program} serve {directory}", soft_wrap=True)
-
-
 class Story:
     """The parts, each run in the same directory."""
 
     def __init__(self, directory: Path, console: Console) -> None:
         self._directory = directory
         self._console = console
+
+    def play(self, train: Path = TRAIN) -> None:
+        """Runs all parts. Leaves no processes behind."""
+        began, say = time.monotonic(), self._console.print
+        shutil.copyfile(train, self._directory / "train.py")
+        with self._console.status("two workers are training", spinner="line"):
+            self.a_worker_is_killed(self.every_replica_follows(self.one_worker_assigns()))
+        took, where = f"{time.monotonic() - began:.0f} s", self._directory
+        say(f"\nAll of this happened, in {took}. train.py and its runs: {where}", soft_wrap=True)
+        needed = "" if importlib.util.find_spec("starlette") else "pip install 'replicast[page]', then "
+        program = sys.argv[0] if Path(sys.argv[0]).name == "replicast" else "replicast"
+        say(f"To see them in a browser: {needed}{program} serve {where}", soft_wrap=True)
 
     def one_worker_assigns(self) -> Weights:
         """Part 1: the usual way. Returns the resulting weights."""
@@ -240,9 +236,10 @@ class Story:
             f"At step {CHANGE_STEP} both replicas have, bit for bit, the weights that worker 1 alone had "
             "in part 1. The receipts: the digest of what was changed, as each worker computed it:"
         )
-        self._print_output(
-            f"step {one.step}, by {one.author}: {digests_text(one)}; {one.stage}" for one in updates
-        )
+        for one in updates:
+            reported = {} if one.receipt is None else one.receipt.digests
+            told = ", ".join(f"{digest[:8]} on worker {worker}" for worker, digest in reported.items())
+            self._print_output([f"step {one.step}, by {one.author}: {told}; {one.stage}"])
         self._console.print(
             f"The replicas were equal each of the {len(weights)} times that the workers reported, and "
             f"the last audit finds all {audit.variables} variables equal, the optimizer's too."
@@ -368,8 +365,3 @@ def weights_by_step(reports: Reports, last: int) -> Weights:
         reported = [rank for rank in range(WORKERS) if step in reports[rank]]
         require(len(reported) == WORKERS, f"All workers should report step {step}", reported)
     return {step: [reported[step] for reported in reports] for step in steps}
-
-
-def digests_text(update: UpdateView) -> str:
-    digests = {} if update.receipt is None else update.receipt.digests
-    return ", ".join(f"{digest[:8]} on worker {worker}" for worker, digest in digests.items())
