@@ -96,7 +96,7 @@ def choose(page: Page, file: Path) -> None:
     page.get_by_label("File (.safetensors)").set_input_files(file)
 
 
-def test_the_page_follows_the_job_without_reloading(page: Page, run: PlayedRun) -> None:
+def test_the_page_follows_the_job_without_reloading_and_marks_who_is_slow(page: Page, run: PlayedRun) -> None:
     expect(page.locator("#sentence")).to_contain_text("step")
     before = step_on(page).inner_text()
     expect(step_on(page)).not_to_have_text(before)
@@ -105,9 +105,6 @@ def test_the_page_follows_the_job_without_reloading(page: Page, run: PlayedRun) 
     expect(page.locator("#workers")).to_contain_text("443 MB")
     expect(page.locator(".chart .scatterlayer .trace path.js-line").first).to_be_visible()
     expect(page.locator(".chart")).to_have_attribute("aria-label", re.compile("loss .* at step"))
-
-
-def test_who_is_slow_is_marked(page: Page, run: PlayedRun) -> None:
     run.slow_worker = 1
     expect(page.locator("#workers tbody tr").nth(1)).to_contain_text("7 steps behind")
 
@@ -205,12 +202,19 @@ def test_a_wrong_file_is_refused_with_its_reason(page: Page, run: PlayedRun, tmp
     assert connect(run.path).log() == []
 
 
-def test_the_learning_rate_is_changed_with_the_keyboard_alone(page: Page, run: PlayedRun) -> None:
+def test_the_learning_rate_is_changed_with_the_keyboard_alone_and_not_to_one_below_0(
+    page: Page, run: PlayedRun
+) -> None:
     unlock(page)
     page.get_by_role("button", name="Learning rate …").focus()
     page.keyboard.press("Enter")
-    expect(page.get_by_label("New learning rate")).to_be_focused()
-    page.keyboard.type("0.0005")
+    rate = page.get_by_label("New learning rate")
+    expect(rate).to_be_focused()
+    page.keyboard.type("-3")
+    page.keyboard.press("Enter")
+    assert rate.evaluate("input => input.validationMessage") == "A learning rate is a number above 0."
+    expect(page.get_by_role("button", name="Push to all workers")).to_have_count(0)
+    rate.fill("0.0005")
     page.keyboard.press("Enter")
     expect(page.get_by_role("button", name="Push to all workers")).to_be_focused()
     page.keyboard.press("Enter")
@@ -220,18 +224,15 @@ def test_the_learning_rate_is_changed_with_the_keyboard_alone(page: Page, run: P
     expect(page.get_by_role("button", name="Learning rate …")).to_be_focused()
 
 
-def test_a_learning_rate_below_0_is_refused_before_it_is_sent(page: Page, run: PlayedRun) -> None:
-    unlock(page)
-    page.get_by_role("button", name="Learning rate …").click()
-    rate = page.get_by_label("New learning rate")
-    rate.fill("-3")
-    page.get_by_role("button", name="Check", exact=True).click()
-    assert rate.evaluate("input => input.validationMessage") == "A learning rate is a number above 0."
-    expect(page.get_by_role("button", name="Push to all workers")).to_have_count(0)
+def test_a_wrong_token_is_told_and_not_kept_and_with_the_right_one_an_audit_is_answered(
+    page: Page, run: PlayedRun
+) -> None:
+    page.get_by_role("button", name="Enter the token …").click()
+    page.get_by_role("textbox", name="Token").fill("not the token at all")
+    page.get_by_role("button", name="Use it").click()
+    expect(page.locator("dialog .note.bad")).to_have_text("The token is wrong")
     page.get_by_role("button", name="Cancel").click()
-
-
-def test_an_audit_is_asked_for_and_answered(page: Page, run: PlayedRun) -> None:
+    assert page.evaluate("sessionStorage.length + localStorage.length + document.cookie.length") == 0
     unlock(page)
     page.get_by_role("button", name="Audit now …").click()
     page.get_by_role("button", name="Audit", exact=True).click()
@@ -239,15 +240,6 @@ def test_an_audit_is_asked_for_and_answered(page: Page, run: PlayedRun) -> None:
     page.get_by_role("button", name="Close").click()
     expect(page.locator(".facts")).to_contain_text("equal as of step")
     expect(page.locator("#audits")).to_contain_text("6 variables equal on 2 workers")
-
-
-def test_a_wrong_token_is_told_and_not_kept(page: Page, run: PlayedRun) -> None:
-    page.get_by_role("button", name="Enter the token …").click()
-    page.get_by_role("textbox", name="Token").fill("not the token at all")
-    page.get_by_role("button", name="Use it").click()
-    expect(page.locator("dialog .note.bad")).to_have_text("The token is wrong")
-    page.get_by_role("button", name="Cancel").click()
-    assert page.evaluate("sessionStorage.length + localStorage.length + document.cookie.length") == 0
 
 
 def test_a_killed_job_is_told_and_the_page_goes_on_when_it_is_back(page: Page, run: PlayedRun) -> None:
@@ -280,7 +272,7 @@ def test_a_start_by_hand_is_not_marked_as_a_restart(page: Page, run: PlayedRun) 
     expect(key).not_to_contain_text("restart")
 
 
-def test_on_a_phone_numbers_are_whole_and_names_break_at_a_slash(
+def test_on_a_phone_numbers_are_whole_names_break_at_a_slash_and_several_runs_are_listed(
     page: Page, run: PlayedRun, serving: Serving, tmp_path: Path
 ) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
@@ -293,9 +285,12 @@ def test_on_a_phone_numbers_are_whole_and_names_break_at_a_slash(
     assert name.evaluate("(one) => getComputedStyle(one).overflowWrap") == "normal"
     PlayedRun(serving.path / "another").prepare()  # of a single run, the page would show that one
     page.goto(serving.address)
-    step = page.locator("tbody tr", has_text=run.path.name).locator("td").nth(2)
-    assert step.evaluate("(one) => getComputedStyle(one).whiteSpace") == "nowrap"
+    row = page.locator("tbody tr", has_text=run.path.name)
+    expect(row).to_contain_text("training")
+    assert row.locator("td").nth(2).evaluate("(one) => getComputedStyle(one).whiteSpace") == "nowrap"
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    row.get_by_role("link").click()
+    expect(page.locator("#run-name")).to_have_text(run.path.name)
 
 
 def test_a_killed_server_is_told_and_the_page_goes_on_when_it_is_back(
@@ -357,12 +352,3 @@ def test_a_screen_reader_finds_its_way(page: Page, run: PlayedRun) -> None:
         expect(page.locator("dialog")).to_have_count(0)
     page.keyboard.press("Tab")
     assert page.locator("#sentence").get_attribute("aria-live") == "polite"
-
-
-def test_several_runs_are_listed_each_with_its_page(page: Page, serving: Serving, run: PlayedRun) -> None:
-    with PlayedRun(serving.path / "another"):
-        page.goto(serving.address)
-        row = page.locator("tbody tr", has_text=run.path.name)
-        expect(row).to_contain_text("training")
-        row.get_by_role("link").click()
-        expect(page.locator("#run-name")).to_have_text(run.path.name)

@@ -91,20 +91,19 @@ class ServedRun(Run):
     def __init__(self, address: Address, token: str | None = None) -> None:
         self._address = address
         self._token = token
-        name = address.name if address.name else self._only_run()
+        name = address.name
+        if not name:
+            names = [str(one.get("name")) for one in self._ask("GET", "/api/runs") if isinstance(one, dict)]
+            if not names:
+                raise NotFound(f"{address} serves no run.")
+            name, *others = names
+            if others:
+                example = f"{address}/{name}, for example"
+                raise NotFound(f"{address} serves {len(names)} runs. Name one: {example}.")
         self.where = str(with_name(address, name=name))
         self._path = f"/api/runs/{quote(name, safe='')}"
         with _understood():  # Asks once, so that a mistyped address fails quickly.
             Brief.from_json(self._ask("GET", self._path))
-
-    def _only_run(self) -> str:
-        address = self._address
-        names = [str(one.get("name")) for one in self._ask("GET", "/api/runs") if isinstance(one, dict)]
-        if len(names) == 1:
-            return names[0]
-        if not names:
-            raise NotFound(f"{address} serves no run.")
-        raise NotFound(f"{address} serves {len(names)} runs. Name one: {address}/{names[0]}, for example.")
 
     def perform(self, operation: RunOperation, arguments: dict[str, Any]) -> Any:
         if "author" in arguments:

@@ -34,7 +34,7 @@ from replicast.storage import inbox, run_files
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import group_numbers, read_claim
 from replicast.storage.inbox import InboxAnswer, Kind, Rows
-from replicast.storage.journal import Undo, Updates, UpdateView, load_update, undo
+from replicast.storage.journal import Updates, UpdateView, load_update, undo
 from replicast.strictjson import parse_integer
 from replicast.update.audit_report import AuditReport, workers_text
 from replicast.update.digest import digest_array
@@ -383,7 +383,13 @@ class DirectoryRun(Run):
     def do_revert(
         self, which: str | int, note: str, dry_run: bool, force: bool, next_start: bool, author: str
     ) -> Pushed | Examination:
-        plan = self._undo(which, force)
+        view = self._find(which)
+        if view.sequence is None:
+            raise UpdateRefused(
+                f"Update {view.id} is {view.stage}: it was not applied, so there is nothing to revert",
+                remedy="replicast withdraw takes back what is not committed",
+            )
+        plan = undo(self.path, view.sequence, forced=force)
         if dry_run:
             meanings = dict.fromkeys(f"{edit.variable}: {meaning(edit)}" for edit in plan.update.edits)
             unless = "" if force else ": it is refused unless it is forced (--force, force=True)"
@@ -395,15 +401,6 @@ class DirectoryRun(Run):
         reverts = plan.record.sequence
         warning = self._submit(revert, see(self.path), next_start, reverts=reverts, forced=force)
         return Pushed(self, revert.id, warning=warning)
-
-    def _undo(self, which: str | int, force: bool) -> Undo:
-        view = self._find(which)
-        if view.sequence is None:
-            raise UpdateRefused(
-                f"Update {view.id} is {view.stage}: it was not applied, so there is nothing to revert",
-                remedy="replicast withdraw takes back what is not committed",
-            )
-        return undo(self.path, view.sequence, forced=force)
 
     def _submit(self, update: Update, seen: SeenJob, next_start: bool, **more: Any) -> str:
         """Refuses what nobody would take, unless that is wanted or it waits there already; warns."""

@@ -64,7 +64,6 @@ from replicast.update.update import MAX_STEP, MAX_TEXT, Update
 FOREVER_SECS = 10 * 365 * 86_400.0  # The timeout of `Pushed.result` without one.
 MAX_LOG = 1000  # Updates in one answer of a server.
 MAX_ROWS = 10_000_000
-MAX_RANK = 10**6
 PULLED = "pulled"  # The entry of a file of pulled values that says what they are.
 
 
@@ -77,7 +76,7 @@ Secs = Annotated[float, clipped(0, 300)]
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP - 1)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 UpdateId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
-Rank = Annotated[int, Meta(ge=0, le=MAX_RANK)]
+Rank = Annotated[int, Meta(ge=0, le=10**6)]
 # `rows_of` checks it, with a better message than that it does not match a pattern.
 _ROWS = {"pattern": r"^\d{1,15}(:\d{1,15})?(,\d{1,15}(:\d{1,15})?)*$"}
 RowsText = Annotated[str, Meta(max_length=4000, extra_json_schema=_ROWS)]
@@ -273,11 +272,7 @@ def most_of(kind: Any) -> float | None:
 
 
 def rows_of(text: str, most: int = MAX_ROWS) -> tuple[int, ...]:
-    """The rows that a text such as `3,5,10:20` names, in the given order.
-
-    Raises:
-        ValueError: It names none, or more than `most`.
-    """
+    """The rows that a text such as `3,5,10:20` names, in their order; a `ValueError` if there are none."""
     found: list[int] = []
     for part in text.split(","):
         first, colon, end = part.strip().partition(":")
@@ -339,12 +334,7 @@ class Brief(View, frozen=True):
 
 
 class Restart(View, frozen=True):
-    """A later start of a job.
-
-    Attributes:
-        attempt: Its number, as the launcher counts.
-        at: When worker 0 took over the run, in seconds since 1970.
-    """
+    """A later start of a job: its attempt, and when worker 0 took over the run, in seconds since 1970."""
 
     attempt: int
     at: float
@@ -361,12 +351,10 @@ class LastMetrics(TypedDict):
 class Overview(View, frozen=True, kw_only=True):
     """A run at one moment: what its workers last said, its metrics, its last audit, and its updates.
 
+    `run`, `state`, `sentence` and `running` are those of `Brief`.
+
     Attributes:
-        run: Its directory or address.
         time: The moment, in seconds since 1970, by the clock of the job.
-        state: As in `Brief`.
-        sentence: As in `Brief`.
-        running: Whether a worker was heard of lately.
         size: How many workers the job has.
         attempt: The current attempt of the job, or the last one.
         journaled: Whether the job keeps a journal.
@@ -422,11 +410,7 @@ class CheckpointView(View, frozen=True, kw_only=True):
         epoch: The epoch in which it was made.
         batch: The number of finished batches of that epoch.
         sequence: The last update of the journal that it contains; 0 for none.
-        attempt: The attempt of the job that made it.
         created_at: Seconds since 1970.
-        nbytes: The size of its state.
-        state_digest: The digest of its state.
-        metrics: The metrics at that step.
         patched_by: The id of the update that made it from another checkpoint; empty if none did.
     """
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import replicast
 from replicast.client import Run, connect
 from replicast.client.directory import DirectoryRun
 from replicast.client.run import OPERATIONS, rows_of, rows_text
@@ -59,19 +58,14 @@ def slower() -> Update:
     return Update(id="slower", note="too fast").assign("learning_rate", 0.5)
 
 
-def test_a_push_ends_with_its_receipt(run: Run, job: PlayedJob) -> None:
+def test_a_push_ends_with_its_receipt_and_is_signed_by_whoever_pushes(run: Run, job: PlayedJob) -> None:
     pushed = run.push(slower())
     assert pushed.view().stage is Stage.PROPOSED
     receipt = pushed.result(timeout=120)
     assert (receipt.id, receipt.sequence, receipt.step) == ("slower", 1, 7)
     assert dict(receipt.digests) == {0: "a" * 32, 1: "a" * 32}
-    assert pushed.view().stage is Stage.VERIFIED
-
-
-def test_a_push_without_an_author_is_signed_by_whoever_pushes(run: Run, job: PlayedJob) -> None:
-    run.push(slower()).result(timeout=120)
     (view,) = run.log()
-    assert (view.note, "@" in view.author) == ("too fast", True)
+    assert (view.stage, view.note, "@" in view.author) == (Stage.VERIFIED, "too fast", True)
 
 
 def test_the_same_update_again_is_a_no_op_and_another_one_with_its_id_is_refused(
@@ -143,6 +137,10 @@ def test_a_push_that_ends_badly_raises_as_a_ticket_does(
     job.fate = fate
     with pytest.raises(error, match=said):
         run.push(slower()).result(timeout=120)
+    refusal = run.show("slower").refusal
+    assert (refusal is None) == (fate is Stage.FAILED)
+    assert refusal is None or (refusal.problem, refusal.worker) == (said, 1)
+    assert [view.id for view in run.status().refused] == ["slower"] * (refusal is not None)
 
 
 def test_what_waits_can_be_withdrawn_by_the_beginning_of_its_id(run: Run, directory: Path) -> None:
@@ -204,16 +202,6 @@ def test_log_and_show_tell_the_same_of_an_update(run: Run, job: PlayedJob) -> No
     assert run.show(2).id == "slower"
     with pytest.raises(NotFound, match="no update 9"):
         run.show(9)
-
-
-def test_refused_updates_are_known_with_their_reason(run: Run, job: PlayedJob) -> None:
-    job.fate = Stage.REFUSED
-    run.push(slower())
-    job.act_all()
-    refusal = run.show("slower").refusal
-    assert refusal is not None
-    assert (refusal.problem, refusal.worker) == ("Worker 1 has no room", 1)
-    assert [view.id for view in run.status().refused] == ["slower"]
 
 
 def test_status_tells_workers_metrics_and_updates(run: Run, directory: Path, job: PlayedJob) -> None:
@@ -294,16 +282,9 @@ def test_log_lines_are_those_of_the_last_attempt(run: Run, directory: Path) -> N
         run.log_lines(0)
 
 
-def test_a_run_without_checkpoints_has_none(run: Run) -> None:
-    assert run.checkpoints() == []
-
-
 def test_the_variables_of_a_run_are_known(run: Run) -> None:
     assert [one.name for one in run.schema()][:2] == ["model/dense/kernel", "model/dense/bias"]
-
-
-def test_connect_is_a_name_of_the_package(directory: Path) -> None:
-    assert replicast.connect(directory).where == str(directory)
+    assert run.checkpoints() == []
 
 
 def test_a_directory_does_all_that_the_table_lists_and_each_parameter_is_explained() -> None:
