@@ -192,7 +192,7 @@ def within(limit_secs: float, act: Callable[[], Result]) -> Result | None:
     return results[0] if results else None
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Causes:
     """Why a job failed, as this worker sees it: its own error, a worker that it lost, or its own pause."""
 
@@ -276,7 +276,7 @@ def place_in(trace: TracebackType | None) -> str:
     return "" if frame is None else f"at {frame.filename}:{frame.lineno}, in {frame.name}"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Lifetime:
     """Watches one worker's part in the job. `begin` starts its threads, and `leave` stops them."""
 

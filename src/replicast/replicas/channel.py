@@ -30,7 +30,7 @@ class Note(Record):
 LOOK_SECS = 1.0  # Timeout of one request to the service, so that a reader soon notices that it has to stop.
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Channel:
     """One worker's end. `send` and `broadcast` are for the event loop, the others for one reader each."""
 
@@ -91,7 +91,7 @@ class Channel:
         return messages[1:]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class DirectExchange:
     """Values between training threads that are all at the same line of the script. Any thread may call it.
 

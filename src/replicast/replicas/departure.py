@@ -40,7 +40,7 @@ _AS_PENDING_CALL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _PENDING: list[object] = []
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Departure:
     """One model's part in leaving. For the training thread; `ask` for any thread and signal handler.
 

@@ -59,7 +59,7 @@ class _Taken:
     noted: dict[str, Any] | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class InboxReader:
     """The requests of others, from the first look to their answer. Each method may raise OSError."""
 

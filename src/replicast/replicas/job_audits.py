@@ -51,7 +51,7 @@ class AuditPlan:
         checked_policy(self.policy)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Audits:
     """One worker's audits. For its training thread, unless a method says otherwise."""
 

@@ -189,7 +189,7 @@ class _StateCopy:
     saving: Saving
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Checkpoints:
     """One worker's part in checkpoints. All methods are for the training thread unless they say otherwise."""
 
@@ -605,7 +605,7 @@ class RestoreProblem(Record):
 _Told = RestorePlan | RestoreProblem | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Restore:
     """One worker's part. `run` is for the training threads of all workers, each with the same arguments."""
 

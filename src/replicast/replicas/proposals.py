@@ -42,7 +42,7 @@ logger = logging.getLogger("replicast")
 _ORDER = list(Stage)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Ticket:
     """The progress of a proposal, and finally its receipt or why it was refused. Any thread may use it."""
 
@@ -177,7 +177,7 @@ def diverged(receipt: Receipt) -> ReplicasDiverged:
     )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Proposals:
     """The proposals of one worker, and on worker 0 those from outside the job. Any thread may propose."""
 

@@ -57,7 +57,7 @@ logger = logging.getLogger("replicast")
 NO_LIMITS = Limits(max_bytes=2**62, max_edits=2**62)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Parcels:
     """One worker's. Any thread publishes and releases; one thread prepares; the training thread takes."""
 
@@ -406,7 +406,7 @@ class _Before(NamedTuple):
     problem: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StateReplica:
     """Implements `replicast.core.messages.Replica`, which documents the methods.
 

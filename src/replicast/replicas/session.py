@@ -186,7 +186,7 @@ class Gate:
             sys.exit(TOLD_TO_END)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Session:
     """One worker. Methods are for the training thread unless they say otherwise."""
 

@@ -63,7 +63,7 @@ _LOOKS = 10
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RunFiles:
     """A full disk is reported once. If another group has taken over the run, this job stops."""
 
