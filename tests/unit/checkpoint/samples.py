@@ -61,6 +61,13 @@ def written(store: CheckpointStore, step: int, seed: int = 0, **fields: Any) -> 
     return store.write(draft_of(arrays, step, **fields), arrays.items())
 
 
+def made(folder: Path, step: int, arrays: Arrays, **fields: Any) -> Path:
+    """The directory of a new checkpoint."""
+    store = CheckpointStore(folder)
+    store.write(draft_of(arrays, step, **fields), arrays.items())
+    return store.path(step).as_path()
+
+
 def assert_holds(store: CheckpointStore, step: int, arrays: Arrays) -> None:
     reader = store.open(step, verify=True)
     assert reader.names() == tuple(arrays)
