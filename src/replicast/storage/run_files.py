@@ -361,31 +361,22 @@ def _sentence(
     reason = "" if change is None or not change.reason else f": {change.reason}"
     who = "" if change is None or change.worker is None else f" (worker {change.worker})"
     ago = "" if change is None else f", {age(now - change.time)} ago"
-    match state:
-        case JobState.NEVER_STARTED:
-            return "No worker has been heard of yet"
-        case JobState.STARTING:
-            return f"Starting{tries}: no worker has been heard of yet{ago.replace(' ago', '')}"
-        case JobState.RESTARTING:
-            return f"Restarting{tries}{who}{reason}"
-        case JobState.TRAINING:
-            return f"Training{at}{tries}"
-        case JobState.WAITING:
-            silent = min((now - note.time for note in heard), default=0.0)
-            if silent > ABSENT_SECS:
-                return f"Running{at}{tries}: no worker has been heard of for {age(silent)}"
-            return f"Running{at}{tries}, not inside a training loop"
-        case JobState.ENDING:
-            return f"Ending{at}{tries}: the workers have exited, or are about to"
-        case JobState.FINISHED:
-            return f"Finished{at}{ago}"
-        case JobState.FAILED:
-            return f"Failed{at}{tries}{who}{reason}{ago}"
-        case JobState.STOPPED:
-            return f"Stopped{at}{reason.replace(':', ' by', 1)}{ago}"
-        case JobState.LOST:
-            silent = max((note.time for note in heard), default=0.0 if change is None else change.time)
-            return f"Not running: last heard of {age(now - silent)} ago{at}{tries}; it did not say why"
+    silent = now - max((note.time for note in heard), default=now if change is None else change.time)
+    running = f"Running{at}{tries}, not inside a training loop"
+    if heard and silent > ABSENT_SECS:
+        running = f"Running{at}{tries}: no worker has been heard of for {age(silent)}"
+    return {
+        JobState.NEVER_STARTED: "No worker has been heard of yet",
+        JobState.STARTING: f"Starting{tries}: no worker has been heard of yet{ago.replace(' ago', '')}",
+        JobState.RESTARTING: f"Restarting{tries}{who}{reason}",
+        JobState.TRAINING: f"Training{at}{tries}",
+        JobState.WAITING: running,
+        JobState.ENDING: f"Ending{at}{tries}: the workers have exited, or are about to",
+        JobState.FINISHED: f"Finished{at}{ago}",
+        JobState.FAILED: f"Failed{at}{tries}{who}{reason}{ago}",
+        JobState.STOPPED: f"Stopped{at}{reason.replace(':', ' by', 1)}{ago}",
+        JobState.LOST: f"Not running: last heard of {age(silent)} ago{at}{tries}; it did not say why",
+    }[state]
 
 
 def absent_secs(workers: int) -> float:
