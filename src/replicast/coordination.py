@@ -172,12 +172,8 @@ class ServiceCoordination(Coordination):
         return value
 
     def delete(self, key: str) -> None:
-        try:
-            self._context.delete_config_key_value(key)
-        except self._errors.NotFoundError:
-            return
-        except self._errors.OpError as error:
-            raise self._service_gone(error) from error
+        with contextlib.suppress(self._errors.NotFoundError):
+            self._ask(self._errors.NotFoundError, self._context.delete_config_key_value, key)
 
     def _count(self, key: str, *, timed_out: bool) -> bool:
         """Counts consecutive timed-out waits for a key; returns whether there are too many."""
@@ -191,47 +187,45 @@ class ServiceCoordination(Coordination):
             return timed_out and count > MAX_TIMED_OUT_WAITS
 
     def _insert(self, key: str, value: str) -> bool:
-        try:
-            self._context.set_config_key_value(key, value)
-        except self._errors.AlreadyExistsError:
-            return False
-        except self._errors.OpError as error:
-            raise self._service_gone(error) from error
-        return True
+        with contextlib.suppress(self._errors.AlreadyExistsError):
+            self._ask(self._errors.AlreadyExistsError, self._context.set_config_key_value, key, value)
+            return True
+        return False
 
     def _wait_for(self, key: str, timeout_secs: float) -> str | None:
         milliseconds = max(1, int(timeout_secs * 1000))  # 0 would wait without a timeout
-        try:
-            return str(self._context.get_config_key_value(key, timeout_in_ms=milliseconds))
-        except self._errors.DeadlineExceededError:
-            return None
-        except self._errors.OpError as error:
-            raise self._service_gone(error) from error
+        late = self._errors.DeadlineExceededError
+        with contextlib.suppress(late):
+            return str(self._ask(late, self._context.get_config_key_value, key, timeout_in_ms=milliseconds))
+        return None
 
     def find_lost(self, size: int) -> Loss | None:
         # Elsewhere it could block for ever, and it may hold Python's lock meanwhile.
         jobs = [
             (job, tasks) for job, tasks in (("chief", self.chiefs), ("worker", size - self.chiefs)) if tasks
         ]
-        try:
-            states = self._context.get_task_states(jobs)  # by rank: None, or the error of that task
-        except self._errors.OpError as error:
-            raise self._service_gone(error) from error
+        states = self._ask((), self._context.get_task_states, jobs)  # by rank: None, or the task's error
         lost = (rank for rank, state in enumerate(states) if state is not None)
         return next((Loss(rank, "it sent no heartbeats") for rank in lost), None)
 
     def abort(self, message: str) -> None:
         self._context.abort_collective_ops(self._errors.ABORTED, message)
 
-    def _service_gone(self, error: Exception) -> JobFailed:
-        lost = lost_worker(str(error), self.chiefs)
-        if lost is not None:
-            return JobFailed(lost_text(lost), worker=lost.worker)
-        return JobFailed(
-            f"The coordination service, which runs in worker 0, does not answer: {error}. "
-            "See worker 0's log for the first error.",
-            worker=0,
-        )
+    def _ask(self, answer: Any, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Calls the service. Errors other than `answer` mean that it is gone."""
+        try:
+            return call(*arguments, **options)
+        except answer:
+            raise
+        except self._errors.OpError as error:
+            lost = lost_worker(str(error), self.chiefs)
+            if lost is not None:
+                raise JobFailed(lost_text(lost), worker=lost.worker) from error
+            raise JobFailed(
+                f"The coordination service, which runs in worker 0, does not answer: {error}. "
+                "See worker 0's log for the first error.",
+                worker=0,
+            ) from error
 
 
 class MemoryCoordination(Coordination):
