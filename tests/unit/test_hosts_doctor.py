@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from replicast.launcher.checks import Check, Verdict
-from replicast.launcher.hosts_doctor import Evidence, Facts, Found, diagnose
+from replicast.launcher.hosts_doctor import Evidence, Facts, Found
 
 GOOD, NOTE, BROKEN = Verdict.GOOD, Verdict.NOTE, Verdict.BROKEN
 HOSTS = ("h1", "h2")
@@ -37,7 +37,7 @@ WELL = Evidence(HOSTS, 29500, {0: facts(0), 1: facts(1)}, {0: FOUND, 1: FOUND}, 
 
 
 def check_of(evidence: Evidence, subject: str) -> Check:
-    (found,) = [check for check in diagnose(evidence) if check.subject == subject]
+    (found,) = [check for check in evidence.checks() if check.subject == subject]
     return found
 
 
@@ -46,7 +46,7 @@ def second(*changed: Check, **changes: Any) -> Evidence:
 
 
 def test_hosts_that_are_alike_are_good() -> None:
-    assert {check.verdict for check in diagnose(WELL)} == {GOOD}
+    assert {check.verdict for check in WELL.checks()} == {GOOD}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,8 @@ def test_hosts_that_are_alike_are_good() -> None:
         ),
         (replace(WELL, found={0: FOUND}), "Ports", NOTE, "not known from h2"),
         (replace(WELL, clocks={0: 0.0, 1: -75.0}), "Clocks", NOTE, "75.0 s apart: h1 +0.0 s, h2 -75.0 s"),
+        # TensorFlow listens at every address.
+        (replace(WELL, hosts=("127.0.0.1", "127.0.0.2")), "Names", BROKEN, "the ports clash"),
         (
             second(Check("TensorFlow", GOOD, "tensorflow 2.20.0")),
             "TensorFlow",

@@ -1,6 +1,7 @@
 import json
 import socket
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,10 @@ from replicast.launcher.checks import (
     check_backend,
     check_cluster,
     check_free_ports,
-    check_keras,
     check_machine,
+    check_package,
     check_python,
     check_shared_memory,
-    check_tensorflow,
     release,
 )
 from replicast.launcher.plan import Machine
@@ -33,38 +33,37 @@ def test_python(version: tuple[int, ...], verdict: Verdict) -> None:
     assert check_python(version).verdict is verdict
 
 
-@pytest.mark.parametrize(
-    ("versions", "verdict", "remedy"),
-    [
-        ({"tensorflow": "2.20.0"}, GOOD, ""),
-        ({"tensorflow-cpu": "2.21.1"}, GOOD, ""),
-        ({}, BROKEN, "pip install 'replicast[cpu]'"),
-        ({"tensorflow-cpu": "2.22.0rc0"}, GOOD, ""),
-        ({"tensorflow": "2.19.1"}, BROKEN, "pip install 'tensorflow>=2.20,<2.23'"),
-        ({"tensorflow-cpu": "2.23.0rc0"}, BROKEN, "pip install 'tensorflow-cpu>=2.20,<2.23'"),
-        ({"tensorflow": "2.21.0", "tensorflow-cpu": "2.21.0"}, BROKEN, "pip uninstall"),
-    ],
-)
-def test_tensorflow(versions: dict[str, str], verdict: Verdict, remedy: str) -> None:
-    check = check_tensorflow(versions)
-    assert check.verdict is verdict
-    assert remedy in check.remedy
+TWO = {"tensorflow": "2.21.0", "tensorflow-cpu": "2.21.0"}
 
 
 @pytest.mark.parametrize(
-    ("versions", "verdict"),
+    ("subject", "versions", "remedy"),
     [
-        ({"keras": "3.12.0"}, GOOD),
-        ({"keras": "4.0"}, GOOD),
-        ({"keras-nightly": "3.16.0.dev2026102704"}, GOOD),
-        ({"keras": "3.11.3"}, BROKEN),
-        ({"keras": "2.15.0"}, BROKEN),
-        ({}, BROKEN),
-        ({"keras": "3.15.1", "keras-nightly": "3.16.0.dev2026102704"}, BROKEN),
+        ("TensorFlow", {"tensorflow": "2.20.0"}, ""),
+        ("TensorFlow", {"tensorflow-cpu": "2.21.1"}, ""),
+        ("TensorFlow", {}, "pip install 'replicast[cpu]'"),
+        ("TensorFlow", {"tensorflow-cpu": "2.22.0rc0"}, ""),
+        ("TensorFlow", {"tensorflow": "2.19.1"}, "pip install 'tensorflow>=2.20,<2.23'"),
+        ("TensorFlow", {"tensorflow-cpu": "2.23.0rc0"}, "pip install 'tensorflow-cpu>=2.20,<2.23'"),
+        ("TensorFlow", TWO, "pip uninstall -y tensorflow tensorflow-cpu"),
+        ("Keras", {"keras": "3.12.0"}, ""),
+        ("Keras", {"keras": "4.0"}, ""),
+        ("Keras", {"keras-nightly": "3.16.0.dev2026102704"}, ""),
+        ("Keras", {"keras": "3.11.3"}, "pip install 'keras>=3.12'"),
+        ("Keras", {"keras": "2.15.0"}, "pip install 'keras>=3.12'"),
+        ("Keras", {}, "pip install 'keras>=3.12'"),
+        ("Keras", {"keras": "3.15.1", "keras-nightly": "3.16.0.dev2026102704"}, "pip uninstall -y keras"),
     ],
 )
-def test_keras(versions: dict[str, str], verdict: Verdict) -> None:
-    assert check_keras(versions).verdict is verdict
+def test_packages(subject: str, versions: dict[str, str], remedy: str) -> None:
+    def version_of(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError
+        return versions[name]
+
+    check = check_package(subject, version_of)
+    assert check.verdict is (BROKEN if remedy else GOOD)
+    assert check.remedy.startswith(remedy)
 
 
 @pytest.mark.parametrize(
@@ -122,13 +121,10 @@ def test_free_ports_are_found() -> None:
     assert check_free_ports().verdict is GOOD
 
 
-@pytest.mark.parametrize(("free_mib", "verdict"), [(4096, GOOD), (64, NOTE)])
-def test_shared_memory(free_mib: int, verdict: Verdict, tmp_path: Path) -> None:
-    assert check_shared_memory(tmp_path, lambda place: free_mib * 2**20).verdict is verdict
-
-
-def test_missing_shared_memory(tmp_path: Path) -> None:
-    assert check_shared_memory(tmp_path / "missing", lambda place: 0).verdict is BROKEN
+def test_shared_memory(tmp_path: Path) -> None:
+    for name, free_mib, verdict in ((".", 4096, GOOD), (".", 64, NOTE), ("missing", 0, BROKEN)):
+        free_bytes = free_mib * 2**20
+        assert check_shared_memory(tmp_path / name, lambda _, free=free_bytes: free).verdict is verdict
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ def machine_checks(environ: Mapping[str, str]) -> list[Check]:
     shared_memory = Path(environ.get(SHM_DIR) or "/dev/shm")
     return [
         check_python(sys.version_info[:3]),
-        check_tensorflow(installed("tensorflow", "tensorflow-cpu")),
-        check_keras(installed("keras", "keras-nightly")),
+        check_package("TensorFlow"),
+        check_package("Keras"),
         check_backend(environ),
         check_exposure(environ, outside_addresses()),
         check_shared_memory(shared_memory, lambda place: shutil.disk_usage(place).free),
@@ -69,39 +69,40 @@ def check_python(version: Sequence[int]) -> Check:
     return Check("Python", Verdict.BROKEN, found, "Python 3.11 or newer is needed")
 
 
-def check_tensorflow(versions: Mapping[str, str]) -> Check:
-    install = "pip install 'replicast[cpu]' (no GPU) or 'replicast[tensorflow]'"
-    uninstall = "pip uninstall -y tensorflow tensorflow-cpu, then install one of them"
-    return _check_version("TensorFlow", versions, (2, 20), (2, 23), install, uninstall)
+# The distributions that bring a package, its oldest version that works, the first one that was not tested, how
+# to install and how to uninstall it. Release candidates of TensorFlow bring a second copy of Keras.
+_PACKAGES = {
+    "TensorFlow": (
+        ("tensorflow", "tensorflow-cpu"),
+        ((2, 20), (2, 23)),
+        "pip install 'replicast[cpu]' (no GPU) or 'replicast[tensorflow]'",
+        "pip uninstall -y tensorflow tensorflow-cpu, then install one of them",
+    ),
+    "Keras": (
+        ("keras", "keras-nightly"),
+        ((3, 12), ()),
+        "pip install 'keras>=3.12'",
+        "pip uninstall -y keras keras-nightly, then pip install --no-deps keras",
+    ),
+}
 
 
-def check_keras(versions: Mapping[str, str]) -> Check:
-    """Keras 3, new enough, and one copy of it: release candidates of TensorFlow bring another one."""
-    uninstall = "pip uninstall -y keras keras-nightly, then pip install --no-deps keras"
-    return _check_version("Keras", versions, (3, 12), (), "pip install 'keras>=3.12'", uninstall)
-
-
-def _check_version(
-    subject: str,
-    versions: Mapping[str, str],
-    oldest: tuple[int, ...],
-    unsupported: tuple[int, ...],
-    install: str,
-    uninstall: str,
-) -> Check:
-    found = " and ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+def check_package(subject: str, version_of: Callable[[str], str] = metadata.version) -> Check:
+    names, (oldest, untested), install, uninstall = _PACKAGES[subject]
+    versions = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = version_of(name)
     if not versions:
         return Check(subject, Verdict.BROKEN, "not installed", install)
+    found = " and ".join(f"{name} {version}" for name, version in versions.items())
     if len(versions) > 1:
         return Check(subject, Verdict.BROKEN, f"{found}: two copies of the same files", uninstall)
     (name, version), *_ = versions.items()
-    if release(version) < oldest or (unsupported and release(version) >= unsupported):
-        ends = [
-            f"{sign}{'.'.join(map(str, end))}" for sign, end in ((">=", oldest), ("<", unsupported)) if end
-        ]
-        return Check(
-            subject, Verdict.BROKEN, f"{found}: not supported", f"pip install '{name}{','.join(ends)}'"
-        )
+    if release(version) < oldest or (untested and release(version) >= untested):
+        bounds = ((">=", oldest), ("<", untested))
+        ends = ",".join(f"{sign}{'.'.join(map(str, end))}" for sign, end in bounds if end)
+        return Check(subject, Verdict.BROKEN, f"{found}: not supported", f"pip install '{name}{ends}'")
     return Check(subject, Verdict.GOOD, found)
 
 
@@ -109,14 +110,6 @@ def release(version: str) -> tuple[int, ...]:
     """The numbers a version starts with: "2.21.0rc1" is (2, 21, 0)."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
-
-
-def installed(*names: str) -> dict[str, str]:
-    versions = {}
-    for name in names:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
 
 
 def check_backend(environ: Mapping[str, str]) -> Check:

@@ -11,6 +11,7 @@ Everything blocks, each step with a deadline. The lines are those of the launche
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import os
 import secrets
@@ -21,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -82,11 +82,7 @@ class Table(_Step, frozen=True):
 
 _Came = dict[int, tuple[Facts, Connection]]
 _Steps = Facts | Look | Found | Table | FirstOf | RefusedHost
-
-
-def _read(fields: Mapping[str, Any]) -> _Steps:
-    step: _Steps = msgspec.convert(fields, _Steps, str_keys=True)
-    return step
+_read = functools.partial(msgspec.convert, type=_Steps, str_keys=True)
 
 
 # --- The meeting -----------------------------------------------------------------------------------------
@@ -171,7 +167,7 @@ class Visit:
                         found[node] = talks[node].expect(Found, self.look_secs)
                         clocks[node] = found[node].asked_at - asked
             evidence = Evidence(self.job.hosts, self.job.port, facts, found, clocks, self.timeout_secs)
-            table = Table(checks=tuple(diagnose(evidence)))
+            table = Table(checks=tuple(evidence.checks()))
             for talk in talks.values():
                 _tell(talk, table)
             return list(table.checks)
@@ -307,111 +303,114 @@ class Evidence:
         """Nothing is said of hosts that did not come."""
         return "" if len(self.facts) == len(self.hosts) else ", of those that came"
 
+    def checks(self) -> list[Check]:
+        return [
+            self._presence(),
+            self._names(),
+            self._ports(),
+            self._clocks(),
+            *(self._merged(check.subject) for check in self.facts[0].checks),
+            *self._run_dir(),
+        ]
 
-def diagnose(evidence: Evidence) -> list[Check]:
-    return [
-        _presence(evidence),
-        _names(evidence),
-        _ports(evidence),
-        _clocks(evidence),
-        *(_merged(evidence, check.subject) for check in evidence.facts[0].checks),
-        *_run_dir(evidence),
-    ]
+    def _presence(self) -> Check:
+        absent = [host for node, host in enumerate(self.hosts) if node not in self.facts]
+        if not absent:
+            return Check("Hosts", Verdict.GOOD, f"all {len(self.hosts)} came")
+        found = f"{', '.join(absent)} did not join within {self.waited_secs:.0f} s"
+        remedy = "Start the same command there at the same time; if it runs there, it says what it waits for"
+        return Check("Hosts", Verdict.BROKEN, found, remedy)
 
+    def _names(self) -> Check:
+        wrong, differing = [], []
+        if loopback := [host for host in self.hosts if _is_loopback(host)]:
+            found = (
+                f"{', '.join(loopback)}: TensorFlow listens at every address of a machine, so the ports clash"
+            )
+            return Check("Names", Verdict.BROKEN, found, "List different machines; on one machine, use -n")
+        for node, host in enumerate(self.hosts):
+            seen = {facts.addresses[node]: self.hosts[one] for one, facts in self.facts.items()}
+            wrong += [f"{host} has no address on {on}" for address, on in seen.items() if not address]
+            wrong += [f"{host} is {address} on {on}" for address, on in seen.items() if _is_loopback(address)]
+            if len([address for address in seen if address]) > 1:
+                differing.append(
+                    f"{host} is " + ", ".join(f"{address} on {on}" for address, on in seen.items())
+                )
+        if wrong:
+            remedy = "Correct /etc/hosts or the DNS there, or list addresses instead of names"
+            return Check("Names", Verdict.BROKEN, "; ".join(wrong), remedy)
+        if differing:
+            return Check("Names", Verdict.NOTE, "; ".join(differing), "Fine if both lead to the same machine")
+        return Check("Names", Verdict.GOOD, f"each has the same address on every host{self.limit}")
 
-def _presence(evidence: Evidence) -> Check:
-    absent = [host for node, host in enumerate(evidence.hosts) if node not in evidence.facts]
-    if not absent:
-        return Check("Hosts", Verdict.GOOD, f"all {len(evidence.hosts)} came")
-    found = f"{', '.join(absent)} did not join within {evidence.waited_secs:.0f} s"
-    remedy = "Start the same command there at the same time; if it runs there, it says what it waits for"
-    return Check("Hosts", Verdict.BROKEN, found, remedy)
+    def _ports(self) -> Check:
+        taken = [facts.port for facts in self.facts.values() if facts.port]
+        if taken:
+            return Check(
+                "Ports", Verdict.BROKEN, "; ".join(taken), "Stop what listens there, or choose --port"
+            )
+        closed = [
+            f"{self.hosts[to]}:{self.port} from {self.hosts[node]}: {answer}"
+            for node, found in self.found.items()
+            for to, answer in found.reach.items()
+            if answer != "answers"
+        ]
+        if closed:
+            remedy = f"Open {self.port} and the ports after it, one per worker, between the hosts"
+            return Check("Ports", Verdict.BROKEN, "; ".join(closed), remedy)
+        if silent := [self.hosts[node] for node in self.facts if node not in self.found]:
+            return Check("Ports", Verdict.NOTE, f"not known from {', '.join(silent)}, which left early")
+        found = f"{self.port} of each host is reached from every host{self.limit}"
+        return Check("Ports", Verdict.GOOD, found)
 
+    def _clocks(self) -> Check:
+        if len(self.clocks) < 2:
+            return Check("Clocks", Verdict.GOOD, "nothing to compare")
+        apart = max(self.clocks.values()) - min(self.clocks.values())
+        if apart < _FAR_APART_SECS:
+            return Check("Clocks", Verdict.GOOD, f"{apart:.3f} s apart at most")
+        offsets = ", ".join(f"{self.hosts[node]} {secs:+.1f} s" for node, secs in self.clocks.items())
+        remedy = (
+            "Training does not need equal clocks; times in logs and on the page are easier with them (NTP)"
+        )
+        return Check("Clocks", Verdict.NOTE, f"{apart:.1f} s apart: {offsets}", remedy)
 
-def _names(evidence: Evidence) -> Check:
-    wrong, differing = [], []
-    if loopback := [host for host in evidence.hosts if _is_loopback(host)]:
-        found = f"{', '.join(loopback)}: TensorFlow listens at every address of a machine, so the ports clash"
-        return Check("Names", Verdict.BROKEN, found, "List different machines; on one machine, use -n")
-    for node, host in enumerate(evidence.hosts):
-        seen = {facts.addresses[node]: evidence.hosts[one] for one, facts in evidence.facts.items()}
-        wrong += [f"{host} has no address on {on}" for address, on in seen.items() if not address]
-        wrong += [f"{host} is {address} on {on}" for address, on in seen.items() if _is_loopback(address)]
-        if len([address for address in seen if address]) > 1:
-            differing.append(f"{host} is " + ", ".join(f"{address} on {on}" for address, on in seen.items()))
-    if wrong:
-        remedy = "Correct /etc/hosts or the DNS there, or list addresses instead of names"
-        return Check("Names", Verdict.BROKEN, "; ".join(wrong), remedy)
-    if differing:
-        return Check("Names", Verdict.NOTE, "; ".join(differing), "Fine if both lead to the same machine")
-    return Check("Names", Verdict.GOOD, f"each has the same address on every host{evidence.limit}")
+    def _merged(self, subject: str) -> Check:
+        """What each host has found of itself, grouped: "2.21 on all", or "2.21 on h1, h3; 2.20 on h2"."""
+        unknown, groups = Check(subject, Verdict.NOTE, "not known"), dict[str, list[str]]()
+        checks = []
+        for node, facts in self.facts.items():
+            checks.append(next((one for one in facts.checks if one.subject == subject), unknown))
+            groups.setdefault(checks[-1].found, []).append(self.hosts[node])
+        worst = max(checks, key=lambda check: list(Verdict).index(check.verdict))
+        if len(groups) == 1:
+            return Check(subject, worst.verdict, f"{worst.found} on all{self.limit}", worst.remedy)
+        shown = "; ".join(f"{found} on {', '.join(hosts)}" for found, hosts in groups.items())
+        verdict, remedy = _IF_DIFFERENT.get(subject, (worst.verdict, worst.remedy))
+        if subject == "Python" and len({tuple(version.split(".")[:2]) for version in groups}) == 1:
+            verdict, remedy = Verdict.NOTE, "The same version everywhere is safer"
+        if worst.verdict is Verdict.BROKEN:
+            verdict, remedy = worst.verdict, worst.remedy
+        return Check(subject, verdict, shown, remedy)
+
+    def _run_dir(self) -> list[Check]:
+        first = self.facts.get(0)
+        if first is None or not first.run_dir:
+            return []
+        if first.run_dir != "writable":
+            found = f"{first.run_dir} on {self.hosts[0]}, where worker 0 writes"
+            return [Check("Run directory", Verdict.BROKEN, found, "Create it, or make it writable")]
+        blind = [self.hosts[node] for node, found in self.found.items() if not found.sees_mark]
+        if not blind:
+            return [Check("Run directory", Verdict.GOOD, "the same one on all hosts")]
+        found = f"{', '.join(blind)}: not the one of {self.hosts[0]}"
+        remedy = (
+            "Works: worker 0 reads and writes for all. Logs stay on each host; `push` and `status` run on "
+        )
+        return [Check("Run directory", Verdict.NOTE, found, remedy + self.hosts[0])]
 
 
 def _is_loopback(address: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
     return False
-
-
-def _ports(evidence: Evidence) -> Check:
-    taken = [facts.port for facts in evidence.facts.values() if facts.port]
-    if taken:
-        return Check("Ports", Verdict.BROKEN, "; ".join(taken), "Stop what listens there, or choose --port")
-    closed = [
-        f"{evidence.hosts[to]}:{evidence.port} from {evidence.hosts[node]}: {answer}"
-        for node, found in evidence.found.items()
-        for to, answer in found.reach.items()
-        if answer != "answers"
-    ]
-    if closed:
-        remedy = f"Open {evidence.port} and the ports after it, one per worker, between the hosts"
-        return Check("Ports", Verdict.BROKEN, "; ".join(closed), remedy)
-    if silent := [evidence.hosts[node] for node in evidence.facts if node not in evidence.found]:
-        return Check("Ports", Verdict.NOTE, f"not known from {', '.join(silent)}, which left early")
-    found = f"{evidence.port} of each host is reached from every host{evidence.limit}"
-    return Check("Ports", Verdict.GOOD, found)
-
-
-def _clocks(evidence: Evidence) -> Check:
-    if len(evidence.clocks) < 2:
-        return Check("Clocks", Verdict.GOOD, "nothing to compare")
-    apart = max(evidence.clocks.values()) - min(evidence.clocks.values())
-    if apart < _FAR_APART_SECS:
-        return Check("Clocks", Verdict.GOOD, f"{apart:.3f} s apart at most")
-    offsets = ", ".join(f"{evidence.hosts[node]} {secs:+.1f} s" for node, secs in evidence.clocks.items())
-    remedy = "Training does not need equal clocks; times in logs and on the page are easier with them (NTP)"
-    return Check("Clocks", Verdict.NOTE, f"{apart:.1f} s apart: {offsets}", remedy)
-
-
-def _merged(evidence: Evidence, subject: str) -> Check:
-    """What each host has found of itself, grouped: "2.21.0 on all", or "2.21.0 on h1, h3; 2.20.0 on h2"."""
-    unknown, groups = Check(subject, Verdict.NOTE, "not known"), dict[str, list[str]]()
-    checks = []
-    for node, facts in evidence.facts.items():
-        checks.append(next((one for one in facts.checks if one.subject == subject), unknown))
-        groups.setdefault(checks[-1].found, []).append(evidence.hosts[node])
-    worst = max(checks, key=lambda check: list(Verdict).index(check.verdict))
-    if len(groups) == 1:
-        return Check(subject, worst.verdict, f"{worst.found} on all{evidence.limit}", worst.remedy)
-    shown = "; ".join(f"{found} on {', '.join(hosts)}" for found, hosts in groups.items())
-    verdict, remedy = _IF_DIFFERENT.get(subject, (worst.verdict, worst.remedy))
-    if subject == "Python" and len({tuple(version.split(".")[:2]) for version in groups}) == 1:
-        verdict, remedy = Verdict.NOTE, "The same version everywhere is safer"
-    if worst.verdict is Verdict.BROKEN:
-        verdict, remedy = worst.verdict, worst.remedy
-    return Check(subject, verdict, shown, remedy)
-
-
-def _run_dir(evidence: Evidence) -> list[Check]:
-    first = evidence.facts.get(0)
-    if first is None or not first.run_dir:
-        return []
-    if first.run_dir != "writable":
-        found = f"{first.run_dir} on {evidence.hosts[0]}, where worker 0 writes"
-        return [Check("Run directory", Verdict.BROKEN, found, "Create it, or make it writable")]
-    blind = [evidence.hosts[node] for node, found in evidence.found.items() if not found.sees_mark]
-    if not blind:
-        return [Check("Run directory", Verdict.GOOD, "the same one on all hosts")]
-    found = f"{', '.join(blind)}: not the one of {evidence.hosts[0]}"
-    remedy = "Works: worker 0 reads and writes for all. Logs stay on each host; `push` and `status` run on "
-    return [Check("Run directory", Verdict.NOTE, found, remedy + evidence.hosts[0])]
