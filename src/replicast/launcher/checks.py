@@ -69,8 +69,8 @@ def check_python(version: Sequence[int]) -> Check:
     return Check("Python", Verdict.BROKEN, found, "Python 3.11 or newer is needed")
 
 
-# The distributions that bring a package, its oldest version that works, the first one that was not tested, how
-# to install and how to uninstall it. Release candidates of TensorFlow bring a second copy of Keras.
+# The distributions that bring a package, the oldest version that works, the first one that was not tested,
+# how to install and how to uninstall it. Release candidates of TensorFlow bring a second copy of Keras.
 _PACKAGES = {
     "TensorFlow": (
         ("tensorflow", "tensorflow-cpu"),

@@ -303,9 +303,9 @@ class Leader:
             return f"--node-rank must be from 0 to {len(self._hosts) - 1}. Received: {node}"
         host = self._hosts[node]
         heard = host.presence.heard_at
-        if not host.presence.connected or heard is None or host.session == session:
+        if not host.presence.connected or host.session == session:
             return ""
-        if now - heard >= _IN_USE_SECS:
+        if heard is None or now - heard >= _IN_USE_SECS:
             return ""
         return f"a launcher with --node-rank {node} is already connected, from {host.address or 'this host'}"
 
@@ -435,9 +435,7 @@ class Leader:
         is_stopped = self._take_signal()
         order = self.order = replace(self.order, failure=first_cause(self._failures.values()))
         lost, cause = self._lost(), order.failure
-        if any(
-            node not in lost and not host.has_ended(order.attempt) for node, host in enumerate(self._hosts)
-        ):
+        if not all(node in lost or host.has_ended(order.attempt) for node, host in enumerate(self._hosts)):
             return
         if is_stopped:
             self.order = replace(order, unreached=tuple(sorted(lost)))
@@ -447,9 +445,8 @@ class Leader:
         elif cause.was_told_to or self._left_behind() or order.is_last_attempt:
             self._over(cause.shell_code, cause)
         else:
-            self.order = replace(
-                order, phase=Phase.WAIT, attempt=order.attempt + 1, restarts=order.restarts + 1
-            )
+            attempt, restarts = order.attempt + 1, order.restarts + 1
+            self.order = replace(order, phase=Phase.WAIT, attempt=attempt, restarts=restarts)
             self._wait(now)
 
     def _left_behind(self) -> bool:
@@ -623,9 +620,7 @@ class Member:
         return [Waiting(now - since, missing, self._timeouts.join_secs, why)]
 
     def _finish(self, over: LaunchOrder) -> list[Command]:
-        if (
-            self.report.running
-        ):  # Its workers are being ended; `on_time` or the next order comes back to this.
+        if self.report.running:  # Its workers are being ended; `on_time` or an order comes back to this.
             return []
         self.is_over = True
         return [over]

@@ -275,9 +275,8 @@ _CLOSED = (ConnectionResetError, BrokenPipeError, ConnectionAbortedError)
 def not_welcome(by: str, why: str, *, has_hosts: bool) -> LaunchRefused:
     """Another launcher has refused this one, which cannot be part of the job."""
     same = "--hosts in the same order" if has_hosts else "another --node-rank on each"
-    return LaunchRefused(
-        f"{by} refused this host: {why}", remedy=f"Start the same command on all hosts, with {same}"
-    )
+    remedy = f"Start the same command on all hosts, with {same}"
+    return LaunchRefused(f"{by} refused this host: {why}", remedy=remedy)
 
 
 # --- The first launcher ----------------------------------------------------------------------------------
@@ -306,9 +305,7 @@ class Part:
 
 def identity_of(job: JobPlan, max_restarts: int) -> Identity:
     program, text = job.argv[1:], "\0".join(job.argv[1:])
-    if (
-        len(text) > _MAX_PROGRAM
-    ):  # Many arguments are replaced by their digest, so that they fit into a message.
+    if len(text) > _MAX_PROGRAM:  # Replaced by its digest, so that it fits into a message.
         digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
         program = (program[0][:200], f"({len(program) - 1} arguments with the digest {digest})")
     return Identity(
@@ -355,9 +352,8 @@ def _address_of(host: str, until: float) -> str:
             elif addresses := lookup.addresses(host):
                 return addresses[0]
         if time.monotonic() >= until:
-            raise ClusterError(
-                f"The name of the first host {problem}: {host}", remedy="Correct it, or the DNS"
-            )
+            what = f"The name of the first host {problem}: {host}"
+            raise ClusterError(what, remedy="Correct it, or the DNS")
         time.sleep(_NAME_PAUSE_SECS)
 
 
@@ -391,7 +387,7 @@ class Rivals:
         return events
 
     def _look(self, host: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # Nothing listens there, as it should be.
+        with contextlib.suppress(OSError, ValueError, IndexError):  # Nothing listens there, as it should be.
             place = addresses_of(host, self._port, lambda: None)[0]
             with socket.create_connection(place, timeout=STEP_SECS) as connected:
                 try:
