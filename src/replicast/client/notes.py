@@ -109,19 +109,18 @@ class _NotesReader:
         return SeenJob(self._run, run_files.read_worker_notes(self._run), time.time() - self._behind_secs)
 
     def _is_surely_dead(self, seen: SeenJob) -> bool:
-        running = [note for note in seen.notes if note.waiting_for != run_files.ENDED]
-        if all(_is_gone(note) or seen.now - note.time > _TOO_OLD_SECS for note in running):
+        def is_gone(note: run_files.WorkerNote) -> bool:
+            """Whether its process was on this host, and has surely ended; or the note is too old."""
+            process = {"host": note.host, "pid": note.pid, "machine": note.machine}
+            is_dead = is_on_this_host(process) and is_alive(process) is False
+            return is_dead or seen.now - note.time > _TOO_OLD_SECS
+
+        if all(is_gone(note) for note in seen.notes if note.waiting_for != run_files.ENDED):
             return True
         return run_files.has_ended(self._run, seen.notes)
 
 
 _reader_of = lru_cache(maxsize=1000)(_NotesReader)
-
-
-def _is_gone(note: run_files.WorkerNote) -> bool:
-    """Whether the process of a worker was on this host, and has surely ended."""
-    process = {"host": note.host, "pid": note.pid, "machine": note.machine}
-    return is_on_this_host(process) and is_alive(process) is False
 
 
 def polls(run: RunDir, timeout_secs: float) -> Iterator[SeenJob]:

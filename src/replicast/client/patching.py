@@ -90,11 +90,16 @@ def patch_in_place(run: RunDir, step: int, update: Update, *, progress: Progress
             saved = saved_of(before)
             draft = patched_draft(reader, update).with_updates(replace(saved, holds=saved.holds | {sequence}))
             record = Committed(sequence, plan.id, plan.content_digest(), step, attempt)
-            after = store.replace(
-                draft,
-                patched_variables(reader, plan, progress),
-                lambda: _commit(journal, reader, record, plan),
-            )
+
+            def commit() -> None:
+                """Writes the update to the journal, with the values that a revert needs."""
+                overwritten = _values_before(journal, reader, record, plan)
+                journal.write(Payload(plan.id, record.digest, None, plan.author, plan.note), plan)
+                journal.write(record)
+                if overwritten is not None:
+                    journal.write(overwritten)
+
+            after = store.replace(draft, patched_variables(reader, plan, progress), commit)
         path = store.find(step)
         with store.open(step) as reader:
             digest = _digest_of_touched(reader, plan)
@@ -154,15 +159,6 @@ def _check_history(history: History, manifest: Manifest, plan: Update) -> None:
                 f"was committed at step {record.step} and has to be applied first",
                 remedy=f"Start the job and make a checkpoint (replicast checkpoint now), or {_ELSEWHERE}",
             )
-
-
-def _commit(journal: FileJournal, reader: CheckpointReader, record: Committed, plan: Update) -> None:
-    """Writes the update to the journal, with the values that a revert needs."""
-    before = _values_before(journal, reader, record, plan)
-    journal.write(Payload(plan.id, record.digest, None, plan.author, plan.note), plan)
-    journal.write(record)
-    if before is not None:
-        journal.write(before)
 
 
 def _values_before(

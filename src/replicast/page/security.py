@@ -106,20 +106,28 @@ class SecurityMiddleware:
         await self._app(scope, receive, send_with_headers)
 
     def check(self, method: str, path: str, headers: Headers, peer: str) -> None:
-        host = self._checked_host(headers)
+        hosts = headers.getlist("host")
+        host = _host_of(hosts[0]) if len(hosts) == 1 else ""
+        if host not in self._names and not is_address(host):
+            remedy = "Use its address, or start `replicast serve` with --allow-host NAME"
+            raise HttpError(421, "Unknown host name", received=host, remedy=remedy)
         acts = method not in ("GET", "HEAD") or _STOPS_WORKERS.match(path) is not None
         if acts:
-            self._check_origin(headers)
+            origin = headers.get("origin")
+            if origin is not None and origin.partition("://")[2].lower() != headers["host"].lower():
+                raise HttpError(403, "Another site may not act here", received=origin)
+            if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+                raise HttpError(403, "Another site may not act here")
         if path in _WITHOUT_DATA or not (acts or path.startswith("/api/") or path == "/metrics"):
             return  # The page itself holds no data.
-        has_token = self._has_token(headers, peer)
-        if acts and self._settings.token is None:
-            raise HttpError(
-                403,
-                "Actions are off",
-                remedy=f"Start `replicast serve` with --token-file or {TOKEN} to allow them",
-            )
-        if not has_token and (acts or not self._may_read_freely(host, headers, peer)):
+        settings, has_token = self._settings, self._has_token(headers, peer)
+        if acts and settings.token is None:
+            remedy = f"Start `replicast serve` with --token-file or {TOKEN} to allow them"
+            raise HttpError(403, "Actions are off", remedy=remedy)
+        # Whether it comes from this machine: a proxy on it speaks for others.
+        forwarded = any(name in headers for name in _FORWARDED) or settings.is_proxy(peer)
+        reads_freely = is_loopback(peer) and is_loopback(host) and not forwarded and not settings.private
+        if not has_token and (acts or not reads_freely):
             raise _unauthorized("A token is required")
         if acts and (wait := self._actions.take()):
             raise _too_many("Too many actions", wait)
@@ -139,31 +147,6 @@ class SecurityMiddleware:
             if not self._settings.is_proxy(one):
                 return one
         return peer
-
-    def _checked_host(self, headers: Headers) -> str:
-        given = headers.getlist("host")
-        host = _host_of(given[0]) if len(given) == 1 else ""
-        if host not in self._names and not is_address(host):
-            raise HttpError(
-                421,
-                "Unknown host name",
-                received=host,
-                remedy="Use its address, or start `replicast serve` with --allow-host NAME",
-            )
-        return host
-
-    def _check_origin(self, headers: Headers) -> None:
-        origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2].lower() != headers["host"].lower():
-            raise HttpError(403, "Another site may not act here", received=origin)
-        if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-            raise HttpError(403, "Another site may not act here")
-
-    def _may_read_freely(self, host: str, headers: Headers, peer: str) -> bool:
-        """Whether it comes from this machine: a proxy on it speaks for others."""
-        forwarded = any(name in headers for name in _FORWARDED)
-        local = is_loopback(peer) and is_loopback(host)
-        return local and not forwarded and not self._settings.private and not self._settings.is_proxy(peer)
 
     def _has_token(self, headers: Headers, peer: str) -> bool:
         given = headers.get("authorization")
