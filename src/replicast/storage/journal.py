@@ -52,6 +52,7 @@ from replicast.core.entries import (
     Withdrawn,
 )
 from replicast.core.operations.revert import why_not
+from replicast.core.operations.update import outcome_of
 from replicast.core.records import Content, Stage
 from replicast.errors import FileDamaged, PayloadRemoved, ReplicastError, UpdateRefused
 from replicast.files import RunDir, RunPath, below, remove_leftovers, write_durably
@@ -63,7 +64,7 @@ from replicast.strictjson import View, parse_integer
 from replicast.tensorfiles import read_bytes
 from replicast.update.edits import RESETS, Edit, EditKind
 from replicast.update.inverse import NOT_KEPT, disturbs, inverse
-from replicast.update.trial import Trial, TrialOutcome, TrialVerdict
+from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update
 
 logger = logging.getLogger("replicast")
@@ -663,11 +664,7 @@ class Updates:
         """What is known of a committed update; without author, note and edits if their entry is damaged."""
         record = self.history.committed[sequence]
         trial, decided = record.trial, self.history.decided.get(sequence)
-        outcome = None
-        if trial is not None and decided is not None:
-            measured = record.before, decided.during
-            kept: TrialVerdict = "kept" if decided.kept else "reverted"
-            outcome = TrialOutcome(sequence, kept, decided.step, trial.metric, *measured, decided.reason)
+        outcome = None if trial is None or decided is None else outcome_of(trial, record, decided)
         receipts = tuple(self._receipts.get(sequence, ()))
         return UpdateView(
             stage=receipts[-1].stage if receipts else Stage.COMMITTED,

@@ -10,7 +10,6 @@ from msgspec.structs import force_setattr
 from replicast.strictjson import View
 
 Mode = Literal["min", "max"]
-TrialVerdict = Literal["kept", "reverted"]
 
 MAX_STEPS = 1_000_000
 MAX_METRIC_NAME = 200
@@ -82,7 +81,7 @@ class TrialOutcome(View, frozen=True):
     """How a trial ended, on every replica."""
 
     sequence: int
-    outcome: TrialVerdict
+    outcome: Literal["kept", "reverted"]
     step: int
     metric: str
     before: float | None
