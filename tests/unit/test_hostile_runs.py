@@ -144,9 +144,7 @@ def test_a_line_that_is_no_json_of_ours_is_left_out(tmp_path: Path, line: str) -
     append_metrics(tmp_path, 1, {"loss": 0.5})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(f"{line}\n")
-    found = last_metrics(tmp_path)
-    assert found is not None
-    assert found["step"] == 1
+    assert (last_metrics(tmp_path) or {})["step"] == 1
 
 
 def test_a_note_that_no_clock_can_show_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -64,31 +63,26 @@ def test_a_job_whose_notes_do_not_change_is_dead_whatever_time_they_show(at: flo
     assert SILENT_SECS <= seen.secs < SILENT_SECS + 1.0
 
 
-def test_a_clock_that_is_set_back_is_progress_too() -> None:
+@pytest.mark.parametrize(
+    ("looks", "alive", "moving"),
+    [
+        ([[note(at=1000.0)], [note(at=10.0)]], True, [0]),
+        ([[note(0), note(1, at=1.0)], [note(0), note(1, at=2.0)]], True, [1]),
+        ([[], [note()]], True, [0]),
+        ([[note(waiting_for=ENDED)]], False, []),
+        ([[note()], [note(at=1.0, waiting_for=ENDED)]], False, []),
+    ],
+    ids=["a clock that is set back", "one living worker", "a note that appears", "ended", "ends meanwhile"],
+)
+def test_progress_is_a_note_that_changes_and_an_end_that_is_noted_is_known_at_once(
+    looks: list[list[WorkerNote]], alive: bool, moving: list[int]
+) -> None:
     seen = Watch(clock=Clock())
-    seen.look([note(at=1000.0)])
-    assert seen.look([note(at=10.0)]) is True
-
-
-def test_one_living_worker_is_enough_and_named() -> None:
-    seen = Watch(clock=Clock())
-    seen.look([note(0), note(1, at=1.0)])
-    assert seen.look([note(0), note(1, at=2.0)]) is True
-    assert [one.rank for one in seen.moving] == [1]
-
-
-def test_a_note_that_appears_while_one_watches_is_progress() -> None:
-    seen = Watch(clock=Clock())
-    assert seen.look([]) is None
-    assert seen.look([note()]) is True
-
-
-def test_a_job_that_has_noted_its_end_is_not_alive_at_once() -> None:
-    clock = Clock()
-    assert Watch(clock=clock).look([note(waiting_for=ENDED)]) is False
-    seen = Watch(clock=clock)
-    seen.look([note()])
-    assert seen.look([replace(note(at=1.0), waiting_for=ENDED)]) is False
+    assert [seen.look(notes) for notes in looks][-1] is alive
+    assert all(Watch(clock=Clock()).look(notes) is None for notes in looks[:-1]), (
+        "one look alone tells nothing"
+    )
+    assert [one.rank for one in seen.moving] == moving
 
 
 def test_without_a_note_a_watch_lasts_as_long_as_with_one() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,12 @@ INFO = RunInfo(
 
 def note(rank: int, step: int = 3) -> WorkerNote:
     return WorkerNote(rank, 100 + rank, "host", step, 0, 2.5, training=True, waiting_for="")
+
+
+def metrics(run: Path) -> dict[str, Any]:
+    found = last_metrics(run)
+    assert found is not None
+    return found
 
 
 def test_what_a_run_is_about_is_read_back(tmp_path: Path) -> None:
@@ -106,16 +113,14 @@ def test_the_last_metrics_are_those_of_the_last_step(tmp_path: Path) -> None:
     assert last_metrics(tmp_path) is None
     for step in range(3000):
         append_metrics(tmp_path, step, {"loss": step / 2, "accuracy": 0.5})
-    found = last_metrics(tmp_path)
-    assert found is not None
+    found = metrics(tmp_path)
     assert (found["step"], found["values"]) == (2999, {"loss": 1499.5, "accuracy": 0.5})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3000
 
 
 def test_a_loss_that_is_not_finite_stays_json_and_comes_back(tmp_path: Path) -> None:
     append_metrics(tmp_path, 1, {"loss": math.nan, "other": -math.inf})
-    found = last_metrics(tmp_path)
-    assert found is not None
+    found = metrics(tmp_path)
     assert math.isnan(found["values"]["loss"])
     assert found["values"]["other"] == -math.inf
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
@@ -130,13 +135,9 @@ def test_a_torn_last_line_is_ignored_and_takes_nothing_with_it(tmp_path: Path) -
     both = path.read_bytes()
     for length in range(len(whole), len(both)):
         path.write_bytes(both[:length])
-        found = last_metrics(tmp_path)
-        assert found is not None
-        assert found["step"] == 1
+        assert metrics(tmp_path)["step"] == 1
         append_metrics(tmp_path, 3, {"loss": 3.0})
-        found = last_metrics(tmp_path)
-        assert found is not None
-        assert found["step"] == 3
+        assert metrics(tmp_path)["step"] == 3
 
 
 def test_a_file_without_a_whole_line_has_no_metrics(tmp_path: Path) -> None:
@@ -156,9 +157,7 @@ def test_a_line_that_the_disk_takes_only_in_part_is_an_error_and_spoils_no_other
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     append_metrics(tmp_path, 3, {"loss": 0.125})
-    found = last_metrics(tmp_path)
-    assert found is not None
-    assert found["step"] == 3
+    assert metrics(tmp_path)["step"] == 3
 
 
 def test_the_last_reports_come_in_their_order(tmp_path: Path) -> None:

@@ -13,37 +13,12 @@ import numpy as np
 import pytest
 
 from replicast.codec import decode, encode
+from replicast.core import messages as m
 from replicast.core import operations
+from replicast.core import records as r
 from replicast.core.entries import Receipt
-from replicast.core.messages import (
-    Answer,
-    At,
-    Do,
-    Meet,
-    Order,
-    Propose,
-    Release,
-    Request,
-    Rest,
-    Resume,
-    Stop,
-    Tell,
-    ToCoordinator,
-    ToWorkers,
-    Withdraw,
-)
 from replicast.core.operation import Outcome
 from replicast.core.operations import attempt, audit, pull, revert, update
-from replicast.core.records import (
-    Applied,
-    Proposal,
-    Published,
-    Refusal,
-    ReportId,
-    SeenDigests,
-    Snapshot,
-    Stage,
-)
 from replicast.replicas.channel import Note
 from replicast.transport import Parcel, Piece
 from replicast.update.audit_report import AuditReport, Declared, Difference
@@ -52,7 +27,7 @@ from replicast.update.trial import Trial, TrialOutcome
 
 PARCEL = Parcel("test-1-1", 1, 128, (Piece("float32", (4, 3), 0), Piece("bfloat16", (), 64)), "ab" * 16)
 TRIAL = Trial(5, "accuracy", -0.1, "max")
-PROPOSAL = Proposal("fix", "digest", PARCEL, 7, TRIAL, None, 'worker "1"', "note\nof two lines", 1.5)
+PROPOSAL = r.Proposal("fix", "digest", PARCEL, 7, TRIAL, None, 'worker "1"', "note\nof two lines", 1.5)
 RECEIPT = Receipt(
     3,
     "fix",
@@ -61,12 +36,12 @@ RECEIPT = Receipt(
     0.25,
     0.5,
     1e9,
-    Stage.REVERTED,
+    r.Stage.REVERTED,
     TrialOutcome(3, "reverted", 12, "loss", 0.1, None, "why"),
     2,
     (7, 7),
 )
-REFUSAL = Refusal(
+REFUSAL = r.Refusal(
     "There is no room",
     (1,),
     {"type": "UpdateRefused", "problem": "There is no room", "worker": 1, "variable": None},
@@ -106,32 +81,32 @@ ANSWERS: list[Any] = [
     None,
     PARCEL,
     REFUSAL,
-    Published("digest", PARCEL, "note"),
-    Applied("digest", 1e9, 0.125, 7),
-    SeenDigests(7, {"": "digest"}, {"seed": "other"}, 0.1, 7, 1e9),
-    Snapshot(7, "digest", frozenset({1, 2}), [[7, 1, {"loss": 0.5}]]),
+    r.Published("digest", PARCEL, "note"),
+    r.Applied("digest", 1e9, 0.125, 7),
+    r.SeenDigests(7, {"": "digest"}, {"seed": "other"}, 0.1, 7, 1e9),
+    r.Snapshot(7, "digest", frozenset({1, 2}), [[7, 1, {"loss": 0.5}]]),
     {"dense/bias": "digest"},
     [0.1, 5],
     [None, 0],
     [-math.inf, 2],
 ]
 MESSAGES: list[Any] = [
-    Propose("worker-1-ab-1", PROPOSAL),
-    Propose("worker-1-ab-2", Proposal("f", "", source=1)),
-    Propose("worker-1-ab-3", Proposal("undo", "", reverts=3, forced=True)),
-    Request("pull", ("request-1",), ("dense/bias", [[0, 3]])),
-    Withdraw("withdraw-1", "fix"),
-    Request("audit", ("request-1",)),
-    At(8, 7, standing=True),
-    *(Answer(number, answer) for number in (5, ReportId("save", 4, 2)) for answer in ANSWERS),
-    Rest(4, 7, ("sync", 0, "dense/bias")),
-    Stop(8),
-    Stop(8, at_step=15),
-    Meet(8, 9),
-    *(Do(9, order, of) for order in ORDERS for of in (None, (0,))),
-    Release(8),
-    *(Resume((4, 5), outcome) for outcome in (None, REFUSAL, Outcome(Stage.VERIFIED, REPORT))),
-    *(Tell("fix", ("a", "b"), stage, 7, RECEIPT, "the trial of 2", ended=True) for stage in Stage),
+    m.Propose("worker-1-ab-1", PROPOSAL),
+    m.Propose("worker-1-ab-2", r.Proposal("f", "", source=1)),
+    m.Propose("worker-1-ab-3", r.Proposal("undo", "", reverts=3, forced=True)),
+    m.Request("pull", ("request-1",), ("dense/bias", [[0, 3]])),
+    m.Withdraw("withdraw-1", "fix"),
+    m.Request("audit", ("request-1",)),
+    m.At(8, 7, standing=True),
+    *(m.Answer(number, answer) for number in (5, r.ReportId("save", 4, 2)) for answer in ANSWERS),
+    m.Rest(4, 7, ("sync", 0, "dense/bias")),
+    m.Stop(8),
+    m.Stop(8, at_step=15),
+    m.Meet(8, 9),
+    *(m.Do(9, order, of) for order in ORDERS for of in (None, (0,))),
+    m.Release(8),
+    *(m.Resume((4, 5), outcome) for outcome in (None, REFUSAL, Outcome(r.Stage.VERIFIED, REPORT))),
+    *(m.Tell("fix", ("a", "b"), stage, 7, RECEIPT, "the trial of 2", ended=True) for stage in r.Stage),
     Note('{"rank": 1}'),
 ]
 
@@ -151,14 +126,14 @@ def test_a_measure_that_is_not_a_number_arrives_as_such() -> None:
 
 
 def test_text_that_is_not_valid_unicode_is_escaped() -> None:
-    refusal = Refusal("no file \udcff", (1,), {"problem": "\ud800"})
-    received = decode(encode([3, Answer(ReportId("save", 4), refusal), Resume((4,), {0: "\udcff"})]))
-    escaped = Refusal("no file \\udcff", (1,), {"problem": "\\ud800"})
-    assert received == [3, Answer(ReportId("save", 4), escaped), Resume((4,), {0: "\\udcff"})]
+    refusal = r.Refusal("no file \udcff", (1,), {"problem": "\ud800"})
+    received = decode(encode([3, m.Answer(r.ReportId("save", 4), refusal), m.Resume((4,), {0: "\udcff"})]))
+    escaped = r.Refusal("no file \\udcff", (1,), {"problem": "\\ud800"})
+    assert received == [3, m.Answer(r.ReportId("save", 4), escaped), m.Resume((4,), {0: "\\udcff"})]
 
 
 def test_every_kind_of_message_is_among_those() -> None:
-    kinds = {*get_args(ToCoordinator), *get_args(ToWorkers), Note}
+    kinds = {*get_args(m.ToCoordinator), *get_args(m.ToWorkers), Note}
     assert {type(message) for message in MESSAGES} == kinds
 
 
@@ -168,16 +143,16 @@ def test_every_order_of_every_operation_is_among_those() -> None:
         for module in pkgutil.iter_modules(operations.__path__)
     ]
     defined = {one for module in modules for one in vars(module).values() if isinstance(one, type)}
-    orders = {one for one in defined if issubclass(one, Order) and one is not Order}
+    orders = {one for one in defined if issubclass(one, m.Order) and one is not m.Order}
     assert {type(order) for order in ORDERS} == orders
 
 
 @pytest.mark.parametrize(
-    "value", [object(), np.float32(1.0), Request], ids=lambda value: type(value).__name__
+    "value", [object(), np.float32(1.0), m.Request], ids=lambda value: type(value).__name__
 )
 def test_what_no_message_may_have_is_not_sent(value: Any) -> None:
     with pytest.raises(TypeError, match="Received: "):
-        encode(Answer(1, value))
+        encode(m.Answer(1, value))
 
 
 def packed(value: Any) -> str:
