@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from threading import Lock
 from time import monotonic, sleep
 
@@ -37,7 +37,7 @@ LISTEN_SECS = run_files.ABSENT_SECS
 _TOO_OLD_SECS = 86_400.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SeenJob:
     """What the workers of a job last said, and what time it was then by their clock."""
 
@@ -45,7 +45,7 @@ class SeenJob:
     notes: list[run_files.WorkerNote]
     now: float
 
-    @cached_property
+    @property
     def state(self) -> run_files.RunState:
         return run_files.read_state(self.run, self.notes, self.now)
 
