@@ -28,6 +28,16 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "POLL_SECS", 0.02)
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def watch(run: PromptRun) -> RunWatch:
+    return RunWatch("first", run, Threads(8))
+
+
 def events(response: HTTPResponse) -> Iterator[tuple[str, dict[str, Any]]]:
     name = ""
     for line in response:
@@ -60,7 +70,8 @@ def test_the_first_event_is_the_whole_status_and_later_ones_what_changed(run: Pr
         connection.close()
 
 
-def test_a_hundred_streams_read_as_often_as_one(run: PromptRun) -> None:
+@pytest.mark.anyio
+async def test_a_hundred_streams_read_as_often_as_one(run: PromptRun) -> None:
     async def follow(streams: int) -> int:
         """Reads twenty events with so many streams; returns how often the run was read."""
         run.reads, watch = 0, RunWatch("first", run, Threads(8))
@@ -75,97 +86,78 @@ def test_a_hundred_streams_read_as_often_as_one(run: PromptRun) -> None:
         watch.stop()
         return run.reads
 
-    assert asyncio.run(follow(100)) <= asyncio.run(follow(1)) + 5
+    assert await follow(100) <= await follow(1) + 5
 
 
-def test_what_is_kept_for_others_has_a_bounded_size(run: PromptRun) -> None:
-    async def read(nbytes: int) -> list[str]:
-        watch, read = RunWatch("first", run, Threads(8)), []
-
-        async def text(key: str) -> None:
-            await watch.text(key, lambda: read.append(key) or "x" * nbytes, 1000.0)
-
-        for key in ("a", "b", "c", "a"):
-            await text(key)
-        return read
-
-    assert asyncio.run(read(10)) == ["a", "b", "c"]
-    assert asyncio.run(read(6 * 2**20)) == ["a", "b", "c", "a"]
+@pytest.mark.anyio
+@pytest.mark.parametrize(("nbytes", "expected"), [(10, "abc"), (6 * 2**20, "abca")])
+async def test_what_is_kept_for_others_has_a_bounded_size(
+    watch: RunWatch, nbytes: int, expected: str
+) -> None:
+    read: list[str] = []
+    for key in "abca":
+        await watch.text(key, lambda key=key: read.append(key) or "x" * nbytes, 1000.0)
+    assert "".join(read) == expected
 
 
-def test_nobody_reads_a_run_that_nobody_looks_at(run: PromptRun) -> None:
-    async def look_away() -> None:
-        watch = RunWatch("first", run, Threads(8))
-        async with asyncio.timeout(SECS):
-            async with watch.stream() as queue:
-                await queue.get()
-            while len(asyncio.all_tasks()) > 1:  # Whatever reads the run is a task.
-                await asyncio.sleep(0.01)
-
-    asyncio.run(look_away())
+@pytest.mark.anyio
+async def test_nobody_reads_a_run_that_nobody_looks_at(run: PromptRun, watch: RunWatch) -> None:
+    async with asyncio.timeout(SECS):
+        before = len(asyncio.all_tasks())
+        async with watch.stream() as queue:
+            await queue.get()
+        while len(asyncio.all_tasks()) > before:  # Whatever reads the run is a task.
+            await asyncio.sleep(0.01)
     assert run.reads
 
 
-def test_who_is_too_slow_begins_again(run: PromptRun) -> None:
-    async def sleep() -> list[bytes | None]:
-        watch = RunWatch("first", run, Threads(8))
-        async with watch.stream() as slow, watch.stream() as quick:
-            for _ in range(40):
-                assert await asyncio.wait_for(quick.get(), SECS) is not None
-                run.step += 1
-            watch.stop()
-            return [slow.get_nowait() for _ in range(slow.qsize())]
-
-    assert asyncio.run(sleep())[-1] is None
-
-
-def test_a_run_that_cannot_be_read_is_told_and_comes_back(
-    run: PromptRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def damage() -> tuple[Any, Any]:
-        watch, status = RunWatch("first", run, Threads(8)), run.status
-
-        def damaged() -> Any:
-            raise FileDamaged("run.json", "it is gone")
-
-        async with watch.stream() as queue:
-            await queue.get()
-            monkeypatch.setattr(run, "status", damaged)
-            told = await asyncio.wait_for(queue.get(), SECS)
-            monkeypatch.setattr(run, "status", status)
-            again = await asyncio.wait_for(queue.get(), SECS)
+@pytest.mark.anyio
+async def test_who_is_too_slow_begins_again(run: PromptRun, watch: RunWatch) -> None:
+    async with watch.stream() as slow, watch.stream() as quick:
+        for _ in range(40):
+            assert await asyncio.wait_for(quick.get(), SECS) is not None
+            run.step += 1
         watch.stop()
-        return told, again
-
-    told, again = asyncio.run(damage())
-    assert b'"message":"run.json is damaged: it is gone."' in told
-    assert b'"unreadable":null' in again
+        assert [slow.get_nowait() for _ in range(slow.qsize())][-1] is None
 
 
-def test_metrics_that_cannot_be_read_hide_no_later_status(
-    run: PromptRun, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.anyio
+async def test_a_run_that_cannot_be_read_is_told_and_comes_back(
+    run: PromptRun, watch: RunWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def damage() -> None:
-        watch, metrics, loop = RunWatch("first", run, Threads(8)), run.metrics, asyncio.get_running_loop()
-        failed, reads = asyncio.Event(), 0
+    def damaged() -> Any:
+        raise FileDamaged("run.json", "it is gone")
 
-        def damaged(*_: Any, **__: Any) -> Any:
-            if run.reads >= reads + 2:  # The second read from now on has begun after the step.
-                loop.call_soon_threadsafe(failed.set)
-            raise OSError(5, "Input/output error")
+    async with asyncio.timeout(SECS), watch.stream() as queue:
+        await queue.get()
+        with monkeypatch.context() as patched:
+            patched.setattr(run, "status", damaged)
+            assert b'"message":"run.json is damaged: it is gone."' in (await queue.get() or b"")
+        assert b'"unreadable":null' in (await queue.get() or b"")
+    watch.stop()
 
-        async with asyncio.timeout(SECS), watch.stream() as queue:
-            await queue.get()
-            monkeypatch.setattr(run, "metrics", damaged)
+
+@pytest.mark.anyio
+async def test_metrics_that_cannot_be_read_hide_no_later_status(
+    run: PromptRun, watch: RunWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, failed, reads = asyncio.get_running_loop(), asyncio.Event(), 0
+
+    def damaged(*_: Any, **__: Any) -> Any:
+        if run.reads >= reads + 2:  # The second read from now on has begun after the step.
+            loop.call_soon_threadsafe(failed.set)
+        raise OSError(5, "Input/output error")
+
+    async with asyncio.timeout(SECS), watch.stream() as queue:
+        await queue.get()
+        with monkeypatch.context() as patched:
+            patched.setattr(run, "metrics", damaged)
             run.step, reads = 101, run.reads
             assert b"Input/output error" in (await queue.get() or b"")
             await failed.wait()
-            monkeypatch.setattr(run, "metrics", metrics)
-            while b"step 101" not in (await queue.get() or b""):
-                pass  # A read that took long, as under load, is used again for a while.
-        watch.stop()
-
-    asyncio.run(damage())
+        while b"step 101" not in (await queue.get() or b""):
+            pass  # A read that took long, as under load, is used again for a while.
+    watch.stop()
 
 
 def test_the_server_ends_its_streams_before_it_ends(run: PromptRun) -> None:
@@ -178,29 +170,27 @@ def test_the_server_ends_its_streams_before_it_ends(run: PromptRun) -> None:
     connection.close()
 
 
-def test_streams_are_limited(run: PromptRun) -> None:
-    async def follow_all() -> None:
-        slots, watch = Slots(2, "Too many browsers", "Close some"), RunWatch("first", run, Threads(1))
+@pytest.mark.anyio
+async def test_streams_are_limited(watch: RunWatch) -> None:
+    slots = Slots(2, "Too many browsers", "Close some")
 
-        def follow() -> SlotResponse:
-            slots.take()
-            return SlotResponse(slots, watching.events(watch), "text/event-stream")
+    def follow() -> SlotResponse:
+        slots.take()
+        return SlotResponse(slots, watching.events(watch), "text/event-stream")
 
-        # Those that have been accepted count, also before their first byte.
-        first, _ = follow(), follow()
-        with pytest.raises(HttpError, match="Too many browsers"):
-            follow()
-
-        async def receive() -> dict[str, str]:
-            return {"type": "http.disconnect"}
-
-        async def send(_message: object) -> None:
-            await asyncio.sleep(0)
-
-        await first({"type": "http"}, receive, send)  # Its browser has gone.
+    # Those that have been accepted count, also before their first byte.
+    first, _ = follow(), follow()
+    with pytest.raises(HttpError, match="Too many browsers"):
         follow()
-        with pytest.raises(HttpError, match="Too many browsers"):
-            follow()
-        watch.stop()
 
-    asyncio.run(follow_all())
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(_message: object) -> None:
+        await asyncio.sleep(0)
+
+    await first({"type": "http"}, receive, send)  # Its browser has gone.
+    follow()
+    with pytest.raises(HttpError, match="Too many browsers"):
+        follow()
+    watch.stop()
