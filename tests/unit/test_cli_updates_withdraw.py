@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from replicast.core.records import Stage
 from replicast.processes import this_process
 from replicast.storage import inbox
-from replicast.storage.run_files import ENDED, WorkerNote, write_worker_note
+from replicast.storage.run_files import ENDED
 from replicast.update.update import Update
 from tests.unit.logs import log_of
 from tests.unit.played_job import LONG_AGO, PlayedJob, flat, heard_of, invoke, meanwhile, output_of
@@ -100,16 +99,35 @@ def taken(run: Path, taker: dict[str, Any]) -> None:
 ELSEWHERE = {"pid": 1, "host": "another host", "started": 1}
 
 
-def test_a_job_on_another_host_counts_as_alive_while_it_is_heard_of(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+UNKNOWN_START = {name: value for name, value in this_process().items() if name != "started"}
+
+
+@pytest.mark.parametrize(
+    ("taker", "heard", "code", "listens"),
+    [
+        (ELSEWHERE, {}, 3, 30.0),
+        (ELSEWHERE, {"secs_ago": 60}, 0, 3.0),
+        (ELSEWHERE, {"waiting_for": ENDED}, 0, 0.0),
+        (this_process(), {"secs_ago": LONG_AGO}, 3, 0.0),  # Only stopped: it holds what it took.
+        (this_process() | {"started": 1}, {}, 0, 0.0),  # Another process has the number of a dead one.
+        (UNKNOWN_START, {}, 3, 30.0),
+        (UNKNOWN_START, {"secs_ago": 60}, 0, 3.0),
+    ],
+)
+def test_a_job_holds_what_it_took_while_its_process_lives_or_it_is_heard_of(
+    run: Path,
+    taker: dict[str, Any],
+    heard: dict[str, Any],
+    code: int,
+    listens: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     listened = meanwhile(monkeypatch, lambda _secs: None)
-    taken(run, ELSEWHERE)
-    assert invoke("withdraw", run, "x").exit_code == 3
+    taken(run, taker)
+    heard_of(run, **heard)
     listened.clear()
-    heard_of(run, secs_ago=60)
-    assert invoke("withdraw", run, "x").exit_code == 0
-    assert sum(listened) == pytest.approx(3.0)
+    assert invoke("withdraw", run, "x").exit_code == code
+    assert sum(listened) == pytest.approx(listens, abs=1.5)
 
 
 def test_a_job_whose_clock_is_behind_is_heard_of_while_one_listens(
@@ -124,44 +142,11 @@ def test_a_job_whose_clock_is_behind_is_heard_of_while_one_listens(
     assert [entry.id for entry in inbox.waiting(run)] == ["x"]
 
 
-def test_a_job_that_has_ended_or_taken_nothing_is_not_waited_for(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_has_taken_nothing_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listened = meanwhile(monkeypatch, lambda _secs: None)
     heard_of(run, LONG_AGO)
     invoke("push", run, *PUSH, "waits", "--next-start")
-    assert invoke("withdraw", run, "waits").exit_code == 0
-    for rank in range(2):
-        write_worker_note(
-            run, WorkerNote(rank, 1, "box", 5, 0, time.time(), training=False, waiting_for=ENDED)
-        )
-    taken(run, ELSEWHERE)
-    assert invoke("withdraw", run, "x").exit_code == 0
-    assert listened == []
-
-
-def test_a_process_that_has_the_number_of_a_dead_one_holds_nothing(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listened = meanwhile(monkeypatch, lambda _secs: None)
-    taken(run, this_process() | {"started": 1})
-    assert invoke("withdraw", run, "x").exit_code == 0
-    assert listened == []
-    without = {name: value for name, value in this_process().items() if name != "started"}
-    taken(run, without)
-    assert invoke("withdraw", run, "x").exit_code == 3
-    heard_of(run, secs_ago=60)
-    assert invoke("withdraw", run, "x").exit_code == 0
-
-
-def test_a_job_of_this_host_that_was_only_stopped_still_holds_what_it_took(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listened = meanwhile(monkeypatch, lambda _secs: None)
-    heard_of(run, LONG_AGO)
-    taken(run, this_process())
-    assert invoke("withdraw", run, "x").exit_code == 3
-    assert listened == []
+    assert (invoke("withdraw", run, "waits").exit_code, listened) == (0, [])
 
 
 def test_a_damaged_journal_leaves_the_update_where_it_was(run: Path) -> None:
