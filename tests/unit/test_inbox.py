@@ -51,7 +51,7 @@ def stage_of(run: Path, id_: str) -> Stage | None:
 
 
 def reader_of(job: Job) -> InboxReader:
-    reader = InboxReader(job.workers[0].session, job.attempt, lambda _path, what, error: None)
+    reader = InboxReader(job.workers[0].session, lambda _path, what, error: None)
     job.workers[0].hooks.on_inbox = reader.on_outcome
     return reader
 

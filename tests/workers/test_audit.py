@@ -361,11 +361,11 @@ class SlowSchema(Schema):
 
 def test_an_audit_that_the_script_asked_for_is_written_down_once(tmp_path: Path) -> None:
     """Worker 0 hears of it twice at the same time: in its training thread and in the background."""
-    with Job(2) as job:
+    with Job(2, attempt=3) as job:
 
         def make(worker: Worker) -> Audits:
-            schema = SlowSchema(worker.state.schema)
-            return Audits(worker.session, schema, tmp_path, AuditPlan(), attempt=3)
+            worker.state.schema = SlowSchema(worker.state.schema)
+            return Audits(worker.session, tmp_path, AuditPlan())
 
         made = job.on_all(make)
         ended: list[Any] = []

@@ -735,15 +735,15 @@ def test_one_flipped_bit_is_found_by_all_who_go_back_to_a_whole_checkpoint_toget
 def restored_by(worker: Worker, run_dir: Path, number: int = 1) -> restoring.Restored | None:
     """Only worker 0 sees the run directory; variables are sent in parcels of one."""
     store = CheckpointStore(run_dir if worker.rank == 0 else run_dir / "not" / "here")
-    return restoring.Restore(worker.session, worker.state, store).run(number, None, False)
+    return restoring.Restore(worker.session, store).run(number, None, False)
 
 
 def checkpoint_of_ones(run_dir: Path) -> None:
     ones = {name: np.ones_like(value) for name, value in start_values().items()}
     with Job(1, values=ones) as job:
         worker = job.workers[0]
-        training = Training(worker.session, worker.state)
-        checkpoints = Checkpoints(worker.session, worker.state, training, CheckpointStore(run_dir), 0)
+        training = Training(worker.session)
+        checkpoints = Checkpoints(worker.session, training, CheckpointStore(run_dir))
         worker.hooks.take_snapshot = checkpoints.take_snapshot
         worker.hooks.write_checkpoint = checkpoints.write
         assert job.on_all(lambda _: checkpoints.save_here())[0].result(120) is not None

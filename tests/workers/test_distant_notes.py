@@ -41,11 +41,11 @@ def files_of_both(
     """Worker 0's, and those of a worker 1 whose host has another directory, or none, at that path."""
     fence = Fence(shared, 0)
     first, other = (worker.session for worker in job.workers)
-    trainings = [Training(worker.session, worker.state) for worker in job.workers]
+    trainings = [Training(worker.session) for worker in job.workers]
     group = fence.identity
     both = [
-        RunFiles(first, shared, 0, trainings[0], fence),
-        RunFiles(other, there, 0, trainings[1], group=group, launcher_reads=launcher_reads),
+        RunFiles(first, shared, trainings[0], fence),
+        RunFiles(other, there, trainings[1], group=group, launcher_reads=launcher_reads),
     ]
     job.workers[0].hooks.on_note = both[0].on_note
     for one in both:
@@ -153,7 +153,7 @@ def test_a_bad_note_ends_nothing_and_is_said_once(
     job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = job.workers[0]
-    files = RunFiles(first.session, tmp_path, 0, Training(first.session, first.state), Fence(tmp_path, 0))
+    files = RunFiles(first.session, tmp_path, Training(first.session), Fence(tmp_path, 0))
     job.workers[0].hooks.on_note = files.on_note
     files.start()
     session = job.workers[1].session

@@ -271,8 +271,7 @@ def test_what_cannot_be_positioned_is_said_by_worker_0_alone(pool1: Pool) -> Non
 
 def training(start: Position | None = None) -> Training:
     """A training of worker 0, without the rest of a job."""
-    session, state = mock.MagicMock(rank=0, step=0), MemoryState({})
-    attempt = Training(session, state)
+    attempt = Training(mock.MagicMock(rank=0, step=0, state=MemoryState({})))
     if start is not None:
         attempt.restored(start)
     return attempt
@@ -385,9 +384,9 @@ def test_a_checkpoint_at_an_epochs_end_is_made_after_all_callbacks_and_what_they
 def test_a_checkpoint_that_is_due_at_the_last_batch_of_an_epoch_waits_for_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    session, state, saved = mock.MagicMock(rank=0, step=8), mock.MagicMock(), []
-    attempt = Training(session, state)
-    checkpoints = Checkpoints(session, state, attempt, mock.MagicMock(), attempt=0)
+    session, saved = mock.MagicMock(rank=0, step=8), []
+    attempt = Training(session)
+    checkpoints = Checkpoints(session, attempt, mock.MagicMock())
     monkeypatch.setattr(
         checkpoints, "save_in_passing", lambda: saved.append((attempt.position, dict(attempt.metrics)))
     )
@@ -514,7 +513,7 @@ def test_what_a_callback_proposes_at_a_moment_has_the_same_id_in_an_attempt_that
 def test_what_was_meant_for_a_step_that_never_came_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with Job(1) as job:
         (worker,) = job.workers
-        attempt = Training(worker.session, worker.state)
+        attempt = Training(worker.session)
         attempt.warn_of_what_was_left()
         assert caplog.messages == []
         for step in (7, 3, 7):
@@ -680,7 +679,7 @@ def bits(worker: Worker) -> dict[str, bytes]:
 def test_what_a_script_changes_again_is_put_back() -> None:
     with Job(1) as job:
         (worker,) = job.workers
-        frozen, before = FrozenVariables(worker.session, worker.state), bits(worker)
+        frozen, before = FrozenVariables(worker.session), bits(worker)
         frozen.put_back()
         frozen.keep()
         for value in (3.0, 4.0):
@@ -696,7 +695,7 @@ def test_what_a_script_changes_again_is_put_back() -> None:
 def test_what_an_update_changes_is_not_put_back() -> None:
     with Job(1) as job:
         (worker,) = job.workers
-        frozen = FrozenVariables(worker.session, worker.state)
+        frozen = FrozenVariables(worker.session)
         frozen.keep()
         ticket = worker.session.propose(Update().scale("optimizer/learning_rate", 0.5))
         job.train(1)

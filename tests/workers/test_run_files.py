@@ -45,13 +45,13 @@ def bias(amount: float, **options: Any) -> Update:
 
 
 def keeping_of(job: Job, run: Path, fence: Fence | None = None) -> RunFiles:
-    keeping = RunFiles(job.workers[0].session, run, 0, training_of(job.workers[0]), fence)
+    keeping = RunFiles(job.workers[0].session, run, training_of(job.workers[0]), fence)
     job.workers[0].hooks.on_inbox = keeping.inbox.on_outcome
     return keeping
 
 
 def training_of(worker: Worker) -> Training:
-    training = Training(worker.session, worker.state)
+    training = Training(worker.session)
     training.active = True
     return training
 
@@ -302,9 +302,10 @@ def test_every_worker_writes_a_heartbeat_and_the_last_one_says_that_all_is_done(
     path = heartbeat_file({"REPLICAST_PROGRESS_FILE": str(tmp_path / "beat-{rank}.json")}, rank=3)
     assert path == tmp_path / "beat-3.json"
     monkeypatch.setattr(run_files, "NOTE_SECS", 0.01)
+    job.workers[0].session.attempt = 2
     training = training_of(job.workers[0])
     training.position = Position(epoch=1, batch=10, fits=(Fit(epochs=4, batches=20),))
-    keeping = RunFiles(job.workers[0].session, None, 2, training, heartbeat=path)
+    keeping = RunFiles(job.workers[0].session, None, training, heartbeat=path)
     keeping.logs = {"loss": np.nan, "accuracy": 0.5, "text": "no number"}
     keeping.start()
     eventually(path.exists)
@@ -321,7 +322,7 @@ def test_a_heartbeat_that_cannot_be_written_costs_one_warning(
 ) -> None:
     monkeypatch.setattr(run_files, "NOTE_SECS", 0.01)
     beat = tmp_path / "missing" / "beat.json"
-    keeping = RunFiles(job.workers[0].session, None, 0, training_of(job.workers[0]), heartbeat=beat)
+    keeping = RunFiles(job.workers[0].session, None, training_of(job.workers[0]), heartbeat=beat)
     keeping.start()
     eventually(lambda: "The heartbeat file cannot be written" in caplog.text)
     keeping.note_end()

@@ -46,8 +46,8 @@ class Saver:
     ) -> None:
         self.worker = worker
         store = None if run_dir is None else CheckpointStore(run_dir)
-        self.training = Training(worker.session, worker.state)
-        self.checkpoints = Checkpoints(worker.session, worker.state, self.training, store, attempt=0)
+        self.training = Training(worker.session)
+        self.checkpoints = Checkpoints(worker.session, self.training, store)
         worker.session.set_audit_policy(policy)
         worker.hooks.take_snapshot = self.checkpoints.take_snapshot
         worker.hooks.write_checkpoint = self.checkpoints.write

@@ -64,7 +64,6 @@ class InboxReader:
     """The requests of others, from the first look to their answer. Each method may raise OSError."""
 
     session: Session
-    attempt: int
     warn: Callable[[RunDir, str, Exception], None]
     may_save: Callable[[], bool] = lambda: True
 
@@ -184,7 +183,7 @@ class InboxReader:
             problem,
             kind="" if request is None else request.kind,
             author="" if request is None else request.author,
-            attempt=self.attempt,
+            attempt=self.session.attempt,
             details=dict(details),
         )
 

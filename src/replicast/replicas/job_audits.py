@@ -56,10 +56,8 @@ class Audits:
     """One worker's audits. For its training thread, unless a method says otherwise."""
 
     session: Session
-    schema: Schema
     run_dir: RunDir | None
     usual: AuditPlan
-    attempt: int = 0
     answer: Callable[[AuditReport], None] = lambda report: None  # worker 0: tells those who have asked
 
     def __post_init__(self) -> None:
@@ -141,9 +139,10 @@ class Audits:
             known = next((one for one in self._reports if one.number == found.number), None)
             if known is not None:
                 return known
-            nbytes = sum(variable.nbytes for variable in self.schema)
+            schema, attempt = self.session.state.schema, self.session.attempt
+            nbytes = sum(variable.nbytes for variable in schema)
             # The numbers of audits start over with each attempt.
-            report = replace(found, variables=len(self.schema), nbytes=nbytes, attempt=self.attempt)
+            report = replace(found, variables=len(schema), nbytes=nbytes, attempt=attempt)
             self._reports.append(report)
             if self.session.rank == 0:
                 log = logger.debug if report.equal else logger.warning

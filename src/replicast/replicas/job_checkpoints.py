@@ -194,10 +194,8 @@ class Checkpoints:
     """One worker's part in checkpoints. All methods are for the training thread unless they say otherwise."""
 
     session: Session
-    state: State
     training: Training
     store: CheckpointStore | None
-    attempt: int
 
     def __post_init__(self) -> None:
         self._plan = SavePlan()
@@ -426,20 +424,20 @@ class Checkpoints:
         holds, measured = frozenset(replica.holds), replica.measures.history()
         strict = replica.strict_names()
         if self.session.rank != 0:
-            averaged = averaged_names(self.state.schema, replica.may_differ)
-            details = {"values": packed(self.state, averaged), "measured": json.dumps(measured)}
-            snapshot = Snapshot(step, joined(self.state.digests(strict)), holds, details)
+            averaged = averaged_names(self.session.state.schema, replica.may_differ)
+            details = {"values": packed(self.session.state, averaged), "measured": json.dumps(measured)}
+            snapshot = Snapshot(step, joined(self.session.state.digests(strict)), holds, details)
             return lambda: snapshot
         with self._copying:
-            self.state.snapshot(self._buffers)
+            self.session.state.snapshot(self._buffers)
         draft = Draft(
             step=step,
             epoch=self.training.position.epoch,
             batch=self.training.position.batch,
             created_at=time.time(),
             workers=self.session.size,
-            attempt=self.attempt,
-            schema=self.state.schema,
+            attempt=self.session.attempt,
+            schema=self.session.state.schema,
             metrics=numbers(self.training.metrics),
             versions=versions(),
             script=self.training.position.script(),
@@ -525,7 +523,7 @@ class Checkpoints:
         if self.store is None:
             raise no_run_dir()
         may_differ = self.session.replica.may_differ
-        for name in averaged_names(self.state.schema, may_differ) if others else ():
+        for name in averaged_names(self.session.state.schema, may_differ) if others else ():
             values = [other["values"] for other in others]
             np.copyto(copy.arrays[name], mean(copy.arrays[name], values, name))
             copy.digests[name] = digest_array(copy.arrays[name])
@@ -610,7 +608,6 @@ class Restore:
     """One worker's part. `run` is for the training threads of all workers, each with the same arguments."""
 
     session: Session
-    state: State
     store: CheckpointStore
 
     def __post_init__(self) -> None:
@@ -667,7 +664,7 @@ class Restore:
         return reader
 
     def _plan(self, reader: CheckpointReader, partial: bool) -> RestorePlan:
-        manifest, schema = reader.manifest, self.state.schema
+        manifest, schema = reader.manifest, self.session.state.schema
         differing = differences(schema, manifest.schema)
         if differing and not partial:
             said = "; ".join(f"{d.name}: expected {d.first}, received {d.second}" for d in differing[:10])
@@ -684,7 +681,7 @@ class Restore:
         self, what: str, reader: CheckpointReader | None, host: str, manifest: Manifest, left_out: list[str]
     ) -> str:
         """All workers read or receive the checkpoint. Returns what is wrong with it; empty if nothing is."""
-        names = [variable.name for variable in self.state.schema if variable.name not in left_out]
+        names = [variable.name for variable in self.session.state.schema if variable.name not in left_out]
         with contextlib.ExitStack() as closing:
             if reader is None and host == host_id(os.environ):
                 reader = self._see(manifest)
@@ -722,12 +719,12 @@ class Restore:
         if found:
             file = reader.path / "state.safetensors"
             return str(FileDamaged(file, f"{'; '.join(found[:3])[:500]}. {advice(reader.path)}"))
-        self.state.apply([Edit(EditKind.ASSIGN, name, {"value": values[name]}) for name in names])
+        self.session.state.apply([Edit(EditKind.ASSIGN, name, {"value": values[name]}) for name in names])
         return ""
 
     def _read(self, reader: CheckpointReader, names: list[str]) -> tuple[Arrays, str]:
         """All variables, and what is wrong with them. TensorFlow takes over their memory without a copy."""
-        shapes = {variable.name: variable for variable in self.state.schema}
+        shapes = {variable.name: variable for variable in self.session.state.schema}
         like = [np.broadcast_to(np.zeros((), dtype_of(shapes[name])), shapes[name].shape) for name in names]
         pieces, nbytes = lay_out(like)
         values = dict(zip(names, arrays_in(memory_to_fill(nbytes), pieces), strict=True))
@@ -750,7 +747,7 @@ class Restore:
         if problem:
             return problem
         try:
-            problem = self._transfer(reader, f"{what}/take", manifest, names, self.state.apply)
+            problem = self._transfer(reader, f"{what}/take", manifest, names, self.session.state.apply)
         except CheckpointError as error:
             problem = error.problem
         if problem:
@@ -811,7 +808,7 @@ class Restore:
         return values, f"{', '.join(wrong[:5])} has other values" if wrong else ""
 
     def _batches(self, names: list[str]) -> Iterator[list[str]]:
-        sizes = {variable.name: variable.nbytes for variable in self.state.schema}
+        sizes = {variable.name: variable.nbytes for variable in self.session.state.schema}
         batch: list[str] = []
         for name in names:
             if batch and sum(sizes[n] for n in batch) + sizes[name] > PARCEL_BYTES:

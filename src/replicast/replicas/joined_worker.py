@@ -108,7 +108,7 @@ class JoinedWorker:
         )
         accelerated = exchange.agree("accelerator", str(self.state.on_accelerator), secs)
         self.state.fingerprints_on_device = str(True) in accelerated.values()  # same kind: comparable
-        self._attempt = attempt_of(run_dir, exchange, secs)
+        attempt = attempt_of(run_dir, exchange, secs)
         member = Member(strategy.coordination, rank, size, os.environ, strategy.lifetime.check)
         transport = open_transport(member, name)
 
@@ -121,9 +121,9 @@ class JoinedWorker:
         if rank == 0 and run_dir is not None:
             # Again: the others may have let this worker wait, and another job may have begun.
             check_free(run_dir, watched, tell=logger.warning)
-            fence = Fence(run_dir, self._attempt)
+            fence = Fence(run_dir, attempt)
             _warn_if_other_size(run_dir, size)
-            info = RunInfo(FORMAT, self.state.schema, size, self._attempt, time.time(), journaled=durable)
+            info = RunInfo(FORMAT, self.state.schema, size, attempt, time.time(), journaled=durable)
             write_run_info(fence, info)
             journal = FileJournal(run_dir, fence) if durable else journal
             store = CheckpointStore(run_dir, fence)
@@ -139,21 +139,20 @@ class JoinedWorker:
             self.state,
             journal=journal,
             saved=saved,
-            attempt=self._attempt,
+            attempt=attempt,
             timeouts=timeouts,
             limits=limits,
             guard=guard,
             may_differ=free,
         )
-        self.training = Training(self.session, self.state)
-        self.checkpoints = Checkpoints(self.session, self.state, self.training, store, self._attempt)
+        self.training = Training(self.session)
+        self.checkpoints = Checkpoints(self.session, self.training, store)
         # Whether the launcher of this host reads the notes in this directory, which it has made.
         launch, path = read_launch(os.environ), None if run_dir is None else below(run_dir).as_path()
         launcher_reads = launch.launched and path is not None and path.absolute() == launch.run_dir
         self.run_files = RunFiles(
             self.session,
             run_dir,
-            self._attempt,
             self.training,
             fence,
             None if rank == 0 else group,
@@ -164,9 +163,7 @@ class JoinedWorker:
         self.departure = Departure(
             self.session, self.checkpoints, self.training, strategy.leavings, self._answer_leave
         )
-        self.audits = Audits(
-            self.session, self.state.schema, run_dir, audits, self._attempt, self._answer_audit
-        )
+        self.audits = Audits(self.session, run_dir, audits, self._answer_audit)
         self.session.start(
             WorkerHooks(
                 check=strategy.lifetime.check,
@@ -183,7 +180,7 @@ class JoinedWorker:
             )
         )
         self.run_files.start()
-        self._states = RunStates(run_dir, rank, size, self._attempt)
+        self._states = RunStates(run_dir, rank, size, attempt)
         # Even before training: a worker that is told to exit then tells the others, and exits with its code.
         strategy.leavings.append(self.departure)
         leave_on_sigterm(strategy.leavings)

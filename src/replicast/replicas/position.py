@@ -17,7 +17,7 @@ import numpy as np
 from replicast.errors import CheckpointError
 from replicast.replicas.session import Session
 from replicast.update.edits import Edit, EditKind
-from replicast.update.state import Arrays, State
+from replicast.update.state import Arrays
 
 logger = logging.getLogger("replicast")
 
@@ -187,9 +187,9 @@ class Fits:
 class FrozenVariables:
     """Variables that are put back while a restarted script repeats work. An update ends the freeze."""
 
-    def __init__(self, session: Session, state: State) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._state = state
+        self._state = session.state
         self._copy: Arrays = {}
         self._digests: dict[str, str] = {}
         self._holds: set[int] = set()
@@ -217,12 +217,12 @@ class FrozenVariables:
 class Training:
     """One worker's training: where it is, and what a restarted script repeats. For the training thread."""
 
-    def __init__(self, session: Session, state: State) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
         self._fits = Fits(speaks=session.rank == 0)
         self._in_a_pass = False
         self._warned = False
-        self.frozen_variables = FrozenVariables(session, state)
+        self.frozen_variables = FrozenVariables(session)
         self.position = Position()
         self.metrics: Mapping[str, Any] = {}
         self.active = False  # between the first boundary and the end of a training

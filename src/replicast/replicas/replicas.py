@@ -264,7 +264,7 @@ class Replicas:
             raise no_run_dir()
         self._restores += 1
         store = CheckpointStore(self._run_dir)
-        restored = Restore(worker.session, worker.state, store).run(self._restores, step, partial)
+        restored = Restore(worker.session, store).run(self._restores, step, partial)
         if restored is None:
             return None
         position = restored.position

@@ -69,7 +69,6 @@ class RunFiles:
 
     session: Session
     run_dir: RunDir | None
-    attempt: int
     training: Training
     fence: Fence | None = None
     group: str | None = None  # whose directory this worker has not seen yet
@@ -82,8 +81,8 @@ class RunFiles:
         self._operations: list[dict[str, Any]] = []
         self._last_metrics_step = -1
         self._warned: set[RunDir] = set()
-        self.inbox = InboxReader(session, self.attempt, self._warn, self.may_save)
-        self._distant = DistantNotes(self.attempt, self._warn)
+        self.inbox = InboxReader(session, self._warn, self.may_save)
+        self._distant = DistantNotes(session.attempt, self._warn)
         self._fit: tuple[int, int] | None = None
         self._sends_every = sent_every_secs(session.size)
         spread = session.rank / session.size * self._sends_every  # They must not all come at once.
@@ -241,7 +240,7 @@ class RunFiles:
             host=socket.gethostname(),
             machine=this_machine(),
             step=step,
-            attempt=self.attempt,
+            attempt=self.session.attempt,
             time=now,
             training=training,
             waiting_for=self.waiting_for,
