@@ -14,18 +14,8 @@ import numpy as np
 
 from replicast.errors import CheckpointError
 from replicast.files import RunDir, RunPath
-from replicast.storage.checkpoints import (
-    CheckpointReader,
-    Draft,
-    Manifest,
-    Pieces,
-    Progress,
-    dtype_of,
-    open_checkpoint,
-    put_in_place,
-    temporary_directory,
-    write_contents,
-)
+from replicast.storage import checkpoints
+from replicast.storage.checkpoints import CheckpointReader, Draft, Manifest, Pieces, Progress, open_checkpoint
 from replicast.storage.claims import checkpoint_parts
 from replicast.strictjson import json_value
 from replicast.update.distance import distance
@@ -110,11 +100,11 @@ def patch(
     with open_checkpoint(source) as reader:
         _check_destination(target, reader.manifest)
         plan = planned(update, reader.manifest.schema)
-        with temporary_directory(target.parent) as temporary:
+        with checkpoints.temporary_directory(target.parent) as temporary:
             variables = patched_variables(reader, plan, progress)
-            manifest = write_contents(temporary, patched_draft(reader, update), variables)
+            manifest = checkpoints.write_contents(temporary, patched_draft(reader, update), variables)
             _check_destination(target, manifest)  # It may exist by now.
-            put_in_place(temporary, target)
+            checkpoints.put_in_place(temporary, target)
     return manifest
 
 
@@ -173,7 +163,7 @@ def patched_variables(
 
 def _edited(reader: CheckpointReader, name: str, edits: Sequence[Edit]) -> Iterator[memoryview]:
     variable = reader.layout.spans[name].variable
-    dtype = dtype_of(variable)
+    dtype = checkpoints.dtype_of(variable)
     sizes = (block.shape[0] * block.shape[1] * dtype.itemsize for block in blocks_of(variable))
     blocks = blocks_of(variable)
     for piece in reader.pieces(name, sizes):
@@ -256,7 +246,7 @@ def _described(variable: Variable) -> str:
 
 def _compared(first: CheckpointReader, second: CheckpointReader, name: str, *, values: bool) -> Comparison:
     variable = first.layout.spans[name].variable
-    text, dtype = _described(variable), dtype_of(variable)
+    text, dtype = _described(variable), checkpoints.dtype_of(variable)
     if first.manifest.digests[name] == second.manifest.digests[name]:
         return Comparison(name, Equality.EQUAL, text, text, math.prod(variable.shape), 0, 0, 0.0, 0.0)
     if not values:
