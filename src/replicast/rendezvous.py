@@ -15,12 +15,15 @@ per line:
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
+import re
 import selectors
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,6 @@ from replicast.config import START_TIMEOUT, Cluster, host_and_port
 from replicast.errors import ClusterError
 from replicast.names import addresses_of
 from replicast.processes import accept_problem
-from replicast.script_digest import difference, digest_of, is_digest
 
 REPORT_SECS = 10.0  # After this time a waiting worker reports who is missing.
 REPEAT_SECS = 30.0  # How often it does so again.
@@ -44,6 +46,7 @@ _SERVER_SECS = 10.0
 _SILENT = "does not answer"
 _NAMELESS = "has a name that no DNS server has resolved yet"
 _MAX_LINE = 1 << 20
+_SHOWN_DIGITS, _SHOWN_WORKERS = 8, 5
 # How many connections more than there are workers may be without a worker; the oldest makes way.
 _MAX_STRANGERS = 64
 
@@ -60,7 +63,7 @@ def meet(
     digest = digest_of(script)
     if cluster.rank == 0:
         digests = _host(cluster, wait, {"start": True, "heartbeat_secs": heartbeat_secs})
-        if warning := difference(script, digest, digests):
+        if warning := script_difference(script, digest, digests):
             report(warning)
         return heartbeat_secs
     hello = {"worker": cluster.rank, "addresses": list(cluster.addresses), "script": digest}
@@ -209,7 +212,7 @@ def _hear(cluster: Cluster, line: _Line, strangers: list[_Line], workers: dict[i
             line.send({"refused": f"worker 0 has the workers {', '.join(cluster.addresses)}"})
         return
     strangers.remove(line)
-    line.script = script if is_digest(script) else None
+    line.script = script if isinstance(script, str) and re.fullmatch("[0-9a-f]{64}", script) else None
     if (replaced := workers.get(rank)) is not None:
         replaced.connection.close()
     workers[rank] = line
@@ -311,3 +314,37 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The launcher that reserves the port has bound it with SO_REUSEADDR or with SO_REUSEPORT: set both.
     return socket.create_server((host, port), family=family, backlog=1024, reuse_port=True)
+
+
+# --- Whether all workers run the same script: each sends the digest of its own to worker 0 ---------------
+
+
+def main_script() -> Path | None:
+    """The file of `__main__`; None if there is none, as in a notebook."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(file) if isinstance(file, str) else None
+
+
+def digest_of(script: Path | None) -> str | None:
+    """The SHA-256 of a script in hexadecimal; None if it is not a file that can be read."""
+    try:
+        if script is None or not script.is_file():  # Not a pipe, which can be read only once.
+            return None
+        with script.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
+
+
+def script_difference(script: Path | None, own: str | None, others: Mapping[int, str]) -> str:
+    """A line that names the workers whose script is not that of worker 0; empty if there are none."""
+    differing = sorted((worker, digest) for worker, digest in others.items() if digest != own)
+    if script is None or own is None or not differing:
+        return ""
+    named = [f"{digest[:_SHOWN_DIGITS]} on worker {worker}" for worker, digest in differing[:_SHOWN_WORKERS]]
+    more = len(differing) - len(named)
+    return (
+        f"replicast: warning: {script.name} differs between the workers: {own[:_SHOWN_DIGITS]} on worker 0, "
+        f"{', '.join(named)}{f' and {more} more' if more else ''} (SHA-256). Copy the same file to all "
+        "hosts, unless this is on purpose\n"
+    )

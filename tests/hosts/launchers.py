@@ -78,6 +78,10 @@ class Machines:
             self.launch(node, "--hosts", listed, *options, secret=secret) for node in range(len(self.hosts))
         ]
 
+    def pids(self, attempt: int, workers: int = 2) -> list[int]:
+        """Waits until the workers of an attempt have noted their pids."""
+        return [noted_pid(self.directory / f"pid-{attempt}-{rank}") for rank in range(workers)]
+
 
 @contextlib.contextmanager
 def machines(

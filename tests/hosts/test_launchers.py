@@ -18,6 +18,7 @@ from tests.hosts.network import missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "namespaces")
 
+HOSTS = "10.77.0.1,10.77.0.2"
 WAITS = """
 import os, signal, sys, time
 from pathlib import Path
@@ -47,10 +48,8 @@ def two_machines(tmp_path: Path) -> Iterator[Machines]:
 def test_a_death_on_either_host_restarts_both_with_one_cause_and_one_count(two: Machines) -> None:
     first, second = two.launch_all("-n", "2", "--max-restarts", "2", "--run-dir", "run", "train.py")
     for attempt, victim in ((0, 3), (1, 0)):
-        pids = [noted_pid(two.directory / f"pid-{attempt}-{rank}") for rank in range(4)]
-        os.kill(pids[victim], signal.SIGKILL)
-    for rank in range(4):
-        noted_pid(two.directory / f"pid-2-{rank}")
+        os.kill(two.pids(attempt, workers=4)[victim], signal.SIGKILL)
+    two.pids(2, workers=4)
     (two.directory / "finish-2").touch()
     assert (first.finish(), second.finish()) == (0, 0)
     for restart, worker, where, left in (1, 3, "10.77.0.2", 1), (2, 0, "10.77.0.1", 0):
@@ -70,8 +69,7 @@ def test_three_hosts_name_the_same_first_failure_and_exit_alike(tmp_path: Path) 
     (tmp_path / "train.py").write_text(WAITS)
     with machines(tmp_path, hosts=3) as three:
         launched = three.launch_all("--run-dir", "run", "train.py")
-        pids = [noted_pid(tmp_path / f"pid-0-{rank}") for rank in range(3)]
-        os.kill(pids[1], signal.SIGKILL)
+        os.kill(three.pids(0, workers=3)[1], signal.SIGKILL)
         assert [one.finish() for one in launched] == [137, 137, 137]
         named = lines_with(launched, "failed first")
         assert [len(lines) for lines in named] == [1, 1, 1]
@@ -105,8 +103,7 @@ def test_a_signal_to_one_launcher_stops_both_and_the_workers_save(
     two: Machines, node: int, signum: signal.Signals, code: int
 ) -> None:
     launched = two.launch_all("--max-restarts", "2", "--run-dir", "run", "train.py")
-    for rank in range(2):
-        noted_pid(two.directory / f"pid-0-{rank}")
+    two.pids(0)
     launched[node].send(signum)
     assert [one.finish() for one in launched] == [code, code]
     assert (two.directory / "saved-0").exists()
@@ -121,14 +118,12 @@ def test_a_launcher_that_is_killed_ends_the_workers_of_both_and_may_come_back(
 ) -> None:
     options = ("--max-restarts", "2", "--run-dir", "run", "train.py")
     launched = two.launch_all(*options)
-    pids = [noted_pid(two.directory / f"pid-0-{rank}") for rank in range(2)]
+    pids = two.pids(0)
     launched[node].send(signal.SIGKILL)
     for pid in pids:
         eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists(), "a worker is left")  # type: ignore[misc]
-    listed = ",".join(host.address for host in two.hosts)
-    launched[node] = two.launch(node, "--hosts", listed, *options)
-    for rank in range(2):
-        noted_pid(two.directory / f"pid-1-{rank}")
+    launched[node] = two.launch(node, "--hosts", HOSTS, *options)
+    two.pids(1)
     (two.directory / "finish-1").touch()
     assert [one.finish() for one in launched] == [0, 0]
     other = launched[1 - node]
@@ -139,13 +134,11 @@ def test_a_launcher_that_is_killed_ends_the_workers_of_both_and_may_come_back(
 def test_a_launcher_that_is_started_again_at_once_joins_the_next_attempt(two: Machines) -> None:
     options = "--max-restarts", "1", "--run-dir", "run", "train.py"
     first, second = two.launch_all(*options)
-    for rank in range(2):
-        noted_pid(two.directory / f"pid-0-{rank}")
+    two.pids(0)
     second.process.kill()
     second.process.wait()
-    again = two.launch(1, "--hosts", ",".join(host.address for host in two.hosts), *options)
-    for rank in range(2):
-        noted_pid(two.directory / f"pid-1-{rank}")
+    again = two.launch(1, "--hosts", HOSTS, *options)
+    two.pids(1)
     (two.directory / "finish-1").touch()
     assert (first.finish(), again.finish()) == (0, 0)
     assert lines_with([first, again], "was lost: ")[1] == [], "it was mended before this launcher began"
@@ -153,12 +146,11 @@ def test_a_launcher_that_is_started_again_at_once_joins_the_next_attempt(two: Ma
 
 
 def test_a_host_that_does_not_come_is_named_and_the_others_end(two: Machines) -> None:
-    hosts = "10.77.0.1,10.77.0.2"
-    first = two.launch(0, "--hosts", hosts, "--join-timeout", "1", "--run-dir", "run", "train.py")
+    first = two.launch(0, "--hosts", HOSTS, "--join-timeout", "1", "--run-dir", "run", "train.py")
     assert first.finish() == 75
     assert "host 10.77.0.2 was lost: it did not join within 1 s" in first.text
     for run_dir in ("--run-dir", "run"), ():
-        other = two.launch(1, "--hosts", hosts, "--join-timeout", "1", *run_dir, "train.py")
+        other = two.launch(1, "--hosts", HOSTS, "--join-timeout", "1", *run_dir, "train.py")
         assert other.finish() == 75
         assert other.text.endswith(
             "replicast: host 10.77.0.1 was lost: it did not join within 1 s "
@@ -176,7 +168,7 @@ def test_torchrun_s_options_are_known_and_all_use_one_run_directory(two: Machine
 
 
 def test_launchers_that_do_not_belong_together_are_refused(two: Machines) -> None:
-    hosts = ("--hosts", "10.77.0.1,10.77.0.2")
+    hosts = ("--hosts", HOSTS)
     first = two.launch(0, *hosts, "--run-dir", "run", "train.py")
     other = two.launch(1, *hosts, "-n", "2", "--run-dir", "other", "train.py")
     assert other.finish() == 2
@@ -199,7 +191,7 @@ def test_launchers_that_do_not_belong_together_are_refused(two: Machines) -> Non
 
 
 def test_the_first_launcher_listens_at_the_named_address_alone_and_survives_noise(two: Machines) -> None:
-    first = two.launch(0, "--hosts", "10.77.0.1,10.77.0.2", "--run-dir", "run", "train.py")
+    first = two.launch(0, "--hosts", HOSTS, "--run-dir", "run", "train.py")
     noise = """
 import socket, time
 texts = [b"x" * 100000, b"GET / HTTP/1.0\\r\\n\\r\\n", b"{}\\n", b"[" * 1000 + b"\\n", b"\\xff\\n\\n", b""]
@@ -218,7 +210,7 @@ time.sleep(0.2)
     )
     assert subprocess.run(with_loopback, capture_output=True, timeout=30).returncode != 0
     assert first.process.poll() is None
-    other = two.launch(1, "--hosts", "10.77.0.1,10.77.0.2", "--run-dir", "run", "train.py")
+    other = two.launch(1, "--hosts", HOSTS, "--run-dir", "run", "train.py")
     (two.directory / "finish-0").touch()
     assert (first.finish(), other.finish()) == (0, 0)
     assert socket.gethostname() not in ("host0", "host1")

@@ -21,7 +21,6 @@ LAYERS = [
         "files",
         "tensorfiles",
         "import_environment",
-        "script_digest",
         "names",
         "mapped_memory",
     },

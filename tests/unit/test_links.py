@@ -348,7 +348,7 @@ _ALLOWED = {
     "port_filter.py": _OWN,
     "processes.py": _OWN,
     "replicas/worker_notes.py": _OWN,
-    "script_digest.py": "the user's script",
+    "rendezvous.py": "the user's script",
     "lifetime.py": _OWN,
     "launcher/checks.py": "shared memory and Keras' settings",
     "launcher/hosts_doctor.py": "only whether a run directory is writable",

@@ -35,7 +35,6 @@ from replicast.coordination import Coordination, MemoryCoordination, ServiceCoor
 from replicast.errors import ClusterError, NotSupported
 from replicast.lifetime import Lifetime
 from replicast.port_filter import port_limit
-from replicast.script_digest import main_script
 from replicast.training import feeding
 from replicast.training.collectives import REGISTER_SECS, ReplicatedExtended, sum_through_shared_memory
 from replicast.training.functions import Functions, Step
@@ -82,7 +81,7 @@ def _connect(
             sys.stderr.flush()
 
         timeout_secs, own_heartbeat = start_timeout_secs(os.environ), heartbeat_timeout_secs(os.environ)
-        heartbeat_secs = rendezvous.meet(cluster, timeout_secs, tell, own_heartbeat, main_script())
+        heartbeat_secs = rendezvous.meet(cluster, timeout_secs, tell, own_heartbeat, rendezvous.main_script())
     try:
         with _kept(signal.SIGTERM), _ended_by_ctrl_c():
             extended = ReplicatedExtended(
