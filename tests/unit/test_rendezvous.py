@@ -70,19 +70,16 @@ class Meeting(threading.Thread):
         script: Path | None = None,
     ) -> None:
         super().__init__(daemon=True)
-        self._heartbeat_secs = heartbeat_secs
-        self._script = script
-        self.heartbeat_secs = 0.0
-        self._arguments = (Cluster(addresses=addresses, rank=rank), timeout_secs)
         self.lines: list[str] = []
+        cluster = Cluster(addresses=addresses, rank=rank)
+        self._arguments = (cluster, timeout_secs, self.lines.append, heartbeat_secs, script)
+        self.heartbeat_secs = 0.0
         self.error: ClusterError | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self.heartbeat_secs = meet(
-                *self._arguments, self.lines.append, self._heartbeat_secs, self._script
-            )
+            self.heartbeat_secs = meet(*self._arguments)
         except ClusterError as error:
             self.error = error
 
@@ -100,10 +97,13 @@ def no_server_of_tensorflow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-def test_all_workers_meet_in_whatever_order_they_come(order: tuple[int, ...]) -> None:
+def test_all_workers_meet_in_whatever_order_they_come_with_the_heartbeat_timeout_of_worker_0(
+    order: tuple[int, ...],
+) -> None:
     addresses = free_addresses(3)
-    workers = [Meeting(addresses, rank) for rank in order]
+    workers = [Meeting(addresses, rank, heartbeat_secs=90.0 - rank) for rank in order]
     assert all(worker.has_met() for worker in workers)
+    assert [worker.heartbeat_secs for worker in workers] == [90.0] * 3
 
 
 @pytest.mark.parametrize("option", [socket.SO_REUSEADDR, socket.SO_REUSEPORT])
@@ -158,7 +158,7 @@ def named(addresses: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_says_when_the_name_of_worker_0_is_not_resolved(
+def test_a_worker_says_when_the_name_of_worker_0_is_not_resolved_and_gives_up_in_time(
     monkeypatch: pytest.MonkeyPatch, resolver: threading.Event, rank: int
 ) -> None:
     monkeypatch.setattr("replicast.rendezvous.REPORT_SECS", 0.0)
@@ -167,8 +167,10 @@ def test_a_worker_says_when_the_name_of_worker_0_is_not_resolved(
         f"worker 0 has waited 0 s for its own name ({addresses[0]}) to be resolved",
         f"worker 0 ({addresses[0]}), which has a name that no DNS server has resolved yet",
     )[rank]
-    worker = Meeting(addresses, rank)
+    worker, impatient = Meeting(addresses, rank), Meeting(addresses, 1, timeout_secs=0.1)
     eventually_said(worker, unresolved)
+    impatient.join(DEADLINE_SECS)
+    assert "has a name that no DNS server has resolved yet" in str(impatient.error)
     resolver.set()
     assert all(one.has_met() for one in (Meeting(addresses, 1 - rank), worker))
 
@@ -191,15 +193,6 @@ def test_no_worker_looks_up_a_name_in_the_thread_that_must_end_in_time(
     assert all(worker.has_met() for worker in workers)
     assert resolving
     assert not set(resolving) & set(workers)
-
-
-def test_a_worker_gives_up_in_time_while_the_name_of_worker_0_is_not_resolved(
-    resolver: threading.Event,
-) -> None:
-    worker = Meeting(named(free_addresses(2)), 1, timeout_secs=0.1)
-    worker.join(DEADLINE_SECS)
-    assert "has a name that no DNS server has resolved yet" in str(worker.error)
-    assert not resolver.is_set()
 
 
 @pytest.mark.parametrize(
@@ -419,13 +412,6 @@ def test_worker_0_says_once_why_it_cannot_accept_for_now_and_meets_the_others_la
     assert host.has_met()
     assert failures == []
     assert host.lines == [f"replicast: worker 0 cannot accept the others for now: {problem}\n"]
-
-
-def test_every_worker_has_the_heartbeat_timeout_of_worker_0() -> None:
-    addresses = free_addresses(2)
-    workers = [Meeting(addresses, rank, heartbeat_secs=secs) for rank, secs in enumerate((90.0, 10.0))]
-    assert all(worker.has_met() for worker in workers)
-    assert [worker.heartbeat_secs for worker in workers] == [90.0, 90.0]
 
 
 @pytest.mark.parametrize(

@@ -67,12 +67,6 @@ def test_every_element_is_inspected_by_exactly_one_worker_of_the_host(local_rank
         assert found.tobytes() == array.tobytes()
 
 
-def test_a_block_is_of_one_array_and_an_empty_one_has_none() -> None:
-    long, short = np.zeros(BLOCK_BYTES + 1, np.uint8), np.ones(1, np.uint8)
-    found = [(place, start, len(content)) for place, start, content in blocks_of([long, short[:0], short])]
-    assert found == [(0, 0, BLOCK_BYTES), (0, BLOCK_BYTES, 1), (2, 0, 1)]
-
-
 def test_the_digests_are_those_of_the_copy() -> None:
     source = np.zeros(1000, np.uint8)
     pieces, nbytes = lay_out([source])
