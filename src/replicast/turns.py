@@ -41,7 +41,7 @@ class JobKeys:
     """JSON values under this package's prefix in the coordination service."""
 
     def __init__(self, coordination: Coordination) -> None:
-        self._coordination = coordination
+        self.coordination = coordination
 
     def put(self, key: str, value: dict[str, Any]) -> bool:
         """Writes a key unless it exists; returns whether it was written.
@@ -49,26 +49,18 @@ class JobKeys:
         A lost service is only logged: `get` raises for it.
         """
         try:
-            return self._coordination.put(f"{PREFIX}/{key}", json.dumps(value))
+            return self.coordination.put(f"{PREFIX}/{key}", json.dumps(value))
         except JobFailed:
             logger.debug("could not publish %s", key, exc_info=True)
             return False
 
     def get(self, key: str, timeout_secs: float | None = None) -> dict[str, Any] | None:
         timeout = POLL_SECS if timeout_secs is None else timeout_secs
-        text = self._coordination.get(f"{PREFIX}/{key}", timeout)
+        text = self.coordination.get(f"{PREFIX}/{key}", timeout)
         return None if text is None else dict(json.loads(text))
 
     def delete(self, key: str) -> None:
-        self._coordination.delete(f"{PREFIX}/{key}")
-
-    def collect(
-        self, key: str, rank: int, size: int, look: Callable[[str, int], None]
-    ) -> dict[int, dict[str, Any]]:
-        """The values of all workers below a key, as `Wait.collect`, without a time limit."""
-        wait = Wait(self._coordination, math.inf, lambda worker: JobFailed("", worker=worker), look)
-        texts = wait.collect(f"{PREFIX}/{key}", rank, size)
-        return {worker: dict(json.loads(text)) for worker, text in texts.items()}
+        self.coordination.delete(f"{PREFIX}/{key}")
 
 
 @dataclass(eq=False)
@@ -117,22 +109,22 @@ class Turns:
 
         def look(_: str, worker: int) -> None:
             self._check()
-            if next(looks) % (REMIND_SECS / LOOK_SECS) == 0:
-                self._remind(worker, key)
+            if next(looks) % (REMIND_SECS / LOOK_SECS) != 0:
+                return
+            # Only worker 0 reads what each of the others has written.
+            if self._rank == 0 or self._keys.get(f"{key}/0") is None:
+                awaited = f"for worker {worker} to open its data, or to trace its first step"
+            else:
+                awaited = (
+                    "until all workers have opened their data, or traced their first step: "
+                    "worker 0's log names the late one"
+                )
+            logger.warning("worker %d waits %s", self._rank, awaited)
 
-        said = self._keys.collect(key, self._rank, self._size, look)
-        return {worker: str(value["message"]) for worker, value in said.items()}
-
-    def _remind(self, worker: int, key: str) -> None:
-        """Logs for whom this worker waits. Only worker 0 reads what each of the others has written."""
-        if self._rank == 0 or self._keys.get(f"{key}/0") is None:
-            awaited = f"for worker {worker} to open its data, or to trace its first step"
-        else:
-            awaited = (
-                "until all workers have opened their data, or traced their first step: "
-                "worker 0's log names the late one"
-            )
-        logger.warning("worker %d waits %s", self._rank, awaited)
+        # Without a time limit.
+        wait = Wait(self._keys.coordination, math.inf, lambda worker: JobFailed("", worker=worker), look)
+        said = wait.collect(f"{PREFIX}/{key}", self._rank, self._size)
+        return {worker: str(json.loads(text)["message"]) for worker, text in said.items()}
 
     def position(self) -> tuple[int, int]:
         """This worker's position in the script, in transfers and turns: equal on all workers at one line."""
