@@ -141,10 +141,7 @@ class Exchange:
         self._one_call = threading.Lock()
 
     def combine(self, plan: ExchangePlan, weight: float, values: Sequence[Array]) -> list[Array]:
-        """Sums, averages or concatenates the values of all workers, as their forms say.
-
-        Blocks until all workers have called it, as long as the job has not failed.
-        """
+        """Sums, averages or concatenates the values of all workers, once all have called it."""
         with self._one_call, np.errstate(all="ignore"):
             if self._unfinished:  # what the others have written since then belongs to other calls
                 raise JobFailed(

@@ -45,7 +45,7 @@ ANY = "1"
 # worker still tells the others: from the exit code the launcher knows which worker to blame.
 PEER_FAILED = 75
 TOLD_TO_END = 143  # of a worker that received SIGTERM, saved its state together with all others, and exited
-HEARTBEAT_SECS = 10.0
+HEARTBEAT_SECS = 10.0  # TensorFlow's own limit
 MIN_HEARTBEAT_SECS = 2.0
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 LOOPBACK: tuple[Network, ...] = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
@@ -113,18 +113,12 @@ def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
 
 
 def start_timeout_secs(environ: Mapping[str, str]) -> float:
-    """How long workers wait for each other at the start: `REPLICAST_START_TIMEOUT`, else an hour.
-
-    An hour is TensorFlow's own limit: a scheduler may start the workers at different times.
-    """
-    return _seconds(environ, START_TIMEOUT, 3600.0, at_least=0.0)
+    """How long workers, which a scheduler may start at different times, wait for each other at the start."""
+    return _seconds(environ, START_TIMEOUT, 3600.0, at_least=0.0)  # an hour is TensorFlow's own limit
 
 
 def heartbeat_timeout_secs(environ: Mapping[str, str]) -> float:
-    """After how long without a heartbeat a worker is lost: `REPLICAST_HEARTBEAT_TIMEOUT`, else 10 s.
-
-    10 s is TensorFlow's own limit. Heartbeats are sent twice in this time.
-    """
+    """After how long without a heartbeat a worker is lost. Heartbeats are sent twice in this time."""
     return _seconds(environ, HEARTBEAT_TIMEOUT, HEARTBEAT_SECS, at_least=MIN_HEARTBEAT_SECS)
 
 

@@ -134,27 +134,19 @@ def set_plan(
     return _plan
 
 
-def read_plan(environ: Mapping[str, str]) -> FaultPlan | None:
-    """Reads the plan from the environment of a worker of `replicast run`.
+def take_plan(environ: Mapping[str, str]) -> FaultPlan | None:
+    """Makes the plan in the environment of a worker this process's; a standby does so once it is a worker.
 
     The launcher and the other commands share that environment, and ignore the plan.
     """
     launch = read_launch(environ)
     faults = read_faults(environ) if launch.launched else ()
-    if not faults:
-        return None
-    cluster = read_cluster(environ)
+    cluster = read_cluster(environ) if faults else None
     worker = 0 if cluster is None else cluster.rank
     for fault in faults:
         if (fault.worker, fault.attempt) == (worker, launch.attempt):
             logger.warning("%s is set: this worker will fail on purpose: %s", FAULTS, fault.to_json())
-    return FaultPlan(faults, worker=worker, attempt=launch.attempt, run_dir=launch.run_dir)
-
-
-def take_plan(environ: Mapping[str, str]) -> None:
-    """Makes what `read_plan` reads this process's plan; a standby does so once it knows its worker."""
-    global _plan
-    _plan = read_plan(environ)
+    return set_plan(faults, worker=worker, attempt=launch.attempt, run_dir=launch.run_dir)
 
 
 def read_fired(run_dir: Path) -> list[dict[str, Any]]:

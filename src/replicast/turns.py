@@ -44,10 +44,7 @@ class JobKeys:
         self.coordination = coordination
 
     def put(self, key: str, value: dict[str, Any]) -> bool:
-        """Writes a key unless it exists; returns whether it was written.
-
-        A lost service is only logged: `get` raises for it.
-        """
+        """Returns whether it was written: not if it exists. A lost service is only logged: `get` raises."""
         try:
             return self.coordination.put(f"{PREFIX}/{key}", json.dumps(value))
         except JobFailed:
@@ -82,10 +79,7 @@ class Turns:
         self.count = 0  # The number of turns that this worker has taken.
 
     def take(self, message: str = "") -> int:
-        """Takes the next turn and returns its number.
-
-        All workers must call this in the same order, between steps. Does not block.
-        """
+        """Takes the next turn; returns its number. All workers do so in the same order, between steps."""
         self._check()
         if self._alone is not None:
             raise self._transfer_without_peers(self._alone[0])
@@ -149,10 +143,7 @@ class Turns:
             self._alone = None
 
     def report_wait(self, step: int | None) -> None:
-        """Publishes that this worker waits for the others at a boundary, where it starts no transfer.
-
-        None: it does not wait any more.
-        """
+        """Publishes that this worker waits at a boundary, where it starts no transfer; None: not any more."""
         if step is not None:
             value = {"worker": self._rank, "transfers": self._transfers_started(), "step": step}
             self._stands = self._keys.put("stands", value) or self._stands

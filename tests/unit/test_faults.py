@@ -181,9 +181,9 @@ def test_the_launcher_and_other_commands_ignore_the_fault_plan(tmp_path: Path) -
 
 def test_a_plan_is_read_from_the_environment_of_a_worker_and_a_restarted_job_does_not_fail_again() -> None:
     described = [{"worker": 1, "point": "apply", "occurrence": 2, "action": "raise", "attempt": 3}]
-    plan = faults.read_plan(environ_of(described, rank=1, attempt=3))
+    plan = faults.take_plan(environ_of(described, rank=1, attempt=3))
     assert [fires(plan) for _ in range(3)] == [False, True, False]
-    again = faults.read_plan(environ_of(described, rank=1, attempt=4))
+    again = faults.take_plan(environ_of(described, rank=1, attempt=4))
     assert [fires(again) for _ in range(3)] == [False] * 3
 
 
@@ -196,13 +196,13 @@ def test_a_fault_has_defaults_and_survives_a_round_trip() -> None:
 
 @pytest.mark.parametrize("plan", ["", "  ", "[]"])
 def test_without_faults_there_is_no_plan(plan: str) -> None:
-    assert faults.read_plan(environ_of(plan)) is None
+    assert faults.take_plan(environ_of(plan)) is None
 
 
 def test_a_worker_with_a_fault_logs_it(caplog: pytest.LogCaptureFixture) -> None:
-    faults.read_plan(environ_of([{"worker": 5, "point": "apply"}]))
+    faults.take_plan(environ_of([{"worker": 5, "point": "apply"}]))
     assert caplog.text == ""
-    faults.read_plan(environ_of([{"worker": 0, "point": "apply"}]))
+    faults.take_plan(environ_of([{"worker": 0, "point": "apply"}]))
     assert "REPLICAST_FAULTS is set: this worker will fail on purpose" in caplog.text
 
 
@@ -223,5 +223,5 @@ def test_a_worker_with_a_fault_logs_it(caplog: pytest.LogCaptureFixture) -> None
 )
 def test_an_invalid_plan_is_refused(plan: object, expected: str) -> None:
     with pytest.raises(ClusterError, match=expected) as caught:
-        faults.read_plan(environ_of(plan))
+        faults.take_plan(environ_of(plan))
     assert "Received: " in str(caught.value)

@@ -56,10 +56,7 @@ def open_transport(member: Member, name: str) -> Transport:
 
 
 def hosts_of_job(member: Member, prefix: str) -> tuple[tuple[str, ...], str]:
-    """The host of every worker, by rank, and a name of the job, unique for each prefix of the keys.
-
-    Blocks until all workers have published their host under this prefix.
-    """
+    """The host of every worker, by rank, and a name of the job. Blocks until all have published theirs."""
     key, coordination, rank, size = f"{prefix}/host", member.coordination, member.rank, member.size
     if rank == 0:  # Written first, so that it exists once all hosts are published.
         coordination.put(f"{prefix}/job", uuid.uuid4().hex)
