@@ -46,6 +46,7 @@ from replicast.transport.chain import (
     predecessor,
     segments_of,
 )
+from replicast.transport.shared import SharedFile
 from replicast.update.digest import BLOCK_BYTES, digest_block
 from tests.unit.chains import chain_of, environment
 
@@ -185,10 +186,10 @@ def test_what_a_host_has_is_told_from_what_it_waits_for_and_from_what_is_gone(tm
     holdings = Holdings(7)
     assert holdings.find("p", 0, 0.0) == 7
     parcel = parcel_of(BLOCK_BYTES, BLOCK_BYTES)
-    holdings.add(parcel, os.open(tmp_path / "file", os.O_RDONLY), arrives_from=3)
+    holding = holdings.add(parcel, os.open(tmp_path / "file", os.O_RDONLY), arrives_from=3)
     holdings.arrived("p", 1)
     assert holdings.find("p", 0, 0.0) == 3
-    holdings.waits_for("p", 1)
+    holding.waits_for = 1
     assert holdings.find("p", 0, 0.0) == 1
     found = holdings.find("p", 1, 0.0)
     assert isinstance(found, tuple)
@@ -422,7 +423,9 @@ def link_to(port: int, secret: bytes = SECRET, rank: int = 1) -> ChainLink:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_fetch_ends_in_time_although_bytes_still_arrive_and_names_the_host_that_sends_them() -> None:
+def test_a_fetch_ends_in_time_although_bytes_still_arrive_and_names_the_host_that_sends_them(
+    tmp_path: Path,
+) -> None:
     def drip() -> None:
         """Worker 0 sends a segment so slowly that it never stands still, and takes several seconds."""
         with contextlib.suppress(OSError):
@@ -443,9 +446,11 @@ def test_a_fetch_ends_in_time_although_bytes_still_arrive_and_names_the_host_tha
         serving = threading.Thread(target=drip)
         serving.start()
         link = link_to(listener.getsockname()[1], rank=2)
-        slow = chain.Fetch(parcel, np.zeros(nbytes, np.uint8), link, Holdings(2))
+        holdings, file = Holdings(2), SharedFile(tmp_path, nbytes)
         with pytest.raises(UpdateRefused, match="parcel 'p' from worker 0"):
-            slow.run(0.5)
+            chain.Fetch(parcel, file, link, holdings).run(0.5)
+        holdings.clear()
+        file.remove()
         link.close()
         listener.shutdown(socket.SHUT_RDWR)
         serving.join()

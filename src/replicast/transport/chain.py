@@ -59,7 +59,7 @@ from replicast.mapped_memory import Bytes
 from replicast.processes import is_out_of_files
 from replicast.tensorfiles import Array
 from replicast.transport.base import Inspect, Parcel, damaged_block, no_inspection, not_arrived
-from replicast.transport.shared import HostsTransport, Mirrors
+from replicast.transport.shared import HostsTransport, Mirrors, SharedFile
 from replicast.update.digest import BLOCK_BYTES, digest_block
 
 logger = logging.getLogger("replicast")
@@ -176,8 +176,7 @@ class ChainTransport(HostsTransport):
         mirror = self._mirrors.reserve(parcel) if parcel.to_read and parcel.memory else None
         file = self._shared.reserve(parcel.nbytes) if mirror is None else mirror.file
         try:
-            ends.holdings.add(parcel, file.descriptor(), arrives_from=ends.link.predecessor)
-            Fetch(parcel, file.buffer, ends.link, ends.holdings).run(timeout_secs)
+            Fetch(parcel, file, ends.link, ends.holdings).run(timeout_secs)
             if mirror is None:
                 self._shared.complete(parcel.id, file)
             elif not file.name:
@@ -242,11 +241,11 @@ def segments_of(parcel: Parcel) -> tuple[Segment, ...]:
 
 
 @dataclass(slots=True)
-class _Holding:
+class Holding:
     descriptor: int
     segments: tuple[Segment, ...]
     here: set[int]
-    waits_for: int
+    waits_for: int  # the worker because of which the others are not here
 
 
 class Holdings:
@@ -254,19 +253,20 @@ class Holdings:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._holdings: dict[str, _Holding] = {}
+        self._holdings: dict[str, Holding] = {}
         self._gone: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._changed = threading.Condition(threading.RLock())
         self._closing = False
 
-    def add(self, parcel: Parcel, descriptor: int, *, arrives_from: int | None) -> None:
+    def add(self, parcel: Parcel, descriptor: int, *, arrives_from: int | None) -> Holding:
         segments = segments_of(parcel)
         here = set(range(len(segments))) if arrives_from is None else set()
         waits_for = self._rank if arrives_from is None else arrives_from
         with self._changed:
             self._gone.pop(parcel.id, None)
-            self._holdings[parcel.id] = _Holding(descriptor, segments, here, waits_for)
+            holding = self._holdings[parcel.id] = Holding(descriptor, segments, here, waits_for)
             self._changed.notify_all()
+            return holding
 
     def arrived(self, parcel_id: str, segment: int) -> None:
         with self._changed:
@@ -274,13 +274,6 @@ class Holdings:
             if holding is not None:
                 holding.here.add(segment)
                 self._changed.notify_all()
-
-    def waits_for(self, parcel_id: str, worker: int) -> None:
-        """The parcel does not arrive, because of this worker."""
-        with self._changed:
-            holding = self._holdings.get(parcel_id)
-            if holding is not None:
-                holding.waits_for = worker
 
     def remove(self, parcel_id: str, refusal: UpdateRefused | None = None) -> None:
         """The parcel is no longer here, or never will be. No-op if that is known."""
@@ -315,7 +308,7 @@ class Holdings:
         Blocks until there is something to say, at most `timeout_secs`. Raises if the segment will not come.
         """
 
-        def look() -> _Holding | int:
+        def look() -> Holding | int:
             if parcel_id in self._gone:
                 raise UpdateRefused.from_json(self._gone[parcel_id])
             holding = self._holdings.get(parcel_id)
@@ -686,17 +679,17 @@ class Fetch:
     ```
     """
 
-    def __init__(self, parcel: Parcel, buffer: Bytes, link: ChainLink, holdings: Holdings) -> None:
+    def __init__(self, parcel: Parcel, file: SharedFile, link: ChainLink, holdings: Holdings) -> None:
         self._parcel = parcel
-        self._buffer = buffer
+        self._buffer = file.buffer
         self._link = link
         self._holdings = holdings
-        self._segments = segments_of(parcel)
+        self._holding = holdings.add(parcel, file.descriptor(), arrives_from=link.predecessor)
+        self._segments = self._holding.segments
         self._missing = list(range(len(self._segments)))  # a heap: those that no stream has
         self._left = len(self._segments)
         self._damaged: Counter[int] = Counter()
         self._lock = threading.Lock()
-        self._waits_for = link.predecessor
         self._problem: BaseException | None = None
         self._until = 0.0
 
@@ -715,7 +708,7 @@ class Fetch:
         if self._problem is not None:
             raise self._problem
         if self._left:
-            raise not_arrived(self._parcel, timeout_secs, self._link.rank, self._waits_for)
+            raise not_arrived(self._parcel, timeout_secs, self._link.rank, self._holding.waits_for)
 
     def _stream(self) -> None:
         """Fetches segments until there is none left to take. What it raises, `run` raises."""
@@ -729,7 +722,7 @@ class Fetch:
                 except OSError:  # it broke, or cannot be opened: again
                     if self._is_given_up():  # the time is over, for whatever reason
                         return
-                    self._blame(self._link.predecessor)
+                    self._holding.waits_for = self._link.predecessor
                     time.sleep(min(pauses[0], self._left_secs()))
                     if len(pauses) > 1:
                         pauses.popleft()
@@ -764,7 +757,7 @@ class Fetch:
         limit(connection, min(SILENT_SECS, self._left_secs()))
         kind, number = receive_answer(connection)
         if kind is Kind.WAITING:
-            self._blame(number)
+            self._holding.waits_for = number
             return
         segment = self._segments[asked[0]]
         if number != segment.stop - segment.start:
@@ -772,7 +765,7 @@ class Fetch:
         try:
             problem = self._receive_segment(connection, segment)
         except OSError:  # it was on its way: nobody else is waited for
-            self._blame(self._link.predecessor)
+            self._holding.waits_for = self._link.predecessor
             raise
         place = asked.popleft()
         if problem is None:
@@ -806,8 +799,3 @@ class Fetch:
 
     def _left_secs(self) -> float:
         return max(0.001, self._until - time.monotonic())
-
-    def _blame(self, worker: int) -> None:
-        if worker != self._waits_for:
-            self._waits_for = worker
-            self._holdings.waits_for(self._parcel.id, worker)
