@@ -99,12 +99,8 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     attempt = environ.get(ATTEMPT, "0")
     if not attempt.isdigit():
         raise ClusterError(f"{ATTEMPT} must be a whole number", received=attempt)
-    return Launch(
-        run_dir=Path(run_dir) if run_dir else None,
-        attempt=int(attempt),
-        launched=environ.get(LAUNCHED) == "1",
-        take_over=environ.get(TAKE_OVER, "").strip(),
-    )
+    launched, take_over = environ.get(LAUNCHED) == "1", environ.get(TAKE_OVER, "").strip()
+    return Launch(Path(run_dir) if run_dir else None, int(attempt), launched, take_over)
 
 
 def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:

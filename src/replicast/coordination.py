@@ -265,9 +265,6 @@ class MemoryCoordination(Coordination):
         self.aborted.append(message)
 
 
-# --- What every worker says, told to all ------------------------------------------------------------------
-
-
 class Wait:
     """Waits for keys until a time that is the same for all of them, and calls `look` about once a second."""
 

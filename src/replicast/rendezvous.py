@@ -40,9 +40,7 @@ _FIRST_PAUSES_SECS = (0.02, 0.04, 0.08)
 _TELL_SECS = 1.0
 # Worker 0 sends something every second. What is silent for this long is not worker 0, or hangs.
 _ANSWER_SECS = 5.0
-# How long a worker waits for TensorFlow's server in worker 0 to listen: TensorFlow does not retry a
-# connection that fails for 1 s.
-_SERVER_SECS = 10.0
+_SERVER_SECS = 10.0  # For TensorFlow's server in worker 0: a connection that fails is not retried for 1 s.
 _SILENT = "does not answer"
 _NAMELESS = "has a name that no DNS server has resolved yet"
 _MAX_LINE = 1 << 20
@@ -159,7 +157,7 @@ def _host(cluster: Cluster, wait: _Wait, start: dict[str, Any]) -> dict[int, str
         told = 0.0
         while len(workers) < cluster.size - 1:
             missing = [worker for worker in range(1, cluster.size) if worker not in workers]
-            wait.check(missing, _not_started(missing))
+            wait.check(missing, "has not started" if len(missing) == 1 else "have not started")
             everyone = {line.connection: line for line in (*strangers, *workers.values())}
             for connection in _readable([listener, *everyone], _LOOK_SECS):
                 if connection is listener:
@@ -218,10 +216,6 @@ def _hear(cluster: Cluster, line: _Line, strangers: list[_Line], workers: dict[i
     workers[rank] = line
 
 
-def _not_started(missing: Sequence[int]) -> str:
-    return "has not started" if len(missing) == 1 else "have not started"
-
-
 def _drop(strangers: list[_Line], dropped: Sequence[_Line]) -> None:
     """Closes connections over which no worker has introduced itself. A worker that was stopped reconnects."""
     for line in dropped:
@@ -269,7 +263,7 @@ def _join(cluster: Cluster, wait: _Wait, hello: dict[str, Any]) -> tuple[float, 
                             remedy="Give all workers of the job the same addresses",
                         )
                     missing = [worker for worker in message["missing"] if worker in range(cluster.size)]
-                    why = _not_started(missing)
+                    why = "has not started" if len(missing) == 1 else "have not started"
     except (OSError, ValueError, KeyError, TypeError):
         pass  # Not there yet, gone again, or another program at this address.
     return None

@@ -115,7 +115,6 @@ class Turns:
                 )
             logger.warning("worker %d waits %s", self._rank, awaited)
 
-        # Without a time limit.
         wait = Wait(self._keys.coordination, math.inf, lambda worker: JobFailed("", worker=worker), look)
         said = wait.collect(f"{PREFIX}/{key}", self._rank, self._size)
         return {worker: str(json.loads(text)["message"]) for worker, text in said.items()}

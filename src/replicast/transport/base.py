@@ -100,9 +100,6 @@ class Transport(abc.ABC):
         """Releases everything but the received arrays. A second call does nothing."""
 
 
-# --- Refusals --------------------------------------------------------------------------------------------
-
-
 def damaged(parcel: Parcel, expected: str, received: str, worker: int) -> UpdateRefused:
     return UpdateRefused(
         f"The bytes of parcel {parcel.id!r} from worker {parcel.source} arrived damaged at worker {worker}",

@@ -159,9 +159,6 @@ def _receive(file: SharedFile, start: int, stop: int, collective: dict[str, Any]
     file.buffer[start:stop] = np.asarray(memoryview(chunk)).view(np.uint8)
 
 
-# --- The plan of a transfer: its chunks, and the keys of its collectives ---------------------------------
-
-
 def group_key(leaders: tuple[int, ...]) -> int:
     """The key of the group of these workers. TensorFlow requires that equal groups have equal keys."""
     return _FIRST_GROUP + zlib.crc32(repr(leaders).encode()) % (_LAST_KEY - _FIRST_GROUP)

@@ -55,9 +55,6 @@ _POLL_SECS = 0.002
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-# --- Files -----------------------------------------------------------------------------------------------
-
-
 class SharedFile:
     """A file of this process that others can map once it is complete."""
 
