@@ -90,8 +90,8 @@ def test_the_metrics_of_a_removed_run_are_not_mixed_with_those_of_a_new_one(
     assert metrics.read(before.position, 2000).since is None
 
 
-def test_all_series_together_have_a_bounded_number_of_points(path: Path) -> None:
-    values = {f"name {number}": 1.0 for number in range(MAX_SERIES)}
+def test_series_are_limited_in_number_and_all_together_in_points(path: Path) -> None:
+    values = {f"name {number}": 1.0 for number in range(3 * MAX_SERIES)}
     path.write_text("".join(line(step, **values) for step in range(1200)))
     found = MetricsFile(path).read(None, MAX_POINTS)
     assert len(found.series) == MAX_SERIES
@@ -149,11 +149,6 @@ def test_what_is_no_file_has_no_metrics(path: Path) -> None:
     os.mkfifo(path)
     assert not MetricsFile(path).read(None, 100).series
     assert not MetricsFile(path.parent).read(5, 100).series
-
-
-def test_names_without_end_fill_no_memory(path: Path) -> None:
-    path.write_text("".join(line(step, **{f"name {step}": 1.0}) for step in range(3 * MAX_SERIES)))
-    assert len(MetricsFile(path).read(None, 100).series) == MAX_SERIES
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 12), st.sampled_from(["loss", "accuracy"])), max_size=40)

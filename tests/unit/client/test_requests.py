@@ -14,16 +14,10 @@ from replicast.errors import NoAnswer, RequestFailed
 from replicast.storage import inbox
 from replicast.storage.inbox import InboxAnswer
 from replicast.storage.run_files import WorkerNote, append_audit, write_worker_note
-from tests.unit.played_job import LONG_AGO, heard_of, invoke, made_run, meanwhile
+from tests.unit.played_job import LONG_AGO, heard_of, invoke, meanwhile
 from tests.unit.test_audit import report
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
-
-
-@pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return made_run()
 
 
 @pytest.fixture

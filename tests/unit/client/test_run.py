@@ -25,16 +25,10 @@ from replicast.storage.run_files import append_audit, append_metrics
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 from tests.page.live import TOKEN, served_run
-from tests.unit.played_job import BIAS, PlayedJob, heard_of, made_run, meanwhile
+from tests.unit.played_job import BIAS, PlayedJob, heard_of, meanwhile
 from tests.unit.test_audit import report
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
-
-
-@pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return made_run()
 
 
 @pytest.fixture(params=["directory", "served"])

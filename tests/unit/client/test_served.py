@@ -21,16 +21,9 @@ from replicast.storage import inbox
 from replicast.update.update import Update
 from tests.page.live import TOKEN, served_run
 from tests.page.prompt_run import PromptRun
-from tests.unit.played_job import BIAS, heard_of_always, invoke, made_run, meanwhile, tensors
+from tests.unit.played_job import BIAS, heard_of_always, invoke, meanwhile, tensors
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
-
-
-@pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("REPLICAST_TOKEN", raising=False)
-    return made_run()
 
 
 @pytest.fixture
