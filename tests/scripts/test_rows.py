@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -12,9 +13,11 @@ import tensorflow as tf
 from keras import ops
 
 import replicast
+from replicast.training import KerasState, optimizers_by_name
 from replicast.update.audit_report import SLICE_BYTES
 from tests.pool import Pool
 from tests.scripts.compare import assert_same_as_plain_keras, in_plain_keras, weights
+from tests.workers.test_updates import quietly
 
 ROWS, IDS, WIDTH = 50, 6, 4
 
@@ -350,3 +353,50 @@ def test_a_flipped_bit_in_a_row_that_nobody_touches_is_found_in_its_turn_and_hea
     assert {rows.rows for one in in_turn for rows in one[5]} == {TABLE_ROWS}
     assert {rows.audits for one in in_turn for rows in one[5]} == {3}
     assert "some rows were compared" in in_turn[0][4]
+
+
+def changed_by_rows(strategy: Any, run_dir: str) -> dict[str, Any]:
+    """Rows are added, assigned with their moments, read and saved, in a job that trains the table by rows."""
+    with strategy.scope():
+        optimizer = optimizer_of("LazyAdam")
+    model = embedding_model(strategy, optimizer)
+    ids, y = batch()
+    model.fit(ids[:16], y[:16], batch_size=16, verbose=0)  # now the table is known to be written by rows
+    replicas = replicast.Replicas(model, run_dir=run_dir)
+    table, read = model.get_layer("table").embeddings, []
+    before = table.numpy()
+    stock = KerasState._value
+    rows = np.full((2, WIDTH), 0.5, "float32")
+    added = replicast.Update().add_rows("table/embeddings", [3, 8], rows)
+    assigned = replicast.Update(reset_slots=True).assign_rows("table/embeddings", [5, 6], rows)
+
+    def noted(state: Any, name: str) -> Any:
+        read.append(name)
+        return stock(state, name)
+
+    def act(step: int) -> None:
+        if replicas.rank == 1 and step in (2, 4):
+            replicas.propose(added if step == 2 else assigned)
+
+    with mock.patch.object(KerasState, "_value", noted):
+        quietly(replicas, act, lambda: len(replicas.history) == 2)
+        state = KerasState(model, optimizers_by_name(model))
+        pulled = state.read_rows("table/embeddings", np.array([3, 5, 6]))
+        state.digests(["table/embeddings"])
+        state.snapshot(saved := {})
+    replicas.close()
+    np.testing.assert_array_equal(saved["table/embeddings"], table.numpy())
+    return {"read": read, "before": before, "after": table.numpy(), "pulled": pulled}
+
+
+def test_updates_of_rows_digests_and_checkpoints_read_no_table_as_a_whole(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    for found in pool2.run(changed_by_rows, str(tmp_path)):
+        expected = found["before"]
+        expected[[3, 8]] += 0.5
+        expected[[5, 6]] = 0.5
+        np.testing.assert_array_equal(found["after"], expected)
+        assert not [name for name in found["read"] if "table" in name], found["read"]
+        assert found["read"], "nothing was noted: other variables are read as a whole"
+        np.testing.assert_array_equal(found["pulled"], expected[[3, 5, 6]])
