@@ -1,1 +1,1 @@
-"""For tests: `simulation` runs the whole protocol in one thread, in virtual time, from a seed."""
+"""A job of N threads, for the tests of users."""
