@@ -90,15 +90,6 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert (ended.returncode, ended.stdout) == (0, f"{-signal.SIGTERM}\n")
 
 
-def test_a_handler_of_the_script_s_own_stays() -> None:
-    def own(*_: object) -> None:
-        pass
-
-    signal.signal(signal.SIGTERM, own)
-    on_sigterm(lambda: None)
-    assert signal.getsignal(signal.SIGTERM) is own
-
-
 WORKER = """
 import os, sys, time
 from pathlib import Path
