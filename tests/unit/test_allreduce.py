@@ -21,7 +21,6 @@ from replicast.allreduce import (
     Exchange,
     ExchangePlan,
     Form,
-    MessageLayout,
     Semaphore,
     WorkerPart,
     open_exchange,
@@ -327,24 +326,6 @@ def test_a_result_is_not_overwritten_as_long_as_somebody_holds_it(tmp_path: Path
         return [float(total.mean()) for total in kept]
 
     assert together(2, call) == [[0.0, 2.0, 4.0, 6.0, 8.0]] * 2
-
-
-def test_every_byte_of_a_message_is_in_one_chunk_and_is_summed_once() -> None:
-    shapes = [(CHUNK_BYTES,), (), (3,), (0,), (5, 7)]
-    forms = [Form(np.dtype(kind)) for kind in ("f4", "f8", "f4", "i4", "u1")]
-    layout = MessageLayout(forms, shapes)
-    for value, (form, shape) in enumerate(zip(forms, shapes, strict=True)):
-        ranges = [(p.first, p.last) for chunk in layout.pieces for p in chunk if p.value == value]
-        assert [i for first, last in ranges for i in range(first, last)] == list(range(int(np.prod(shape))))
-        for chunk, pieces in enumerate(layout.pieces):
-            for piece in (p for p in pieces if p.value == value):
-                nbytes = (piece.last - piece.first) * form.dtype.itemsize
-                covering = [
-                    run
-                    for run in layout.runs[chunk]
-                    if run.first <= piece.offset and piece.offset + nbytes <= run.last
-                ]
-                assert [run.dtype for run in covering] == [form.dtype]
 
 
 def test_a_worker_that_sleeps_looks_at_the_job_however_the_wall_clock_is_set(

@@ -43,7 +43,6 @@ from replicast.transport.chain import (
     Holdings,
     Kind,
     Server,
-    predecessor,
     segments_of,
 )
 from replicast.transport.shared import SharedFile
@@ -170,15 +169,6 @@ def test_many_small_arrays_are_few_segments() -> None:
     assert segments_of(parcel_of()) == ()
     pieces, nbytes = lay_out(ARRAYS)
     assert len(segments_of(Parcel("p", 0, nbytes, pieces, ""))) == SEGMENTS, "these tests count on it"
-
-
-@pytest.mark.parametrize("leaders", [(0, 1), (0, 2, 5), (0, 3, 4, 9)])
-def test_from_every_source_the_hosts_are_a_chain(leaders: tuple[int, ...]) -> None:
-    for source in leaders:
-        reached = [source]
-        while len(reached) < len(leaders):
-            reached += [one for one in leaders if predecessor(leaders, one) == reached[-1]]
-        assert sorted(reached) == list(leaders)
 
 
 def test_what_a_host_has_is_told_from_what_it_waits_for_and_from_what_is_gone(tmp_path: Path) -> None:
@@ -391,22 +381,6 @@ def test_all_workers_of_a_host_hear_whom_their_leader_waited_for(
             other.result()
     thawed.set()
     assert len(job.files()) == 1, "a file of a host that refused is left behind"
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_host_that_was_frozen_for_a_while_goes_on_where_it_was(
-    job: Job, before_sending: BeforeSending
-) -> None:
-    froze = threading.Event()
-
-    def freezing(worker: int, *_: Any) -> None:
-        if worker == 0 and not froze.is_set():
-            froze.set()
-            time.sleep(3 * chain.SILENT_SECS)
-
-    before_sending(freezing)
-    assert_arrived(job.on("abc").receive(job.publish()))
-    assert froze.is_set()
 
 
 def test_closing_ends_a_transfer_that_waits(job: Job) -> None:

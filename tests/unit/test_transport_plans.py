@@ -18,7 +18,6 @@ from replicast.coordination import Member, MemoryCoordination
 from replicast.errors import ClusterError, JobFailed, UpdateRefused
 from replicast.transport import (
     BroadcastTransport,
-    MemoryTransport,
     Parcel,
     SharedMemoryTransport,
     Transport,
@@ -123,31 +122,6 @@ def test_keys_of_two_parcels_never_meet_and_stay_in_their_range_far_from_those_o
     assert "FIRST_KEY_BETWEEN_STEPS = 100_000_000" in source
 
 
-def test_a_parcel_that_a_test_corrupts_is_refused_before_and_after_it_is_published() -> None:
-    board = MemoryTransport.Board()
-    transport = MemoryTransport(board, rank=1)
-    board.corrupt("early")
-    parcels = [transport.publish(name, [np.arange(3)]) for name in ("early", "late")]
-    board.corrupt("late")
-    for parcel in parcels:
-        with pytest.raises(UpdateRefused, match="damaged at worker 1"):
-            transport.receive(parcel, 0.0)
-    transport.close()
-    assert not board.buffers
-
-
-def test_a_board_may_be_full() -> None:
-    board = MemoryTransport.Board()
-    board.room = 128
-    transport = MemoryTransport(board, rank=2)
-    transport.publish("one", [np.zeros(8)])
-    with pytest.raises(UpdateRefused, match="Worker 2 has no room") as caught:
-        transport.publish("two", [np.zeros(9)])
-    assert (caught.value.expected, caught.value.received) == ("128 bytes free", "64 bytes free")
-    transport.release("one")
-    transport.publish("two", [np.zeros(9)])
-
-
 def opened(hosts: list[str], place: Path) -> list[Transport]:
     store = MemoryCoordination.Store()
 
@@ -173,17 +147,6 @@ def test_the_hosts_decide_the_transport(hosts: list[str], kind: type[Transport],
     for transport in transports:
         transport.close()
     assert not list(tmp_path.iterdir())
-
-
-def test_worker_0_is_named_if_it_does_not_publish_its_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "OPEN_SECS", 0.01)
-    monkeypatch.setattr("replicast.coordination.LIST_SECS", 0.01)
-    coordination = MemoryCoordination(MemoryCoordination.Store())
-    with pytest.raises(JobFailed, match=r"Received: nothing from worker 0$") as caught:
-        open_transport(Member(coordination, 1, 3, {"REPLICAST_SHM_DIR": str(tmp_path)}), "replicas-1")
-    assert caught.value.worker == 0
 
 
 def fails() -> None:
