@@ -45,29 +45,31 @@ W0000 00:00:1 coordination: task was lost
 """
 
 
-def test_the_exception_is_found_before_noise(tmp_path: Path) -> None:
-    log = tmp_path / "worker-0.log"
-    log.write_text(RAISED)
-    found = traceback_in(below(tmp_path) / log.name)
-    assert found[0].startswith("Traceback")
-    assert found[-1] == "ValueError: bad loss"
+FRAMES = "".join(f'  File "deep.py", line {n}, in f\n    f()\n' for n in range(100))
 
 
-def test_a_long_traceback_is_cut_in_its_middle(tmp_path: Path) -> None:
-    log = tmp_path / "worker-0.log"
-    frames = "".join(f'  File "deep.py", line {n}, in f\n    f()\n' for n in range(100))
-    log.write_text(f"Traceback (most recent call last):\n{frames}RuntimeError: deep\n")
-    found = traceback_in(below(tmp_path) / log.name)
-    assert len(found) == 20
-    assert "183 lines: see the log" in found[1]
-    assert found[-1] == "RuntimeError: deep"
-
-
-def test_no_exception_no_traceback(tmp_path: Path) -> None:
-    log = tmp_path / "worker-0.log"
-    log.write_text("Epoch 1/3\nall is well\n")
-    assert traceback_in(below(tmp_path) / log.name) == []
-    assert traceback_in(below(tmp_path) / "missing.log") == []
+@pytest.mark.parametrize(
+    ("text", "first", "last", "count"),
+    [
+        pytest.param(RAISED, "Traceback", "ValueError: bad loss", 6, id="noise follows"),
+        pytest.param(
+            f"Traceback (most recent call last):\n{FRAMES}RuntimeError: deep\n",
+            "Traceback (most recent call last):\n  … 183 lines: see the log",
+            "RuntimeError: deep",
+            20,
+            id="a long one is cut in its middle",
+        ),
+        pytest.param("Epoch 1/3\nall is well\n", "", "", 0, id="no exception"),
+        pytest.param(None, "", "", 0, id="no log"),
+    ],
+)
+def test_the_traceback_in_a_log(tmp_path: Path, text: str | None, first: str, last: str, count: int) -> None:
+    if text is not None:
+        (tmp_path / "log").write_text(text)
+    found = traceback_in(below(tmp_path) / "log")
+    assert len(found) == count
+    assert "\n".join(found).startswith(first)
+    assert "\n".join(found).endswith(last)
 
 
 def ended(worker: int, code: int, *, stopped: bool = False, frozen: bool = False) -> WorkerExit:

@@ -38,19 +38,12 @@ def test_the_default_run_directory_names_time_and_program(
     assert made.is_dir()
 
 
-def test_a_chosen_run_directory_may_exist(tmp_path: Path) -> None:
-    assert make_run_dir(tmp_path / "a" / "b", program="train", now=NOON) == tmp_path / "a" / "b"
-    assert make_run_dir(tmp_path / "a" / "b", program="train", now=NOON) == tmp_path / "a" / "b"
-
-
-def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_chosen_run_directory_may_exist_and_must_not_be_a_file(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert make_run_dir(tmp_path / "a" / "b", program="train", now=NOON) == tmp_path / "a" / "b"
     (tmp_path / "file").touch()
     with pytest.raises(LaunchRefused, match="--run-dir"):
         make_run_dir(tmp_path / "file", program="train", now=NOON)
-
-
-def test_a_log_directory_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
     with pytest.raises(LaunchRefused, match="--log-dir"):
         make_attempt_dir(below(tmp_path) / "file", 0)
 
