@@ -52,10 +52,9 @@ class PlayedJob:
         step: Where updates are applied.
     """
 
-    def __init__(self, run: Path, attempt: int = 0) -> None:
-        self.run, self.attempt = run, attempt
+    def __init__(self, run: Path, attempt: int = 0, *, stops_at: Stage | None = None) -> None:
+        self.run, self.attempt, self.stops_at = run, attempt, stops_at
         self.fate = Stage.VERIFIED
-        self.stops_at: Stage | None = None
         self.outcome: TrialOutcome | None = None
         self.step = 7
         self._acts: Iterator[None] | None = None
@@ -117,20 +116,8 @@ class PlayedJob:
                     self._journal.write(Scheduled(id_, digest, step, taken.trial))
                 if stage is Stage.COMMITTED:
                     sequence, before = self._journal.history().next_sequence, 0.5 if taken.trial else None
-                    trial = taken.trial
-                    self._journal.write(
-                        Committed(
-                            sequence,
-                            id_,
-                            digest,
-                            step,
-                            self.attempt,
-                            trial,
-                            before,
-                            workers=2,
-                            reverts=taken.reverts,
-                        )
-                    )
+                    fields = (sequence, id_, digest, step, self.attempt, taken.trial, before)
+                    self._journal.write(Committed(*fields, workers=2, reverts=taken.reverts))
                 known_step = None if stage is Stage.PREPARED else step
                 ends = step + taken.trial.steps if taken.trial and stage is Stage.APPLIED else None
                 until = {"trial_until": ends}
@@ -235,3 +222,10 @@ def made_run(path: Path = Path("run")) -> Path:
     write_run_info(Fence(path, attempt=0), RunInfo(FORMAT, SCHEMA, 2, 0, time.time()))
     heard_of(path)
     return path
+
+
+def has(output: str, *texts: str) -> bool:
+    """Whether all texts are in the output, however it is broken into lines; names those that are not."""
+    missing = [text for text in texts if flat(text) not in flat(output)]
+    assert not missing, (missing, output)
+    return True

@@ -24,8 +24,7 @@ pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
 def scheduled(run: Path, stops_at: Stage | None) -> PlayedJob:
     """A job that has taken update x for step 40, and stops at a stage."""
     invoke("push", run, *PUSH, "x", "--at-step", 40)
-    job = PlayedJob(run)
-    job.stops_at = stops_at
+    job = PlayedJob(run, stops_at=stops_at)
     job.act_all()
     return job
 
@@ -84,9 +83,7 @@ def test_what_a_dead_job_had_taken_can_be_withdrawn_unless_it_is_committed(
     inbox.note_stage(run, "x", Stage.PREPARED, taken_by=dead)
     assert invoke("withdraw", run, "x").exit_code == 0
     invoke("push", run, *PUSH, "y")
-    played = PlayedJob(run)
-    played.stops_at = Stage.COMMITTED
-    played.act_all()
+    PlayedJob(run, stops_at=Stage.COMMITTED).act_all()
     inbox.note_stage(run, "y", Stage.COMMITTED, step=7, taken_by=dead)
     assert "y is committed, step 7" in output_of(1, "withdraw", run, "y")
 

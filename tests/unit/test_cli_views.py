@@ -32,7 +32,7 @@ from replicast.update.audit_report import Deviation, Difference
 from replicast.update.edits import BFLOAT16
 from replicast.update.schema import Schema, Variable
 from replicast.update.update import Update
-from tests.unit.played_job import BIAS, SCHEMA, PlayedJob, flat, heard_of, invoke, output_of, tensors
+from tests.unit.played_job import BIAS, SCHEMA, PlayedJob, flat, has, heard_of, invoke, output_of, tensors
 from tests.unit.test_audit import report
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
@@ -79,8 +79,7 @@ def test_status_shows_workers_metrics_updates_and_what_waits(run: Path) -> None:
     hostile = "ann@box: fix the bias \\x1b[31m[red]"
     head = ("Training at step 5\nrun: 2 workers", "0  100      box", "0 s ago", "loss 0.125  accuracy nan")
     waiting = ("1 in the inbox", "fourthxxx", "proposed", "refused", "Worker 1 has no room")
-    for text in (*head, "verified", "committed", hostile, *waiting):
-        assert text in result, text
+    assert has(result, *head, "verified", "committed", hostile, *waiting)
     seen = json.loads(
         invoke("status", run, "--json").output, parse_constant=lambda name: pytest.fail(f"{name} is not JSON")
     )
@@ -127,8 +126,7 @@ def test_status_shows_what_is_under_way_while_the_job_runs(run: Path) -> None:
     (run / "operations.json").write_text(json.dumps(written))
     output = invoke("status", run).output
     told = ("under way", "update x", "prepared", "why", "audit x", "12", "\\x1b[2Jann", "[red]1[/red]\\x07")
-    for text in told:
-        assert text in output, text
+    assert has(output, *told)
     assert "\x1b" not in output
     heard_of(run, secs_ago=60)
     assert "under way" not in invoke("status", run).output
@@ -151,8 +149,7 @@ def test_a_scheduled_update_is_listed_until_it_is_committed(run: Path) -> None:
     inbox.submit(run, Update(id="later", author="ann").assign("learning_rate", 1), 40)
     job.act_all()
     output = invoke("status", run).output
-    for text in ("1 scheduled", "later", "40", "assign optimizer/learning_rate", "ann"):
-        assert text in output, text
+    assert has(output, "1 scheduled", "later", "40", "assign optimizer/learning_rate", "ann")
     assert "in the inbox" not in output
     assert "40, chosen by its author" in invoke("show", run, "later").output
     assert "The journal is empty" in invoke("log", run).output
@@ -180,8 +177,7 @@ def test_the_log_is_a_table_that_fits_or_one_object_per_line(run: Path) -> None:
     filled(run)
     result = output_of(0, "log", run)
     assert fits(result)
-    for text in ("model/dense/bias", "(+1)", "reset 1 slots", "0.25 s", "4000 committed"):
-        assert text in flat(result), text
+    assert has(result, "model/dense/bias", "(+1)", "reset 1 slots", "0.25 s", "4000 committed")
     first, second = map(json.loads, invoke("log", run, "--json").output.splitlines())
     assert first["digests"] == {"0": "a" * 32, "1": "a" * 32}
     assert (second["stage"], second["digests"], second["verified_at"]) == ("committed", None, None)
@@ -196,8 +192,7 @@ def test_show_tells_everything_of_a_committed_update_and_the_receipt_of_every_at
     assert fits(by_number)
     receipts = [f"at step 7, attempt {attempt}: verified" for attempt in (0, 1)]
     digests = ("worker 0", "worker 1", "a" * 32, "equal")
-    for text in ("verified", "ann@box", "sha256", *receipts, *digests, "3.0 ms", "2.236"):
-        assert text in by_number, text
+    assert has(by_number, "verified", "ann@box", "sha256", *receipts, *digests, "3.0 ms", "2.236")
     scheduled = invoke("show", run, 2).output
     assert "4000, chosen by its author" in scheduled
     assert "assign rows (2)" in scheduled
@@ -254,8 +249,9 @@ def test_inspect_says_what_a_plain_file_would_do(run: Path) -> None:
     path = tensors("delta", dense__bias=BIAS, embeddings=np.zeros((10, 2), "f4").astype(BFLOAT16))
     result = output_of(0, "inspect", path, "--as", "add", "--run", run)
     assert fits(result)
-    for text in ("model/dense/bias", "model/table/embeddings", "12 B", "40 B", "yes", "2.236", "bfloat16"):
-        assert text in result, text
+    assert has(
+        result, "model/dense/bias", "model/table/embeddings", "12 B", "40 B", "yes", "2.236", "bfloat16"
+    )
     assert "with weight 0.5" in flat(output_of(0, "inspect", path, "--as", "blend", "--weight", 0.5))
 
 
