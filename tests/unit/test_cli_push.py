@@ -80,24 +80,17 @@ def test_operations_become_one_update_in_the_order_of_the_command_line(run: Path
     factors = {"dense__kernel.a": np.ones((4, 1), np.float32), "dense__kernel.b": np.ones((1, 3), np.float32)}
     low, bias = tensors("low", **factors), tensors("bias", dense__bias=BIAS)
     Update(note="saved", author="ann").add("dense/bias", BIAS).save("saved.safetensors")
-    result = invoke(
-        "push", run, "--add", bias, "--scale", "dense/kernel=0.5", "--add-low-rank", low, "--add", bias,
+    output_of(
+        0, "push", run, "--add", bias, "--scale", "dense/kernel=0.5", "--add-low-rank", low, "--add", bias,
         "--set", "learning_rate=1", "--blend", bias, "--weight", 0.25, "--update", "saved.safetensors",
         "--assign", bias, "--scale", "dense/bias=2",
     )  # fmt: skip
-    assert result.exit_code == 0, result.output
     update, _ = pushed(run)
-    assert [f"{edit.operation} {edit.variable} {edit.factor}" for edit in update.edits] == [
-        "add dense/bias None",
-        "scale dense/kernel 0.5",
-        "add_low_rank dense/kernel None",
-        "add dense/bias None",
-        "assign learning_rate None",
-        "blend dense/bias 0.25",
-        "add dense/bias None",
-        "assign dense/bias None",
-        "scale dense/bias 2.0",
-    ]
+    assert ", ".join(f"{edit.operation} {edit.variable}" for edit in update.edits) == (
+        "add dense/bias, scale dense/kernel, add_low_rank dense/kernel, add dense/bias, "
+        "assign learning_rate, blend dense/bias, add dense/bias, assign dense/bias, scale dense/bias"
+    )
+    assert [edit.factor for edit in update.edits if edit.factor is not None] == [0.5, 0.25, 2.0]
     assert (update.note, update.author) == ("saved", "ann")
 
 
@@ -159,6 +152,7 @@ def test_what_is_not_a_run_directory_is_a_usage_error(run: Path, words: list[str
         ".": "Perhaps: run.",
         "empty": "has no run.json yet: is the job still starting?",
         "logs": "is not shared with the first host",
+        "x" * 300: "File name too long",
     }.items():
         assert expected in flat(output_of(2, *(path if word == "@" else word for word in words)))
 
@@ -166,13 +160,13 @@ def test_what_is_not_a_run_directory_is_a_usage_error(run: Path, words: list[str
 def test_every_problem_is_listed_with_variable_expected_and_received(run: Path) -> None:
     bad = tensors("bad", dense__bias=np.ones(4, np.float32), dense__kernl=BIAS, learning_rate=np.float32([1]))
     for more in ((), ("--dry-run",)):
-        result = invoke("push", run, "--add", bad, "--set", "learning_rate=nan", *more)
-        assert (result.exit_code, result.output.count("Refused: ")) == (1, 4)
-        assert has(result.output, "expected: (3,)", "received: (4,)", "perhaps model/dense/kernel")
-        assert "or --allow-nonfinite" in result.output
-        assert "=True" not in result.output, "an argument of Python"
+        output = output_of(1, "push", run, "--add", bad, "--set", "learning_rate=nan", *more)
+        assert (output.count("Refused: "), "=True" in output) == (4, False), "an argument of Python"
+        assert has(
+            output, "expected: (3,)", "received: (4,)", "perhaps model/dense/kernel", "--allow-nonfinite"
+        )
     assert inbox.waiting(run) == []
-    assert invoke("push", run, "--set", "learning_rate=inf", "--allow-nonfinite").exit_code == 0
+    output_of(0, "push", run, "--set", "learning_rate=inf", "--allow-nonfinite")
 
 
 def test_damaged_files_and_files_of_the_other_kind_are_refused(run: Path) -> None:
@@ -260,12 +254,13 @@ def test_push_wait_and_status_say_that_the_training_has_no_callback(run: Path) -
 
 
 def test_an_update_that_is_committed_is_not_pushed_again_and_is_said_to_be_applied(run: Path) -> None:
-    assert invoke("push", run, *SET).exit_code == 0
+    output_of(0, "push", run, *SET)
     PlayedJob(run, stops_at=Stage.COMMITTED).act_all()
     result = output_of(3, "push", run, *SET, "--wait", "--timeout", 0)
-    assert "already in the journal, as number 1" in result
+    assert has(
+        result, "already in the journal, as number 1", "committed at step 7.\nEvery worker applies it."
+    )
     assert "pushed x" not in result
-    assert "x is committed at step 7.\nEvery worker applies it.\n" in result
 
 
 def test_ctrl_c_before_it_is_written_pushes_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,9 +362,8 @@ def committed(run: Path, outcome: TrialOutcome | None) -> None:
 
 def test_an_update_that_is_on_trial_is_listed_and_shown_as_such(run: Path) -> None:
     committed(run, None)
-    assert "on trial: 50 steps, loss, at most 5 % worse" in flat(invoke("log", run).output)
-    assert "50 steps, loss, at most 5 % worse" in invoke("show", run, 1).output
-    assert json.loads(invoke("log", run, "--json").output)["trial"]["before"] == 0.5
+    for words in (("log", run), ("show", run, 1)):
+        assert has(output_of(0, *words), "trial", "50 steps, loss, at most 5 % worse")
 
 
 @pytest.mark.parametrize("reason", [REVERTED.reason, HOSTILE])

@@ -46,7 +46,6 @@ def test_what_a_job_has_taken_and_not_committed_is_withdrawn_by_the_job(
     [
         (Stage.PREPARED, 30.0, "without a withdrawal. Waited for the next step"),
         (Stage.SCHEDULED, 30.0, "Update x is still scheduled"),
-        (Stage.COMMITTED, 0.0, "Too late: update x is committed, step 40"),
         (None, 0.0, "Too late: update x is verified, step 40"),
     ],
 )
@@ -61,15 +60,6 @@ def test_what_is_committed_or_not_given_back_in_time_stays(
     assert [entry.id for entry in inbox.waiting(run)] == before
     assert sum(waited) == pytest.approx(secs)
     assert inbox.requests(run) == []
-
-
-def test_a_job_that_ends_meanwhile_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited = meanwhile(monkeypatch, lambda _secs: heard_of(run, LONG_AGO))
-    scheduled(run, Stage.SCHEDULED)
-    result = invoke("withdraw", run, "x")
-    assert (result.exit_code, "The job is not running" in result.output) == (3, True)
-    assert "Update x is still scheduled" in result.output
-    assert sum(waited) < 2.0
 
 
 def test_what_a_dead_job_had_taken_can_be_withdrawn_unless_it_is_committed(
