@@ -633,6 +633,33 @@ def test_a_save_that_is_refused_late_does_not_settle_the_next_one(
         assert first.done()
 
 
+def test_a_checkpoint_that_one_worker_leaves_out_is_an_error_that_names_it_and_the_others_are_made(
+    tmp_path: Path,
+) -> None:
+    with saving_job(2, tmp_path, SavePlan(every=1, keep=9)) as (job, made):
+        said: list[str] = []
+
+        def act(worker: Worker) -> None:
+            for step in range(1, 6):
+                if (worker.rank, step) == (1, 2):
+                    made[1].checkpoints.report()
+                    worker.step()  # and not `after_step`: its callback was skipped
+                    continue
+                try:
+                    made[worker.rank].step()
+                except CheckpointError as error:
+                    said.append(str(error))
+                    made[worker.rank].checkpoints.after_step(1)
+            made[worker.rank].checkpoints.report()
+            worker.session.rest("close")
+            made[worker.rank].checkpoints.settle(DEADLINE_SECS)
+
+        job.on_all(act)
+        (problem,) = said
+        assert "Worker 1 did not report its save of step 2" in problem
+        assert sorted(CheckpointStore(tmp_path).steps()) == [1, 3, 4, 5]
+
+
 def test_training_does_not_stand_still_for_a_part_of_the_last_checkpoint_that_a_worker_never_reports(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

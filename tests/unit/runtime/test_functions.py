@@ -103,6 +103,18 @@ def test_a_worker_that_proposes_a_function_after_it_was_decided_is_told(broken: 
             assert second.result(DEADLINE_SECS) == first.result()
 
 
+def test_a_function_for_a_later_step_delays_no_worker() -> None:
+    with Job(2) as job:
+        later = propose_on_all(job, "later", lambda v: {"bias": v["bias"] * 2}, 1, at_step=12)
+        soon = job.workers[0].session.propose(bias(3.0))
+        job.train(6)
+        assert soon.result(DEADLINE_SECS).step <= 6
+        assert not later[0].done()
+        job.train(12)
+        assert later[0].result(DEADLINE_SECS).step == 12
+        assert [bias_of(worker) for worker in job.workers] == [6.0, 6.0]
+
+
 def test_two_functions_that_come_due_at_one_boundary_do_not_wait_for_each_other() -> None:
     with Job(2) as job:
         tickets = [propose_on_all(job, f"at-{step}", adding(1.0), 0, at_step=step)[0] for step in (3, 2)]
