@@ -24,7 +24,7 @@ from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged
 from replicast.replicas.departure import Departure
 from replicast.replicas.job_checkpoints import Checkpoints, SavePlan, Saving
 from replicast.replicas.position import Position, Training
-from replicast.storage.checkpoints import CheckpointStore, Draft, Manifest, saved_of
+from replicast.storage.checkpoints import CheckpointStore, Draft, Manifest
 from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
 from replicast.update.update import Update
 
@@ -521,31 +521,6 @@ def test_a_metric_that_is_not_there_is_said_once(tmp_path: Path, caplog: pytest.
     assert len(said) == 1
     assert "the checkpoint of step 1 has no metric 'val_loss'" in said[0]
     assert "It has: loss." in said[0]
-
-
-def test_a_checkpoint_between_whose_snapshots_an_update_was_applied_is_made_again(tmp_path: Path) -> None:
-    """Worker 0 has saved at step 2 and waits there; worker 1 comes to step 2 when the update is prepared."""
-    with saving_job(2, tmp_path, SavePlan(every=2)) as (job, made):
-        update = Update(id="between").add("dense/bias", np.ones(3, np.float32))
-        proposed: list[Any] = []
-
-        def act(worker: Worker) -> None:
-            made[worker.rank].step()
-            if worker.rank == 1:
-                eventually(lambda: worker.session.is_wanted)  # it stops at the next boundary
-            made[worker.rank].step()
-            if worker.rank == 0:
-                proposed.append(worker.session.propose(update))
-                assert proposed[0].result(DEADLINE_SECS).step == 2, "it is applied where both stand"
-            for _ in range(3):
-                made[worker.rank].step()
-            worker.session.rest("close")
-            made[worker.rank].checkpoints.settle(DEADLINE_SECS)
-
-        job.on_all(act)
-        manifests = CheckpointStore(tmp_path).list()
-        assert [saved_of(manifest).holds for manifest in manifests if manifest.step > 2] != []
-        assert all(saved_of(manifest).holds == {1} for manifest in manifests if manifest.step > 2)
 
 
 def test_one_that_is_skipped_does_not_take_the_place_of_one_that_the_script_has_asked_for(

@@ -1,4 +1,4 @@
-"""Misuse of updates: each mistake is answered with an error, and none is ignored."""
+"""Misuse of updates, each mistake of which is answered with an error; and what went wrong once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import pytest
 
 import replicast
 from replicast.errors import NotSupported, UpdateRefused
-from replicast.storage.run_files import last_metrics
+from replicast.storage.run_files import last_metrics, read_worker_notes
 from replicast.testing.job import eventually
 from replicast.transport import ChainTransport
 from replicast.update.update import Update
 from tests.pool import Pool, WorkerFailed
 from tests.pool.checks import assert_equal_on_all, state
 from tests.pool.scripts import equal_on_all
+from tests.scripts.compare import heard
 from tests.workers.recipes import CLASSES, FEATURES, arrays, perceptron
-from tests.workers.test_updates import WAIT_SECS, forget_hosts, quietly, replicas_of, transports_opened
+from tests.workers.test_updates import WAIT_SECS, adam, forget_hosts, quietly, replicas_of, transports_opened
 
 ONES = np.ones(CLASSES, np.float32)
 
@@ -219,3 +220,60 @@ def test_a_second_model_across_hosts_is_changed_as_the_first(pool2: Pool) -> Non
     results = pool2.run_each(one_after_the_other, [["a"], ["b"]], deadline_secs=300)
     assert_equal_on_all(results)
     assert results[0] == [[9.0] * CLASSES] * 2
+
+
+# A `fit` without `replicas.callback()`: a warning says so, and no step is made up.
+
+DEADLINE_SECS = 120.0
+EPOCHS = 2
+
+
+class Propose(keras.callbacks.Callback):
+    """A callback of the script's own: worker 1 proposes, and looks at what others can see of it."""
+
+    def __init__(self, replicas: replicast.Replicas, run_dir: Path) -> None:
+        super().__init__()
+        self.replicas, self.run_dir = replicas, run_dir
+        self.ticket: Any = None
+        self.steps = 0
+        self.seen: set[str] = set()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps += 1
+        if self.steps == 2:
+            if self.replicas.rank == 1:
+                self.ticket = self.replicas.propose(replicast.Update().scale("dense/kernel", 0.5))
+            ends = time.monotonic() + DEADLINE_SECS
+            while not any(self.seen) and time.monotonic() < ends:
+                self.seen = {note.waiting_for for note in read_worker_notes(self.run_dir)}
+                time.sleep(0.05)
+
+
+def trained_without(strategy: Any, run_dir: Path) -> dict[str, Any]:
+    with heard() as said, replicas_of(perceptron(strategy, adam), run_dir=run_dir) as replicas:
+        propose = Propose(replicas, run_dir)
+        x, y = arrays()
+        for _ in range(2):
+            replicas.model.fit(x, y, batch_size=30, epochs=EPOCHS, verbose=0, callbacks=[propose])
+        replicas.sync()
+        step = replicas.step
+        replicas.model.fit(x, y, batch_size=30, verbose=0, callbacks=[replicas.callback()])
+        receipt = None if propose.ticket is None else propose.ticket.result(DEADLINE_SECS)
+    return {
+        "steps": propose.steps,
+        "step": step,
+        "receipt": None if receipt is None else receipt.step,
+        "seen": propose.seen,
+        "said": [each for each in said if "was not given replicas.callback()" in each],
+    }
+
+
+def test_a_fit_without_the_callback_is_said_once_and_its_steps_are_counted(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    first, second = pool2.run(trained_without, tmp_path)
+    for each in (first, second):
+        assert len(each["said"]) == 1
+        assert "a boundary: its fit has no replicas.callback()" in each["seen"]
+        assert each["step"] == each["steps"]
+    assert second["receipt"] == second["steps"]

@@ -265,6 +265,7 @@ class _Reader:
     def __init__(self, definition: Any) -> None:
         self._library = {function.signature.name: function for function in definition.library.function}
         self._functions: dict[str, str] = {}
+        self._constants: dict[bytes, _Value] = {}
         self.operations: list[list[str]] = []
         self.leaves: list[Leaf] = []
 
@@ -298,7 +299,7 @@ class _Reader:
             if _is_declared(name, origin):
                 digests[name] = _digest(["per worker"])
             elif node is None or node.op in ("Const", "Placeholder"):
-                value = _value_of(node, origin)
+                value = self._value_of(node, origin)
                 digests[name] = _digest(["value", "" if value is None else f"{value[0]}{value[1]}"])
                 if value is not None:
                     values[name] = value
@@ -313,6 +314,21 @@ class _Reader:
         returned = [f"{digests.get(_node_of(name))}:{name.partition(':')[2]}" for name in results]
         self.leaves += [Leaf(f"{name}:", "result", *value) for name, value in values.items()]
         return _digest([*returned, *sorted(digests[name] for name in writes)])
+
+    def _value_of(self, node: Any, origin: Any) -> _Value | None:
+        """The value of a constant, or of a captured tensor that is none of a variable, table or iterator."""
+        if node is not None and node.op == "Const":
+            proto = node.attr["value"].tensor
+            dtype, is_scalar = tf.as_dtype(proto.dtype).name, not proto.tensor_shape.dim
+            if dtype == "string" and (is_scalar or any(b"/" in text for text in proto.string_val)):
+                return None  # a message or a path
+            content = proto.SerializeToString(deterministic=True)
+            if content not in self._constants:  # most are a few small numbers
+                self._constants[content] = _described(tf.make_ndarray(proto), dtype)
+            return self._constants[content]
+        if origin is None or origin.dtype in (tf.resource, tf.variant):
+            return None
+        return _described(np.asarray(origin), origin.dtype.name)
 
     def _attributes(self, node: Any) -> Iterator[str]:
         for name in sorted(node.attr):
@@ -373,17 +389,7 @@ def _is_declared(name: str, origin: Any) -> bool:
     return marked or getattr(origin, "_replicast_per_worker", False)
 
 
-def _value_of(node: Any, origin: Any) -> _Value | None:
-    """The value of a constant, or of a captured tensor that is none of a variable, table or iterator."""
-    if node is not None and node.op == "Const":
-        proto = node.attr["value"].tensor
-        array, dtype = tf.make_ndarray(proto), tf.as_dtype(proto.dtype).name
-        if dtype == "string" and (not array.shape or any(b"/" in text for text in array.flat)):
-            return None  # a message or a path
-    elif origin is None or origin.dtype in (tf.resource, tf.variant):
-        return None
-    else:
-        array, dtype = np.asarray(origin), origin.dtype.name
+def _described(array: np.ndarray[Any, Any], dtype: str) -> _Value:
     if dtype == "string":
         return dtype, list(array.shape), float(int(_digest([repr(array.tolist())])[:12], 16)), 0.0
     flat = np.ravel(array)

@@ -40,10 +40,10 @@ _WRAPPER = keras.metrics.MeanMetricWrapper.update_state
 
 
 @contextlib.contextmanager
-def replaced(thing: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
     """Inside, this object has another method, but never its class. Keras has no hook where this is used."""
     own = vars(thing).get(name)  # the script, or the constructor, may have set it on this object
-    object.__setattr__(thing, name, method)  # past Keras, which tracks attributes
+    object.__setattr__(thing, name, value)  # past Keras, which tracks attributes
     try:
         yield
     finally:
@@ -166,20 +166,26 @@ class StepMetrics:
         # A class of the user's that overrides it may do anything, also if it then calls that of Keras.
         known = method is not None and method.__module__.startswith("keras.")
 
+        def of_each_row(function: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                values = function(*args, **kwargs)
+                if _rank(values) != 0:
+                    return values
+                args, kwargs = self._claimed(metric, (args, kwargs))
+                return function(*args, **kwargs)
+
+            return called
+
         def deciding(*args: Any, **kwargs: Any) -> Any:
             if self._updating_whole:  # a metric that is part of another one
                 return update(*args, **kwargs)
             if not known:
                 args, kwargs = self._claimed(metric, (args, kwargs))
-                self._updating_whole = True
-                try:
+                with replaced(self, "_updating_whole", True):
                     return update(*args, **kwargs)
-                finally:
-                    self._updating_whole = False
             if method is _WRAPPER:
-                # Private: only the function that this metric calls tells whether there is a value for each
-                # row.
-                with replaced(metric, "_fn", self._of_each_row(metric, metric._fn)):
+                # Private: only the function that this metric calls tells if there is a value for each row.
+                with replaced(metric, "_fn", of_each_row(metric._fn)):
                     return update(*args, **kwargs)
             weight = args[1] if len(args) > 1 else kwargs.get("sample_weight")
             value = args[0] if args else kwargs.get("values")
@@ -190,16 +196,6 @@ class StepMetrics:
             return update(*args, **kwargs)
 
         return deciding
-
-    def _of_each_row(self, metric: keras.metrics.Metric, function: Callable[..., Any]) -> Callable[..., Any]:
-        def of_each_row(*args: Any, **kwargs: Any) -> Any:
-            values = function(*args, **kwargs)
-            if _rank(values) != 0:
-                return values
-            args, kwargs = self._claimed(metric, (args, kwargs))
-            return function(*args, **kwargs)
-
-        return of_each_row
 
     def _claimed(self, metric: keras.metrics.Metric, structure: Any) -> Any:
         """The arguments of a metric as they would be in one process; constants stay as they are."""
@@ -218,15 +214,13 @@ class StepMetrics:
             if constant and leaf.shape[0] in varying:
                 flat[place] = tf.compat.v1.placeholder_with_default(leaf, leaf.shape)  # is not folded
         here = id(None if tf.executing_eagerly() else tf.compat.v1.get_default_graph())
-        needed: dict[tuple[int, int], Any] = {}
-        for leaf in flat:
-            if _varies(leaf) and (id(leaf), here) not in self._gathered:
-                needed[id(leaf), here] = leaf
+        varying_leaves = {(id(leaf), here): leaf for leaf in flat if _varies(leaf)}
+        needed = {key: leaf for key, leaf in varying_leaves.items() if key not in self._gathered}
         parts = [_parts(metric, leaf) for leaf in needed.values()]
         rows = [only_real(part, self._rows) for leaf in parts for part in leaf if part.shape.rank != 0]
         scalars = [part for leaf in parts for part in leaf if part.shape.rank == 0]
         joined, means = iter(self._gather(rows) if rows else ()), iter(self._mean(scalars) if scalars else ())
-        for key, leaf, own in zip(needed, needed.values(), parts, strict=True):
+        for (key, leaf), own in zip(needed.items(), parts, strict=True):
             received = [next(means if part.shape.rank == 0 else joined) for part in own]
             if isinstance(leaf, tf.RaggedTensor):
                 whole = tf.RaggedTensor.from_nested_row_lengths(received[0], received[1:])
