@@ -9,8 +9,8 @@ import pytest
 from replicast.core import events as e
 from replicast.core import messages as m
 from replicast.core.coordinator import Coordinator
-from replicast.core.entries import History, Withdrawn
-from replicast.core.operations.update import UpdateOperation
+from replicast.core.entries import History, Payload, Scheduled, Withdrawn
+from replicast.core.operations.update import Load, UpdateOperation
 from replicast.core.records import Proposal, Refusal, ReportId, SeenDigests, Snapshot, Stage
 
 ADD = Proposal("add", "digest", (("add", "d", 5),))
@@ -177,3 +177,11 @@ def test_what_is_withdrawn_before_the_journal_is_taken_up_is_withdrawn() -> None
     coordinator.handle(e.FromWorker(m.OUTSIDE, m.Withdraw("withdraw", "add")))
     commands = coordinator.handle(e.FromWorker(0, m.Rest(1, 0, ("begin",))))
     assert [one.entry for one in commands if isinstance(one, e.Write)] == [Withdrawn("add")]
+
+
+def test_what_is_scheduled_is_promised_before_the_first_step_of_the_next_attempt() -> None:
+    job = Job(History([Payload("add", "digest", ADD.content), Scheduled("add", "digest", 7)]))
+    stop = next(one for one in job.said if isinstance(one, m.Stop))
+    assert stop.at_step == 7
+    assert job.said.index(stop) < next(n for n, one in enumerate(job.said) if isinstance(one, m.Resume))
+    assert any(isinstance(one, m.Do) and isinstance(one.order, Load) for one in job.said)
