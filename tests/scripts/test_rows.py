@@ -348,6 +348,7 @@ def test_a_flipped_bit_in_a_row_that_nobody_touches_is_found_in_its_turn_and_hea
     assert len(healed) == 1
     assert 5 <= healed[0][0] <= 9  # three slices, and the boundary at which all stop
     assert "or before" in healed[0][3]  # nobody knows since when: the table was never compared as a whole
+    assert not first["reports"][-2][5], "at its end, fit compares everything"
     in_turn = [one for one in first["reports"] if one[5]]
     assert in_turn, "no audit compared a slice"
     assert {rows.rows for one in in_turn for rows in one[5]} == {TABLE_ROWS}

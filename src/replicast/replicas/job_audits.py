@@ -93,9 +93,10 @@ class Audits:
             self._audit_in_passing()
 
     def after_training(self) -> None:
-        """Audits even at a boundary that was already audited: callbacks may have changed the state since."""
+        """Compares everything, also where an audit was made: callbacks may have changed the state since."""
         self._audited_at = -1
-        self.after_epoch()
+        if self._plan.ends and self._plan.every is not None:
+            self._audit_in_passing(whole=True)
 
     def training_ended(self) -> None:
         self._follow(self.usual)
@@ -119,11 +120,11 @@ class Audits:
         self._plan = plan
         self.session.set_audit_policy(plan.policy)
 
-    def _audit_in_passing(self) -> None:
+    def _audit_in_passing(self, *, whole: bool = False) -> None:
         if self.session.size > 1 and self._audited_at != self.session.step:
             self._audited_at = self.session.step
             # The number of steps is the same on all workers, and goes on after a restart.
-            turn = self.session.step // (self._plan.every or 1)
+            turn = None if whole else self.session.step // (self._plan.every or 1)
             seen = self.session.replica.examine_quietly(turn)
             self.session.report(self.session.next_report("audit"), lambda: seen)
 

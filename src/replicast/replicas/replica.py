@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from msgspec.structs import replace
 
 from replicast import faults
 from replicast.core.entries import Saved
@@ -578,28 +579,24 @@ class StateReplica:
     def digests(self, names: tuple[str, ...] = ()) -> dict[str, str]:
         return self.state.digests(names or tuple(variable.name for variable in self.state.schema))
 
-    def examine(self) -> SeenDigests:
+    def examine(self, turn: int | None = None) -> SeenDigests:
+        """With a turn, of each large table only the rows whose turn it is."""
         started = time.monotonic()
-        digests = self.state.fingerprints(variable.name for variable in self.state.schema)
-        secs = time.monotonic() - started
-        free = {name: digests.pop(name) for name in self.may_differ}
-        return SeenDigests(self.machine.step, digests, free, secs, self.hooks.trained(), time.time())
-
-    def examine_quietly(self, turn: int) -> SeenDigests:
-        """As `examine`, with one digest: less to send. Of large tables, the rows whose turn it is."""
-        started = time.monotonic()
-        by_rows = self.state.written_by_rows()
+        by_rows = frozenset() if turn is None else self.state.written_by_rows()
         large = [one for one in self.state.schema if one.name in by_rows and one.nbytes > SLICE_BYTES]
-        tables = {one.name: (one.shape[0], one.nbytes) for one in large}
-        partly = rows_in_turn(tables, turn)
-        digests = self.state.fingerprints([one.name for one in self.state.schema if one.name not in tables])
+        partly = rows_in_turn({one.name: (one.shape[0], one.nbytes) for one in large}, turn or 0)
+        digests = self.state.fingerprints(one.name for one in self.state.schema if one not in large)
         for one in partly:
             if one.stop:
                 digests[one.variable] = self.state.fingerprint_of_rows(one.variable, one.start, one.stop)
-        free = {name: digests.pop(name) for name in sorted(self.may_differ) if name in digests}
-        secs, step = time.monotonic() - started, self.machine.step
-        whole = {"": joined(digests)}
-        return SeenDigests(step, whole, free, secs, self.hooks.trained(), time.time(), partly)
+        secs = time.monotonic() - started
+        free = {name: digests.pop(name) for name in self.may_differ if name in digests}
+        return SeenDigests(self.machine.step, digests, free, secs, self.hooks.trained(), time.time(), partly)
+
+    def examine_quietly(self, turn: int | None) -> SeenDigests:
+        """As `examine`, with one digest for all variables that must be equal: less to send."""
+        seen = self.examine(turn)
+        return replace(seen, digests={"": joined(seen.digests)})
 
     def expected(self, names: tuple[str, ...]) -> dict[str, str]:
         return self.hooks.expected_fingerprints(names)

@@ -12,6 +12,8 @@ use says why in a comment, and `tests/workers/test_private_apis.py` fails when o
     collectives    tensor exchange between workers, with keys that work inside loops
     functions      comparison of what the workers compute, when a step is traced
     variables      the variables of a job: how they read, where they are created, who holds them, shared seeds
+    rows           large tables: lookups and optimizers that touch single rows
+    row_optimizers `LazyAdam` and `RowWiseAdagrad`
     writing        files that one worker writes for all; callbacks that write files
     resuming       where `fit`, or a custom training loop, continues after a restore
     keras_state    the state of a model: its variables by name, how edits change them, their digests
