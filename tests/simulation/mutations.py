@@ -66,6 +66,7 @@ ORIGINAL = {
         (Coordinator, "_request"),
         (Coordinator, "_serve"),
         (Coordinator, "_withdraw"),
+        (Coordinator, "take_up_journal"),
         (Coordinator, "handle"),
         (History, "after"),
         (Meeting, "step"),
@@ -462,6 +463,15 @@ def replay_what_the_checkpoint_holds() -> Any:
 @mutation(7)
 def forget_the_last_replay() -> Any:
     return broken(History, "after", lambda self, holds: ORIGINAL[History, "after"](self, holds)[:-1])
+
+
+@mutation(834)
+def forget_what_is_scheduled_after_a_restart() -> Any:
+    def take_up_journal(self: Coordinator) -> None:
+        with mock.patch.object(self.history, "scheduled", {}):
+            ORIGINAL[Coordinator, "take_up_journal"](self)
+
+    return broken(Coordinator, "take_up_journal", take_up_journal)
 
 
 @mutation(36)

@@ -49,7 +49,8 @@ def test_an_update_for_a_far_step_delays_no_other_update_no_sync_no_audit_and_no
 
 
 def test_a_scheduled_update_is_durable_and_a_restart_applies_it_at_its_step() -> None:
-    world = played(Plan(steps=5, script={0: [("propose", 1, at_step(ADD, 4))]}, incidents=[(1.0, "kill", 1)]))
+    incidents = [(0.2, "thread", 1, at_step(ADD, 4)), (1.0, "kill", 1)]  # no attempt proposes it again
+    world = played(Plan(steps=5, incidents=incidents))
     assert len(world.groups) == 2
     assert records(world) == [(1, "add", 4)]
 

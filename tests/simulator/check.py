@@ -238,6 +238,9 @@ class Checks:
         left = set(committed) - first.holds
         if left:
             raise StoryFailed(f"committed, and not applied at the end: {[committed[one] for one in left]}")
+        missed = [one for one in history.scheduled.values() if one.at_step <= self._plan.steps]
+        if missed and not self._notes.faults["full disk"]:
+            raise StoryFailed(f"scheduled, and not applied at their steps: {missed}")
 
     def _check_room(self, group: GroupOutcome, decided: Collection[Decided]) -> None:
         """No worker keeps the bytes of an operation that has ended."""
