@@ -135,6 +135,16 @@ def test_all_workers_end_well(launch: Launcher) -> None:
     assert log.read_text() == f"I am 1 {list(given)}\non stderr\n"
 
 
+def test_a_second_launcher_on_a_run_directory_is_refused_and_the_first_job_runs_on(launch: Launcher) -> None:
+    first = launch("for_ever()", "--run-dir", "run")
+    worker = first.pid("pid-0")
+    code, out, err = launch("for_ever()", "--run-dir", "run").finish()
+    assert (code, out) == (2, "")
+    assert err.startswith(f"Error: Another `replicast run` (process {first.process.pid} on ")
+    assert first.process.poll() is None
+    assert alive(worker)
+
+
 def test_every_worker_is_shown_when_asked(launch: Launcher) -> None:
     code, out, _ = launch("print('hello')", "--tee", "all", workers=3).finish()
     assert code == 0

@@ -94,7 +94,12 @@ def test_what_would_not_be_safe_and_a_port_that_is_taken_are_refused_with_a_reme
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("REPLICAST_TOKEN", raising=False)
-    assert "can be reached from other machines" in output_of(2, "serve", tmp_path, "--host", "0.0.0.0")
+    for options, said in {
+        ("--host", "0.0.0.0"): "can be reached from other machines",
+        ("--private",): "--private needs a token",
+        ("--certfile", "cert.pem"): "a certificate and its key",
+    }.items():
+        assert said in flat(output_of(2, "serve", tmp_path, *options))
     with Serving(tmp_path) as serving:
         taken = serving.address.rpartition(":")[2]
         assert "with --port" in flat(output_of(2, "serve", tmp_path, "--port", taken))

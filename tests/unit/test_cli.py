@@ -89,6 +89,7 @@ def test_help_lists_every_command_and_another_is_a_usage_error() -> None:
     for name, (_, summary) in COMMANDS.items():
         assert name in output
         assert summary in output
+    assert COMMANDS["run"][1] in invoke("run", "--help").output
     assert invoke("--version").output == f"replicast, version {__version__}\n"
     unknown = invoke("fly")
     assert (unknown.exit_code, "No such command 'fly'" in unknown.output) == (2, True)

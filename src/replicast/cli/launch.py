@@ -118,7 +118,7 @@ def run(
     arguments: tuple[str, ...],
     **placed: Any,
 ) -> int:
-    """Start the workers of a job on this machine and launcher.supervise them.
+    """Start the workers of a job on this machine and supervise them.
 
     Every worker runs PROGRAM with its ARGUMENTS and finds TF_CONFIG, RANK, WORLD_SIZE and LOCAL_RANK in its
     environment. All output is kept in log files. The screen leaves out TensorFlow's informational messages;
