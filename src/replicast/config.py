@@ -20,6 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from replicast.errors import ClusterError
+from replicast.strictjson import is_integer
 
 # Set by `replicast run` for its workers.
 RUN_DIR = "REPLICAST_RUN_DIR"
@@ -188,7 +189,7 @@ def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
     addresses = [address for job in jobs.values() for address in job]
     for address in addresses:
         host, colon, port = address.rpartition(":")
-        if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
+        if not (host and colon and is_integer(port, 1, 65535)):
             raise ClusterError(
                 "TF_CONFIG: an address is not host:port with a port from 1 to 65535", received=repr(address)
             )

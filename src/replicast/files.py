@@ -151,7 +151,9 @@ class RunPath:
     def _mode(self) -> int:
         try:
             return self.stat().st_mode
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+                raise
             return 0
 
     @contextlib.contextmanager

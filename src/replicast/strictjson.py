@@ -61,6 +61,12 @@ def parse_integer(text: str) -> int:
     return int(text)
 
 
+def is_integer(text: str, least: int, most: int) -> bool:
+    with contextlib.suppress(ValueError):
+        return least <= parse_integer(text) <= most
+    return False
+
+
 def sealed(body: bytes) -> tuple[bytes, str]:
     """A JSON object as a line that ends with its checksum, the seal; and the seal."""
     seal = hashlib.sha256(body).hexdigest()

@@ -317,7 +317,7 @@ def test_what_is_not_there_is_told_so(client: Client, path: str, status: int) ->
 def test_numbers_of_thousands_of_digits_are_refused(
     serve: Serve, tmp_path: Path, path: str, status: int
 ) -> None:
-    made_run(tmp_path / "first")
+    (made_run(tmp_path / "first") / "inbox").mkdir()
     client = serve(find=runs_in(tmp_path / "first"))
     for digits in ("9" * 4300, "9" * 4301, "-" + "9" * 5000):
         assert client.get(f"{FIRST}/{path.format(digits)}", headers=BEARER).status_code == status

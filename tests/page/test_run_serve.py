@@ -102,6 +102,6 @@ def test_an_address_without_a_host_is_on_this_machine() -> None:
     assert PageAddress.parse("8080") == PageAddress("127.0.0.1", 8080)
     assert PageAddress.parse("[::1]:80") == PageAddress("::1", 80)
     assert PageAddress.parse("0.0.0.0:80") == PageAddress("0.0.0.0", 80)
-    for wrong in ("", "http", "host:", "1:99999"):
+    for wrong in ("", "http", "host:", "1:99999", "9" * 4301):
         with pytest.raises(LaunchRefused, match="--serve expects"):
             PageAddress.parse(wrong)

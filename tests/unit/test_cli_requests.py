@@ -94,9 +94,10 @@ class Answering:
     ],
 )
 def test_a_number_of_thousands_of_digits_is_refused_in_words(run: Path, command: str, digits: int) -> None:
+    (run / "inbox").mkdir()
     result = invoke(*(part.replace("N", "9" * digits) for part in command.split()))  # no traceback
     assert result.exit_code in (0, 1, 2)
-    assert "Traceback" not in result.output
+    assert not any(words in result.output for words in ("Traceback", "File name too long"))
 
 
 # revert

@@ -53,6 +53,7 @@ def test_a_chief_is_worker_0(task: object, rank: int) -> None:
         (described({"worker": ["a:0"]}, worker(0)), "port from 1 to 65535"),
         (described({"worker": ["a:65536"]}, worker(0)), "port from 1 to 65535"),
         (described({"worker": ["a:x"]}, worker(0)), "host:port"),
+        (described({"worker": ["a:" + "9" * 4301]}, worker(0)), "port from 1 to 65535"),
         (described({"worker": [":5"]}, worker(0)), "host:port"),
         (described({"worker": ["a:1", "a:1"]}, worker(0)), "same address"),
         (described({"worker": TWO}), '"task" is missing'),

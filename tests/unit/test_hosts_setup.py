@@ -24,13 +24,14 @@ def test_the_endpoint_is_that_of_torchrun(text: str, expected: tuple[str, int]) 
 
 
 def test_an_endpoint_that_is_none_and_a_range_of_nodes_are_refused_with_what_works() -> None:
-    for text in ("", ":5", "h1:", "h1:0", "h1:70000", "h1:x"):
+    for text in ("", ":5", "h1:", "h1:0", "h1:70000", "h1:x", "h1:" + "9" * 4301):
         with pytest.raises(ClusterError, match="--rdzv-endpoint"):
             parse_endpoint(text)
     with pytest.raises(ClusterError, match="start it again with the same --run-dir"):
         parse_nnodes("1:4")
-    with pytest.raises(ClusterError, match="--nnodes"):
-        parse_nnodes("0")
+    for text in ("0", "9" * 4301):
+        with pytest.raises(ClusterError, match="--nnodes"):
+            parse_nnodes(text)
 
 
 def test_this_host_is_found_by_its_address() -> None:

@@ -208,7 +208,7 @@ def test_whose_output_is_shown(text: str | None, node_rank: int, expected: set[i
 
 
 def test_a_worker_that_does_not_exist_cannot_be_shown() -> None:
-    for text in ("", "2", "0,", "-1", "every"):
+    for text in ("", "2", "0,", "-1", "every", "²", "9" * 4301):
         with pytest.raises(ClusterError, match="--tee"):
             parse_tee(text, JOB)
 

@@ -62,6 +62,7 @@ from replicast.launcher.plan import (
 )
 from replicast.launcher.screen import Screen, make_screen, without_colours
 from replicast.launcher.standby import StandbySet
+from replicast.strictjson import is_integer
 
 if TYPE_CHECKING:
     from replicast.storage.run_files import WorkerNote
@@ -450,7 +451,7 @@ class PageAddress(NamedTuple):
     def parse(cls, text: str) -> PageAddress:
         """The address in `--serve [HOST:]PORT`."""
         host, _, port = text.rpartition(":")
-        if not (port.isascii() and port.isdigit() and int(port) < 65536):
+        if not is_integer(port, 0, 65535):
             raise LaunchRefused(f"--serve expects [HOST:]PORT. Received: {text}", remedy="For example: 8080")
         return cls(host.strip("[]") if host else "127.0.0.1", int(port))
 

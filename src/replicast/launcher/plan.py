@@ -33,6 +33,7 @@ from replicast.config import (
 from replicast.errors import ClusterError, LaunchRefused
 from replicast.files import RunDir, RunPath
 from replicast.names import NAMES_SECS, Lookups
+from replicast.strictjson import MAX_INTEGER, is_integer
 
 DEFAULT_PORT = 29500
 DEFAULT_RDZV_PORT = 29400
@@ -128,7 +129,7 @@ def parse_tee(text: str | None, job: JobPlan) -> frozenset[int]:
     if text in ("all", "none"):
         return frozenset(job.ranks if text == "all" else ())
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) < job.world_size for part in parts):
+    if not all(is_integer(part, 0, job.world_size - 1) for part in parts):
         what = f'--tee must be "all", "none" or workers from 0 to {job.world_size - 1} separated by commas'
         raise ClusterError(what, received=text)
     return frozenset(int(part) for part in parts) & frozenset(job.ranks)
@@ -182,7 +183,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     if not colon or text.endswith("]"):
         host, port = text, str(DEFAULT_RDZV_PORT)
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    if not host or not is_integer(port, 1, 65535):
         what = "--rdzv-endpoint must be the host and port of the first launcher"
         raise ClusterError(what, remedy="For example: --rdzv-endpoint h1:29400", received=text)
     return host, int(port)
@@ -195,7 +196,7 @@ def parse_nnodes(text: str) -> int:
             remedy="To continue with fewer or more hosts, start it again with the same --run-dir",
             received=text,
         )
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
+    if not is_integer(text, 1, MAX_INTEGER):
         raise ClusterError("--nnodes must be a number, at least 1", received=text)
     return int(text)
 
