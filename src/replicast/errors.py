@@ -342,6 +342,12 @@ class RequestFailed(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
     status: int | None = None
 
 
+for _kind in _kinds(ReplicastError).values():  # msgspec would read a dataclass by itself, not by `from_json`
+    if "__dataclass_fields__" in vars(_kind):
+        del _kind.__dataclass_fields__
+del _kind
+
+
 def printable(text: object) -> str:
     """Text that others chose, in one line and without control characters, to be logged or shown."""
     return "".join(

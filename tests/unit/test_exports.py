@@ -9,6 +9,9 @@ import pytest
 
 import replicast
 from replicast import errors
+from replicast.codec import encode
+from replicast.core.records import Stage
+from replicast.storage.journal import UpdateView
 
 ERRORS = [one for one in vars(errors).values() if inspect.isclass(one) and issubclass(one, Exception)]
 
@@ -32,3 +35,12 @@ def test_every_error_is_exported_and_arrives_in_another_process_as_it_was_raised
     raised = kind(**fields)
     arrived = errors.ReplicastError.from_json(json.loads(json.dumps(raised.to_json())))
     assert (type(arrived), str(arrived), vars(arrived)) == (kind, str(raised), vars(raised))
+
+
+def test_a_view_reads_the_error_in_it_as_the_error_itself_does() -> None:
+    why = errors.UpdateRefused.from_json({"type": "UpdateIdInUse", "problem": "it is taken", "worker": True})
+    view = UpdateView(id="a", stage=Stage.REFUSED, refusal=why)
+    arrived = UpdateView.from_json(json.loads(json.dumps(view.to_json()))).refusal
+    assert (type(arrived), vars(arrived)) == (errors.UpdateIdInUse, vars(why))
+    with pytest.raises(TypeError, match="JobFailed"):  # no process may send one without its class
+        encode([errors.JobFailed("worker 1 has died")])
