@@ -590,7 +590,7 @@ class StateReplica:
             if one.stop:
                 digests[one.variable] = self.state.fingerprint_of_rows(one.variable, one.start, one.stop)
         secs = time.monotonic() - started
-        free = {name: digests.pop(name) for name in self.may_differ if name in digests}
+        free = {name: digests.pop(name) for name in [*digests] if name in self.may_differ}
         return SeenDigests(self.machine.step, digests, free, secs, self.hooks.trained(), time.time(), partly)
 
     def examine_quietly(self, turn: int | None) -> SeenDigests:

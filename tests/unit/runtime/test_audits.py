@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -50,6 +51,19 @@ def test_equal_replicas_are_found_equal_and_nothing_is_written(size: int) -> Non
         assert (report.outcome, report.step, report.found_at, report.number) == ("equal", 3, 3, 1)
         assert (report.differences, report.healed) == ((), ())
         assert job.journal.history().committed == {}
+
+
+def test_what_may_differ_is_reported_in_the_order_of_the_state() -> None:
+    with Job(2) as job:
+        names = [variable.name for variable in job.workers[0].state.schema]
+        for worker in job.workers:  # a set has another order in every process
+            worker.session.replica.may_differ = FrozenSetInReverse(names)
+        assert [one.variable for one in audit(job).declared] == names
+
+
+class FrozenSetInReverse(frozenset[str]):
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(super().__iter__(), reverse=True))
 
 
 def test_two_variables_with_different_minorities_are_healed_by_their_own_majorities() -> None:
