@@ -220,3 +220,24 @@ def test_of_many_notes_the_last_of_each_worker_is_written_a_few_at_a_time(tmp_pa
         notes.write(tmp_path, secs=0.0)  # the time of this look is over after one
         seen.append([note.step for note in read_worker_notes(tmp_path)])
     assert seen == [[2], [2, 2], [2, 2, 2], [2, 2, 2, 2], [2, 2, 2, 2]]
+
+
+def test_a_note_that_another_thread_takes_first_is_written_by_that_one_alone(tmp_path: Path) -> None:
+    notes = DistantNotes(0, lambda *about: pytest.fail(str(about)))
+    lock = notes._lock
+
+    class OtherThreadFirst:
+        """A thread of the job that a slow disk holds up still writes when the script ends."""
+
+        def __enter__(self) -> None:
+            notes._lock = lock
+            notes.write(tmp_path)
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    notes.receive(1, json.dumps(NOTE.to_json()))
+    notes._lock = OtherThreadFirst()  # type: ignore[assignment]
+    notes.write(tmp_path)
+    assert [note.rank for note in read_worker_notes(tmp_path)] == [1]

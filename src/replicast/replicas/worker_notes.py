@@ -283,8 +283,10 @@ class DistantNotes:
     def write(self, run_dir: RunDir, secs: float = _WRITE_SECS) -> None:
         """Writes what has arrived, one note at least, and others for `secs`, the oldest first."""
         deadline = Deadline(secs)
-        while self._received:
+        while True:
             with self._lock:
+                if not self._received:
+                    return
                 rank = next(iter(self._received))
                 received_at, text = self._received.pop(rank)
             self._write(run_dir, rank, received_at, text)
