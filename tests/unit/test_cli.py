@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 from replicast import __version__
@@ -80,8 +81,16 @@ def test_the_launcher_starts_its_workers_before_it_loads_what_is_heavy() -> None
 @pytest.mark.parametrize("words", EVERY_COMMAND, ids=" ".join)
 def test_help_has_an_example_and_the_exit_codes(words: list[str]) -> None:
     output = invoke(*words, "--help").output
+    summary = " ".join(output.split("\n\n")[1].split())
+    assert summary.index(".") == len(summary) - 1  # one sentence, without names of the code
     assert f"Examples:\n    replicast {' '.join(words)}" in output
     assert ("Exit code:" in output) == (words != ["checkpoint"])
+
+
+@pytest.mark.parametrize("words", EVERY_COMMAND, ids=" ".join)
+def test_a_shell_completes_the_options_of_a_line_that_is_not_finished(words: list[str]) -> None:
+    found = ShellComplete(main, {}, "replicast", "_REPLICAST_COMPLETE").get_completions(words, "--hel")
+    assert [one.value for one in found] == ["--help"]
 
 
 def test_help_lists_every_command_and_another_is_a_usage_error() -> None:

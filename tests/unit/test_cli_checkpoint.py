@@ -183,6 +183,7 @@ def test_a_terminal_gets_a_bar_beside_the_output(run: Path, monkeypatch: pytest.
     assert result.exit_code == 0
     assert "━" in result.stderr
     assert result.stdout.startswith("00000100  intact")
+    assert "━" not in result.output.partition("intact")[2]  # The bar is gone before the result is written.
 
 
 def test_two_checkpoints_are_compared(run: Path) -> None:

@@ -171,8 +171,8 @@ def verify(path: Path, step: int | None) -> int:
         try:
             with open_checkpoint(one) as reader, texts.progress_bar(one.name) as progress:
                 reader.verify(progress)
-                said = f"intact: {texts.counted(len(reader.manifest.schema), 'variable')}"
-                click.echo(f"{printable(one.name)}  {said}, {texts.size(reader.manifest.nbytes)}")
+            said = f"intact: {texts.counted(len(reader.manifest.schema), 'variable')}"  # Without the bar.
+            click.echo(f"{printable(one.name)}  {said}, {texts.size(reader.manifest.nbytes)}")
         except FileDamaged as error:
             click.echo(f"{printable(one.name)}  damaged")
             problems.append(error)

@@ -149,6 +149,8 @@ class EditCommand(click.Command):
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         ctx.meta[_ORDER] = [parameter.name for parameter in order if parameter.name in _NAMES]
         rest = super().parse_args(ctx, args)
+        if ctx.resilient_parsing:  # The shell asks for completions: the line is not finished.
+            return rest
         if not ctx.meta[_ORDER]:
             raise click.UsageError("Say what to change: --set NAME=NUMBER, --add FILE, or another operation.")
         if bool(ctx.params["blend"]) != (ctx.params["weight"] is not None):
