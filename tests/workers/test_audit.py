@@ -381,6 +381,25 @@ def test_an_audit_that_the_script_asked_for_is_written_down_once(tmp_path: Path)
         assert [one.attempt for one in last_audits(tmp_path, 10)] == [3]
 
 
+@pytest.mark.parametrize(("every", "steps", "epoch"), [(10, 10, 10**9), (10, 40, 10**9), (100, 1, 5)])
+def test_tables_are_compared_in_consecutive_turns_however_far_apart_audits_are(
+    every: int, steps: int, epoch: int
+) -> None:
+    with Job(2) as job:
+        made = job.on_all(lambda worker: Audits(worker.session, None, AuditPlan(every, ends=True)))
+        audits, session = made[0], mock.MagicMock(size=2)
+        audits.session = session
+        for session.step in range(400, 800, steps):  # a restart at step 400
+            audits.after_step(steps)
+            if session.step % epoch == 0:
+                audits.after_epoch()
+        audits.after_training()
+        *turns, whole = [call.args[0] for call in session.replica.examine_quietly.call_args_list]
+        assert turns == list(range(400 // every, 400 // every + len(turns)))
+        assert len(turns) >= 10
+        assert whole is None
+
+
 # The values of variables according to checkpoint and journal, for audits without a majority.
 
 

@@ -7,6 +7,7 @@ examines a difference at one of the next boundaries, where all workers stop (`co
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import logging
 import threading
@@ -62,6 +63,7 @@ class Audits:
 
     def __post_init__(self) -> None:
         self._audited_at = -1
+        self._turns: itertools.count[int] | None = None
         self._warned = False
         self._reports: deque[AuditReport] = deque(maxlen=MOST_REPORTS)
         self._adding = threading.Lock()
@@ -123,9 +125,10 @@ class Audits:
     def _audit_in_passing(self, *, whole: bool = False) -> None:
         if self.session.size > 1 and self._audited_at != self.session.step:
             self._audited_at = self.session.step
-            # The number of steps is the same on all workers, and goes on after a restart.
-            turn = None if whole else self.session.step // (self._plan.every or 1)
-            seen = self.session.replica.examine_quietly(turn)
+            # The number of steps is the same on all workers, and goes on after a restart. From there audits
+            # are counted: they may be several times `every` steps apart, or fewer.
+            self._turns = self._turns or itertools.count(self.session.step // (self._plan.every or 1))
+            seen = self.session.replica.examine_quietly(None if whole else next(self._turns))
             self.session.report(self.session.next_report("audit"), lambda: seen)
 
     def on_report(self, report: AuditReport, raises: bool) -> None:
