@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras import ops
 
 import replicast
-from replicast.training import KerasState, optimizers_by_name
+from replicast.training import KerasState, collectives, optimizers_by_name
 from replicast.update.audit_report import SLICE_BYTES
 from tests.pool import Pool
 from tests.scripts.compare import assert_same_as_plain_keras, in_plain_keras, weights
@@ -401,3 +401,21 @@ def test_updates_of_rows_digests_and_checkpoints_read_no_table_as_a_whole(
         assert not [name for name in found["read"] if "table" in name], found["read"]
         assert found["read"], "nothing was noted: other variables are read as a whole"
         np.testing.assert_array_equal(found["pulled"], expected[[3, 5, 6]])
+
+
+def created_in_parts(strategy: Any, dtype: str) -> np.ndarray:
+    """A table whose initial value, another one on each worker, goes to the others in parts."""
+    own = np.random.default_rng(strategy.rank).normal(size=(ROWS, WIDTH)).astype("float32")
+    # TensorFlow's own limit is 2 GiB: a table of 10,000,000 × 64 could not be created.
+    with mock.patch.object(collectives, "BROADCAST_BYTES", 100), strategy.scope():
+        table = keras.Variable(tf.cast(own, dtype), dtype=dtype)
+    return np.asarray(table.numpy(), "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_initial_value_of_a_table_beyond_one_transfer_is_that_of_worker_0(
+    dtype: str, pool2: Pool
+) -> None:
+    expected = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
+    for found in pool2.run(created_in_parts, dtype):
+        np.testing.assert_array_equal(found, np.asarray(tf.cast(tf.cast(expected, dtype), "float32")))

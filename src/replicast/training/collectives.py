@@ -52,6 +52,7 @@ REGISTER_SECS = 60.0
 # wait for each other, which is noticed, and never mix their values.
 FIRST_KEY = 500_000_000
 FIRST_KEY_BETWEEN_STEPS = 100_000_000
+BROADCAST_BYTES = 2**26  # of an initial value, in one transfer
 # Dtypes that TensorFlow's collectives do not support, and a dtype that holds all of their values.
 CARRIERS = {
     tf.bfloat16: tf.float32,
@@ -283,21 +284,33 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
     ) -> Any:
-        # TensorFlow broadcasts worker 0's initial value, but not for every dtype that Keras uses.
+        # TensorFlow broadcasts worker 0's initial value, but not of every dtype that Keras uses, and at most
+        # 2 GiB: a large table goes in parts.
+        stock, given = super()._get_variable_creator_initial_value, kwargs["initial_value"]
         dtype = tf.as_dtype(kwargs["dtype"]) if kwargs.get("dtype") is not None else None
-        if dtype not in CARRIERS:
-            return super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
-        given = kwargs["initial_value"]
 
-        def carried() -> tf.Tensor:
+        def broadcast(part: tf.Tensor) -> tf.Tensor:
+            carried = tf.cast(part, CARRIERS.get(part.dtype, part.dtype))
+            sent = {**kwargs, "initial_value": carried, "dtype": carried.dtype}
+            return tf.cast(stock(replica_id, device, primary_var, **sent)(), part.dtype)
+
+        def initial_value() -> tf.Tensor:
             value = given() if callable(given) else given
-            return tf.cast(
-                tf.convert_to_tensor(getattr(value, "wrapped_value", value), dtype), CARRIERS[dtype]
-            )
+            value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), dtype)
+            shape, rest, kind = value.shape, value.shape[1:], value.dtype
+            nbytes = (shape.num_elements() or 0) * kind.size
+            if nbytes <= BROADCAST_BYTES or self._num_workers == 1 or not shape.rank:
+                return broadcast(value)
+            rows = max(1, BROADCAST_BYTES * shape[0] // nbytes)
+            parts = [slice(start, min(shape[0], start + rows)) for start in range(0, shape[0], rows)]
+            if self._is_chief:
+                for part in parts:
+                    broadcast(value[part])
+                return value
+            del value  # before another one takes as much memory, which TensorFlow's allocator keeps for ever
+            return tf.concat([broadcast(tf.zeros([p.stop - p.start, *rest], kind)) for p in parts], 0)
 
-        kwargs = {**kwargs, "initial_value": carried, "dtype": CARRIERS[dtype]}
-        initial_value = super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
-        return lambda: tf.cast(initial_value(), dtype)
+        return initial_value
 
     @contextlib.contextmanager
     def keras_step(self, *, alone: bool) -> Iterator[None]:
