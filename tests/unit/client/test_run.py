@@ -215,6 +215,7 @@ def test_status_tells_workers_metrics_and_updates(run: Run, directory: Path, job
     assert again.to_json() == seen.to_json()
     brief = run.brief()
     assert (brief.run, brief.running, brief.step, brief.workers) == (run.where, True, 5, 2)
+    assert run.checkpoints() == []
 
 
 def test_an_examination_tells_every_problem_and_pushes_nothing(run: Run, directory: Path) -> None:

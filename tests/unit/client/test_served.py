@@ -169,6 +169,12 @@ def test_values_come_as_they_are_and_too_many_are_refused(
         assert run.pull("dense/kernel", [0]).array.shape == (1, 3)
 
 
+def test_a_checkpoint_and_a_stop_come_with_their_step(tmp_path: Path) -> None:
+    with served_run(PromptRun(tmp_path / "first")) as address:
+        run = connect(address, token=TOKEN)
+        assert (run.checkpoint(5), run.stop(5)) == (100, 100)
+
+
 def test_a_server_that_is_not_there_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = meanwhile(monkeypatch, lambda _secs: None)
     with socket.socket() as free:

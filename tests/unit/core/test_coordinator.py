@@ -125,6 +125,19 @@ def test_a_save_that_only_one_worker_makes_is_refused_when_the_others_have_passe
     assert [one.entry.step for one in job.commands if isinstance(one, e.Write)] == [20]
 
 
+def test_a_part_of_a_save_that_comes_after_its_time_is_ignored() -> None:
+    job = Job()
+    job.report_save(0, 10)
+    job.tell(e.TimerFired(job.timers()[-1].number))
+    late = [("save-step-10", Refusal("Worker 1 did not report its save of step 10 within 900 s", (1,)))]
+    assert job.ended() == late
+    assert job.report_save(1, 10) == []
+    for rank in (0, 1):
+        job.report_save(rank, 20)
+    assert job.ended() == late
+    assert [one.entry.step for one in job.commands if isinstance(one, e.Write)] == [20]
+
+
 def test_a_rest_of_all_workers_does_not_wait_for_a_report_that_one_of_them_has_left_out() -> None:
     job = Job()
     job.hear(0, m.Answer(ReportId("audit", 4), SeenDigests(4, {"": "digest"})))

@@ -15,6 +15,7 @@ from replicast.replicas.replica import Parcels
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.transport import SharedMemoryTransport
 from replicast.transport.shared import KEPT_BYTES
+from replicast.update.guard import Guard
 from replicast.update.state import MemoryState
 from replicast.update.update import Update
 from tests.unit.runtime.playing import bias, bias_of, refusal, scheduled
@@ -33,6 +34,14 @@ def test_two_proposals_of_one_worker_are_decided_in_order_whatever_their_size() 
         sequences = [ticket.result(DEADLINE_SECS).sequence for ticket in tickets]
         assert sequences == list(range(1, 21))
         assert [id_ for _, id_ in job.workers[0].applied] == [ticket.id for ticket in tickets]
+
+
+def test_what_a_guard_lets_through_is_applied_whoever_proposes_it() -> None:
+    with Job(2, guard=Guard(max_norm=10.0)) as job:
+        mine, pushed = job.workers[1].session.propose(bias(1.0)), job.push(bias(2.0))
+        job.train(4)
+        assert {mine.result(DEADLINE_SECS).sequence, job.outcomes[pushed].outcome.sequence} == {1, 2}
+        assert [bias_of(worker) for worker in job.workers] == [3.0, 3.0]
 
 
 def test_an_update_is_applied_at_the_first_boundary_when_several_steps_are_one_execution() -> None:
