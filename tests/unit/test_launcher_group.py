@@ -19,16 +19,31 @@ from replicast.launcher.plan import WorkerPlan
 from replicast.launcher.screen import Screen
 
 
-def run_group(directory: Path, *programs: str, frozen_secs: float = 10.0) -> GroupEnd:
+def run_group(
+    directory: Path, *programs: str, frozen_secs: float = 10.0, out: io.StringIO | None = None
+) -> GroupEnd:
     plans = [
         WorkerPlan(rank, (sys.executable, "-c", program), {}, below(directory) / f"{rank}.log")
         for rank, program in enumerate(programs)
     ]
-    screen = Screen(io.StringIO(), io.StringIO(), live_rank=None, colour=False)
+    screen = Screen(out or io.StringIO(), io.StringIO(), live_rank=None, colour=False)
     timeouts = EndTimeouts(frozen_secs=frozen_secs, stop_failed_secs=0.1, settle_killed_secs=0.1)
     with Interruptions() as interruptions:
-        group = Group(plans, screen=screen, tee=frozenset(), timeouts=timeouts, interruptions=interruptions)
+        tee = frozenset({0})
+        group = Group(plans, screen=screen, tee=tee, timeouts=timeouts, interruptions=interruptions)
         return group.run(os.environ)
+
+
+@pytest.mark.parametrize("level", ["", "0"])
+def test_informational_messages_of_tensorflow_are_shown_if_the_log_level_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    if level:
+        monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
+    out, line = io.StringIO(), "I0000 00:00:1794906713.890587    6554 cpu_feature_guard.cc:227] AVX2"
+    run_group(tmp_path, f"print({line!r})", out=out)
+    assert out.getvalue() == (f"[worker 0] {line}\n" if level else "")
 
 
 def test_a_worker_that_cannot_be_watched_is_not_left_behind(
