@@ -354,7 +354,6 @@ _ALLOWED = {
     "launcher/hosts_doctor.py": "only whether a run directory is writable",
     "launcher/plan.py": "the file of a secret, and " + _OWN,
     "launcher/prepared.py": "the user's script",
-    "launcher/launcher.py": "relative to a descriptor that RunPath gives",
     "launcher/standby.py": _OWN,
     "transport/shared.py": "shared memory, with O_NOFOLLOW and the owner checked (SECURITY.md)",
 }
@@ -385,8 +384,10 @@ _MODULES = {"os": _OS, "shutil": _SHUTIL, "np": _NUMPY}
 
 
 def goes_around(call: ast.Call) -> bool:
-    """Whether a call opens, changes or looks at a file by its path, without `RunPath`."""
+    """Whether a call opens, changes or looks at a file by its path: not relative to one of `RunPath`'s."""
     function = call.func
+    if any(keyword.arg == "dir_fd" for keyword in call.keywords):
+        return False
     if isinstance(function, ast.Name):
         return function.id == "open"
     if not isinstance(function, ast.Attribute):
