@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console
 
 from benchmarks import checkpoint, checkpoint_restart, document, growth, hosts, report, step, update
-from benchmarks.audit import AUDIT
+from benchmarks.audit import AUDIT, TABLE_AUDITS
 from benchmarks.idle import IDLE
 from benchmarks.machine import machine_facts
 from benchmarks.page import PAGE
@@ -42,6 +42,7 @@ QUESTIONS = {
         *hosts.QUESTIONS,
         checkpoint.CHECKPOINT,
         AUDIT,
+        TABLE_AUDITS,
         IDLE,
         PAGE,
         *growth.QUESTIONS,

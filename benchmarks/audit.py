@@ -15,6 +15,33 @@ DIGESTS = Contestant(
 ONE_AUDIT = Contestant("boundary with an audit, during training", "replicast", f"{MODULE}:Audit", role="part")
 WITH = Contestant(f"step of the loop, audit_every={EVERY}", "replicast", f"{MODULE}:With")
 WITHOUT = Contestant("floor: step of the loop, no audits", "replicast", f"{MODULE}:Without", role="floor")
+TABLE_ROWS = 1_000_000
+TABLE_AUDIT = Contestant(
+    "boundary with an audit, table of 1,000,000 × 64", "replicast", f"{MODULE}:TableAudit", role="part"
+)
+TABLE_STEP = Contestant(
+    "step of the loop with that table, SGD", "replicast", f"{MODULE}:TableStep", role="part"
+)
+TABLE_AUDITS = Question(
+    name="audit-table",
+    title="Audits of a table of 1,000,000 × 64 that is trained by rows, 2 workers",
+    unit="ms for one on the slower worker",
+    contestants=(TABLE_AUDIT, TABLE_STEP),
+    task=Task(),
+    ratios=(
+        Ratio(
+            f"an audit every {EVERY} steps / {EVERY} steps",
+            TABLE_AUDIT,
+            TABLE_STEP,
+            "at most",
+            0.01,
+            factor=1 / EVERY,
+        ),
+    ),
+    notes=("A step has 128 × 20 ids. Each audit compares the next 4 MiB of the table, and all else whole.",),
+    turns=2,
+    budget_secs=40.0,
+)
 AUDIT = Question(
     name="audit",
     title=f"Audits of {Task()} on 2 workers",

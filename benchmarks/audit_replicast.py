@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import tensorflow as tf
+
 import replicast
-from benchmarks.audit import EVERY
+from benchmarks.audit import EVERY, TABLE_ROWS
 from benchmarks.runner import Implementation, Times, lasted
+from benchmarks.step_keras import custom_step
+from benchmarks.step_task import StepTask
 from benchmarks.training import Training
 from benchmarks.update_replicast import weights_of
 from replicast.training import KerasState
@@ -46,6 +50,53 @@ class Digests(Implementation):
         for _ in range(REPEATS):
             self.found = self.state.digests(names)
         return lasted((time.monotonic_ns() - start) // REPEATS)
+
+
+class TableStep(Implementation):
+    """Steps on a few rows of a large table, with a boundary after each: the mean time of one."""
+
+    def setup(self) -> None:
+        task = StepTask(steps=EVERY, kind="embedding", table=TABLE_ROWS, optimizer="SGD")
+        self.step, optimizer, model = custom_step(self.group, task)
+        mine = task.batch // self.workers
+        self.share = tuple(tf.constant(array[:mine]) for array in task.arrays())
+        self.step(self.share)  # now the table is known to be written by rows
+        self.replicas = replicast.Replicas(
+            model, optimizer=optimizer, durability="memory", audit_every=STEPS_BETWEEN
+        )
+
+    def check(self, rounds: int) -> None:
+        """No audit found a difference."""
+        if not all(report.equal for report in self.replicas.audits):
+            raise RuntimeError("The replicas differ")
+
+    def arrange(self, index: int) -> None:
+        """Continues where the last turn ended."""
+
+    def round(self, index: int) -> Times:
+        spent = self._spent()
+        return lasted(spent["step"] // (AUDITS_PER_TURN * STEPS_BETWEEN))
+
+    def _spent(self) -> dict[str, int]:
+        """Nanoseconds in steps, and in boundaries with an audit."""
+        spent = {"step": 0, "audit": 0}
+        for _ in range(AUDITS_PER_TURN):
+            for number in range(STEPS_BETWEEN):
+                start = time.monotonic_ns()
+                self.step(self.share)
+                between = time.monotonic_ns()
+                self.replicas.boundary()
+                spent["step"] += between - start
+                if number == STEPS_BETWEEN - 1:
+                    spent["audit"] += time.monotonic_ns() - between
+        return spent
+
+
+class TableAudit(TableStep):
+    """How long a boundary with an audit stops the training thread, with such a table."""
+
+    def round(self, index: int) -> Times:
+        return lasted(self._spent()["audit"] // AUDITS_PER_TURN)
 
 
 class Without(Implementation):
