@@ -6,8 +6,8 @@ Threads play the workers; TensorFlow is only imported.
 from __future__ import annotations
 
 import json
-import math
 import logging
+import math
 import socket
 import time
 from collections.abc import Iterator
