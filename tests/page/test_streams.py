@@ -170,6 +170,19 @@ def test_the_server_ends_its_streams_before_it_ends(run: PromptRun) -> None:
     connection.close()
 
 
+def test_a_server_has_only_so_many_streams_also_if_all_begin_at_once(
+    run: PromptRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "MAX_STREAMS", 2)
+    with served(run) as address:
+        browsers = [HTTPConnection(address.removeprefix("http://"), timeout=SECS) for _ in range(5)]
+        for browser in browsers:
+            browser.request("GET", EVENTS)
+        assert sorted(browser.getresponse().status for browser in browsers) == [200, 200, 503, 503, 503]
+        for browser in browsers:
+            browser.close()
+
+
 @pytest.mark.anyio
 async def test_streams_are_limited(watch: RunWatch) -> None:
     slots = Slots(2, "Too many browsers", "Close some")

@@ -64,6 +64,10 @@ def test_a_second_launcher_is_refused_until_the_first_has_ended_and_told_where_t
         refused = pytest.raises(LaunchRefused, match=rf"Another .*\({where}\).* choose another --run-dir")
         with refused, locked(tmp_path, 0):
             pass
+        (tmp_path / "launcher-0.lock").write_text("7 on h\nreplicast: all is well\x1b[2J")
+        said = pytest.raises(LaunchRefused, match=r"process 7 on h\\nreplicast: all is well\\x1b\[2J\)")
+        with said, locked(tmp_path, 0):
+            pass
         with locked(tmp_path, 2):
             pass
     with locked(tmp_path, 0):

@@ -104,7 +104,7 @@ def test_a_job_that_stops_while_it_is_watched_is_dead_after_the_same_time() -> N
     assert seen.look([note(at=2.0)]) is False
 
 
-def claim_elsewhere(run_dir: Path, attempt: int = 0, pid: int = 7) -> Fence:
+def claim_elsewhere(run_dir: Path, attempt: int = 0, pid: int | str = 7) -> Fence:
     """Worker 0 of a job on another host claims the directory."""
     process = {"pid": pid, "host": "there", "started": 1}
     with mock.patch("replicast.storage.claims.this_process", return_value=process):
@@ -139,6 +139,14 @@ def test_a_job_that_runs_on_another_host_is_not_taken_over_and_named(tmp_path: P
     with pytest.raises(ClusterError, match=said):
         check_free(tmp_path, tell=told.append, watched=running)
     assert "watching for 10 s whether the job of host 'there'" in told[0]
+
+
+def test_a_claim_puts_no_line_into_what_is_said_of_it(tmp_path: Path) -> None:
+    claim_elsewhere(tmp_path, pid="7\nreplicast: all is well")
+    write_worker_note(tmp_path, note())
+    running = Elsewhere(lambda now: write_worker_note(tmp_path, note(at=now)))
+    with pytest.raises(ClusterError, match=r"process '7\\nreplicast: all is well' on host 'there'"):
+        check_free(tmp_path, watched=running)
 
 
 def test_a_job_that_starts_on_another_host_counts_before_its_first_note(tmp_path: Path) -> None:

@@ -385,7 +385,7 @@ def locked(run_dir: RunDir, first_rank: int) -> Iterator[None]:
             os.ftruncate(lock, 0)
             os.write(lock, f"{os.getpid()} on {socket.gethostname()}\n".encode())
         except BlockingIOError:
-            holder = os.pread(lock, 400, 0).decode(errors="replace").strip()
+            holder = printable(os.pread(lock, 400, 0).decode(errors="replace").strip())
             process = f" (process {holder})" if holder else ""
             raise LaunchRefused(
                 f"Another `replicast run`{process} is using {run_dir}",

@@ -489,8 +489,9 @@ def check_free(
         seen = watch(notes, watched)
         if seen.moving:
             raise ClusterError(
-                f"A job is running in {run_dir}: worker 0, process {pid} on host {host}, has written a note "
-                f"while it was watched for {seen.secs:.1f} s, and is at step {seen.moving[0].step}",
+                f"A job is running in {run_dir}: worker 0, process {shortened(repr(pid))} on host {host}, "
+                f"has written a note while it was watched for {seen.secs:.1f} s, and is at step "
+                f"{seen.moving[0].step}",
                 remedy="Stop it first (replicast stop), or choose another run directory. To take over the "
                 "directory all the same, which ends that job: replicast run --take-over, or "
                 "REPLICAST_TAKE_OVER=1 in the environment of a job without `replicast run`",
