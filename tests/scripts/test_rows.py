@@ -59,6 +59,8 @@ class Lookup(keras.layers.Layer):
             case "ragged":
                 ragged = tf.RaggedTensor.from_tensor(ids, padding=0)
                 return ops.take(self.table, ragged, axis=0).to_tensor(shape=[None, IDS, WIDTH])
+            case "tf.vectorized_map":
+                return tf.vectorized_map(lambda row: ops.take(self.table, row, axis=0), ids)
             case "two lookups":
                 return ops.take(self.table, ids, axis=0) + ops.take(self.table, ids[:, ::-1], axis=0)
         raise ValueError(self.how)
@@ -89,7 +91,7 @@ def trained_with(strategy: Any, how: str, policy: str) -> dict[str, Any]:
     if strategy.size > 1:
         assert lookup.graphs, "no step was traced"
         for graph in lookup.graphs:
-            assert uses_of(graph, lookup.table) == {"ResourceGather", "ResourceScatterSub"}
+            assert uses_of(graph, lookup.table) == {"ResourceGather", "ResourceScatterNdSub"}
     return found
 
 
@@ -100,6 +102,20 @@ def test_a_lookup_in_fit_reads_no_table_and_has_the_numbers_of_plain_keras(
 ) -> None:
     loose = {} if policy == "float32" else {"rtol": 0.05, "atol": 0.01}
     assert_same_as_plain_keras(pool2, plain, trained_with, how, policy, **loose)
+
+
+def squared_slices(strategy: Any, how: str) -> dict[str, Any]:
+    with strategy.scope():
+        inputs = keras.Input((IDS,), dtype="int32")
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(Lookup(how)(inputs))))
+        model.compile(keras.optimizers.Adagrad(0.05), "mse")
+    ids, y = batch()
+    model.fit(ids, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return weights(model)
+
+
+def test_a_lookup_in_a_vectorized_map_has_the_slices_of_plain_keras(pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, squared_slices, "tf.vectorized_map")
 
 
 def embedding_model(strategy: Any, optimizer: Any, **compiled: Any) -> keras.Model:
@@ -233,6 +249,40 @@ def test_each_worker_sends_each_of_its_rows_once_unless_the_optimizer_squares_si
     for lengths in pool2.run(sent, name, ids):
         assert any(one.count(slices) >= 2 for one in lengths), lengths  # the values and their indices
         assert not any(8 * IDS in one for one in lengths) or slices == 8 * IDS
+
+
+def uses_of_tables(strategy: Any, name: str, options: dict[str, Any]) -> set[str]:
+    """The kinds of operations of a step that use a table, or a variable of the optimizer of the same size."""
+    with strategy.scope():
+        optimizer = optimizer_of(name, **options)
+    model = embedding_model(strategy, optimizer)
+    ids, y = batch(16)
+    graphs, update_step = [], optimizer.update_step
+
+    def noted(*args: Any) -> None:
+        graphs.append(tf.compat.v1.get_default_graph())
+        update_step(*args)
+
+    optimizer.update_step = noted
+    model.fit(ids, y, batch_size=16, verbose=0)
+    tables = [v for v in (*model.weights, *optimizer.variables) if tuple(v.shape) == (ROWS, WIDTH)]
+    return set().union(*(uses_of(graphs[0], table) for table in tables))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "writes"),
+    [
+        ("SGD", {"clipnorm": 1.0}, {"ResourceScatterNdSub"}),
+        ("Adagrad", {}, {"ResourceScatterNdAdd", "ResourceScatterNdSub"}),
+    ],
+)
+def test_the_slices_of_a_repeated_row_are_added_in_one_order_by_all_workers(
+    name: str, options: dict[str, Any], writes: set[str], pool2: Pool
+) -> None:
+    # `ResourceScatterAdd` adds more than 1024 slices in several threads, in any order. The workers of the
+    # pool have one thread.
+    for found in pool2.run(uses_of_tables, name, options):
+        assert found == {"ResourceGather", *writes}
 
 
 def saved_and_loaded(_: None, path: str, name: str) -> tuple[dict[str, Any], dict[str, Any], str]:

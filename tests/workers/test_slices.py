@@ -51,6 +51,10 @@ LOOKUPS: dict[str, tuple[Lookup, int]] = {
     ),
     "a constant": (lambda table, x: table(CONSTANT), len(CONSTANT)),
     "distinct ids of the batch": (lambda table, x: table(tf.unique(tf.reshape(x, [-1]))[0]), DISTINCT),
+    "tf.nn.embedding_lookup_sparse": (
+        lambda table, x: tf.nn.embedding_lookup_sparse(table.embeddings.value, tf.sparse.from_dense(x), None),
+        DISTINCT - 1,  # without 0
+    ),
     "ids and positions in one table": (
         lambda table, x: table(x) + table(ops.arange(ops.shape(x)[1])),
         2 * ROWS * LENGTH + LENGTH,

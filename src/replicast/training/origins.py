@@ -29,6 +29,8 @@ _CLIPS = frozenset({"ClipByValue", "Minimum", "Maximum", "L2Loss", "Sqrt", "Rsqr
 _SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _CASTS = frozenset({"Cast", "Identity"})
 _DISTINCT = frozenset({"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"})
+# The gradient of `tf.nn.embedding_lookup_sparse` has one slice for each index.
+_DISTINCT |= {"SparseSegmentSumGradV2", "SparseSegmentMeanGradV2", "SparseSegmentSqrtNGradV2"}
 _INPUTS = frozenset({"Placeholder", "PlaceholderWithDefault", "IteratorGetNext", "OptionalGetValue"})
 _BATCH = _INPUTS | _CONDITIONALS  # `at_least_one_row` replaces an empty batch with a conditional
 _ROWS_TRIED = (2, 3)
@@ -52,6 +54,12 @@ def upstream(
             if not ends(tensor):
                 outer = _outer(tensor)
                 waiting += tensor.op.inputs if outer is None else [outer]
+
+
+def in_vectorized_map() -> bool:
+    """Whether the body of a `tf.vectorized_map` is traced: it has no graph of its own, but a name scope."""
+    scopes = [] if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_name_scope().split("/")
+    return any(scope.startswith("loop_body") for scope in scopes)
 
 
 def outside(tensor: Any) -> Any:

@@ -17,11 +17,13 @@ accumulator. So, for the variables of a `replicast.Strategy`:
                  slice: see `replicas/job_audits.py`.
 
 What is left as it is, right and slow: a lookup along another axis, of a table that a layer computes (LoRA,
-quantization), with sparse indices, by `tf.nn.embedding_lookup`, or in `stateless_call`; a regularizer or a
-constraint of the table.
+quantization), with sparse indices, by `tf.nn.embedding_lookup`, in `tf.vectorized_map` or `stateless_call`; a
+regularizer or a constraint of the table.
 
 Replaced in Keras, because there is no hook: `take` of the backend, `Variable.sparse_read`, which `tf.gather`
-looks for, and `update_step` of SGD and Adagrad.
+looks for, `update_step` of SGD and Adagrad, and `assign_add` and `assign_sub` of all optimizers: TensorFlow's
+`scatter_add` shares more than 1024 slices out to the threads of a worker, which add those of a repeated row
+in any order. The rows would then differ in their last bits from worker to worker.
 """
 
 from __future__ import annotations
@@ -39,11 +41,17 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow import core as keras_core
 from keras.src.backend.tensorflow import numpy as keras_numpy
 
+from replicast.training.origins import in_vectorized_map
 from replicast.training.variables import ReplicatedVariable
 
 
 def replicated_table(value: Any) -> ReplicatedVariable | None:
-    """The variable of the job behind a variable, if its rows can be read one by one."""
+    """The variable of the job behind a variable, if its rows can be read one by one.
+
+    Not in a vectorized map: TensorFlow would make a loop of the lookup, which adds up the slices of a row.
+    """
+    if in_vectorized_map():
+        return None
     if isinstance(value, keras.Variable):
         value = None if in_stateless_scope() else value._value
     elif isinstance(value, tf.Variable) and not isinstance(value, ReplicatedVariable):
@@ -102,6 +110,9 @@ def read_by_rows() -> None:
         return
     keras_numpy.take = _taking_rows(keras_numpy.take)
     keras_core.Variable.sparse_read = property(_sparse_read)
+    every = keras.optimizers.Optimizer
+    every.assign_add = _writing_in_order(every.assign_add, tf.raw_ops.ResourceScatterNdAdd)
+    every.assign_sub = _writing_in_order(every.assign_sub, tf.raw_ops.ResourceScatterNdSub)
     keras.optimizers.SGD.update_step = _sgd_step(keras.optimizers.SGD.update_step)
     keras.optimizers.Adagrad.update_step = _adagrad_step(keras.optimizers.Adagrad.update_step)
 
@@ -131,6 +142,19 @@ def _taking_rows(stock: Callable[..., Any]) -> Callable[..., Any]:
         return rows(keras.ops.convert_to_tensor(indices))
 
     return take
+
+
+def _writing_in_order(stock: Callable[..., None], scatter: Callable[..., Any]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def assign(self: Any, variable: Any, value: Any) -> None:
+        container = container_of(variable)
+        if container is None or not isinstance(value, tf.IndexedSlices):
+            stock(self, variable, value)
+            return
+        indices, values = tf.expand_dims(value.indices, 1), tf.cast(value.values, container.dtype)
+        scatter(ref=container.handle, indices=indices, updates=values)
+
+    return assign
 
 
 def _sgd_step(stock: Callable[..., None]) -> Callable[..., None]:

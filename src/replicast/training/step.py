@@ -41,7 +41,7 @@ from tensorflow.python.framework import auto_control_deps_utils
 
 from replicast.training.collectives import ReplicatedExtended, Transfer
 from replicast.training.feeding import at_least_one_row, rows_of, with_unknown_rows
-from replicast.training.origins import CommonTensors, is_of_some_rows
+from replicast.training.origins import CommonTensors, in_vectorized_map, is_of_some_rows
 from replicast.training.rows import once_for_each_row, sums_repeated_rows
 from replicast.training.step_metrics import StepMetrics, precise, replaced
 from replicast.training.variables import added_by_keras_step, component, held_optimizers, local
@@ -303,9 +303,7 @@ def tape_returning(whole_batch: Callable[[list[Any]], list[Any]]) -> Iterator[No
         found = stock(tape, target, sources, *args, **kwargs)
         if threading.get_ident() != thread or graph_here() is not graph or record.could_possibly_record():
             return found
-        # The body of a vectorized map has no graph of its own, but a name scope.
-        scopes = [] if graph is None else graph.get_name_scope().split("/")
-        if any(scope.startswith("loop_body") for scope in scopes):
+        if in_vectorized_map():
             return found
         if graph is not None and is_of_some_rows(target):
             return found
