@@ -135,7 +135,9 @@ def test_a_trial_is_pushed_with_what_it_is_judged_by(run: Path) -> None:
 )
 def test_a_wrong_command_line_is_a_usage_error(run: Path, arguments: list[str], expected: str) -> None:
     tensors("bias", dense__bias=BIAS)
-    assert expected in output_of(2, "push", run, *arguments)
+    output = output_of(2, "push", run, *arguments)
+    assert expected in output
+    assert "push --help" in output
     assert inbox.waiting(run) == []
 
 

@@ -152,9 +152,10 @@ class EditCommand(click.Command):
         if ctx.resilient_parsing:  # The shell asks for completions: the line is not finished.
             return rest
         if not ctx.meta[_ORDER]:
-            raise click.UsageError("Say what to change: --set NAME=NUMBER, --add FILE, or another operation.")
+            what = "Say what to change: --set NAME=NUMBER, --add FILE, or another operation."
+            raise click.UsageError(what, ctx)
         if bool(ctx.params["blend"]) != (ctx.params["weight"] is not None):
-            raise click.UsageError("--blend and --weight must be given together.")
+            raise click.UsageError("--blend and --weight must be given together.", ctx)
         return rest
 
 

@@ -497,7 +497,7 @@ class Update:
         if _METADATA not in file.metadata:
             raise FileDamaged(
                 source,
-                verdict="holds tensors and not what to do with them",
+                verdict="has only tensors, not the operations of an update",
                 expected="a file that Update.save wrote",
                 received=f"{len(file.tensors)} tensors without metadata of replicast",
                 remedy=remedy or "Say the operation: Update.from_tensors, `replicast push RUN --add FILE`",
