@@ -299,12 +299,15 @@ def test_pruning_keeps_the_last_ones_and_the_best(store: CheckpointStore) -> Non
         store.prune(1, ("loss", "mean"))  # type: ignore[arg-type]
 
 
-def test_a_run_without_checkpoints_has_none(store: CheckpointStore) -> None:
+def test_a_run_without_checkpoints_has_none_and_a_missing_step_names_others(store: CheckpointStore) -> None:
     assert store.list() == store.problems() == []
     assert store.last() is None
     with pytest.raises(CheckpointError, match="Received: 3") as caught:
         store.open(3)
     assert (caught.value.step, caught.value.path) == (3, store.path(3).as_path())
+    written(store, 5)
+    with pytest.raises(CheckpointError, match="one of 5"):
+        store.manifest(6)
 
 
 def test_steps_of_more_digits_and_other_names(store: CheckpointStore) -> None:
