@@ -339,6 +339,16 @@ def test_an_optimizer_of_rows_follows_its_formula(name: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_row_wise_adagrad_survives_small_gradients_in_half_precision(dtype: str) -> None:
+    table = keras.Variable(np.ones((3, 2)), dtype=dtype)
+    optimizer = optimizer_of("RowWiseAdagrad")
+    optimizer.build([table])
+    values = tf.cast(tf.constant([[0.0, 0.0], [1e-5, 1e-5]]), dtype)  # a masked id has a gradient of 0
+    optimizer.apply([tf.IndexedSlices(values, tf.constant([0, 1]), tf.constant([3, 2]))])
+    np.testing.assert_allclose(table.numpy().astype("float32")[:, 0], [1, 0.95, 1], rtol=4e-3)
+
+
 @pytest.mark.parametrize(
     ("options", "problem"), [({"epsilon": 0.0}, "epsilon"), ({"initial_accumulator_value": -1.0}, "negative")]
 )
@@ -438,6 +448,33 @@ def changed_by_rows(strategy: Any, run_dir: str) -> dict[str, Any]:
     replicas.close()
     np.testing.assert_array_equal(saved["table/embeddings"], table.numpy())
     return {"read": read, "before": before, "after": table.numpy(), "pulled": pulled}
+
+
+def reset_by_rows(strategy: Any, run_dir: str) -> tuple[np.ndarray, np.ndarray]:
+    """The accumulators before and after an update of two rows that resets their slots."""
+    with strategy.scope():
+        optimizer = optimizer_of("RowWiseAdagrad", initial_accumulator_value=0.5)
+    model = embedding_model(strategy, optimizer)
+    ids, y = batch()
+    model.fit(ids, y, batch_size=16, verbose=0)
+    before = optimizer._accumulators[0].numpy()
+    replicas = replicast.Replicas(model, run_dir=run_dir)
+    rows = np.zeros((2, WIDTH), "float32")
+    update = replicast.Update(reset_slots=True).assign_rows("table/embeddings", [3, 8], rows)
+
+    def act(step: int) -> None:
+        if replicas.rank == 1 and step == 2:
+            replicas.propose(update)
+
+    quietly(replicas, act, lambda: len(replicas.history) == 1)
+    replicas.close()
+    return before, optimizer._accumulators[0].numpy()
+
+
+def test_one_accumulator_for_each_row_is_reset_for_the_changed_rows_only(pool2: Pool, tmp_path: Path) -> None:
+    for before, after in pool2.run(reset_by_rows, str(tmp_path)):
+        before[[3, 8]] = 0.5
+        np.testing.assert_array_equal(after, before)
 
 
 def test_updates_of_rows_digests_and_checkpoints_read_no_table_as_a_whole(

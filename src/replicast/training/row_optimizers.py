@@ -73,7 +73,8 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
     rate: `row -= learning_rate * gradient / (sqrt(accumulator) + epsilon)`. DLRM trains its embeddings this
     way. For rows of 64 elements the state takes 1/64 of Adagrad's. A row without a gradient keeps all of its
     bits. The gradients of a row that is looked up several times in a step are added up first. A variable with
-    fewer than two dimensions has one accumulator for each element, as in Adagrad.
+    fewer than two dimensions has one accumulator for each element, as in Adagrad. The accumulators of a
+    float16 or bfloat16 variable are float32.
 
     Example:
         model.compile(replicast.optimizers.RowWiseAdagrad(0.01), "binary_crossentropy")
@@ -117,7 +118,7 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
             self.add_variable(
                 shape=variable.shape if len(variable.shape) < 2 else variable.shape[:1],
                 initializer=initializer,
-                dtype=variable.dtype,
+                dtype=_precise(variable.dtype),
                 name=f"{variable.path.replace('/', '_')}_accumulator",
             )
             for variable in variables
@@ -125,7 +126,7 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Changes a variable, and the accumulators of the rows that the gradient has."""
-        dtype, axes = variable.dtype, list(range(1, len(variable.shape)))
+        dtype, axes = _precise(variable.dtype), list(range(1, len(variable.shape)))
         accumulator = self._accumulators[self._get_variable_index(variable)]
         rate = tf.cast(learning_rate, dtype)
 
@@ -154,3 +155,8 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
         """The arguments with which the optimizer was created."""
         own = {"initial_accumulator_value": self.initial_accumulator_value, "epsilon": self.epsilon}
         return {**super().get_config(), **own}
+
+
+def _precise(dtype: Any) -> str:
+    """In float16, epsilon and small squares are 0: a row with a gradient of 0 would become NaN."""
+    return "float64" if tf.as_dtype(dtype) == tf.float64 else "float32"

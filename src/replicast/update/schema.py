@@ -281,17 +281,19 @@ def _check_form(indices: Array, variable: Variable) -> None:
 def _resets(touched: dict[str, Variable], edits: list[Edit], schema: Schema) -> Iterator[Edit]:
     """One reset for each slot of a touched variable, unless the update already resets it.
 
-    If only rows of a variable are touched, only these rows are reset in slots that have its shape.
+    If only rows of a variable are touched, only these rows are reset in slots that have its shape, or one
+    number for each row.
     """
     done = {edit.variable for edit in edits if edit.operation in RESETS}
     of_each = by_variable(edits)
     for variable in touched.values():
-        rows = touched_rows(of_each[variable.name])
+        rows, shape = touched_rows(of_each[variable.name]), variable.shape
+        by_rows = {shape} if shape[:1] == shape[-1:] else {shape, shape[:1]}  # one number for each column?
         for name, fill in variable.slots:
             if name in done:
                 continue
             done.add(name)
-            if rows is None or schema.resolve(name).shape != variable.shape:
+            if rows is None or schema.resolve(name).shape not in by_rows:
                 yield Edit(EditKind.RESET, name, {}, fill)
             elif rows.size:
                 yield Edit(EditKind.RESET_ROWS, name, {"indices": rows}, fill)
