@@ -38,7 +38,7 @@ TABLE_AUDITS = Question(
             factor=1 / EVERY,
         ),
     ),
-    notes=("A step has 128 × 20 ids. Each audit compares the next 4 MiB of the table, and all else whole.",),
+    notes=("A step has 128 × 20 ids. Each audit compares the next 2 MiB of the table, and all else whole.",),
     turns=2,
     budget_secs=40.0,
 )

@@ -56,7 +56,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from replicast.config import shared_memory_directory
-from replicast.coordination import Member
+from replicast.coordination import Participant
 from replicast.errors import JobFailed
 from replicast.mapped_memory import Bytes, aligned, map_shared, memory_to_fill
 from replicast.tensorfiles import Array
@@ -78,7 +78,7 @@ _PREFIX = "replicast/allreduce"
 # --- Opening: on all workers, or on none -----------------------------------------------------------------
 
 
-def open_exchange(member: Member, unwilling: str | None) -> Exchange | str:
+def open_exchange(member: Participant, unwilling: str | None) -> Exchange | str:
     """The exchange of this job. On every worker; blocks until all have said whether they can take part."""
 
     rank, size = member.rank, member.size

@@ -326,7 +326,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class Participant:
     """A worker that opens something together with all others; `check` raises when the job has failed."""
 
     coordination: Coordination

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from replicast.coordination import Member, MemoryCoordination
+from replicast.coordination import MemoryCoordination, Participant
 from replicast.errors import JobFailed
 from replicast.replicas.channel import DirectExchange
 from replicast.testing.job import DEADLINE_SECS, eventually
@@ -70,7 +70,7 @@ def test_the_number_of_reads_grows_with_the_workers_and_not_with_their_square() 
 
         def start(rank: int) -> None:
             coordination = Counting(store, reads)
-            assert hosts_of_job(Member(coordination, rank, size, environ), "test")[0] == ("one",) * size
+            assert hosts_of_job(Participant(coordination, rank, size, environ), "test")[0] == ("one",) * size
             DirectExchange(coordination, "test", rank, size).agree("plan", "mine", DEADLINE_SECS)
 
         list(threads.map(start, range(size)))
@@ -155,9 +155,9 @@ def test_workers_without_a_host_are_named_to_those_who_have_one(monkeypatch: pyt
     monkeypatch.setattr(opening, "OPEN_SECS", 0.3)
     store = MemoryCoordination.Store()
     with ThreadPoolExecutor() as threads:
-        second = threads.submit(hosts_of_job, Member(SlowService(store), 2, 4, {}), "test")
+        second = threads.submit(hosts_of_job, Participant(SlowService(store), 2, 4, {}), "test")
         eventually(lambda: store.values)
-        first = threads.submit(hosts_of_job, Member(SlowService(store), 0, 4, {}), "test")
+        first = threads.submit(hosts_of_job, Participant(SlowService(store), 0, 4, {}), "test")
         for one in (first, second):
             error = one.exception(DEADLINE_SECS)
             assert isinstance(error, JobFailed)
@@ -171,4 +171,4 @@ def test_an_error_about_many_workers_without_a_host_names_the_first_of_them(
     monkeypatch.setattr(opening, "OPEN_SECS", 0.01)
     monkeypatch.setattr("replicast.coordination.PEEK_SECS", 0.01)
     with pytest.raises(JobFailed, match=rf"from workers 1, 2, .*, {MOST_NAMED} and perhaps more$"):
-        hosts_of_job(Member(SlowService(MemoryCoordination.Store()), 0, 1000, {}), "test")
+        hosts_of_job(Participant(SlowService(MemoryCoordination.Store()), 0, 1000, {}), "test")

@@ -27,7 +27,7 @@ from replicast.allreduce import (
     part_bytes,
 )
 from replicast.config import HOST_ID, SHM_DIR, host_id
-from replicast.coordination import Member, MemoryCoordination
+from replicast.coordination import MemoryCoordination, Participant
 from replicast.errors import JobFailed
 from replicast.transport.shared import SharedFile
 
@@ -211,7 +211,7 @@ def opened(
     store = MemoryCoordination.Store()
 
     def open_one(rank: int) -> Any:
-        member = Member(MemoryCoordination(store), rank, size, environs[rank])
+        member = Participant(MemoryCoordination(store), rank, size, environs[rank])
         return open_exchange(member, (unwilling or {}).get(rank))
 
     return together(size, open_one)
@@ -235,7 +235,7 @@ def test_who_waits_for_the_exchange_is_told_that_the_job_has_failed(tmp_path: Pa
     if has_come:  # and failed before it said whether it has shared memory
         MemoryCoordination(store).put("replicast/allreduce/host/1", host_id(environ))
     with pytest.raises(JobFailed, match="worker 1 failed first"):
-        open_exchange(Member(MemoryCoordination(store), 0, 2, environ, check), None)
+        open_exchange(Participant(MemoryCoordination(store), 0, 2, environ, check), None)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -24,7 +24,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicast.coordination import Member, MemoryCoordination
+from replicast.coordination import MemoryCoordination, Participant
 from replicast.errors import UpdateRefused
 from replicast.mapped_memory import aligned
 from replicast.transport import (
@@ -675,7 +675,7 @@ def test_a_host_that_cannot_start_a_thread_for_a_stream_fetches_with_fewer(job: 
 def opened(job: Job, hosts: str, addresses: Sequence[str], name: str = "replicas-1") -> set[type]:
     def open_one(rank: int) -> Transport:
         environ = environment(rank, hosts, job.place, addresses)
-        return open_transport(Member(MemoryCoordination(job.store), rank, len(hosts), environ), name)
+        return open_transport(Participant(MemoryCoordination(job.store), rank, len(hosts), environ), name)
 
     with ThreadPoolExecutor(len(hosts)) as threads:
         job.workers = list(threads.map(open_one, range(len(hosts))))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import replicast
 from replicast.codec import decode, encode
 from replicast.config import host_id, shared_memory_directory
-from replicast.coordination import Member, MemoryCoordination
+from replicast.coordination import MemoryCoordination, Participant
 from replicast.errors import ClusterError, JobFailed, UpdateRefused
 from replicast.transport import (
     BroadcastTransport,
@@ -127,7 +127,7 @@ def opened(hosts: list[str], place: Path) -> list[Transport]:
 
     def open_one(rank: int) -> Transport:
         environ = {"REPLICAST_HOST_ID": hosts[rank], "REPLICAST_SHM_DIR": str(place)}
-        return open_transport(Member(MemoryCoordination(store), rank, len(hosts), environ), "replicas-1")
+        return open_transport(Participant(MemoryCoordination(store), rank, len(hosts), environ), "replicas-1")
 
     with ThreadPoolExecutor(len(hosts)) as threads:
         return list(threads.map(open_one, range(len(hosts))))
@@ -158,10 +158,12 @@ def test_who_waits_for_the_hosts_or_their_chain_is_told_that_the_job_has_failed(
 ) -> None:
     coordination = MemoryCoordination(MemoryCoordination.Store())
     with pytest.raises(JobFailed, match="worker 2 failed first"):
-        open_transport(Member(coordination, 1, 3, {"REPLICAST_SHM_DIR": str(tmp_path)}, fails), "replicas-1")
+        open_transport(
+            Participant(coordination, 1, 3, {"REPLICAST_SHM_DIR": str(tmp_path)}, fails), "replicas-1"
+        )
     assert not list(tmp_path.iterdir())
     with pytest.raises(JobFailed, match="worker 2 failed first"):
-        opening.open_chain(Member(coordination, 1, 3, {}, fails), (0, 2), "chain")
+        opening.open_chain(Participant(coordination, 1, 3, {}, fails), (0, 2), "chain")
 
 
 def test_the_host_is_told_apart_by_its_shared_memory(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import keras
 
 from replicast.config import ATTEMPT, heartbeat_file, read_launch
-from replicast.coordination import Member
+from replicast.coordination import Participant
 from replicast.core.events import Ended
 from replicast.core.operation import Timeouts
 from replicast.errors import FileDamaged, JobFailed, NotSupported, ReplicastError
@@ -109,7 +109,7 @@ class JoinedWorker:
         accelerated = exchange.agree("accelerator", str(self.state.on_accelerator), secs)
         self.state.fingerprints_on_device = str(True) in accelerated.values()  # same kind: comparable
         attempt = attempt_of(run_dir, exchange, secs)
-        member = Member(strategy.coordination, rank, size, os.environ, strategy.lifetime.check)
+        member = Participant(strategy.coordination, rank, size, os.environ, strategy.lifetime.check)
         transport = open_transport(member, name)
 
         # Only worker 0 claims the run directory and writes.

@@ -34,7 +34,7 @@ from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
 from replicast.allreduce import SEVERAL_HOSTS, Exchange, ExchangePlan, Form, open_exchange
-from replicast.coordination import Coordination, Member
+from replicast.coordination import Coordination, Participant
 from replicast.errors import NotSupported
 from replicast.lifetime import Lifetime
 from replicast.training.keras_call import compiled_model, keras_looks_at_attributes, optimizer_that_sums
@@ -303,7 +303,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
                 return broadcast(value)
             rows = max(1, BROADCAST_BYTES * shape[0] // nbytes)
             parts = [slice(start, min(shape[0], start + rows)) for start in range(0, shape[0], rows)]
-            if self._is_chief:
+            if self._container_strategy().rank == 0:
                 for part in parts:
                     broadcast(value[part])
                 return value
@@ -485,7 +485,7 @@ def sum_through_shared_memory(
         unwilling = f'worker {rank} has all_reduce="tensorflow"'
     elif extended._local_device_type != "CPU":
         unwilling = f"worker {rank} {_ON_ACCELERATOR}"
-    member = Member(coordination, rank, extended._num_workers, os.environ, lifetime.check)
+    member = Participant(coordination, rank, extended._num_workers, os.environ, lifetime.check)
     exchange = open_exchange(member, unwilling)
     if isinstance(exchange, Exchange):
         extended.shared = SharedSums(exchange, extended.keys)

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Mapping
 
 from replicast.config import host_and_port, host_id, read_cluster, shared_memory_directory
-from replicast.coordination import Member, Wait
+from replicast.coordination import Participant, Wait
 from replicast.errors import JobFailed
 from replicast.transport.base import Transport
 from replicast.transport.broadcast import BroadcastTransport
@@ -37,7 +37,7 @@ _PREFIX = "replicast/transport"
 _CHAIN = "chain"
 
 
-def open_transport(member: Member, name: str) -> Transport:
+def open_transport(member: Participant, name: str) -> Transport:
     """The transport for this job. On every worker; blocks until all have published their host."""
     hosts, job = hosts_of_job(member, _PREFIX)
     rank, directory = member.rank, shared_memory_directory(member.environ)
@@ -55,7 +55,7 @@ def open_transport(member: Member, name: str) -> Transport:
     return BroadcastTransport(shared, member.coordination, rank, hosts, job)
 
 
-def hosts_of_job(member: Member, prefix: str) -> tuple[tuple[str, ...], str]:
+def hosts_of_job(member: Participant, prefix: str) -> tuple[tuple[str, ...], str]:
     """The host of every worker, by rank, and a name of the job. Blocks until all have published theirs."""
     key, coordination, rank, size = f"{prefix}/host", member.coordination, member.rank, member.size
     if rank == 0:  # Written first, so that it exists once all hosts are published.
@@ -79,7 +79,7 @@ def hosts_of_job(member: Member, prefix: str) -> tuple[tuple[str, ...], str]:
     return tuple(hosts.values()), wait.value(f"{prefix}/job", 0)
 
 
-def open_chain(member: Member, leaders: tuple[int, ...], prefix: str) -> tuple[bool, Ends | None]:
+def open_chain(member: Participant, leaders: tuple[int, ...], prefix: str) -> tuple[bool, Ends | None]:
     """Whether the hosts are a chain: the same on all workers. And this leader's ends of it."""
     rank, environ, coordination = member.rank, member.environ, member.coordination
     wait = wait_until_all(member, "connect to the other hosts")
@@ -138,7 +138,7 @@ def open_chain(member: Member, leaders: tuple[int, ...], prefix: str) -> tuple[b
     return True, ends
 
 
-def wait_until_all(member: Member, do: str) -> Wait:
+def wait_until_all(member: Participant, do: str) -> Wait:
     """A wait at the start of the job, whose error names the worker that did not do it."""
 
     def late(worker: int) -> JobFailed:
