@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from replicast.coordination import Member, MemoryCoordination
+from replicast.coordination import MemoryCoordination, Participant
 from replicast.transport import ChainTransport, SharedMemoryTransport
 from replicast.transport.opening import open_chain
 from replicast.transport.shared import leaders_of
@@ -36,7 +36,7 @@ def chain_of(
     def open_one(rank: int) -> ChainTransport:
         coordination = MemoryCoordination(store)
         environ = environment(rank, hosts, directory)
-        is_chain, ends = open_chain(Member(coordination, rank, len(hosts), environ), leaders, "chain")
+        is_chain, ends = open_chain(Participant(coordination, rank, len(hosts), environ), leaders, "chain")
         assert is_chain
         shared = SharedMemoryTransport(f"job-{hosts[rank]}", rank, directory=directory)
         return ChainTransport(shared, coordination, rank, tuple(hosts), "job", ends)

@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from replicast.coordination import Member, ServiceCoordination
+from replicast.coordination import Participant, ServiceCoordination
 from replicast.transport import BroadcastTransport, SharedMemoryTransport, Transport, open_transport
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest, rank
@@ -157,7 +157,7 @@ def opened_together(_: Any, hosts: Sequence[str], directory: Path, knows_address
     environ = {"REPLICAST_SHM_DIR": str(directory), "REPLICAST_HOST_ID": hosts[rank()]}
     if knows_address[rank()]:
         environ["TF_CONFIG"] = os.environ["TF_CONFIG"]
-    transport = open_transport(Member(ServiceCoordination(), rank(), len(hosts), environ), "opened")
+    transport = open_transport(Participant(ServiceCoordination(), rank(), len(hosts), environ), "opened")
     worker = Worker(transport, ServiceCoordination(), rank(), len(hosts), f"opened-{directory.name}")
     try:
         assert_same(worker.received([some(10)]), [some(10)])
