@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.runner import Array, Implementation, Times
 from replicast.config import read_cluster
-from replicast.coordination import Member
+from replicast.coordination import Participant
 from replicast.replicas.channel import decode, encode
 from replicast.transport import BroadcastTransport, ChainTransport, Parcel, open_transport
 
@@ -66,7 +66,7 @@ class Transfer(Implementation):
 
     def setup(self) -> None:
         self.name = f"bench-{type(self).__name__}-{self.task.megabytes}"
-        member = Member(self.group.coordination, self.rank, self.workers, os.environ)
+        member = Participant(self.group.coordination, self.rank, self.workers, os.environ)
         self.transport = open_transport(member, self.name)
         assert type(self.transport) is self.kind
         self.parcel: Parcel | None = None
