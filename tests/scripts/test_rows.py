@@ -59,6 +59,8 @@ class Lookup(keras.layers.Layer):
             case "ragged":
                 ragged = tf.RaggedTensor.from_tensor(ids, padding=0)
                 return ops.take(self.table, ragged, axis=0).to_tensor(shape=[None, IDS, WIDTH])
+            case "tf.nn.embedding_lookup_sparse":
+                return tf.nn.embedding_lookup_sparse(self.table.value, tf.sparse.from_dense(ids), None)
             case "tf.vectorized_map":
                 return tf.vectorized_map(lambda row: ops.take(self.table, row, axis=0), ids)
             case "two lookups":
@@ -114,8 +116,11 @@ def squared_slices(strategy: Any, how: str) -> dict[str, Any]:
     return weights(model)
 
 
-def test_a_lookup_in_a_vectorized_map_has_the_slices_of_plain_keras(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, squared_slices, "tf.vectorized_map")
+@pytest.mark.parametrize("how", ["tf.vectorized_map", "tf.nn.embedding_lookup_sparse"])
+def test_a_lookup_that_reads_the_table_has_the_slices_of_plain_keras(
+    how: str, pool2: Pool, plain: Pool
+) -> None:
+    assert_same_as_plain_keras(pool2, plain, squared_slices, how)
 
 
 def embedding_model(strategy: Any, optimizer: Any, **compiled: Any) -> keras.Model:
