@@ -88,9 +88,9 @@ def once_for_each_row(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def sums_repeated_rows(optimizer: Any) -> bool:
-    """Whether it is all the same to an optimizer if the gradients of a row come as one slice or as several.
+    """Whether an optimizer does the same with one slice for each row as with all slices of the row.
 
-    Clipping by norm uses single slices, as in plain Keras.
+    Not if it clips: clipping uses single slices, as in plain Keras.
     """
     clips = any(getattr(optimizer, name, None) is not None for name in _CLIPPING)
     writes_rows = getattr(optimizer, "sums_repeated_rows", False) or _is_plain_sgd(optimizer)
