@@ -27,6 +27,7 @@ from replicast.errors import (
     ReplicastError,
     RequestFailed,
     RequestRefused,
+    UpdateFailed,
     UpdateRefused,
     printable,
 )
@@ -52,7 +53,7 @@ COMMANDS = {
 }
 NO_ANSWER, STOPPED = 3, 128 + signal.SIGINT
 _EXIT_CODES = {NoAnswer: NO_ANSWER} | dict.fromkeys(
-    (NotFound, RequestFailed, RequestRefused, UpdateRefused, CheckpointError, FileDamaged), 1
+    (NotFound, RequestFailed, RequestRefused, UpdateRefused, UpdateFailed, CheckpointError, FileDamaged), 1
 )
 _SAME = {name: name for name in ("step", "variable", "worker", "expected", "received")}
 _FACTS = {"path": "checkpoint", **_SAME, "remedy": "what to do"}

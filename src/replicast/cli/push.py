@@ -13,14 +13,14 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from replicast.cli import NO_ANSWER, STOPPED, Failed, error_text, one_line, printable_lines, texts
+from replicast.cli import NO_ANSWER, STOPPED, Failed, one_line, printable_lines, texts
 from replicast.cli.options import PATH, RUN, EditCommand, Parsed, asks, update_of
 from replicast.client import Pushed, Run, connect
 from replicast.client.connection import is_address
 from replicast.client.examination import examine, values_of
-from replicast.client.run import Brief
+from replicast.client.run import Brief, progress_of
 from replicast.core.records import Stage
-from replicast.errors import NotFound, printable
+from replicast.errors import NotFound, UpdatePending, printable
 from replicast.files import write_durably
 from replicast.storage.journal import UpdateView
 from replicast.tensorfiles import parse_tensors, read_tensor_bytes, tensor_chunks
@@ -272,28 +272,26 @@ def _pushed(pushed: Pushed, wait: bool, timeout_secs: float, what: str = "") -> 
 
 
 def _follow(pushed: Pushed, timeout_secs: float) -> int:
-    """Follows an update until it has ended or the time is up; says what became of it, for the exit code."""
-    run = pushed.run
+    """Follows an update until it has ended or the time is up, and prints its receipt."""
+    where = f"{shlex.quote(pushed.run.where)} {printable(pushed.id)}"
     try:
         with live_line(texts.make_console()) as show:
-            for view, brief in run.follow(pushed.id, timeout_secs):
-                show(view, brief)
-        stopped, why = NO_ANSWER, f"Timed out after {timeout_secs:g} s"
-    except KeyboardInterrupt:
-        view, brief = run.look(pushed.id, thoroughly=True), run.brief()
-        stopped, why = STOPPED, "Stopped waiting"
-    if view.stage.is_final:
-        code = _say_how_it_ended(run, view)
-        return stopped if stopped == STOPPED else code
-    click.echo(f"{why}: update {view.id} is {_progress_text(view, brief, moving=True)}.", err=True)
-    where = f"{shlex.quote(run.where)} {view.id}"
-    if view.trial_until is not None:
-        click.echo(f"Its trial decides whether it is kept. For the verdict: replicast show {where}", err=True)
-    elif view.stage in _BEFORE_COMMIT:
-        click.echo(f"To withdraw it: replicast withdraw {where}", err=True)
-    else:
-        click.echo("Every worker applies it.", err=True)
-    return stopped
+            receipt = pushed.result(timeout_secs, show)
+    except UpdatePending as error:
+        withdraw = f" To withdraw it: replicast withdraw {where}." if error.stage in _BEFORE_COMMIT else ""
+        raise Failed(f"{printable(error)} To see it: replicast show {where}.{withdraw}", NO_ANSWER) from error
+    except KeyboardInterrupt as error:
+        raise Failed(f"Stopped waiting. To see what became of it: replicast show {where}", STOPPED) from error
+    view = pushed.view()
+    click.echo(
+        f"{view.stage}: number {receipt.sequence}, applied at step {receipt.step}\n"
+        f"  digest {texts.digests(receipt.digests)}\n"
+        f"  {texts.seconds(receipt.propose_to_applied_secs)} from proposed to applied by all; "
+        f"training paused for {texts.seconds(receipt.stall_secs)}"
+    )
+    if view.outcome is not None:
+        click.echo(f"  {texts.outcome(view.outcome)}")
+    return _REVERTED if view.stage is Stage.REVERTED else 0
 
 
 @contextlib.contextmanager
@@ -302,64 +300,17 @@ def live_line(console: Console) -> Iterator[Callable[[UpdateView, Brief], None]]
     if texts.is_live(console):
         with console.status(Stage.PROPOSED) as status:
             # As `Text`: in a string, markup would be interpreted, and others have written some of it.
-            yield lambda view, brief: status.update(Text(_progress_text(view, brief, moving=True)))
+            yield lambda view, brief: status.update(Text(one_line(progress_of(view, brief, moving=True))))
         return
     said = [""]
 
     def show(view: UpdateView, brief: Brief) -> None:
-        text = _progress_text(view, brief, moving=False)
+        text = one_line(progress_of(view, brief, moving=False))
         if text != said[-1] and not view.stage.is_final:  # How it ended is said in full afterwards.
             said.append(text)
             console.print(text, soft_wrap=True)
 
     yield show
-
-
-def _progress_text(view: UpdateView, brief: Brief, *, moving: bool) -> str:
-    """Where an update is, in one line; if `moving`, also what changes all the time, as the step does."""
-    text = str(view.stage)
-    on_trial = view.trial_until is not None
-    if view.step is not None and (on_trial or view.stage in (Stage.SCHEDULED, Stage.COMMITTED)):
-        text += f" {'for' if view.stage is Stage.SCHEDULED else 'at'} step {view.step}"
-    if on_trial:
-        text += f", on trial until step {view.trial_until}"
-    if moving and brief.step is not None and (on_trial or view.stage is Stage.SCHEDULED):
-        text += f", the job is at step {brief.step}"
-    waits_for = brief.waits_for if brief.waits_for else view.waits_for
-    if waits_for and view.stage in _BEFORE_COMMIT:
-        text += f" and waits for {one_line(waits_for)}"
-    if not brief.running:
-        text += f". {printable(brief.sentence) if moving else 'The job is not running'}: "
-        if view.stage is Stage.PROPOSED:
-            text += "the update waits in the inbox, and the next start that trains takes it"
-        else:
-            text += "the next start continues with it"
-    return text
-
-
-def _say_how_it_ended(run: Run, view: UpdateView) -> int:
-    """Prints the receipt or the reason, and returns the exit code."""
-    receipt = view.receipt
-    if view.stage in (Stage.REFUSED, Stage.WITHDRAWN):
-        reason = "no reason is known" if view.refusal is None else error_text(view.refusal)
-        is_refused = view.stage is Stage.REFUSED
-        said = f"Refused: {reason}\n" if is_refused else "Withdrawn before it was committed. "
-        click.echo(f"{said}No replica has changed.", err=True)
-        return 1
-    if view.stage is not Stage.FAILED and receipt is not None:
-        click.echo(
-            f"{view.stage}: number {receipt.sequence}, applied at step {receipt.step}\n"
-            f"  digest {texts.digests(receipt.digests)}\n"
-            f"  {texts.seconds(receipt.propose_to_applied_secs)} from proposed to applied by all; "
-            f"training paused for {texts.seconds(receipt.stall_secs)}"
-        )
-        if view.outcome is not None:
-            click.echo(f"  {texts.outcome(view.outcome)}")
-        return _REVERTED if view.stage is Stage.REVERTED else 0
-    digests = f"\n  digest {texts.digests(receipt.digests)}" if receipt is not None else ""
-    click.echo(f"Failed{': ' if view.reason else ''}{one_line(view.reason)}{digests}", err=True)
-    click.echo(f"For details: replicast show {shlex.quote(run.where)} {printable(view.id)}", err=True)
-    return 1
 
 
 def _spinner(console: Console, nbytes: int, doing: str) -> contextlib.AbstractContextManager[object]:

@@ -35,7 +35,6 @@ import functools
 import inspect
 import json
 import re
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
@@ -739,8 +738,14 @@ class Pushed:
         """Where it is now."""
         return self.run.look(self.id)
 
-    def result(self, timeout: float | None = None) -> Receipt:
+    def result(
+        self, timeout: float | None = None, show: Callable[[UpdateView, Brief], None] | None = None
+    ) -> Receipt:
         """Blocks until every worker has applied the update and the digests agree, at most `timeout` seconds.
+
+        Args:
+            timeout: How many seconds to wait at most. Default: for ever.
+            show: Called with the update and the state of the job, each time that they are read.
 
         Raises:
             UpdateRefused: The update was refused or withdrawn; no replica has changed.
@@ -749,17 +754,34 @@ class Pushed:
             NotFound: It was withdrawn before a job took it.
         """
         limit = FOREVER_SECS if timeout is None else timeout
-        ((view, brief),) = deque(self.run.follow(self.id, limit), maxlen=1)
+        for view, brief in self.run.follow(self.id, limit):
+            if show is not None:
+                show(view, brief)
         if view.stage.is_final:
             return _receipt_of(view)
-        waits_for = brief.waits_for if brief.waits_for else view.waits_for
-        waits = f" and waits for {waits_for}" if waits_for else ""
-        silent = "" if brief.running else f" {brief.sentence}."
         raise UpdatePending(
-            f"Update {self.id}: {limit:g} s have passed, and it is {view.stage}{waits}.{silent} Ask again",
+            f"After {limit:g} s, update {self.id} is {progress_of(view, brief, moving=True)}.",
             stage=view.stage,
             update_id=self.id,
         )
+
+
+def progress_of(view: UpdateView, brief: Brief, *, moving: bool) -> str:
+    """Where an update is, in one line; if `moving`, also what changes all the time, as the step does."""
+    text, before_commit = str(view.stage), view.stage in (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
+    on_trial = view.trial_until is not None
+    if view.step is not None and (on_trial or view.stage in (Stage.SCHEDULED, Stage.COMMITTED)):
+        text += f" {'for' if view.stage is Stage.SCHEDULED else 'at'} step {view.step}"
+    if on_trial:
+        text += f", on trial until step {view.trial_until}"
+    if moving and brief.step is not None and (on_trial or view.stage is Stage.SCHEDULED):
+        text += f", the job is at step {brief.step}"
+    if (waits_for := brief.waits_for or view.waits_for) and before_commit:
+        text += f" and waits for {waits_for}"
+    if not brief.running:
+        text += f". {brief.sentence if moving else 'The job is not running'}. The next start that trains "
+        text += "takes it from the inbox" if view.stage is Stage.PROPOSED else "continues with it"
+    return text
 
 
 def _receipt_of(view: UpdateView) -> Receipt:

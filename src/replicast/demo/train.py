@@ -8,8 +8,6 @@ which changes only its own replica.
 
 import argparse
 import hashlib
-import time
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -20,7 +18,7 @@ from sklearn.datasets import load_digits
 import replicast
 
 BATCH, STEPS_PER_EPOCH = 128, 10
-CHANGE_STEP, PAUSE_STEP = 100, 150
+CHANGE_STEP = 100
 DELTA = np.full((64, 32), 0.05, "float32")
 SAVE_EVERY = 225
 REPORT_EVERY = 50
@@ -28,9 +26,6 @@ REPORT_EVERY = 50
 parser = argparse.ArgumentParser()
 parser.add_argument("--assign", action="store_true", help="worker 1 changes only its own replica")
 parser.add_argument("--epochs", type=int, default=60)
-parser.add_argument(
-    "--pause", type=Path, help="wait at step 150 while this file exists: time to push something"
-)
 options = parser.parse_args()
 
 keras.utils.set_random_seed(1)
@@ -57,8 +52,6 @@ def after_step(batch: int, logs: Any) -> None:
     """Runs on every worker after each training step."""
     if replicas.rank == 1:
         change_a_weight()
-    while options.pause and options.pause.exists() and replicas.step == PAUSE_STEP:
-        time.sleep(0.05)
     if replicas.step % REPORT_EVERY == 0:
         report_weights()
 

@@ -113,7 +113,7 @@ def test_a_push_to_a_job_that_is_not_running_is_refused_unless_it_is_for_the_nex
     assert inbox.waiting(directory) == []
     pushed = run.push(slower(), next_start=True)
     assert "It will take the update when it is started again" in pushed.warning
-    with pytest.raises(UpdatePending, match=r"it is proposed\. Not running: last heard of") as caught:
+    with pytest.raises(UpdatePending, match=r"is proposed\. Not running: last heard of") as caught:
         pushed.result(timeout=1)
     assert (caught.value.stage, caught.value.update_id) == (Stage.PROPOSED, "slower")
 
