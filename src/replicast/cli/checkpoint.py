@@ -12,7 +12,7 @@ from replicast.cli import STOPPED, Failed, one_line, texts
 from replicast.cli.options import PATH, EditCommand, asks, directory_of, json_option, update_of
 from replicast.client import Run, connect
 from replicast.client.examination import examine
-from replicast.client.patching import check_patch, checkpoint_to_patch, patch_in_place
+from replicast.client.patching import check_patch, patch_in_place
 from replicast.errors import CheckpointError, FileDamaged, JobFailed, printable
 from replicast.files import RunDir, RunPath, below
 from replicast.storage.checkpoint_tools import Equality
@@ -261,7 +261,7 @@ def patch(
         raise click.UsageError(f"--in-place needs a run, and {printable(path)} is a checkpoint.")
     if not in_place and output is None and not options["dry_run"]:
         raise click.UsageError("Missing option '-o' / '--output' for the new checkpoint, or --in-place.")
-    source = _the_checkpoint(path, checkpoint_to_patch(directory_of(path), step).step if in_place else step)
+    source = _the_checkpoint(path, step, strict=in_place)
     with open_checkpoint(source) as reader:
         before = reader.manifest
     update = update_of(context, options)
@@ -304,8 +304,11 @@ def _is_checkpoint(path: RunDir) -> bool:
     return any((below(path) / name).exists() for name in (COMMITTED, MANIFEST, STATE))
 
 
-def _the_checkpoint(path: Path, step: int | None) -> RunPath:
-    """The directory of the checkpoint that is meant: of a run, that of the step, or the last."""
+def _the_checkpoint(path: Path, step: int | None, *, strict: bool = False) -> RunPath:
+    """The directory of the checkpoint that is meant: of a run, that of the step, or the last.
+
+    If strict, a damaged one behind the last is an error: a start would go on from it if it were whole.
+    """
     if _is_checkpoint(path):
         if step is not None:
             raise click.UsageError(f"{printable(path)} is a checkpoint itself: leave the step out.")
@@ -314,6 +317,8 @@ def _the_checkpoint(path: Path, step: int | None) -> RunPath:
     if step is not None:
         return store.find(step)
     last, skipped = store.last_and_skipped()
+    if strict and skipped:
+        raise skipped[0]
     for problem in skipped:
         click.echo(f"Skipped: {printable(problem)}", err=True)
     if last is None:

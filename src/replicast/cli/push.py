@@ -29,7 +29,6 @@ from replicast.update.trial import Trial
 from replicast.update.update import MAX_TENSORS, update_in
 
 _DIFFER = _REVERTED = 4
-_LARGE = 16 * 10**6
 _BEFORE_COMMIT = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
 _TRIAL_OPTIONS = ("trial_metric", "max_increase", "trial_mode")
 _AS = [one.replace("_", "-") for one in EditKind if one not in RESETS]
@@ -66,23 +65,18 @@ def push(context: click.Context, /, run: Run, **options: Any) -> int:
     """
     trial = _trial(context, options)
     try:
-        console = texts.make_console()
-        files = (path for given in options.values() if isinstance(given, tuple) for path in given)
-        nbytes = sum(path.stat().st_size for path in files if isinstance(path, Path))
-        with _spinner(console, nbytes, "Reading and checking"):
-            update = update_of(context, options)
-            found = run.examine(update)
+        update = update_of(context, options)
+        found = run.examine(update)
         if options["dry_run"]:
             code = texts.print_examination(found)
             if trial is not None and not code:
-                console.print(f"On trial: {texts.trial(trial)}. The metrics of the job decide.")
+                click.echo(f"On trial: {texts.trial(trial)}. The metrics of the job decide.")
             if not code:
-                console.print("The job may have a guard, which is not known here and may refuse this.")
+                click.echo("The job may have a guard, which is not known here and may refuse this.")
             return code
         if texts.print_problems(found):
             return 1
-        with _spinner(console, update.nbytes, "Writing"):
-            pushed = run.push(update, options["at_step"], trial, next_start=options["next_start"])
+        pushed = run.push(update, options["at_step"], trial, next_start=options["next_start"])
     except KeyboardInterrupt as error:
         raise Failed("Stopped. Nothing was pushed.", STOPPED) from error
     if pushed.number is not None:
@@ -311,10 +305,3 @@ def live_line(console: Console) -> Iterator[Callable[[UpdateView, Brief], None]]
             console.print(text, soft_wrap=True)
 
     yield show
-
-
-def _spinner(console: Console, nbytes: int, doing: str) -> contextlib.AbstractContextManager[object]:
-    """A spinner on a terminal while much is read or written."""
-    if nbytes < _LARGE or not texts.is_live(console):
-        return contextlib.nullcontext()
-    return console.status(f"{doing} {texts.size(nbytes)}")

@@ -13,8 +13,6 @@ import json
 import os
 import ssl
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from dataclasses import replace as with_name
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
@@ -48,59 +46,34 @@ _MEANINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a run is served."""
-
-    scheme: str
-    netloc: str
-    prefix: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.scheme}://{self.netloc}{self.prefix}/{quote(self.name)}".rstrip("/")
-
-    @classmethod
-    def parse(cls, text: str) -> Address:
-        try:
-            parts = urlsplit(text)
-            is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            is_usable = False
-        if not is_usable or parts.query or parts.fragment:
-            raise RequestFailed(
-                f"Expected the address of a run, such as https://host:8080/first. Received: {text}"
-            )
-        if "@" in parts.netloc:
-            raise RequestFailed(f"Do not put a token into the address, which is logged: set {TOKEN}")
-        prefix, _, name = parts.path.rstrip("/").rpartition("/")
-        return cls(parts.scheme, parts.netloc, prefix, name)
-
-    def connection(self, wait_secs: float) -> http.client.HTTPConnection:
-        if self.scheme == "http":
-            return http.client.HTTPConnection(self.netloc, timeout=wait_secs)
-        context = ssl.create_default_context()
-        return http.client.HTTPSConnection(self.netloc, timeout=wait_secs, context=context)
-
-
 class ServedRun(Run):
     """A run at an address: every row of the table, over HTTP."""
 
     poll_secs = 0.5
 
-    def __init__(self, address: Address, token: str | None = None) -> None:
-        self._address = address
-        self._token = token
-        name = address.name
+    def __init__(self, address: str, token: str | None = None) -> None:
+        try:
+            parts = urlsplit(address)
+            is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_usable = False
+        if not is_usable or parts.query or parts.fragment:
+            raise RequestFailed(
+                f"Expected the address of a run, such as https://host:8080/first. Received: {address}"
+            )
+        if "@" in parts.netloc:
+            raise RequestFailed(f"Do not put a token into the address, which is logged: set {TOKEN}")
+        self._scheme, self._netloc, self._token = parts.scheme, parts.netloc, token
+        self._prefix, _, name = parts.path.rstrip("/").rpartition("/")
+        server = f"{parts.scheme}://{parts.netloc}{self._prefix}"
+        self.where = f"{server}/{quote(name)}".rstrip("/")
         if not name:
             names = [str(one.get("name")) for one in self._ask("GET", "/api/runs") if isinstance(one, dict)]
-            if not names:
-                raise NotFound(f"{address} serves no run.")
-            name, *others = names
-            if others:
-                example = f"{address}/{name}, for example"
-                raise NotFound(f"{address} serves {len(names)} runs. Name one: {example}.")
-        self.where = str(with_name(address, name=name))
+            if len(names) != 1:
+                example = f" Name one: {server}/{names[0]}, for example." if names else ""
+                raise NotFound(f"{server} serves {len(names) or 'no'} runs.{example}")
+            name = names[0]
+            self.where = f"{server}/{quote(name)}"
         self._path = f"/api/runs/{quote(name, safe='')}"
         with _understood():  # Asks once, so that a mistyped address fails quickly.
             Brief.from_json(self._ask("GET", self._path))
@@ -156,8 +129,7 @@ class ServedRun(Run):
         retry_secs: float = 0.0,
     ) -> Any:
         """What the server answers; asks again for `retry_secs` where there is no answer."""
-        address = self._address
-        where = f"{address.scheme}://{address.netloc}"
+        where = f"{self._scheme}://{self._netloc}"
         headers = {"Accept": accept}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
@@ -166,15 +138,15 @@ class ServedRun(Run):
             headers["Content-Length"] = str(sum(memoryview(chunk).nbytes for chunk in body))
         for is_last in ticks(retry_secs, _RETRY_EVERY_SECS):
             try:
-                with contextlib.closing(address.connection(wait_secs)) as connection:
+                with contextlib.closing(self._connection(wait_secs)) as connection:
                     # A server may answer before it has everything, for example that it is too large.
                     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                         pieces = None if body is None else _pieces(body)
-                        connection.request(method, f"{address.prefix}{target}", pieces, headers)
+                        connection.request(method, f"{self._prefix}{target}", pieces, headers)
                     answer = connection.getresponse()
                     content = answer.read(_MAX_ANSWER_BYTES)
                 if answer.status >= 300:
-                    raise _error_of(answer.status, content, address, answer.getheader("Retry-After"))
+                    raise _error_of(answer.status, content, self.where, answer.getheader("Retry-After"))
                 return parse_json(content) if accept == _JSON else content
             except ssl.SSLCertVerificationError as error:
                 raise RequestFailed(
@@ -188,9 +160,15 @@ class ServedRun(Run):
                     raise RequestFailed(f"{where} cannot be reached ({why})") from error
             except ValueError as error:
                 raise RequestFailed(
-                    f"{address} is not a server of replicast: its answer is not JSON"
+                    f"{self.where} is not a server of replicast: its answer is not JSON"
                 ) from error
         raise RequestFailed(f"{where} was not asked")  # Not reached: the last attempt returns or raises.
+
+    def _connection(self, wait_secs: float) -> http.client.HTTPConnection:
+        if self._scheme == "http":
+            return http.client.HTTPConnection(self._netloc, timeout=wait_secs)
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(self._netloc, timeout=wait_secs, context=context)
 
 
 def connect(run: RunDir, *, token: str | None = None, token_file: Path | str | None = None) -> Run:
@@ -207,7 +185,7 @@ def connect(run: RunDir, *, token: str | None = None, token_file: Path | str | N
         RequestFailed: The address cannot be used, its server cannot be reached, or does not accept the token.
     """
     if is_address(run):
-        return ServedRun(Address.parse(str(run)), read_token(token, token_file, os.environ))
+        return ServedRun(str(run), read_token(token, token_file, os.environ))
     if is_run(run):
         return DirectoryRun(run)
     path = below(run)
@@ -267,7 +245,7 @@ def _understood() -> Iterator[None]:
         ) from error
 
 
-def _error_of(status: int, content: bytes, address: Address, retry_after: str | None) -> ReplicastError:
+def _error_of(status: int, content: bytes, address: str, retry_after: str | None) -> ReplicastError:
     """The error that a server's answer tells: one of ours by its type, or else what HTTP says."""
     try:
         told = parse_json(content)["error"]

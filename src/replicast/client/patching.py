@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from replicast.client.notes import see
 from replicast.core.entries import Before, Committed, History, Payload, Receipt
 from replicast.core.records import Stage
-from replicast.errors import CheckpointError, ClusterError, UpdateRefused
+from replicast.errors import ClusterError, UpdateRefused
 from replicast.files import RunDir, RunPath
 from replicast.storage.checkpoint_tools import patched_draft, patched_variables
 from replicast.storage.checkpoints import CheckpointReader, CheckpointStore, Manifest, Progress, saved_of
@@ -47,19 +47,6 @@ class Patched:
     path: RunPath
     before: Manifest
     after: Manifest
-
-
-def checkpoint_to_patch(run: RunDir, step: int | None) -> Manifest:
-    """The checkpoint of a step, or the one that the next start goes on from."""
-    store = CheckpointStore(run)
-    if step is not None:
-        return store.manifest(step)
-    last, skipped = store.last_and_skipped()
-    if skipped:
-        raise skipped[0]
-    if last is None:
-        raise CheckpointError("The run has no checkpoint yet", path=store.directory, received="none")
-    return last
 
 
 def check_patch(run: RunDir, step: int, update: Update) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import hashlib
-import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -44,8 +43,6 @@ from replicast.page.web_server import HttpError, PageSettings, dumped, http_erro
 from replicast.tensorfiles import outline_of
 from replicast.update.edits import EditKind
 from replicast.update.update import MAX_TENSORS, Update, joined, update_in
-
-logger = logging.getLogger("replicast")
 
 RUN = "/api/runs/{run}"
 MAX_JSON_BYTES = 256 * 1024  # Of values as JSON, which takes ten times as much, and holds up others.
@@ -250,11 +247,9 @@ class App(Starlette):
                 *(Route(path, answer) for path, answer in others.items()),
             ],
             middleware=[Middleware(SecurityMiddleware, settings=settings)],
-            exception_handlers={
-                HTTPException: _unknown_address,
-                **dict.fromkeys((HttpError, ReplicastError, OSError), _refused),
-                Exception: _failed,
-            },
+            exception_handlers=dict.fromkeys(
+                (HTTPException, HttpError, ReplicastError, OSError, Exception), _answered
+            ),
         )
         self.router.redirect_slashes = False
 
@@ -338,23 +333,13 @@ def _converted(given: dict[str, str], kind: type[Struct]) -> Struct:
         ) from error
 
 
-async def _refused(_request: Request, error: Exception) -> Response:
-    known = http_error(error)
-    if known is None:
-        raise error
-    return known.response
-
-
-async def _unknown_address(_request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 404
-    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    problem = "Method not allowed" if status == 405 else "Nothing is served at this address"
-    return HttpError(status, problem, remedy="See /openapi.json", headers=headers).response
-
-
-async def _failed(_request: Request, error: Exception) -> Response:
-    logger.error("A request failed: this is a defect", exc_info=error)
-    return HttpError(500, "Internal server error", remedy="See the log of the server").response
+async def _answered(_request: Request, error: Exception) -> Response:
+    """The answer to an error."""
+    if isinstance(error, HTTPException):
+        problem = "Method not allowed" if error.status_code == 405 else "Nothing is served at this address"
+        headers = dict(error.headers or {})
+        return HttpError(error.status_code, problem, remedy="See /openapi.json", headers=headers).response
+    return http_error(error).response
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -18,11 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from replicast.client import Run, is_run
 from replicast.client.directory import DirectoryRun
-from replicast.errors import printable
 from replicast.files import RunPath
 from replicast.page.web_server import MAX_FILES, MAX_STREAMS, HttpError, Threads, dumped, http_error
-
-logger = logging.getLogger("replicast")
 
 POLL_SECS = 1.0
 _T = TypeVar("_T")
@@ -129,11 +125,7 @@ class RunWatch:
             status = {"unreadable": None, **await self.status()}
             metrics = await self._threads.call(self._new_metrics)
         except Exception as error:
-            problem = http_error(error)
-            if problem is None:
-                logger.exception("The run %s cannot be read", printable(self.name))
-                problem = HttpError(500, "Internal server error", remedy="See the log of the server")
-            status, metrics = {"unreadable": problem.fields}, []
+            status, metrics = {"unreadable": http_error(error).fields}, []
         return [*await self._threads.call(lambda: self._changed(status)), *metrics]
 
     def _changed(self, status: dict[str, Any]) -> list[bytes]:

@@ -40,7 +40,7 @@ _STRING = {"type": "string"}
 _FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 _TOKEN: list[Any] = [{"token": []}]
 _FREE = [{}, *_TOKEN]
-_READ_ERRORS = (400, 401, 404, 421, 429, 500, 503)
+_REFUSED = {str(code): {"$ref": f"#/components/responses/{code}"} for code in _ERRORS}
 _RUN = "/api/runs/{run}"
 
 
@@ -101,7 +101,7 @@ def _operation(row: RunOperation) -> dict[str, Any]:
         "operationId": row.name,
         "summary": row.summary,
         "parameters": parameters,
-        "responses": answers | _errors(_ERRORS),
+        "responses": answers | _REFUSED,
         "security": _TOKEN if row.method == "POST" or row.stops_workers else _FREE,
     }
     if row.takes_file:
@@ -141,11 +141,7 @@ def _parameter(name: str, place: str, text: str, schema: dict[str, Any] = _STRIN
     return {"name": name, "in": place, "required": place == "path", "description": text, "schema": schema}
 
 
-def _errors(codes: Iterable[int]) -> dict[str, Any]:
-    return {str(code): {"$ref": f"#/components/responses/{code}"} for code in codes}
-
-
 def _get(name: str, summary: str, media: str, schema: dict[str, Any] = _STRING) -> dict[str, Any]:
     """What answers in something else than JSON, or is not about one run."""
-    answers = {"200": _answer(schema, media=media), **_errors(_READ_ERRORS)}
+    answers = {"200": _answer(schema, media=media), **_REFUSED}
     return {"get": {"operationId": name, "summary": summary, "responses": answers, "security": _FREE}}

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import logging
 import math
 import os
 import secrets
@@ -25,6 +26,7 @@ import socket
 import stat
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +44,8 @@ from replicast.config import TOKEN
 from replicast.errors import ServeRefused
 from replicast.files import TEMPORARY, RunDir, RunPath, below, make_durably
 from replicast.strictjson import json_value, parse_integer
+
+logger = logging.getLogger("replicast")
 
 _T = TypeVar("_T")
 _STATUS: dict[type[Exception], int] = {
@@ -81,8 +85,8 @@ class HttpError(Exception):
         self.response = Response(dumped({"error": self.fields}), status, headers, "application/json")
 
 
-def http_error(error: Exception) -> HttpError | None:
-    """The answer to an error; None for one that is a defect."""
+def http_error(error: Exception) -> HttpError:
+    """The answer to an error; one that is a defect is logged."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, TimeoutError):
@@ -92,7 +96,8 @@ def http_error(error: Exception) -> HttpError | None:
             f"The run directory cannot be used ({error.strerror or error})", status=503
         )
     if not isinstance(error, errors.ReplicastError):
-        return None
+        logger.error("A request failed: this is a defect", exc_info=error)
+        return HttpError(500, "Internal server error", remedy="See the log of the server")
     status = next(_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS)
     fields = error.to_json() | {"message": str(error)}
     if isinstance(error, errors.FileDamaged) and error.remedy is None:
@@ -372,24 +377,18 @@ class Threads:
 
     async def call(self, act: Callable[[], _T]) -> _T:
         """Runs `act` in a thread, and returns or raises what it does."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[_T] = loop.create_future()
-
-        def settle(done: Callable[[], None]) -> None:
-            if not future.done():  # Otherwise nobody waits any more.
-                done()
+        future: Future[_T] = Future()
+        future.set_running_or_notify_cancel()  # From here on nobody cancels it: the thread sets its result.
 
         def run() -> None:
             try:
-                done = partial(future.set_result, act())
+                future.set_result(act())
             except BaseException as error:
-                done = partial(future.set_exception, error)
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(settle, done)
+                future.set_exception(error)
 
         async with self._slots:
             threading.Thread(target=run, name="page-call", daemon=True).start()
-            return await future
+            return await asyncio.wrap_future(future)
 
 
 # A file on its way in: straight to disk beside the inbox, piece by piece, never whole in memory.
