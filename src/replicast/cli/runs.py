@@ -130,7 +130,7 @@ def show(run: Run, which: str, as_json: bool) -> None:
         console.print(texts.facts_table(_facts(view)))
         if view.detailed and view.edits:
             console.print()
-            console.print(texts.edits_table(map(EditView.from_json, view.edits), extremes=True))
+            console.print(texts.edits_table(map(EditView.from_json, view.edits)))
     if view.damage:
         raise Failed(printable(view.damage))
 

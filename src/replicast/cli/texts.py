@@ -26,7 +26,7 @@ from replicast.core.records import Stage
 from replicast.errors import printable
 from replicast.storage.journal import UpdateView
 from replicast.strictjson import json_value
-from replicast.update.edits import FLOAT_DTYPES, RESETS, EditKind
+from replicast.update.edits import RESETS, EditKind
 from replicast.update.trial import Trial, TrialOutcome
 
 _WIDEST = 120  # Longer lines are hard to read, however wide the terminal.
@@ -226,32 +226,27 @@ def what_cell(view: UpdateView) -> Text:
     return cell.append(f"\n{who}", style="dim") if who else cell
 
 
-def edits_table(edits: Iterable[EditView], *, extremes: bool) -> Table:
+def edits_table(edits: Iterable[EditView]) -> Table:
     """What an update does, edit by edit."""
-    columns = (">min", ">max") if extremes else (">size", "=finite")
-    table = make_table("variable", "operation", "shape", "=dtype", *columns, ">norm")
+    table = make_table("variable", "operation", "shape", "=dtype", ">min", ">max", ">norm")
     for edit in edits:
-        values, operation = edit.values, edit.operation.replace("_", " ")
+        values, operation = edit.values, Text(edit.operation.replace("_", " "))
         if edit.rows is not None or edit.rank is not None:
-            operation += f" ({edit.rows if edit.rows is not None else edit.rank})"
+            operation.append(f" ({edit.rows if edit.rows is not None else edit.rank})")
         elif edit.factor is not None:
-            operation += f" {_BEFORE_FACTOR.get(edit.operation, '')}{number(edit.factor)}"
-        finite = Text("")
-        if values is not None and edit.dtype in FLOAT_DTYPES:
-            finite = Text(f"{values.nonfinite} not", style="red") if values.nonfinite else Text("yes")
-        low, high, norm = (
-            ("",) * 3 if values is None else map(number, (values.minimum, values.maximum, values.norm))
-        )
-        numbers = (low, high) if extremes else (size(edit.nbytes) if edit.nbytes else "", finite)
+            operation.append(f" {_BEFORE_FACTOR.get(edit.operation, '')}{number(edit.factor)}")
+        if values is not None and values.nonfinite:
+            operation.append(f"\n{values.nonfinite} not finite", style="red")
+        told = [] if values is None else [values.minimum, values.maximum, values.norm]
         whole = "whole" if edit.shape is None else shape(edit.shape)
-        table.add_row(printable(edit.variable), operation, whole, edit.dtype, *numbers, norm)
+        table.add_row(printable(edit.variable), operation, whole, edit.dtype, *map(number, told))
     return table
 
 
 def print_examination(found: Examination) -> int:
     """The table of edits, and below it what is wrong, or may be. Returns the exit code."""
     console = make_console()
-    console.print(edits_table(found.edits, extremes=False))
+    console.print(edits_table(found.edits))
     print_problems(found)
     if not found.problems:
         total = f"{counted(len(found.edits), 'edit')}, {size(found.nbytes)} of values."

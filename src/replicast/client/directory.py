@@ -424,9 +424,7 @@ class DirectoryRun(Run):
 
     def do_withdraw(self, update_id: str) -> UpdateView:
         """Blocks until the job has answered, if one has taken it."""
-        with contextlib.suppress(
-            OSError
-        ):  # Then the update is not found, or cannot be removed: that is told.
+        with contextlib.suppress(OSError):  # Then the update is not found or not removed, which is told.
             inbox.put_back(self.path)  # Of a withdrawal that was killed.
         view = self._find(update_id)
         if view.stage in (Stage.REFUSED, Stage.WITHDRAWN):
@@ -506,7 +504,7 @@ class DirectoryRun(Run):
         store, name = CheckpointStore(self.path), variable.name
         last = store.last()
         if last is None:
-            raise NotFound(f"{seen.not_running_text}, and it has no checkpoint.")
+            raise NotFound(f"{seen.state.sentence}. There is no checkpoint either.")
         with store.open(last.step) as reader:
             try:  # The variable may have another shape there.
                 _check_size(reader.manifest.schema.resolve(name), ranges, max_bytes)
@@ -528,7 +526,9 @@ class DirectoryRun(Run):
         """Asks the job for something and waits for its answer, at most `timeout_secs`; a pull has values."""
         seen, what = see(self.path), _WHAT[kind]
         if not seen.running:
-            raise NoAnswer(f"{seen.not_running_text}: only a running job can be asked for {what}.")
+            raise NoAnswer(
+                f"The job is not running: {seen.state.sentence}. Only a running job can be asked for {what}."
+            )
         named = {"author": author or this_user(), "name": name if variable is None else variable.name}
         try:
             id_ = inbox.ask(self.path, kind, timeout_secs=timeout_secs, now=seen.now, rows=rows, **named).id
@@ -549,7 +549,7 @@ class DirectoryRun(Run):
                 if answer is not None:
                     return answer, None
                 if not seen.running:
-                    raise NoAnswer(f"{seen.not_running_text}: it ended without {what}.")
+                    raise NoAnswer(f"The job has ended without {what}: {seen.state.sentence}.")
             waited_for = _waited_for(see(self.path), run_files.read_run_info(self.path).workers)
             raise NoAnswer(f"{timeout_secs:g} s have passed without {what}. {waited_for}")
         finally:

@@ -50,13 +50,6 @@ class SeenJob:
         return run_files.read_state(self.run, self.notes, self.now)
 
     @property
-    def not_running_text(self) -> str:
-        if not self.notes:
-            return "The job is not running (no worker has written a note yet)"
-        silent = self.now - max(note.time for note in self.notes)
-        return f"The job is not running (last heard of {run_files.age(silent)} ago)"
-
-    @property
     def running(self) -> bool:
         """Whether a worker has written a note lately, and not that it has ended."""
         return any(

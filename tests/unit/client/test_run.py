@@ -250,7 +250,7 @@ def test_audits_are_listed_and_one_can_be_asked_for(
     meanwhile(monkeypatch, answers)
     assert run.audit(timeout=120).number == 4
     heard_of(directory, secs_ago=60)
-    with pytest.raises(NoAnswer, match="only a running job can be asked for an audit"):
+    with pytest.raises(NoAnswer, match="Only a running job can be asked for an audit"):
         run.audit(timeout=120)
 
 
