@@ -31,11 +31,12 @@ _MAX_DIMENSIONS = 32
 _METADATA = "__metadata__"
 # How much less than its size a file from outside may take on disk. Not 0: ZFS stores zeros as holes.
 _MOST_HOLES_BYTES = 64 * 2**20
-# How files begin that somebody may give instead.
+# How files begin that somebody may give instead; `update/other_formats.py` reads them.
+ZIP, NUMPY, HDF5 = b"PK\x03\x04", b"\x93NUMPY", b"\x89HDF\r\n"
 _OTHER_FORMATS = {
-    b"PK\x03\x04": "a ZIP archive, as .npz and .keras files are",
-    b"\x93NUMPY": "a NumPy file",
-    b"\x89HDF\r\n": "an HDF5 file",
+    ZIP: "a ZIP archive, as .npz and .keras files are",
+    NUMPY: "a NumPy file",
+    HDF5: "an HDF5 file",
 }
 _DTYPES: dict[str, np.dtype[Any]] = {
     **{f"F{8 * size}": np.dtype(f"f{size}") for size in (8, 4, 2)},
@@ -179,11 +180,14 @@ def read_tensor_bytes(
     max_bytes: int | None = None,
     follow: bool = True,
     holes: bool = True,
+    other_formats: bool = False,
     check: Callable[[TensorFile], object] = lambda _outline: None,
 ) -> memoryview:
     def check_first(descriptor: int, nbytes: int) -> None:
         if not holes:
             _check_holes(path, descriptor, nbytes)
+        if other_formats and os.pread(descriptor, 8, 0).startswith(tuple(_OTHER_FORMATS)):
+            return
         check(_outline(path.name, max_tensors, descriptor, nbytes))
 
     return read_bytes(path, max_bytes=max_bytes, follow=follow, check=check_first)

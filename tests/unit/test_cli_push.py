@@ -175,12 +175,8 @@ def test_damaged_files_and_files_of_the_other_kind_are_refused(run: Path) -> Non
     bias = tensors("bias", dense__bias=BIAS)
     Path("short.safetensors").write_bytes(bias.read_bytes()[:-1])
     Update().add("dense/bias", BIAS).save("saved.safetensors")
-    np.savez("many.npz", bias=BIAS)
-    np.save("one.npy", BIAS)
     for arguments, expected in (
         (["--add", "short.safetensors"], "truncated"),
-        (["--add", "many.npz"], "is a ZIP archive"),
-        (["--add", "one.npy"], "is a NumPy file"),
         (["--add", "saved.safetensors"], "--update"),
         (["--update", bias], "--add"),
         (["--add-rows", bias], "dense/bias.indices"),

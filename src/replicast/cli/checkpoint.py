@@ -264,7 +264,7 @@ def patch(
     source = _the_checkpoint(path, step, strict=in_place)
     with open_checkpoint(source) as reader:
         before = reader.manifest
-    update = update_of(context, options)
+    update = update_of(context, options, lambda: before.schema)
     found = examine(update, before.schema)
     if options["dry_run"]:
         code = texts.print_examination(found)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import ChainMap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import click
+import msgspec
 
 from replicast.client import connect
 from replicast.client.directory import this_user
 from replicast.client.run import OPERATIONS, Parameter, rows_of
 from replicast.errors import NotFound, printable
 from replicast.files import below
-from replicast.tensorfiles import read_tensor_bytes
+from replicast.tensorfiles import HDF5, read_bytes, read_tensor_bytes
 from replicast.update.edits import EditKind
+from replicast.update.schema import Schema
 from replicast.update.update import MAX_TENSORS, Update, joined, update_in
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -31,7 +34,6 @@ _METAVARS = {
     "at_step": "N",
     "note": "TEXT",
 }
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FROM_FILES = {
     "--add": "Add each tensor to its variable.",
     "--assign": "Replace variables by tensors.",
@@ -41,11 +43,62 @@ _FROM_FILES = {
     "--add-low-rank": "Add the product of NAME.a and NAME.b.",
     "--update": "All edits of a saved Update.",
 }
-_NAMES = [*(name[2:].replace("-", "_") for name in _FROM_FILES), "scale", "set"]
+
+
+class Parsed(click.ParamType):  # type: ignore[type-arg]
+    """What a function makes of the text; what it raises is a usage error."""
+
+    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._parse(value) if isinstance(value, str | Path) else value
+        except (ValueError, NotFound) as error:
+            self.fail(printable(error), param, ctx)
+
+
+def _file(text: str) -> tuple[Path, str | None]:
+    """A file, and the name of the array in a .npy file where it is given: NAME=FILE."""
+    name, _, rest = text.rpartition("=")
+    named = bool(name and rest) and not Path(text).exists()
+    path = click.Path(exists=True, dir_okay=False, path_type=Path).convert(
+        rest if named else text, None, None
+    )
+    return path, name if named else None
+
+
+def _table(text: str) -> dict[str, str]:
+    """Names by patterns: one, or those of a JSON file."""
+    if Path(text).is_file():
+        return msgspec.json.decode(bytes(read_bytes(Path(text), max_bytes=2**24)), type=dict[str, str])
+    module, _, name = text.partition("=")
+    if not (module and name):
+        raise ValueError(f"Expected MODULE=NAME or an existing JSON file. Received: {text}")
+    return {module: name}
+
+
+_FILE = Parsed("file", _file)
+_NAMES = [*(name[2:].replace("-", "_") for name in _FROM_FILES), "adapter", "scale", "set"]
 _EDIT_OPTIONS = [
     *(
         click.Option([name], type=_FILE, multiple=True, metavar="FILE", help=text)
         for name, text in _FROM_FILES.items()
+    ),
+    click.Option(
+        ["--adapter"],
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        multiple=True,
+        metavar="DIR",
+        help="Add a LoRA adapter as PEFT saves it.",
+    ),
+    click.Option(
+        ["--names"],
+        type=Parsed("names", _table),
+        multiple=True,
+        metavar="FILE|MODULE=NAME",
+        help="The variables of an adapter's modules: JSON, or a pattern as layers.{n}.q=block_{n}/q/kernel.",
     ),
     click.Option(["--weight"], type=float, metavar="W", help="For --blend: 1 assigns."),
     click.Option(
@@ -65,20 +118,6 @@ _EDIT_OPTIONS = [
     click.Option(["--note"], metavar="TEXT", help="Why. Readers of the journal see it."),
     click.Option(["--author"], metavar="TEXT", help="Who. [default: user@host]"),
 ]
-
-
-class Parsed(click.ParamType):  # type: ignore[type-arg]
-    """What a function makes of the text; what it raises is a usage error."""
-
-    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
-        self.name = name
-        self._parse = parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            return self._parse(value) if isinstance(value, str | Path) else value
-        except (ValueError, NotFound) as error:
-            self.fail(printable(error), param, ctx)
 
 
 RUN = Parsed("run", connect)  # A run directory, or the address of a served run.
@@ -154,15 +193,17 @@ class EditCommand(click.Command):
         if not ctx.meta[_ORDER]:
             what = "Say what to change: --set NAME=NUMBER, --add FILE, or another operation."
             raise click.UsageError(what, ctx)
+        if ctx.params["names"] and not ctx.params["adapter"]:
+            raise click.UsageError("--names is for the modules of --adapter.", ctx)
         if bool(ctx.params["blend"]) != (ctx.params["weight"] is not None):
             raise click.UsageError("--blend and --weight must be given together.", ctx)
         return rest
 
 
-def update_of(context: click.Context, options: dict[str, Any]) -> Update:
+def update_of(context: click.Context, options: dict[str, Any], schema: Callable[[], Schema]) -> Update:
     """One update of all operations, in the order of the command line."""
     values = {name: iter(options[name]) for name in _NAMES}
-    parts = [_part(name, next(values[name]), options["weight"]) for name in context.meta[_ORDER]]
+    parts = [_part(name, next(values[name]), options, schema) for name in context.meta[_ORDER]]
     return joined(
         parts,
         this_user(),
@@ -174,15 +215,24 @@ def update_of(context: click.Context, options: dict[str, Any]) -> Update:
     )
 
 
-def _part(name: str, value: Any, weight: float | None) -> Update:
+def _part(name: str, value: Any, options: dict[str, Any], schema: Callable[[], Schema]) -> Update:
     """What one option adds. A random id, and no author: nothing but its edits counts."""
     if name == "set":
         return Update().assign(*_named_number("--set", value, "NAME=NUMBER"))
-    if name == "scale" and not Path(value).is_file():
-        return Update().scale(*_named_number("--scale", value, "NAME=FACTOR or an existing file"))
-    content = read_tensor_bytes(Path(value), max_tensors=MAX_TENSORS)
+    if name == "adapter":
+        return Update.from_adapter(value, schema(), names=dict(ChainMap(*options["names"])))
+    if name == "scale":
+        if not Path(value).is_file():
+            return Update().scale(*_named_number("--scale", value, "NAME=FACTOR or an existing file"))
+        value = Path(value), None
+    path, array_name = value
+    content = read_tensor_bytes(path, max_tensors=MAX_TENSORS, other_formats=True)
     operation = None if name == "update" else EditKind(name)
-    return update_in(content, str(value), operation, weight if name == "blend" else None)
+    weight = options["weight"] if name == "blend" else None
+    is_h5 = bytes(content[: len(HDF5)]) == HDF5
+    return update_in(
+        content, str(path), operation, weight, name=array_name, schema=schema() if is_h5 else None
+    )
 
 
 def _named_number(option: str, text: str, expected: str) -> tuple[str, Any]:

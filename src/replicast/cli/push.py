@@ -23,8 +23,9 @@ from replicast.core.records import Stage
 from replicast.errors import NotFound, UpdatePending, printable
 from replicast.files import write_durably
 from replicast.storage.journal import UpdateView
-from replicast.tensorfiles import parse_tensors, read_tensor_bytes, tensor_chunks
+from replicast.tensorfiles import read_tensor_bytes, tensor_chunks
 from replicast.update.edits import RESETS, EditKind
+from replicast.update.other_formats import tensors_in
 from replicast.update.trial import Trial
 from replicast.update.update import MAX_TENSORS, update_in
 
@@ -48,7 +49,8 @@ def push(context: click.Context, /, run: Run, **options: Any) -> int:
     The change is checked against the variables of RUN, put into its inbox, and applied by all workers at the
     same step, or by none. RUN is a run directory, or the address of a served run, for which REPLICAST_TOKEN
     has the token. Several operations make one update, in the order in which they are given. FILE is a
-    safetensors file whose tensors are named like variables; any unique suffix works, for example dense/bias.
+    safetensors, .npz or .weights.h5 file whose tensors are named like variables; any unique suffix works, for
+    example dense/bias. A .npy file has the name of the file, unless it is given as NAME=FILE.
     A guard of the job is not known here: it may still refuse the update. TensorFlow is not needed here.
 
     \b
@@ -58,6 +60,8 @@ def push(context: click.Context, /, run: Run, **options: Any) -> int:
       replicast push runs/first --scale dense/kernel=0.5 --reset-slots --at-step 2000
       replicast push runs/first --blend average.safetensors --weight 0.1 --dry-run
       replicast push runs/first --add delta.safetensors --trial-steps 50 --max-increase 0.05 --wait
+      replicast push runs/first --add dense/bias=bias.npy
+      replicast push runs/first --adapter lora/ --names 'layers.{n}.q_proj=block_{n}/query/kernel'
       replicast push https://host:8080/first --add delta.safetensors --wait
 
     Exit code: 0 when it is in the inbox, with --wait when it is verified on all workers; 1 when it is refused
@@ -65,7 +69,7 @@ def push(context: click.Context, /, run: Run, **options: Any) -> int:
     """
     trial = _trial(context, options)
     try:
-        update = update_of(context, options)
+        update = update_of(context, options, run.schema)
         found = run.examine(update)
         if options["dry_run"]:
             code = texts.print_examination(found)
@@ -178,8 +182,9 @@ def inspect(what: Path | Run, run: Run | None, operation: str | None, weight: fl
         nbytes = sum(one.nbytes for one in schema)
         click.echo(f"{texts.counted(len(schema), 'variable')}, {texts.size(nbytes)}")
         return 0
-    content = read_tensor_bytes(what, max_tensors=MAX_TENSORS)
-    file = parse_tensors(content, str(what), max_tensors=MAX_TENSORS)
+    content = read_tensor_bytes(what, max_tensors=MAX_TENSORS, other_formats=True)
+    known = None if run is None else run.schema()
+    file = tensors_in(content, str(what), max_tensors=MAX_TENSORS, schema=known)
     is_saved = "replicast" in file.metadata
     if is_saved and operation is not None:
         raise click.UsageError("A saved update has its own operations: leave --as out.")
@@ -192,7 +197,7 @@ def inspect(what: Path | Run, run: Run | None, operation: str | None, weight: fl
         click.echo("These are plain tensors. Say what to do with them, for example with --as add.")
         return 0 if run is None else 2
     kind = None if operation is None else EditKind(operation.replace("-", "_"))
-    update = update_in(content, str(what), kind, weight)
+    update = update_in(content, str(what), kind, weight, schema=known)
     return texts.print_examination(examine(update, None) if run is None else run.examine(update))
 
 

@@ -96,13 +96,16 @@ class Schema:
     def __contains__(self, name: object) -> bool:
         return name in self._variables
 
+    def find(self, name: str) -> Variable | None:
+        """The variable with this full name, or with this unique suffix that starts after a "/"."""
+        matches = [name] if name in self._variables else self._by_suffix.get(name, [])
+        return self._variables[matches[0]] if len(matches) == 1 else None
+
     def resolve(self, name: str) -> Variable:
-        """Finds a variable by its full name, or by any unique suffix of it that starts after a "/"."""
-        if name in self._variables:
-            return self._variables[name]
-        matches = self._by_suffix.get(name, [])
-        if len(matches) == 1:
-            return self._variables[matches[0]]
+        """As `find`; raises `UpdateRefused` if there is none."""
+        found, matches = self.find(name), self._by_suffix.get(name, [])
+        if found is not None:
+            return found
         if matches:
             problem = f"The name matches {len(matches)} variables"
             raise refused(name, problem, f"one of {_listed(matches, 20)}", name)

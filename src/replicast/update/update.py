@@ -21,6 +21,7 @@ from replicast.strictjson import json_value
 from replicast.tensorfiles import TensorFile, loads_strictly, parse_tensors, read_tensor_bytes, tensor_chunks
 from replicast.update.digest import blocks_of, digest_block, digest_of_blocks, name_of
 from replicast.update.edits import DTYPES, FLOAT_DTYPES, RESETS, Array, Edit, EditKind, refused
+from replicast.update.other_formats import Variables, edits_of_adapter, tensors_in
 
 # The parts of an update, built and checked from user input: values, JSON, plain tensors.
 
@@ -202,11 +203,16 @@ def edits_of_tensors(
     return tuple(edits)
 
 
-def update_in(content: memoryview, source: str, operation: EditKind | None, weight: float | None) -> Update:
-    """The update in the bytes of a file: a saved one; with an operation, an edit for each of its tensors."""
+def update_in(
+    content: memoryview, source: str, operation: EditKind | None, weight: float | None, **more: Any
+) -> Update:
+    """The update in the bytes of a file: a saved one; with an operation, an edit for each of its tensors.
+
+    `more` is for files of other tools (`tensors_in`).
+    """
     if operation is None:
         return Update.parse(content, source, remedy="Choose an operation (--add, --assign, …)")[0]
-    file = parse_tensors(content, source, max_tensors=MAX_TENSORS)
+    file = tensors_in(content, source, max_tensors=MAX_TENSORS, **more)
     if "replicast" in file.metadata:
         raise UpdateRefused(
             f"{source} is a saved update, which has its own operations",
@@ -533,11 +539,13 @@ class Update:
         author: str = "",
         id: str | None = None,  # noqa: A002 - the name of the thing
         max_bytes: int | None = None,
+        schema: Variables | None = None,
     ) -> Update:
-        """An update from a plain safetensors file of any tool: one edit for each variable it names.
+        """An update from a plain file of any tool: one edit for each variable it names.
 
-        Tensors are named like their variables. For rows, `name.indices` accompanies `name`; for low rank
-        there are `name.a` and `name.b`; for scale, each tensor is a scalar.
+        The file is safetensors, .npz, .npy (one array, named as the file), or .weights.h5 of Keras. Tensors
+        are named like their variables. For rows, `name.indices` accompanies `name`; for low rank there are
+        `name.a` and `name.b`; for scale, each tensor is a scalar.
 
         Args:
             path: The file.
@@ -547,6 +555,8 @@ class Update:
             author: Who.
             id: Random unless given.
             max_bytes: The largest file to read. Default: 4 GiB.
+            schema: The variables of the run, for .weights.h5, which has no names of its own:
+                `replicas.schema`, or `schema()` of a run.
 
         Raises:
             FileDamaged: The file cannot be read, is damaged, or too large.
@@ -558,9 +568,40 @@ class Update:
             one_of = f"one of {', '.join(one for one in EditKind if one not in RESETS)}"
             problem = "There is no such operation"
             raise UpdateRefused(problem, expected=one_of, received=str(operation)) from error
-        content = read_tensor_bytes(Path(path), max_tensors=MAX_TENSORS, max_bytes=max_bytes)
-        update = update_in(content, str(path), kind, weight)
+        limits: Any = {"max_tensors": MAX_TENSORS, "max_bytes": max_bytes}
+        content = read_tensor_bytes(Path(path), other_formats=True, **limits)
+        update = update_in(content, str(path), kind, weight, schema=schema, max_bytes=max_bytes)
         return cls(note=note, author=author, id=id).with_edits(update.edits)
+
+    @classmethod
+    def from_adapter(
+        cls,
+        path: Path | str,
+        schema: Variables,
+        *,
+        names: Mapping[str, str] | None = None,
+        note: str = "",
+        author: str = "",
+        id: str | None = None,  # noqa: A002 - the name of the thing
+    ) -> Update:
+        """An update from a LoRA adapter as PEFT saves it: the product of its factors is added, scaled.
+
+        Args:
+            path: The folder with `adapter_config.json` and `adapter_model.safetensors`.
+            schema: The variables of the run: `replicas.schema`, or `schema()` of a run.
+            names: The variable of each module. Both may have parts in braces, which match one part of a
+                module's name: `{"layers.{n}.q_proj": "block_{n}/query/kernel"}`. Default: the name of the
+                module with "/" for ".", and "/kernel" or "/embeddings".
+            note: Why.
+            author: Who.
+            id: Random unless given.
+
+        Raises:
+            FileDamaged: A file is missing, damaged, too large, or not a LoRA adapter.
+            UpdateRefused: Modules have no variable in the schema, or another shape.
+        """
+        edits = edits_of_adapter(Path(path), schema, names or {}, MAX_TENSORS)
+        return cls(note=note, author=author, id=id).with_edits(edits)
 
     def _with(self, operation: EditKind, variable: str, factor: Any = None, **values: Any) -> Update:
         return self.with_edits((*self.edits, edit_from_values(operation, variable, factor, values)))

@@ -1,0 +1,403 @@
+"""Tensors in files of other tools: .npy, .npz, .weights.h5, and folders with a LoRA adapter.
+
+Such a file is hostile until it is read. What its headers claim is checked against the bytes that there are
+before memory is taken for it, the arrays of one file take at most `max_bytes` together, compressed or not,
+and nothing is unpickled: an array of objects is refused by its dtype.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Annotated, Any, Protocol
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from replicast.errors import FileDamaged, UpdateRefused
+from replicast.tensorfiles import (
+    HDF5,
+    MAX_BYTES,
+    NUMPY,
+    ZIP,
+    TensorFile,
+    loads_strictly,
+    parse_tensors,
+    read_bytes,
+    read_tensor_bytes,
+)
+from replicast.update.edits import DTYPES, Array, Edit, EditKind, dtype_named
+
+_MAX_HEADER_BYTES = 10_000  # numpy's own limit
+_DEFLATE, _SHUFFLE, _FLETCHER32 = 1, 2, 3  # filters of HDF5 that are part of the library; others are plugins
+_DESCR = re.compile(rb"""['"]descr['"]\s*:\s*['"]([<>=|])([a-z])(\d{1,2})['"]""")
+_ORDER = re.compile(rb"""['"]fortran_order['"]\s*:\s*(True|False)""")
+_SHAPE = re.compile(rb"""['"]shape['"]\s*:\s*\(((?:\s*\d{1,15}\s*,?){0,32})\s*\)""")
+
+
+class _Variable(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+
+
+class Variables(Protocol):
+    """What of a `Schema` is used here: schema.py imports updates, which import this."""
+
+    def __iter__(self) -> Iterator[_Variable]: ...
+    def find(self, name: str) -> _Variable | None: ...
+    def resolve(self, name: str) -> _Variable: ...
+
+
+def tensors_in(
+    content: memoryview,
+    source: str,
+    *,
+    max_tensors: int,
+    name: str | None = None,
+    schema: Variables | None = None,
+    max_bytes: int | None = None,
+) -> TensorFile:
+    """The tensors in the bytes of a file of any known format.
+
+    `name` is that of the one array of a .npy file (default: the file's), `schema` is needed for the weights
+    of Keras, which have numbers instead of names.
+    """
+    limit = MAX_BYTES if max_bytes is None else max_bytes
+    beginning = bytes(content[:8])
+    if beginning.startswith(NUMPY):
+        array = _npy(io.BytesIO(content), len(content), source)
+        return TensorFile({}, {Path(source).stem if name is None else name: array})
+    if name is not None:
+        raise FileDamaged(source, verdict="has names of its own", expected="a .npy file after NAME=")
+    if beginning.startswith(ZIP):
+        return TensorFile({}, dict(_npz(content, source, max_tensors, limit)))
+    if beginning.startswith(HDF5):
+        return TensorFile({}, _h5(content, source, max_tensors, limit, schema))
+    return parse_tensors(content, source, max_tensors=max_tensors)
+
+
+def _npy(file: IO[bytes], nbytes: int, source: str) -> Array:
+    """Reads one array of `nbytes` bytes, header included.
+
+    The header is the text of a Python dict, which we do not evaluate: three expressions find what it says.
+    """
+    version = file.read(8)[6:7]
+    width = 2 if version == b"\1" else 4
+    length = int.from_bytes(file.read(width), "little")
+    header = file.read(length) if length <= _MAX_HEADER_BYTES else b""
+    descr, order, shape = (pattern.search(header) for pattern in (_DESCR, _ORDER, _SHAPE))
+    if descr is None or order is None or shape is None:
+        received = repr(header[:100]) if header else f"a header of {length} bytes"
+        # Objects, records and what numpy has no name for, as bfloat16.
+        problem = "its header does not describe an array of numbers"
+        raise FileDamaged(source, problem, expected="floats, integers or bools", received=received)
+    try:
+        dtype = np.dtype(f"{descr[1].decode()}{descr[2].decode()}{descr[3].decode()}")
+    except TypeError as error:
+        raise FileDamaged(source, f"its dtype is unknown ({error})") from error
+    sizes = tuple(int(size) for size in re.findall(rb"\d+", shape[1]))
+    _check_array(source, sizes, dtype)
+    size = math.prod(sizes) * dtype.itemsize
+    if size != nbytes - 8 - width - length:
+        expected, received = f"{size} bytes of data", f"{nbytes - 8 - width - length}"
+        problem = "it does not have the size given in its header"
+        raise FileDamaged(source, problem, expected=expected, received=received)
+    data = file.read(size)
+    if len(data) != size:
+        raise FileDamaged(source, verdict="is truncated", expected=f"{size} bytes of data")
+    return _frozen(np.frombuffer(data, dtype).reshape(sizes, order="F" if order[1] == b"True" else "C"))
+
+
+def _check_array(source: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    if dtype.name not in DTYPES or len(shape) > 32:
+        expected = "floats, integers or bools"
+        raise FileDamaged(
+            source, "it has an array of another dtype", expected=expected, received=str(dtype)[:100]
+        )
+
+
+def _frozen(array: Array) -> Array:
+    array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False)).reshape(array.shape)
+    array.flags.writeable = False  # So `Update` does not copy it again.
+    return array
+
+
+def _npz(content: memoryview, source: str, max_tensors: int, limit: int) -> Iterator[tuple[str, Array]]:
+    packed = bytes(content)
+    # Before zipfile reads the list, of which it believes the length: an entry takes ten times its bytes.
+    if packed.count(b"PK\1\2") > max_tensors:
+        raise FileDamaged(source, verdict="has too many arrays", expected=f"at most {max_tensors}")
+    try:
+        with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+            entries, found = archive.infolist(), set[str]()
+            # A reader of zipfile gives no more than the size that the list has.
+            _check_total(source, sum(one.file_size for one in entries), limit)
+            for one in entries:
+                name = one.filename.removesuffix(".npy")
+                if name == one.filename or name in found:
+                    expected = "arrays as numpy.savez writes them, each name once"
+                    raise FileDamaged(source, expected=expected, received=one.filename[:200])
+                if one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise FileDamaged(source, "its compression is not that of numpy.savez_compressed")
+                found.add(name)
+                with archive.open(one) as file:
+                    yield name, _npy(file, one.file_size, f"{source}: {name}")
+    except FileDamaged:
+        raise
+    except Exception as error:  # zipfile raises whatever its parts do.
+        raise FileDamaged(source, str(error)[:200], verdict="is not a valid .npz file") from error
+
+
+def _h5(
+    content: memoryview, source: str, max_tensors: int, limit: int, schema: Variables | None
+) -> dict[str, Array]:
+    """Every dataset of an HDF5 file, which the HDF5 library parses; nothing outside it is opened."""
+    try:
+        import h5py
+    except ImportError as error:
+        remedy = "pip install h5py, or write a .npz or .safetensors file"
+        raise FileDamaged(source, "h5py is not installed", verdict="cannot be read", remedy=remedy) from error
+    found, layers = dict[str, Array](), dict[str, str]()
+    try:
+        with h5py.File(io.BytesIO(content), "r") as file:
+            groups, seen, total = [("", file)], 0, 0
+            while groups:
+                path, group = groups.pop()
+                for key in group:
+                    seen += 1
+                    name = f"{path}/{key}" if path else key
+                    # Hard links may make a circle, whose names grow until one of the limits.
+                    if seen > 4 * max_tensors or name.count("/") > 100:
+                        raise FileDamaged(source, verdict="has too many groups")
+                    if not isinstance(group.get(key, getlink=True), h5py.HardLink):
+                        problem = f"{name!r} is a link, perhaps into another file"
+                        raise FileDamaged(source, problem, expected="values in the file itself")
+                    one = group[key]
+                    if isinstance(one, h5py.Group):
+                        groups.append((name, one))
+                        if key == "vars" and isinstance(one.attrs.get("name"), str):
+                            layers[path] = one.attrs["name"]
+                        continue
+                    total += _checked_h5(f"{source}: {name}", one)
+                    _check_total(source, total, limit)
+                    if not name.startswith("optimizer/vars/"):  # Of a compiled model; its steps are not ours.
+                        found[name] = _frozen(np.asarray(one[()]))
+    except FileDamaged:
+        raise
+    except Exception as error:  # h5py raises OSError, RuntimeError, KeyError and others, as HDF5 finds it.
+        raise FileDamaged(source, str(error)[:200], verdict="is not a valid HDF5 file") from error
+    return _with_keras_names(found, layers, source, schema) if layers else found
+
+
+def _checked_h5(source: str, dataset: Any) -> int:
+    """The size of a dataset, whose values lie in the file, and are unpacked by the HDF5 library alone."""
+    shape, created = dataset.shape, dataset.id.get_create_plist()
+    if shape is None or dataset.is_virtual or dataset.external:
+        problem = "it is empty, virtual, or its values lie in another file"
+        raise FileDamaged(source, problem, expected="values in the file itself")
+    _check_array(source, shape, dataset.dtype)
+    size: int = math.prod(shape) * dataset.dtype.itemsize
+    filters = {created.get_filter(number)[0] for number in range(created.get_nfilters())}
+    if not filters <= {_DEFLATE, _SHUFFLE, _FLETCHER32}:
+        raise FileDamaged(source, "it needs a filter that is not part of HDF5", expected="gzip or none")
+    if math.prod(dataset.chunks or (0,)) * dataset.dtype.itemsize > 2 * max(size, 2**20):
+        raise FileDamaged(source, "its chunks are larger than its values")
+    if not filters and dataset.id.get_storage_size() < size:
+        raise FileDamaged(source, "its values are not all in the file", expected=f"{size} bytes")
+    return size
+
+
+def _with_keras_names(
+    found: Mapping[str, Array], layers: Mapping[str, str], source: str, schema: Variables | None
+) -> dict[str, Array]:
+    """Tensors by the variables of a run. Keras writes `…/vars/0` for the first variable of a layer.
+
+    Each group has the name of its layer or model. With those above it, it is the path of a layer in the
+    model; the outermost names are left out where the variables do not have them.
+    """
+    if schema is None:
+        remedy = "Update.from_tensors(…, schema=run.schema()); for inspect, --run RUN"
+        raise FileDamaged(source, verdict="has Keras weights, whose names depend on the model", remedy=remedy)
+    of_layer: dict[str, list[str]] = {}
+    for kind in ("trainable", "non_trainable"):
+        for variable in schema:
+            if variable.kind == kind:
+                of_layer.setdefault(variable.name.rpartition("/")[0], []).append(variable.name)
+    named, missing = dict[str, Array](), list[str]()
+    for path, array in found.items():
+        group, _, number = path.partition("vars/") if path.startswith("vars/") else path.rpartition("/vars/")
+        above = group.split("/") if group else []
+        parts = [layers.get("/".join(above[:depth])) for depth in range(len(above) + 1)]
+        names = [part for part in parts if part is not None]
+        variables: list[str] = []
+        for start in range(len(names)):
+            layer = "/".join(names[start:])
+            matches = [one for one in of_layer if f"/{one}".endswith(f"/{layer}")]
+            if matches:
+                variables = of_layer[matches[0]] if len(matches) == 1 else []
+                break
+        if number.isdecimal() and int(number) < len(variables) and variables[int(number)] not in named:
+            named[variables[int(number)]] = array
+        else:
+            missing.append("/".join(names) + f", variable {number}")
+    if missing:
+        listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        problem = f"{len(missing)} of {len(found)} of its variables are not in the model"
+        raise FileDamaged(source, problem, verdict="does not fit the run", received=listed)
+    return named
+
+
+def _check_total(source: str, nbytes: int, limit: int) -> None:
+    if nbytes > limit:
+        expected, received = f"at most {limit} bytes", f"{nbytes} bytes"
+        raise FileDamaged(source, verdict="is too large", expected=expected, received=received)
+
+
+# A LoRA adapter as PEFT saves it. For a module whose weight W is (out, in), as torch has it, the file has A
+# (rank, in) and B (out, rank), and means W + B A · alpha / rank. Keras' kernel is the transpose of W: it gets
+# Aᵀ (Bᵀ · alpha / rank). So do embeddings.
+
+CONFIG, TENSORS, _PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(.+)\.lora_(embedding_)?(A|B)(?:\.weight)?")
+_PART = re.compile(r"\{(\w+)\}")
+_MAX_CONFIG_BYTES = 2**20
+_LISTED = 10
+
+
+class _Config(Struct):
+    """What of the configuration decides what is added."""
+
+    peft_type: str
+    lora_alpha: Annotated[float, Meta(gt=0)]
+    r: Annotated[int, Meta(ge=1)]
+    use_rslora: bool = False
+    use_dora: bool = False
+    alpha_pattern: dict[str, float] | None = None
+
+    def scale(self, module: str, rank: int) -> float:
+        ends = (
+            alpha for end, alpha in (self.alpha_pattern or {}).items() if f".{module}".endswith(f".{end}")
+        )
+        return next(ends, self.lora_alpha) / (rank**0.5 if self.use_rslora else rank)
+
+
+def edits_of_adapter(
+    folder: Path, schema: Variables, names: Mapping[str, str], max_tensors: int
+) -> tuple[Edit, ...]:
+    config = _config(folder)
+    path = folder / TENSORS
+    if not path.exists() and (folder / _PICKLE).exists():
+        remedy = "save_pretrained(…, safe_serialization=True) writes a safetensors file"
+        raise FileDamaged(folder / _PICKLE, verdict="is a pickle, which is not read", remedy=remedy)
+    file = parse_tensors(read_tensor_bytes(path, max_tensors=max_tensors), str(path), max_tensors=max_tensors)
+    factors: dict[tuple[str, bool], dict[str, Array]] = {}
+    for name, array in file.tensors.items():
+        found = _FACTOR.fullmatch(name)
+        if found is None or array.ndim != 2:
+            # Biases, modules_to_save, magnitudes of DoRA: without them the update would be another one.
+            problem = "it has tensors that are not factors of LoRA"
+            expected = "lora_A and lora_B of two dimensions"
+            remedy = "Save them apart, and push them with --add or --assign"
+            raise FileDamaged(path, problem, expected=expected, received=name[:200], remedy=remedy)
+        module = found[1].removeprefix(_PREFIX)
+        factors.setdefault((module, found[2] is not None), {})[found[3]] = array
+    rules = [(_compiled(pattern), target) for pattern, target in names.items()]
+    edits, missing, taken = list[Edit](), list[str](), dict[str, str]()
+    for (module, is_embedding), pair in factors.items():
+        if len(pair) != 2:
+            raise FileDamaged(path, f"{module} has no lora_{'B' if 'A' in pair else 'A'}")
+        variable = _variable_of(module, "embeddings" if is_embedding else "kernel", schema, rules)
+        if variable is None:
+            missing.append(module)
+            continue
+        if taken.setdefault(variable.name, module) != module:
+            problem = f"Two modules of the adapter have this variable: {taken[variable.name]} and {module}"
+            raise UpdateRefused(problem, variable=variable.name, remedy="Name the variable of each")
+        edits.append(_edit(variable, pair["A"], pair["B"], config.scale(module, pair["A"].shape[0])))
+    if missing:
+        more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+        raise UpdateRefused(
+            f"{len(missing)} of {len(factors)} modules of the adapter are not variables of the run",
+            received=", ".join(missing[:_LISTED]) + more,
+            remedy="Name their variables, as in --names 'layers.{n}.q_proj=block_{n}/query/kernel'. For the "
+            "variables of a run: replicast inspect RUN",
+        )
+    return tuple(edits)
+
+
+def _config(folder: Path) -> _Config:
+    path = folder / CONFIG
+    text = bytes(read_bytes(path, max_bytes=_MAX_CONFIG_BYTES))
+    try:
+        config = msgspec.convert(loads_strictly(text, str(path), "content"), _Config)
+    except msgspec.ValidationError as error:
+        raise FileDamaged(path, f"it is not the configuration of a LoRA adapter ({error})") from error
+    if config.peft_type != "LORA" or config.use_dora:
+        received = "DoRA" if config.use_dora else config.peft_type[:100]
+        verdict = "is for another kind of adapter"
+        raise FileDamaged(path, verdict=verdict, expected="LORA", received=received)
+    for end in config.alpha_pattern or {}:
+        if not re.fullmatch(r"[\w.]+", end):  # PEFT would take it as an expression; this one is not ours.
+            problem = "alpha_pattern has an expression"
+            raise FileDamaged(path, problem, expected="the ends of names", received=end[:200])
+    return config
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """A pattern for modules: `{n}` matches one part of a name, or some of it; what comes before is free."""
+    parts = _PART.split(pattern.removeprefix(_PREFIX))
+    text = "".join(f"(?P<{part}>[^.]+)" if place % 2 else re.escape(part) for place, part in enumerate(parts))
+    try:
+        return re.compile(rf"(?:.*\.)?{text}")
+    except re.error as error:
+        raise UpdateRefused(f"A name has a pattern that is not valid ({error})", received=pattern) from error
+
+
+def _variable_of(
+    module: str, leaf: str, schema: Variables, rules: list[tuple[re.Pattern[str], str]]
+) -> _Variable | None:
+    for pattern, target in rules:
+        if (match := pattern.fullmatch(module)) is not None:
+            # An author's name that does not exist is an error of its own.
+            name = target
+            for part, value in match.groupdict().items():
+                name = name.replace(f"{{{part}}}", value)
+            return schema.resolve(name)
+    # The name that a variable may have: the path of the module, or the end of it.
+    parts = module.split(".")
+    names = ("/".join([*parts[start:], leaf]) for start in range(len(parts)))
+    return next((one for name in names if (one := schema.find(name)) is not None), None)
+
+
+def _edit(variable: _Variable, a: Array, b: Array, scale: float) -> Edit:
+    dtype = dtype_named(variable.dtype)
+    wide = np.dtype("float64" if dtype == np.float64 else "float32")
+    left, right = a.T.astype(wide), b.T.astype(wide) * wide.type(scale)
+    if (
+        a.shape[0] == b.shape[1]
+        and len(variable.shape) > 2
+        and _folds(variable.shape, a.shape[1], b.shape[0])
+    ):
+        # The kernel of an EinsumDense, as attention has it: inputs or outputs in several dimensions.
+        value = (left @ right).reshape(variable.shape).astype(dtype)
+        return Edit(EditKind.ADD, variable.name, {"value": _frozen(value)})
+    factors = {"a": _frozen(left.astype(dtype)), "b": _frozen(right.astype(dtype))}
+    return Edit(EditKind.ADD_LOW_RANK, variable.name, factors)
+
+
+def _folds(shape: tuple[int, ...], inputs: int, outputs: int) -> bool:
+    """Whether a kernel has these inputs in its first dimensions, and the outputs in the rest."""
+    sizes = [int(np.prod(shape[:split])) for split in range(1, len(shape))]
+    return inputs in sizes and inputs * outputs == int(np.prod(shape))
