@@ -34,11 +34,6 @@ def broadcast(rate: str) -> Contestant:
     return contestant("TF broadcast fused + add", factory, rate, role="peer")
 
 
-def fallback(rate: str) -> Contestant:
-    name = "replicast where hosts cannot connect: TF broadcast"
-    return contestant(name, f"{MODULE}:BroadcastTransfer", f"{rate}:broadcast", role="part")
-
-
 def shaped(rate: str, megabits: int, megabytes: int, *, four_hosts: bool) -> Question:
     """An update over links of a given rate, as `tc` has it and in Mbit/s."""
     task = Task(megabytes=megabytes)
@@ -63,32 +58,21 @@ UNSHAPED = Question(
     name="hosts",
     title=f"An update of {Task()} between hosts, links without a limit",
     unit="ms until the last host has it",
-    contestants=(
-        chain("full"),
-        socket("full"),
-        propose("full"),
-        broadcast("full"),
-        fallback("full"),
-    ),
+    contestants=(chain("full"), socket("full"), propose("full"), broadcast("full")),
     task=Task(),
     ratios=(
         Ratio("plain socket's time / transport's", socket("full"), chain("full"), "at least", 0.7),
         Ratio("replicast propose / TF broadcast fused", propose("full"), broadcast("full"), "at most", 1.0),
-        Ratio("TF broadcast as transport / chain", fallback("full"), chain("full")),
     ),
     notes=(TURNS, SHARED),
     budget_secs=150.0,
 )
-STALLS = "benchmarks.stall_replicast:InMemory"
-STALL_CHAIN = contestant("update by the chain", STALLS, "full")
-STALL_BROADCAST = contestant("update by TF broadcast", STALLS, "full:broadcast", role="part")
 STALL = Question(
     name="hosts-stall",
     title=f"How long an update of {Task()} from another host stops training",
     unit="ms on the slowest worker",
-    contestants=(STALL_CHAIN, STALL_BROADCAST),
+    contestants=(contestant("update by the chain", "benchmarks.stall_replicast:InMemory", "full"),),
     task=Task(),
-    ratios=(Ratio("chain / TF broadcast", STALL_CHAIN, STALL_BROADCAST, "at most", 1.1),),
     notes=(TURNS, "The bytes arrive before, in the background; the stall is `assign_add` and the meeting."),
     turns=2,
     budget_secs=120.0,

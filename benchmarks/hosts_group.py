@@ -14,14 +14,13 @@ class HostWorkers(Workers):
     """One worker on each host.
 
     Args:
-        pool: "hosts:RATE", or "hosts:RATE:broadcast" for TensorFlow's broadcast instead of the chain.
-            RATE as `tc` has it, such as "200mbit", or "full".
+        pool: "hosts:RATE", as `tc` has it, such as "200mbit", or "full".
         size: The number of hosts.
     """
 
     def __init__(self, pool: str, size: int) -> None:
         super().__init__(pool, size)
-        _, self._rate, self._way = (*pool.split(":"), "")[:3]
+        _, self._rate = pool.split(":")
         self._network: Network | None = None
 
     def end(self) -> None:
@@ -31,8 +30,7 @@ class HostWorkers(Workers):
             self._network = None
 
     def _launch(self, address: str) -> None:
-        factory = "hosts_broadcast" if self._way == "broadcast" else "replicast"
-        worker = [sys.executable, "-m", "benchmarks.worker", address, f"benchmarks.shared:{factory}"]
+        worker = [sys.executable, "-m", "benchmarks.worker", address, "benchmarks.shared:replicast"]
         self._network = Network(self._size)
         if self._rate != "full":
             self._network.shape(self._rate)

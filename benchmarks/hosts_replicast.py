@@ -6,15 +6,14 @@ import json
 import os
 import socket
 import time
-from typing import Any
 
 import numpy as np
 
 from benchmarks.runner import Array, Implementation, Times
+from replicast.codec import decode, encode
 from replicast.config import read_cluster
-from replicast.coordination import Participant
-from replicast.replicas.channel import decode, encode
-from replicast.transport import BroadcastTransport, ChainTransport, Parcel, open_transport
+from replicast.coordination import DirectExchange
+from replicast.transport import ChainTransport, Parcel, open_transport
 
 PORT = 5001
 WAIT_SECS = 60.0
@@ -62,13 +61,11 @@ class PlainSocket(Implementation):
 class Transfer(Implementation):
     """A parcel from the memory of the source's host into that of every other host, verified on each."""
 
-    kind: type[Any] = ChainTransport
-
     def setup(self) -> None:
         self.name = f"bench-{type(self).__name__}-{self.task.megabytes}"
-        member = Participant(self.group.coordination, self.rank, self.workers, os.environ)
-        self.transport = open_transport(member, self.name)
-        assert type(self.transport) is self.kind
+        exchange = DirectExchange(self.group.coordination, self.name, self.rank, self.workers)
+        self.transport = open_transport(exchange, os.environ, WAIT_SECS)
+        assert isinstance(self.transport, ChainTransport)
         self.parcel: Parcel | None = None
         self.arrays: list[Array] = []
 
@@ -91,9 +88,3 @@ class Transfer(Implementation):
         start = time.monotonic_ns()
         self.arrays = self.transport.receive(self.parcel, WAIT_SECS)
         return start, time.monotonic_ns()
-
-
-class BroadcastTransfer(Transfer):
-    """The same by TensorFlow's broadcast, as between hosts that cannot connect to each other."""
-
-    kind = BroadcastTransport

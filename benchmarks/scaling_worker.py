@@ -13,8 +13,8 @@ import numpy as np
 
 from benchmarks.runner import Array
 from replicast import Update
-from replicast.coordination import Participant
-from replicast.replicas.channel import decode, encode
+from replicast.codec import decode, encode
+from replicast.coordination import DirectExchange
 from replicast.transport import ChainTransport, Parcel, open_transport
 from tests.hosts.transfer import FileCoordination
 
@@ -51,7 +51,7 @@ class Host:
         self._rank = rank
         self._size = size
         self._keys = FileCoordination(directory)
-        self._transport = open_transport(Participant(self._keys, rank, size, os.environ), "scaling")
+        self._transport = open_transport(DirectExchange(self._keys, "scaling", rank, size), os.environ, 60.0)
         assert isinstance(self._transport, ChainTransport)
 
     def transfer(self, name: str, what: str) -> tuple[int, float]:

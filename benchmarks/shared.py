@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 
@@ -16,13 +15,6 @@ def replicast() -> Any:
     import replicast
 
     return replicast.Strategy()
-
-
-def hosts_broadcast() -> Any:
-    """As if the hosts could not connect to each other: updates go by TensorFlow's broadcast."""
-    strategy = replicast()
-    del os.environ["TF_CONFIG"]
-    return strategy
 
 
 def torch() -> Any:

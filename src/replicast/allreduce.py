@@ -46,8 +46,9 @@ import math
 import os
 import threading
 import time
+import uuid
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -55,15 +56,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from replicast.config import shared_memory_directory
-from replicast.coordination import Participant
+from replicast.config import host_id, shared_memory_directory
+from replicast.coordination import DirectExchange
 from replicast.errors import JobFailed
 from replicast.mapped_memory import Bytes, aligned, map_shared, memory_to_fill
 from replicast.tensorfiles import Array
-from replicast.transport.opening import hosts_of_job, wait_until_all
 from replicast.transport.shared import SharedFile, name_prefix, opened, remove_leftovers
 
 SEVERAL_HOSTS = "the workers are on several hosts"
+OPEN_SECS = 120.0  # How long workers wait for each other, in each round at the start.
 SLOTS = 4  # How many chunks a part holds.
 # Small enough that what one worker writes is still in the cache when another one reads it.
 CHUNK_BYTES = 1 << 18
@@ -72,55 +73,50 @@ CHECK_SECS = 0.2  # How long a worker sleeps before it checks whether the job ha
 # Attempts before a worker sleeps, about 70 microseconds: less than it takes to fall asleep and wake up.
 SPINS = 100
 _LAYOUTS_KEPT = 64
-_PREFIX = "replicast/allreduce"
 
 
 # --- Opening: on all workers, or on none -----------------------------------------------------------------
 
 
-def open_exchange(member: Participant, unwilling: str | None) -> Exchange | str:
-    """The exchange of this job. On every worker; blocks until all have said whether they can take part."""
+def open_exchange(
+    direct: DirectExchange, environ: Mapping[str, str], check: Callable[[], None], unwilling: str = ""
+) -> Exchange | str:
+    """The exchange of this job, or why there is none. On every worker; all get the same answer.
 
-    rank, size = member.rank, member.size
-
-    def first_problem(question: str, own: str | None) -> str | None:
-        key = f"{_PREFIX}/{question}"
-        member.coordination.put(f"{key}/{rank}", json.dumps(own))
-        wait = wait_until_all(member, "say whether it has shared memory")
-        problems: list[str | None] = [json.loads(text) for text in wait.collect(key, rank, size).values()]
-        return next((problem for problem in problems if problem is not None), None)
-
-    hosts, job = hosts_of_job(member, _PREFIX)
-    if len(set(hosts)) > 1:
-        return SEVERAL_HOSTS
+    Blocks until all have said whether they can take part. `check` raises when the job has failed.
+    """
+    rank, size, directory = direct.rank, direct.size, shared_memory_directory(environ)
+    path, problem = directory / f"{name_prefix()}{uuid.uuid4().hex}-allreduce", unwilling
     with contextlib.ExitStack() as on_failure:
-        file, problem = None, unwilling
-        if problem is None:
+        if not problem:
             try:
-                directory = shared_memory_directory(member.environ)
                 remove_leftovers(directory)
                 file = SharedFile(directory, part_bytes(size))
                 on_failure.callback(file.remove)
                 own = WorkerPart.of(file, size)
-                name = f"{name_prefix()}{job}-allreduce-"
-                file.complete(directory / f"{name}{rank}")
+                file.complete(path)
             except OSError as error:
                 problem = f"worker {rank} has no shared memory ({error})"
-        problem = first_problem("created", problem)
-        if problem is not None or file is None:
-            return problem or "unreachable"
+        said = json.dumps((host_id(environ), path.name, problem))
+        told = [json.loads(text) for text in direct.agree("shared memory", said, OPEN_SECS).values()]
+        if len({host for host, _, _ in told}) > 1:
+            return SEVERAL_HOSTS
+        for _, _, theirs in told:
+            if theirs:
+                return str(theirs)
         try:
             parts = [
-                own if w == rank else WorkerPart.open(directory / f"{name}{w}", size) for w in range(size)
+                own if worker == rank else WorkerPart.open(directory / name, size)
+                for worker, (_, name, _) in enumerate(told)
             ]
         except OSError as error:
             problem = f"worker {rank} cannot map the shared memory of all workers ({error})"
-        problem = first_problem("mapped", problem)
-        if problem is not None:
-            return problem
+        for theirs in direct.agree("mapping", problem, OPEN_SECS).values():
+            if theirs:
+                return theirs
         file.hide()
         on_failure.pop_all()
-    return Exchange(rank, parts, member.check)
+    return Exchange(rank, parts, check)
 
 
 # --- One call ----------------------------------------------------------------------------------------------

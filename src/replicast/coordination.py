@@ -3,9 +3,9 @@
 MultiWorkerMirroredStrategy already runs such a service, in worker 0; `ServiceCoordination` is the only place
 that calls it. `MemoryCoordination` is its in-memory twin, for tests in which threads act as workers.
 
-`Wait.collect` gathers a value from every worker: worker 0 reads each value once and publishes all of them
-together. If every worker read the value of every other one, the number of reads would grow with the square of
-the workers, and all of them go to worker 0. Its keys:
+`DirectExchange.agree` is how every answer of all workers is gathered: worker 0 reads each value once and
+publishes all of them together. If every worker read the value of every other one, the number of reads would
+grow with the square of the workers, and all of them go to worker 0. Its keys:
 
     KEY/RANK    by each worker: its value
     KEY/all     by worker 0: the values of all workers, or which of them is missing
@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import json
 import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from replicast.errors import JobFailed
+from replicast.errors import ClusterError, JobFailed
 
 # After this many timed-out waits of a worker for one key, the service is made to release them.
 MAX_TIMED_OUT_WAITS = 20
@@ -40,6 +41,7 @@ FORGET_SECS = 60.0
 LOOK_SECS = 1.0
 # The others wait longer than worker 0, which may have come later and has to find out who is missing.
 LIST_SECS = 5.0
+MOST_NAMED = 10  # How many missing workers an error names: each takes worker 0 a third of a second to find.
 
 _TASK = r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)"
 _NO_HEARTBEATS = re.compile(rf"stopped sending heartbeats\)?:?\s+{_TASK}")
@@ -265,78 +267,141 @@ class MemoryCoordination(Coordination):
         self.aborted.append(message)
 
 
-class Wait:
-    """Waits for keys until a time that is the same for all of them, and calls `look` about once a second."""
+@dataclass(eq=False, repr=False)
+class DirectExchange:
+    """What workers that are all at the same line of the script say to each other. Any thread may call it.
 
-    def __init__(
-        self,
-        coordination: Coordination,
-        secs: float,
-        late: Callable[[int], JobFailed],
-        look: Callable[[str, int], None] = lambda key, worker: None,
-    ) -> None:
-        self._coordination = coordination
-        self._late = late
-        self._until = time.monotonic() + secs
-        self._look = look
+    Every worker makes the same calls in the same order, under a name that only these calls have. Each wait
+    has a deadline, and the error names the workers that are missing. About once a second it asks `has_left`
+    about the worker that it waits for, which raises if the job has failed.
+    """
 
-    def value(self, key: str, worker: int) -> str:
-        """The value of a key, once a worker has written it."""
-        value = self._value_or_none(key, worker, self._until)
+    coordination: Coordination
+    name: str
+    rank: int
+    size: int
+    has_left: Callable[[int], bool] = lambda worker: False
+
+    def tell(self, what: str, value: str) -> None:
+        self.coordination.put(self._key(what), value)
+
+    def hear(self, what: str, timeout_secs: float, worker: int = 0) -> str:
+        """The value that a worker has told. Blocks at most `timeout_secs`."""
+        value = self._value(self._key(what), worker, time.monotonic() + timeout_secs, self._check_not_left)
         if value is None:
-            raise self._late(worker)
+            raise self._late([worker], what, timeout_secs)
         return value
 
-    def _value_or_none(self, key: str, worker: int, until: float) -> str | None:
-        while True:
-            secs = max(PEEK_SECS, min(LOOK_SECS, until - time.monotonic()))
-            value = self._coordination.get(key, secs)
-            if value is not None or time.monotonic() >= until:
-                return value
-            self._look(key, worker)
+    def agree(
+        self, what: str, value: str, timeout_secs: float, look: Callable[[str, int], None] | None = None
+    ) -> dict[int, str]:
+        """Every worker gives its value and gets everyone's, by rank. Blocks until all have.
 
-    def collect(self, key: str, rank: int, size: int) -> dict[int, str]:
-        """The values of all workers, by rank. All of them call it, each when it has written its own."""
-        if rank == 0:
-            return self._publish(key, size)
-        told = self._value_or_none(f"{key}/all", 0, self._until + LIST_SECS)
+        Workers other than 0 wait some seconds longer for what worker 0 says about missing ones. `look` is
+        called about once a second with the key and the worker that is waited for.
+        """
+        key, look = self._key(what), look or self._check_not_left
+        self.coordination.put(f"{key}/{self.rank}", value)
+        until = time.monotonic() + timeout_secs
+        if self.rank == 0:
+            return self._publish(what, key, timeout_secs, until, look)
+        told = self._value(f"{key}/all", 0, until + LIST_SECS, look)
         if told is not None:
             return _listed(told)
         # Worker 0 has not come, or came later and has not given up yet.
         until = time.monotonic() + LIST_SECS
         values: dict[int, str] = {}
-        for worker in range(size):
-            value = self._coordination.peek(f"{key}/{worker}")
-            if value is None or time.monotonic() > until:
-                raise self._late(worker if value is None else 0)
-            values[worker] = value
+        for worker in range(self.size):
+            found = self.coordination.peek(f"{key}/{worker}")
+            if found is None or time.monotonic() > until:
+                raise self._late([worker if found is None else 0], what, timeout_secs)
+            values[worker] = found
         return values
 
-    def _publish(self, key: str, size: int) -> dict[int, str]:
-        listed = f"{key}/all"
+    def require_same(self, what: str, value: str, timeout_secs: float, *, problem: str, remedy: str) -> None:
+        """As `agree`; raises on all workers if one has another value than worker 0."""
+        said = self.agree(what, value, timeout_secs)
+        for worker, theirs in said.items():
+            if theirs != said[0]:
+                raise ClusterError(
+                    f"{problem.format(worker)} worker 0",
+                    remedy=remedy,
+                    received=f"{theirs[:200]}, worker 0: {said[0][:200]}",
+                )
+
+    def forget_agreed(self, what: str) -> None:
+        """Removes this worker's value, once all workers are known to have read it."""
+        key = self._key(what)
+        self.coordination.delete(f"{key}/{self.rank}")
+        if self.rank == 0:
+            self.coordination.delete(f"{key}/all")
+
+    def check_nobody_left(self) -> None:
+        """Raises if another worker has reached the end of its script and will not arrive here."""
+        for worker in range(self.size):
+            if worker != self.rank and self.has_left(worker):
+                raise self._gone(worker)
+
+    def _key(self, what: str) -> str:
+        return f"replicast/{self.name}/{what}"
+
+    def _value(self, key: str, worker: int, until: float, look: Callable[[str, int], None]) -> str | None:
+        while True:
+            secs = max(PEEK_SECS, min(LOOK_SECS, until - time.monotonic()))
+            value = self.coordination.get(key, secs)
+            if value is not None or time.monotonic() >= until:
+                return value
+            look(key, worker)
+
+    def _publish(
+        self, what: str, key: str, timeout_secs: float, until: float, look: Callable[[str, int], None]
+    ) -> dict[int, str]:
+        """Worker 0: reads what each worker says, and tells all of them, or who is missing."""
+        values: dict[int, str] = {}
         try:
-            values = {worker: self.value(f"{key}/{worker}", worker) for worker in range(size)}
+            for worker in range(self.size):
+                found = self._value(f"{key}/{worker}", worker, until, look)
+                if found is None:
+                    others = (w for w in range(worker + 1, self.size) if self._is_missing(f"{key}/{w}"))
+                    raise self._late([worker, *itertools.islice(others, MOST_NAMED - 1)], what, timeout_secs)
+                values[worker] = found
         except JobFailed as error:
             with contextlib.suppress(JobFailed):  # the service is gone
-                self._coordination.put(listed, json.dumps({"missing": error.worker, "problem": str(error)}))
+                said = json.dumps({"missing": error.worker, "problem": str(error)})
+                self.coordination.put(f"{key}/all", said)
             raise
-        if self._coordination.put(listed, json.dumps({"values": list(values.values())})):
+        if self.coordination.put(f"{key}/all", json.dumps({"values": list(values.values())})):
             return values
-        return _listed(self.value(listed, 0))  # of an earlier call, which the others have read
+        told = self._value(f"{key}/all", 0, until, look)  # of an earlier call, which the others have read
+        if told is None:
+            raise self._late([0], what, timeout_secs)
+        return _listed(told)
 
+    def _is_missing(self, key: str) -> bool:
+        return self.coordination.peek(key) is None
 
-@dataclass(frozen=True, slots=True)
-class Participant:
-    """A worker that opens something together with all others; `check` raises when the job has failed."""
+    def _late(self, missing: Sequence[int], what: str, timeout_secs: float) -> JobFailed:
+        one = len(missing) == 1
+        named = f"worker{'' if one else 's'} {', '.join(map(str, missing))}"
+        more = " and perhaps more" if len(missing) == MOST_NAMED else ""
+        return JobFailed(
+            f"worker {self.rank} waited {timeout_secs:.0f} s for {named}{more}, which did not send "
+            f"{'its' if one else 'their'} {what}. Every worker must make the same calls to replicast: see "
+            f"{'its log' if one else 'their logs'} for the reason",
+            worker=missing[0],
+        )
 
-    coordination: Coordination
-    rank: int
-    size: int
-    environ: Mapping[str, str]
-    check: Callable[[], None] = lambda: None
+    def _check_not_left(self, key: str, worker: int) -> None:
+        # What it wrote before it left has arrived by now.
+        if self.has_left(worker) and self.coordination.get(key, LOOK_SECS) is None:
+            raise self._gone(worker)
 
-    def wait(self, secs: float, late: Callable[[int], JobFailed]) -> Wait:
-        return Wait(self.coordination, secs, late, lambda key, worker: self.check())
+    def _gone(self, worker: int) -> JobFailed:
+        return JobFailed(
+            f"worker {worker} reached the end of its script while worker {self.rank} waits for it. Every "
+            "worker must make the same calls to replicast",
+            worker=worker,
+        )
 
 
 def _listed(text: str) -> dict[int, str]:

@@ -26,12 +26,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from replicast.coordination import LOOK_SECS, Coordination, Wait
+from replicast.coordination import LOOK_SECS, Coordination, DirectExchange
 from replicast.errors import JobFailed
 
 logger = logging.getLogger("replicast")
 
-PREFIX = "replicast/lifetime"
+NAME = "lifetime"
 POLL_SECS = 0.3
 REMIND_SECS = 30.0
 TURNS_KEPT = 100  # The keys of a turn are deleted after this many later turns.
@@ -46,18 +46,18 @@ class JobKeys:
     def put(self, key: str, value: dict[str, Any]) -> bool:
         """Returns whether it was written: not if it exists. A lost service is only logged: `get` raises."""
         try:
-            return self.coordination.put(f"{PREFIX}/{key}", json.dumps(value))
+            return self.coordination.put(f"replicast/{NAME}/{key}", json.dumps(value))
         except JobFailed:
             logger.debug("could not publish %s", key, exc_info=True)
             return False
 
     def get(self, key: str, timeout_secs: float | None = None) -> dict[str, Any] | None:
         timeout = POLL_SECS if timeout_secs is None else timeout_secs
-        text = self.coordination.get(f"{PREFIX}/{key}", timeout)
+        text = self.coordination.get(f"replicast/{NAME}/{key}", timeout)
         return None if text is None else dict(json.loads(text))
 
     def delete(self, key: str) -> None:
-        self.coordination.delete(f"{PREFIX}/{key}")
+        self.coordination.delete(f"replicast/{NAME}/{key}")
 
 
 @dataclass(eq=False)
@@ -115,8 +115,8 @@ class Turns:
                 )
             logger.warning("worker %d waits %s", self._rank, awaited)
 
-        wait = Wait(self._keys.coordination, math.inf, lambda worker: JobFailed("", worker=worker), look)
-        said = wait.collect(f"{PREFIX}/{key}", self._rank, self._size)
+        exchange = DirectExchange(self._keys.coordination, NAME, self._rank, self._size)
+        said = exchange.agree(key, json.dumps({"message": message}), math.inf, look)
         return {worker: str(json.loads(text)["message"]) for worker, text in said.items()}
 
     def position(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from replicast.codec import decode, encode
-from replicast.coordination import Coordination, Loss, Participant
+from replicast.coordination import Coordination, DirectExchange, Loss
 from replicast.errors import UpdateRefused
 from replicast.transport import chain, open_transport
 from replicast.transport.chain import Holdings
@@ -73,7 +73,7 @@ def content() -> list[np.ndarray]:
 def main(rank: int, size: int, directory: Path) -> None:
     chain.SILENT_SECS = 1.0
     coordination = FileCoordination(directory)
-    transport = open_transport(Participant(coordination, rank, size, os.environ), "transfer")
+    transport = open_transport(DirectExchange(coordination, "transfer", rank, size), os.environ, 60.0)
     arrived = Holdings.arrived
 
     def noted(holdings: Holdings, parcel_id: str, segment: int) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from replicast.coordination import MemoryCoordination, Participant
+from replicast.coordination import DirectExchange, MemoryCoordination
+from replicast.testing.job import DEADLINE_SECS
 from replicast.transport import ChainTransport, SharedMemoryTransport
-from replicast.transport.opening import open_chain
-from replicast.transport.shared import leaders_of
+from replicast.transport.chain import open_ends
 
 
 def environment(
@@ -30,16 +30,14 @@ def chain_of(
     hosts: Sequence[str], directory: Path, store: MemoryCoordination.Store | None = None
 ) -> list[ChainTransport]:
     """The transports of all workers. Each verifies all that it receives."""
-    leaders = tuple(leaders_of(tuple(hosts)).values())
     store = store or MemoryCoordination.Store()
 
     def open_one(rank: int) -> ChainTransport:
-        coordination = MemoryCoordination(store)
+        exchange = DirectExchange(MemoryCoordination(store), "chain", rank, len(hosts))
         environ = environment(rank, hosts, directory)
-        is_chain, ends = open_chain(Participant(coordination, rank, len(hosts), environ), leaders, "chain")
-        assert is_chain
+        ends = open_ends(exchange, environ, DEADLINE_SECS, hosts, b"s" * 32)
         shared = SharedMemoryTransport(f"job-{hosts[rank]}", rank, directory=directory)
-        return ChainTransport(shared, coordination, rank, tuple(hosts), "job", ends)
+        return ChainTransport(shared, exchange.coordination, rank, hosts, "job", ends)
 
     with ThreadPoolExecutor(len(hosts)) as threads:
         return list(threads.map(open_one, range(len(hosts))))

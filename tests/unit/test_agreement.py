@@ -9,12 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from replicast.coordination import MemoryCoordination, Participant
+from replicast.coordination import MOST_NAMED, DirectExchange, MemoryCoordination
 from replicast.errors import JobFailed
-from replicast.replicas.channel import DirectExchange
 from replicast.testing.job import DEADLINE_SECS, eventually
-from replicast.transport import opening
-from replicast.transport.opening import MOST_NAMED, hosts_of_job
 from tests.unit.slow_service import SlowService
 
 
@@ -65,19 +62,17 @@ def test_every_worker_gets_what_all_say_in_whatever_order_they_come(workers: Wor
 
 def test_the_number_of_reads_grows_with_the_workers_and_not_with_their_square() -> None:
     store, size, reads = MemoryCoordination.Store(), 40, Counter[str]()
-    environ = {"REPLICAST_HOST_ID": "one"}
     with ThreadPoolExecutor(size) as threads:
 
         def start(rank: int) -> None:
-            coordination = Counting(store, reads)
-            assert hosts_of_job(Participant(coordination, rank, size, environ), "test")[0] == ("one",) * size
-            DirectExchange(coordination, "test", rank, size).agree("plan", "mine", DEADLINE_SECS)
+            exchange = DirectExchange(Counting(store, reads), "test", rank, size)
+            assert list(exchange.agree("plan", "mine", DEADLINE_SECS).values()) == ["mine"] * size
 
         list(threads.map(start, range(size)))
     values = sum(count for key, count in reads.items() if key.rpartition("/")[2].isdigit())
-    assert values <= 2 * 2 * size, "worker 0 reads each value, and once more if it had to wait for one"
+    assert values <= 2 * size, "worker 0 reads each value, and once more if it had to wait for one"
     # A read is counted again after each second without an answer.
-    assert sum(reads.values()) - values <= 3 * 2 * size
+    assert sum(reads.values()) - values <= 3 * size
 
 
 @pytest.fixture
@@ -125,7 +120,7 @@ def test_the_failure_of_the_job_ends_the_wait_without_another_read() -> None:
     with pytest.raises(JobFailed) as caught:
         exchange.agree("plan", "mine", DEADLINE_SECS)
     assert caught.value is failed
-    assert reads == {"replicast/test/agree/plan/all": 1}
+    assert reads == {"replicast/test/plan/all": 1}
 
 
 def test_a_worker_that_comes_after_worker_0_has_given_up_is_told_that_it_is_the_one(workers: Workers) -> None:
@@ -151,24 +146,18 @@ def test_nobody_waits_for_worker_0_when_it_has_left_but_what_all_said_is_heard(w
     assert workers.agree(1, size=2).result(DEADLINE_SECS) == {0: "of 0", 1: "of 1"}
 
 
-def test_workers_without_a_host_are_named_to_those_who_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "OPEN_SECS", 0.3)
-    store = MemoryCoordination.Store()
-    with ThreadPoolExecutor() as threads:
-        second = threads.submit(hosts_of_job, Participant(SlowService(store), 2, 4, {}), "test")
-        eventually(lambda: store.values)
-        first = threads.submit(hosts_of_job, Participant(SlowService(store), 0, 4, {}), "test")
-        for one in (first, second):
-            error = one.exception(DEADLINE_SECS)
-            assert isinstance(error, JobFailed)
-            assert "Received: nothing from workers 1, 3" in str(error)
-            assert error.worker == 1
+def test_all_missing_workers_are_named_to_those_who_have_come(workers: Workers) -> None:
+    waiting = [workers.agree(2)]
+    eventually(lambda: workers.store.values)
+    waiting.append(workers.agree(0, timeout_secs=0.1))
+    for failure in map(failure_of, waiting):
+        assert failure.worker == 1
+        assert "for workers 1, 3, which did not send their plan" in str(failure)
 
 
-def test_an_error_about_many_workers_without_a_host_names_the_first_of_them(
-    monkeypatch: pytest.MonkeyPatch,
+def test_an_error_about_many_workers_names_the_first_of_them(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "OPEN_SECS", 0.01)
     monkeypatch.setattr("replicast.coordination.PEEK_SECS", 0.01)
-    with pytest.raises(JobFailed, match=rf"from workers 1, 2, .*, {MOST_NAMED} and perhaps more$"):
-        hosts_of_job(Participant(SlowService(MemoryCoordination.Store()), 0, 1000, {}), "test")
+    failure = failure_of(workers.agree(0, timeout_secs=0.01, size=1000))
+    assert f", {MOST_NAMED} and perhaps more, which did not send" in str(failure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from replicast.allreduce import (
     part_bytes,
 )
 from replicast.config import HOST_ID, SHM_DIR, host_id
-from replicast.coordination import MemoryCoordination, Participant
+from replicast.coordination import DirectExchange, MemoryCoordination
 from replicast.errors import JobFailed
 from replicast.transport.shared import SharedFile
 
@@ -211,8 +212,8 @@ def opened(
     store = MemoryCoordination.Store()
 
     def open_one(rank: int) -> Any:
-        member = Participant(MemoryCoordination(store), rank, size, environs[rank])
-        return open_exchange(member, (unwilling or {}).get(rank))
+        direct = DirectExchange(MemoryCoordination(store), "allreduce", rank, size)
+        return open_exchange(direct, environs[rank], lambda: None, (unwilling or {}).get(rank, ""))
 
     return together(size, open_one)
 
@@ -229,13 +230,16 @@ def test_an_exchange_leaves_no_name_in_shared_memory(tmp_path: Path) -> None:
 def test_who_waits_for_the_exchange_is_told_that_the_job_has_failed(tmp_path: Path, has_come: bool) -> None:
     store, environ = MemoryCoordination.Store(), {SHM_DIR: str(tmp_path)}
 
-    def check() -> None:
+    def has_failed(_: int) -> bool:
         raise JobFailed("worker 1 failed first: no such column", worker=1)
 
-    if has_come:  # and failed before it said whether it has shared memory
-        MemoryCoordination(store).put("replicast/allreduce/host/1", host_id(environ))
+    if has_come:  # and failed before it said whether it has mapped the memory of the others
+        said = json.dumps((host_id(environ), "no-such-file", ""))
+        DirectExchange(MemoryCoordination(store), "allreduce", 1, 2).tell("shared memory/1", said)
     with pytest.raises(JobFailed, match="worker 1 failed first"):
-        open_exchange(Participant(MemoryCoordination(store), 0, 2, environ, check), None)
+        open_exchange(
+            DirectExchange(MemoryCoordination(store), "allreduce", 0, 2, has_failed), environ, lambda: None
+        )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from replicast.coordination import MemoryCoordination
-from replicast.replicas.channel import DirectExchange
+from replicast.coordination import DirectExchange, MemoryCoordination
 from replicast.replicas.joined_worker import attempt_of
 from replicast.storage.claims import Fence
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import logging
 import os
 import socket
 import threading
@@ -24,11 +23,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicast.coordination import MemoryCoordination, Participant
-from replicast.errors import UpdateRefused
+from replicast.coordination import DirectExchange, MemoryCoordination
+from replicast.errors import ClusterError, UpdateRefused
 from replicast.mapped_memory import aligned
+from replicast.testing.job import DEADLINE_SECS
 from replicast.transport import (
-    BroadcastTransport,
     ChainTransport,
     Parcel,
     Piece,
@@ -244,12 +243,11 @@ def test_memory_on_other_hosts_is_given_back_when_its_source_gives_its_own_back(
     assert len(job.files()) == 2
 
 
-def test_a_transfer_leaves_no_keys_behind_and_the_secret_is_gone_before_the_first(job: Job) -> None:
+def test_a_transfer_leaves_no_keys_behind(job: Job) -> None:
     parcel = job.on("abb").publish()
     opened = set(job.store.values)
-    assert not any("secret" in key for key in opened)
     assert_arrived(job.receive(parcel))
-    assert set(job.store.values) - opened == {"replicast/transport/job/one/here/1"}
+    assert set(job.store.values) - opened == {"job/one/1"}
     job.release("one")
     assert set(job.store.values) == opened
 
@@ -669,24 +667,40 @@ def test_a_host_that_cannot_start_a_thread_for_a_stream_fetches_with_fewer(job: 
     assert len(streams) == 2
 
 
-# Which transport a job has.
+# Hosts find each other at the start, or no worker starts.
 
 
-def opened(job: Job, hosts: str, addresses: Sequence[str], name: str = "replicas-1") -> set[type]:
-    def open_one(rank: int) -> Transport:
-        environ = environment(rank, hosts, job.place, addresses)
-        return open_transport(Participant(MemoryCoordination(job.store), rank, len(hosts), environ), name)
+def opened(job: Job, hosts: str, addresses: Sequence[str], name: str = "replicas-1") -> list[Exception]:
+    """Opens the transports of all workers; returns what those raised that could not be opened."""
+
+    def open_one(rank: int) -> Transport | ClusterError:
+        exchange = DirectExchange(MemoryCoordination(job.store), name, rank, len(hosts))
+        try:
+            return open_transport(exchange, environment(rank, hosts, job.place, addresses), DEADLINE_SECS)
+        except ClusterError as error:
+            return error
 
     with ThreadPoolExecutor(len(hosts)) as threads:
-        job.workers = list(threads.map(open_one, range(len(hosts))))
-    return {type(worker) for worker in job.workers}
+        found = list(threads.map(open_one, range(len(hosts))))
+    job.workers = [one for one in found if isinstance(one, Transport)]
+    return [one for one in found if isinstance(one, Exception)]
 
 
 def test_hosts_that_reach_each_other_are_a_chain_also_for_a_second_model(job: Job) -> None:
     for name in ("replicas-1", "replicas-2"):
-        assert opened(job, "aba", ["127.0.0.1", "localhost", "127.0.0.3"], name) == {ChainTransport}
+        assert not opened(job, "aba", ["127.0.0.1", "localhost", "127.0.0.3"], name)
+        assert {type(worker) for worker in job.workers} == {ChainTransport}
         assert_arrived(job.receive(job.publish(source=2)))
         job.close()
+    assert not any("/host" in key for key in job.store.values), "the secret is still in the service"
+
+
+def assert_refused_by_all(job: Job, problems: Sequence[Exception], why: str, workers: int) -> None:
+    assert not job.workers
+    assert [str(problem) for problem in problems] == [str(problems[0])] * workers
+    assert why in str(problems[0])
+    assert "TCP connections between these addresses must be allowed" in str(problems[0])
+    eventually(lambda: not chain_threads(), "a thread is left behind")
 
 
 @pytest.mark.parametrize(
@@ -697,20 +711,13 @@ def test_hosts_that_reach_each_other_are_a_chain_also_for_a_second_model(job: Jo
         ("no-such-host.invalid", "worker 1 cannot listen at no-such-host.invalid"),
     ],
 )
-def test_all_workers_fall_back_if_one_cannot_listen_at_its_address_and_the_log_says_so_once(
-    address: str, why: str, job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "replicast"):
-        kinds = opened(job, "abca", ["127.0.0.1", address, "127.0.0.3", "127.0.0.1"])
-    assert kinds == {BroadcastTransport}
-    (said,) = [record for record in caplog.records if "go between the 3 hosts" in record.message]
-    assert why in said.message
-    assert said.levelname == "WARNING"
-    eventually(lambda: not chain_threads(), "a thread is left behind")
+def test_no_worker_starts_if_one_cannot_listen_at_its_address(address: str, why: str, job: Job) -> None:
+    problems = opened(job, "abca", ["127.0.0.1", address, "127.0.0.3", "127.0.0.1"])
+    assert_refused_by_all(job, problems, why, workers=4)
 
 
-def test_all_workers_fall_back_if_one_cannot_reach_the_host_before_it(
-    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_no_worker_starts_if_one_cannot_reach_the_host_before_it(
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = ChainLink.take
 
@@ -720,5 +727,5 @@ def test_all_workers_fall_back_if_one_cannot_reach_the_host_before_it(
         return real(link, *timeout)
 
     monkeypatch.setattr(ChainLink, "take", filtered)
-    assert opened(job, "abc", ["127.0.0.1", "127.0.0.2", "127.0.0.3"]) == {BroadcastTransport}
-    assert "worker 2 cannot reach worker 1 at 127.0.0.2:" in caplog.text
+    problems = opened(job, "abc", ["127.0.0.1", "127.0.0.2", "127.0.0.3"])
+    assert_refused_by_all(job, problems, "worker 2 cannot reach worker 1 at 127.0.0.2:", workers=3)

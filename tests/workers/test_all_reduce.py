@@ -34,7 +34,7 @@ def test_workers_of_one_host_sum_through_shared_memory(pool2: Pool, pool3: Pool)
 def test_accelerators_use_tensorflows_collectives_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "replicast")
     extended: Any = SimpleNamespace(_local_device_type="GPU", _num_workers=1)
-    lifetime: Any = SimpleNamespace(check=lambda: None)
+    lifetime: Any = SimpleNamespace(check=lambda: None, has_left=lambda worker: False)
     coordination = MemoryCoordination(MemoryCoordination.Store())
     assert not sum_through_shared_memory(extended, coordination, 0, lifetime, wanted=True)
     why = "worker 0 computes on an accelerator"

@@ -19,7 +19,7 @@ from replicast.storage.checkpoints import CheckpointStore
 from tests.pool import Pool
 from tests.scripts.compare import heard
 from tests.workers.recipes import arrays, perceptron
-from tests.workers.test_updates import adam, forget_hosts
+from tests.workers.test_updates import adam
 
 LONG = 400
 """So many epochs that no training comes to its end before a signal has ended it."""
@@ -50,7 +50,6 @@ def saved(run_dir: Path) -> list[int]:
 
 def told_while_the_second_model_trains(strategy: Any, directory: Path, close_first: bool) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    forget_hosts(strategy)
     both = []
     for name in ("first", "second"):
         both.append(replicast.Replicas(perceptron(strategy, adam), run_dir=directory / name))
@@ -100,7 +99,6 @@ def test_sigterm_says_on_every_worker_which_model_could_not_be_saved(pool2: Pool
 
 def leaves_in_a_thread(strategy: Any, directory: Path) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    forget_hosts(strategy)
     found: dict[str, Any] = {}
 
     class Leave(keras.callbacks.Callback):

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 
-from replicast.coordination import Participant, ServiceCoordination
-from replicast.transport import BroadcastTransport, SharedMemoryTransport, Transport, open_transport
+from replicast.coordination import DirectExchange, ServiceCoordination
+from replicast.transport import ChainTransport, SharedMemoryTransport, Transport
+from replicast.transport.chain import open_ends
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest, rank
-from tests.unit.test_transport_conformance import PROMISES, Worker, assert_same, some
+from tests.unit.test_transport_conformance import PROMISES, WAIT_SECS, Worker, assert_same, some
 from tests.workers.recipes import arrays, perceptron
-from tests.workers.test_updates import forget_hosts
 
-ONE_HOST = ("a", "a", "a")
-TWO_HOSTS = [("a", "b", "b"), ("a", "a", "b"), ("a", "b", "a")]
-THREE_HOSTS = ("a", "b", "c")
+ONE_HOST, TWO_HOSTS = ("a", "a", "a"), ("a", "b", "b")
 
 
 def opened(hosts: Sequence[str], job: str, directory: Path) -> Transport:
     if len(set(hosts)) == 1:
         return SharedMemoryTransport(job, rank(), directory=directory)
     shared = SharedMemoryTransport(f"{job}-{hosts[rank()]}", rank(), directory=directory)
-    transport = BroadcastTransport(shared, ServiceCoordination(), rank(), tuple(hosts), job)
-    transport.chunk_bytes = 1 << 20
-    return transport
+    exchange = DirectExchange(ServiceCoordination(), job, rank(), len(hosts))
+    ends = open_ends(exchange, os.environ, WAIT_SECS, hosts, b"s" * 32)
+    return ChainTransport(shared, exchange.coordination, rank(), hosts, job, ends)
 
 
 @contextlib.contextmanager
@@ -55,7 +51,7 @@ def run_promise(
         promise(worker)
 
 
-@pytest.mark.parametrize("hosts", [ONE_HOST, *TWO_HOSTS, THREE_HOSTS], ids="".join)
+@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS], ids="".join)
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 def test_transport(
     pool3: Pool, promise: Callable[[Worker], None], hosts: Sequence[str], tmp_path: Path
@@ -92,7 +88,7 @@ def receive_while_training(strategy: Any, hosts: Sequence[str], job: str, direct
 
 def test_parcels_arrive_in_the_background_while_the_workers_train(pool3: Pool, tmp_path: Path) -> None:
     """Within a host and between two."""
-    assert_equal_on_all(pool3.run(receive_while_training, TWO_HOSTS[0], uuid.uuid4().hex, tmp_path))
+    assert_equal_on_all(pool3.run(receive_while_training, TWO_HOSTS, uuid.uuid4().hex, tmp_path))
 
 
 def assign_and_change(_: Any, hosts: Sequence[str], job: str, directory: Path) -> None:
@@ -112,68 +108,8 @@ def assign_and_change(_: Any, hosts: Sequence[str], job: str, directory: Path) -
         np.testing.assert_array_equal(variable.numpy(), some(300_000) + np.float32(worker.rank))
 
 
-@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS[0]], ids="".join)
+@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS], ids="".join)
 def test_a_variable_that_took_an_array_over_is_changed_by_its_worker_alone(
     pool3: Pool, hosts: Sequence[str], tmp_path: Path
 ) -> None:
     pool3.run(assign_and_change, hosts, uuid.uuid4().hex, tmp_path)
-
-
-def no_room_on(
-    strategy: Any, full: int, source: int, hosts: Sequence[str], job: str, directory: Path
-) -> tuple[str, list[str], dict[str, str]]:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with worker_on(hosts, job, directory) as worker:
-        parcel = worker.published([some(300_000)], source)
-        with mock.patch("os.posix_fallocate", refuse) if worker.rank == full else contextlib.nullcontext():
-            refusal = worker.refusal(parcel)
-        worker.meet()
-        left = [path.name for path in directory.iterdir()]
-        worker.meet()
-        worker.transport.release(parcel.id)
-        assert_same(worker.received([some(300_000)], source, "next"), [some(300_000)])
-    model = perceptron(strategy)
-    model.fit(*arrays(), verbose=0)
-    return str(refusal), left, digest(model)
-
-
-@pytest.mark.parametrize(("full", "source"), [(1, 0), (0, 2)])
-def test_no_room_on_one_host_is_refused_by_all_and_training_continues(
-    pool3: Pool, full: int, source: int, tmp_path: Path
-) -> None:
-    results = pool3.run(no_room_on, full, source, TWO_HOSTS[0], uuid.uuid4().hex, tmp_path)
-    assert_equal_on_all(results)
-    refusal, left, _ = results[0]
-    assert f"Worker {full} has no room" in refusal
-    assert str(tmp_path) in refusal
-    assert "1,200,000 bytes free" in refusal
-    (source_file,) = left
-    assert f"-{TWO_HOSTS[0][source]}-" in source_file
-
-
-def opened_together(_: Any, hosts: Sequence[str], directory: Path, knows_address: Sequence[bool]) -> str:
-    environ = {"REPLICAST_SHM_DIR": str(directory), "REPLICAST_HOST_ID": hosts[rank()]}
-    if knows_address[rank()]:
-        environ["TF_CONFIG"] = os.environ["TF_CONFIG"]
-    transport = open_transport(Participant(ServiceCoordination(), rank(), len(hosts), environ), "opened")
-    worker = Worker(transport, ServiceCoordination(), rank(), len(hosts), f"opened-{directory.name}")
-    try:
-        assert_same(worker.received([some(10)]), [some(10)])
-        worker.meet()
-        return type(transport).__name__
-    finally:
-        transport.close()
-
-
-@pytest.mark.parametrize(
-    ("knows_address", "kind"),
-    [((True, True, True), "ChainTransport"), ((True, False, True), "BroadcastTransport")],
-)
-def test_workers_on_two_hosts_find_out_and_connect_or_broadcast(
-    pool3: Pool, knows_address: Sequence[bool], kind: str, tmp_path: Path
-) -> None:
-    pool3.run(forget_hosts)  # other tests of this pool have said where they are
-    assert set(pool3.run(opened_together, TWO_HOSTS[0], tmp_path, knows_address)) == {kind}
-    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,9 +14,11 @@ import keras
 import numpy as np
 import pytest
 
+import replicast
+from replicast.errors import ClusterError
 from replicast.mapped_memory import LARGE_BYTES
 from replicast.training.variables import component
-from replicast.transport import BroadcastTransport, ChainTransport, Transport
+from replicast.transport import ChainTransport
 from replicast.update.update import Update
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest
@@ -38,35 +41,42 @@ HOSTS = [("a", "b", "b"), ("a", "a", "b")]
 
 
 @contextlib.contextmanager
-def on_host(strategy: Any, hosts: Sequence[str], kind: type[Transport] = ChainTransport) -> Iterator[None]:
-    """A worker that does not know its address cannot listen there: then all use TensorFlow's broadcast."""
+def on_host(strategy: Any, hosts: Sequence[str]) -> Iterator[None]:
     with mock.patch.dict(os.environ, {"REPLICAST_HOST_ID": hosts[strategy.rank]}):
-        if kind is BroadcastTransport and strategy.rank == 1:
-            del os.environ["TF_CONFIG"]
         yield
 
 
-def reaches_all_hosts(
-    strategy: Any, hosts: Sequence[str], way: str, kind: type[Transport], directory: Path
-) -> dict[str, Any]:
-    with on_host(strategy, hosts, kind), transports_opened() as opened:
+def reaches_all_hosts(strategy: Any, hosts: Sequence[str], way: str, directory: Path) -> dict[str, Any]:
+    with on_host(strategy, hosts), transports_opened() as opened:
         found = reaches_all(strategy, way, directory)
-    assert [type(transport) for transport in opened] == [kind]
+    assert [type(transport) for transport in opened] == [ChainTransport]
     return found
 
 
-@pytest.mark.parametrize(
-    ("hosts", "way", "kind"),
-    [
-        (HOSTS[0], WAYS[0], ChainTransport),
-        (HOSTS[1], WAYS[1], ChainTransport),
-        (HOSTS[0], WAYS[2], BroadcastTransport),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "way"), [(HOSTS[0], WAYS[0]), (HOSTS[1], WAYS[1]), (HOSTS[0], WAYS[2])])
 def test_updates_of_three_sources_reach_the_workers_of_two_hosts_at_one_step(
-    pool3: Pool, hosts: Sequence[str], way: str, kind: type[Transport], tmp_path: Path
+    pool3: Pool, hosts: Sequence[str], way: str, tmp_path: Path
 ) -> None:
-    assert_reached(pool3.run(reaches_all_hosts, hosts, way, kind, tmp_path))
+    assert_reached(pool3.run(reaches_all_hosts, hosts, way, tmp_path))
+
+
+def refused_where_hosts_cannot_connect(strategy: Any, hosts: Sequence[str]) -> str:
+    """The address of worker 1 is one of no host here."""
+    described = json.loads(os.environ["TF_CONFIG"])
+    described["cluster"]["worker"][1] = "192.0.2.1:2222"
+    with (
+        on_host(strategy, hosts),
+        mock.patch.dict(os.environ, {"TF_CONFIG": json.dumps(described)}),
+        pytest.raises(ClusterError) as refused,
+    ):
+        replicast.Replicas(perceptron(strategy), durability="memory")
+    return str(refused.value)
+
+
+def test_replicas_refuses_on_all_workers_where_hosts_cannot_connect(pool3: Pool) -> None:
+    said = pool3.run(refused_where_hosts_cannot_connect, HOSTS[0])
+    assert_equal_on_all(said)
+    assert "worker 1 cannot listen at 192.0.2.1" in said[0]
 
 
 def many_while_training(strategy: Any, hosts: Sequence[str]) -> dict[str, Any]:

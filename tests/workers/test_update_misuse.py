@@ -21,7 +21,7 @@ from tests.pool.checks import assert_equal_on_all, state
 from tests.pool.scripts import equal_on_all
 from tests.scripts.compare import heard
 from tests.workers.recipes import CLASSES, FEATURES, arrays, perceptron
-from tests.workers.test_updates import WAIT_SECS, adam, forget_hosts, quietly, replicas_of, transports_opened
+from tests.workers.test_updates import WAIT_SECS, adam, quietly, replicas_of, transports_opened
 
 ONES = np.ones(CLASSES, np.float32)
 
@@ -198,7 +198,6 @@ def one_after_the_other(strategy: Any, host: str) -> list[Any]:
     said = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REPLICAST_HOST_ID", host)
-        forget_hosts(strategy)
         for number in range(2):
             keras.utils.clear_session()  # the second has the names of the first
             model = perceptron(strategy)

@@ -48,19 +48,9 @@ assert "tensorflow" not in sys.modules
 """
 
 
-def forget_hosts(strategy: Any) -> None:
-    """Lets the workers say anew where they are: in one job they say it once, and a pool is one job.
-
-    To be called by all of them before they make `Replicas`, where they wait for each other.
-    """
-    for key in (f"host/{strategy.rank}", *(["host/all", "job"] if strategy.rank == 0 else [])):
-        strategy.coordination.delete(f"replicast/transport/{key}")
-
-
 @contextlib.contextmanager
 def replicas_of(model: keras.Model, **options: Any) -> Iterator[replicast.Replicas]:
     """Replicas that are closed together; not after an error, because the others would wait."""
-    forget_hosts(model.distribute_strategy)
     replicas = replicast.Replicas(model, **{"durability": "memory", **options})
     yield replicas
     replicas.close()

@@ -12,22 +12,19 @@ have read it. Each worker reports how far it has read with every message that it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from replicast.codec import Record, decode, encode
-from replicast.coordination import Coordination, Wait
-from replicast.errors import ClusterError, JobFailed
+from replicast.coordination import LOOK_SECS, Coordination
+from replicast.errors import JobFailed
 
 
 class Note(Record):
     """The note of a worker that does not see the run directory. It is not for the coordinator."""
 
     text: str
-
-
-LOOK_SECS = 1.0  # Timeout of one request to the service, so that a reader soon notices that it has to stop.
 
 
 @dataclass(eq=False, repr=False)
@@ -89,83 +86,3 @@ class Channel:
         messages: list[Any] = decode(text)
         self._read_by[rank] = messages[0]
         return messages[1:]
-
-
-@dataclass(eq=False, repr=False)
-class DirectExchange:
-    """Values between training threads that are all at the same line of the script. Any thread may call it.
-
-    Joining and restoring happen before the first boundary: every worker makes the same call and waits for the
-    others' values. Each wait has a deadline, and the error names the worker that is missing.
-    """
-
-    coordination: Coordination
-    name: str
-    rank: int
-    size: int
-    has_left: Callable[[int], bool] = lambda worker: False
-
-    def __post_init__(self) -> None:
-        self._prefix = f"replicast/{self.name}"
-
-    def tell(self, what: str, value: str) -> None:
-        self.coordination.put(f"{self._prefix}/told/{what}", value)
-
-    def hear(self, what: str, timeout_secs: float, worker: int = 0) -> str:
-        """The value that a worker has published. Blocks at most `timeout_secs`."""
-        return self._wait(what, timeout_secs).value(f"{self._prefix}/told/{what}", worker)
-
-    def agree(self, what: str, value: str, timeout_secs: float) -> dict[int, str]:
-        """Every worker gives its value and gets everyone's. Blocks until all have, at most `timeout_secs`.
-
-        Workers other than 0 wait some seconds longer for what worker 0 says about a missing one.
-        """
-        key = f"{self._prefix}/agree/{what}"
-        self.coordination.put(f"{key}/{self.rank}", value)
-        return self._wait(what, timeout_secs).collect(key, self.rank, self.size)
-
-    def require_same(self, what: str, value: str, timeout_secs: float, *, problem: str, remedy: str) -> None:
-        """As `agree`; raises on all workers if one has another value than worker 0."""
-        said = self.agree(what, value, timeout_secs)
-        for worker, theirs in said.items():
-            if theirs != said[0]:
-                raise ClusterError(
-                    f"{problem.format(worker)} worker 0",
-                    remedy=remedy,
-                    received=f"{theirs[:200]}, worker 0: {said[0][:200]}",
-                )
-
-    def forget_agreed(self, what: str) -> None:
-        """Removes this worker's value, once all workers are known to have read it."""
-        key = f"{self._prefix}/agree/{what}"
-        self.coordination.delete(f"{key}/{self.rank}")
-        if self.rank == 0:
-            self.coordination.delete(f"{key}/all")
-
-    def check_nobody_left(self) -> None:
-        """Raises if another worker has reached the end of its script and will not arrive here."""
-        for worker in range(self.size):
-            if worker != self.rank and self.has_left(worker):
-                raise self._gone(worker)
-
-    def _wait(self, what: str, timeout_secs: float) -> Wait:
-        def late(worker: int) -> JobFailed:
-            return JobFailed(
-                f"worker {self.rank} waited {timeout_secs:.0f} s for worker {worker}, which did not send "
-                f"its {what}",
-                worker=worker,
-            )
-
-        return Wait(self.coordination, timeout_secs, late, self._check_not_left)
-
-    def _check_not_left(self, key: str, worker: int) -> None:
-        # What it wrote before it left has arrived by now.
-        if self.has_left(worker) and self.coordination.get(key, LOOK_SECS) is None:
-            raise self._gone(worker)
-
-    def _gone(self, worker: int) -> JobFailed:
-        return JobFailed(
-            f"worker {worker} reached the end of its script while worker {self.rank} waits for it. Every "
-            "worker must make the same calls to replicast",
-            worker=worker,
-        )

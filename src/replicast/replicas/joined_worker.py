@@ -20,12 +20,12 @@ from typing import Any
 import keras
 
 from replicast.config import ATTEMPT, heartbeat_file, read_launch
-from replicast.coordination import Participant
+from replicast.coordination import DirectExchange
 from replicast.core.events import Ended
 from replicast.core.operation import Timeouts
 from replicast.errors import FileDamaged, JobFailed, NotSupported, ReplicastError
 from replicast.files import RunDir, below
-from replicast.replicas.channel import Channel, DirectExchange
+from replicast.replicas.channel import Channel
 from replicast.replicas.departure import Departure, leave_on_sigterm
 from replicast.replicas.job_audits import AuditPlan, Audits, declared, expected_fingerprints
 from replicast.replicas.job_checkpoints import Checkpoints
@@ -109,8 +109,7 @@ class JoinedWorker:
         accelerated = exchange.agree("accelerator", str(self.state.on_accelerator), secs)
         self.state.fingerprints_on_device = str(True) in accelerated.values()  # same kind: comparable
         attempt = attempt_of(run_dir, exchange, secs)
-        member = Participant(strategy.coordination, rank, size, os.environ, strategy.lifetime.check)
-        transport = open_transport(member, name)
+        transport = open_transport(exchange, os.environ, secs)
 
         # Only worker 0 claims the run directory and writes.
         fence: Fence | None = None

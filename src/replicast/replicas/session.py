@@ -47,6 +47,7 @@ from typing import Any
 
 from replicast import faults
 from replicast.config import TOLD_TO_END
+from replicast.coordination import DirectExchange
 from replicast.core import events as e
 from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Committed, Decided, Entry, Payload, Receipt, Saved
@@ -58,7 +59,7 @@ from replicast.core.operations.update import Apply, BeginTrial, EndTrial
 from replicast.core.records import Refusal, Refuse, ReportId, Stage
 from replicast.core.worker import WorkerMachine
 from replicast.errors import ClusterError, FileDamaged, JobFailed, ReplicastError, UpdateRefused
-from replicast.replicas.channel import Channel, DirectExchange, Note
+from replicast.replicas.channel import Channel, Note
 from replicast.replicas.lanes import WorkerThreads, wait_for
 from replicast.replicas.proposals import Proposals, Ticket, log_trial, refusal_of
 from replicast.replicas.replica import Parcels, StateReplica, WorkerHooks

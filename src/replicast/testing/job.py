@@ -23,14 +23,14 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from replicast.coordination import MemoryCoordination
+from replicast.coordination import DirectExchange, MemoryCoordination
 from replicast.core.entries import Saved
 from replicast.core.events import Ended, WriteOutcome
 from replicast.core.messages import Tell
 from replicast.core.operation import Timeouts
 from replicast.core.records import Snapshot
 from replicast.errors import FileDamaged, JobFailed, ReplicasDiverged
-from replicast.replicas.channel import Channel, DirectExchange
+from replicast.replicas.channel import Channel
 from replicast.replicas.replica import WorkerHooks
 from replicast.replicas.session import Session
 from replicast.storage.journal import Journal, MemoryJournal

@@ -34,7 +34,7 @@ from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
 from replicast.allreduce import SEVERAL_HOSTS, Exchange, ExchangePlan, Form, open_exchange
-from replicast.coordination import Coordination, Participant
+from replicast.coordination import Coordination, DirectExchange
 from replicast.errors import NotSupported
 from replicast.lifetime import Lifetime
 from replicast.training.keras_call import compiled_model, keras_looks_at_attributes, optimizer_that_sums
@@ -480,13 +480,13 @@ def sum_through_shared_memory(
 
     Blocks until all workers have called it, at most two minutes. Worker 0 logs why they cannot.
     """
-    unwilling = None
+    unwilling = ""
     if not wanted:
         unwilling = f'worker {rank} has all_reduce="tensorflow"'
     elif extended._local_device_type != "CPU":
         unwilling = f"worker {rank} {_ON_ACCELERATOR}"
-    member = Participant(coordination, rank, extended._num_workers, os.environ, lifetime.check)
-    exchange = open_exchange(member, unwilling)
+    direct = DirectExchange(coordination, "allreduce", rank, extended._num_workers, lifetime.has_left)
+    exchange = open_exchange(direct, os.environ, lifetime.check, unwilling)
     if isinstance(exchange, Exchange):
         extended.shared = SharedSums(exchange, extended.keys)
         lifetime.dead_worker = exchange.dead_worker

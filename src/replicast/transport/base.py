@@ -59,12 +59,7 @@ class Transport(abc.ABC):
     source:  publish ──► describe to all ──► receive ──► all have it ──► release
     others:              description ──────► receive ──► confirm     ──► release
     ```
-    All methods may be called from any thread, including `receive` for several parcels at once.
-
-    **Between hosts, all workers must start to receive parcels in the same order**, in one thread or several.
-    TensorFlow's broadcast sends a parcel once the first worker of every host has a thread in `receive` for
-    it. If the orders differ, workers may wait for each other until all of them time out and refuse. Within
-    one host, and along a chain of hosts, any order works.
+    All methods may be called from any thread, including `receive` for several parcels at once, in any order.
     """
 
     @abc.abstractmethod
@@ -78,10 +73,9 @@ class Transport(abc.ABC):
     def receive(self, parcel: Parcel, timeout_secs: float, inspect: Inspect = no_inspection) -> list[Array]:
         """Receives the arrays. On every worker, the source included.
 
-        Blocks until the bytes have arrived, at most `timeout_secs`. Only TensorFlow's broadcast, once it has
-        started, continues beyond the timeout, because aborting it would end the job. Unless the
-        parcel was published `to_read`, the arrays are private to this worker: they are writable, no other
-        worker sees the writes, and they stay valid after any release or close.
+        Blocks until the bytes have arrived, at most `timeout_secs`. Unless the parcel was published
+        `to_read`, the arrays are private to this worker: they are writable, no other worker sees the writes,
+        and they stay valid after any release or close.
 
         Workers that share memory also share the verification: each verifies some of the blocks, and damage
         found by one counts for all. So a parcel is intact once all workers have received it.

@@ -47,19 +47,23 @@ import socket
 import struct
 import threading
 import time
+import uuid
+import zlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from replicast.errors import UpdateRefused
+from replicast.config import host_and_port, host_id, read_cluster, shared_memory_directory
+from replicast.coordination import Coordination, DirectExchange
+from replicast.errors import ClusterError, JobFailed, UpdateRefused
 from replicast.mapped_memory import Bytes
 from replicast.processes import is_out_of_files
 from replicast.tensorfiles import Array
-from replicast.transport.base import Inspect, Parcel, damaged_block, no_inspection, not_arrived
-from replicast.transport.shared import HostsTransport, Mirrors, SharedFile
+from replicast.transport.base import Inspect, Parcel, Transport, damaged_block, no_inspection, not_arrived
+from replicast.transport.shared import SharedFile, SharedMemoryTransport
 from replicast.update.digest import BLOCK_BYTES, digest_block
 
 logger = logging.getLogger("replicast")
@@ -98,11 +102,6 @@ _ANSWER = struct.Struct("!BQ")
 _MAX_ID = 100
 
 
-def predecessor(leaders: tuple[int, ...], rank: int) -> int:
-    """The leader before this one on the ring: a chain of hosts is the ring, cut before its source."""
-    return leaders[leaders.index(rank) - 1]
-
-
 def streams_for(nbytes: int) -> int:
     return min(STREAMS, 1 + nbytes // STREAM_BYTES)
 
@@ -110,13 +109,33 @@ def streams_for(nbytes: int) -> int:
 # --- The transport ---------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class ChainTransport(HostsTransport):
-    _ends: Ends | None
+class ChainTransport(Transport):
+    """Shared memory within each host, whose lowest rank is its leader: it has `Ends`, the others have none.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._mirrors = Mirrors(self._shared)
+    A leader tells the others of its host by a key what it has received, and deletes the key with the parcel.
+    """
+
+    def __init__(
+        self,
+        shared: SharedMemoryTransport,
+        coordination: Coordination,
+        rank: int,
+        hosts: Sequence[str],
+        keys: str,
+        ends: Ends | None,
+    ) -> None:
+        self._shared = shared
+        self._coordination = coordination
+        self._rank = rank
+        self._hosts = hosts
+        self._leader = hosts.index(hosts[rank])
+        self._keys = keys
+        self._ends = ends
+        self._mirrors = Mirrors(shared)
+        self._told: set[str] = set()
+
+    def publish(self, parcel_id: str, arrays: Sequence[Array], *, to_read: bool = False) -> Parcel:
+        return self._shared.publish(parcel_id, arrays, to_read=to_read)
 
     def receive(self, parcel: Parcel, timeout_secs: float, inspect: Inspect = no_inspection) -> list[Array]:
         until = time.monotonic() + timeout_secs
@@ -124,24 +143,26 @@ class ChainTransport(HostsTransport):
             if self._ends is not None:
                 return self._receive_and_serve(self._ends, parcel, timeout_secs, inspect)
         elif self._ends is not None:
-            memory = self._receive_for_host(self._ends, parcel, timeout_secs)
-            parcel = replace(parcel, memory=memory)
+            parcel = replace(parcel, memory=self._receive_for_host(self._ends, parcel, timeout_secs))
         else:
-            told = self._heard(parcel, f"here/{self._leader}", self._leader, timeout_secs, until)
-            parcel = replace(parcel, memory=told["memory"])
+            parcel = replace(parcel, memory=self._memory_of_host(parcel, timeout_secs))
         return self._shared.receive(parcel, max(0.0, until - time.monotonic()), inspect)
 
     def release(self, parcel_id: str, *, reuse: bool = False) -> None:
         if self._ends is not None:
             self._ends.holdings.remove(parcel_id)
         self._mirrors.release(parcel_id)
-        super().release(parcel_id, reuse=reuse)
+        self._shared.release(parcel_id, reuse=reuse)
+        if parcel_id in self._told:
+            self._told.discard(parcel_id)
+            with contextlib.suppress(JobFailed):
+                self._coordination.delete(self._key(parcel_id))
 
     def close(self) -> None:
         if self._ends is not None:
             self._ends.close()
         self._mirrors.close()
-        super().close()
+        self._shared.close()
 
     def _receive_and_serve(
         self, ends: Ends, parcel: Parcel, timeout_secs: float, inspect: Inspect
@@ -168,8 +189,21 @@ class ChainTransport(HostsTransport):
 
     def _tell_host(self, parcel: Parcel, value: dict[str, Any]) -> None:
         if self._hosts.count(self._hosts[self._rank]) > 1:
-            self._own_keys[parcel.id] = (f"here/{self._rank}",)
-            self._tell(parcel, f"here/{self._rank}", value)
+            self._told.add(parcel.id)
+            self._coordination.put(self._key(parcel.id), json.dumps(value))
+
+    def _memory_of_host(self, parcel: Parcel, timeout_secs: float) -> str:
+        """In which memory the leader has received a parcel; raises if it refuses, or if the time is over."""
+        text = self._coordination.get(self._key(parcel.id), timeout_secs)
+        if text is None:
+            raise not_arrived(parcel, timeout_secs, self._rank, self._leader)
+        told = json.loads(text)
+        if "refused" in told:
+            raise UpdateRefused.from_json(told["refused"])
+        return str(told["memory"])
+
+    def _key(self, parcel_id: str) -> str:
+        return f"{self._keys}/{parcel_id}/{self._leader}"
 
     def _fetch(self, ends: Ends, parcel: Parcel, timeout_secs: float) -> str:
         """Returns the name of the memory, if that is used again."""
@@ -203,6 +237,149 @@ class Ends:
         self.link.close()
         self.server.close()
         self.holdings.clear()
+
+
+# --- Opening: on all workers, or on none -----------------------------------------------------------------
+
+
+def open_transport(exchange: DirectExchange, environ: Mapping[str, str], timeout_secs: float) -> Transport:
+    """The transport of a model. On every worker; blocks until all have called it, each round at most so long.
+
+    Raises on all workers if the hosts cannot connect to each other.
+    """
+    rank, directory = exchange.rank, shared_memory_directory(environ)
+    # Worker 0 names the files of the job, and makes the secret.
+    said = [host_id(environ), uuid.uuid4().hex, secrets.token_hex(32)] if rank == 0 else [host_id(environ)]
+    told = [json.loads(text) for text in exchange.agree("host", json.dumps(said), timeout_secs).values()]
+    (_, job, secret), hosts = told[0], tuple(host for host, *_ in told)
+    local_ranks = [local for local, host in enumerate(hosts) if host == hosts[rank]]
+    if len(local_ranks) == exchange.size:
+        return SharedMemoryTransport(job, rank, directory=directory, local_ranks=local_ranks)
+    # With REPLICAST_HOST_ID, several hosts may be one machine: their files must have different names.
+    files = f"{job}-{zlib.crc32(hosts[rank].encode()):08x}"
+    shared = SharedMemoryTransport(files, rank, directory=directory, local_ranks=local_ranks)
+    ends = open_ends(exchange, environ, timeout_secs, hosts, bytes.fromhex(secret))
+    exchange.forget_agreed("host")  # with the secret, which all have read
+    return ChainTransport(
+        shared, exchange.coordination, rank, hosts, f"replicast/{exchange.name}/parcel", ends
+    )
+
+
+def open_ends(
+    exchange: DirectExchange,
+    environ: Mapping[str, str],
+    timeout_secs: float,
+    hosts: Sequence[str],
+    secret: bytes,
+) -> Ends | None:
+    """A leader's ends of the chain, None for others. All leaders listen, then each tries the one before it.
+
+    Raises on all workers if one cannot listen, or not reach the host before it: the chain needs every link.
+    """
+    rank, cluster = exchange.rank, read_cluster(environ)
+    leaders = list(dict.fromkeys(map(hosts.index, hosts)))
+    with contextlib.ExitStack() as on_failure:
+        ends, port, problem = None, 0, ""
+        if rank in leaders:
+            before = leaders[leaders.index(rank) - 1]
+            if cluster is None:
+                problem = f"worker {rank} has no TF_CONFIG, which would name its address"
+            else:
+                own, other = (host_and_port(cluster.addresses[worker])[0] for worker in (rank, before))
+                holdings = Holdings(rank)
+                try:
+                    server = Server(own, secret, holdings)
+                except OSError as error:
+                    problem = f"worker {rank} cannot listen at {own}, its address in TF_CONFIG: {error}"
+                else:
+                    on_failure.callback(server.close)
+                    port = server.port
+        ports = exchange.agree("port", str(port), timeout_secs)
+        if port and int(ports[before]):
+            link = ChainLink(other, int(ports[before]), secret, rank, before)
+            on_failure.callback(link.close)
+            ends = Ends(holdings, server, link)
+            try:
+                link.give_back(link.take())
+            except OSError as error:
+                problem = f"worker {rank} cannot reach worker {before} at {other}:{ports[before]}: {error}"
+        problems = [told for told in exchange.agree("link", problem, timeout_secs).values() if told]
+        if problems:
+            raise ClusterError(
+                f"The hosts cannot send updates to each other: {'; '.join(problems[:3])}",
+                remedy="TF_CONFIG must name each worker by an address of its own host, and TCP connections "
+                "between these addresses must be allowed, at any port",
+            )
+        on_failure.pop_all()
+    if rank == 0:
+        logger.info("updates go along a chain of %d hosts, over TCP", len(leaders))
+    return ends
+
+
+# --- Memory for what comes from other hosts ---------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Mirror:
+    file: SharedFile
+    source: int
+    parcel: str
+
+
+class Mirrors:
+    """A host's files for what comes from other hosts. All methods may be called from any thread."""
+
+    def __init__(self, shared: SharedMemoryTransport) -> None:
+        self._shared = shared
+        self._mirrors: dict[str, Mirror] = {}  # by the source's name of its memory; the last used is the last
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def reserve(self, parcel: Parcel) -> Mirror:
+        """The file for a parcel in memory that its source uses again, now or later."""
+        with self._lock:
+            mirror = self._mirrors.pop(parcel.memory, None)
+            if mirror is not None and mirror.file.nbytes >= parcel.nbytes:
+                mirror.parcel = parcel.id
+                self._mirrors[parcel.memory] = mirror
+                return mirror
+        if mirror is not None:
+            mirror.file.remove()
+        mirror = Mirror(self._shared.reserve(parcel.nbytes), parcel.source, parcel.id)
+        with self._lock:
+            self._mirrors[parcel.memory] = mirror
+        return mirror
+
+    def release(self, parcel_id: str, *, keep: bool = True) -> None:
+        """Keeps the file of a parcel for the next one, if there is space for it. No-op if it has none."""
+        with self._lock:
+            for memory, mirror in list(self._mirrors.items()):
+                if mirror.parcel == parcel_id:
+                    mirror.parcel = ""
+                    self._mirrors[memory] = self._mirrors.pop(memory)
+                    self._trim(mirror.source, keep=keep and not self._closed)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for mirror in self._mirrors.values():
+                mirror.file.remove()
+            self._mirrors.clear()
+
+    def _trim(self, source: int, *, keep: bool) -> None:
+        """A source keeps one file; all together take at most what one worker may keep."""
+        kept = 0
+        last = True
+        for memory, mirror in reversed(list(self._mirrors.items())):
+            if mirror.parcel:
+                continue
+            stays = mirror.source != source or (keep and last)
+            last = last and mirror.source != source
+            if stays and self._shared.is_worth_keeping(kept + mirror.file.nbytes):
+                kept += mirror.file.nbytes
+            else:
+                del self._mirrors[memory]
+                mirror.file.remove()
 
 
 # --- Which part of a parcel a host has, and which it still needs: without I/O ----------------------------

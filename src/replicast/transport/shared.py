@@ -9,7 +9,7 @@ the bytes. So parcels that workers only read (`to_read`) use the same memory, on
 keeps a file once no worker uses it any more, and the others keep their mapping of it. Other parcels are
 mapped privately. A source that publishes a parcel in memory of an earlier one (`Parcel.memory`) knows that no
 worker of the job uses the earlier one any more. So another host that has the earlier one may write over it
-too (`Mirrors`), and nothing else has to be said.
+too (`chain.Mirrors`), and nothing else has to be said.
 """
 
 from __future__ import annotations
@@ -17,18 +17,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from replicast.coordination import Coordination
-from replicast.errors import ClusterError, JobFailed, UpdateRefused
+from replicast.errors import ClusterError
 from replicast.mapped_memory import Bytes, map_private, map_shared, map_to_read
 from replicast.tensorfiles import Array
 from replicast.transport.base import (
@@ -289,127 +285,3 @@ class SharedMemoryTransport(Transport):
 
     def path(self, parcel_id: str) -> Path:
         return self._directory / f"{name_prefix()}{self._job}-{parcel_id}"
-
-
-# --- What the transports between hosts have in common ----------------------------------------------------
-
-
-@dataclass(eq=False)
-class HostsTransport(Transport):
-    """Shared memory within each host, whose lowest rank is its leader; leaders tell by keys what they have.
-
-    A key of a parcel is written once, and deleted by its writer, who releases the parcel.
-    """
-
-    _shared: SharedMemoryTransport
-    _coordination: Coordination
-    _rank: int
-    _hosts: tuple[str, ...]
-    _keys: str
-
-    def __post_init__(self) -> None:
-        self._leaders = leaders_of(self._hosts)
-        self._leader = self._leaders[self._hosts[self._rank]]
-        self._own_keys: dict[str, tuple[str, ...]] = {}
-
-    def publish(self, parcel_id: str, arrays: Sequence[Array], *, to_read: bool = False) -> Parcel:
-        return self._shared.publish(parcel_id, arrays, to_read=to_read)
-
-    def release(self, parcel_id: str, *, reuse: bool = False) -> None:
-        self._shared.release(parcel_id, reuse=reuse)
-        for what in self._own_keys.pop(parcel_id, ()):
-            with contextlib.suppress(JobFailed):
-                self._coordination.delete(self._key(parcel_id, what))
-
-    def close(self) -> None:
-        self._shared.close()
-
-    def _tell(self, parcel: Parcel, what: str, value: dict[str, Any]) -> bool:
-        """Returns whether it was written: false if the key exists."""
-        return self._coordination.put(self._key(parcel.id, what), json.dumps(value))
-
-    def _heard(
-        self, parcel: Parcel, what: str, told_by: int, timeout_secs: float, until: float
-    ) -> dict[str, Any]:
-        """What a leader has told; raises if it refuses, or if the time is over. Timeout: of the message."""
-        text = self._coordination.get(self._key(parcel.id, what), max(0.0, until - time.monotonic()))
-        if text is None:
-            raise not_arrived(parcel, timeout_secs, self._rank, told_by)
-        value: dict[str, Any] = json.loads(text)
-        if "refused" in value:
-            raise UpdateRefused.from_json(value["refused"])
-        return value
-
-    def _key(self, parcel_id: str, what: str) -> str:
-        return f"replicast/transport/{self._keys}/{parcel_id}/{what}"
-
-
-def leaders_of(hosts: Sequence[str]) -> dict[str, int]:
-    """The lowest rank on each host, in rank order."""
-    leaders: dict[str, int] = {}
-    for rank, host in enumerate(hosts):
-        leaders.setdefault(host, rank)
-    return leaders
-
-
-@dataclass(slots=True)
-class Mirror:
-    file: SharedFile
-    source: int
-    parcel: str
-
-
-class Mirrors:
-    """A host's files for what comes from other hosts. All methods may be called from any thread."""
-
-    def __init__(self, shared: SharedMemoryTransport) -> None:
-        self._shared = shared
-        self._mirrors: dict[str, Mirror] = {}  # by the source's name of its memory; the last used is the last
-        self._closed = False
-        self._lock = threading.Lock()
-
-    def reserve(self, parcel: Parcel) -> Mirror:
-        """The file for a parcel in memory that its source uses again, now or later."""
-        with self._lock:
-            mirror = self._mirrors.pop(parcel.memory, None)
-            if mirror is not None and mirror.file.nbytes >= parcel.nbytes:
-                mirror.parcel = parcel.id
-                self._mirrors[parcel.memory] = mirror
-                return mirror
-        if mirror is not None:
-            mirror.file.remove()
-        mirror = Mirror(self._shared.reserve(parcel.nbytes), parcel.source, parcel.id)
-        with self._lock:
-            self._mirrors[parcel.memory] = mirror
-        return mirror
-
-    def release(self, parcel_id: str, *, keep: bool = True) -> None:
-        """Keeps the file of a parcel for the next one, if there is space for it. No-op if it has none."""
-        with self._lock:
-            for memory, mirror in list(self._mirrors.items()):
-                if mirror.parcel == parcel_id:
-                    mirror.parcel = ""
-                    self._mirrors[memory] = self._mirrors.pop(memory)
-                    self._trim(mirror.source, keep=keep and not self._closed)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            for mirror in self._mirrors.values():
-                mirror.file.remove()
-            self._mirrors.clear()
-
-    def _trim(self, source: int, *, keep: bool) -> None:
-        """A source keeps one file; all together take at most what one worker may keep."""
-        kept = 0
-        last = True
-        for memory, mirror in reversed(list(self._mirrors.items())):
-            if mirror.parcel:
-                continue
-            stays = mirror.source != source or (keep and last)
-            last = last and mirror.source != source
-            if stays and self._shared.is_worth_keeping(kept + mirror.file.nbytes):
-                kept += mirror.file.nbytes
-            else:
-                del self._mirrors[memory]
-                mirror.file.remove()
