@@ -8,8 +8,6 @@ numbers, text and containers of them is encoded, and only records are created wh
 from __future__ import annotations
 
 import base64
-import json
-from collections.abc import Callable
 from typing import Any, dataclass_transform
 
 import msgspec
@@ -26,20 +24,6 @@ class Record(msgspec.Struct, frozen=True, tag=True):
         if cls.__name__ in _TYPES:
             raise TypeError(f"Two records have the name {cls.__name__}: one could be decoded as the other")
         _TYPES[cls.__name__] = cls
-
-
-def fields_of(record: object, nonfinite: Callable[[str], Any] = lambda _: None) -> dict[str, Any]:
-    """The fields as JSON values, without the names of classes.
-
-    `nonfinite` gives what stands for NaN, Infinity and -Infinity, which JSON does not have.
-    """
-    text = json.dumps(msgspec.to_builtins(record, str_keys=True))
-    fields: dict[str, Any] = json.loads(text, parse_constant=nonfinite, object_hook=_without_type)
-    return fields
-
-
-def _without_type(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: one for name, one in fields.items() if name != "type" or one not in _TYPES}
 
 
 def encode(value: Any) -> str:

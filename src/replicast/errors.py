@@ -29,7 +29,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 _LABELS = {"path": "Checkpoint", "step": "Step", "variable": "Variable", "worker": "Worker"}
 _LABELS |= {"expected": "Expected", "received": "Received"}
@@ -46,13 +46,18 @@ class ReplicastError(Exception):
     problem: str
     # Or TensorFlow would replace it with one of its own in a `tf.function` of the user.
     ag_pass_through = True
+    # The fields that the message names; None: it is the problem as it is, unless there is a remedy.
+    _named: ClassVar[tuple[str, ...] | None] = None
 
     def __post_init__(self) -> None:
         super().__init__(self.problem)
+        remedy = getattr(self, "remedy", None)
+        if self._named is not None or remedy is not None:
+            self._say(self.problem, remedy)
 
-    def _say(self, problem: str, remedy: str | None, *details: str) -> None:
+    def _say(self, problem: str, remedy: str | None) -> None:
         """Sets the message: the problem, what is known of it, and what to do; one sentence each."""
-        known = [(name, getattr(self, name)) for name in details]
+        known = [(name, getattr(self, name)) for name in self._named or ()]
         labelled = [f"{_LABELS[name]}: {value}" for name, value in known if value is not None]
         self.args = (" ".join(_sentence(part) for part in (problem, *labelled, remedy) if part),)
 
@@ -104,7 +109,7 @@ class ClusterError(ReplicastError):
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        self._say(self.problem, self.remedy)
+        super().__post_init__()
         if self.received is not None:  # At the end, without a full stop: it may be a whole TF_CONFIG.
             self.args = (f"{self.args[0]} Received: {self.received}",)
 
@@ -118,9 +123,6 @@ class LaunchRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
     """
 
     remedy: str
-
-    def __post_init__(self) -> None:
-        self._say(self.problem, self.remedy)
 
 
 class ServeRefused(LaunchRefused):
@@ -171,9 +173,7 @@ class UpdateRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
     received: str | None = None
     worker: int | None = None
     remedy: str | None = None
-
-    def __post_init__(self) -> None:
-        self._say(self.problem, self.remedy, "variable", "worker", "expected", "received")
+    _named = ("variable", "worker", "expected", "received")
 
 
 class UpdateIdInUse(UpdateRefused):
@@ -242,9 +242,10 @@ class CheckpointError(ReplicastError):
     expected: str | None = None
     received: str | None = None
     remedy: str | None = None
+    _named = ("path", "step", "variable", "expected", "received")
 
     def __post_init__(self) -> None:
-        self._say(self.problem, self.remedy, "path", "step", "variable", "expected", "received")
+        super().__post_init__()
         self.path = None if self.path is None else Path(str(self.path))
 
 
@@ -260,6 +261,8 @@ class FileDamaged(ReplicastError):  # noqa: N818 - reads as a sentence: raise Fi
         remedy: What to do about it.
     """
 
+    _named = ("expected", "received")
+
     def __init__(
         self,
         path: object,
@@ -270,13 +273,13 @@ class FileDamaged(ReplicastError):  # noqa: N818 - reads as a sentence: raise Fi
         received: str | None = None,
         remedy: str | None = None,
     ) -> None:
-        super().__init__(problem)
         self.path = Path(str(path))
         self.verdict = verdict
         self.expected = expected
         self.received = received
         self.remedy = remedy
-        self._say(self.headline, remedy, "expected", "received")
+        super().__init__(problem)
+        self._say(self.headline, remedy)
 
     @property
     def headline(self) -> str:
@@ -324,11 +327,6 @@ class RequestRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise
     """
 
     remedy: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.remedy is not None:
-            self._say(self.problem, self.remedy)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

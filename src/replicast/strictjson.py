@@ -105,12 +105,17 @@ class View(msgspec.Struct, frozen=True):
     """What a run tells: the same fields in Python, as JSON, and over HTTP."""
 
     def to_json(self) -> dict[str, Any]:
-        return {name: json_value(getattr(self, name)) for name in self.__struct_fields__}
+        return fields_of(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Reads what `to_json` wrote; raises ValueError if the fields do not describe it."""
         return described(cls, cls.__name__, fields, strict=False)  # A number that is not finite is text.
+
+
+def fields_of(record: msgspec.Struct) -> dict[str, Any]:
+    """The fields as JSON values."""
+    return {name: json_value(getattr(record, name)) for name in record.__struct_fields__}
 
 
 def json_value(value: Any) -> Any:
@@ -125,7 +130,7 @@ def json_value(value: Any) -> Any:
         case _ if hasattr(value, "to_json"):
             return value.to_json()
         case msgspec.Struct():
-            return {name: json_value(getattr(value, name)) for name in value.__struct_fields__}
+            return fields_of(value)
         case _:
             return value
 

@@ -59,7 +59,7 @@ def entries() -> list[Entry]:
         Payload("golden-1", digest, None, "somebody", "fix drifted bias é"),
         Scheduled("golden-1", digest, 1200, trial),
         Committed(1, "golden-1", digest, 1200, 1, trial, 0.5, workers=3),
-        Before(1, "golden-1", (1, "000001.before.safetensors")),
+        Before(1, "golden-1", {}),
         Decided(1, True, 1250, 1, "loss was 0.5 before the update", 0.25),
         Receipt(
             1, "golden-1", 1200, digests, 0.125, 0.0625, TIME + 1, Stage.VERIFIED, outcome, 1, (38400,) * 3
@@ -67,7 +67,7 @@ def entries() -> list[Entry]:
         Withdrawn("golden-2"),
         Refused("golden-3", ("0-7", "inbox-3"), "there is no variable é"),
         Committed(2, "golden-1", digest, 1300, 1, workers=3, reverts=1),
-        Before(2, "golden-1", None, "Update 2 cannot be reverted"),
+        Before(2, "golden-1", problem="Update 2 cannot be reverted"),
     ]
 
 
@@ -115,7 +115,7 @@ def test_what_a_group_writes_stays_what_it_is(tmp_path: Path, monkeypatch: pytes
     journal = FileJournal(tmp_path, fence)
     write_run_info(fence, run_info())
     for entry in entries():
-        if isinstance(entry, Before) and entry.content is not None:
+        if isinstance(entry, Before) and entry.content == {}:
             entry = replace(entry, content=journal.stage_before(before()))
         journal.write(entry, update() if isinstance(entry, Payload) else None)
     names = sorted(path.name for path in (FOLDER / "group").iterdir())
@@ -129,9 +129,14 @@ def test_what_a_group_wrote_is_read(tmp_path: Path) -> None:
     assert last_claim(tmp_path) == claim()
     lines, damaged = counted_lines(tmp_path)
     assert not damaged
-    content = "golden-1", update().content_digest()
-    expected = [replace(one, content=content) if isinstance(one, Payload) else one for one in entries()]
-    assert [line.entry() for line in lines] == expected
+    payload, overwritten = lines[2].entry, lines[5].entry
+    assert isinstance(payload, Payload)
+    assert (payload.id, payload.digest) == ("golden-1", update().content_digest())
+    assert (payload.author, payload.note) == ("somebody", "fix drifted bias é")
+    assert isinstance(overwritten, Before)
+    assert (overwritten.sequence, overwritten.id, overwritten.problem) == (1, "golden-1", "")
+    expected = {place: one for place, one in enumerate(entries()) if place not in (2, 5)}
+    assert {place: lines[place].entry for place in expected} == expected
     committed, revert = committed_updates(tmp_path)
     assert (committed.reverted_by, revert.reverts) == (2, 1)
     assert read_stored(tmp_path, lines[5]).content_digest() == before().content_digest()

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicast import Timeouts
-from replicast.codec import fields_of
 from replicast.errors import UpdateRefused
+from replicast.strictjson import fields_of
 from replicast.update.edits import Edit, EditKind, apply_edit
 from replicast.update.schema import Limits, Schema, Variable, planned
 from replicast.update.update import Update

@@ -160,7 +160,7 @@ def _values_before(
     if nbytes > most:
         problem = f"it has overwritten {nbytes / 2**20:,.1f} MiB, and only up to {most / 2**20:,.1f} are kept"
         problem = f"Update {record.sequence} cannot be reverted: {problem}"
-        return Before(record.sequence, plan.id, None, problem)
+        return Before(record.sequence, plan.id, problem=problem)
     parts = {name: (indices, _rows(reader, name, indices)) for name, indices in rows.items()}
     values = update_before(plan.id, {name: reader.read(name) for name in whole}, parts)
     return Before(record.sequence, plan.id, journal.stage_before(values))

@@ -2,16 +2,24 @@
 
 Each group of workers writes its own sequence of entries; `storage/claims.py` decides which of them count. A
 commit is a single entry: `Committed` is the commit of an update, `Saved` that of a checkpoint.
+
+A log has every entry but `Saved` as it is here, one per line. The bytes of an update are no part of a line:
+there `content` is unset, and `file`, `sha256`, `nbytes` name the file beside the log that has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import UNSET
 
 from replicast.codec import Record
 from replicast.core.records import Content, Pending, Stage
 from replicast.update.trial import Trial, TrialOutcome
+
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # An integer in JSON may have any size.
 
 
 class Started(Record):
@@ -26,9 +34,15 @@ class Payload(Record):
 
     id: str
     digest: str
-    content: Content
+    content: Content = UNSET
     author: str = ""
     note: str = ""
+    file: str = ""
+    sha256: str = ""
+    nbytes: _Size = 0
+    edits: msgspec.Raw = msgspec.Raw(
+        b"[]"
+    )  # A summary of each edit. It may be long, and few readers need it.
 
 
 class Scheduled(Record):
@@ -60,7 +74,10 @@ class Before(Record):
 
     sequence: int
     id: str
-    content: Content
+    content: Content = UNSET
+    file: str = ""
+    sha256: str = ""
+    nbytes: _Size = 0
     problem: str = ""
 
 
@@ -136,9 +153,10 @@ class Saved(Record):
     state: Any
 
 
-# Entries without bytes: in the log as they are here. `storage/claims.py` says how it keeps the others.
-PlainEntry: TypeAlias = Started | Scheduled | Committed | Decided | Receipt | Withdrawn | Refused
-Entry: TypeAlias = PlainEntry | Payload | Before | Saved
+Logged: TypeAlias = (
+    Started | Payload | Scheduled | Committed | Before | Decided | Receipt | Withdrawn | Refused
+)
+Entry: TypeAlias = Logged | Saved
 
 
 class History:

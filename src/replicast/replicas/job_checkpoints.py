@@ -71,7 +71,6 @@ from replicast.storage.checkpoints import (
     Manifest,
     advice,
     choose,
-    dtype_of,
     file_order,
     saved_of,
 )
@@ -79,7 +78,7 @@ from replicast.transport import Parcel
 from replicast.transport.base import arrays_in, lay_out
 from replicast.update.audit_report import what_follows
 from replicast.update.digest import digest_array
-from replicast.update.edits import FLOAT_DTYPES, Array, Edit, EditKind
+from replicast.update.edits import FLOAT_DTYPES, Array, Edit, EditKind, dtype_named
 from replicast.update.schema import Schema
 from replicast.update.state import Arrays, State
 
@@ -724,8 +723,8 @@ class Restore:
 
     def _read(self, reader: CheckpointReader, names: list[str]) -> tuple[Arrays, str]:
         """All variables, and what is wrong with them. TensorFlow takes over their memory without a copy."""
-        shapes = {variable.name: variable for variable in self.session.state.schema}
-        like = [np.broadcast_to(np.zeros((), dtype_of(shapes[name])), shapes[name].shape) for name in names]
+        found = [self.session.state.schema.resolve(name) for name in names]
+        like = [np.broadcast_to(np.zeros((), dtype_named(one.dtype)), one.shape) for one in found]
         pieces, nbytes = lay_out(like)
         values = dict(zip(names, arrays_in(memory_to_fill(nbytes), pieces), strict=True))
         try:

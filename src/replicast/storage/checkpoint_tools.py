@@ -19,7 +19,7 @@ from replicast.storage.checkpoints import CheckpointReader, Draft, Manifest, Pie
 from replicast.storage.claims import checkpoint_parts
 from replicast.strictjson import json_value
 from replicast.update.distance import distance
-from replicast.update.edits import Array, Edit, EditKind, apply_edit
+from replicast.update.edits import Array, Edit, EditKind, apply_edit, by_variable, dtype_named
 from replicast.update.schema import Schema, Variable, planned
 from replicast.update.update import Update
 
@@ -143,9 +143,7 @@ def patched_draft(reader: CheckpointReader, update: Update) -> Draft:
 def patched_variables(
     reader: CheckpointReader, plan: Update, progress: Progress | None
 ) -> Iterator[tuple[str, Pieces]]:
-    by_variable: dict[str, list[Edit]] = {}
-    for edit in plan.edits:
-        by_variable.setdefault(edit.variable, []).append(edit)
+    of_each = by_variable(plan.edits)
     done, total = 0, reader.layout.nbytes - len(reader.layout.header)
 
     def counted(pieces: Iterator[memoryview]) -> Pieces:
@@ -157,13 +155,13 @@ def patched_variables(
                 progress(done, total)
 
     for name in reader.layout.spans:
-        edits = by_variable.get(name)
+        edits = of_each.get(name)
         yield name, counted(reader.pieces(name) if edits is None else _edited(reader, name, edits))
 
 
 def _edited(reader: CheckpointReader, name: str, edits: Sequence[Edit]) -> Iterator[memoryview]:
     variable = reader.layout.spans[name].variable
-    dtype = checkpoints.dtype_of(variable)
+    dtype = dtype_named(variable.dtype)
     sizes = (block.shape[0] * block.shape[1] * dtype.itemsize for block in blocks_of(variable))
     blocks = blocks_of(variable)
     for piece in reader.pieces(name, sizes):
@@ -246,7 +244,7 @@ def _described(variable: Variable) -> str:
 
 def _compared(first: CheckpointReader, second: CheckpointReader, name: str, *, values: bool) -> Comparison:
     variable = first.layout.spans[name].variable
-    text, dtype = _described(variable), checkpoints.dtype_of(variable)
+    text, dtype = _described(variable), dtype_named(variable.dtype)
     if first.manifest.digests[name] == second.manifest.digests[name]:
         return Comparison(name, Equality.EQUAL, text, text, math.prod(variable.shape), 0, 0, 0.0, 0.0)
     if not values:

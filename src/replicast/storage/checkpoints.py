@@ -39,7 +39,7 @@ from replicast.storage.claims import CHECKPOINTS, Fence, checkpoint_name, last_c
 from replicast.strictjson import described, json_bytes, json_value, parse_object, reading
 from replicast.tensorfiles import tensor_chunks
 from replicast.update.digest import begun_digest, digest_of_digests
-from replicast.update.edits import BFLOAT16, Array
+from replicast.update.edits import Array, dtype_named
 from replicast.update.schema import Schema, Variable
 
 logger = logging.getLogger("replicast")
@@ -158,7 +158,7 @@ class Span:
 
     def hasher(self) -> xxh3_128:
         """For the variable's bytes in row-major order, in pieces: the digest is that of `digest_array`."""
-        return begun_digest(dtype_of(self.variable), self.variable.shape)
+        return begun_digest(dtype_named(self.variable.dtype), self.variable.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,17 +168,13 @@ class Layout:
     nbytes: int
 
 
-def dtype_of(variable: Variable) -> np.dtype[np.generic]:
-    return BFLOAT16 if variable.dtype == "bfloat16" else np.dtype(variable.dtype)
-
-
 def layout_of(schema: Schema) -> Layout:
     if _RESERVED in schema:
         raise CheckpointError(
             "A variable has a name that safetensors reserves", variable=_RESERVED, remedy="Rename it"
         )
     shapes: dict[str, Array] = {
-        variable.name: np.broadcast_to(np.zeros((), dtype_of(variable)), variable.shape)
+        variable.name: np.broadcast_to(np.zeros((), dtype_named(variable.dtype)), variable.shape)
         for variable in schema
     }
     header = bytes(next(tensor_chunks(shapes, METADATA)))  # Only the header: there are no arrays yet.
@@ -283,7 +279,7 @@ def _pieces(array: Array, variable: Variable | None, name: str) -> Pieces:
         )
     if not array.nbytes:
         return ()
-    native = np.ascontiguousarray(array, dtype_of(variable)).reshape(-1).view(np.uint8).data
+    native = np.ascontiguousarray(array, dtype_named(variable.dtype)).reshape(-1).view(np.uint8).data
     return (native[start : start + PIECE_BYTES] for start in range(0, len(native), PIECE_BYTES))
 
 
@@ -347,7 +343,7 @@ class CheckpointReader:
     def read(self, name: str) -> Array:
         """Reads a variable's value into new memory: a truncated file, if mapped, would crash the process."""
         variable = self._span(name).variable
-        value: Array = np.empty(variable.shape, dtype_of(variable))
+        value: Array = np.empty(variable.shape, dtype_named(variable.dtype))
         if not self.read_into(name, value):
             raise self._damaged(f"the bytes of {name} are not those that were written")
         value.flags.writeable = False
@@ -362,7 +358,7 @@ class CheckpointReader:
             self._read_at(span.start + start * row_bytes, (stop - start) * row_bytes)
             for start, stop in ranges
         )
-        rows: Array = np.frombuffer(content, dtype_of(span.variable))
+        rows: Array = np.frombuffer(content, dtype_named(span.variable.dtype))
         return rows.reshape(-1, *shape[1:]) if row_bytes else np.empty((0, *shape[1:]), rows.dtype)
 
     def read_into(self, name: str, target: Array) -> bool:

@@ -39,13 +39,13 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from replicast import faults
 from replicast.codec import Record, json_line
-from replicast.core.entries import Before, Entry, Payload, PlainEntry
+from replicast.core.entries import Logged
 from replicast.errors import FileDamaged, JobFailed
 from replicast.files import RunDir, RunPath, below, make_durably, sync_directory, write_all, write_durably
 from replicast.processes import this_process
@@ -58,9 +58,6 @@ _CLAIM_REMEDY = (
     "to NEW/checkpoints/ and start the job in the new run directory NEW"
 )
 _CHECKPOINT = re.compile(r"([0-9]{8,})(?:-([0-9]+)(?:-([0-9]+))?)?")
-
-
-_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # An integer in JSON may have any size.
 
 
 class Claim(Record):
@@ -79,36 +76,9 @@ class Claim(Record):
         return group in (0, self.group) or checkpoint in self.checkpoints
 
 
-class StoredPayload(Record, tag="Payload"):
-    """A `Payload` on disk: its bytes are in a file."""
-
-    id: str
-    digest: str
-    author: str
-    note: str
-    file: str
-    sha256: str
-    nbytes: _Size
-    edits: msgspec.Raw  # A summary of each edit. It may be long, and few readers need it.
-
-
-class StoredBefore(Record, tag="Before"):
-    """A `Before` on disk: its bytes are in a file, unless there is a problem."""
-
-    sequence: int
-    id: str
-    file: str = ""
-    sha256: str = ""
-    nbytes: _Size = 0
-    problem: str = ""
-
-
-Stored: TypeAlias = Claim | StoredPayload | StoredBefore | PlainEntry
-
-
 class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     number: int
-    entry: Stored
+    entry: Claim | Logged
     written_at: float
     previous: str
 
@@ -123,7 +93,7 @@ class LogLine:
     group: int
     number: int
     written_at: float
-    stored: Stored
+    entry: Claim | Logged
     previous: str
     seal: str
     offset: int
@@ -132,17 +102,6 @@ class LogLine:
     @property
     def place(self) -> tuple[int, int]:
         return self.group, self.number
-
-    def entry(self) -> Entry:
-        match self.stored:
-            case StoredPayload(id_, digest, author, note):
-                return Payload(id_, digest, (id_, digest), author, note)
-            case StoredBefore(sequence, id_, file, problem=problem):
-                return Before(sequence, id_, (self.group, file) if file else None, problem)
-            case Claim():
-                raise TypeError("a claim is not an entry of the journal")
-            case entry:
-                return entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +237,7 @@ def read_claim(run_dir: RunDir, group: int) -> Claim:
     path = log_path(run_dir, group)
     try:
         with os.fdopen(path.open(os.O_RDONLY), "rb") as file:
-            claim = _parsed(file.readline(MAX_LINE_BYTES), group, 0).stored
+            claim = _parsed(file.readline(MAX_LINE_BYTES), group, 0).entry
         if not isinstance(claim, Claim):
             raise ValueError("its first line is not a claim")
         if claim.group != group:
@@ -414,13 +373,13 @@ class Fence:
     def is_taken_over(self) -> bool:
         return group_directory(self._run_dir, self.number + 1).exists()
 
-    def append(self, stored: Stored) -> LogLine:
+    def append(self, entry: Claim | Logged) -> LogLine:
         """Writes the next line of the log; it is on disk when this returns. Only for one thread.
 
         After an OSError it is written if `entries` has grown, as far as anybody can tell, and not otherwise.
         """
         number, offset, previous, written_at = self.entries + 1, self._nbytes, self._previous, time.time()
-        content, seal = self._sealed(number, stored, written_at)
+        content, seal = self._sealed(number, entry, written_at)
         if len(content) >= MAX_LINE_BYTES:
             raise OSError(None, f"an entry of {len(content)} bytes is too large")
         descriptor = self._log.open(os.O_WRONLY | os.O_APPEND)
@@ -441,11 +400,11 @@ class Fence:
         finally:
             os.close(descriptor)
         self.check()
-        return LogLine(self.number, number, written_at, stored, previous, seal, offset, len(content))
+        return LogLine(self.number, number, written_at, entry, previous, seal, offset, len(content))
 
-    def _sealed(self, number: int, stored: Stored, written_at: float) -> tuple[bytes, str]:
+    def _sealed(self, number: int, entry: Claim | Logged, written_at: float) -> tuple[bytes, str]:
         # Written as it is read again: where a record has a float, its author may have given the integer 1.
-        line = _WRITTEN.decode(json_line(_Written(number, stored, written_at, self._previous)))
+        line = _WRITTEN.decode(json_line(_Written(number, entry, written_at, self._previous)))
         return sealed(msgspec.json.encode(line))
 
     @property

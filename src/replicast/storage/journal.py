@@ -37,6 +37,7 @@ from math import inf
 from typing import Any, TypeAlias, TypedDict
 
 import msgspec
+from msgspec import UNSET
 
 from replicast import faults
 from replicast.core.entries import (
@@ -59,7 +60,7 @@ from replicast.files import RunDir, RunPath, below, remove_leftovers, write_dura
 from replicast.mapped_memory import copied
 from replicast.storage import claims
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.storage.claims import GROUPS, DamagedLines, Fence, LogLine, Stored, StoredBefore, StoredPayload
+from replicast.storage.claims import GROUPS, Claim, DamagedLines, Fence, LogLine
 from replicast.strictjson import View, parse_integer
 from replicast.tensorfiles import read_bytes
 from replicast.update.edits import RESETS, Edit, EditKind
@@ -86,9 +87,9 @@ def counted_lines(run_dir: RunDir) -> tuple[list[LogLine], list[DamagedLines]]:
     for log in claims.counted_logs(run_dir, claims.last_claim(run_dir)):
         damaged.extend(one for one in log.damaged if one.last)  # The claim of an earlier group is not needed.
         for line in log.lines:
-            if isinstance(line.stored, Committed):
+            if isinstance(line.entry, Committed):
                 # Updates are numbered consecutively from 1; a damaged line may be another record.
-                received, must = line.stored.sequence, f"the record of update {sequence + 1}"
+                received, must = line.entry.sequence, f"the record of update {sequence + 1}"
                 if received != sequence + 1 and not (damaged and received > sequence):
                     problem = f"entry {line.number} must be {must}. Received: {received}"
                     error = FileDamaged(claims.log_path(run_dir, line.group), problem)
@@ -101,25 +102,24 @@ def counted_lines(run_dir: RunDir) -> tuple[list[LogLine], list[DamagedLines]]:
 
 
 def read_stored(run_dir: RunDir, line: LogLine) -> Update:
-    stored = line.stored
-    assert isinstance(stored, StoredPayload | StoredBefore)
-    if isinstance(stored, StoredBefore) and stored.problem:
-        raise UpdateRefused(stored.problem, remedy=NOT_KEPT)
+    entry = line.entry
+    assert isinstance(entry, Payload | Before)
+    if isinstance(entry, Before) and entry.problem:
+        raise UpdateRefused(entry.problem, remedy=NOT_KEPT)
     path = stored_path(run_dir, line)
     if not path.exists():
-        if isinstance(stored, StoredPayload):
-            raise PayloadRemoved(stored.id)
-        problem = f"The values before update {stored.sequence} are not kept any more: {HELD_BY_ALL}"
+        if isinstance(entry, Payload):
+            raise PayloadRemoved(entry.id)
+        problem = f"The values before update {entry.sequence} are not kept any more: {HELD_BY_ALL}"
         raise UpdateRefused(problem, remedy=NOT_KEPT)
-    content = read_bytes(path, max_bytes=stored.nbytes, follow=False)
-    if hashlib.sha256(content).hexdigest() != stored.sha256:
-        raise FileDamaged(path, "its sha256 is not that of its entry", expected=stored.sha256)
+    content = read_bytes(path, max_bytes=entry.nbytes, follow=False)
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise FileDamaged(path, "its sha256 is not that of its entry", expected=entry.sha256)
     return Update.parse(content, str(path))[0]
 
 
 def stored_path(run_dir: RunDir, line: LogLine) -> RunPath:
-    file = line.stored.file if isinstance(line.stored, StoredPayload | StoredBefore) else ""
-    return claims.group_directory(run_dir, line.group) / file
+    return claims.group_directory(run_dir, line.group) / getattr(line.entry, "file", "")
 
 
 class _EditSummary(TypedDict):
@@ -129,7 +129,7 @@ class _EditSummary(TypedDict):
 
 
 def _summaries(line: LogLine) -> tuple[Mapping[str, Any], ...]:
-    edits = line.stored.edits if isinstance(line.stored, StoredPayload) else _NO_EDITS
+    edits = line.entry.edits if isinstance(line.entry, Payload) else _NO_EDITS
     try:
         return msgspec.json.decode(edits, type=tuple[_EditSummary, ...])
     except (ValueError, RecursionError):  # A line with a valid seal may still have anything here.
@@ -155,8 +155,8 @@ def _why_needed(one: DamagedLines, lines: Sequence[LogLine], damaged: Sequence[D
     before, behind = 0, None
     open_ = dict[str, None]()
     for line in lines:
-        match line.stored:
-            case StoredPayload(id_):
+        match line.entry:
+            case Payload(id_):
                 if line.place < one.place:
                     open_[id_] = None
             case Committed(sequence, id_):
@@ -185,7 +185,7 @@ def _why_needed_by_start(
     """The same for trials and for the inbox: an update that was refused must not come back from there."""
     behind = min((line.written_at for line in lines if line.place > one.place), default=inf)
     for line in lines:
-        match line.stored:
+        match line.entry:
             case Committed(sequence, trial=Trial()) if sequence not in history.decided:
                 if line.place < one.place and sequence not in holds:
                     return f"the trial of update {sequence} might be decided differently"
@@ -247,8 +247,8 @@ def unneeded_payloads(
     applied: dict[int, LogLine] = {}  # the payloads of committed updates that no start needs
     scheduled: set[str] = set()
     for file in files:
-        match file.stored:
-            case StoredBefore(sequence, problem=""):
+        match file.entry:
+            case Before(sequence, problem=""):
                 if sequence in kept:
                     yield kept[sequence]  # A later attempt has applied the update again.
                 kept[sequence] = file
@@ -260,8 +260,7 @@ def unneeded_payloads(
                 scheduled.add(id_)
             case Withdrawn(id_) | Refused(id_, whole=True):
                 yield from open_.pop(id_, {}).values()
-            case _ if isinstance(file.stored, StoredPayload):
-                id_, digest = file.stored.id, file.stored.digest
+            case Payload(id_, digest):
                 earlier = open_.setdefault(id_, {}).pop(digest, None)
                 if earlier is not None:
                     yield earlier  # A later attempt has written the same payload again.
@@ -269,7 +268,7 @@ def unneeded_payloads(
     room = REVERTIBLE_BYTES
     for sequence in sorted({*applied, *(one for one in kept if one in held)}, reverse=True):
         old = [one[sequence] for one in (applied, kept) if sequence in one]
-        room -= sum(getattr(file.stored, "nbytes", 0) for file in old)
+        room -= sum(getattr(file.entry, "nbytes", 0) for file in old)
         if room < 0:
             yield from old
     for id_, payloads in open_.items():
@@ -300,14 +299,13 @@ class StoredJournal:
 
     def _add(self, line: LogLine) -> None:
         self.lines.append(line)
-        if isinstance(line.stored, StoredPayload):
-            self.payloads[line.stored.id, line.stored.digest] = line
-        elif isinstance(line.stored, StoredBefore):
-            self.before[line.stored.sequence] = line
+        if isinstance(line.entry, Payload):
+            self.payloads[line.entry.id, line.entry.digest] = line
+        elif isinstance(line.entry, Before):
+            self.before[line.entry.sequence] = line
 
     def history(self) -> History:
-        """The entries that count. The content of a payload is the tuple of its id and digest."""
-        return History(line.entry() for line in self.lines)
+        return History(line.entry for line in self.lines if not isinstance(line.entry, Claim))
 
     def load(self, id_: str, digest: str) -> Update:
         line = self.payloads.get((id_, digest))
@@ -342,34 +340,30 @@ class FileJournal(StoredJournal):
             self._remove_void()
 
     def _add(self, line: LogLine) -> None:
-        if isinstance(line.stored, StoredPayload):  # The summary of its edits may be long: it is read again.
-            line = replace(line, stored=msgspec.structs.replace(line.stored, edits=_NO_EDITS))
-        self._committed += isinstance(line.stored, Committed)
+        if isinstance(line.entry, Payload):  # The summary of its edits may be long: it is read again.
+            line = replace(line, entry=msgspec.structs.replace(line.entry, edits=_NO_EDITS))
+        self._committed += isinstance(line.entry, Committed)
         super()._add(line)
 
     def write(self, entry: Entry, update: Update | None = None) -> None:
         """Writes an entry. It is durable when this returns."""
         if isinstance(entry, Committed) and entry.sequence != self._committed + 1:
             raise ValueError(f"The next update is {self._committed + 1}. Received: {entry.sequence}")
+        if isinstance(entry, Saved):
+            raise ValueError(_NOT_AN_ENTRY)
         number, file = self._fence.entries + 1, ""
-        stored: Stored
         try:
-            match entry:
-                case Payload(id_, digest, _, author, note):
-                    file, update = f"{number:06d}.safetensors", _checked(entry, update)
-                    sha256, nbytes = self._write_update(file, update)
-                    faults.point("journal")
-                    edits = msgspec.Raw(msgspec.json.encode([summary(edit) for edit in update.edits]))
-                    stored = StoredPayload(id_, digest, author, note, file, sha256, nbytes, edits)
-                case Before(sequence, id_, (file, sha256, nbytes)):
-                    stored = StoredBefore(sequence, id_, file, sha256, nbytes)
-                case Before(sequence, id_, problem=problem):
-                    stored = StoredBefore(sequence, id_, problem=problem)
-                case Saved():
-                    raise ValueError(_NOT_AN_ENTRY)
-                case _:
-                    stored = entry
-            self._add(self._fence.append(stored))
+            if isinstance(entry, Payload):
+                file, update = f"{number:06d}.safetensors", _checked(entry, update)
+                stored = self._write_update(file, update)
+                faults.point("journal")
+                edits = msgspec.Raw(msgspec.json.encode([summary(edit) for edit in update.edits]))
+                entry = msgspec.structs.replace(entry, content=UNSET, **stored, edits=edits)
+            elif isinstance(entry, Before):
+                stored = entry.content or {}
+                file = stored.get("file", "")
+                entry = msgspec.structs.replace(entry, content=UNSET, **stored)
+            self._add(self._fence.append(entry))
         except OSError as error:
             if self._fence.entries >= number:
                 raise PerhapsWritten(
@@ -385,7 +379,7 @@ class FileJournal(StoredJournal):
                 f"Free space on the disk of {self.run_dir}, or repair it, and propose the update again."
             ) from error
 
-    def _write_update(self, file: str, update: Update) -> tuple[str, int]:
+    def _write_update(self, file: str, update: Update) -> dict[str, Any]:
         hasher, nbytes = hashlib.sha256(), 0
 
         def counted() -> Iterator[bytes | memoryview]:
@@ -396,7 +390,7 @@ class FileJournal(StoredJournal):
                 yield chunk
 
         write_durably(self._fence.directory / file, counted())
-        return hasher.hexdigest(), nbytes
+        return {"file": file, "sha256": hasher.hexdigest(), "nbytes": nbytes}
 
     def load(self, id_: str, digest: str) -> Update:
         try:
@@ -425,10 +419,10 @@ class FileJournal(StoredJournal):
 
     def _check_payload(self, key: _Key, what: str, saved: Saved | None) -> None:
         line = self.payloads.get(key)
-        if line is None or not isinstance(line.stored, StoredPayload):
+        if line is None or not isinstance(line.entry, Payload):
             nothing = FileDamaged(self.run_dir / GROUPS, f"the journal has no payload of update {key[0]}")
             raise _stopped(self.run_dir, self.damaged[0].error if self.damaged else nothing, what)
-        path, nbytes = stored_path(self.run_dir, line), line.stored.nbytes
+        path, nbytes = stored_path(self.run_dir, line), line.entry.nbytes
         try:
             status = path.stat()
         except OSError as error:
@@ -446,7 +440,7 @@ class FileJournal(StoredJournal):
         """Makes the values before an update durable; they count once a `Before` names them. Any thread."""
         # With its final name: until a line names it, it is void, and the next group removes it.
         file = f"{next(self._staged):06d}.before.safetensors"
-        return file, *self._write_update(file, before)
+        return self._write_update(file, before)
 
     def remove_payloads(self, held: Container[int], pending: Container[tuple[str, str]] | None) -> int:
         """Removes the bytes of updates that no attempt will need again; the entries stay.
@@ -474,9 +468,7 @@ class FileJournal(StoredJournal):
     def _remove_void(self) -> None:
         """Removes files of earlier groups that no line which counts names: they use disk space."""
         named = {
-            (line.group, line.stored.file)
-            for line in self.lines
-            if isinstance(line.stored, StoredPayload | StoredBefore)
+            (line.group, line.entry.file) for line in self.lines if isinstance(line.entry, Payload | Before)
         }
         damaged = {one.group for one in self.damaged}  # What those lines named may come back from a backup.
         for group in claims.group_numbers(self.run_dir):
@@ -506,7 +498,7 @@ class MemoryJournal:
             if update.nbytes <= KEPT_BYTES:  # a copy: what was received is in memory that is used again
                 arrays = [copied(array) for array in update.arrays()]
                 self._keep((entry.id, entry.digest), Update.from_parts(update.describe(), arrays))
-            entry = Payload(entry.id, entry.digest, (entry.id, entry.digest), entry.author, entry.note)
+            entry = msgspec.structs.replace(entry, content=UNSET)
         self._entries.append(entry)
 
     def load(self, id_: str, digest: str) -> Update:
@@ -630,15 +622,14 @@ class Updates:
     def __init__(self, run_dir: RunDir) -> None:
         self.journal = StoredJournal(run_dir)
         self.damaged = self.journal.damaged
-        self.history = History()
+        self.history = self.journal.history()
         self.refused: dict[str, str] = {}  # The reasons, by id, without updates accepted later.
         self._chosen: set[str] = set()  # Updates with a step that their author chose.
         self._committed_at: dict[int, float] = {}
         self._receipts: dict[int, list[Receipt]] = {}
         for line in self.journal.lines:
-            self.history.add(line.entry())
-            match line.stored:
-                case StoredPayload(id_):
+            match line.entry:
+                case Payload(id_):
                     self.refused.pop(id_, None)
                 case Scheduled(id_):
                     self._chosen.add(id_)
@@ -702,9 +693,9 @@ class Updates:
 
     def _payload(self, id_: str, digest: str) -> dict[str, Any]:
         line = self.journal.payloads.get((id_, digest))
-        if line is None or not isinstance(line.stored, StoredPayload):
+        if line is None or not isinstance(line.entry, Payload):
             return {"id": id_, "nbytes": 0}
-        found = {name: getattr(line.stored, name) for name in ("id", "author", "note", "nbytes", "sha256")}
+        found = {name: getattr(line.entry, name) for name in ("id", "author", "note", "nbytes", "sha256")}
         return found | {"edits": self.journal.edits(id_, digest)}
 
 

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 
 from msgspec import field
 
-from replicast.codec import Record, fields_of
-from replicast.strictjson import described
+from replicast.codec import Record
+from replicast.strictjson import described, fields_of
 
 # Which workers agree on a variable, and which worker's value is the reference.
 
@@ -70,26 +70,17 @@ class Deviation(Record):
         """How many elements differ, in words."""
         return f"{self.count} of {self.of}"
 
-    @property
-    def place(self) -> str:
-        """The index of the first differing element; empty for a scalar."""
-        return str(list(self.first_index)) if self.first_index else ""
-
-    @property
-    def largest(self) -> str:
-        """The largest difference, in words."""
-        nans = f"{self.one_is_nan} NaN on one side only" if self.one_is_nan else ""
-        if self.largest_absolute == 0:  # zeros of opposite sign, NaNs with different payloads
-            return nans or "equal values, different bits"
-        numbers = f"{self.largest_absolute:.4g} ({self.largest_relative:.4g} relative)"
-        return f"{numbers}, {nans}" if nans else numbers
-
     def __str__(self) -> str:
         elements = f"{self.share} elements" if self.of != 1 else "its only element"
-        where = f", first at {self.place}" if self.place else ""
-        if self.largest_absolute == 0 and not self.one_is_nan and self.count:
+        where = f", first at {list(self.first_index)}" if self.first_index else ""
+        if self.largest_absolute == 0 and not self.one_is_nan:  # zeros of opposite sign, NaNs with other bits
             return f"{elements}{where}; the values are equal, the bits differ"
-        return f"{elements}{where}, {'by at most ' if self.largest_absolute else ''}{self.largest}"
+        said = []
+        if self.largest_absolute:
+            said.append(f"by at most {self.largest_absolute:.4g} ({self.largest_relative:.4g} relative)")
+        if self.one_is_nan:
+            said.append(f"{self.one_is_nan} NaN on one side only")
+        return f"{elements}{where}, {', '.join(said)}"
 
 
 Policy: TypeAlias = Literal["raise", "heal", "warn"]  # what to do when replicas differ
@@ -255,24 +246,9 @@ class AuditReport(Record):
         lines += [f"  {one}" for one in self.partly]
         return lines
 
-    def table(self) -> str:
-        """The differences as a table in plain text; the summary line if there are none."""
-        if self.equal:
-            return str(self)
-        rows = [("variable", "worker", "elements", "first", "largest difference", "whose value counts")]
-        for one in self.differences:
-            counts = f"{workers_text(one.groups[0])} ({one.why.partition(':')[0]})"
-            for rank in one.minority:
-                found = one.differing.get(rank)
-                cells = ("", "", "") if found is None else (found.share, found.place, found.largest)
-                rows.append((one.variable, str(rank), *cells, counts))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        padded = ("  ".join(map(str.ljust, row, widths)) for row in rows)
-        return "\n".join(line.rstrip() for line in padded)
-
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values, and whether the replicas were equal. An infinite difference is text."""
-        return fields_of(self, nonfinite=str) | {"equal": self.equal}
+        return fields_of(self) | {"equal": self.equal}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> AuditReport:

@@ -14,9 +14,8 @@ import numpy as np
 import xxhash
 from msgspec import Struct
 
-from replicast.codec import fields_of
 from replicast.errors import UpdateRefused
-from replicast.strictjson import described
+from replicast.strictjson import described, fields_of
 from replicast.tensorfiles import MAX_BYTES
 from replicast.update.digest import name_of, nonfinite
 from replicast.update.edits import (

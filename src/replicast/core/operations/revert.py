@@ -128,7 +128,7 @@ class Keep(Operation):
             content, problem = (yield Ask(order, (0,), None, "write the values before the update"))[0]
         except Refuse as error:  # those of an earlier attempt, which applied it too, do not count any more
             content, problem = None, str(error)
-        yield Persist(Before(self.record.sequence, self.record.id, content, problem))
+        yield Persist(Before(self.record.sequence, self.record.id, content, problem=problem))
         return Outcome(Stage.VERIFIED)
 
 
