@@ -152,8 +152,11 @@ def test_every_worker_is_shown_when_asked(launch: Launcher) -> None:
 
 
 def test_a_module_runs_as_with_python_m(launch: Launcher) -> None:
-    code, out, _ = launch("print(__name__, __spec__.name)", "-m", "train", "ignored", workers=1).finish()
+    launched = launch("print(__name__, __spec__.name)", "-m", "train", "ignored", workers=1)
+    code, out, _ = launched.finish()
     assert (code, out) == (0, "[worker 0] __main__ train\n")
+    (run,) = (launched.directory / "runs").iterdir()
+    assert re.fullmatch(r"\d{8}-\d{6}-train", run.name), "the default name: time and program"
 
 
 def test_a_worker_that_ends_well_early_is_no_failure(launch: Launcher) -> None:

@@ -13,7 +13,6 @@ from msgspec import to_builtins
 from replicast.launcher.failure import LaunchOrder, Phase, WorkerExit
 from replicast.launcher.hosts_leader import (
     Command,
-    End,
     HostTimeouts,
     Leader,
     Member,
@@ -258,7 +257,7 @@ class World:
     def _do(self, launcher: Launcher, commands: list[Command]) -> None:
         for command in commands:
             launcher.said.append(command)
-            if isinstance(command, End):
+            if isinstance(command, LaunchOrder) and command.phase is Phase.END:
                 self._end_later(launcher, launcher.member.report.failure)
             elif isinstance(command, LaunchOrder) and command.phase is Phase.RUN:
                 self._start(launcher, command.attempt)

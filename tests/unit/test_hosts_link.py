@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import functools
 import io
 import os
 import select
@@ -15,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -24,12 +22,8 @@ from msgspec.structs import replace
 from replicast.errors import ClusterError, LaunchRefused
 from replicast.launcher.failure import LaunchOrder, Phase, WorkerExit
 from replicast.launcher.hosts_leader import (
-    AskName,
-    End,
-    FirstOf,
     Hello,
     HostTimeouts,
-    Identity,
     Member,
     Message,
     Notices,
@@ -50,11 +44,10 @@ from replicast.launcher.hosts_link import (
     Other,
     Part,
     Wire,
-    identity_of,
     listen,
 )
 from replicast.launcher.interruptions import Interruptions
-from replicast.launcher.launcher import ask_run_name
+from replicast.launcher.launcher import Settings, supervise
 from replicast.launcher.plan import JobPlan, own_node
 from replicast.launcher.screen import make_screen
 from replicast.names import Dialer
@@ -64,11 +57,17 @@ from tests.unit.clock import Clock
 SECS = 120.0
 E = TypeVar("E", bound=Event)
 JOB = JobPlan(argv=("python", "train.py"), hosts=("a", "b"), node_rank=1, endpoint=("127.0.0.1", 1))
-IDENTITY = identity_of(dataclasses.replace(JOB, hosts=(), nnodes=2), 0)
+PART = Part(
+    job=dataclasses.replace(JOB, hosts=(), nnodes=2, node_rank=0),
+    secret=b"secret",
+    timeouts=HostTimeouts(leave_secs=0.0),
+    next_attempt=0,
+    run_name="the-run",
+)
+IDENTITY = PART.identity()
 ORDER = LaunchOrder(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=0, hosts=("a", "b"))
 
 
-READ = functools.partial(read_message, nodes=2)
 ONE, OTHER = "1" * 64, "2" * 64
 
 
@@ -123,7 +122,7 @@ def test_a_line_counts_unchanged_and_once_on_its_connection_in_its_direction_and
         b"GET / HTTP/1.1\r\n",
         b"x" * 5000,
         b"[1]\n",
-        b'{"replicast": "launchers 2"}\n',
+        b'{"replicast": "launchers 3"}\n',
         b"\n",
         b"[" * 900 + b"\n",
         Wire(b"s", ONE, is_first=True).opening(),
@@ -172,7 +171,8 @@ class Service:
 
 
 def test_a_group_that_must_end_as_soon_as_it_is_started_is_told_so() -> None:
-    end = End(WorkerExit(host=0, worker=0, code=3), stopped_by=signal.SIGTERM)
+    failure = WorkerExit(host=0, worker=0, code=3)
+    end = replace(ORDER, phase=Phase.END, failure=failure, signal=signal.SIGTERM)
     service = Service(ORDER, end)
     with (
         Interruptions() as interruptions,
@@ -185,47 +185,38 @@ def test_a_group_that_must_end_as_soon_as_it_is_started_is_told_so() -> None:
         assert attempts.take_ends() == [end]
 
 
+def hello_of(hosts: tuple[str, ...] = (), node: int = 1, **changes: Any) -> Hello:
+    """What a launcher of a job on these hosts says first."""
+    identity = replace(IDENTITY, hosts=hosts, **changes)
+    return Hello(node=node, session="s", address="127.0.0.1", identity=identity)
+
+
 def test_strangers_who_say_nothing_keep_no_launcher_out(listener: socket.socket) -> None:
     endpoint = listener.getsockname()[:2]
-    with contextlib.ExitStack() as stack, first_of(IDENTITY, listener):
+    with contextlib.ExitStack() as stack, first_of(listener):
         for _ in range(80):
             stack.enter_context(socket.create_connection(endpoint))
-        assert run_name(endpoint) == "the-run"
+        assert is_answered(endpoint)
 
 
-def first_of(identity: Identity, listener: socket.socket, secret: bytes = b"secret") -> Link:
+def first_of(listener: socket.socket, hosts: tuple[str, ...] = (), secret: bytes = b"secret") -> Link:
     """The link of a first launcher; without `--hosts` it looks for no other one."""
-    return Link(service_of(identity, listener, secret, HostTimeouts(leave_secs=0.0)))
+    return Link(service_of(listener, hosts, secret))
 
 
 def service_of(
-    identity: Identity,
-    listener: socket.socket,
-    secret: bytes = b"secret",
-    timeouts: HostTimeouts | None = None,
+    listener: socket.socket, hosts: tuple[str, ...] = (), secret: bytes = b"secret", **changes: Any
 ) -> First:
-    job = dataclasses.replace(JOB, hosts=identity.hosts, nnodes=2, node_rank=0)
-    part = Part(
-        job=job, identity=identity, secret=secret, timeouts=timeouts or HostTimeouts(), run_name="the-run"
-    )
-    return First(part, identity, listener)
+    job = dataclasses.replace(PART.job, hosts=hosts)
+    return First(dataclasses.replace(PART, job=job, secret=secret, **changes), listener)
 
 
 def other(
-    endpoint: tuple[str, int], timeouts: HostTimeouts, identity: Identity | None, secret: bytes = b"secret"
+    endpoint: tuple[str, int], timeouts: HostTimeouts, secret: bytes = b"secret", **changes: Any
 ) -> Link:
-    """The link of another launcher; without an identity it only asks for the name of the run."""
-    job = dataclasses.replace(JOB, endpoint=endpoint)
-    return Link(Other(Part(job=job, identity=identity, secret=secret, timeouts=timeouts)))
-
-
-def run_name(endpoint: tuple[str, int]) -> str:
-    """What the first launcher answers: it is alive."""
-    told = ask_run_name(
-        dataclasses.replace(JOB, endpoint=endpoint), b"secret", HostTimeouts(join_secs=SECS), {}
-    )
-    assert isinstance(told, str)
-    return told
+    """The link of another launcher."""
+    job = dataclasses.replace(PART.job, node_rank=1, endpoint=endpoint)
+    return Link(Other(dataclasses.replace(PART, job=job, secret=secret, timeouts=timeouts, **changes)))
 
 
 def next_events(link: Link) -> list[Event]:
@@ -241,28 +232,42 @@ def next_of(link: Link, kind: type[E]) -> E:
                 return event
 
 
-def answer_to(endpoint: tuple[str, int], *messages: Message) -> Message | ValueError:
-    """The first answer to what a launcher with the secret sends."""
+@contextlib.contextmanager
+def connected_to(endpoint: tuple[str, int], hello: Hello, secret: bytes = b"secret") -> Iterator[Connection]:
     with socket.create_connection(endpoint) as connected:
-        connection = Connection(connected, b"secret", READ, is_first=False)
-        for message in messages:
-            connection.send(message)
+        yield Connection(connected, secret, 2, hello)
+
+
+def answer_to(endpoint: tuple[str, int], hello: Hello, *messages: Message) -> Message | ValueError:
+    """The first answer to what a launcher with the secret sends."""
+    with connected_to(endpoint, hello) as connection:
         answers: list[Message | ValueError] = []
         while not answers:
-            assert select.select([connected], [], [], SECS)[0], "no answer"
+            assert select.select([connection.socket], [], [], SECS)[0], "no answer"
             answers += connection.receive()
+            if connection.is_open:
+                for message in messages:
+                    connection.send(message)
+                messages = ()
         return answers[0]
+
+
+def is_answered(endpoint: tuple[str, int]) -> bool:
+    return isinstance(answer_to(endpoint, hello_of()), LaunchOrder)
 
 
 def test_a_report_with_impossible_values_is_left_out_and_the_launchers_go_on(listener: socket.socket) -> None:
     endpoint = listener.getsockname()[:2]
-    hello = Hello(node=1, session="s", address="127.0.0.1", identity=IDENTITY)
-    with first_of(IDENTITY, listener) as link:
-        answer = answer_to(endpoint, hello, replace(Report(next_attempt=0), signal=9999), AskName())
-        assert isinstance(answer, LaunchOrder), "the rest of what it sends is heard"
+    with first_of(listener) as link, connected_to(endpoint, hello_of()) as sender:
+        while not sender.is_open:
+            assert select.select([sender.socket], [], [], SECS)[0], "no opening"
+            sender.receive()
+        sender.send(replace(Report(next_attempt=0), signal=9999))
         told = next_of(link, str)
         assert "ignored an invalid message of the launcher at 127.0.0.1: Invalid enum value 9999" in told
-        assert run_name(endpoint) == "the-run"
+        sender.send(Report(next_attempt=7))
+        run = next_of(link, LaunchOrder)
+        assert (run.phase, run.attempt) == (Phase.RUN, 7), "the rest of what it sends is heard"
 
 
 def test_of_two_launchers_that_take_themselves_for_the_first_the_later_one_is_refused_and_both_say_why() -> (
@@ -272,13 +277,13 @@ def test_of_two_launchers_that_take_themselves_for_the_first_the_later_one_is_re
     listener = listen((early, 0))
     port = listener.getsockname()[1]
     with (
-        first_of(replace(IDENTITY, hosts=(early, late)), listener) as first,
-        first_of(replace(IDENTITY, hosts=(late, early)), listen((late, port))) as second,
+        first_of(listener, (early, late)) as first,
+        first_of(listen((late, port)), (late, early)) as second,
     ):
         lists = f"one with --hosts {early},{late}, the other with --hosts {late},{early}"
         why = f"both act as the launcher of the first host, {lists}"
         refused = next_of(second, LaunchRefused)
-        assert str(refused).startswith(f"The launcher at {early}:{port} refused this host: {why}")
+        assert str(refused).startswith(f"The launcher at {early} refused this host: {why}")
         assert next_of(first, str) == f"refused a launcher at 127.0.0.1: {why}"
 
 
@@ -286,10 +291,7 @@ def test_two_launchers_that_take_themselves_for_the_first_at_the_same_moment_ref
     one, other = "127.0.0.1", "127.0.0.2"
     listener = listen((one, 0))
     listeners = (listener, listen((other, listener.getsockname()[1])))
-    links = [
-        first_of(replace(IDENTITY, hosts=hosts), own)
-        for hosts, own in zip(((one, other), (other, one)), listeners, strict=True)
-    ]
+    links = [first_of(own, hosts) for hosts, own in zip(((one, other), (other, one)), listeners, strict=True)]
     with links[0], links[1]:
         for link in links:
             next_of(link, LaunchRefused)
@@ -301,13 +303,13 @@ def test_a_stranger_at_one_host_does_not_hide_another_first_launcher_at_the_next
     port = listener.getsockname()[1]
     late = listen((rival, port))  # It lets the question in, and answers when it is served.
     with (
-        first_of(replace(IDENTITY, hosts=()), listen((stranger, port)), b"another"),
-        first_of(replace(IDENTITY, hosts=(here, stranger, rival)), listener) as first,
+        first_of(listen((stranger, port)), (), b"another"),
+        first_of(listener, (here, stranger, rival)) as first,
     ):
         told = next_of(first, str)
-        assert told.startswith(f"{stranger}:{port}: the other host has a different job secret")
-        with first_of(replace(IDENTITY, hosts=(rival, stranger, here)), late):
-            assert f"The launcher at {rival}:{port}" in str(next_of(first, LaunchRefused))
+        assert told.startswith(f"refused a launcher at {stranger}: the other host has a different job secret")
+        with first_of(late, (rival, stranger, here)):
+            assert f"The launcher at {rival}" in str(next_of(first, LaunchRefused))
 
 
 @pytest.fixture
@@ -336,8 +338,9 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_a_first_launcher_accepts_the_others_while_no_dns_server_answers(
     listener: socket.socket, resolver: threading.Event
 ) -> None:
-    with first_of(replace(IDENTITY, hosts=("127.0.0.1", "gpu1")), listener):
-        assert run_name(listener.getsockname()[:2]) == "the-run"
+    hosts = ("127.0.0.1", "gpu1")
+    with first_of(listener, hosts):
+        assert isinstance(answer_to(listener.getsockname()[:2], hello_of(hosts)), LaunchOrder)
     assert not resolver.is_set()
 
 
@@ -345,15 +348,14 @@ def test_another_launcher_finds_the_first_one_when_a_slow_dns_server_has_answere
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], resolver: threading.Event
 ) -> None:
     monkeypatch.setattr("replicast.launcher.hosts_link.CONNECT_SECS", 0.1)
-    asking = dataclasses.replace(JOB, endpoint=("gpu1", 1))
-    assert ask_run_name(asking, b"secret", HostTimeouts(join_secs=0.5), {}) == 75
+    assert asked(("gpu1", 1), HostTimeouts(join_secs=0.5)) == 75
     assert "within 0.5 s (gpu1:1: no DNS server has resolved the name yet)" in capsys.readouterr().err
     listener = listen(("127.0.0.1", 0))
     endpoint = ("gpu1", listener.getsockname()[1])
     timeouts = HostTimeouts(leave_secs=0.0, tell_after_secs=0.3)
     with (
-        first_of(IDENTITY, listener),
-        other(endpoint, timeouts, IDENTITY) as late,
+        first_of(listener),
+        other(endpoint, timeouts) as late,
     ):
         waiting = next_of(late, Waiting)
         assert "no DNS server has resolved the name yet" in waiting.why
@@ -377,24 +379,23 @@ def test_a_launcher_says_when_no_dns_server_answers(
 
 
 @pytest.mark.parametrize(
-    "question",
+    "theirs",
     [
         pytest.param(
-            FirstOf(hosts=("127.0.0.2", "127.0.0.1"), port=IDENTITY.port + 1), id="a job on other ports"
+            hello_of(("127.0.0.2", "127.0.0.1"), 0, port=IDENTITY.port + 1), id="a job on other ports"
         ),
-        pytest.param(
-            FirstOf(hosts=("127.0.0.3", "127.0.0.4"), port=IDENTITY.port), id="a job on other hosts"
-        ),
-        pytest.param(FirstOf(hosts=("127.0.0.1", "127.0.0.2"), port=IDENTITY.port), id="its own, passed on"),
-        pytest.param(FirstOf(hosts=(), port=IDENTITY.port), id="nonsense"),
+        pytest.param(hello_of(("127.0.0.3", "127.0.0.4"), 0), id="a job on other hosts"),
+        pytest.param(hello_of(("127.0.0.1", "127.0.0.2"), 0), id="its own, passed on"),
+        pytest.param(hello_of((), 0), id="nonsense"),
     ],
 )
 def test_the_first_launcher_of_another_job_is_not_refused_and_no_stranger_can_have_it_refused(
-    question: FirstOf,
+    theirs: Hello,
 ) -> None:
-    listener = listen(("127.0.0.1", 0))
-    with first_of(replace(IDENTITY, hosts=("127.0.0.1", "127.0.0.2")), listener):
-        assert isinstance(answer_to(listener.getsockname()[:2], question, AskName()), LaunchOrder)
+    listener, hosts = listen(("127.0.0.1", 0)), ("127.0.0.1", "127.0.0.2")
+    with first_of(listener, hosts):
+        answer = answer_to(listener.getsockname()[:2], theirs, hello_of(hosts))
+        assert isinstance(answer, LaunchOrder)
 
 
 def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
@@ -412,8 +413,8 @@ def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
     listener = listen(("127.0.0.1", 0))
     endpoint = listener.getsockname()[:2]
     timeouts = HostTimeouts(join_secs=100.0, redial_secs=1000.0)
-    with first_of(IDENTITY, listener) as link:
-        with other(endpoint, timeouts, None, b"another") as asking:
+    with first_of(listener) as link:
+        with other(endpoint, timeouts, b"another") as asking:
             said: list[Event] = [next_of(asking, str)]
             eventually(lambda: len(tries) >= 3)
             clock.added_secs = timeouts.join_secs
@@ -431,47 +432,49 @@ def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
         told = [event for event in next_events(link) if isinstance(event, str)]
         assert len(told) == 1, "however often it came"
         assert told[0].startswith(f"refused a launcher at 127.0.0.1: {problem}")
-        assert run_name(endpoint) == "the-run"
+        assert is_answered(endpoint)
 
 
 @pytest.mark.parametrize(
-    ("secret", "message", "why"),
+    ("secret", "hello", "why"),
     [
         (
             b"secret",
-            Hello(node=1, session="s", address="", identity=replace(IDENTITY, hosts=("a", "b"), workers=2)),
+            hello_of(("a", "b"), workers=2),
             "a different number of workers (-n): 1 on the first host, 2 on the other",
         ),
-        (
-            b"secret",
-            FirstOf(hosts=("b", "a"), port=IDENTITY.port),
-            "one with --hosts a,b, the other with --hosts b,a",
-        ),
-        (b"another", AskName(), "the other host has a different job secret"),
+        (b"secret", hello_of(("b", "a"), 0), "one with --hosts a,b, the other with --hosts b,a"),
+        (b"another", hello_of(("a", "b")), "the other host has a different job secret"),
     ],
 )
 def test_the_last_line_of_the_first_launcher_says_why_it_refused_the_host_that_is_missing(
-    secret: bytes, message: Message, why: str
+    monkeypatch: pytest.MonkeyPatch, secret: bytes, hello: Hello, why: str
 ) -> None:
+    monkeypatch.setattr(First, "_look", lambda first, host: None)
     listener, now = listen(("127.0.0.1", 0)), time.monotonic()
-    first = service_of(replace(IDENTITY, hosts=("a", "b")), listener)
+    first = service_of(listener, ("a", "b"), timeouts=HostTimeouts())
     leader = first.leader
-    with contextlib.closing(first), socket.create_connection(listener.getsockname()[:2]) as connected:
-        sender = Connection(connected, secret, READ, is_first=False)
-        sender.send(message)
+    with contextlib.closing(first), connected_to(listener.getsockname()[:2], hello, secret) as sender:
         events: list[Event] = []
         while not any(isinstance(event, str) for event in events):
-            readable, _, _ = select.select([*first.sockets(), connected], [], [], SECS)
+            readable, _, _ = select.select([*first.sockets(), sender.socket], [], [], SECS)
             assert readable, "nothing happened"
-            if connected in readable:
+            if sender.socket in readable:
                 sender.receive()
-            events += first.poll([one for one in readable if one is not connected])
+            events += first.poll([one for one in readable if one is not sender.socket])
         leader.on_time(now + 2 * HostTimeouts().join_secs)  # `now + 600.0 - now` may be less than 600.0
     assert leader.order.failure is not None
     assert leader.order.failure.why.startswith(
         "it did not join within 600 s. A launcher at 127.0.0.1 was refu"
     )
     assert leader.order.failure.why.endswith(why)
+
+
+def asked(endpoint: tuple[str, int], timeouts: HostTimeouts) -> int:
+    """The exit code of a launcher without `--run-dir`, which waits for its name."""
+    job = dataclasses.replace(JOB, endpoint=endpoint)
+    settings = Settings(run_dir=None, log_dir=None, tee=frozenset(), secret=b"secret", host_timeouts=timeouts)
+    return supervise(job, settings, {})
 
 
 @pytest.mark.parametrize(
@@ -488,8 +491,7 @@ def test_a_launcher_that_asks_for_the_run_s_name_is_stopped_by_a_signal_as_any_o
 
         mute.settimeout(SECS)
         stopping = pool.submit(stops)
-        asking = dataclasses.replace(JOB, endpoint=mute.getsockname()[:2])
-        assert ask_run_name(asking, b"secret", HostTimeouts(join_secs=SECS), {}) == code
+        assert asked(mute.getsockname()[:2], HostTimeouts(join_secs=SECS)) == code
         stopping.result()
     assert capsys.readouterr().err == f"replicast: stopped by {name}; all workers have exited\n"
 
@@ -501,7 +503,7 @@ def test_a_launcher_that_asks_for_the_run_s_name_waits_for_the_first_one_as_any_
     with socket.socket() as held:  # It does not listen, and nobody else gets its port.
         held.bind(("127.0.0.1", 0))
         endpoint = held.getsockname()[:2]
-        assert ask_run_name(dataclasses.replace(JOB, endpoint=endpoint), b"secret", timeouts, {}) == 75
+        assert asked(endpoint, timeouts) == 75
     why = f"(127.0.0.1:{endpoint[1]}: Connection refused)"
     waits, lost = capsys.readouterr().err.splitlines()
     assert waits == f"replicast: waiting for the launcher on a, 0 s of at most 1 s {why}"
@@ -526,14 +528,13 @@ def test_strangers_do_not_hide_the_refusal_of_a_launcher_that_knows_the_secret(
     listener: socket.socket,
 ) -> None:
     port = listener.getsockname()[1]
-    hello = Hello(node=1, session="s", address="a", identity=replace(IDENTITY, port=IDENTITY.port + 1))
-    with first_of(IDENTITY, listener) as link:
+    hello = hello_of(port=IDENTITY.port + 1)
+    with first_of(listener) as link:
         for number in range(2, 10):
             with socket.create_connection(
                 ("127.0.0.1", port), source_address=(f"127.0.0.{number}", 0)
             ) as connected:
-                stranger = Connection(connected, b"another", READ, is_first=False)
-                stranger.send(AskName())
+                stranger = Connection(connected, b"another", 2, hello)
                 with contextlib.suppress(NotAuthentic):
                     while select.select([connected], [], [], SECS)[0]:
                         stranger.receive()
@@ -556,7 +557,7 @@ def test_a_first_launcher_that_cannot_accept_for_now_says_so_once_and_does_not_s
         raise OSError(number, os.strerror(number))
 
     listener = listen(("127.0.0.1", 0))
-    first = service_of(IDENTITY, listener)
+    first = service_of(listener)
     with contextlib.closing(first), monkeypatch.context() as patched:
         patched.setattr(socket.socket, "accept", fails)
         assert listener in first.sockets()
@@ -575,9 +576,11 @@ def test_an_address_in_use_is_refused_in_sentences_that_end_once() -> None:
 
 
 def test_a_command_of_any_length_fits_into_a_message() -> None:
+    def program(*files: str) -> tuple[str, ...]:
+        job = JobPlan(argv=("python", "train.py", *files))
+        return dataclasses.replace(PART, job=job).identity().program
+
     files = tuple(f"data/part-{number:05}.tfrecord" for number in range(20_000))
-    long = identity_of(JobPlan(argv=("python", "train.py", *files)), 0)
-    assert sum(map(len, long.program)) < 4096
-    assert long.program[0] == "train.py"
-    other = identity_of(JobPlan(argv=("python", "train.py", *files[:-1], str(Path("other")))), 0)
-    assert long.program != other.program
+    assert sum(map(len, program(*files))) < 4096
+    assert program(*files)[0] == "train.py"
+    assert program(*files) != program(*files[:-1], "other")

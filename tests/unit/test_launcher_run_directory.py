@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -26,24 +25,13 @@ from replicast.launcher.launcher import (
     what_is_taken_over,
 )
 
-NOON = datetime(2030, 1, 2, 12, 0, 5)
-
-
-def test_the_default_run_directory_names_time_and_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    made = make_run_dir(None, program="train", now=NOON)
-    assert made == tmp_path / "runs" / "20300102-120005-train"
-    assert made.is_dir()
-
 
 def test_a_chosen_run_directory_may_exist_and_must_not_be_a_file(tmp_path: Path) -> None:
     for _ in range(2):
-        assert make_run_dir(tmp_path / "a" / "b", program="train", now=NOON) == tmp_path / "a" / "b"
+        assert make_run_dir(tmp_path / "a" / "b") == tmp_path / "a" / "b"
     (tmp_path / "file").touch()
     with pytest.raises(LaunchRefused, match="--run-dir"):
-        make_run_dir(tmp_path / "file", program="train", now=NOON)
+        make_run_dir(tmp_path / "file")
     with pytest.raises(LaunchRefused, match="--log-dir"):
         make_attempt_dir(below(tmp_path) / "file", 0)
 

@@ -351,7 +351,6 @@ _ALLOWED = {
     "rendezvous.py": "the user's script",
     "lifetime.py": _OWN,
     "launcher/checks.py": "shared memory and Keras' settings",
-    "launcher/hosts_doctor.py": "only whether a run directory is writable",
     "launcher/plan.py": "the file of a secret, and " + _OWN,
     "launcher/prepared.py": "the user's script",
     "launcher/standby.py": _OWN,
@@ -364,7 +363,6 @@ _LEAVES = {
     "storage/claims.py": "the parent of the run directory is synced",
     "client/connection.py": "a user who names a directory in a run means the run",
     "cli/checkpoint.py": "printed as JSON",
-    "launcher/hosts_doctor.py": "only whether a run directory is writable",
     "files.py": "it is defined there",
 }
 """Where a `RunPath` becomes a `Path`."""

@@ -6,7 +6,6 @@ They start without numpy and rich: these are loaded while the workers start, or 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -152,22 +151,19 @@ def run(
     secret = plan.read_secret(os.environ, secret_file) if job.endpoint is not None else b""
     heartbeat_secs = config.heartbeat_timeout_secs(os.environ) if heartbeat is None else heartbeat
     shown = plan.parse_tee(tee, job)
-    page = launcher.PageAddress.parse(serve) if serve is not None else None
+    page = None if serve is None else launcher.PageAddress.parse(serve)
     if job.fixed_ports is not None:
         # Refused before a run directory is made. After a kill -9 of the launcher before this one, its workers
         # may take a moment to give back their memory, and hold their ports until then.
         plan.hold_ports(job.fixed_ports, within_secs=_PORTS_SECS if job.endpoint is not None else 0.0).close()
     between = host_timeouts(join_secs=join_timeout, heartbeat_secs=heartbeat_secs)
-    if run_dir is None and job.endpoint is not None and job.node_rank > 0:
-        told = launcher.ask_run_name(job, secret, between, os.environ)
-        if isinstance(told, int):  # The job was over before there was an answer.
-            return told
-        run_dir = launcher.RUNS / told
-    name = program.rpartition(".")[2] if module else Path(program).stem
-    directory = launcher.make_run_dir(run_dir, program=name, now=datetime.now())
+    if run_dir is None and (job.endpoint is None or job.node_rank == 0):
+        name = program.rpartition(".")[2] if module else Path(program).stem
+        run_dir = launcher.RUNS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    directory = None if run_dir is None else launcher.make_run_dir(run_dir)
     settings = launcher.Settings(
         run_dir=directory,
-        log_dir=below(directory) / "logs" if log_dir is None else below(log_dir.absolute()),
+        log_dir=None if log_dir is None else below(log_dir.absolute()),
         tee=shown,
         max_restarts=max_restarts,
         timeouts=EndTimeouts(stop_secs=grace, frozen_secs=heartbeat_secs),
@@ -175,14 +171,11 @@ def run(
         secret=secret,
         host_timeouts=between,
         take_over=take_over,
+        page=page,
     )
     # The environment of the children, who get it without secrets.
     environ = {**os.environ, config.HEARTBEAT_TIMEOUT: f"{heartbeat_secs:g}"}
-    with contextlib.ExitStack() as beside:
-        if page is not None:
-            line = beside.enter_context(launcher.page_beside(page, directory, settings.log_dir, environ))
-            click.echo(f"replicast: {line}", err=True)
-        return launcher.supervise(job, settings, environ)
+    return launcher.supervise(job, settings, environ)
 
 
 @click.command(context_settings={"show_default": True})
@@ -267,22 +260,18 @@ def doctor(
       replicast doctor --hosts gpu1,gpu2 --run-dir /shared/first            (the same on gpu1 and gpu2)
       for h in gpu1 gpu2; do ssh $h replicast doctor --hosts gpu1,gpu2 & done; wait
 
-    Exit code: 0 when nothing is broken, 1 when something must be fixed first, 2 when the command is wrong or
-    the first machine does not answer.
+    Exit code: 0 when nothing is broken, 1 when something must be fixed first, 2 when the command is wrong.
     """
     if hosts is None:
         checks = all_checks(os.environ)
     else:
-        from replicast.launcher.hosts_doctor import Visit
+        from replicast.launcher.hosts_doctor import check_hosts
 
-        visit = Visit(
-            job=plan.place_on_hosts(plan.JobPlan(argv=(), port=port), hosts=hosts, node_rank=node_rank),
-            secret=plan.read_secret(os.environ, secret_file),
-            timeout_secs=timeout,
-            run_dir=run_dir.absolute() if run_dir is not None else None,
-            report=lambda line: click.echo(f"replicast: {line}", err=True),
-        )
-        checks = visit.checks(os.environ)
+        program = ("replicast", "doctor")  # A launcher of a job does not join it.
+        job = plan.place_on_hosts(plan.JobPlan(argv=program, port=port), hosts=hosts, node_rank=node_rank)
+        secret = plan.read_secret(os.environ, secret_file)
+        chosen = None if run_dir is None else run_dir.absolute()
+        checks = check_hosts(job, secret=secret, timeout_secs=timeout, run_dir=chosen, environ=os.environ)
     if deep:
         checks.append(_try_two_workers())
     from rich.text import Text

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Self
 
@@ -87,7 +86,7 @@ def demo(run_dir: Path | None) -> None:
             remedy="pip install 'replicast[demo]'" if missing == ["scikit-learn"] else install,
         )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Stops the workers, as Ctrl-C does.
-    parent = None if run_dir is None else make_run_dir(run_dir, program="demo", now=datetime.now())
+    parent = None if run_dir is None else make_run_dir(run_dir)
     # In a new directory: the runs of an earlier demo must not be continued.
     directory = Path(tempfile.mkdtemp(prefix="replicast-demo-", dir=parent))
     Story(directory, Console(width=min(Console().width, _WIDEST), highlight=False, markup=False)).play()

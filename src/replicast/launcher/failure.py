@@ -117,6 +117,7 @@ class LaunchOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     unreached: tuple[Index, ...] = ()  # hosts of whose workers nothing is known
     session: str = ""  # of the first launcher
     run_name: str = ""  # the name of its run directory
+    facts: tuple[str, ...] = ()  # of each host, for `replicast doctor`
 
     @property
     def is_last_attempt(self) -> bool:

@@ -255,10 +255,10 @@ class Group:
         if self.peers is None:
             return
         for end in self.peers.take_ends():
-            if end.stopped_by is not None:
+            if end.signal is not None:
                 if self._interrupted_by is None and self._ending < Ending.STOPPING:
                     secs = self.timeouts.stop_secs
-                    self.screen.tell(stopping_line(end.stopped_by, secs, self.peers.hosts.on(end.stopped_on)))
+                    self.screen.tell(stopping_line(end.signal, secs, self.peers.hosts.on(end.stopped_on)))
                     self._stop(secs)
             else:
                 for worker in self._rest():

@@ -7,7 +7,8 @@
 
 A report and an order hold the whole state of their side, and are sent again every second: a lost connection
 needs no repetition, and silence is noticed. The first launcher has a `Leader`, and every launcher, the first
-one included, a `Member`, so that all hosts act alike. What holds, whatever is lost, cut or started again:
+one included, a `Member`, so that all hosts act alike. `replicast doctor --hosts` is such a job too, in which
+each host looks around once. What holds, whatever is lost, cut or started again:
 
 - No two attempts run at the same time: the leader starts one when every host has said that nothing runs
   there, and a member that loses the leader ends its workers by itself.
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,10 +68,6 @@ def host_timeouts(*, join_secs: float, heartbeat_secs: float) -> HostTimeouts:
 # --- Messages --------------------------------------------------------------------------------------------
 
 
-class _Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=str.lower):
-    """What launchers tell each other. An `Order` is such a message too."""
-
-
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """What must be the same on all hosts of a job.
 
@@ -87,8 +83,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int
 
 
-class Hello(_Told, frozen=True, forbid_unknown_fields=False):
-    """The first message of a launcher to the first one."""
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """The first message of a launcher to the first one, and of that one to see whether it is the only one."""
 
     node: int
     session: str
@@ -96,7 +92,7 @@ class Hello(_Told, frozen=True, forbid_unknown_fields=False):
     identity: Identity
 
 
-class Report(_Told, frozen=True):
+class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="report"):
     next_attempt: Index
     attempt: Index | None = None
     restarts: Index = 0
@@ -104,26 +100,16 @@ class Report(_Told, frozen=True):
     failure: WorkerExit | None = None
     signal: StopSignal | None = None
     left_behind: bool = False
+    facts: str = ""  # of `replicast doctor`
 
 
-class AskName(_Told, frozen=True):
-    """A launcher without `--run-dir` asks for an order, which has the name of the run directory."""
-
-
-class FirstOf(_Told, frozen=True):
-    """A launcher that takes itself for the first one asks whether another one does too."""
-
-    hosts: tuple[str, ...]
-    port: int
-
-
-class RefusedHost(_Told, frozen=True):
+class RefusedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="refused"):
     """The first launcher's answer to one that does not belong to the job."""
 
     why: str
 
 
-Message = Hello | Report | LaunchOrder | AskName | FirstOf | RefusedHost
+Message = Hello | Report | LaunchOrder | RefusedHost
 
 
 def read_message(fields: Mapping[str, Any], nodes: int) -> Message:
@@ -167,10 +153,10 @@ def difference(ours: Identity, theirs: Identity) -> str:
     return ""
 
 
-def two_firsts(ours: FirstOf, theirs: FirstOf) -> str:
+def two_firsts(ours: Identity, theirs: Identity) -> str:
     """Says that two launchers of one job take themselves for the first one; empty if they do not.
 
-    Theirs may be a job of its own, on other ports or hosts; or this launcher's own question, which a stranger
+    Theirs may be a job of its own, on other ports or hosts; or this launcher's own hello, which a stranger
     has passed on.
     """
     if not ours.hosts or not theirs.hosts or ours.hosts == theirs.hosts or ours.port != theirs.port:
@@ -188,17 +174,8 @@ def _shown(value: object, separator: str = " ") -> str:
 
 # --- What the main thread of a launcher learns -----------------------------------------------------------
 #
-# An `Order` itself, by its phase: RUN, start the workers of this attempt; WAIT, the attempt before it has
-# failed on all hosts, and it follows when all are ready; OVER, the job is over. Or one of these:
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """End the workers: because of a failure, or because the job is stopped by a signal on a host."""
-
-    failure: WorkerExit | None = None
-    stopped_by: signal.Signals | None = None
-    stopped_on: int = 0
+# An order itself, by its phase: RUN, start the workers of this attempt; END, end them; WAIT, the attempt
+# before has failed on all hosts, and this one follows when all are ready; OVER, the job is over. Or:
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +186,7 @@ class Waiting:
     why: str = ""
 
 
-Command = LaunchOrder | End | Waiting
+Command = LaunchOrder | Waiting
 
 
 # --- Whether the other side is there ---------------------------------------------------------------------
@@ -248,9 +225,9 @@ class Presence:
 # --- The first launcher ----------------------------------------------------------------------------------
 
 
-class _Host:
+class _Host(Presence):
     def __init__(self, timeouts: HostTimeouts) -> None:
-        self.presence = Presence(timeouts)
+        super().__init__(timeouts)
         self.session = ""
         self.address = ""
         self.report: Report | None = None
@@ -259,7 +236,7 @@ class _Host:
         return self.report is not None and self.report.attempt == attempt and not self.report.running
 
     def is_ready(self, now: float) -> bool:
-        return self.report is not None and not self.report.running and not self.presence.why_lost(now)
+        return self.report is not None and not self.report.running and not self.why_lost(now)
 
 
 class Leader:
@@ -302,17 +279,16 @@ class Leader:
         if not 0 <= node < len(self._hosts):
             return f"--node-rank must be from 0 to {len(self._hosts) - 1}. Received: {node}"
         host = self._hosts[node]
-        heard = host.presence.heard_at
-        if not host.presence.connected or host.session == session:
+        if not host.connected or host.session == session:
             return ""
-        if heard is None or now - heard >= _IN_USE_SECS:
+        if host.heard_at is None or now - host.heard_at >= _IN_USE_SECS:
             return ""
         return f"a launcher with --node-rank {node} is already connected, from {host.address or 'this host'}"
 
     def on_refused(self, node: int | None, what: str) -> None:
         """A launcher was refused: perhaps the one that is waited for."""
         known = node if node is not None and 0 <= node < len(self._hosts) else None
-        if known is None or not self._hosts[known].presence.connected:  # A second one of a host is not.
+        if known is None or not self._hosts[known].connected:  # A second one of a host is not.
             self._refused[known] = what
 
     def on_joined(self, node: int, session: str, address: str, now: float) -> None:
@@ -323,12 +299,12 @@ class Leader:
             host.report = None
         host.session, host.address = session, address
         self._refused.pop(node, None)
-        host.presence.hear(now)
+        host.hear(now)
         self._advance(now)  # What it hears first must not be to run the attempt that has just failed.
 
     def on_report(self, node: int, report: Report, now: float) -> None:
         host = self._hosts[node]
-        host.presence.hear(now)
+        host.hear(now)
         host.report = report
         failure = report.failure if report.attempt == self.order.attempt else None
         if failure is not None and self._is_under_way():
@@ -340,18 +316,18 @@ class Leader:
 
     def on_closed(self, node: int, session: str, now: float) -> None:
         if self._hosts[node].session == session:
-            self._hosts[node].presence.close(now)
+            self._hosts[node].close(now)
 
     def on_time(self, now: float) -> None:
         """Some time has passed. Call it at least once a second."""
         for node, host in enumerate(self._hosts):
-            why = host.presence.why_lost(now, is_stopping=self.order.signal is not None)
+            why = host.why_lost(now, is_stopping=self.order.signal is not None)
             if why and not host.has_ended(self.order.attempt):
                 self._lose(node, why)
         self._advance(now)
 
     def everybody_left(self) -> bool:
-        return not any(host.presence.connected for host in self._hosts[1:])
+        return not any(host.connected for host in self._hosts[1:])
 
     def _is_under_way(self) -> bool:
         return self.order.phase in (Phase.RUN, Phase.END)
@@ -453,7 +429,8 @@ class Leader:
         return any(host.report is not None and host.report.left_behind for host in self._hosts)
 
     def _over(self, code: int, failure: WorkerExit | None) -> None:
-        self.order = replace(self.order, phase=Phase.OVER, code=code, failure=failure)
+        facts = tuple("" if host.report is None else host.report.facts for host in self._hosts)
+        self.order = replace(self.order, phase=Phase.OVER, code=code, failure=failure, facts=facts)
 
 
 # --- Every launcher --------------------------------------------------------------------------------------
@@ -467,20 +444,25 @@ class Member:
     """
 
     def __init__(
-        self, node: int, next_attempt: int, max_restarts: int, timeouts: HostTimeouts, now: float
+        self, node: int, next_attempt: int | None, max_restarts: int, timeouts: HostTimeouts, now: float
     ) -> None:
         self._node = node
         self._timeouts = timeouts
         self._presence = Presence(timeouts)
         self._order = LaunchOrder(phase=Phase.WAIT, max_restarts=max_restarts)
-        self._told_end: End | None = None
+        self._told_end: LaunchOrder | None = None
         self._told_restart = True
         self._unreachable = ""
         self._ended_at = self._next_tell = now
         self._lost_since: float | None = now  # It has not come yet.
         self._missing_since: dict[int, float] = {}
-        self.report = Report(next_attempt=next_attempt)
+        self.report = Report(next_attempt=0 if next_attempt is None else next_attempt)
+        # One that does not know its run directory yet, nor which attempts are in it, reports nothing.
+        self.is_ready = next_attempt is not None
         self.is_over = False
+
+    def on_ready(self, next_attempt: int) -> None:
+        self.report, self.is_ready = replace(self.report, next_attempt=next_attempt), True
 
     def on_order(self, order: LaunchOrder, now: float) -> list[Command]:
         self._presence.hear(now)
@@ -490,16 +472,18 @@ class Member:
         self._missing_since = {node: self._missing_since.get(node, now) for node in order.missing}
         if self.is_over:
             return []
+        if not self.is_ready:  # It waits for the name of the run directory, which is in every order.
+            return [order if order.phase is Phase.OVER else replace(order, phase=Phase.WAIT)]
         ended: list[Command] = []
         if self._order.session not in ("", order.session) and self.report.running:
             # The first launcher was started again: nobody knows of the attempt that runs here.
             ended = self._end_because("its launcher was restarted")
         self._order = order
         if order.phase is Phase.OVER:
-            return [*ended, *self._end_now(), *self._finish(order)]
+            return [*ended, *self._tell_end(order), *self._finish(order)]
         if self.report.running:
             is_this = order.phase is Phase.RUN and order.attempt == self.report.attempt
-            return ended if is_this or self.report.attempt is None else [*ended, *self._end_now()]
+            return ended if is_this else [*ended, *self._tell_end(order)]
         if order.phase is Phase.END and order.attempt != self.report.attempt:
             self._begin(order, running=False)  # The attempt has failed before it was started here.
         follows = self.report.attempt is not None and order.attempt > self.report.attempt
@@ -545,7 +529,9 @@ class Member:
         if self.report.signal is None:
             self.report = replace(self.report, signal=signum)
 
-    def on_group_end(self, failure: WorkerExit | None, now: float, *, left_behind: bool) -> list[Command]:
+    def on_group_end(
+        self, failure: WorkerExit | None, now: float, *, left_behind: bool, facts: str = ""
+    ) -> list[Command]:
         attempt = self.report.attempt
         self.report = replace(
             self.report,
@@ -553,6 +539,7 @@ class Member:
             failure=self.report.failure if failure is None else failure,
             left_behind=left_behind,
             next_attempt=self.report.next_attempt if attempt is None else attempt + 1,
+            facts=facts or self.report.facts,
         )
         self._ended_at = self._next_tell = now
         return self._finish(self._order) if self._order.phase is Phase.OVER else []
@@ -567,11 +554,6 @@ class Member:
         told, self._told_restart = self._told_restart, True
         return [] if told else [replace(order, phase=Phase.WAIT)]
 
-    def _end_now(self) -> list[Command]:
-        order = self._order
-        stopped = None if order.signal is None else signal.Signals(order.signal)
-        return self._tell_end(End(order.failure, stopped, order.stopped_on))
-
     def _end_because(self, why: str) -> list[Command]:
         """The first launcher is lost. It may think otherwise, and must not take this for a good end."""
         failure = WorkerExit(host=0, why=why, reported_by=self._node)
@@ -579,14 +561,14 @@ class Member:
         if self.report.failure is None:
             own = f"its launcher stopped its workers because of the first host: {why}"
             self.on_failure(WorkerExit(host=self._node, why=own, reported_by=self._node))
-        return self._tell_end(End(failure))
+        return self._tell_end(replace(self._order, signal=None))
 
-    def _tell_end(self, end: End) -> list[Command]:
+    def _tell_end(self, order: LaunchOrder) -> list[Command]:
         known = self._told_end
-        if not self.report.running or (known is not None and known.stopped_by == end.stopped_by):
+        if not self.report.running or (known is not None and known.signal == order.signal):
             return []
-        self._told_end = end
-        return [end]
+        self._told_end = replace(order, phase=Phase.END)
+        return [self._told_end]
 
     def _without_leader(self, why: str, now: float) -> list[Command]:
         order, own = self._order, self.report.failure

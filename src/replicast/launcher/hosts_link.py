@@ -6,11 +6,12 @@
 The thread alone touches the state machines of `hosts_leader.py`. The main thread posts what happens on this
 host and takes events from a queue, on whose descriptor it can select: a command of the state machine, a line
 to show, or an exception to raise, also if the thread dies. Nothing in the thread blocks for long: sockets are
-non-blocking, names are looked up elsewhere.
+non-blocking, names are looked up elsewhere. It is a thread because the main one may block for long: it writes
+the logs of the workers, perhaps to a file system that does not answer for a minute.
 
 Lines are authenticated:
 
-    both → both     {"replicast": "launchers 1", "nonce": "…", "secret": true}
+    both → both     {"replicast": "launchers 2", "nonce": "…", "secret": true}
     afterwards      HMAC-SHA256 of direction, number and text, in hexadecimal, and the text: a JSON object
 
 The key of a connection follows from the secret of the job and both nonces, so that nothing that was sent over
@@ -23,7 +24,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import functools
 import hashlib
 import hmac
 import json
@@ -38,7 +38,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 from msgspec.structs import replace
@@ -47,10 +47,7 @@ from replicast.config import JOB_SECRET
 from replicast.errors import ClusterError, LaunchRefused, ReplicastError, printable
 from replicast.launcher.failure import GroupEnd, Hosts, LaunchOrder, Phase, WorkerExit
 from replicast.launcher.hosts_leader import (
-    AskName,
     Command,
-    End,
-    FirstOf,
     Hello,
     HostTimeouts,
     Identity,
@@ -69,15 +66,14 @@ from replicast.launcher.hosts_leader import (
 from replicast.launcher.interruptions import STOP_SIGNALS, Interruptions
 from replicast.launcher.plan import JobPlan, shown_address
 from replicast.launcher.screen import Screen
-from replicast.names import NAMES_SECS, Dialer, Lookups, addresses_of
+from replicast.names import NAMES_SECS, Dialer, Lookups
 from replicast.processes import accept_problem
 from replicast.strictjson import parse_object
 
-PROTOCOL = "launchers 1"
+PROTOCOL = "launchers 2"
 MAX_OPENING, MAX_LINE = 1024, 256 * 1024
-SAME_SECRET = f"Set {JOB_SECRET}, or the content of --secret-file, to the same text on all hosts"
-STEP_SECS = 5.0
 CONNECT_SECS = 2.0
+_SAME_SECRET = f"Set {JOB_SECRET}, or the content of --secret-file, to the same text on all hosts"
 _ELSE = "Another program, or another version of replicast, uses the port of the launchers"
 _MAX_PROGRAM = 4096
 _MAX_UNSENT = 1 << 20
@@ -156,7 +152,7 @@ class Wire:
             raise NotAuthentic("the other side repeats what it was sent", _ELSE)
         if fields.get("secret") is not bool(self._secret):
             has, lacks = ("this host", "the other") if self._secret else ("the other host", "this one")
-            raise NotAuthentic(f"{has} has a job secret, {lacks} has none", SAME_SECRET)
+            raise NotAuthentic(f"{has} has a job secret, {lacks} has none", _SAME_SECRET)
         first, other = (self._nonce, theirs) if self._is_first else (theirs, self._nonce)
         both = f"{PROTOCOL}\n{first}\n{other}".encode()
         self._key = hmac.digest(self._secret or b"no secret", both, "sha256")
@@ -164,7 +160,7 @@ class Wire:
     def _unpack(self, line: bytes) -> dict[str, Any]:
         seal, _, text = line.partition(b" ")
         if not hmac.compare_digest(seal, self._seal(self._theirs, self._received, text)):
-            raise NotAuthentic("the other host has a different job secret", SAME_SECRET)
+            raise NotAuthentic("the other host has a different job secret", _SAME_SECRET)
         self._received += 1
         return parse_object(text)
 
@@ -172,52 +168,40 @@ class Wire:
         return hmac.new(self._key, b"%s %d " % (who, number) + text, hashlib.sha256).hexdigest().encode()
 
 
-_Kind = TypeVar("_Kind")
-
-
 class Connection:
-    """A connection to another launcher: messages in, messages out. Only `expect` blocks, with a deadline.
+    """A connection to another launcher: messages in, messages out. Never blocks.
 
-    `read` makes a message of the fields in a line. A connection that `blocks` is for `expect`.
+    The side that has connected says `hello` as soon as both sides have said their openings. Nothing else can
+    be sent before.
     """
 
     def __init__(
-        self,
-        connection: socket.socket,
-        secret: bytes,
-        read: Callable[[dict[str, Any]], Any],
-        *,
-        is_first: bool,
-        blocks: bool = False,
+        self, connection: socket.socket, secret: bytes, nodes: int, hello: Hello | None = None
     ) -> None:
-        connection.settimeout(STEP_SECS if blocks else 0.0)
+        connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.since = time.monotonic()
-        self.host = "an unknown address"
-        with contextlib.suppress(OSError):  # It is not connected yet, or no more.
-            self.host = str(connection.getpeername()[0])  # without the port, which is another one each time
-        self.hello: Hello | None = None  # The introduction of the other side, once it is accepted.
-        self.is_refused = False
-        self._wire = Wire(secret, secrets.token_hex(32), is_first=is_first)
-        self._read = read
+        self.host = str(connection.getpeername()[0])  # without the port, which is another one each time
+        self.accepted: Hello | None = None  # The introduction of the other side.
+        self.is_refused, self.is_asking = False, hello is not None
+        self._hello, self._nodes = hello, nodes
+        self._wire = Wire(secret, secrets.token_hex(32), is_first=hello is None)
         self._unsent = self._wire.opening()
-        self._waiting: list[object] = []
-        self._arrived: list[Any] = []
         self._flush()
 
-    def send(self, message: object) -> None:
+    @property
+    def is_open(self) -> bool:
+        return self._wire.is_open
+
+    def send(self, message: Message) -> None:
         """Queues a message and sends what the socket takes."""
-        if not self._wire.is_open:
-            older = [one for one in self._waiting if not isinstance(one, type(message))]
-            self._waiting = [*older, message]
-            return
         self._unsent += self._wire.pack(message)
         if len(self._unsent) > _MAX_UNSENT:
             raise TimeoutError("the other side does not read")
         self._flush()
 
-    def receive(self) -> list[Any]:
+    def receive(self) -> list[Message | ValueError]:
         """What has arrived; a ValueError for an authentic line that is not a valid message."""
         try:
             data = self.socket.recv(_READ_BYTES)
@@ -227,40 +211,19 @@ class Connection:
             raise ConnectionResetError("closed by the other side")
         if self.is_refused:  # It may read why, and closes the connection then.
             return []
-        messages: list[Any] = []
+        messages: list[Message | ValueError] = []
         for fields in self._wire.feed(data):
             try:
-                messages.append(self._read(fields))
+                messages.append(read_message(fields, self._nodes))
             except ValueError as error:
                 messages.append(error)
-        if self._wire.is_open and self._waiting:
-            waiting, self._waiting = self._waiting, []
-            for message in waiting:
-                self.send(message)
+        if self._hello is not None and self.is_open:
+            hello, self._hello = self._hello, None
+            self.send(hello)
         return messages
-
-    def expect(self, kind: type[_Kind], secs: float) -> _Kind:
-        """Waits for the next message, which must be of this kind."""
-        until = time.monotonic() + secs
-        while not self._arrived:
-            self._wait(until)
-        message = self._arrived.pop(0)
-        if not isinstance(message, kind):
-            raise ValueError(f"expected {kind.__name__}, received {type(message).__name__}")
-        return message
-
-    def wait_for_opening(self) -> None:
-        until = time.monotonic() + STEP_SECS
-        while not self._wire.is_open:
-            self._wait(until)
 
     def close(self) -> None:
         self.socket.close()
-
-    def _wait(self, until: float) -> None:
-        self.socket.settimeout(max(0.01, until - time.monotonic()))
-        self._arrived += self.receive()
-        self.socket.settimeout(STEP_SECS)
 
     def _flush(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -272,24 +235,20 @@ class Connection:
 _CLOSED = (ConnectionResetError, BrokenPipeError, ConnectionAbortedError)
 
 
-def not_welcome(by: str, why: str, *, has_hosts: bool) -> LaunchRefused:
-    """Another launcher has refused this one, which cannot be part of the job."""
-    same = "--hosts in the same order" if has_hosts else "another --node-rank on each"
-    remedy = f"Start the same command on all hosts, with {same}"
-    return LaunchRefused(f"{by} refused this host: {why}", remedy=remedy)
-
-
 # --- The first launcher ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
+    """What a launcher knows of a job on several hosts when it goes to meet the others."""
+
     job: JobPlan
-    identity: Identity | None  # None: it does not join, and only asks the first one for its order.
     secret: bytes
     timeouts: HostTimeouts
-    next_attempt: int = 0
+    max_restarts: int = 0
+    next_attempt: int | None = None  # None: the name of the run directory must come from the first launcher.
     run_name: str = ""
+    facts: str = ""
     session: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
@@ -299,24 +258,29 @@ class Part:
         return self.job.endpoint
 
     def member(self) -> Member:
-        max_restarts = 0 if self.identity is None else self.identity.max_restarts
-        return Member(self.job.node_rank, self.next_attempt, max_restarts, self.timeouts, time.monotonic())
+        node, now = self.job.node_rank, time.monotonic()
+        member = Member(node, self.next_attempt, self.max_restarts, self.timeouts, now)
+        member.report = replace(member.report, facts=self.facts)
+        return member
 
+    def identity(self) -> Identity:
+        job = self.job
+        program, text = job.argv[1:], "\0".join(job.argv[1:])
+        if len(text) > _MAX_PROGRAM:  # Replaced by its digest, so that it fits into a message.
+            digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+            program = (program[0][:200], f"({len(program) - 1} arguments with the digest {digest})")
+        return Identity(
+            version=metadata.version("replicast"),
+            program=program,
+            workers=job.workers,
+            nodes=job.nodes,
+            hosts=job.hosts,
+            port=job.port,
+            max_restarts=self.max_restarts,
+        )
 
-def identity_of(job: JobPlan, max_restarts: int) -> Identity:
-    program, text = job.argv[1:], "\0".join(job.argv[1:])
-    if len(text) > _MAX_PROGRAM:  # Replaced by its digest, so that it fits into a message.
-        digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
-        program = (program[0][:200], f"({len(program) - 1} arguments with the digest {digest})")
-    return Identity(
-        version=metadata.version("replicast"),
-        program=program,
-        workers=job.workers,
-        nodes=job.nodes,
-        hosts=job.hosts,
-        port=job.port,
-        max_restarts=max_restarts,
-    )
+    def hello(self, address: str = "") -> Hello:
+        return Hello(node=self.job.node_rank, session=self.session, address=address, identity=self.identity())
 
 
 def listen(endpoint: tuple[str, int], *, name_secs: float = 0.0) -> socket.socket:
@@ -346,10 +310,10 @@ def _address_of(host: str, until: float) -> str:
     """The address of the first host. A name that has none is looked up again until then."""
     while True:
         lookup, problem = Lookups([host]), "has no address"
+        if not lookup.wait(NAMES_SECS):
+            problem = f"was not resolved within {NAMES_SECS:g} s"
         with contextlib.suppress(OSError):
-            if not lookup.wait(NAMES_SECS):
-                problem = f"was not resolved within {NAMES_SECS:g} s"
-            elif addresses := lookup.addresses(host):
+            if addresses := lookup.addresses(host):
                 return addresses[0]
         if time.monotonic() >= until:
             what = f"The name of the first host {problem}: {host}"
@@ -357,69 +321,35 @@ def _address_of(host: str, until: float) -> str:
         time.sleep(_NAME_PAUSE_SECS)
 
 
-class Rivals:
-    """Whether a launcher on another host takes itself for the first one too: its `--hosts` differ in order.
+class First:
+    """The first launcher's sockets: it accepts the others, hears their reports and tells them its order.
 
-    Each of the two would wait in vain for the other to connect. So a first launcher, once it listens,
-    connects to its own port on each other host, where nothing should listen. Another first launcher that
-    knows the secret, and needs the same ports on the same hosts, refuses it there. Of two such launchers at
-    least the later one finds the other, because each listens before it looks. A thread for each host looks
-    once: a name may take minutes, and a host may not answer. They are daemons, and nobody waits for them.
+    A launcher on another host may take itself for the first one too, if its `--hosts` differ in order; then
+    each of the two would wait in vain for the other to connect. So a first launcher, once it listens,
+    connects to its own port on each other host, where nothing should listen, and says hello. Another first
+    launcher that knows the secret, and needs the same ports on the same hosts, refuses it there. Of two such
+    launchers at least the later one finds the other, because each listens before it looks. A thread for each
+    host connects once: a name may take minutes. They are daemons, and nobody waits for them.
     """
 
-    def __init__(self, hosts: Sequence[str], endpoint_port: int, worker_port: int, secret: bytes) -> None:
-        self._port, self._secret = endpoint_port, secret
-        self._question = FirstOf(hosts=tuple(hosts), port=worker_port)
-        self._found: queue.SimpleQueue[tuple[str, RefusedHost | NotAuthentic]] = queue.SimpleQueue()
-        for host in dict.fromkeys(hosts[1:]):
-            with contextlib.suppress(RuntimeError):  # No more threads for now: this is a courtesy.
-                threading.Thread(target=self._look, args=[host], name="rival", daemon=True).start()
-
-    def poll(self, notices: Notices) -> list[str | ReplicastError]:
-        """What was found; `notices` decides which lines are said of strangers."""
-        events: list[str | ReplicastError] = []
-        while not self._found.empty():
-            address, found = self._found.get()
-            if isinstance(found, RefusedHost):
-                events.append(not_welcome(f"The launcher at {address}", found.why, has_hosts=True))
-            else:
-                events += notices.say(f"{address}: {found}. {found.remedy}", time.monotonic())
-        return events
-
-    def _look(self, host: str) -> None:
-        with contextlib.suppress(OSError, ValueError, IndexError):  # Nothing listens there, as it should be.
-            place = addresses_of(host, self._port, lambda: None)[0]
-            with socket.create_connection(place, timeout=STEP_SECS) as connected:
-                try:
-                    read = functools.partial(msgspec.convert, type=RefusedHost)
-                    asking = Connection(connected, self._secret, read, is_first=False, blocks=True)
-                    asking.send(self._question)
-                    found: RefusedHost | NotAuthentic = asking.expect(RefusedHost, STEP_SECS)
-                except NotAuthentic as error:
-                    found = error
-            self._found.put((shown_address(host, self._port), found))
-
-
-class First:
-    """The first launcher's sockets: it accepts the others, hears their reports and tells them its order."""
-
-    def __init__(self, part: Part, identity: Identity, listener: socket.socket) -> None:
+    def __init__(self, part: Part, listener: socket.socket) -> None:
         now, job = time.monotonic(), part.job
         names = job.hosts or (part.endpoint[0], *("" for _ in range(job.nodes - 1)))
-        self.leader = Leader(names, part.session, identity.max_restarts, part.timeouts, now, part.run_name)
+        self.leader = Leader(names, part.session, part.max_restarts, part.timeouts, now, part.run_name)
         self.member = part.member()
         self.timeouts = part.timeouts
-        self._identity, self._secret = identity, part.secret
-        self._read_message = functools.partial(read_message, nodes=identity.nodes)
+        self._part, self._identity = part, part.identity()
         self._listener = listener
-        # It listens already: of two launchers that take themselves for the first, one finds the other.
-        self._rivals = Rivals(identity.hosts, listener.getsockname()[1], identity.port, part.secret)
         self._connections: list[Connection] = []
         self._sent: LaunchOrder | None = None
         self._sent_at = 0.0
         self._of_strangers, self._of_launchers = Notices(), Notices()
         self._deaf_until = 0.0
         self.leader.on_joined(0, part.session, "", now)
+        self._rivals: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        for host in job.hosts[1:]:
+            with contextlib.suppress(RuntimeError):  # No more threads for now: this is a courtesy.
+                threading.Thread(target=self._look, args=[host], name="rival", daemon=True).start()
 
     def sockets(self) -> list[socket.socket]:
         listening = [] if time.monotonic() < self._deaf_until else [self._listener]
@@ -427,7 +357,9 @@ class First:
 
     def poll(self, readable: list[socket.socket]) -> list[Event]:
         """Reads what has come, and sends what is due. Call it at least every second."""
-        events: list[Event] = [*self._rivals.poll(self._of_strangers)]
+        events: list[Event] = []
+        while not self._rivals.empty():
+            self._add(self._rivals.get(), self._part.hello())
         if self._listener in readable:
             events += self._accept()
         for connection in list(self._connections):
@@ -435,7 +367,7 @@ class First:
                 events += self._read(connection)
         now = time.monotonic()
         for connection in list(self._connections):
-            if connection.hello is None and now - connection.since >= _INTRODUCE_SECS:
+            if connection.accepted is None and now - connection.since >= _INTRODUCE_SECS:
                 self._drop(connection)
         self.leader.on_report(0, self.member.report, now)
         self.leader.on_time(now)
@@ -453,6 +385,10 @@ class First:
         for connection in self._connections:
             connection.close()
 
+    def _look(self, host: str) -> None:
+        with contextlib.suppress(OSError):  # Nothing listens there, as it should be.
+            self._rivals.put(Dialer(host, self._listener.getsockname()[1]).connect(NAMES_SECS))
+
     def _accept(self) -> list[Event]:
         now = time.monotonic()
         try:
@@ -462,14 +398,18 @@ class First:
                 return []
             self._deaf_until = now + _DEAF_SECS
             return [*self._of_launchers.say(f"cannot accept other launchers for now: {problem}", now)]
-        strangers = [one for one in self._connections if one.hello is None]
+        strangers = [one for one in self._connections if one.accepted is None]
         if len(strangers) >= _MAX_STRANGERS:  # A launcher introduces itself at once: the oldest is none.
             self._drop(strangers[0])
-        try:
-            self._connections.append(Connection(accepted, self._secret, self._read_message, is_first=True))
-        except OSError:
-            accepted.close()
+        self._add(accepted)
         return []
+
+    def _add(self, connected: socket.socket, hello: Hello | None = None) -> None:
+        try:
+            connection = Connection(connected, self._part.secret, self._identity.nodes, hello)
+            self._connections.append(connection)
+        except OSError:
+            connected.close()
 
     def _read(self, connection: Connection) -> list[Event]:
         try:
@@ -484,35 +424,33 @@ class First:
 
     def _take(self, connection: Connection, message: Message | ValueError) -> list[Event]:
         now = time.monotonic()
-        if isinstance(message, Hello) and connection.hello is None:
-            refusal = difference(self._identity, message.identity) or self.leader.refusal(
-                message.node, message.session, now
-            )
-            if refusal:
-                return self._refuse(connection, refusal, self._of_launchers, node=message.node)
-            for older in [one for one in self._connections if one.hello and one.hello.node == message.node]:
-                self._drop(older)
-            connection.hello = message
-            self.leader.on_joined(message.node, message.session, message.address, now)
-            connection.send(self.leader.order)
-        elif isinstance(message, AskName):
-            connection.send(self.leader.order)
-        elif isinstance(message, Report) and connection.hello is not None:
-            self.leader.on_report(connection.hello.node, message, now)
-        elif isinstance(message, FirstOf):
-            ours = FirstOf(hosts=self._identity.hosts, port=self._identity.port)
-            if refusal := two_firsts(ours, message):
-                return self._refuse(connection, refusal, self._of_launchers)
-        elif isinstance(message, ValueError):
-            text = f"ignored an invalid message of the launcher at {connection.host}: {message}"
-            return [*self._of_launchers.say(text, now)]
+        match message:
+            case Hello(node=0, identity=identity):
+                if refusal := two_firsts(self._identity, identity):
+                    return self._refuse(connection, refusal, self._of_launchers)
+            case Hello(node=node, session=session) if connection.accepted is None:
+                refusal = difference(self._identity, message.identity)
+                if refusal := refusal or self.leader.refusal(node, session, now):
+                    return self._refuse(connection, refusal, self._of_launchers, node=node)
+                for older in [one for one in self._connections if one.accepted and one.accepted.node == node]:
+                    self._drop(older)
+                connection.accepted = message
+                self.leader.on_joined(node, session, message.address, now)
+                connection.send(self.leader.order)
+            case Report() if connection.accepted is not None:
+                self.leader.on_report(connection.accepted.node, message, now)
+            case RefusedHost(why=why) if connection.is_asking:
+                return [_not_welcome(f"The launcher at {connection.host}", why, self._part.job)]
+            case ValueError():
+                text = f"ignored an invalid message of the launcher at {connection.host}: {message}"
+                return [*self._of_launchers.say(text, now)]
         return []
 
     def _broadcast(self, now: float) -> None:
         if self.leader.order == self._sent and now - self._sent_at < self.timeouts.beat_secs:
             return
         self._sent, self._sent_at = self.leader.order, now
-        for connection in [one for one in self._connections if one.hello is not None]:
+        for connection in [one for one in self._connections if one.accepted is not None]:
             try:
                 connection.send(self._sent)
             except OSError as error:
@@ -522,8 +460,9 @@ class First:
         connection.close()
         if connection in self._connections:
             self._connections.remove(connection)
-        if connection.hello is not None and isinstance(error, _CLOSED):
-            self.leader.on_closed(connection.hello.node, connection.hello.session, time.monotonic())
+        if connection.accepted is not None and isinstance(error, _CLOSED):
+            hello = connection.accepted
+            self.leader.on_closed(hello.node, hello.session, time.monotonic())
 
     def _refuse(
         self, connection: Connection, why: str, notices: Notices, *, node: int | None = None, remedy: str = ""
@@ -533,8 +472,16 @@ class First:
             self.leader.on_refused(node, f"A launcher at {connection.host} was refused: {printable(why)}")
         why = f"{why}. {remedy}" if remedy else why
         with contextlib.suppress(OSError):
-            connection.send(RefusedHost(why=why))
+            if connection.is_open:
+                connection.send(RefusedHost(why=why))
         return [*notices.say(f"refused a launcher at {connection.host}: {why}", time.monotonic())]
+
+
+def _not_welcome(by: str, why: str, job: JobPlan) -> LaunchRefused:
+    """Another launcher has refused this one, which cannot be part of the job."""
+    same = "--hosts in the same order" if job.hosts else "another --node-rank on each"
+    remedy = f"Start the same command on all hosts, with {same}"
+    return LaunchRefused(f"{by} refused this host: {why}", remedy=remedy)
 
 
 # --- Another launcher ------------------------------------------------------------------------------------
@@ -549,7 +496,7 @@ class Other:
         self._part = part
         self._dialer, self._shown = Dialer(*part.endpoint), shown_address(*part.endpoint)
         self._connection: Connection | None = None
-        self._next_try = self._connected_at = 0.0
+        self._next_try = 0.0
         self._sent: Report | None = None
         self._sent_at = 0.0
         self._of_strangers, self._of_first = Notices(), Notices()
@@ -559,14 +506,13 @@ class Other:
 
     def poll(self, readable: list[socket.socket]) -> list[Event]:
         """Reads what has come, and sends what is due. Call it at least every second."""
-        events: list[Event] = []
         now, redial_secs = time.monotonic(), self.timeouts.redial_secs
-        fresh = now - self._connected_at < redial_secs
-        if self._connection is not None and not fresh and self.member.should_redial(now):
-            self.member.on_unreachable(f"{self._shown}: no message for {redial_secs:g} s")
-            self._lost(is_closed=False)
-        if self._connection is None and time.monotonic() >= self._next_try and not self.member.is_over:
+        is_old = self._connection is not None and now - self._connection.since >= redial_secs
+        if is_old and self.member.should_redial(now):
+            self._lost(f"no message for {redial_secs:g} s")
+        if self._connection is None and now >= self._next_try and not self.member.is_over:
             self._connect()
+        events: list[Event] = []
         if self._connection is not None and self._connection.socket in readable:
             events += self._read(self._connection)
         events += self.member.on_time(time.monotonic())
@@ -585,50 +531,39 @@ class Other:
         try:
             connected = self._dialer.connect(CONNECT_SECS)
         except OSError as error:  # No answer says nothing about the process; a refused connection does.
-            self.member.on_unreachable(f"{self._shown}: {error.strerror or error}")
-            self._lost(is_closed=isinstance(error, ConnectionRefusedError))
+            self._lost(error.strerror or str(error), is_closed=isinstance(error, ConnectionRefusedError))
             return
         try:
-            part, address = self._part, str(connected.getsockname()[0])
-            hello: Hello | AskName = AskName()
-            if part.identity is not None:
-                node, session, identity = part.job.node_rank, part.session, part.identity
-                hello = Hello(node=node, session=session, address=address, identity=identity)
-            read = functools.partial(read_message, nodes=part.job.nodes)
-            self._connection = Connection(connected, part.secret, read, is_first=False)
-            self._connection.send(hello)
-            self._sent, self._connected_at = None, time.monotonic()
+            hello = self._part.hello(address=str(connected.getsockname()[0]))
+            self._connection = Connection(connected, self._part.secret, self._part.job.nodes, hello)
+            self._sent = None
         except OSError as error:
             connected.close()
             self._lost(is_closed=isinstance(error, _CLOSED))
 
     def _read(self, connection: Connection) -> list[Event]:
         now = time.monotonic()
+        events: list[Event] = []
         try:
-            events: list[Event] = []
             for message in connection.receive():
                 if isinstance(message, RefusedHost):
-                    has_hosts = bool(self._part.job.hosts)
-                    return [not_welcome("The first launcher", message.why, has_hosts=has_hosts)]
+                    return [_not_welcome("The first launcher", message.why, self._part.job)]
                 if isinstance(message, LaunchOrder):
-                    is_member = self._part.identity is not None
-                    events += self.member.on_order(message, now) if is_member else [message]
+                    events += self.member.on_order(message, now)
                 if isinstance(message, ValueError):
                     events += self._of_first.say(f"{self._shown}: ignored an invalid message: {message}", now)
-            return events
         except NotAuthentic as error:  # It may be anybody: no reason to give up.
-            self._lost(is_closed=False)
-            self.member.on_unreachable(f"{self._shown}: {error}")
+            self._lost(str(error))
             text = f"{self._shown}: {error}. {error.remedy}; this launcher keeps trying"
-            return [*self._of_strangers.say(text, now)]
+            events += self._of_strangers.say(text, now)
         except (OSError, ValueError) as error:
             self._lost(is_closed=isinstance(error, _CLOSED))
-        return []
+        return events
 
     def _send_report(self) -> None:
         now, report = time.monotonic(), self.member.report
         is_due = report != self._sent or now - self._sent_at >= self.timeouts.beat_secs
-        if self._connection is None or not is_due:
+        if self._connection is None or not (self._connection.is_open and self.member.is_ready and is_due):
             return
         try:
             self._connection.send(report)
@@ -636,11 +571,13 @@ class Other:
         except OSError as error:
             self._lost(is_closed=isinstance(error, _CLOSED))
 
-    def _lost(self, *, is_closed: bool) -> None:
+    def _lost(self, why: str = "", *, is_closed: bool = False) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
         self._next_try = time.monotonic() + _PAUSE_SECS
+        if why:
+            self.member.on_unreachable(f"{self._shown}: {why}")
         if is_closed:
             self.member.on_closed(time.monotonic())
 
@@ -655,13 +592,12 @@ class Link:
 
     def __init__(self, service: First | Other) -> None:
         self._service = service
-        self._leave_secs = service.timeouts.leave_secs
         self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
         self._events: collections.deque[Event] = collections.deque()
         self._wake_thread, self._wake_main = (
             os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2)
         )
-        self._closing = threading.Event()
+        self._leave_by: float | None = None
         self._thread = threading.Thread(target=self._run, name="hosts", daemon=True)
 
     def __enter__(self) -> Self:
@@ -669,14 +605,10 @@ class Link:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        until = time.monotonic() + self._leave_secs
-        while kind is None and not self._service.may_leave() and time.monotonic() < until:
-            if not self._thread.is_alive():
-                break
-            time.sleep(0.02)
-        self._closing.set()
+        leave_secs = self._service.timeouts.leave_secs
+        self._leave_by = time.monotonic() + (leave_secs if kind is None else 0.0)
         os.eventfd_write(self._wake_thread, 1)
-        self._thread.join(self._leave_secs + CONNECT_SECS)
+        self._thread.join(leave_secs + CONNECT_SECS)
         if not self._thread.is_alive():  # Else it may still write to them.
             os.close(self._wake_thread)
             os.close(self._wake_main)
@@ -697,12 +629,17 @@ class Link:
 
     def _run(self) -> None:
         try:
-            while not self._closing.is_set():
+            while not self._should_leave():
                 self._once()
         except BaseException as error:
             self._put([ClusterError(f"The connection between the launchers has failed ({error!r})")])
         finally:
             self._service.close()
+
+    def _should_leave(self) -> bool:
+        if self._leave_by is None:
+            return False
+        return self._service.may_leave() or time.monotonic() >= self._leave_by
 
     def _once(self) -> None:
         with selectors.PollSelector() as selector:  # `epoll` would need a descriptor, each time.
@@ -723,8 +660,8 @@ class Link:
 
 
 def make_link(part: Part) -> Link:
-    if part.job.node_rank == 0 and part.identity is not None:
-        return Link(First(part, part.identity, listen(part.endpoint, name_secs=_NAME_SECS)))
+    if part.job.node_rank == 0:
+        return Link(First(part, listen(part.endpoint, name_secs=_NAME_SECS)))
     return Link(Other(part))
 
 
@@ -743,12 +680,15 @@ class HostsAttempts:
         self._kept: collections.deque[Event] = collections.deque()  # not for the group
         self._stopped_by: signal.Signals | None = None
 
-    def ask(self) -> LaunchOrder:
-        """Waits until the first launcher has told its order, at most the time to join."""
-        order = self._wait_for(*Phase)
+    def ask_run_name(self) -> LaunchOrder:
+        """Waits for the first order, which has the name of the run directory; `ready` must follow."""
+        order = self._wait_for(Phase.WAIT)
         came = [one for one in self._interruptions.take() if one in STOP_SIGNALS]
         stopped_by = next(iter(came), self._stopped_by)  # At the same time: nobody will see it later.
         return order if stopped_by is None or order.phase is Phase.OVER else self._interrupted(stopped_by)
+
+    def ready(self, next_attempt: int) -> None:
+        self._link.post(lambda member, _: member.on_ready(next_attempt))
 
     def begin(self) -> LaunchOrder:
         """Waits until all hosts are ready, at most the time to join; the job may be over before."""
@@ -757,10 +697,10 @@ class HostsAttempts:
             self.hosts = Hosts(order.hosts, self._job.node_rank)
         return order
 
-    def decide(self, end: GroupEnd) -> LaunchOrder:
+    def decide(self, end: GroupEnd, facts: str = "") -> LaunchOrder:
         """Waits until the workers of all hosts have exited."""
         failure, left = self._from_here(end.first_failure), bool(end.left_behind)
-        self._link.post(lambda member, now: member.on_group_end(failure, now, left_behind=left))
+        self._link.post(lambda member, now: member.on_group_end(failure, now, left_behind=left, facts=facts))
         order = self._wait_for(Phase.WAIT)
         if order.failure is None:
             order = replace(order, failure=failure)
@@ -771,17 +711,17 @@ class HostsAttempts:
     def fileno(self) -> int:
         return self._link.fileno()
 
-    def take_ends(self) -> list[End]:
+    def take_ends(self) -> list[LaunchOrder]:
         """Why the group of this host must end, if it must. Does not block."""
         ends = []
         while (event := self._link.next_event()) is not None:
-            if isinstance(event, End):
+            if isinstance(event, LaunchOrder) and event.phase is Phase.END:
                 failed = event.failure
                 is_own = failed and failed.worker is not None and failed.host == self._job.node_rank
-                if event.stopped_by is not None or not is_own:  # Else the group here ends already.
+                if event.signal is not None or not is_own:  # Else the group here ends already.
                     ends.append(event)
             elif isinstance(event, ReplicastError):  # It is raised when the group has ended.
-                ends.append(End(WorkerExit(host=self._job.node_rank)))
+                ends.append(LaunchOrder(phase=Phase.END))
                 self._kept.append(event)
             elif isinstance(event, LaunchOrder):
                 self._kept.append(event)
@@ -800,15 +740,15 @@ class HostsAttempts:
     def _from_here(self, failure: WorkerExit | None) -> WorkerExit | None:
         return None if failure is None else sent_from(self._job.node_rank, failure)
 
-    def _wait_for(self, *phases: Phase) -> LaunchOrder:
+    def _wait_for(self, phase: Phase) -> LaunchOrder:
         """Waits for such an order or the end of the job; a second Ctrl-C does not wait."""
         with selectors.PollSelector() as selector:
             selector.register(self._link, selectors.EVENT_READ)
             selector.register(self._interruptions, selectors.EVENT_READ)
             while True:
                 while (event := self._kept.popleft() if self._kept else self._link.next_event()) is not None:
-                    if isinstance(event, LaunchOrder) and event.phase in (*phases, Phase.OVER):
-                        return event  # What follows, such as an `End`, is for the group that is started now.
+                    if isinstance(event, LaunchOrder) and event.phase in (phase, Phase.OVER):
+                        return event  # What follows, such as an END, is for the group that is started now.
                     if isinstance(event, ReplicastError):
                         raise event
                     self._tell(event)

@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple, cast
 
@@ -47,7 +46,7 @@ from replicast.launcher.failure import (
 )
 from replicast.launcher.group import EndTimeouts, Group
 from replicast.launcher.hosts_leader import HostTimeouts
-from replicast.launcher.hosts_link import HostsAttempts, Part, identity_of, make_link
+from replicast.launcher.hosts_link import HostsAttempts, Part, make_link
 from replicast.launcher.interruptions import Interruptions
 from replicast.launcher.plan import (
     JobPlan,
@@ -75,8 +74,8 @@ _PAGE_END_SECS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    run_dir: Path
-    log_dir: RunPath
+    run_dir: Path | None  # None: the first launcher of several hosts gives its name.
+    log_dir: RunPath | None  # None: in the run directory
     tee: frozenset[int]
     max_restarts: int = 0
     timeouts: EndTimeouts = field(default_factory=EndTimeouts)
@@ -84,64 +83,86 @@ class Settings:
     secret: bytes = b""
     host_timeouts: HostTimeouts = field(default_factory=HostTimeouts)
     take_over: bool = False
+    page: PageAddress | None = None
+
+    def logs(self, run_dir: RunDir) -> RunPath:
+        return below(run_dir) / "logs" if self.log_dir is None else self.log_dir
 
 
 def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> int:
     """Runs a job to its end and reports on standard error. Only in the main thread."""
-    environ = without(environ, *SECRETS)  # No worker and no standby needs them.
-    faults = read_faults(environ)
+    of_page, environ = environ, without(environ, *SECRETS)  # No worker and no standby needs them.
+    faults, run_dir, peers = read_faults(environ), settings.run_dir, None
     with contextlib.ExitStack() as stack:
-        stack.enter_context(locked(settings.run_dir, job.ranks[0]))
-        # Before signals are caught: Ctrl-C ends the wait.
-        environ = _wait_for_other_hosts_job(job, settings, environ)
+
+        def use(directory: Path) -> None:
+            stack.enter_context(locked(directory, job.ranks[0]))
+            if settings.page is not None:
+                page = page_beside(settings.page, directory, settings.logs(directory), of_page)
+                print(f"replicast: {stack.enter_context(page)}", file=sys.stderr, flush=True)
+
+        if run_dir is not None:
+            use(run_dir)
+            # Before signals are caught: Ctrl-C ends the wait.
+            environ = _wait_for_other_hosts_job(job, run_dir, environ, take_over=settings.take_over)
         interruptions = stack.enter_context(Interruptions())
         screen = make_screen(sys.stdout, sys.stderr, tee=settings.tee, environ=environ)
         stack.enter_context(contextlib.closing(screen))
+        if job.endpoint is not None:
+            part = Part(
+                job=job,
+                secret=settings.secret,
+                timeouts=settings.host_timeouts,
+                max_restarts=settings.max_restarts,
+                next_attempt=None if run_dir is None else next_attempt(settings.logs(run_dir), job.ranks),
+                run_name="" if run_dir is None else run_dir.name,
+            )
+            peers = HostsAttempts(stack.enter_context(make_link(part)), job, screen, interruptions)
+        if run_dir is None:
+            if peers is None:
+                raise ValueError("Only the launchers of other hosts have a run directory to learn")
+            order = peers.ask_run_name()
+            if order.phase is Phase.OVER:
+                report(order, None, peers.hosts, screen)
+                return order.code
+            run_dir = make_run_dir(RUNS / Path(order.run_name).name)
+            use(run_dir)
+            peers.ready(next_attempt(settings.logs(run_dir), job.ranks))
         standbys = None
         if settings.standby:
 
             def trains(attempt: int) -> bool:
-                return any(note.stepped_at is not None for note in _notes(settings.run_dir, attempt))
+                return any(note.stepped_at is not None for note in _notes(run_dir, attempt))
 
             standbys = StandbySet(job.argv[1:], screen, trains)
             stack.enter_context(contextlib.closing(standbys))
-        attempt, max_restarts = next_attempt(settings.log_dir, job.ranks), settings.max_restarts
-        first = LaunchOrder(phase=Phase.RUN, attempt=attempt, max_restarts=max_restarts)
-        peers = None
-        if job.endpoint is not None:
-            part = Part(
-                job=job,
-                identity=identity_of(job, max_restarts),
-                secret=settings.secret,
-                timeouts=settings.host_timeouts,
-                next_attempt=attempt,
-                run_name=settings.run_dir.name,
-            )
-            peers = HostsAttempts(stack.enter_context(make_link(part)), job, screen, interruptions)
         for line in (
             secret_line(job, settings.secret),
             *fault_lines(faults, job.world_size),
             exposure_line(job, environ, outside_addresses()),
-            what_is_taken_over(settings.run_dir),
+            what_is_taken_over(run_dir),
         ):
             if line:
                 screen.tell(line)
-        return _Supervision(job, settings, environ, screen, interruptions, standbys, peers).run(first)
+        supervision = _Supervision(
+            job, settings, run_dir, settings.logs(run_dir), environ, screen, interruptions, standbys, peers
+        )
+        return supervision.run()
 
 
-def _wait_for_other_hosts_job(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+def _wait_for_other_hosts_job(
+    job: JobPlan, run_dir: RunDir, environ: Mapping[str, str], *, take_over: bool
+) -> dict[str, str]:
     """Waits until no job of another host runs in the directory; one of this host would hold the lock.
 
     Returns the environment of the workers: their first one need not watch again what was watched here.
     """
     allowed = ""
-    if 0 in job.ranks and (settings.run_dir / "groups").is_dir():
+    if 0 in job.ranks and (below(run_dir) / "groups").is_dir():
         from replicast.storage.run_files import check_free  # Imports numpy: not for a new run.
 
-        any_job = ANY if settings.take_over else environ.get(TAKE_OVER, "")
-        allowed = check_free(
-            settings.run_dir, any_job, tell=lambda line: print(f"replicast: {line}", file=sys.stderr)
-        )
+        any_job = ANY if take_over else environ.get(TAKE_OVER, "")
+        allowed = check_free(run_dir, any_job, tell=lambda line: print(f"replicast: {line}", file=sys.stderr))
     return {**without(environ, TAKE_OVER), **({TAKE_OVER: allowed} if allowed else {})}
 
 
@@ -149,6 +170,8 @@ def _wait_for_other_hosts_job(job: JobPlan, settings: Settings, environ: Mapping
 class _Supervision:
     job: JobPlan
     settings: Settings
+    run_dir: Path
+    log_dir: RunPath
     environ: Mapping[str, str]
     screen: Screen
     interruptions: Interruptions
@@ -161,7 +184,9 @@ class _Supervision:
     def hosts(self) -> Hosts:
         return ONE_HOST if self.peers is None else self.peers.hosts
 
-    def run(self, order: LaunchOrder) -> int:
+    def run(self) -> int:
+        attempt = next_attempt(self.log_dir, self.job.ranks)
+        order = LaunchOrder(phase=Phase.RUN, attempt=attempt, max_restarts=self.settings.max_restarts)
         while True:
             if self.peers is not None:
                 order = self.peers.begin()
@@ -184,15 +209,15 @@ class _Supervision:
 
     def _run_attempt(self, order: LaunchOrder) -> GroupEnd:
         job = replace(self.job, hosts=order.hosts) if order.hosts else self.job
-        attempt_dir = make_attempt_dir(self.settings.log_dir, order.attempt)
+        attempt_dir = make_attempt_dir(self.log_dir, order.attempt)
         fixed = job.fixed_ports
         with hold_ports([0] * job.workers if fixed is None else fixed) as ports:
             plans = plan_workers(
                 job,
                 ports=ports.numbers,
                 attempt=order.attempt,
-                run_dir=self.settings.run_dir,
-                log_dir=self.settings.log_dir,
+                run_dir=self.run_dir,
+                log_dir=self.log_dir,
                 machine=this_machine(self.environ),
                 environ=self.environ,
             )
@@ -225,9 +250,9 @@ class _Supervision:
         """Says how the job ended, and notes it; `end` is None if nothing ran."""
         failure = order.failure
         was_told_to = failure is not None and failure.was_told_to
-        by, at_step = _stopped_by(self.settings.run_dir, attempt) if was_told_to else ("", 0)
+        by, at_step = _stopped_by(self.run_dir, attempt) if was_told_to else ("", 0)
         report(order, end, self.hosts, self.screen, f"stopped by {by} at step {at_step}" if by else "")
-        notes = [] if end is None else _notes(self.settings.run_dir, attempt)
+        notes = [] if end is None else _notes(self.run_dir, attempt)
         step = max((note.step for note in notes), default=None)  # None without notes: a job without Replicas
         if order.code == 0:
             if end is not None and self.settings.tee:
@@ -235,7 +260,7 @@ class _Supervision:
                 after = f" after {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
                 facts = [_who(self.job), *([] if step is None else [f"step {step}"])]
                 facts.append(duration(time.monotonic() - self.began))
-                logs = short_path(self.settings.log_dir / f"attempt-{attempt}")
+                logs = short_path(self.log_dir / f"attempt-{attempt}")
                 self.screen.tell(f"replicast: finished{after}: {', '.join(facts)}, logs in {logs}")
             self._note("finished", attempt, step=step)
         elif order.signal is not None:
@@ -273,30 +298,9 @@ class _Supervision:
             last_lines=lines,
         )
         try:
-            run_files.write_change(self.settings.run_dir, change)
+            run_files.write_change(self.run_dir, change)
         except OSError as error:
             self.screen.tell(f"replicast: the state of the job cannot be written ({error.strerror})")
-
-
-def ask_run_name(
-    job: JobPlan, secret: bytes, timeouts: HostTimeouts, environ: Mapping[str, str]
-) -> str | int:
-    """How a launcher without `--run-dir` learns the name of the run directory from the first launcher.
-
-    Waits as a job with a run directory does; an exit code says that the job is over before. Only in the main
-    thread.
-    """
-    with (
-        Interruptions() as interruptions,
-        contextlib.closing(make_screen(sys.stdout, sys.stderr, tee=frozenset(), environ=environ)) as screen,
-        make_link(Part(job=job, identity=None, secret=secret, timeouts=timeouts)) as link,
-    ):
-        attempts = HostsAttempts(link, job, screen, interruptions)
-        order = attempts.ask()
-        if order.phase is Phase.OVER:
-            report(order, None, attempts.hosts, screen)
-            return order.code
-    return Path(order.run_name).name
 
 
 def _who(job: JobPlan) -> str:
@@ -333,8 +337,7 @@ def _stopped_by(run_dir: RunDir, attempt: int) -> tuple[str, int]:
 # --- The run directory: its default name, its lock, the logs, and what it held before ---------------------
 
 
-def make_run_dir(chosen: Path | None, *, program: str, now: datetime) -> Path:
-    path = chosen if chosen is not None else RUNS / f"{now:%Y%m%d-%H%M%S}-{program}"
+def make_run_dir(path: Path) -> Path:
     with _created(path, "--run-dir"):
         path.mkdir(parents=True, exist_ok=True)
     return path.resolve()
