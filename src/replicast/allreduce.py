@@ -135,6 +135,7 @@ class Exchange:
         self._next = 0
         self._unfinished = False
         self._one_call = threading.Lock()
+        self.waited_secs = 0.0  # For other workers, in all calls: the one that waits least holds up the rest.
 
     def combine(self, plan: ExchangePlan, weight: float, values: Sequence[Array]) -> list[Array]:
         """Sums, averages or concatenates the values of all workers, once all have called it."""
@@ -164,8 +165,10 @@ class Exchange:
             self._parts[self.rank].written[worker].post()
 
     def wait(self) -> None:
+        began = time.perf_counter()
         for worker in self._others:
             self._parts[worker].written[self.rank].take(self._check, self._spins)
+        self.waited_secs += time.perf_counter() - began
 
 
 class _Call:

@@ -120,10 +120,10 @@ class PlayedRun:
         for rank in range(WORKERS):
             slow = rank == self.slow_worker
             note = WorkerNote(
-                rank, 4100 + rank, f"gpu-{rank + 1}", self.step - 7 * slow, self.attempt, now,
+                rank, 4100 + rank, f"gpu-{rank + 1}", self.step, self.attempt, now,
                 training=not waiting_for, waiting_for=waiting_for, epoch=min(9, self.step // 200), epochs=10,
-                steps_left=max(0, 2000 - self.step), step_secs=0.182 if slow else 0.081, stepped_at=now,
-                memory_bytes=(412 + 31 * rank) * 10**6,
+                steps_left=max(0, 2000 - self.step), step_secs=0.081, stepped_at=now,
+                memory_bytes=(412 + 31 * rank) * 10**6, own_secs=0.08 if slow else 0.031, own_since=now - 240,
             )  # fmt: skip
             write_worker_note(self.path, note)
 

@@ -225,7 +225,10 @@ def test_waiting_ends_with_the_receipt(run: Path, job: PlayedJob) -> None:
     ("fate", "said"),
     [
         (Stage.REFUSED, "Error: Worker 1 has no room\n  worker: 1\n  received: 28 bytes free"),
-        (Stage.FAILED, "was applied at step 7, but worker 1 differs"),
+        (
+            Stage.FAILED,
+            f"applied at step 7, but worker 1 differs (worker 0: {'a' * 32}; worker 1: {'b' * 32})",
+        ),
     ],
 )
 def test_an_update_that_ends_badly_is_told_with_its_reason(

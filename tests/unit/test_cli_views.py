@@ -106,6 +106,27 @@ def test_status_says_how_each_worker_is(
     assert line.rstrip().endswith(said)
 
 
+@pytest.mark.parametrize(
+    ("own", "others", "said"),
+    [
+        (0.08, 0.03, "slow for 4 min: needs 80.0 ms per step, the others 30.0 ms"),
+        (0.04, 0.03, ""),  # Alike.
+        (0.008, 0.001, ""),  # Eight times as long, and no matter: a step takes 0.1 s.
+        (0.08, None, ""),  # Not measured.
+    ],
+)
+def test_status_says_who_holds_up_the_others_and_since_when(
+    run: Path, own: float, others: float | None, said: str
+) -> None:
+    for rank, secs in ((0, others), (1, own)):
+        now = time.time()
+        known = WorkerNote(rank, 1, "box", 5 + 90 * rank, 0, now, training=True, waiting_for="")
+        write_worker_note(run, replace(known, step_secs=0.1, own_secs=secs, own_since=now - 240))
+    output = flat(invoke("status", run).output)
+    assert flat(said) in output
+    assert output.count("slow") == bool(said), "however far apart the steps of their notes are"
+
+
 def test_status_says_who_is_missing(run: Path) -> None:
     heard_of(run, secs_ago=12.2)
     output = invoke("status", run).output

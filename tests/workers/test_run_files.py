@@ -348,10 +348,23 @@ def test_a_job_removes_the_temporaries_of_dead_workers_when_it_starts(pool1: Poo
 
 def test_the_step_time_is_the_mean_of_the_last_steps() -> None:
     pace = Pace()
-    assert pace.look(0, 100.0, training=True) == {"step_secs": None, "stepped_at": None}
-    assert pace.look(10, 101.0, training=True) == {"step_secs": 0.1, "stepped_at": 101.0}
-    assert pace.look(10, 102.0, training=True) == {"step_secs": 0.1, "stepped_at": 101.0}
+    not_measured = {"own_secs": None, "own_since": None}
+    assert pace.look(0, 100.0, training=True) == {"step_secs": None, "stepped_at": None} | not_measured
+    assert pace.look(10, 101.0, training=True) == {"step_secs": 0.1, "stepped_at": 101.0} | not_measured
+    assert pace.look(10, 102.0, training=True) == {"step_secs": 0.1, "stepped_at": 101.0} | not_measured
     assert pace.look(15, 103.0, training=True)["step_secs"] == pytest.approx(0.2)
+
+
+def test_the_own_time_of_a_step_is_without_waiting_and_is_known_with_the_moment_it_changed() -> None:
+    pace, waited = Pace(), 0.0
+    for second in range(60):  # Ten steps a second; from 30 s on, it waits no more: it has become slow.
+        waited += 0.8 if second < 30 else 0.0
+        told = pace.look(10 * second, 100.0 + second, waited, training=True)
+        if second == 29:
+            assert told["own_secs"] == pytest.approx(0.02)
+            assert told["own_since"] == 104.0, "the fifth look"
+    assert told["own_secs"] == pytest.approx(0.1)
+    assert 130.0 < told["own_since"] <= 140.0
 
 
 def test_a_pause_between_two_trainings_is_no_slow_step() -> None:

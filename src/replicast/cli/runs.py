@@ -285,6 +285,10 @@ def _worker_cells(rank: int, note: WorkerNote | None, seen: Overview) -> tuple[s
         last = Text(f"not seen for {age(silent)}", style="red") if is_absent else Text(f"{age(silent)} ago")
         if note.waiting_for:
             last.append(f", waits for {one_line(note.waiting_for)}", style="yellow")
+        if (slow := seen.slow.get(rank)) is not None:
+            own, others = texts.seconds(slow.own_secs), texts.seconds(slow.others_secs)
+            since = age(seen.time - slow.since)
+            last.append(f"\nslow for {since}: needs {own} per step, the others {others}", style="yellow")
     return str(rank), str(note.pid), one_line(note.host), str(note.step), str(note.attempt), last
 
 

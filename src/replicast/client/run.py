@@ -34,6 +34,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ from replicast.update.update import MAX_STEP, MAX_TEXT, Update
 FOREVER_SECS = 10 * 365 * 86_400.0  # The timeout of `Pushed.result` without one.
 MAX_LOG = 1000  # Updates in one answer of a server.
 MAX_ROWS = 10_000_000
+_SLOW, _MATTERS = 1.5, 0.1  # So many times as long as the others; by so much of a whole step.
 PULLED = "pulled"  # The entry of a file of pulled values that says what they are.
 
 
@@ -339,6 +341,20 @@ class Restart(View, frozen=True):
     at: float
 
 
+class SlowWorker(View, frozen=True):
+    """A worker that holds up the others: what it does itself in a step takes it much longer than them.
+
+    Attributes:
+        own_secs: How long that takes, without waiting for others.
+        others_secs: How long it takes the others: their median.
+        since: Since when, in seconds since 1970.
+    """
+
+    own_secs: float
+    others_secs: float
+    since: float
+
+
 class LastMetrics(TypedDict):
     """The last values of the metrics."""
 
@@ -392,12 +408,28 @@ class Overview(View, frozen=True, kw_only=True):
     restarted: int = 0
     problem: str = ""
 
+    @property
+    def slow(self) -> dict[int, SlowWorker]:
+        """The workers that hold up the others, by rank. Known where workers sum through shared memory.
+
+        Steps are not compared: the notes of two workers are of different moments.
+        """
+        notes = [note for note in self.workers if note.training and note.own_secs and self.running]
+        found = {}
+        for note in notes:
+            others = sorted(one.own_secs or 0.0 for one in notes if one.rank != note.rank)
+            usual, own = others[(len(others) - 1) // 2] if others else math.inf, note.own_secs or 0.0
+            if own > _SLOW * usual and own - usual > _MATTERS * (note.step_secs or 0.0):
+                found[note.rank] = SlowWorker(own, usual, note.own_since or note.time)
+        return found
+
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values; of each worker also how long ago it was heard of."""
-        made = super().to_json()
+        """The fields as JSON values; of each worker also how long ago it was heard of, and if it is slow."""
+        made, slow = super().to_json(), self.slow
         for note in made["workers"]:
             silent = self.time - note["time"]
             note |= {"age_secs": silent, "absent": silent > absent_secs(self.size)}
+            note["slow"] = json_value(slow.get(note["rank"]))
         return made
 
 
@@ -792,10 +824,12 @@ def _receipt_of(view: UpdateView) -> Receipt:
         raise UpdateRefused("It was refused; no reason is known") if view.refusal is None else view.refusal
     if view.stage is Stage.FAILED:
         why = view.reason if view.reason else "the variables it touched are not equal on all workers"
-        problem = f"Update {view.id} was applied at step {view.step}, but {why}"
+        digests = {} if receipt is None else receipt.digests
+        told = "; ".join(f"worker {rank}: {digest}" for rank, digest in sorted(digests.items()))
+        problem = f"Update {view.id} was applied at step {view.step}, but {why} ({told})"
         raise ReplicasDiverged(
             f"{problem}. replicas.sync(source=0) makes them equal",
-            digests={} if receipt is None else receipt.digests,
+            digests=digests,
             update_id=view.id,
             step=view.step,
         )

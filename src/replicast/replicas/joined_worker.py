@@ -149,6 +149,7 @@ class JoinedWorker:
         # Whether the launcher of this host reads the notes in this directory, which it has made.
         launch, path = read_launch(os.environ), None if run_dir is None else below(run_dir).as_path()
         launcher_reads = launch.launched and path is not None and path.absolute() == launch.run_dir
+        shared = strategy.extended.shared
         self.run_files = RunFiles(
             self.session,
             run_dir,
@@ -158,6 +159,7 @@ class JoinedWorker:
             launcher_reads=launcher_reads,
             may_save=lambda: not self.checkpoints.is_busy,
             heartbeat=heartbeat_file(os.environ, rank),
+            waited=None if shared is None else lambda: shared.exchange.waited_secs,
         )
         self.departure = Departure(
             self.session, self.checkpoints, self.training, strategy.leavings, self._answer_leave

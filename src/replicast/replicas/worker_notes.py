@@ -60,6 +60,7 @@ _END_SECS = 2.0  # The same at the end of a job. Workers that are left out seem 
 _MOST_METRICS = 64
 _IN_HEARTBEAT = ("time", "rank", "attempt", "step", "training", "stepped_at")
 _LOOKS = 10
+_OTHER = 1.3  # An own time that is so many times another one has changed.
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -75,6 +76,8 @@ class RunFiles:
     launcher_reads: bool = False
     may_save: Callable[[], bool] = lambda: True
     heartbeat: Path | None = None
+    # How long this worker has waited for others inside of steps, in all; None where that is not measured.
+    waited: Callable[[], float] | None = None
 
     def __post_init__(self) -> None:
         session = self.session
@@ -232,8 +235,9 @@ class RunFiles:
     def _note(self) -> WorkerNote:
         """This worker's note as it is now. Any thread."""
         now, step, training = time.time(), self.session.step, self.training.active
+        waited = None if self.waited is None else self.waited()
         with self._noting:
-            pace = self._pace.look(step, now, training=training)
+            pace = self._pace.look(step, now, waited, training=training)
         return WorkerNote(
             rank=self.session.rank,
             pid=os.getpid(),
@@ -326,31 +330,52 @@ class DistantNotes:
         note = described(WorkerNote, "worker", parse_object(text))
         if note.attempt != self._attempt:
             raise ValueError(f"it is of attempt {note.attempt}, and this is attempt {self._attempt}")
-        stepped_at = note.stepped_at
-        if stepped_at is not None:  # The clocks of two hosts may differ, an age does not.
-            stepped_at = min(received_at, max(0.0, received_at - (note.time - stepped_at)))
-        return replace(note, rank=rank, time=received_at, stepped_at=stepped_at)
+
+        def here(moment: float | None) -> float | None:
+            """By worker 0's clock: the clocks of two hosts may differ, an age does not."""
+            age = None if moment is None else note.time - moment
+            return None if age is None else min(received_at, max(0.0, received_at - age))
+
+        stepped_at, own_since = here(note.stepped_at), here(note.own_since)
+        return replace(note, rank=rank, time=received_at, stepped_at=stepped_at, own_since=own_since)
 
 
 class Pace:
-    """The mean time of the last steps. Looked at about once a second, by one thread at a time."""
+    """The mean time of the last steps. Looked at about once a second, by one thread at a time.
+
+    In synchronous training the steps of all workers take as long as those of the slowest. What tells who that
+    is: the time of a step without waiting for others inside of it, its own time.
+    """
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque(maxlen=_LOOKS)
+        self._seen: deque[tuple[float, int, float | None]] = deque(maxlen=_LOOKS)
         self._step_secs: float | None = None
         self._stepped_at: float | None = None
+        self._own_secs: float | None = None
+        self._own_since: float | None = None
+        self._level = 0.0  # The own time since then, roughly.
 
-    def look(self, step: int, now: float, *, training: bool) -> dict[str, Any]:
-        """The fields of a note: the mean time of a step, and when the last one was finished, roughly."""
+    def look(self, step: int, now: float, waited: float | None = None, *, training: bool) -> dict[str, Any]:
+        """The fields of a note about the last steps: their times, and when the last one ended, roughly."""
         if not training or (self._seen and step < self._seen[-1][1]):  # A restored state is an earlier step.
             self._seen.clear()
         if training and (not self._seen or step != self._seen[-1][1]):
             self._stepped_at = now if self._seen else self._stepped_at
-            self._seen.append((now, step))
+            self._seen.append((now, step, waited))
         if len(self._seen) > 1:
-            (first_at, first), (last_at, last) = self._seen[0], self._seen[-1]
+            (first_at, first, first_waited), (last_at, last, last_waited) = self._seen[0], self._seen[-1]
             self._step_secs = max(0.0, last_at - first_at) / (last - first)
-        return {"step_secs": self._step_secs, "stepped_at": self._stepped_at}
+            if first_waited is not None and last_waited is not None and len(self._seen) >= _LOOKS // 2:
+                own = max(0.0, self._step_secs - (last_waited - first_waited) / (last - first))
+                if self._own_since is None or not self._level / _OTHER <= own <= self._level * _OTHER:
+                    self._level, self._own_since = own, now
+                self._own_secs = own
+        return {
+            "step_secs": self._step_secs,
+            "stepped_at": self._stepped_at,
+            "own_secs": self._own_secs,
+            "own_since": self._own_since,
+        }
 
 
 def done_and_left(position: Position) -> tuple[int, int] | None:

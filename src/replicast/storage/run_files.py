@@ -80,6 +80,8 @@ class WorkerNote:
     stepped_at: float | None = None
     memory_bytes: int | None = None
     machine: str = ""
+    own_secs: float | None = None  # Of a step, without waiting for others; None where it is not measured.
+    own_since: float | None = None  # Since when it takes about so long.
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

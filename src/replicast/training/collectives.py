@@ -77,7 +77,7 @@ class SharedSums:
     """
 
     def __init__(self, exchange: Exchange, counter: tf.Variable) -> None:
-        self._exchange = exchange
+        self.exchange = exchange
         self._counter = counter
 
     @staticmethod
@@ -116,7 +116,7 @@ class SharedSums:
         plan = ExchangePlan([Form(np.dtype(tensor.dtype.as_numpy_dtype), *how) for tensor, *how in sent])
 
         def combine(weight: Any, *arrays: Any) -> list[Any]:
-            return self._exchange.combine(plan, float(weight), [np.asarray(array) for array in arrays])
+            return self.exchange.combine(plan, float(weight), [np.asarray(array) for array in arrays])
 
         with tf.device("CPU:0"), tf.control_dependencies([weight, *tensors]):
             count = self._counter.assign_add(1, read_value=False)

@@ -15,10 +15,9 @@ export class Workers {
 
   show(status) {
     const notes = new Map(status.workers.map((note) => [note.rank, note]));
-    const slow = slowest(status.workers, status.running);
     for (let rank = 0; rank < status.size; rank += 1) {
       this.body.children[rank] ?? this.body.append(row(rank));
-      fill(this.body.children[rank], notes.get(rank), slow, status.attempt);
+      fill(this.body.children[rank], notes.get(rank), status);
     }
     while (this.body.children.length > status.size) this.body.lastChild.remove();
   }
@@ -31,9 +30,9 @@ function row(rank) {
     el("td", {}, el("span", { class: "chip" }), el("div", { class: "dim small waits" })));
 }
 
-function fill(node, note, slow, attempt) {
+function fill(node, note, status) {
   const [first, step, time, memory, now] = node.children;
-  const said = doing(note, slow, attempt);
+  const said = doing(note, status);
   setText(first.querySelector(".host"), note ? `${note.host}, pid ${note.pid}` : "");
   setText(step, note ? count(note.step) : "");
   setText(time, note?.step_secs ? seconds(note.step_secs) : "–");
@@ -44,28 +43,12 @@ function fill(node, note, slow, attempt) {
   setText(now.querySelector(".waits"), said.more);
 }
 
-function doing(note, slow, attempt) {
+function doing(note, status) {
   if (!note) return { text: "never seen", tone: "bad", more: "" };
-  if (note.attempt < attempt) return { text: "not yet seen", tone: "", more: "in this attempt" };
+  if (note.attempt < status.attempt) return { text: "not yet seen", tone: "", more: "in this attempt" };
   if (note.waiting_for === ENDED) return { text: "exited", tone: "", more: `${duration(note.age_secs)} ago` };
   if (note.absent) return { text: "not seen", tone: "bad", more: `for ${duration(note.age_secs)}` };
   const more = note.waiting_for ? `waits for ${note.waiting_for}` : "";
-  if (slow.has(note.rank)) return { text: "slow", tone: "careful", more: slow.get(note.rank) };
+  if (note.slow) return { text: "slow", tone: "careful", more: `for ${duration(Math.max(0, status.time - note.slow.since))}: needs ${seconds(note.slow.own_secs)} per step, the others ${seconds(note.slow.others_secs)}` };
   return note.training ? { text: "training", tone: "good", more } : { text: "running", tone: "accent", more };
-}
-
-/** Who is behind the others, or takes clearly longer for a step; by rank, with the reason. */
-export function slowest(notes, running) {
-  const found = new Map();
-  if (!running || notes.length < 2) return found;
-  const first = notes.reduce((one, other) => (other.step > one.step ? other : one));
-  const times = notes.map((note) => note.step_secs).filter(Boolean).sort((a, b) => a - b);
-  const usual = times[Math.floor((times.length - 1) / 2)];
-  for (const note of notes) {
-    const since = usual ? Math.max(0, note.age_secs - first.age_secs) / usual : 0; // Steps between the two notes.
-    const behind = Math.round(first.step - note.step - since);
-    if (behind > 2) found.set(note.rank, `${count(behind)} steps behind`);
-    else if (usual && note.step_secs > 1.3 * usual) found.set(note.rank, `steps take ${(note.step_secs / usual).toFixed(1)} times as long`);
-  }
-  return found;
 }
