@@ -8,6 +8,7 @@ the coordination service: those of `replicast.turns`, and
     failed      by the first worker that raised: which worker, and its error
     end/RANK    by each worker at the end of its script
     left/RANK   by each worker when it has nothing left to do for the job
+    left/all    by worker 0 when all have
     here/RANK   by each worker's thread, which reads it to know that the service answers
 
 When another worker has failed, or can never join the current transfer, the thread aborts that transfer, and
@@ -69,89 +70,72 @@ def turns_of(thread: int) -> int | None:
         return None
 
 
-class Pauses:
-    """Notices when this process stood still: stopped by SIGSTOP, or suspended with its machine.
+class Interruptions:
+    """Notices when this process stood still, and when the wall clock of its host was set. Any thread may ask.
 
-    One thread must call `look` often. A long time between two calls is a pause if that thread hardly ran in
-    it: while a call holds Python's lock, it runs often, to look for the lock. Any thread may ask.
+    One thread must call `look` often. A long time between two looks is a pause (SIGSTOP, a machine that was
+    suspended) if that thread hardly ran in it: while a call holds Python's lock, it runs often, to look for
+    the lock.
+
+    A wall clock that was set goes apart from the clock since boot. TensorFlow's coordination service
+    subtracts wall-clock times, as unsigned numbers, to tell how old a heartbeat is. So a clock that is set
+    forward by more than the rest of the timeout, or back by any time, makes it take all workers for lost.
+
+    Shorter ones than `shortest_secs` do not count, and none counts longer than `recent_secs`.
     """
 
     def __init__(
         self,
         shortest_secs: float,
+        recent_secs: float,
         clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+        wall: Callable[[], float] = time.time,
         turns: Callable[[int], int | None] = turns_of,
     ) -> None:
-        self._shortest_secs = shortest_secs
-        self._clock = clock
-        self._turns = turns
+        self._shortest_secs, self._recent_secs = shortest_secs, recent_secs
+        self._clock, self._wall, self._turns = clock, wall, turns
         self._lock = threading.Lock()
-        self._thread: int | None = None
+        self._thread: int | None = None  # the one that looks
         self._looked: tuple[float, int | None] = (clock(), None)
-        self._last: tuple[float, float] | None = None
+        self._apart: float | None = None
+        self._pause: tuple[float, float] | None = None  # when it ended, and how long it was
+        self._jump: tuple[float, float] | None = None
 
     def look(self) -> None:
-        """Notes a pause that has just ended. Always called by the same thread."""
+        """Always called by the same thread."""
         self._thread = threading.get_native_id()
         self._compare()
 
-    def last_secs(self, within_secs: float) -> float | None:
-        """How long the last pause was; None if it did not end in the last `within_secs`."""
+    def pause_secs(self) -> float | None:
+        """How long this process stood still, if it did a short time ago."""
         self._compare()
-        with self._lock:
-            if self._last is None or self._clock() - self._last[0] > within_secs:
-                return None
-            return self._last[1]
+        return self._recent(self._pause)
+
+    def jump_secs(self) -> float | None:
+        """By how much the clock was set, back if negative, if it was a short time ago."""
+        self._compare()
+        return self._recent(self._jump)
+
+    def _recent(self, noticed: tuple[float, float] | None) -> float | None:
+        is_recent = noticed is not None and self._clock() - noticed[0] <= self._recent_secs
+        return noticed[1] if noticed is not None and is_recent else None
 
     def _compare(self) -> None:
-        if self._thread is None:
-            return
-        with self._lock:
-            now, turns = self._clock(), self._turns(self._thread)
-            secs, before = now - self._looked[0], self._looked[1]
-            self._looked = (now, turns)
-            if turns is None or before is None or secs < self._shortest_secs:
-                return
-            if turns - before < _TURNS_PER_SEC * secs:
-                self._last = (now, secs)
-
-
-class ClockJumps:
-    """Notices when the wall clock of this host was set: it then goes apart from the clock since boot.
-
-    TensorFlow's coordination service subtracts wall-clock times, as unsigned numbers, to tell how old a
-    heartbeat is. So a clock that is set forward by more than the rest of the timeout, or back by any time,
-    makes it take all workers for lost. Any thread may call any method; one should call `look` often.
-    """
-
-    def __init__(
-        self,
-        shortest_secs: float,
-        wall: Callable[[], float] = time.time,
-        clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
-    ) -> None:
-        self._shortest_secs = shortest_secs
-        self._wall, self._clock = wall, clock
-        self._lock = threading.Lock()
-        self._apart: float | None = None
-        self._last: tuple[float, float] | None = None
-
-    def look(self) -> None:
         with self._lock:
             before, wall, now = self._clock(), self._wall(), self._clock()
+            if self._thread is not None:
+                turns = self._turns(self._thread)
+                secs, turned = now - self._looked[0], self._looked[1]
+                self._looked = (now, turns)
+                ran = None if turns is None or turned is None else turns - turned
+                if ran is not None and secs >= self._shortest_secs and ran < _TURNS_PER_SEC * secs:
+                    self._pause = (now, secs)
             if now - before > _LEAST_JUMP_SECS / 2:  # This thread was held up between two clocks.
                 return
-            secs = 0.0 if self._apart is None else wall - now - self._apart
+            set_by = 0.0 if self._apart is None else wall - now - self._apart
             self._apart = wall - now
-            if secs >= self._shortest_secs or secs <= -_LEAST_JUMP_SECS:
-                self._last = (now, secs)
-
-    def last_secs(self, within_secs: float) -> float | None:
-        """By how much the clock was last set, back if negative; None if not in the last `within_secs`."""
-        self.look()
-        with self._lock:
-            recent = self._last is not None and self._clock() - self._last[0] <= within_secs
-            return self._last[1] if self._last is not None and recent else None
+            if set_by >= self._shortest_secs or set_by <= -_LEAST_JUMP_SECS:
+                self._jump = (now, set_by)
 
 
 def on_silence(
@@ -198,14 +182,8 @@ class Causes:
 
     rank: int
     chiefs: int
-    pauses: Pauses
-    jumps: ClockJumps
-    recent_secs: float
+    interruptions: Interruptions
     own_error: str | None = None
-
-    def look(self) -> None:
-        self.pauses.look()
-        self.jumps.look()
 
     def of(self, error: BaseException) -> JobFailed:
         """Why this worker's script raised, and because of which worker."""
@@ -235,7 +213,7 @@ class Causes:
 
     def pause(self) -> JobFailed | None:
         """An error if this process itself stood still a short time ago: that explains what it sees since."""
-        secs = self.pauses.last_secs(within_secs=self.recent_secs)
+        secs = self.interruptions.pause_secs()
         if secs is None:
             return None
         message = (
@@ -246,7 +224,7 @@ class Causes:
 
     def jump(self, message: str, worker: int | None) -> JobFailed | None:
         """An error if heartbeats are missed since the wall clock was set: nobody need have been lost."""
-        secs = self.jumps.last_secs(within_secs=self.recent_secs) if "heartbeats" in message else None
+        secs = self.interruptions.jump_secs() if "heartbeats" in message else None
         if secs is None or worker is None:
             return None
         way = "forward" if secs > 0 else "back"
@@ -287,15 +265,14 @@ class Lifetime:
     end_process: Callable[[int], None] = os._exit
     trained_alone: Callable[[], bool] = lambda: False
     heartbeat_secs: float = HEARTBEAT_SECS
-    pauses: Pauses | None = None
+    interruptions: Interruptions | None = None
 
     def __post_init__(self) -> None:
         self._keys = JobKeys(self.coordination)
         self._silent_secs = self.heartbeat_secs + SILENT_AFTER_HEARTBEAT_SECS
         half_secs = self.heartbeat_secs / 2  # as old as a heartbeat may be; a pause may have missed one
-        pauses, jumps = self.pauses or Pauses(half_secs), ClockJumps(half_secs)
-        recent_secs = self._silent_secs + GRACE_SECS
-        self._causes = Causes(self.rank, self.coordination.chiefs, pauses, jumps, recent_secs)
+        interruptions = self.interruptions or Interruptions(half_secs, self._silent_secs + GRACE_SECS)
+        self._causes = Causes(self.rank, self.coordination.chiefs, interruptions)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="replicast-lifetime", daemon=True)
         self._only_once = threading.Lock()
@@ -330,7 +307,7 @@ class Lifetime:
 
     def watch(self) -> None:
         self._thread.start()
-        secs, look = self._silent_secs, self._causes.look
+        secs, look = self._silent_secs, self._causes.interruptions.look
         on_silence(lambda: self.polls, secs, self._no_answers, until=self._stop, look=look)
 
     def has_gone_on(self, worker: int) -> bool:
@@ -441,14 +418,16 @@ class Lifetime:
         return 1 if failure.worker == self.rank else PEER_FAILED
 
     def _wait_for_the_others(self) -> None:
+        """Worker 0 waits for each of them, and says when all have left; the others wait for that."""
         began = reminded = time.monotonic()
-        for worker in (w for w in range(self.size) if w != self.rank):
+        for worker in range(1, self.size) if self.rank == 0 else [0]:
+            key = f"left/{worker}" if self.rank == 0 else "left/all"
             while True:
                 failure, waited = self.failure, time.monotonic() - began
                 if failure and (self.rank != 0 or worker == failure.worker or waited >= GRACE_SECS):
                     break
                 try:
-                    if self._keys.get(f"left/{worker}", 1.0) is not None:
+                    if self._keys.get(key, 1.0) is not None:
                         break
                 except JobFailed as error:
                     # Worker 0 exits, and ends the service that it hosts, when all workers have left.
@@ -459,6 +438,8 @@ class Lifetime:
                 if self.rank == 0 and time.monotonic() - reminded >= REMIND_SECS:
                     reminded = time.monotonic()
                     sys.stderr.write(f"replicast: worker 0 waits for worker {worker} to finish\n")
+        if self.rank == 0:
+            self._keys.put("left/all", {})
 
     def _watch(self) -> None:
         try:

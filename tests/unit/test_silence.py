@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from replicast.lifetime import Causes, ClockJumps, Pauses, on_silence
+from replicast.lifetime import Causes, Interruptions, on_silence
 
 
 class Clocks:
@@ -21,46 +21,47 @@ class Clocks:
         self.now = 100.0
         self.turns: int | None = 3
 
-    def pauses(self) -> Pauses:
-        pauses = Pauses(5.0, lambda: self.now, lambda thread: self.turns)
-        pauses.look()
-        return pauses
+    def interruptions(self) -> Interruptions:
+        clock = lambda: self.now  # noqa: E731
+        interruptions = Interruptions(5.0, 30.0, clock, clock, lambda thread: self.turns)
+        interruptions.look()
+        return interruptions
 
 
 def test_a_process_that_did_not_run_knows_for_how_long_and_forgets_it_later() -> None:
     clocks = Clocks()
-    pauses = clocks.pauses()
-    assert pauses.last_secs(within_secs=30.0) is None
+    interruptions = clocks.interruptions()
+    assert interruptions.pause_secs() is None
     clocks.now += 15.0
-    assert pauses.last_secs(within_secs=30.0) == 15.0
+    assert interruptions.pause_secs() == 15.0
     clocks.now += 4.0
-    assert pauses.last_secs(within_secs=30.0) == 15.0, "a short delay is none"
+    assert interruptions.pause_secs() == 15.0, "a short delay is none"
     for _ in range(7):
         clocks.now += 4.0
-        pauses.look()
-    assert pauses.last_secs(within_secs=30.0) is None
+        interruptions.look()
+    assert interruptions.pause_secs() is None
 
 
 def test_a_process_whose_thread_ran_but_had_no_turn_in_python_was_running() -> None:
     clocks = Clocks()
-    pauses = clocks.pauses()
+    interruptions = clocks.interruptions()
     clocks.now, clocks.turns = clocks.now + 15.0, 3 + 300
-    assert pauses.last_secs(within_secs=30.0) is None
+    assert interruptions.pause_secs() is None
 
 
 def test_where_the_system_does_not_tell_nobody_is_said_to_have_stood_still() -> None:
     clocks = Clocks()
     clocks.turns = None
-    pauses = clocks.pauses()
+    interruptions = clocks.interruptions()
     clocks.now += 15.0
-    assert pauses.last_secs(within_secs=30.0) is None
+    assert interruptions.pause_secs() is None
 
 
 def test_a_call_that_holds_python_s_lock_and_waits_is_no_pause() -> None:
-    pauses, stop, looked = Pauses(0.5), threading.Event(), threading.Event()
+    interruptions, stop, looked = Interruptions(0.5, 60.0), threading.Event(), threading.Event()
 
     def look() -> None:
-        pauses.look()
+        interruptions.look()
         looked.set()
 
     on_silence(time.monotonic_ns, 100.0, lambda: None, until=stop, look=look)
@@ -68,22 +69,22 @@ def test_a_call_that_holds_python_s_lock_and_waits_is_no_pause() -> None:
     ctypes.PyDLL(None).usleep(900_000)  # as a slow disk does to a library that keeps the lock
     looked.clear()
     looked.wait(120)
-    assert pauses.last_secs(within_secs=60.0) is None
+    assert interruptions.pause_secs() is None
     stop.set()
 
 
 STOPPED = """
 import threading, time
-from replicast.lifetime import Pauses, on_silence
-pauses, looked = Pauses(0.5), threading.Event()
+from replicast.lifetime import Interruptions, on_silence
+interruptions, looked = Interruptions(0.5, 60.0), threading.Event()
 def look():
-    pauses.look()
+    interruptions.look()
     looked.set()
 on_silence(time.monotonic_ns, 100.0, lambda: None, until=threading.Event(), look=look)
 looked.wait()
 print("ready", flush=True)
 input()
-print(pauses.last_secs(within_secs=60.0))
+print(interruptions.pause_secs())
 """
 
 
@@ -105,11 +106,13 @@ def test_a_process_that_was_stopped_knows_it() -> None:
 class SetClock:
     """A wall clock that a test sets, and one that nobody sets; `held_up` is a delay between both."""
 
-    def __init__(self) -> None:
+    def __init__(self, recent_secs: float = 22.0) -> None:
         self.now, self.ahead, self.held_up = 100.0, 1.8e9, 0.0
-        self.jumps = ClockJumps(5.0, wall=lambda: self.now + self.ahead, clock=self.clock)
-        self.causes = Causes(0, 0, Pauses(5.0, lambda: self.now, lambda thread: 0), self.jumps, 22.0)
-        self.causes.look()
+        self.interruptions = Interruptions(
+            5.0, 22.0, self.clock, lambda: self.now + self.ahead, lambda _: None
+        )
+        self.causes = Causes(0, 0, self.interruptions)
+        self.interruptions.look()
 
     def clock(self) -> float:
         self.now += self.held_up
@@ -138,17 +141,17 @@ def test_a_clock_that_was_set_is_named_as_the_cause_of_missed_heartbeats(secs: f
     assert said not in str(here.causes.noticed("worker 1 was lost: its connection broke", 1))
     for _ in range(8):
         here.now += 3.0
-        here.causes.look()
+        here.interruptions.look()
     assert said not in str(here.causes.noticed(NO_HEARTBEATS, 1)), "it explains nothing that comes later"
 
 
 def test_a_clock_that_is_adjusted_or_read_late_was_not_set() -> None:
-    here = SetClock()
+    here = SetClock(recent_secs=1000.0)
     for _ in range(1000):
         here.now, here.ahead = here.now + 0.2, here.ahead - 0.0002
-        here.causes.look()
+        here.interruptions.look()
     here.held_up = 30.0
-    here.causes.look()
+    here.interruptions.look()
     here.held_up = 0.0
     here.ahead += 3.0
-    assert here.jumps.last_secs(within_secs=1000.0) is None, "a short way forward loses nobody"
+    assert here.interruptions.jump_secs() is None, "a short way forward loses nobody"

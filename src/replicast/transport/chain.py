@@ -207,21 +207,16 @@ class ChainTransport(Transport):
 
     def _fetch(self, ends: Ends, parcel: Parcel, timeout_secs: float) -> str:
         """Returns the name of the memory, if that is used again."""
-        mirror = self._mirrors.reserve(parcel) if parcel.to_read and parcel.memory else None
-        file = self._shared.reserve(parcel.nbytes) if mirror is None else mirror.file
+        file = self._mirrors.reserve(parcel)
         try:
             Fetch(parcel, file, ends.link, ends.holdings).run(timeout_secs)
-            if mirror is None:
-                self._shared.complete(parcel.id, file)
-            elif not file.name:
+            if not file.name:
                 file.complete(self._shared.path(parcel.id))
-                file.name = parcel.id
         except BaseException:
-            if mirror is None:
-                file.remove()
-            else:
-                self._mirrors.release(parcel.id, keep=False)
+            self._mirrors.release(parcel.id, keep=False)
             raise
+        if parcel.memory:
+            file.name = file.name or parcel.id
         return file.name
 
 
@@ -319,67 +314,51 @@ def open_ends(
 # --- Memory for what comes from other hosts ---------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Mirror:
-    file: SharedFile
-    source: int
-    parcel: str
-
-
 class Mirrors:
-    """A host's files for what comes from other hosts. All methods may be called from any thread."""
+    """A host's files for what comes from other hosts. All methods may be called from any thread.
+
+    The file of the last parcel is kept, if its source keeps the memory of it: when that is used again, no
+    worker of the job uses this one any more, also if it was not released here.
+    """
 
     def __init__(self, shared: SharedMemoryTransport) -> None:
         self._shared = shared
-        self._mirrors: dict[str, Mirror] = {}  # by the source's name of its memory; the last used is the last
+        self._files: dict[str, tuple[SharedFile, str]] = {}  # by memory of the source; with the parcel in it
         self._closed = False
         self._lock = threading.Lock()
 
-    def reserve(self, parcel: Parcel) -> Mirror:
-        """The file for a parcel in memory that its source uses again, now or later."""
+    def reserve(self, parcel: Parcel) -> SharedFile:
+        memory = parcel.memory or parcel.id
         with self._lock:
-            mirror = self._mirrors.pop(parcel.memory, None)
-            if mirror is not None and mirror.file.nbytes >= parcel.nbytes:
-                mirror.parcel = parcel.id
-                self._mirrors[parcel.memory] = mirror
-                return mirror
-        if mirror is not None:
-            mirror.file.remove()
-        mirror = Mirror(self._shared.reserve(parcel.nbytes), parcel.source, parcel.id)
+            file = self._files.pop(memory, (None, ""))[0]
+        if file is not None and file.nbytes < parcel.nbytes:
+            file.remove()
+            file = None
+        file = file or self._shared.reserve(parcel.nbytes)
         with self._lock:
-            self._mirrors[parcel.memory] = mirror
-        return mirror
+            self._files[memory] = file, parcel.id
+        return file
 
     def release(self, parcel_id: str, *, keep: bool = True) -> None:
-        """Keeps the file of a parcel for the next one, if there is space for it. No-op if it has none."""
+        """Keeps the file of a parcel for the next one, instead of the last. No-op if it has none."""
         with self._lock:
-            for memory, mirror in list(self._mirrors.items()):
-                if mirror.parcel == parcel_id:
-                    mirror.parcel = ""
-                    self._mirrors[memory] = self._mirrors.pop(memory)
-                    self._trim(mirror.source, keep=keep and not self._closed)
+            memory = next((memory for memory, (_, held) in self._files.items() if held == parcel_id), None)
+            if memory is None:
+                return
+            file, _ = self._files.pop(memory)
+            if keep and file.name and not self._closed and self._shared.is_worth_keeping(file.nbytes):
+                for kept in [kept for kept, (_, held) in self._files.items() if not held]:
+                    self._files.pop(kept)[0].remove()
+                self._files[memory] = file, ""
+            else:
+                file.remove()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            for mirror in self._mirrors.values():
-                mirror.file.remove()
-            self._mirrors.clear()
-
-    def _trim(self, source: int, *, keep: bool) -> None:
-        """A source keeps one file; all together take at most what one worker may keep."""
-        kept = 0
-        last = True
-        for memory, mirror in reversed(list(self._mirrors.items())):
-            if mirror.parcel:
-                continue
-            stays = mirror.source != source or (keep and last)
-            last = last and mirror.source != source
-            if stays and self._shared.is_worth_keeping(kept + mirror.file.nbytes):
-                kept += mirror.file.nbytes
-            else:
-                del self._mirrors[memory]
-                mirror.file.remove()
+            for file, _ in self._files.values():
+                file.remove()
+            self._files.clear()
 
 
 # --- Which part of a parcel a host has, and which it still needs: without I/O ----------------------------

@@ -269,11 +269,6 @@ class SharedMemoryTransport(Transport):
             )
             raise no_room(nbytes, free, str(self._directory), self._rank, remedy) from error
 
-    def complete(self, parcel_id: str, file: SharedFile) -> None:
-        """Makes a written parcel visible to the workers of this host, until this worker releases it."""
-        file.complete(self.path(parcel_id))
-        self._published[parcel_id] = file
-
     def is_worth_keeping(self, nbytes: int) -> bool:
         """Whether files of this size together may be kept by one worker of this host."""
         try:
