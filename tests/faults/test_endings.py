@@ -69,25 +69,6 @@ def test_a_job_ends_with_0_everywhere_when_worker_0_is_the_first_to_finish(tmp_p
     assert "still here" in logs[1]
 
 
-@pytest.mark.parametrize("failing", [1])  # tests/long: worker 0
-def test_the_worker_that_raised_is_named_and_all_end(tmp_path: Path, failing: int) -> None:
-    done, logs = run(
-        tmp_path,
-        f"""
-        class Fault(keras.callbacks.Callback):
-            def on_train_batch_end(self, batch, logs=None):
-                if batch == 3 and rank == {failing}:
-                    raise ValueError("no such column")
-        model.fit(x, y, batch_size=2, verbose=0, callbacks=[Fault()])
-        """,
-    )
-    assert done.returncode == 1
-    assert f"worker {failing}" in done.stderr.replace("\n", " ")
-    assert "no such column" in done.stderr
-    assert "ValueError: no such column" in logs[failing]
-    assert f"worker {failing} failed first: ValueError: no such column" in logs[1 - failing]
-
-
 def test_a_worker_that_leaves_in_the_middle_ends_the_others_with_the_reason(tmp_path: Path) -> None:
     done, logs = run(
         tmp_path,

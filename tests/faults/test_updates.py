@@ -148,39 +148,15 @@ fit(act)
 """
 
 
-def test_a_worker_that_raises_while_an_update_is_staged_ends_all_and_leaves_no_memory_behind(
+def test_a_worker_that_raises_while_an_update_is_staged_is_named_all_end_and_no_memory_is_left(
     tmp_path: Path,
 ) -> None:
-    body = STAGED.format(author=0, then='raise ValueError("no such column")')
+    body = STAGED.format(author=1, then='raise ValueError("no such column")')
     code, said = finish(start(tmp_path, body))
     assert (tmp_path / "staged").exists()
     assert code == 1, said
-    assert "worker 0 failed first" in said
-    assert "no such column" in said
+    assert "worker 1 failed first" in said
+    logs = [(tmp_path / f"run/logs/attempt-0/worker-{rank}.log").read_text() for rank in range(2)]
+    assert "ValueError: no such column" in logs[1]
+    assert "worker 1 failed first: ValueError: no such column" in logs[0]
     assert not list((tmp_path / "shm").iterdir())
-
-
-LAST_WORD = """
-replicas.restore()
-
-class Act(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if replicas.step == 4 and rank == 1:
-            ends = time.monotonic() + 2  # a checkpoint that waits for nothing is there by then
-            while not [*Path("run/checkpoints").glob("00000004*")] and time.monotonic() < ends:
-                time.sleep(0.01)
-            replicas.propose(replicast.Update(note="my last word").scale("dense/kernel", 0.5), at_step=9)
-
-callbacks = [replicas.callback(save_every=4), Act()]
-model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
-"""
-
-
-def test_what_a_worker_proposes_at_a_step_with_a_checkpoint_outlives_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("REPLICAST_FAULTS", '[{"worker": 1, "point": "propose", "action": "kill"}]')
-    code, said = finish(start(tmp_path, LAST_WORD, "--max-restarts", "1"))
-    assert code == 0, said
-    assert (tmp_path / "run" / "faults.jsonl").exists(), "nobody died"
-    assert [(each.note, each.step) for each in committed_updates(tmp_path / "run")] == [("my last word", 9)]

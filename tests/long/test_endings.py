@@ -13,8 +13,23 @@ from tests.faults.test_endings import HEAD, run
 from tests.faults.test_updates import DEADLINE_SECS, STAGED, finish, start
 
 
-def test_worker_0_that_raised_is_named_and_all_end(tmp_path: Path) -> None:
-    endings.test_the_worker_that_raised_is_named_and_all_end(tmp_path, 0)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_worker_that_raised_is_named_and_all_end(tmp_path: Path, failing: int) -> None:
+    done, logs = run(
+        tmp_path,
+        f"""
+        class Fault(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 3 and rank == {failing}:
+                    raise ValueError("no such column")
+        model.fit(x, y, batch_size=2, verbose=0, callbacks=[Fault()])
+        """,
+    )
+    assert done.returncode == 1
+    assert f"worker {failing}" in done.stderr.replace("\n", " ")
+    assert "no such column" in done.stderr
+    assert "ValueError: no such column" in logs[failing]
+    assert f"worker {failing} failed first: ValueError: no such column" in logs[1 - failing]
 
 
 def test_worker_1_that_has_fewer_batches_ends_all_with_the_reason(tmp_path: Path) -> None:

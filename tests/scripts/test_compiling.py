@@ -15,7 +15,7 @@ from tests.scripts.models import data, network, values
 
 
 def frozen_and_compiled_again(strategy: Any, **compiled: Any) -> Any:
-    x, y = data(44, 3, 2)
+    x, y = data(32, 3, 2)
     with strategy.scope():
         model = keras.Sequential(
             [keras.Input((3,)), keras.layers.Dense(4, "tanh", name="base"), keras.layers.Dense(2)]

@@ -6,7 +6,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from keras import layers, ops
 
@@ -74,12 +73,9 @@ def clipped(strategy: Any, kinds: dict[str, bool]) -> Any:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_gradients_that_a_step_clips_are_those_of_the_whole_batch(
-    size: int, pool2: Pool, pool3: Pool, plain: Pool
-) -> None:
+def test_gradients_that_a_step_clips_are_those_of_the_whole_batch(pool2: Pool, plain: Pool) -> None:
     kinds = dict.fromkeys(("global norm", "norm of each", "sharpness-aware", "through another tape"), False)
-    assert_same_as_plain_keras(pool2 if size == 2 else pool3, plain, clipped, kinds)
+    assert_same_as_plain_keras(pool2, plain, clipped, kinds)
 
 
 def test_a_step_that_runs_eagerly_clips_the_gradients_of_the_whole_batch(pool2: Pool, plain: Pool) -> None:
@@ -314,8 +310,5 @@ def test_a_queue_that_each_worker_fills_from_its_own_rows_is_warned_of_once(pool
     assert second["told"] == []
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_queue_of_gathered_rows_is_that_of_plain_keras(
-    size: int, pool2: Pool, pool3: Pool, plain: Pool
-) -> None:
-    assert_same_as_plain_keras(pool2 if size == 2 else pool3, plain, queued, True)
+def test_a_queue_of_gathered_rows_is_that_of_plain_keras(pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, queued, True)

@@ -220,9 +220,9 @@ def lookups(kind: str) -> Any:
     return scaled if kind == "generator" else whole
 
 
-@same_as_plain_keras("pool3")
+@same_as_plain_keras("pool2")
 def test_an_array_of_a_batch_that_is_not_rows_is_given_whole_to_every_worker(strategy: Any) -> Any:
-    """Batches of 8, 8 and 5 rows, and of 7, 7 and 4: they do not divide evenly, nor does a table of 7."""
+    """Batches of 8, 8 and 5 rows, and of 7, 7 and 4: some do not divide evenly, nor does a table of 7."""
     found = {}
     for kind in ("of batches", "fixed", "as many rows as the table", "generator"):
         keras.utils.set_random_seed(6)

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import ops
 
@@ -97,9 +98,9 @@ def all_of_keras(strategy: Any) -> Any:
     return model.evaluate(batches, return_dict=True, verbose=0)
 
 
-def test_every_metric_of_keras_has_the_value_of_plain_keras(pool3: Pool, plain: Pool) -> None:
-    """Batches of 7 rows on three workers: 2, 2 and 3 rows."""
-    found = assert_same_as_plain_keras(pool3, plain, all_of_keras)
+def test_every_metric_of_keras_has_the_value_of_plain_keras(pool2: Pool, plain: Pool) -> None:
+    """Batches of 7 rows on two workers: 3 and 4 rows."""
+    found = assert_same_as_plain_keras(pool2, plain, all_of_keras)
     assert len(found) == len(classes_of_keras()) + 2
 
 
@@ -207,7 +208,7 @@ class Assigned(keras.metrics.Metric):
 
 
 def of_the_user(strategy: Any, eagerly: bool) -> Any:
-    x, y, weight = labelled(31)
+    x, y, weight = labelled(31 if eagerly else 28)  # with a short last batch where that costs no trace
     with strategy.scope():
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(CLASSES, "softmax")])
         model.compile(
@@ -227,28 +228,19 @@ def of_the_user(strategy: Any, eagerly: bool) -> Any:
         )
     options = {"batch_size": 7, "shuffle": False, "verbose": 0}
     history = model.fit(x, y, sample_weight=weight, epochs=2, **options).history
-    evaluated = model.evaluate(x, y, batch_size=9, return_dict=True, verbose=0)
+    evaluated = model.evaluate(x, y, batch_size=7, return_dict=True, verbose=0)
     with strategy.scope():
         tracked = Tracked()
         tracked.compile(keras.optimizers.SGD(0.1), run_eagerly=eagerly)
     tracks = tracked.fit(x, y, sample_weight=weight, epochs=2, **options).history
-    with strategy.scope():
-        inputs = keras.Input((5,))
-        heads = keras.Model(inputs, [keras.layers.Dense(CLASSES, name=name)(inputs) for name in "ab"])
-        heads.compile(keras.optimizers.SGD(0.1), ["mse", "mae"], run_eagerly=eagerly)
-    losses = heads.fit(x, [y, y], epochs=2, **options).history
-    found = {"history": history, "evaluated": evaluated, "tracks": tracks, "losses of outputs": losses}
-    return {**found, "weights": weights(model)}
+    return {"history": history, "evaluated": evaluated, "tracks": tracks, "weights": weights(model)}
 
 
-def test_a_metric_of_the_user_is_updated_from_the_rows_of_all_workers(pool3: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool3, plain, of_the_user, False)
-
-
-def test_a_metric_of_the_user_has_the_same_value_in_a_step_that_runs_eagerly(
-    pool2: Pool, plain: Pool
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_a_metric_of_the_user_is_updated_from_the_rows_of_all_workers(
+    eagerly: bool, pool2: Pool, plain: Pool
 ) -> None:
-    assert_same_as_plain_keras(pool2, plain, of_the_user, True)
+    assert_same_as_plain_keras(pool2, plain, of_the_user, eagerly)
 
 
 @equal_on_all("pool2")

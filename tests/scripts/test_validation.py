@@ -131,7 +131,7 @@ def warned_of_length(strategy: Any) -> dict[str, tuple[int, list[str]]]:
         model = compiled(strategy, **options)
         with heard() as said:
             for _ in range(2):
-                model.fit(data, epochs=2, verbose=0)
+                model.fit(data, verbose=0)
         found[kind] = int(keras.ops.convert_to_numpy(model.optimizer.iterations)), list(said)
     return found
 

@@ -109,8 +109,9 @@ def lists_of_arrays(strategy: Any, columns: int, steps_per_execution: int) -> di
     return {name: (values[0], scores[name]) for name, values in history.items()}
 
 
-@pytest.mark.parametrize(("columns", "steps_per_execution"), [(2, 1), (2, 3), (20_000, 1)])
-@pytest.mark.parametrize("pool", ["pool1", "pool2"])
+@pytest.mark.parametrize(
+    ("pool", "columns", "steps_per_execution"), [("pool1", 2, 1), ("pool2", 2, 3), ("pool2", 20_000, 1)]
+)
 def test_lists_of_arrays_train_and_every_batch_counts_alike_in_the_losses_of_outputs(
     request: pytest.FixtureRequest, pool: str, columns: int, steps_per_execution: int
 ) -> None:
