@@ -91,6 +91,8 @@ RAY := .venv-ray
 RAY_STAMP := $(RAY)/.ready
 MANIFESTS := .venv-manifests
 MANIFESTS_STAMP := $(MANIFESTS)/.ready
+LOGGERS := .venv-loggers
+LOGGERS_STAMP := $(LOGGERS)/.ready
 # These environments have no pytest-xdist and no Hypothesis: the options of pyproject.toml do not fit.
 ALONE := -m pytest -c /dev/null --rootdir . --import-mode importlib -ra
 .PHONY: test-slurm test-ray test-manifests
@@ -116,6 +118,16 @@ $(MANIFESTS_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(MANIFESTS)
 	$(MANIFESTS)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(MANIFESTS)/bin/python -m pip install --quiet --group manifests
+	@touch $@
+
+.PHONY: test-loggers
+test-loggers: $(LOGGERS_STAMP) ## W&B and MLflow themselves, offline, in an environment of their own: one run of a job
+	PYTHONPATH=. $(LOGGERS)/bin/python $(ALONE) tests/long/test_loggers.py
+
+$(LOGGERS_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(LOGGERS)
+	$(LOGGERS)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(LOGGERS)/bin/python -m pip install --quiet --editable '.[cpu,demo]' '$(TENSORFLOW)' --group loggers
 	@touch $@
 
 test-oldest: $(OLDEST_STAMP) ## The worker tests on the oldest supported TensorFlow and Keras
@@ -189,4 +201,4 @@ $(TORCH_STAMP): pyproject.toml
 	@touch $@
 
 clean: ## Remove what the other targets made
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(DOCS) $(WHEEL) $(TORCH) $(RAY) $(MANIFESTS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(DOCS) $(WHEEL) $(TORCH) $(RAY) $(MANIFESTS) $(LOGGERS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

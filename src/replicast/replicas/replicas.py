@@ -198,6 +198,23 @@ class Replicas:
 
     # Training.
 
+    def once(self, callback: Any) -> Any:
+        """A callback for `fit` that runs on worker 0 only: one that reports to another system.
+
+        Those of W&B, MLflow, Comet, Neptune, Aim and DVCLive do so by themselves. A callback that calls
+        `evaluate` or `predict`, or that changes the training, must run on all workers.
+
+        Args:
+            callback: A callback, or a function without arguments that makes one, which is called on worker 0
+                only: it may start the run of a tracker.
+
+        Returns:
+            On worker 0 the callback, on the others one that does nothing.
+        """
+        if self.rank != 0:
+            return keras.callbacks.Callback()
+        return callback if hasattr(callback, "on_train_begin") else callback()
+
     def callback(
         self,
         *,

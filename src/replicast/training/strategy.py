@@ -58,7 +58,7 @@ from replicast.training.variables import (
     take_over,
     trace_once,
 )
-from replicast.training.writing import Callbacks, Writing, write_once
+from replicast.training.writing import Callbacks, Writing, report_from_first_worker, write_once
 
 _SIGACTION_BYTES = 512  # more than a `struct sigaction` has anywhere
 
@@ -221,6 +221,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._functions = Functions(self._rank, self.coordination, self.lifetime.turns, extended.keys)
         if self._size > 1:
             write_once(self._writing)
+            report_from_first_worker(self._rank)
             extended.next_turn = self.lifetime.turns.take
             if sum_through_shared_memory(
                 extended, self.coordination, self._rank, self.lifetime, wanted=all_reduce == "auto"

@@ -13,9 +13,11 @@ by the worker that asks for it: a separate directory, or a save behind `if strat
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import functools
+import importlib.util
 import inspect
 import json
 import logging
@@ -64,6 +66,9 @@ _FUNCTIONS = (
 _LOGS = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
 _ORBAX = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # not in every Keras 3
 _WRITE = (*_LOGS, keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint, _ORBAX)
+# Packages whose own callbacks report elsewhere and do nothing else; a script's subclass runs on all workers.
+_LOGGERS = {"aim", "comet_ml", "dvclive", "mlflow", "neptune", "wandb"}
+_HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith("on_"))
 _NO_BACKUP = "no backup"
 _UNSET = object()
 # By method of a model: the last method that Keras calls on its callbacks. Others are parts of `fit`.
@@ -211,6 +216,21 @@ def write_once(writing: Writing) -> None:
         io_utils.ask_to_proceed_with_overwrite = _asked_by_first(io_utils.ask_to_proceed_with_overwrite)
 
 
+def report_from_first_worker(rank: int) -> None:
+    """Makes one run of a job in W&B and MLflow, also of a script that starts a run on every worker.
+
+    On the other workers W&B is off, and MLflow has a store of its own that is removed at exit: it cannot be
+    turned off, and two processes that create one database crash.
+    """
+    if rank == 0:
+        return
+    os.environ["WANDB_MODE"] = "disabled"
+    if importlib.util.find_spec("mlflow") is not None:
+        directory = tempfile.TemporaryDirectory(prefix="replicast-mlflow-", ignore_cleanup_errors=True)
+        atexit.register(directory.cleanup)
+        os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{directory.name}/mlflow.db"
+
+
 def _asked_by_first(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Only worker 0 asks: a later worker finds the file that worker 0 has just written."""
 
@@ -347,6 +367,10 @@ class Callbacks:
                 # Private: Keras checks for the directory and then creates it; two workers at once fail.
                 self._replace(callback, "_get_file_path", _path_in_a_directory)
                 self._restore_at(callback, end)
+            case _ if _is_logger(callback):
+                for name in _HOOKS if self._rank != 0 else ():
+                    self._replace(callback, name, _nothing)
+                self._restore_at(callback, end)
             case _:  # OrbaxCheckpoint
                 if self._is_written_elsewhere(callback, callback.directory, end):
                     # Private: this method only saves; the decision when to save is outside of it.
@@ -442,8 +466,12 @@ def _callbacks_that_write(callbacks: Any) -> Iterator[keras.callbacks.Callback]:
     for callback in keras.tree.flatten(callbacks):
         if isinstance(callback, keras.callbacks.CallbackList):
             yield from _callbacks_that_write(callback.callbacks)
-        elif isinstance(callback, _WRITE):
+        elif isinstance(callback, _WRITE) or _is_logger(callback):
             yield callback
+
+
+def _is_logger(callback: Any) -> bool:
+    return type(callback).__module__.partition(".")[0] in _LOGGERS
 
 
 def _path_in_a_directory(callback: Any, *args: Any, **kwargs: Any) -> str:
