@@ -51,7 +51,7 @@ class PromptRun(DirectoryRun):
     def train(self, steps: int) -> None:
         """Writes the metrics of further steps."""
         for _ in range(steps):
-            append_metrics(self.path, self._points, {"loss": float("nan")})
+            append_metrics(self.path, (self._points, time.time(), {"loss": float("nan")}))
             self._points += 1
 
     def perform(self, operation: RunOperation, arguments: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_a_new_run_under_the_name_of_a_removed_one_shows_nothing_of_it(serve: Se
             played.attempt = attempt
             played.prepare()
         for step in range(points):
-            append_metrics(tmp_path / "first", step, {"loss": loss})
+            append_metrics(tmp_path / "first", (step, time.time(), {"loss": loss}))
         found = client.get(f"{FIRST}/metrics", params={"points": 1000 + points}).json()
         assert found["series"]["loss"]["values"] == [loss] * points
         restarts = connect(tmp_path / "first").status().restarts

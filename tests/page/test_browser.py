@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, e
 
 from replicast.client import connect
 from replicast.storage.run_files import Change, JobState, write_change
+from replicast.testing.job import eventually
 from replicast.update.update import Update
 from tests.page.browser import Watched, chromium
 from tests.page.live import Serving
@@ -105,6 +106,12 @@ def test_the_page_follows_the_job_without_reloading_and_marks_who_is_slow(page: 
     expect(page.locator("#workers")).to_contain_text("443 MB")
     expect(page.locator(".chart .scatterlayer .trace path.js-line").first).to_be_visible()
     expect(page.locator(".chart")).to_have_attribute("aria-label", re.compile("loss .* at step"))
+    lines = page.locator(".chart .scatterlayer .trace path.js-line")
+    expect(lines).to_have_count(6)  # Three metrics, each as measured and smooth.
+    page.get_by_label("Losses on a log scale").check()
+    eventually(lambda: page.evaluate("document.querySelector('.chart').layout.yaxis.type") == "log")
+    page.get_by_label("Smooth").uncheck()
+    expect(lines).to_have_count(3)
     run.slow_worker = 1
     slow = page.locator("#workers tbody tr").nth(1)
     expect(slow).to_contain_text("slowfor 4 min: needs 80 ms per step, the others 31 ms")

@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 from playwright.sync_api import expect
 
 from replicast.client import connect
@@ -26,7 +27,7 @@ with strategy.scope():
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)])
     model.compile(keras.optimizers.SGD(0.01), "mse")
 replicas = replicast.Replicas(model)
-x, y = np.ones((64, 4), "float32"), np.ones((64, 3), "float32")
+x, y = np.ones((64, 4), "float32"), np.ones((64, 3), "float32")  # One sample: the loss only decreases.
 paced = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.02))
 model.fit(x, y, batch_size=16, epochs=100_000, verbose=0, callbacks=[replicas.callback(), paced])
 """
@@ -47,6 +48,9 @@ def test_a_real_job_is_followed_and_takes_what_the_page_pushes(tmp_path: Path) -
             _steer(found[0], process)
         finally:
             process.kill()
+    loss = connect(tmp_path / "first").metrics(points=10_000).series["loss"]
+    assert loss.steps.tolist() == [*range(1, len(loss) + 1)], "every step"
+    assert all(np.diff(loss.values) <= 0), "a mean over an epoch would jump at the beginning of the next one"
     (view,) = connect(tmp_path / "first").log()
     assert (view.author, view.note, len(view.receipts[0].digests)) == ("ana", "slower", 2)
 

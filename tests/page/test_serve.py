@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import time
 import urllib.request
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def test_a_served_run_that_is_replaced_by_a_link_is_not_followed_by_any_request(
 ) -> None:
     for name in ("runs/first", "secret"):
         run = made_run(tmp_path / name)
-        append_metrics(run, 1, {name.replace("/", "-"): 1.0})
+        append_metrics(run, (1, time.time(), {name.replace("/", "-"): 1.0}))
         (run / "logs" / "attempt-0").mkdir(parents=True)
         (run / "logs" / "attempt-0" / "worker-0.log").write_text(f"a line of {name}\n")
     client = serve(find=runs_in(tmp_path / "runs"))

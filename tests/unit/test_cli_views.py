@@ -58,7 +58,7 @@ def filled(run: Path) -> None:
     inbox.submit(run, Update(id="third").assign("learning_rate", 1))
     job.act_all()
     inbox.submit(run, Update(id="fourth" + "x" * 60).assign("learning_rate", 1))
-    append_metrics(run, 5, {"loss": 0.125, "accuracy": math.nan})
+    append_metrics(run, (5, time.time(), {"loss": 0.125, "accuracy": math.nan}))
 
 
 def note(

@@ -120,12 +120,12 @@ def test_a_pipe_in_the_place_of_a_list_hangs_neither_reader_nor_writer(tmp_path:
     assert last_audits(tmp_path, 1) == []
     if name == "metrics.jsonl":
         with pytest.raises(OSError, match="regular file"):
-            append_metrics(tmp_path, 1, {"loss": 1.0})
+            append_metrics(tmp_path, (1, time.time(), {"loss": 1.0}))
 
 
 def test_a_line_that_is_too_long_is_left_out_in_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    append_metrics(tmp_path, 1, {"loss": 0.5})
+    append_metrics(tmp_path, (1, time.time(), {"loss": 0.5}))
     with path.open("ab") as file:
         file.write(b"x" * 50_000_000 + b"\n")
     tracemalloc.start()
@@ -135,13 +135,13 @@ def test_a_line_that_is_too_long_is_left_out_in_little_memory(tmp_path: Path) ->
     assert found is not None
     assert (found["step"], found["values"]) == (1, {"loss": 0.5})
     assert peak < 20_000_000
-    append_metrics(tmp_path, 2, {"loss": 0.25})
+    append_metrics(tmp_path, (2, time.time(), {"loss": 0.25}))
     assert len(list(lines_from_the_end(path))) == 2
 
 
 @pytest.mark.parametrize("line", ['{"step": 1, "time": NaN, "values": {}}', '{"step": 1e400}', "[" * 3000])
 def test_a_line_that_is_no_json_of_ours_is_left_out(tmp_path: Path, line: str) -> None:
-    append_metrics(tmp_path, 1, {"loss": 0.5})
+    append_metrics(tmp_path, (1, time.time(), {"loss": 0.5}))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(f"{line}\n")
     assert (last_metrics(tmp_path) or {})["step"] == 1

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,7 +256,7 @@ WRITES: dict[tuple[str, str], Callable[[Path], Any]] = {
     ("checkpoints", "list"): lambda run: CheckpointStore(run).list(),
     ("workers", "note"): lambda run: write_worker_note(run, note(0)),
     ("workers", "notes"): read_worker_notes,
-    ("metrics.jsonl", "metrics"): lambda run: append_metrics(run, 1, {"loss": 1.0}),
+    ("metrics.jsonl", "metrics"): lambda run: append_metrics(run, (1, time.time(), {"loss": 1.0})),
     ("audits.jsonl", "audit"): lambda run: append_audit(run, report()),
     ("states.jsonl", "state"): lambda run: write_change(run, Change(JobState.STARTING, 0)),
 }
@@ -271,7 +272,7 @@ def run(tmp_path: Path) -> Path:
     inbox.submit(path, Update(id="u1").add("dense/bias", ONES))
     job.fence.release()
     written(CheckpointStore(path), 5)
-    append_metrics(path, 1, {"loss": 1.0})
+    append_metrics(path, (1, time.time(), {"loss": 1.0}))
     write_change(path, Change(JobState.STARTING, 0))
     make_attempt_dir(below(path) / "logs", 1)
     write_log(path)
@@ -473,7 +474,7 @@ def every_operation(run: Path) -> None:
         written(store, step)
     store.open(6, verify=True).close()
     store.prune(1)
-    append_metrics(run, 1, {"loss": 1.0})
+    append_metrics(run, (1, time.time(), {"loss": 1.0}))
     client.status(), client.log(), client.show(1), client.metrics(), client.checkpoints(), client.audits()
     inbox.ask(run, "save", author="ana", timeout_secs=1.0)
     for path in inbox.requests(run):

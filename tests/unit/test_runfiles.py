@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +113,14 @@ def test_a_damaged_note_is_left_out(tmp_path: Path) -> None:
 def test_the_last_metrics_are_those_of_the_last_step(tmp_path: Path) -> None:
     assert last_metrics(tmp_path) is None
     for step in range(3000):
-        append_metrics(tmp_path, step, {"loss": step / 2, "accuracy": 0.5})
+        append_metrics(tmp_path, (step, time.time(), {"loss": step / 2, "accuracy": 0.5}))
     found = metrics(tmp_path)
     assert (found["step"], found["values"]) == (2999, {"loss": 1499.5, "accuracy": 0.5})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3000
 
 
 def test_a_loss_that_is_not_finite_stays_json_and_comes_back(tmp_path: Path) -> None:
-    append_metrics(tmp_path, 1, {"loss": math.nan, "other": -math.inf})
+    append_metrics(tmp_path, (1, time.time(), {"loss": math.nan, "other": -math.inf}))
     found = metrics(tmp_path)
     assert math.isnan(found["values"]["loss"])
     assert found["values"]["other"] == -math.inf
@@ -129,14 +130,14 @@ def test_a_loss_that_is_not_finite_stays_json_and_comes_back(tmp_path: Path) -> 
 
 def test_a_torn_last_line_is_ignored_and_takes_nothing_with_it(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    append_metrics(tmp_path, 1, {"loss": 1.0})
+    append_metrics(tmp_path, (1, time.time(), {"loss": 1.0}))
     whole = path.read_bytes()
-    append_metrics(tmp_path, 2, {"loss": 2.0})
+    append_metrics(tmp_path, (2, time.time(), {"loss": 2.0}))
     both = path.read_bytes()
     for length in range(len(whole), len(both)):
         path.write_bytes(both[:length])
         assert metrics(tmp_path)["step"] == 1
-        append_metrics(tmp_path, 3, {"loss": 3.0})
+        append_metrics(tmp_path, (3, time.time(), {"loss": 3.0}))
         assert metrics(tmp_path)["step"] == 3
 
 
@@ -147,16 +148,16 @@ def test_a_file_without_a_whole_line_has_no_metrics(tmp_path: Path) -> None:
 
 
 def test_a_line_that_the_disk_takes_only_in_part_is_an_error_and_spoils_no_other(tmp_path: Path) -> None:
-    append_metrics(tmp_path, 1, {"loss": 0.5})
+    append_metrics(tmp_path, (1, time.time(), {"loss": 0.5}))
     nbytes = (tmp_path / "metrics.jsonl").stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes + 10, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            append_metrics(tmp_path, 2, {"loss": 0.25})
+            append_metrics(tmp_path, (2, time.time(), {"loss": 0.25}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    append_metrics(tmp_path, 3, {"loss": 0.125})
+    append_metrics(tmp_path, (3, time.time(), {"loss": 0.125}))
     assert metrics(tmp_path)["step"] == 3
 
 

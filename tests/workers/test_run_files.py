@@ -137,13 +137,12 @@ def test_a_disk_that_is_away_or_a_link_in_its_place_stops_no_training_and_is_sai
 
 def test_a_metric_that_is_no_float_hides_no_other_and_stops_no_training(job: Job, tmp_path: Path) -> None:
     keeping = keeping_of(job, tmp_path)
-    keeping.logs = logs = {"huge": 10**400, "words": "many", "loss": 1.0}
+    measures = job.workers[0].session.replica.measures
+    measures.note(1, 1, {"huge": 10**400, "words": "many", "loss": 1.0, "\udcff": 2.0})
     keeping.start()
     eventually(lambda: last_metrics(tmp_path))
-    assert (last_metrics(tmp_path) or {})["values"] == {"loss": 1.0}
-    measures = job.workers[0].session.replica.measures
-    measures.note(1, 1, logs)
-    assert measures.history() == [(1, 1, {"loss": 1.0})]
+    assert (last_metrics(tmp_path) or {})["values"] == {"loss": 1.0, "\\udcff": 2.0}
+    assert measures.history() == [(1, 1, {"loss": 1.0, "\udcff": 2.0})]
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:

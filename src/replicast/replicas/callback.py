@@ -70,6 +70,11 @@ class BoundaryCallback(keras.callbacks.Callback):
             )
         self._worker = self._begin()
         self._worker.called_by = self
+        measured = [
+            *self.model.metrics,
+            *(m for one in self.model.metrics for m in getattr(one, "metrics", ())),
+        ]
+        self._worker.run_files.means = tuple(m.name for m in measured if isinstance(m, keras.metrics.Mean))
         called_with = self.params or {}
         fit = Fit(called_with.get("epochs", 1), called_with.get("steps"))
         self._resumed = self._worker.training.begin_fit(fit)
@@ -112,6 +117,8 @@ class BoundaryCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._resumed_epoch.ended()
         self._worker.training.reached(Position(epoch + 1), logs)
+        validated = {name: value for name, value in (logs or {}).items() if name.startswith("val_")}
+        self._worker.session.replica.measures.add(self._worker.session.step, validated)
         self._worker.audits.after_epoch()
         if self._after_others is None:
             self.save_epoch()

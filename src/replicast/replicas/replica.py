@@ -230,6 +230,7 @@ def computed_update(id_: str, function: Function, state: State, rank: int) -> Up
 
 
 MOST_BOUNDARIES = 512  # how many boundaries to remember; during a trial all are kept
+MOST_UNWRITTEN = 20_000
 
 # One tuple per boundary, oldest first: the step, the number of steps it covers, and its metrics.
 MetricHistory: TypeAlias = list[tuple[int, int, dict[str, float]]]
@@ -241,11 +242,15 @@ class _Logs(NamedTuple):
     batches: int | None
     logs: Mapping[str, Any]
     counts: bool = True
+    time: float = 0.0
 
 
 class RecentMetrics:
     def __init__(self) -> None:
         self._last: deque[_Logs] = deque()
+        # For metrics.jsonl. When nobody takes them, the oldest are dropped.
+        self._new: deque[_Logs] = deque(maxlen=MOST_UNWRITTEN)
+        self._taken: _Logs | None = None
         self._since: int | None = None
         self.batches: int | None = None
 
@@ -253,9 +258,29 @@ class RecentMetrics:
         batches, self.batches = self.batches, None
         if logs is None:
             return
-        self._last.append(_Logs(step, steps, batches, dict(logs)))
+        self._last.append(_Logs(step, steps, batches, dict(logs), time=time.time()))
+        self._new.append(self._last[-1])
         if self._since is None and len(self._last) > MOST_BOUNDARIES:
             self._last.popleft()
+
+    def add(self, step: int, logs: Mapping[str, Any]) -> None:
+        """What was measured beside the steps, as by a validation: for metrics.jsonl alone."""
+        self._new.append(_Logs(step, 0, None, dict(logs), time=time.time()))
+
+    def take(self, is_mean: Callable[[str], bool]) -> Iterator[tuple[int, float, dict[str, float]]]:
+        """What was measured since the last call: step, time and own values. One thread; not the training one.
+
+        In `fit` the own values of what `is_mean` says is a mean over the epoch; others are told as they are.
+        """
+        while self._new:
+            one, previous, values = self._new.popleft(), self._taken, dict[str, float]()
+            self._taken = one
+            for metric in one.logs:
+                mean = is_mean(metric)
+                value = _own_value(one, previous, metric) if mean else _number(one.logs[metric])
+                if value is not None:
+                    values[str(metric)] = value
+            yield one.step, one.time, values
 
     def begin(self, step: int) -> None:
         self._since = step

@@ -22,6 +22,7 @@ per 2 s) and for 1,000 (one per 20 s). Only the last note of each worker is in m
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -45,7 +46,13 @@ from replicast.replicas.lanes import Deadline
 from replicast.replicas.position import Position, Training
 from replicast.replicas.session import Session
 from replicast.storage.claims import Fence, sees_group
-from replicast.storage.run_files import ENDED, WorkerNote, append_metrics, sent_every_secs, write_worker_note
+from replicast.storage.run_files import (
+    ENDED,
+    WorkerNote,
+    append_metrics,
+    sent_every_secs,
+    write_worker_note,
+)
 from replicast.strictjson import described, parse_object
 
 logger = logging.getLogger("replicast")
@@ -82,7 +89,6 @@ class RunFiles:
     def __post_init__(self) -> None:
         session = self.session
         self._operations: list[dict[str, Any]] = []
-        self._last_metrics_step = -1
         self._warned: set[RunDir] = set()
         self.inbox = InboxReader(session, self._warn, self.may_save)
         self._distant = DistantNotes(session.attempt, self._warn)
@@ -94,6 +100,7 @@ class RunFiles:
         self._noting = threading.Lock()
         self.waiting_for = ""
         self.logs: Mapping[str, Any] | None = None
+        self.means: tuple[str, ...] = ()  # The metrics of `fit` that are means over the epoch.
         self._pace = Pace()
         self.on_note = self._distant.receive
 
@@ -254,11 +261,15 @@ class RunFiles:
         )
 
     def _write_metrics(self, run_dir: RunDir) -> None:
-        step, logs = self.session.step, self.logs
-        if self.session.rank != 0 or logs is None or step == self._last_metrics_step:
-            return
-        self._last_metrics_step = step
-        append_metrics(run_dir, step, numbers(logs))
+        """The metrics of every step since the last time. Readers thin them out."""
+        if self.session.rank == 0:
+            taken = self.session.replica.measures.take(functools.cache(self._is_mean))
+            if measured := [one for one in taken if one[2]]:
+                append_metrics(run_dir, *measured)
+
+    def _is_mean(self, metric: str) -> bool:
+        """Whether the logs of `fit` have the mean of a metric over the epoch: with outputs, by its end."""
+        return metric.endswith("loss") or any(metric.endswith(name) for name in self.means)
 
     def _write_operations(self, run_dir: RunDir) -> None:
         operations = [] if self.waiting_for == ENDED else self.session.operations()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_the_documented_examples_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = made_run(Path("runs/first"))
-    append_metrics(run, 5, {"loss": 0.25})
+    append_metrics(run, (5, time.time(), {"loss": 0.25}))
     meanwhile(monkeypatch, PlayedJob(run).act)
     codes = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     with served_run(connect(run)) as address:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ def points(found: Metrics, name: str = "loss") -> list[tuple[int, float]]:
 def test_a_file_that_is_not_there_yet_has_no_metrics(path: Path) -> None:
     metrics = MetricsFile(path)
     assert (metrics.read(None, 100).series, metrics.read(None, 100).position) == ({}, 0)
-    append_metrics(path.parent, 1, {"loss": 0.5})
+    append_metrics(path.parent, (1, time.time(), {"loss": 0.5}))
     assert points(metrics.read(None, 100)) == [(1, 0.5)]
 
 

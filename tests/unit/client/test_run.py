@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -201,7 +202,7 @@ def test_log_and_show_tell_the_same_of_an_update(run: Run, job: PlayedJob) -> No
 def test_status_tells_workers_metrics_and_updates(run: Run, directory: Path, job: PlayedJob) -> None:
     run.push(slower()).result(timeout=120)
     run.push(Update(id="waits").assign("learning_rate", 1))
-    append_metrics(directory, 5, {"loss": 0.125, "accuracy": float("nan")})
+    append_metrics(directory, (5, time.time(), {"loss": 0.125, "accuracy": float("nan")}))
     seen = run.status()
     assert (seen.run, seen.running, seen.state, seen.size) == (run.where, True, "training", 2)
     assert [(note.rank, note.step) for note in seen.workers] == [(0, 5), (1, 5)]
@@ -256,10 +257,10 @@ def test_audits_are_listed_and_one_can_be_asked_for(
 
 def test_metrics_come_with_the_place_to_go_on_from(run: Run, directory: Path) -> None:
     for step in range(5):
-        append_metrics(directory, step, {"loss": 1.0 / (step + 1)})
+        append_metrics(directory, (step, time.time(), {"loss": 1.0 / (step + 1)}))
     first = run.metrics()
     assert first.series["loss"].steps.tolist() == [0, 1, 2, 3, 4]
-    append_metrics(directory, 5, {"loss": float("inf")})
+    append_metrics(directory, (5, time.time(), {"loss": float("inf")}))
     later = run.metrics(since=first.position)
     assert (later.since, later.series["loss"].steps.tolist()) == (first.position, [5])
     assert later.series["loss"].values.tolist() == [float("inf")]

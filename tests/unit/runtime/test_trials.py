@@ -279,6 +279,22 @@ def test_what_each_step_measured_is_found_in_running_means(per_boundary: int) ->
     assert measures.before("loss", 1) == 7.0
 
 
+def test_every_boundary_is_told_once_with_its_own_values_where_the_logs_have_means() -> None:
+    values = [float(value) for value in np.random.default_rng(1).normal(2.0, 1.0, 600)]
+    measures, told = RecentMetrics(), list[tuple[int, float, dict[str, float]]]()
+    for step, batches, mean in running_means(values, 200, 1):
+        measures.batches = batches
+        measures.note(step, 1, {"loss": mean, "auc": mean})
+        if step % 150 == 0:
+            told += measures.take(lambda name: name == "loss")
+    measures.add(600, {"val_loss": 3.0})
+    told += measures.take(lambda _name: True)
+    assert [step for step, _, _ in told] == [*range(1, 601), 600]
+    assert told[-1][2] == {"val_loss": 3.0}
+    assert [one["loss"] for _, _, one in told[:-1]] == pytest.approx(values)
+    assert told[199][2]["auc"] == pytest.approx(np.mean(values[:200]))
+
+
 def test_what_a_custom_loop_gives_is_taken_as_it_is_also_from_one_dict_and_only_the_last_is_kept() -> None:
     measures, logs = RecentMetrics(), {}
     for step in range(1, 4 * MOST):

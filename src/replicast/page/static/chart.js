@@ -7,6 +7,7 @@ import { report } from "./report.js";
 const MOST_POINTS = 6000; // Then the server is asked for a decimated series again.
 const MOST_SERIES = 12;
 const MOST_LINES = 60;
+const LEAST_SMOOTHED = 50;
 const KINDS = {
   update: { label: "update", symbol: "triangle-up", color: "--series-2", path: "M5 0 10 10H0Z" },
   trial: { label: "on trial", symbol: "diamond", color: "--series-3", path: "M5 0 10 5 5 10 0 5Z" },
@@ -30,6 +31,9 @@ export class Chart {
   constructor() {
     this.plot = el("div", { class: "chart", role: "img", "aria-label": "Metrics by step" }, el("p", { class: "wait empty" }, report && !window.Plotly ? "No chart: plotly was not installed where this report was made" : "No metrics yet"));
     this.key = el("div", { class: "key" });
+    this.smooth = el("input", { type: "checkbox", checked: true, onchange: () => this.soon() });
+    this.logarithmic = el("input", { type: "checkbox", onchange: () => this.soon() });
+    this.controls = el("div", { class: "key" }, el("label", { class: "check small" }, this.smooth, "Smooth"), el("label", { class: "check small" }, this.logarithmic, "Losses on a log scale"));
     this.series = new Map();
     this.position = null;
     this.marks = [];
@@ -102,7 +106,7 @@ export class Chart {
     if (!names.length || !this.plot.isConnected) return;
     this.plot.querySelector(".wait")?.remove();
     const panels = names.some(isLoss) && names.some((name) => !isLoss(name)) ? 2 : 1;
-    const lines = names.map((name, at) => this.line(name, at, panels));
+    const lines = names.flatMap((name, at) => this.line(name, at, panels));
     const points = Object.keys(KINDS).map((kind) => this.points(kind, names[0])).filter((trace) => trace.x.length);
     const config = { responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset", scrollZoom: false };
     await library.react(this.plot, [...lines, ...points], this.layout(panels), config);
@@ -115,11 +119,30 @@ export class Chart {
     const color = css(`--series-${(at % 6) + 1}`);
     const lower = panels === 2 && !isLoss(name);
     const values = one.values.map((value) => (Number.isFinite(Number(value)) ? Number(value) : null));
-    return {
+    const measured = {
       x: one.steps, y: values, name: harmless(name), type: "scatter", mode: one.steps.length < 3 ? "lines+markers" : "lines",
       line: { color, width: 1.8, dash: name.startsWith("val_") ? "dot" : "solid" }, yaxis: lower ? "y2" : "y",
       hovertemplate: `${harmless(name)} %{y:.5g}<extra></extra>`,
     };
+    if (!this.smooth.checked || values.length < LEAST_SMOOTHED) return [measured];
+    return [
+      { ...measured, opacity: 0.35, line: { ...measured.line, width: 1 }, showlegend: false },
+      { ...measured, y: this.smoothed(one.steps, values), hoverinfo: "skip", hovertemplate: null },
+    ];
+  }
+
+  /** The mean of the last points, the later ones counting more. It begins again at each update, whose effect must not be smoothed away. */
+  smoothed(steps, values) {
+    const updates = this.marks.filter((mark) => mark.kind === "update" || mark.kind === "trial").map((mark) => mark.step).sort((a, b) => a - b);
+    const keep = 1 - 1 / Math.max(5, values.length / 100);
+    let sum = 0, weight = 0, at = 0;
+    return values.map((value, place) => {
+      for (; at < updates.length && updates[at] < steps[place]; at += 1) sum = weight = 0;
+      if (value === null) return null;
+      sum = keep * sum + value;
+      weight = keep * weight + 1;
+      return sum / weight;
+    });
   }
 
   points(kind, name) {
@@ -144,7 +167,7 @@ export class Chart {
       hoverlabel: { bgcolor: css("--card"), bordercolor: line, font: { color: css("--ink"), size: 12 } },
       legend: { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom", font: { color: ink, size: 12 } }, showlegend: true,
       xaxis: { ...axis, title: { text: "step", font: { size: 11 }, standoff: 6 }, tickformat: ",d", spikecolor: ink, spikethickness: 1, spikedash: "solid", anchor: panels === 2 ? "y2" : "y", hoverformat: ",d" },
-      yaxis: { ...axis, domain: panels === 2 ? [0.44, 1] : [0, 1] },
+      yaxis: { ...axis, type: this.logarithmic.checked ? "log" : "linear", domain: panels === 2 ? [0.44, 1] : [0, 1] },
       ...(panels === 2 ? { yaxis2: { ...axis, domain: [0, 0.36], anchor: "x" } } : {}),
     };
   }

@@ -74,7 +74,7 @@ class RunPage {
     this.failure = el("pre", { class: "failure", id: "failure", tabIndex: 0, hidden: true, "aria-label": "Last lines of the worker that failed" });
     this.facts = Object.fromEntries(["step", "epoch", "time left", "loss", "replicas"].map((name) => [name, el("dd", {}, "–")]));
     const facts = el("dl", { class: "facts" }, Object.entries(this.facts).map(([name, node]) => el("div", {}, el("dt", {}, name), node)));
-    const metrics = card("metrics", "Metrics", el("div", { class: "body" }, this.chart.plot), this.chart.key);
+    const metrics = card("metrics", "Metrics", this.chart.controls, el("div", { class: "body" }, this.chart.plot), this.chart.key);
     byId("main").replaceChildren(
       el("div", { class: "hero" }, el("div", { class: "hero-line" }, this.chip, this.sentence), this.failure, facts),
       el("div", { class: "columns" },
