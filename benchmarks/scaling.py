@@ -21,7 +21,6 @@ import numpy as np
 from benchmarks.groups import REPOSITORY, cluster_of
 from benchmarks.results import DIRECTORY
 from benchmarks.scaling_worker import ARRAY_BYTES
-from replicast.transport.chain import streams_for
 from tests.hosts.network import Network
 
 RESULTS = DIRECTORY / "scaling.json"
@@ -45,12 +44,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """secs = start + line · bytes / bandwidth + (hosts - 2) · (fill · streams · segment / bandwidth + hop)
+    """secs = start + line · bytes / bandwidth + (hosts - 2) · (fill · segment / bandwidth + hop)
 
     Attributes:
         start: Seconds before the first byte, on two hosts.
         line: How many bytes go over the line per byte of the update.
-        fill: How many segments a host receives on each stream before the next one receives the first.
+        fill: How many segments a host receives before the next one receives the first.
         hop: Seconds that a host adds, whatever the bandwidth.
     """
 
@@ -60,7 +59,7 @@ class Model:
     hop: float
 
     def secs(self, hosts: int, nbytes: float, bytes_per_sec: float, latency_secs: float = 0.0) -> float:
-        link = self.fill * streams_for(int(nbytes)) * ARRAY_BYTES / bytes_per_sec + self.hop + latency_secs
+        link = self.fill * ARRAY_BYTES / bytes_per_sec + self.hop + latency_secs
         return self.start + latency_secs + self.line * nbytes / bytes_per_sec + (hosts - 2) * link
 
 
@@ -71,7 +70,7 @@ def fitted(points: list[Point]) -> Model:
             [
                 1.0,
                 point.nbytes / point.bytes_per_sec,
-                (point.hosts - 2) * streams_for(point.nbytes) * ARRAY_BYTES / point.bytes_per_sec,
+                (point.hosts - 2) * ARRAY_BYTES / point.bytes_per_sec,
                 point.hosts - 2,
             ]
             for point in points

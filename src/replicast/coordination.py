@@ -287,25 +287,22 @@ class DirectExchange:
 
     def hear(self, what: str, timeout_secs: float, worker: int = 0) -> str:
         """The value that a worker has told. Blocks at most `timeout_secs`."""
-        value = self._value(self._key(what), worker, time.monotonic() + timeout_secs, self._check_not_left)
+        value = self._value(self._key(what), worker, time.monotonic() + timeout_secs)
         if value is None:
             raise self._late([worker], what, timeout_secs)
         return value
 
-    def agree(
-        self, what: str, value: str, timeout_secs: float, look: Callable[[str, int], None] | None = None
-    ) -> dict[int, str]:
+    def agree(self, what: str, value: str, timeout_secs: float) -> dict[int, str]:
         """Every worker gives its value and gets everyone's, by rank. Blocks until all have.
 
-        Workers other than 0 wait some seconds longer for what worker 0 says about missing ones. `look` is
-        called about once a second with the key and the worker that is waited for.
+        Workers other than 0 wait some seconds longer for what worker 0 says about missing ones.
         """
-        key, look = self._key(what), look or self._check_not_left
+        key = self._key(what)
         self.coordination.put(f"{key}/{self.rank}", value)
         until = time.monotonic() + timeout_secs
         if self.rank == 0:
-            return self._publish(what, key, timeout_secs, until, look)
-        told = self._value(f"{key}/all", 0, until + LIST_SECS, look)
+            return self._publish(what, timeout_secs, until)
+        told = self._value(f"{key}/all", 0, until + LIST_SECS)
         if told is not None:
             return _listed(told)
         # Worker 0 has not come, or came later and has not given up yet.
@@ -345,22 +342,22 @@ class DirectExchange:
     def _key(self, what: str) -> str:
         return f"replicast/{self.name}/{what}"
 
-    def _value(self, key: str, worker: int, until: float, look: Callable[[str, int], None]) -> str | None:
+    def _value(self, key: str, worker: int, until: float) -> str | None:
         while True:
             secs = max(PEEK_SECS, min(LOOK_SECS, until - time.monotonic()))
             value = self.coordination.get(key, secs)
             if value is not None or time.monotonic() >= until:
                 return value
-            look(key, worker)
+            # What it wrote before it left has arrived by now.
+            if self.has_left(worker) and self.coordination.get(key, LOOK_SECS) is None:
+                raise self._gone(worker)
 
-    def _publish(
-        self, what: str, key: str, timeout_secs: float, until: float, look: Callable[[str, int], None]
-    ) -> dict[int, str]:
+    def _publish(self, what: str, timeout_secs: float, until: float) -> dict[int, str]:
         """Worker 0: reads what each worker says, and tells all of them, or who is missing."""
-        values: dict[int, str] = {}
+        key, values = self._key(what), dict[int, str]()
         try:
             for worker in range(self.size):
-                found = self._value(f"{key}/{worker}", worker, until, look)
+                found = self._value(f"{key}/{worker}", worker, until)
                 if found is None:
                     others = (w for w in range(worker + 1, self.size) if self._is_missing(f"{key}/{w}"))
                     raise self._late([worker, *itertools.islice(others, MOST_NAMED - 1)], what, timeout_secs)
@@ -372,7 +369,7 @@ class DirectExchange:
             raise
         if self.coordination.put(f"{key}/all", json.dumps({"values": list(values.values())})):
             return values
-        told = self._value(f"{key}/all", 0, until, look)  # of an earlier call, which the others have read
+        told = self._value(f"{key}/all", 0, until)  # of an earlier call, which the others have read
         if told is None:
             raise self._late([0], what, timeout_secs)
         return _listed(told)
@@ -390,11 +387,6 @@ class DirectExchange:
             f"{'its log' if one else 'their logs'} for the reason",
             worker=missing[0],
         )
-
-    def _check_not_left(self, key: str, worker: int) -> None:
-        # What it wrote before it left has arrived by now.
-        if self.has_left(worker) and self.coordination.get(key, LOOK_SECS) is None:
-            raise self._gone(worker)
 
     def _gone(self, worker: int) -> JobFailed:
         return JobFailed(

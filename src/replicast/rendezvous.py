@@ -23,7 +23,7 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,9 @@ class _Wait:
         self._is_deaf = False
         self.hint = ""
 
-    def check(self, missing: Sequence[int], why: str) -> None:
+    def check(self, missing: Sequence[int], why: str = "") -> None:
         """Reports who is missing when it is time to, and raises after the timeout."""
+        why = why or ("has not started" if len(missing) == 1 else "have not started")
         names = ", ".join(f"worker {worker} ({self._cluster.addresses[worker]})" for worker in missing)
         self._check(f"{names}, which {why}{self.hint}", f"{names} {why}{self.hint}")
 
@@ -110,13 +111,20 @@ class _Wait:
                 f"replicast: worker {self._cluster.rank} has waited {waited_secs:.0f} s for {awaited}\n"
             )
 
-    def cannot_accept(self, problem: str) -> None:
-        """Reports once that no connection can be accepted for now, and pauses."""
-        if not self._is_deaf:
-            self._is_deaf = True
-            who = f"worker {self._cluster.rank}"
-            self._report(f"replicast: {who} cannot accept the others for now: {problem}\n")
-        time.sleep(_LOOK_SECS)
+    def accept(self, listener: socket.socket) -> socket.socket | None:
+        """The next connection; says once if none can be accepted for now, and pauses."""
+        try:
+            accepted, _ = listener.accept()
+            accepted.settimeout(_TELL_SECS)
+            return accepted
+        except OSError as error:
+            if problem := accept_problem(error):
+                if not self._is_deaf:
+                    self._is_deaf = True
+                    who = f"worker {self._cluster.rank}"
+                    self._report(f"replicast: {who} cannot accept the others for now: {problem}\n")
+                time.sleep(_LOOK_SECS)
+            return None
 
 
 class _Line:
@@ -126,6 +134,7 @@ class _Line:
         self.connection = connection
         self.opened = time.monotonic()
         self.is_heard = False  # Whether the other side has introduced itself, or was refused.
+        self.worker: int | None = None  # None: a stranger.
         self.script: str | None = None  # The digest of the worker's script, if it has sent one.
         self._buffer = b""
 
@@ -150,44 +159,33 @@ class _Line:
 
 
 def _host(cluster: Cluster, wait: _Wait, start: dict[str, Any]) -> dict[int, str]:
-    """Worker 0: waits for all others, then tells them to start."""
-    strangers: list[_Line] = []
-    workers: dict[int, _Line] = {}
+    """Worker 0: waits for all others, then tells them to start. Returns the digests of their scripts."""
+    lines: list[_Line] = []
     with _listening(cluster.addresses[0], wait) as listener, contextlib.ExitStack() as connections:
         told = 0.0
-        while len(workers) < cluster.size - 1:
-            missing = [worker for worker in range(1, cluster.size) if worker not in workers]
-            wait.check(missing, "has not started" if len(missing) == 1 else "have not started")
-            everyone = {line.connection: line for line in (*strangers, *workers.values())}
-            for connection in _readable([listener, *everyone], _LOOK_SECS):
-                if connection is listener:
-                    strangers += map(_Line, _accept(listener, connections, wait))
-                    _drop(strangers, strangers[: -(_MAX_STRANGERS + cluster.size)])
-                else:
-                    _hear(cluster, everyone[connection], strangers, workers)
-            _drop(strangers, [line for line in strangers if time.monotonic() - line.opened >= _ANSWER_SECS])
+        while missing := sorted({*range(1, cluster.size)} - {line.worker for line in lines}):
+            wait.check(missing)
+            known = {line.connection: line for line in lines}
+            for connection in _readable([listener, *known], _LOOK_SECS):
+                if connection is not listener:
+                    _hear(cluster, known[connection], lines)
+                elif (accepted := wait.accept(listener)) is not None:
+                    lines.append(_Line(connections.enter_context(accepted)))
+            # A worker that was stopped for long, and is dropped here, connects again.
+            strangers = [line for line in lines if line.worker is None]
+            too_many = strangers[: -(_MAX_STRANGERS + cluster.size)]
+            for line in strangers:
+                if line in too_many or time.monotonic() - line.opened >= _ANSWER_SECS:
+                    _drop(line, lines)
             if time.monotonic() - told >= _TELL_SECS:
                 told = time.monotonic()
-                _tell(workers, {"missing": missing})
+                _tell(lines, {"missing": missing})
         listener.close()  # before anyone is told: the next to listen here is TensorFlow's server
-        _tell(workers, start)
-    return {worker: line.script for worker, line in workers.items() if line.script is not None}
+        _tell(lines, start)
+    return {line.worker: line.script for line in lines if line.worker and line.script}
 
 
-def _accept(
-    listener: socket.socket, connections: contextlib.ExitStack, wait: _Wait
-) -> Iterator[socket.socket]:
-    try:
-        accepted = connections.enter_context(listener.accept()[0])
-    except OSError as error:
-        if problem := accept_problem(error):
-            wait.cannot_accept(problem)
-        return
-    accepted.settimeout(_TELL_SECS)
-    yield accepted
-
-
-def _hear(cluster: Cluster, line: _Line, strangers: list[_Line], workers: dict[int, _Line]) -> None:
+def _hear(cluster: Cluster, line: _Line, lines: list[_Line]) -> None:
     """Takes what came over a connection: a worker introduces itself once, and may go again.
 
     Only the first message counts: a stranger that sends thousands and reads no answer must block nobody.
@@ -195,9 +193,7 @@ def _hear(cluster: Cluster, line: _Line, strangers: list[_Line], workers: dict[i
     try:
         messages = line.receive()
     except (OSError, ValueError):
-        _drop(strangers, [line])
-        for worker in [worker for worker, other in workers.items() if other is line]:
-            del workers[worker]
+        _drop(line, lines)
         return
     if line.is_heard or not messages:
         return
@@ -209,18 +205,23 @@ def _hear(cluster: Cluster, line: _Line, strangers: list[_Line], workers: dict[i
         with contextlib.suppress(OSError):
             line.send({"refused": f"worker 0 has the workers {', '.join(cluster.addresses)}"})
         return
-    strangers.remove(line)
+    for replaced in [other for other in lines if other.worker == rank]:
+        _drop(replaced, lines)
+    line.worker = rank
     line.script = script if isinstance(script, str) and re.fullmatch("[0-9a-f]{64}", script) else None
-    if (replaced := workers.get(rank)) is not None:
-        replaced.connection.close()
-    workers[rank] = line
 
 
-def _drop(strangers: list[_Line], dropped: Sequence[_Line]) -> None:
-    """Closes connections over which no worker has introduced itself. A worker that was stopped reconnects."""
-    for line in dropped:
-        line.connection.close()
-    strangers[:] = [line for line in strangers if line not in dropped]
+def _drop(line: _Line, lines: list[_Line]) -> None:
+    line.connection.close()
+    if line in lines:
+        lines.remove(line)
+
+
+def _tell(lines: Sequence[_Line], message: dict[str, Any]) -> None:
+    for line in lines:
+        if line.worker is not None:
+            with contextlib.suppress(OSError):  # `_hear` notices
+                line.send(message)
 
 
 def _readable(sockets: Iterable[socket.socket], secs: float) -> list[socket.socket]:
@@ -232,12 +233,6 @@ def _readable(sockets: Iterable[socket.socket], secs: float) -> list[socket.sock
         for one in sockets:
             selector.register(one, selectors.EVENT_READ, one)
         return [key.data for key, _ in selector.select(secs)]
-
-
-def _tell(workers: dict[int, _Line], message: dict[str, Any]) -> None:
-    for line in workers.values():
-        with contextlib.suppress(OSError):  # `_hear` notices
-            line.send(message)
 
 
 def _join(cluster: Cluster, wait: _Wait, hello: dict[str, Any]) -> tuple[float, tuple[str, int]] | None:
@@ -263,7 +258,7 @@ def _join(cluster: Cluster, wait: _Wait, hello: dict[str, Any]) -> tuple[float, 
                             remedy="Give all workers of the job the same addresses",
                         )
                     missing = [worker for worker in message["missing"] if worker in range(cluster.size)]
-                    why = "has not started" if len(missing) == 1 else "have not started"
+                    why = ""
     except (OSError, ValueError, KeyError, TypeError):
         pass  # Not there yet, gone again, or another program at this address.
     return None

@@ -101,10 +101,10 @@ class Turns:
         key = f"turn/{turn}"
         looks = itertools.count(1)
 
-        def look(_: str, worker: int) -> None:
+        def has_left(worker: int) -> bool:
             self._check()
             if next(looks) % (REMIND_SECS / LOOK_SECS) != 0:
-                return
+                return False
             # Only worker 0 reads what each of the others has written.
             if self._rank == 0 or self._keys.get(f"{key}/0") is None:
                 awaited = f"for worker {worker} to open its data, or to trace its first step"
@@ -114,9 +114,10 @@ class Turns:
                     "worker 0's log names the late one"
                 )
             logger.warning("worker %d waits %s", self._rank, awaited)
+            return False  # `mismatch` of another worker detects it
 
-        exchange = DirectExchange(self._keys.coordination, NAME, self._rank, self._size)
-        said = exchange.agree(key, json.dumps({"message": message}), math.inf, look)
+        exchange = DirectExchange(self._keys.coordination, NAME, self._rank, self._size, has_left)
+        said = exchange.agree(key, json.dumps({"message": message}), math.inf)
         return {worker: str(json.loads(text)["message"]) for worker, text in said.items()}
 
     def position(self) -> tuple[int, int]:

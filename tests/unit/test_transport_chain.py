@@ -54,12 +54,6 @@ ARRAYS = [np.arange(count, dtype=np.float32) for count in (300_000, 3, 900_000, 
 SEGMENTS = 5
 
 
-@pytest.fixture(autouse=True)
-def several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for parcels as small as these."""
-    monkeypatch.setattr(chain, "STREAM_BYTES", 1 << 20)
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short times, so that what is silent is noticed soon."""
@@ -448,8 +442,12 @@ class Served(Server):
     def stranger(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=120)
 
-    def ask_and_take(self, link: ChainLink | None = None) -> None:
-        with (link or self.link()).connection(120.0) as connection:
+    def connect(self, secret: bytes = SECRET) -> None:
+        with self.link(secret).connection():
+            pass
+
+    def ask_and_take(self) -> None:
+        with self.link().connection(120.0) as connection:
             chain.send_request(connection, "p", 0)
             assert chain.receive_answer(connection) == (Kind.SEGMENT, BLOCK_BYTES)
             chain.receive_bytes(connection, BLOCK_BYTES)
@@ -529,22 +527,18 @@ def test_a_server_that_waits_for_a_segment_ends_when_it_is_closed(
         assert senders() == 0
 
 
-def test_connections_are_used_again_and_one_on_which_a_peer_talks_nonsense_is_closed(served: Served) -> None:
-    link = served.link()
-    for _ in range(5):
-        served.ask_and_take(link)
-    assert senders() == 1
-    (connection := link.take()).sendall(b"\xff" * 1000)
-    with pytest.raises(OSError):  # noqa: PT011 - closed, or reset
-        chain.receive_bytes(connection, 1)
-    link.drop(connection)
-    served.ask_and_take(link)
+def test_a_connection_on_which_a_peer_talks_nonsense_is_closed(served: Served) -> None:
+    with served.link().connection() as connection:
+        connection.sendall(b"\xff" * 1000)
+        with pytest.raises(OSError):  # noqa: PT011 - closed, or reset
+            chain.receive_bytes(connection, 1)
+    served.ask_and_take()
 
 
 @pytest.mark.parametrize("secret", [b"", b"S" * 32, SECRET[:-1]])
 def test_whoever_does_not_know_the_secret_gets_nothing(secret: bytes, served: Served) -> None:
     with pytest.raises(OSError, match=r"closed by the other side|reset by peer"):
-        served.link(secret).take()
+        served.connect(secret)
     with served.stranger() as stranger:
         greeting = stranger.recv(1000)
         assert len(greeting) < 100
@@ -556,7 +550,7 @@ def test_whoever_does_not_know_the_secret_gets_nothing(secret: bytes, served: Se
 
 def test_a_proof_that_was_overheard_is_worth_nothing(served: Served) -> None:
     with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as threads:
-        victim = threads.submit(link_to(impostor.getsockname()[1]).take)
+        victim = threads.submit(link_to(impostor.getsockname()[1]).connection().__enter__)
         relayed, _ = impostor.accept()
         relayed.sendall(b"replicast-chain-1" + bytes(32))
         proof = relayed.recv(1000)
@@ -635,36 +629,15 @@ def test_an_answer_that_makes_no_sense_is_a_broken_connection(said: bytes) -> No
             chain.receive_answer(here)
 
 
-@contextlib.contextmanager
-def threads_that_cannot_start(name: str, after: int = 0) -> Iterator[list[threading.Thread]]:
-    """Yields the threads of this name, of which only the first ones start."""
-    real, tried = threading.Thread.start, list[threading.Thread]()
-
-    def start(thread: threading.Thread) -> None:
-        if thread.name == name:
-            tried.append(thread)
-            if len(tried) > after:
-                raise RuntimeError("can't start new thread")
-        real(thread)
+def test_a_host_that_cannot_start_a_thread_for_a_connection_serves_the_next(served: Served) -> None:
+    def cannot(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(threading.Thread, "start", start)
-        yield tried
-
-
-def test_a_host_that_cannot_start_a_thread_for_a_connection_serves_the_next(served: Served) -> None:
-    with (
-        threads_that_cannot_start("replicast-chain-send"),
-        pytest.raises(OSError, match=r"closed by the other side|reset by peer"),
-    ):
-        served.link().take()
+        patched.setattr(threading.Thread, "start", cannot)
+        with pytest.raises(OSError, match=r"closed by the other side|reset by peer"):
+            served.connect()
     served.ask_and_take()
-
-
-def test_a_host_that_cannot_start_a_thread_for_a_stream_fetches_with_fewer(job: Job) -> None:
-    with threads_that_cannot_start("replicast-chain-fetch", after=1) as streams:
-        assert_arrived(job.on("ab").receive(job.publish()))
-    assert len(streams) == 2
 
 
 # Hosts find each other at the start, or no worker starts.
@@ -719,13 +692,13 @@ def test_no_worker_starts_if_one_cannot_listen_at_its_address(address: str, why:
 def test_no_worker_starts_if_one_cannot_reach_the_host_before_it(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = ChainLink.take
+    real = ChainLink.connection
 
-    def filtered(link: ChainLink, *timeout: float) -> socket.socket:
+    def filtered(link: ChainLink) -> contextlib.AbstractContextManager[socket.socket]:
         if link.rank == 2:
             raise TimeoutError("timed out")
-        return real(link, *timeout)
+        return real(link)
 
-    monkeypatch.setattr(ChainLink, "take", filtered)
+    monkeypatch.setattr(ChainLink, "connection", filtered)
     problems = opened(job, "abc", ["127.0.0.1", "127.0.0.2", "127.0.0.3"])
     assert_refused_by_all(job, problems, "worker 2 cannot reach worker 1 at 127.0.0.2:", workers=3)

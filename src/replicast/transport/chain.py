@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import heapq
 import hmac
 import json
 import logging
@@ -60,6 +59,7 @@ from replicast.config import host_and_port, host_id, read_cluster, shared_memory
 from replicast.coordination import Coordination, DirectExchange
 from replicast.errors import ClusterError, JobFailed, UpdateRefused
 from replicast.mapped_memory import Bytes
+from replicast.names import Dialer
 from replicast.processes import is_out_of_files
 from replicast.tensorfiles import Array
 from replicast.transport.base import Inspect, Parcel, Transport, damaged_block, no_inspection, not_arrived
@@ -84,13 +84,8 @@ MAX_REFUSAL_BYTES = 1 << 16
 MAX_STRANGERS = 16
 MAX_PEERS = 64  # Connections that have. One more is closed: the other side tries again.
 IDLE_SECS = 60.0  # A connection over which nothing is asked for this long is closed.
-KEPT_SECS = 20.0  # An idle connection is used again within this time: less than `IDLE_SECS`.
 SEGMENT_SECS = 60.0  # A segment that is not taken within this time is given up, and its connection closed.
-STREAMS = 4  # The most connections for one parcel.
-# Another stream is opened for each so many bytes. Streams share the link, so with each of them the next host
-# has its first segment later, by the time of one segment: little for a large parcel, much for a small one.
-STREAM_BYTES = 1 << 27
-IN_FLIGHT = 2  # So many segments are asked for on each stream before the first of them has arrived.
+IN_FLIGHT = 2  # So many segments are asked for before the first of them has arrived.
 _PAUSES_SECS = (0.05, 0.2, 1.0)  # Before a broken connection is opened again; the last one is repeated.
 _CLOSE_SECS = 5.0
 _NO_DESCRIPTORS_SECS = 0.1
@@ -100,10 +95,6 @@ _RANK = struct.Struct("!I")
 _REQUEST = struct.Struct("!IH")
 _ANSWER = struct.Struct("!BQ")
 _MAX_ID = 100
-
-
-def streams_for(nbytes: int) -> int:
-    return min(STREAMS, 1 + nbytes // STREAM_BYTES)
 
 
 # --- The transport ---------------------------------------------------------------------------------------
@@ -295,7 +286,8 @@ def open_ends(
             on_failure.callback(link.close)
             ends = Ends(holdings, server, link)
             try:
-                link.give_back(link.take())
+                with link.connection():
+                    pass
             except OSError as error:
                 problem = f"worker {rank} cannot reach worker {before} at {other}:{ports[before]}: {error}"
         problems = [told for told in exchange.agree("link", problem, timeout_secs).values() if told]
@@ -751,87 +743,51 @@ def _shut(connection: socket.socket) -> None:
 
 
 class ChainLink:
-    """The connections of a host to the host before it, used again for the next parcel. Any thread."""
+    """Connects a host to the host before it: one connection for each transfer. Any thread."""
 
     def __init__(self, host: str, port: int, secret: bytes, rank: int, predecessor: int) -> None:
         self._address = host, port
         self._secret = secret
         self.rank = rank
         self.predecessor = predecessor
-        self._idle: list[tuple[float, socket.socket]] = []
         self._open: set[socket.socket] = set()
         self._closed = False
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def connection(self, timeout_secs: float) -> Iterator[socket.socket]:
-        """As `take`; given back at the end, and dropped if the block raises."""
-        connection = self.take(timeout_secs)
-        try:
-            yield connection
-        except BaseException:  # it broke, or something is still under way on it
-            self.drop(connection)
-            raise
-        self.give_back(connection)
-
-    def take(self, timeout_secs: float = HANDSHAKE_SECS) -> socket.socket:
-        """A connection on which nothing is under way. Blocks at most that long, and at most 5 s."""
-        with self._lock:
-            while self._idle:
-                since, connection = self._idle.pop()
-                if time.monotonic() - since < KEPT_SECS:
-                    return connection
-                self._open.discard(connection)
-                connection.close()
+    def connection(self, timeout_secs: float = HANDSHAKE_SECS) -> Iterator[socket.socket]:
+        """A connection that is closed at the end. Connecting takes at most that long, and at most 5 s."""
         timeout_secs = min(timeout_secs, HANDSHAKE_SECS)
         ends = time.monotonic() + timeout_secs
-        connection = socket.create_connection(self._address, timeout=timeout_secs)
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with Dialer(*self._address).connect(timeout_secs) as connection:
             with self._lock:
                 if self._closed:
                     raise UpdateRefused(f"Worker {self.rank} has closed its connections", worker=self.rank)
                 self._open.add(connection)
-            introduce(connection, self._secret, self.rank, ends)
-            limit(connection, SILENT_SECS)
-        except BaseException:
-            self.drop(connection)
-            raise
-        return connection
-
-    def give_back(self, connection: socket.socket) -> None:
-        """Nothing is under way on it any more: the next one may take it."""
-        with self._lock:
-            if not self._closed:
-                self._idle.append((time.monotonic(), connection))
-                return
-        self.drop(connection)
-
-    def drop(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._open.discard(connection)
-        connection.close()
+            try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                introduce(connection, self._secret, self.rank, ends)
+                limit(connection, SILENT_SECS)
+                yield connection
+            finally:
+                with self._lock:
+                    self._open.discard(connection)
 
     def close(self) -> None:
-        """Closes all connections; threads that use one get an `OSError`. A second call does nothing."""
+        """Shuts all connections down; threads that use one get an `OSError`. A second call does nothing."""
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
             for connection in self._open:
                 _shut(connection)
-        for _, connection in idle:
-            self.drop(connection)
 
 
 class Fetch:
-    """One parcel on its way into this host's memory: several streams, each with its next request under way.
-
-    Its threads end with `run`. A segment is with at most one stream, in the order of the parcel:
+    """One parcel on its way into this host's memory, with the next request under way.
 
     ```
-    missing ──take──► with a stream ──arrived──► here
-       ▲                   │
-       └──── give_back ────┘   the connection broke, or the bytes were damaged
+    missing ──ask──► asked ──arrived──► here
+       ▲               │
+       └───────────────┘   the connection broke, or the bytes were damaged
     ```
     """
 
@@ -841,98 +797,62 @@ class Fetch:
         self._link = link
         self._holdings = holdings
         self._holding = holdings.add(parcel, file.descriptor(), arrives_from=link.predecessor)
-        self._segments = self._holding.segments
-        self._missing = list(range(len(self._segments)))  # a heap: those that no stream has
-        self._left = len(self._segments)
+        self._missing = deque(range(len(self._holding.segments)))
+        self._asked: deque[int] = deque()
         self._damaged: Counter[int] = Counter()
-        self._lock = threading.Lock()
-        self._problem: BaseException | None = None
         self._until = 0.0
 
     def run(self, timeout_secs: float) -> None:
         """Blocks until all bytes are here, at most `timeout_secs`."""
         self._until = time.monotonic() + timeout_secs
-        started = []
-        with contextlib.suppress(RuntimeError):  # no more threads for now: fewer streams
-            for _ in range(min(streams_for(self._parcel.nbytes), len(self._segments)) - 1):
-                other = threading.Thread(target=self._stream, name="replicast-chain-fetch", daemon=True)
-                other.start()
-                started.append(other)
-        self._stream()
-        for other in started:
-            other.join()  # it ends when this one does: each looks at the time and at the others' problem
-        if self._problem is not None:
-            raise self._problem
-        if self._left:
-            raise not_arrived(self._parcel, timeout_secs, self._link.rank, self._holding.waits_for)
-
-    def _stream(self) -> None:
-        """Fetches segments until there is none left to take. What it raises, `run` raises."""
         pauses = deque(_PAUSES_SECS)
-        try:
-            while self._left and not self._is_given_up():
-                try:
-                    with self._link.connection(self._left_secs()) as connection:
-                        self._pull(connection)
-                    return
-                except OSError:  # it broke, or cannot be opened: again
-                    if self._is_given_up():  # the time is over, for whatever reason
-                        return
-                    self._holding.waits_for = self._link.predecessor
-                    time.sleep(min(pauses[0], self._left_secs()))
-                    if len(pauses) > 1:
-                        pauses.popleft()
-        except BaseException as problem:
-            self._problem = self._problem or problem
+        while self._missing:
+            try:
+                with self._link.connection(self._left_secs()) as connection:
+                    self._pull(connection)
+            except OSError:  # it broke, or cannot be opened: again
+                self._missing.extendleft(reversed(self._asked))
+                self._asked.clear()
+                if time.monotonic() >= self._until:
+                    waited_for = self._holding.waits_for
+                    raise not_arrived(self._parcel, timeout_secs, self._link.rank, waited_for) from None
+                self._holding.waits_for = self._link.predecessor
+                time.sleep(min(pauses[0], self._left_secs()))
+                if len(pauses) > 1:
+                    pauses.popleft()
 
     def _pull(self, connection: socket.socket) -> None:
-        """Fetches over one connection what no other stream has; at the end nothing is under way on it."""
-        asked: deque[int] = deque()
-        try:
-            while not self._is_given_up():
-                while len(asked) < IN_FLIGHT and (number := self._take()) is not None:
-                    asked.append(number)
-                    send_request(connection, self._parcel.id, number)
-                if not asked:
-                    return
-                self._receive(connection, asked)
-            raise TimeoutError("given up")
-        finally:
-            self._give_back(*asked)
+        """Fetches all that is missing over one connection."""
+        while self._missing or self._asked:
+            while self._missing and len(self._asked) < IN_FLIGHT:
+                self._asked.append(self._missing.popleft())
+                send_request(connection, self._parcel.id, self._asked[-1])
+            if time.monotonic() >= self._until:
+                raise TimeoutError("the time is over")
+            limit(connection, min(SILENT_SECS, self._left_secs()))
+            kind, number = receive_answer(connection)
+            if kind is Kind.WAITING:
+                self._holding.waits_for = number
+            else:
+                self._receive(connection, number)
 
-    def _take(self) -> int | None:
-        with self._lock:
-            return heapq.heappop(self._missing) if self._missing else None
-
-    def _give_back(self, *segments: int) -> None:
-        with self._lock:
-            for segment in segments:
-                heapq.heappush(self._missing, segment)
-
-    def _receive(self, connection: socket.socket, asked: deque[int]) -> None:
-        limit(connection, min(SILENT_SECS, self._left_secs()))
-        kind, number = receive_answer(connection)
-        if kind is Kind.WAITING:
-            self._holding.waits_for = number
-            return
-        segment = self._segments[asked[0]]
-        if number != segment.stop - segment.start:
+    def _receive(self, connection: socket.socket, nbytes: int) -> None:
+        segment = self._holding.segments[self._asked[0]]
+        if nbytes != segment.stop - segment.start:
             raise ConnectionError("not the segment that was asked for")
         try:
             problem = self._receive_segment(connection, segment)
         except OSError:  # it was on its way: nobody else is waited for
             self._holding.waits_for = self._link.predecessor
             raise
-        place = asked.popleft()
+        place = self._asked.popleft()
         if problem is None:
-            with self._lock:
-                self._left -= 1
             self._holdings.arrived(self._parcel.id, place)
             return
-        self._damaged[place] += 1  # by the stream that has it, and no other
+        self._damaged[place] += 1
         if self._damaged[place] >= MAX_DAMAGED:
             raise problem
-        self._give_back(place)
+        self._missing.appendleft(place)
 
     def _receive_segment(self, connection: socket.socket, segment: Segment) -> UpdateRefused | None:
         def received(_: int, chunk: Bytes) -> Bytes:
@@ -949,9 +869,6 @@ class Fetch:
             if problem is not None:
                 return problem
         return None
-
-    def _is_given_up(self) -> bool:
-        return self._problem is not None or time.monotonic() >= self._until
 
     def _left_secs(self) -> float:
         return max(0.001, self._until - time.monotonic())
