@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -15,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from replicast.config import SHM_DIR
+from replicast.errors import ClusterError
 from replicast.files import below
 from replicast.launcher.group import EndTimeouts
 from replicast.launcher.launcher import Settings, supervise
-from replicast.launcher.plan import JobPlan
+from replicast.launcher.plan import JobPlan, hold_ports
 from replicast.storage.run_files import changes
 from replicast.testing.job import eventually
 
@@ -75,14 +77,16 @@ def launch(tmp_path: Path) -> Iterator[Launcher]:
     """Starts `replicast run` on a script; whatever is left of it is killed after the test."""
     started: list[Launch] = []
 
-    def start(script: str, *options: str, workers: int = 2, arguments: tuple[str, ...] = ()) -> Launch:
+    def start(
+        script: str, *options: str, workers: int = 2, arguments: tuple[str, ...] = (), **more: str
+    ) -> Launch:
         (tmp_path / "train.py").write_text(PREAMBLE + script)
         command = [sys.executable, "-m", "replicast", "run", "-n", str(workers), *options]
         environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
         process = subprocess.Popen(
             [*command, "train.py", *arguments],
             cwd=tmp_path,
-            env=environ,
+            env=environ | more,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -344,6 +348,29 @@ sys.exit(5 if rank == 1 and attempt < 2 else 0)
         f"attempt {k}\n" for k in range(3)
     ]
     assert len({(launched.directory / f"config{k}-1").read_text() for k in range(3)}) == 3
+
+
+@contextlib.contextmanager
+def two_ports() -> Iterator[tuple[int, ...]]:
+    """Two ports in a row that nobody else gets meanwhile."""
+    for first in range(20_000, 30_000):
+        with contextlib.suppress(ClusterError), hold_ports([first, first + 1]) as held:
+            yield held.numbers
+            return
+
+
+def test_a_task_of_tf_config_is_started_as_several_workers(launch: Launcher) -> None:
+    with two_ports() as (port, _):
+        given = {"cluster": {"chief": ["localhost:1"], "worker": [f"localhost:{port}"]}}
+        given["task"] = {"type": "worker", "index": 0}  # type: ignore[assignment]
+        script = "note('config', os.environ['TF_CONFIG'])"
+        launched = launch(script, "--from-tf-config", TF_CONFIG=json.dumps(given))
+        assert launched.finish()[0] == 0
+    described = [json.loads((launched.directory / f"config-{rank}").read_text()) for rank in (2, 3)]
+    assert [one["task"]["index"] for one in described] == [2, 3]
+    assert described[1]["cluster"]["worker"] == [
+        "localhost:1", "localhost:2", f"localhost:{port}", f"localhost:{port + 1}",
+    ]  # fmt: skip
 
 
 def test_the_last_step_of_a_job_is_in_its_closing_line(launch: Launcher) -> None:

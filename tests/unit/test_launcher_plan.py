@@ -23,6 +23,7 @@ from replicast.launcher.plan import (
     outside_addresses,
     parse_tee,
     plan_workers,
+    spread_over_devices,
     thread_settings,
     visible_gpus,
 )
@@ -82,6 +83,41 @@ def test_an_existing_tf_config_is_not_changed() -> None:
     assert "LOCAL_RANK" not in plan.env
     assert (plan.env["RANK"], plan.env["WORLD_SIZE"]) == ("2", "3")
     assert plan.log.name == "worker-2.log"
+
+
+def test_a_task_of_tf_config_becomes_a_worker_for_each_of_its_devices() -> None:
+    given = Cluster(("h1:4000", "h2:4000", "[::1]:5000"), rank=1, chiefs=1)
+    job = spread_over_devices(replace(JOB, workers=1, given=given), 2)
+    check_job(replace(job, given=None))
+    assert job.fixed_ports == (4000, 4001)
+    plans = planned(job, ports=job.fixed_ports, machine=Machine(8, ("4", "5")), environ={"LOCAL_RANK": "0"})
+    assert [plan.env["RANK"] for plan in plans] == ["2", "3"]
+    assert [plan.env["LOCAL_RANK"] for plan in plans] == ["0", "1"]
+    assert [plan.env["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["4", "5"]
+    assert {plan.env["WORLD_SIZE"] for plan in plans} == {"6"}
+    assert json.loads(plans[1].env["TF_CONFIG"]) == {
+        "cluster": {"worker": ["h1:4000", "h1:4001", "h2:4000", "h2:4001", "[::1]:5000", "[::1]:5001"]},
+        "task": {"type": "worker", "index": 3},
+    }
+    one = spread_over_devices(replace(JOB, workers=1, given=given), 1)
+    assert "TF_CONFIG" not in planned(one)[0].env, "one worker for each task: as it is given"
+
+
+@pytest.mark.parametrize(
+    ("given", "count", "expected"),
+    [
+        (None, 2, "there is none"),
+        (Cluster(("h1:4000", "h1:4001"), 0), 2, "Received: h1:4001 for two workers"),
+        (Cluster(("h1:65535",), 0), 2, "ports above 65535"),
+        (Cluster(("h1:4000",), 0), 0, "-n must be at least 1"),
+    ],
+)
+def test_tasks_that_cannot_have_several_workers_are_refused(
+    given: Cluster | None, count: int, expected: str
+) -> None:
+    with pytest.raises(ClusterError) as caught:
+        spread_over_devices(replace(JOB, workers=1, given=given), count)
+    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +202,7 @@ def test_each_worker_gets_one_gpu(gpus: tuple[str, ...], workers: int, expected:
         (replace(JOB, workers=0), "-n must be at least 1"),
         (replace(JOB, workers=-3), "Received: -3"),
         (replace(JOB, given=GIVEN), "Leave out -n"),
+        (replace(JOB, given=GIVEN), "--from-tf-config"),
         (replace(JOB, workers=1, hosts=("h1",), given=GIVEN), "unset TF_CONFIG"),
         (replace(JOB, node_rank=1), "--node-rank needs --hosts"),
         (replace(JOB, hosts=("h1", "h2"), node_rank=2), "--node-rank must be from 0 to 1"),

@@ -47,7 +47,12 @@ secret_option = click.option(
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "show_default": True})
-@click.option("-n", "--workers", type=int, default=1, metavar="N", help="Workers on this machine.")
+@click.option("-n", "--workers", type=int, metavar="N", help="Workers on this machine. [default: 1]")
+@click.option(
+    "--from-tf-config",
+    is_flag=True,
+    help="For each task of TF_CONFIG, -n workers at its port and those after it. [default for -n: the GPUs]",
+)
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module's name, as in python -m.")
 @click.option("--run-dir", type=_DIR, metavar="DIR", help="The run directory. [default: runs/TIME-PROGRAM]")
 @click.option("--log-dir", type=_DIR, metavar="DIR", help="For attempt-K/worker-R.log. [default: in the run]")
@@ -99,7 +104,8 @@ secret_option = click.option(
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
-    workers: int,
+    workers: int | None,
+    from_tf_config: bool,
     module: bool,
     run_dir: Path | None,
     log_dir: Path | None,
@@ -122,7 +128,8 @@ def run(
     Every worker runs PROGRAM with its ARGUMENTS and finds TF_CONFIG, RANK, WORLD_SIZE and LOCAL_RANK in its
     environment. All output is kept in log files. The screen leaves out TensorFlow's informational messages;
     set TF_CPP_MIN_LOG_LEVEL, for example to 0, to see them. When a worker fails, the others are stopped, and
-    the first to fail is named. Where TF_CONFIG is already set, this machine runs the one worker it describes.
+    the first to fail is named. Where TF_CONFIG is already set, this machine runs the one worker it describes,
+    or with --from-tf-config one worker for each of its GPUs.
 
     \b
     Examples:
@@ -132,6 +139,7 @@ def run(
       replicast run -n 2 --serve 8080 train.py
       replicast run -n 2 --hosts gpu1,gpu2 --run-dir /shared/first train.py        (the same on each)
       replicast run -n 2 --nnodes 2 --node-rank 0 --rdzv-endpoint gpu1:29400 train.py
+      replicast run --from-tf-config train.py                (as a task of Kubeflow, Vertex AI, Ray or Slurm)
 
     On several machines, start the same command on each. Their launchers act as one: a failure anywhere
     restarts all, Ctrl-C on one stops all, and all exit with the same code (docs/hosts.md).
@@ -147,7 +155,11 @@ def run(
         )
     argv = (sys.executable, *(["-m"] if module else []), program, *arguments)
     given = config.read_cluster(os.environ)
-    job = plan.place_on_hosts(plan.JobPlan(argv=argv, workers=workers, port=port, given=given), **placed)
+    count = workers if workers is not None and not from_tf_config else 1
+    job = plan.place_on_hosts(plan.JobPlan(argv=argv, workers=count, port=port, given=given), **placed)
+    if from_tf_config:
+        gpus = len(plan.this_machine(os.environ).gpus)
+        job = plan.spread_over_devices(job, max(1, gpus) if workers is None else workers)
     secret = plan.read_secret(os.environ, secret_file) if job.endpoint is not None else b""
     heartbeat_secs = config.heartbeat_timeout_secs(os.environ) if heartbeat is None else heartbeat
     shown = plan.parse_tee(tee, job)

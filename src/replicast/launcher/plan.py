@@ -64,7 +64,7 @@ class JobPlan:
     node_rank: int = 0
     port: int = DEFAULT_PORT
     endpoint: tuple[str, int] | None = None  # where the launchers of several hosts meet
-    given: Cluster | None = None  # the cluster in TF_CONFIG, if somebody else has set it
+    given: Cluster | None = None  # the cluster in TF_CONFIG, if somebody else has set it; spread over devices
 
     @property
     def nodes(self) -> int:
@@ -83,7 +83,7 @@ class JobPlan:
     def fixed_ports(self) -> tuple[int, ...] | None:
         """The ports that workers on this machine must use; None if any free ports will do."""
         if self.given is not None:
-            return (int(self.given.addresses[self.given.rank].rpartition(":")[2]),)
+            return tuple(int(self.given.addresses[rank].rpartition(":")[2]) for rank in self.ranks)
         if self.hosts or self.nodes > 1:
             return tuple(range(self.port, self.port + self.workers))
         return None
@@ -97,7 +97,8 @@ def check_job(job: JobPlan) -> None:
         raise ClusterError(
             f"TF_CONFIG already describes a cluster of {given.size} in which this process is worker "
             f"{given.rank}, so exactly one worker is started here",
-            remedy="Leave out -n and --hosts, or unset TF_CONFIG to start a separate group",
+            remedy="Leave out -n and --hosts, or unset TF_CONFIG to start a separate group. For several "
+            "workers in each task, one per GPU, add --from-tf-config",
             received=f"--hosts {listed}" if job.hosts else f"-n {job.workers}",
         )
     if any(not host or ":" in host or host != host.strip() for host in job.hosts):
@@ -120,6 +121,25 @@ def check_job(job: JobPlan) -> None:
     if not 0 < job.port <= 65536 - job.workers:
         what = f"--port must leave room for {job.workers} ports from 1 to 65535"
         raise ClusterError(what, received=job.port)
+
+
+def spread_over_devices(job: JobPlan, count: int) -> JobPlan:
+    """The job with `count` workers for each task of TF_CONFIG: at its port and those that follow it."""
+    if job.given is None:
+        remedy = "Leave out --from-tf-config; -n is the number of workers on this machine"
+        raise ClusterError("--from-tf-config needs a TF_CONFIG, and there is none", remedy=remedy)
+    if count < 1:
+        raise ClusterError("-n must be at least 1", remedy="Try -n 2", received=count)
+    tasks = [address.rpartition(":") for address in job.given.addresses]
+    spread = [f"{host}:{int(port) + local}" for host, _, port in tasks for local in range(count)]
+    used = sorted({one for one in spread if spread.count(one) > 1})
+    if used or max(int(port) for _, _, port in tasks) + count > 65536:
+        raise ClusterError(
+            f"--from-tf-config needs {count} ports for each task of TF_CONFIG",
+            received=f"{used[0]} for two workers" if used else "ports above 65535",
+            remedy=f"Give tasks on one host ports that are {count} apart, or give -n 1",
+        )
+    return replace(job, workers=count, given=Cluster(tuple(spread), job.given.rank * count))
 
 
 def parse_tee(text: str | None, job: JobPlan) -> frozenset[int]:
@@ -388,11 +408,11 @@ def plan_workers(
     plans = []
     for local_rank, rank in enumerate(job.ranks):
         env = {**shared, "RANK": str(rank)}
-        if job.given is None:
+        if job.given is None or job.workers > 1:
             env["TF_CONFIG"] = Cluster(addresses, rank).tf_config()
             if len(machine.gpus) > 1:  # One GPU for each: one replica per worker.
                 env[CUDA_VISIBLE_DEVICES] = machine.gpus[local_rank % len(machine.gpus)]
-        if job.given is None or "LOCAL_RANK" not in environ:
+        if job.given is None or job.workers > 1 or "LOCAL_RANK" not in environ:
             env |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(job.workers)}
         plans.append(WorkerPlan(rank=rank, argv=job.argv, env=env, log=log_path(log_dir, attempt, rank)))
     return tuple(plans)

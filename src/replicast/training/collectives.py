@@ -202,8 +202,9 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
             raise NotSupported(
                 f"A worker with {len(self.worker_devices)} devices",
                 reason="replicast runs one replica per worker",
-                remedy="Start one worker per device ('replicast run -n N' does this), or set "
-                "CUDA_VISIBLE_DEVICES to one device for each worker",
+                remedy="Start one worker per device: 'replicast run -n N' does this; where TF_CONFIG has one "
+                "task for each host, 'replicast run --from-tf-config'. Or set CUDA_VISIBLE_DEVICES to one of "
+                "them",
             )
         with tf.init_scope(), tf.device("CPU:0"):
             self.keys = tf.Variable(FIRST_KEY, dtype=tf.int32, trainable=False)
