@@ -67,8 +67,8 @@ def test_a_file_that_is_no_update_is_listed_without_a_description(tmp_path: Path
     assert describe(below(tmp_path) / "inbox" / path.name) is None
 
 
-def test_the_launcher_names_a_waiting_update_by_what_it_does(tmp_path: Path) -> None:
+def test_the_launcher_says_that_an_update_waits(tmp_path: Path) -> None:
     (tmp_path / "groups").mkdir()
     inbox.submit(tmp_path, update_of())
     line = what_is_taken_over(tmp_path)
-    assert line.endswith("1 update waiting in the inbox, for its first step: 01234567 (add x (+1))")
+    assert line.endswith("1 update waiting in the inbox, for its first step")

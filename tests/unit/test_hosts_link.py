@@ -24,7 +24,6 @@ from replicast.launcher.failure import LaunchOrder, Phase, WorkerExit
 from replicast.launcher.hosts_leader import (
     Hello,
     HostTimeouts,
-    Member,
     Message,
     Notices,
     RefusedHost,
@@ -59,6 +58,7 @@ E = TypeVar("E", bound=Event)
 JOB = JobPlan(argv=("python", "train.py"), hosts=("a", "b"), node_rank=1, endpoint=("127.0.0.1", 1))
 PART = Part(
     job=dataclasses.replace(JOB, hosts=(), nnodes=2, node_rank=0),
+    endpoint=("127.0.0.1", 1),
     secret=b"secret",
     timeouts=HostTimeouts(leave_secs=0.0),
     next_attempt=0,
@@ -149,12 +149,12 @@ def test_a_line_without_an_end_takes_bounded_memory() -> None:
         first.feed(b"x")
 
 
-class Service:
+class Told(Link):
     """Says some things at once."""
 
     def __init__(self, *said: Event) -> None:
+        super().__init__(PART)
         self._said = list(said)
-        self.member, self.timeouts = Member(1, 0, 0, HostTimeouts(), 0.0), HostTimeouts(leave_secs=1.0)
 
     def sockets(self) -> list[socket.socket]:
         return []
@@ -163,21 +163,14 @@ class Service:
         said, self._said = self._said, []
         return said
 
-    def may_leave(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
-
 
 def test_a_group_that_must_end_as_soon_as_it_is_started_is_told_so() -> None:
     failure = WorkerExit(host=0, worker=0, code=3)
     end = replace(ORDER, phase=Phase.END, failure=failure, signal=signal.SIGTERM)
-    service = Service(ORDER, end)
     with (
         Interruptions() as interruptions,
         contextlib.closing(make_screen(io.StringIO(), io.StringIO(), tee=frozenset(), environ={})) as screen,
-        Link(service) as link,  # type: ignore[arg-type]
+        Told(ORDER, end) as link,
     ):
         attempts = HostsAttempts(link, JOB, screen, interruptions)
         assert attempts.begin() == ORDER
@@ -201,7 +194,7 @@ def test_strangers_who_say_nothing_keep_no_launcher_out(listener: socket.socket)
 
 def first_of(listener: socket.socket, hosts: tuple[str, ...] = (), secret: bytes = b"secret") -> Link:
     """The link of a first launcher; without `--hosts` it looks for no other one."""
-    return Link(service_of(listener, hosts, secret))
+    return service_of(listener, hosts, secret)
 
 
 def service_of(
@@ -211,12 +204,10 @@ def service_of(
     return First(dataclasses.replace(PART, job=job, secret=secret, **changes), listener)
 
 
-def other(
-    endpoint: tuple[str, int], timeouts: HostTimeouts, secret: bytes = b"secret", **changes: Any
-) -> Link:
+def other(endpoint: tuple[str, int], timeouts: HostTimeouts, secret: bytes = b"secret") -> Link:
     """The link of another launcher."""
-    job = dataclasses.replace(PART.job, node_rank=1, endpoint=endpoint)
-    return Link(Other(dataclasses.replace(PART, job=job, secret=secret, timeouts=timeouts, **changes)))
+    job = dataclasses.replace(PART.job, node_rank=1)
+    return Other(dataclasses.replace(PART, job=job, endpoint=endpoint, secret=secret, timeouts=timeouts))
 
 
 def next_events(link: Link) -> list[Event]:

@@ -23,9 +23,9 @@ from replicast.launcher.failure import (
     WorkerExit,
     duration,
     failure_box,
-    fault_lines,
+    fault_line,
     first_cause,
-    local_order,
+    order_after,
     reason,
     report_lines,
     restart_line,
@@ -193,9 +193,13 @@ FIRST = LaunchOrder(phase=Phase.RUN, attempt=4, max_restarts=1)
     ],
 )
 def test_what_follows_an_attempt(end: GroupEnd, code: int, restarts: int) -> None:
-    order = local_order(FIRST, end)
+    def after(before: LaunchOrder) -> LaunchOrder:
+        left = bool(end.left_behind)
+        return order_after(before, end.first_failure, end.interrupted_by, left_behind=left)
+
+    order = after(FIRST)
     assert (order.code, order.phase is Phase.WAIT, order.attempt) == (code, bool(restarts), 4 + restarts)
-    last = local_order(replace(FIRST, restarts=1), end)
+    last = after(replace(FIRST, restarts=1))
     assert (last.code, last.phase, last.attempt) == (code, Phase.OVER, 4)
 
 
@@ -239,22 +243,14 @@ def test_a_group_that_was_told_to_stop_is_not_reported_as_a_failure() -> None:
     )
 
 
-def faults_of(workers: int, *planned: int) -> list[str]:
-    plan = [{"worker": number, "point": "apply", "action": "stop"} for number in planned]
-    lines = fault_lines(read_faults({FAULTS: json.dumps(plan)}), workers)
-    return [line.removeprefix("replicast: warning: REPLICAST_FAULTS ") for line in lines]
-
-
-def test_planned_faults_are_announced_and_those_for_missing_workers() -> None:
-    assert faults_of(1) == []
-    (planned,) = faults_of(7, *range(7))
-    assert planned == (
-        "is set: workers will fail on purpose: stop worker 0 at apply, stop worker 1 at apply, "
-        "stop worker 2 at apply, stop worker 3 at apply, stop worker 4 at apply, 2 more"
+def test_planned_faults_are_announced() -> None:
+    plan = [{"worker": number, "point": "apply", "action": "stop"} for number in range(7)]
+    assert fault_line(read_faults({FAULTS: json.dumps(plan)})) == (
+        "replicast: warning: REPLICAST_FAULTS is set: workers will fail on purpose: stop worker 0 at apply, "
+        "stop worker 1 at apply, stop worker 2 at apply, stop worker 3 at apply, stop worker 4 at apply, "
+        "2 more"
     )
-    absent = "plans a fault for workers 2, 7, but the job has workers 0 to 1: it will not fire"
-    assert faults_of(2, 7, 1, 2)[1:] == [absent]
-    assert "for worker 1, but the job has only worker 0" in faults_of(1, 1)[1]
+    assert fault_line(()) == ""
 
 
 @pytest.mark.parametrize(

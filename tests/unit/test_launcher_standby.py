@@ -15,7 +15,7 @@ import pytest
 
 from replicast import import_environment
 from replicast.files import below
-from replicast.import_environment import PASSED_ON, changes, make_memory, read_changes, relevant, with_changes
+from replicast.import_environment import PASSED_ON, as_told, make_memory, relevant
 from replicast.launcher.failure import GroupEnd
 from replicast.launcher.group import EndTimeouts, Group
 from replicast.launcher.interruptions import Interruptions
@@ -65,6 +65,7 @@ class Place:
         self.standbys = StandbySet(program, self.screen, lambda attempt: self.trains, imports)
 
     def run(self, attempt: int, **env: str) -> GroupEnd:
+        self.told.truncate(0)
         log = below(self.directory) / f"{attempt}.log"
         plan = WorkerPlan(0, self.argv, {"PYTHONUNBUFFERED": "1", **env}, log)
         with Interruptions() as interruptions:
@@ -90,7 +91,6 @@ class Place:
 
     def prepare(self) -> int:
         """Waits until the standby process is ready; returns its process id."""
-        self.told.truncate(0)
         eventually(lambda: (self.standbys.poll(), "waits for a restart" in self.told.getvalue())[1])
         return self.pid()
 
@@ -285,7 +285,7 @@ import os, seen
 from replicast import import_environment
 print(seen.level, seen.path, os.environ.get("TF_CPP_MIN_LOG_LEVEL"))
 os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_PLUGGABLE_DEVICE_LIBRARY_PATH": "/foreign", "PASSWORD": "p"}
-import_environment.note_changes()
+import_environment.tell_launcher()
 """
 
 
@@ -318,14 +318,13 @@ def test_a_file_in_the_run_directory_changes_nothing_of_a_standby(place: Make) -
 def test_changes_go_only_into_the_memory_that_a_worker_has_inherited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_environment, "called_with", {})
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     memory = make_memory()
     with (tmp_path / "other").open("w+") as other:
         for descriptor in ("", "x", "../1", str(other.fileno()), "9999", str(memory)):
-            import_environment.note_changes({"REPLICAST_CHANGES_FD": descriptor})
+            import_environment.tell_launcher({"REPLICAST_CHANGES_FD": descriptor})
         assert other.read() == "", "the descriptor of something else in a child of the script"
-    assert read_changes(memory)["KERAS_BACKEND"] == "tensorflow"
+    assert as_told({}, memory)["KERAS_BACKEND"] == "tensorflow"
     os.close(memory)
 
 
@@ -338,12 +337,12 @@ def test_other_settings_for_the_imports_than_those_of_the_standby_mean_a_cold_st
     assert here.log(1).endswith(" 2\n")
 
 
-def test_only_variables_that_matter_to_imports_are_noted() -> None:
+def test_a_variable_that_the_script_removed_is_removed_and_others_stay() -> None:
+    memory = make_memory()
+    os.pwrite(memory, b'{"TF_ENABLE_ONEDNN_OPTS": "0"}', 0)
     before = {"TF_ENABLE_ONEDNN_OPTS": "1", "PASSWORD": "a", "KERAS_HOME": "/k"}
-    after = {"TF_ENABLE_ONEDNN_OPTS": "0", "PASSWORD": "b", "TF_CONFIG": "{}"}
-    changed = changes(before, after)
-    assert changed == {"KERAS_HOME": None, "TF_ENABLE_ONEDNN_OPTS": "0"}
-    assert relevant(with_changes(before, changed)) == relevant(after)
+    assert as_told(before, memory) == {"TF_ENABLE_ONEDNN_OPTS": "0", "PASSWORD": "a"}
+    os.close(memory)
 
 
 def test_no_variable_that_names_code_is_passed_on() -> None:
@@ -356,7 +355,7 @@ def test_no_variable_that_names_code_is_passed_on() -> None:
 def test_changes_that_are_not_on_the_list_or_damaged_are_ignored(text: str) -> None:
     memory = make_memory()
     os.pwrite(memory, text.encode(), 0)
-    assert read_changes(memory) == {}
+    assert as_told({}, memory) == {}
     os.close(memory)
 
 

@@ -354,7 +354,6 @@ _ALLOWED = {
     "launcher/checks.py": "shared memory and Keras' settings",
     "launcher/plan.py": "the file of a secret, and " + _OWN,
     "launcher/prepared.py": "the user's script",
-    "launcher/standby.py": _OWN,
     "transport/shared.py": "shared memory, with O_NOFOLLOW and the owner checked (SECURITY.md)",
 }
 _LEAVES = {

@@ -2,7 +2,7 @@
 
 `WorkerExit` is the one record of an ending. The group of a host fills it in when a worker exits; it travels
 between launchers, decides who is to blame (`first_cause`), and is what the screen and states.jsonl show.
-`LaunchOrder` is the one record of a decision: made here for a job on one host, by the `Leader` for several.
+`LaunchOrder` is the one record of a decision, made by `order_after`; for several hosts, by the `Leader`.
 
 Who is to blame: a worker that exits because another one failed says so with its exit code (PEER_FAILED), and
 a worker that the launcher had to stop did not fail. A frozen worker is the cause of whatever the others do.
@@ -133,22 +133,23 @@ def first_cause(exits: Iterable[WorkerExit]) -> WorkerExit | None:
     return next(iter(frozen or by_itself or lost or failed), None)
 
 
-def local_order(before: LaunchOrder, end: GroupEnd) -> LaunchOrder:
-    """What follows an attempt of a job on one host.
+def order_after(
+    before: LaunchOrder, failure: WorkerExit | None, signum: int | None, *, left_behind: bool
+) -> LaunchOrder:
+    """What follows an attempt: the next one, or the job is over.
 
     No restart after SIGTERM, not even one to a worker: they have saved their state, the machine is needed.
     """
-    failure, signum = end.first_failure, end.interrupted_by
-    code = UNKILLABLE if end.left_behind else 0
+    code = UNKILLABLE if left_behind else 0
     if signum is not None:
         code = 128 + signum
     elif failure is not None:
         code = failure.shell_code
-    order = replace(before, phase=Phase.OVER, code=code, failure=failure, signal=signum)
-    may_restart = failure is not None and signum is None and not end.left_behind and not failure.was_told_to
-    if may_restart and not before.is_last_attempt:
-        return replace(order, phase=Phase.WAIT, attempt=before.attempt + 1, restarts=before.restarts + 1)
-    return order
+    over = replace(before, phase=Phase.OVER, code=code, failure=failure, signal=signum)
+    is_over = failure is None or signum is not None or left_behind or failure.was_told_to
+    if is_over or before.restarts >= before.max_restarts:
+        return over
+    return replace(over, phase=Phase.WAIT, attempt=before.attempt + 1, restarts=before.restarts + 1)
 
 
 # --- What a log says -------------------------------------------------------------------------------------
@@ -318,18 +319,12 @@ def _interruption(order: LaunchOrder, end: GroupEnd, hosts: Hosts) -> str:
     return f"stopped by {name}{hosts.on(order.stopped_on)}; {rest}{unknown}"
 
 
-def fault_lines(faults: Sequence[Fault], world_size: int) -> Iterator[str]:
-    """What is planned to fail on purpose, and what will not because its worker does not exist."""
-    if faults:
-        shown = [f"{fault.action} worker {fault.worker} at {fault.point}" for fault in faults[:5]]
-        shown += [f"{len(faults) - 5} more"] if len(faults) > 5 else []
-        yield f"replicast: warning: {FAULTS} is set: workers will fail on purpose: {', '.join(shown)}"
-    absent = sorted({fault.worker for fault in faults if fault.worker >= world_size})
-    if absent:
-        whom = f"worker {absent[0]}" if len(absent) == 1 else f"workers {', '.join(map(str, absent))}"
-        those = "only worker 0" if world_size == 1 else f"workers 0 to {world_size - 1}"
-        plans = f"plans a fault for {whom}, but the job has {those}: it will not fire"
-        yield f"replicast: warning: {FAULTS} {plans}"
+def fault_line(faults: Sequence[Fault]) -> str:
+    """What is planned to fail on purpose."""
+    shown = [f"{fault.action} worker {fault.worker} at {fault.point}" for fault in faults[:5]]
+    shown += [f"{len(faults) - 5} more"] if len(faults) > 5 else []
+    warning = f"replicast: warning: {FAULTS} is set: workers will fail on purpose: "
+    return warning + ", ".join(shown) if faults else ""
 
 
 def failure_box(failure: WorkerExit, hosts: Hosts, stream: TextIO) -> str:

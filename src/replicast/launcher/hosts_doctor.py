@@ -71,6 +71,7 @@ def check_hosts(
                 stack.callback(mark.unlink, missing_ok=True)
         part = Part(
             job=job,
+            endpoint=job.endpoint,
             secret=secret,
             timeouts=HostTimeouts(join_secs=timeout_secs, tell_after_secs=0.0),
             next_attempt=0,

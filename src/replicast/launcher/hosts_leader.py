@@ -21,7 +21,6 @@ the sockets; tests/unit/launchers.py runs these machines in virtual time.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,13 +33,13 @@ from replicast.config import PEER_FAILED
 from replicast.errors import printable
 from replicast.launcher.failure import (
     MAX_LINES,
-    UNKILLABLE,
     Index,
     LaunchOrder,
     Phase,
     StopSignal,
     WorkerExit,
     first_cause,
+    order_after,
 )
 
 _MAX_SENT_COLUMNS = 400
@@ -334,7 +333,7 @@ class Leader:
 
     def _lose(self, node: int, why: str) -> None:
         """A host will not end this attempt: its workers are taken for dead."""
-        if not self._is_under_way() or node in self._lost():
+        if not self._is_under_way() or self._hosts[node].report is None:
             return
         known = self._failures.get(node)  # It keeps its place in the order.
         # A worker that failed by itself stays the reason; what became of its host then follows from it.
@@ -344,28 +343,29 @@ class Leader:
             self._failures[node] = WorkerExit(host=node, why=why)
         self._hosts[node].report = None
 
-    def _lost(self) -> set[int]:
-        return {node for node, host in enumerate(self._hosts) if host.report is None}
-
-    def _take_signal(self) -> bool:
-        """Whether a launcher has received a signal; then it is in the order."""
-        for node, host in enumerate(self._hosts):
-            if self.order.signal is None and host.report is not None and host.report.signal is not None:
-                self.order = replace(self.order, signal=host.report.signal, stopped_on=node)
-        return self.order.signal is not None
+    def _reports(self) -> dict[int, Report]:
+        """What the hosts say that are not lost."""
+        return {node: host.report for node, host in enumerate(self._hosts) if host.report is not None}
 
     def _advance(self, now: float) -> None:
-        match self.order.phase:
-            case Phase.WAIT:
-                self._wait(now)
-            case Phase.RUN:
-                self._run(now)
-            case Phase.END:
-                self._end(now)
+        """Goes on to the next phase, and to the one after it, as far as everything is there."""
+        for node, report in self._reports().items():
+            if self.order.signal is None and report.signal is not None:
+                self.order = replace(self.order, signal=report.signal, stopped_on=node)
+        if self.order.phase is Phase.RUN:
+            if self.order.signal is not None or self._failures:
+                self.order = replace(self.order, phase=Phase.END)
+            elif all(host.has_ended(self.order.attempt) for host in self._hosts):
+                # Without the failure of the attempt before.
+                self._conclude(order_after(self.order, None, None, left_behind=self._left_behind()))
+        if self.order.phase is Phase.END:
+            self._end()
+        if self.order.phase is Phase.WAIT:
+            self._wait(now)
 
     def _wait(self, now: float) -> None:
-        if self._take_signal():
-            self._over(128 + (self.order.signal or 0), None)  # All have reported the failure before it.
+        if self.order.signal is not None:  # All have reported the failure before it.
+            self._conclude(order_after(self.order, None, self.order.signal, left_behind=False))
             return
         missing = tuple(node for node, host in enumerate(self._hosts) if not host.is_ready(now))
         self.order = replace(self.order, missing=missing)
@@ -374,7 +374,7 @@ class Leader:
         if not missing:
             self._start()
         elif late:
-            self._over(PEER_FAILED, WorkerExit(host=late[0], why=self._why_late(late[0])))
+            self._fail(late[0], self._why_late(late[0]))
 
     def _why_late(self, node: int) -> str:
         waited = f"it did not join within {self._timeouts.join_secs:g} s"
@@ -385,13 +385,12 @@ class Leader:
         return f"{waited}. Was the command started there, with {same} and the same secret?"
 
     def _start(self) -> None:
-        reports = [host.report for host in self._hosts if host.report is not None]
-        order = self.order
+        reports, order = self._reports().values(), self.order
         if not self._has_run:  # This process may be the second one of a job whose first launcher was killed.
-            had_run = [report for report in reports if report.attempt is not None]
-            order = replace(order, restarts=max((report.restarts + 1 for report in had_run), default=0))
+            restarts = (report.restarts + 1 for report in reports if report.attempt is not None)
+            order = replace(order, restarts=max(restarts, default=0))
             if order.restarts > order.max_restarts:
-                self._over(PEER_FAILED, WorkerExit(host=0, why="its launcher ended"))
+                self._fail(0, "its launcher ended")
                 return
         attempt = max(order.attempt, *(report.next_attempt for report in reports))
         addresses = tuple(name or host.address for name, host in zip(self._names, self._hosts, strict=True))
@@ -399,38 +398,26 @@ class Leader:
         self._failures, self._refused = {}, {}
         self.order = replace(order, phase=Phase.RUN, attempt=attempt, hosts=addresses)
 
-    def _run(self, now: float) -> None:
-        if self._take_signal() or self._failures:
-            self.order = replace(self.order, phase=Phase.END)
-            self._end(now)
-        elif all(host.has_ended(self.order.attempt) for host in self._hosts):
-            # Without the failure of the attempt before.
-            self._over(UNKILLABLE if self._left_behind() else 0, None)
-
-    def _end(self, now: float) -> None:
-        is_stopped = self._take_signal()
-        order = self.order = replace(self.order, failure=first_cause(self._failures.values()))
-        lost, cause = self._lost(), order.failure
-        if not all(node in lost or host.has_ended(order.attempt) for node, host in enumerate(self._hosts)):
-            return
-        if is_stopped:
-            self.order = replace(order, unreached=tuple(sorted(lost)))
-            self._over(128 + (order.signal or 0), cause)
-        elif cause is None:
-            self._over(UNKILLABLE, None)
-        elif cause.was_told_to or self._left_behind() or order.is_last_attempt:
-            self._over(cause.shell_code, cause)
-        else:
-            attempt, restarts = order.attempt + 1, order.restarts + 1
-            self.order = replace(order, phase=Phase.WAIT, attempt=attempt, restarts=restarts)
-            self._wait(now)
+    def _end(self) -> None:
+        self.order = replace(self.order, failure=first_cause(self._failures.values()))
+        order, reports = self.order, self._reports()
+        if all(self._hosts[node].has_ended(order.attempt) for node in reports):
+            if order.signal is not None:
+                unreached = tuple(node for node in range(len(self._hosts)) if node not in reports)
+                order = replace(order, unreached=unreached)
+            left = self._left_behind() or order.failure is None
+            self._conclude(order_after(order, order.failure, order.signal, left_behind=left))
 
     def _left_behind(self) -> bool:
-        return any(host.report is not None and host.report.left_behind for host in self._hosts)
+        return any(report.left_behind for report in self._reports().values())
 
-    def _over(self, code: int, failure: WorkerExit | None) -> None:
+    def _fail(self, node: int, why: str) -> None:
+        failure = WorkerExit(host=node, why=why)
+        self._conclude(replace(self.order, phase=Phase.OVER, code=failure.code, failure=failure))
+
+    def _conclude(self, order: LaunchOrder) -> None:
         facts = tuple("" if host.report is None else host.report.facts for host in self._hosts)
-        self.order = replace(self.order, phase=Phase.OVER, code=code, failure=failure, facts=facts)
+        self.order = replace(order, facts=facts)
 
 
 # --- Every launcher --------------------------------------------------------------------------------------
@@ -474,29 +461,30 @@ class Member:
             return []
         if not self.is_ready:  # It waits for the name of the run directory, which is in every order.
             return [order if order.phase is Phase.OVER else replace(order, phase=Phase.WAIT)]
-        ended: list[Command] = []
+        commands: list[Command] = []
         if self._order.session not in ("", order.session) and self.report.running:
             # The first launcher was started again: nobody knows of the attempt that runs here.
-            ended = self._end_because("its launcher was restarted")
+            commands = self._end_because("its launcher was restarted")
         self._order = order
         if order.phase is Phase.OVER:
-            return [*ended, *self._tell_end(order), *self._finish(order)]
+            return [*commands, *self._tell_end(order), *self._finish(order)]
         if self.report.running:
             is_this = order.phase is Phase.RUN and order.attempt == self.report.attempt
-            return ended if is_this else [*ended, *self._tell_end(order)]
+            return commands if is_this else [*commands, *self._tell_end(order)]
         if order.phase is Phase.END and order.attempt != self.report.attempt:
             self._begin(order, running=False)  # The attempt has failed before it was started here.
-        follows = self.report.attempt is not None and order.attempt > self.report.attempt
-        commands = self._restart(order) if follows else []
-        # To run an attempt of which there is nothing here, by whichever launcher.
+        if self.report.attempt is not None and order.attempt > self.report.attempt:
+            commands += self._restart(order)
+        if order.phase is not Phase.RUN:
+            since = min(self._missing_since.values(), default=self._ended_at)
+            return [*commands, *self._wait(now, since, order.missing)]
+        # To run an attempt of which there is nothing here, by whichever launcher; else the workers here have
+        # finished, and those of other hosts have not.
         is_new = order.attempt != self.report.attempt and order.attempt >= self.report.next_attempt
-        if order.phase is Phase.RUN:
-            if is_new and self.report.signal is None:
-                self._begin(order, running=True)
-                commands.append(order)
-            return commands  # Else the workers here have finished, those of other hosts have not.
-        since = min(self._missing_since.values(), default=self._ended_at)
-        return [*commands, *self._wait(now, since, order.missing)]
+        if is_new and self.report.signal is None:
+            self._begin(order, running=True)
+            commands.append(order)
+        return commands
 
     def on_closed(self, now: float) -> None:
         self._presence.close(now)
@@ -610,9 +598,7 @@ class Member:
 
 # --- What is said of launchers that do not belong together -----------------------------------------------
 
-NOTICES_SECS = 300.0
-MAX_NOTICES = 6
-MAX_NOTICE_CHARACTERS = 1000
+NOTICES_SECS, MAX_NOTICES, MAX_NOTICE_CHARACTERS = 300.0, 6, 1000
 
 
 class Notices:
@@ -623,18 +609,16 @@ class Notices:
     """
 
     def __init__(self) -> None:
-        self._said: collections.deque[tuple[float, str]] = collections.deque()
+        self._said: dict[str, float] = {}
 
     def say(self, text: str, now: float) -> list[str]:
         """The line to show, if any; without what would move the cursor of a terminal."""
         if len(text) > MAX_NOTICE_CHARACTERS:
             text = f"{text[:MAX_NOTICE_CHARACTERS]}…"
-        while self._said and now - self._said[0][0] >= NOTICES_SECS:
-            self._said.popleft()
-        if len(self._said) >= MAX_NOTICES or any(text == said for _, said in self._said):
+        self._said = {said: at for said, at in self._said.items() if now - at < NOTICES_SECS}
+        if len(self._said) >= MAX_NOTICES or text in self._said:
             return []
-        self._said.append((now, text))
-        shown = printable(text)
-        if len(self._said) == MAX_NOTICES:
-            shown = f"{shown} (more lines like this are not shown for {NOTICES_SECS / 60:.0f} min)"
-        return [shown]
+        self._said[text] = now
+        is_last = len(self._said) == MAX_NOTICES
+        more = f" (more lines like this are not shown for {NOTICES_SECS / 60:.0f} min)" if is_last else ""
+        return [printable(text) + more]

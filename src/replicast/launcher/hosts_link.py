@@ -235,14 +235,12 @@ class Connection:
 _CLOSED = (ConnectionResetError, BrokenPipeError, ConnectionAbortedError)
 
 
-# --- The first launcher ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """What a launcher knows of a job on several hosts when it goes to meet the others."""
 
     job: JobPlan
+    endpoint: tuple[str, int]
     secret: bytes
     timeouts: HostTimeouts
     max_restarts: int = 0
@@ -250,12 +248,6 @@ class Part:
     run_name: str = ""
     facts: str = ""
     session: str = field(default_factory=lambda: secrets.token_hex(8))
-
-    @property
-    def endpoint(self) -> tuple[str, int]:
-        if self.job.endpoint is None:
-            raise ValueError("A job on several hosts has an endpoint")
-        return self.job.endpoint
 
     def member(self) -> Member:
         node, now = self.job.node_rank, time.monotonic()
@@ -281,6 +273,107 @@ class Part:
 
     def hello(self, address: str = "") -> Hello:
         return Hello(node=self.job.node_rank, session=self.session, address=address, identity=self.identity())
+
+
+# --- The thread ------------------------------------------------------------------------------------------
+
+Posted = Callable[[Member, float], list[Command] | None]
+
+
+class Link:
+    """A launcher's connection with those of the other hosts: its thread. A context manager.
+
+    `First` and `Other` have the sockets. What they define is called in the thread only.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self.member = part.member()
+        self._part, self._timeouts = part, part.timeouts
+        self._of_strangers, self._of_launchers = Notices(), Notices()
+        self._sent: Report | LaunchOrder | None = None
+        self._sent_at = 0.0
+        self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
+        self._events: collections.deque[Event] = collections.deque()
+        self._wake_thread, self._wake_main = (
+            os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2)
+        )
+        self._leave_by: float | None = None
+        self._thread = threading.Thread(target=self._run, name="hosts", daemon=True)
+
+    def sockets(self) -> list[socket.socket]:
+        """What to wait for."""
+        raise NotImplementedError
+
+    def poll(self, readable: list[socket.socket]) -> list[Event]:
+        """Reads what has come, and sends what is due. Is called at least every second."""
+        raise NotImplementedError
+
+    def may_leave(self) -> bool:
+        """Whether the thread may end: nobody waits to hear that the job is over."""
+        return True
+
+    def close(self) -> None:
+        for one in self.sockets():
+            one.close()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        leave_secs = self._timeouts.leave_secs
+        self._leave_by = time.monotonic() + (leave_secs if kind is None else 0.0)
+        os.eventfd_write(self._wake_thread, 1)
+        self._thread.join(leave_secs + CONNECT_SECS)
+        if not self._thread.is_alive():  # Else it may still write to them.
+            os.close(self._wake_thread)
+            os.close(self._wake_main)
+
+    def fileno(self) -> int:
+        return self._wake_main
+
+    def next_event(self) -> Event | None:
+        if not self._events:  # Else the descriptor stays readable for what is left.
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_main)
+        return self._events.popleft() if self._events else None
+
+    def post(self, event: Posted) -> None:
+        """Has the thread call a function with the state machine of this launcher and the time."""
+        self._posted.put(event)
+        os.eventfd_write(self._wake_thread, 1)
+
+    def _is_due(self, message: Report | LaunchOrder, now: float) -> bool:
+        return message != self._sent or now - self._sent_at >= self._timeouts.beat_secs
+
+    def _run(self) -> None:
+        try:
+            while self._leave_by is None or not (self.may_leave() or time.monotonic() >= self._leave_by):
+                self._once()
+        except BaseException as error:
+            self._put([ClusterError(f"The connection between the launchers has failed ({error!r})")])
+        finally:
+            self.close()
+
+    def _once(self) -> None:
+        with selectors.PollSelector() as selector:  # `epoll` would need a descriptor, each time.
+            sources: list[int | socket.socket] = [self._wake_thread, *self.sockets()]
+            for one in sources:
+                selector.register(one, selectors.EVENT_READ, one)
+            readable = [key.data for key, _ in selector.select(_LOOK_SECS)]
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_thread)
+        while not self._posted.empty():
+            self._put(self._posted.get()(self.member, time.monotonic()) or [])
+        self._put(self.poll(readable))
+
+    def _put(self, events: Sequence[Event]) -> None:
+        self._events.extend(events)
+        if events:
+            os.eventfd_write(self._wake_main, 1)
+
+
+# --- The first launcher ----------------------------------------------------------------------------------
 
 
 def listen(endpoint: tuple[str, int], *, name_secs: float = 0.0) -> socket.socket:
@@ -321,7 +414,7 @@ def _address_of(host: str, until: float) -> str:
         time.sleep(_NAME_PAUSE_SECS)
 
 
-class First:
+class First(Link):
     """The first launcher's sockets: it accepts the others, hears their reports and tells them its order.
 
     A launcher on another host may take itself for the first one too, if its `--hosts` differ in order; then
@@ -333,17 +426,12 @@ class First:
     """
 
     def __init__(self, part: Part, listener: socket.socket) -> None:
+        super().__init__(part)
         now, job = time.monotonic(), part.job
         names = job.hosts or (part.endpoint[0], *("" for _ in range(job.nodes - 1)))
         self.leader = Leader(names, part.session, part.max_restarts, part.timeouts, now, part.run_name)
-        self.member = part.member()
-        self.timeouts = part.timeouts
-        self._part, self._identity = part, part.identity()
-        self._listener = listener
+        self._identity, self._listener = part.identity(), listener
         self._connections: list[Connection] = []
-        self._sent: LaunchOrder | None = None
-        self._sent_at = 0.0
-        self._of_strangers, self._of_launchers = Notices(), Notices()
         self._deaf_until = 0.0
         self.leader.on_joined(0, part.session, "", now)
         self._rivals: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
@@ -356,7 +444,6 @@ class First:
         return [*listening, *(one.socket for one in self._connections)]
 
     def poll(self, readable: list[socket.socket]) -> list[Event]:
-        """Reads what has come, and sends what is due. Call it at least every second."""
         events: list[Event] = []
         while not self._rivals.empty():
             self._add(self._rivals.get(), self._part.hello())
@@ -377,13 +464,11 @@ class First:
         return events
 
     def may_leave(self) -> bool:
-        """Whether the thread may end: nobody waits to hear that the job is over."""
         return self.leader.order.phase is not Phase.OVER or self.leader.everybody_left()
 
     def close(self) -> None:
-        self._listener.close()
-        for connection in self._connections:
-            connection.close()
+        self._listener.close()  # Also when nothing is accepted for now.
+        super().close()
 
     def _look(self, host: str) -> None:
         with contextlib.suppress(OSError):  # Nothing listens there, as it should be.
@@ -447,12 +532,13 @@ class First:
         return []
 
     def _broadcast(self, now: float) -> None:
-        if self.leader.order == self._sent and now - self._sent_at < self.timeouts.beat_secs:
+        order = self.leader.order
+        if not self._is_due(order, now):
             return
-        self._sent, self._sent_at = self.leader.order, now
+        self._sent, self._sent_at = order, now
         for connection in [one for one in self._connections if one.accepted is not None]:
             try:
-                connection.send(self._sent)
+                connection.send(order)
             except OSError as error:
                 self._drop(connection, error)
 
@@ -487,26 +573,20 @@ def _not_welcome(by: str, why: str, job: JobPlan) -> LaunchRefused:
 # --- Another launcher ------------------------------------------------------------------------------------
 
 
-class Other:
+class Other(Link):
     """Another launcher's socket: it connects to the first one, again and again if need be."""
 
     def __init__(self, part: Part) -> None:
-        self.member = part.member()
-        self.timeouts = part.timeouts
-        self._part = part
+        super().__init__(part)
         self._dialer, self._shown = Dialer(*part.endpoint), shown_address(*part.endpoint)
         self._connection: Connection | None = None
         self._next_try = 0.0
-        self._sent: Report | None = None
-        self._sent_at = 0.0
-        self._of_strangers, self._of_first = Notices(), Notices()
 
     def sockets(self) -> list[socket.socket]:
         return [] if self._connection is None else [self._connection.socket]
 
     def poll(self, readable: list[socket.socket]) -> list[Event]:
-        """Reads what has come, and sends what is due. Call it at least every second."""
-        now, redial_secs = time.monotonic(), self.timeouts.redial_secs
+        now, redial_secs = time.monotonic(), self._timeouts.redial_secs
         is_old = self._connection is not None and now - self._connection.since >= redial_secs
         if is_old and self.member.should_redial(now):
             self._lost(f"no message for {redial_secs:g} s")
@@ -518,14 +598,6 @@ class Other:
         events += self.member.on_time(time.monotonic())
         self._send_report()
         return events
-
-    def may_leave(self) -> bool:
-        """Whether the thread may end: nobody waits to hear that the job is over."""
-        return True
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
 
     def _connect(self) -> None:
         try:
@@ -551,7 +623,9 @@ class Other:
                 if isinstance(message, LaunchOrder):
                     events += self.member.on_order(message, now)
                 if isinstance(message, ValueError):
-                    events += self._of_first.say(f"{self._shown}: ignored an invalid message: {message}", now)
+                    events += self._of_launchers.say(
+                        f"{self._shown}: ignored an invalid message: {message}", now
+                    )
         except NotAuthentic as error:  # It may be anybody: no reason to give up.
             self._lost(str(error))
             text = f"{self._shown}: {error}. {error.remedy}; this launcher keeps trying"
@@ -562,8 +636,9 @@ class Other:
 
     def _send_report(self) -> None:
         now, report = time.monotonic(), self.member.report
-        is_due = report != self._sent or now - self._sent_at >= self.timeouts.beat_secs
-        if self._connection is None or not (self._connection.is_open and self.member.is_ready and is_due):
+        if self._connection is None or not (self._connection.is_open and self.member.is_ready):
+            return
+        if not self._is_due(report, now):
             return
         try:
             self._connection.send(report)
@@ -582,87 +657,10 @@ class Other:
             self.member.on_closed(time.monotonic())
 
 
-# --- The thread ------------------------------------------------------------------------------------------
-
-Posted = Callable[[Member, float], list[Command] | None]
-
-
-class Link:
-    """The launcher's connection with those of the other hosts: its thread. A context manager."""
-
-    def __init__(self, service: First | Other) -> None:
-        self._service = service
-        self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
-        self._events: collections.deque[Event] = collections.deque()
-        self._wake_thread, self._wake_main = (
-            os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2)
-        )
-        self._leave_by: float | None = None
-        self._thread = threading.Thread(target=self._run, name="hosts", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        leave_secs = self._service.timeouts.leave_secs
-        self._leave_by = time.monotonic() + (leave_secs if kind is None else 0.0)
-        os.eventfd_write(self._wake_thread, 1)
-        self._thread.join(leave_secs + CONNECT_SECS)
-        if not self._thread.is_alive():  # Else it may still write to them.
-            os.close(self._wake_thread)
-            os.close(self._wake_main)
-
-    def fileno(self) -> int:
-        return self._wake_main
-
-    def next_event(self) -> Event | None:
-        if not self._events:  # Else the descriptor stays readable for what is left.
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake_main)
-        return self._events.popleft() if self._events else None
-
-    def post(self, event: Posted) -> None:
-        """Has the thread call a function with the state machine of this launcher and the time."""
-        self._posted.put(event)
-        os.eventfd_write(self._wake_thread, 1)
-
-    def _run(self) -> None:
-        try:
-            while not self._should_leave():
-                self._once()
-        except BaseException as error:
-            self._put([ClusterError(f"The connection between the launchers has failed ({error!r})")])
-        finally:
-            self._service.close()
-
-    def _should_leave(self) -> bool:
-        if self._leave_by is None:
-            return False
-        return self._service.may_leave() or time.monotonic() >= self._leave_by
-
-    def _once(self) -> None:
-        with selectors.PollSelector() as selector:  # `epoll` would need a descriptor, each time.
-            sources: list[int | socket.socket] = [self._wake_thread, *self._service.sockets()]
-            for one in sources:
-                selector.register(one, selectors.EVENT_READ, one)
-            readable = [key.data for key, _ in selector.select(_LOOK_SECS)]
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_thread)
-        while not self._posted.empty():
-            self._put(self._posted.get()(self._service.member, time.monotonic()) or [])
-        self._put(self._service.poll(readable))
-
-    def _put(self, events: Sequence[Event]) -> None:
-        self._events.extend(events)
-        if events:
-            os.eventfd_write(self._wake_main, 1)
-
-
 def make_link(part: Part) -> Link:
     if part.job.node_rank == 0:
-        return Link(First(part, listen(part.endpoint, name_secs=_NAME_SECS)))
-    return Link(Other(part))
+        return First(part, listen(part.endpoint, name_secs=_NAME_SECS))
+    return Other(part)
 
 
 # --- The attempts of a job on several hosts, as the main thread of one launcher sees them -----------------

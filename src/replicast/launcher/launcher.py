@@ -36,8 +36,8 @@ from replicast.launcher.failure import (
     WorkerExit,
     duration,
     end_of,
-    fault_lines,
-    local_order,
+    fault_line,
+    order_after,
     reason,
     report,
     restart_line,
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from replicast.storage.run_files import WorkerNote
 
 RUNS = Path("runs")
-_SHOWN_UPDATES = 3
 _PAGE_START_SECS = 15.0
 _PAGE_END_SECS = 5.0
 
@@ -111,6 +110,7 @@ def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> i
         if job.endpoint is not None:
             part = Part(
                 job=job,
+                endpoint=job.endpoint,
                 secret=settings.secret,
                 timeouts=settings.host_timeouts,
                 max_restarts=settings.max_restarts,
@@ -138,7 +138,7 @@ def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> i
             stack.enter_context(contextlib.closing(standbys))
         for line in (
             secret_line(job, settings.secret),
-            *fault_lines(faults, job.world_size),
+            fault_line(faults),
             exposure_line(job, environ, outside_addresses()),
             what_is_taken_over(run_dir),
         ):
@@ -193,7 +193,11 @@ class _Supervision:
             attempt, end = order.attempt, None
             if order.phase is not Phase.OVER:
                 end = self._run_attempt(order)
-                order = local_order(order, end) if self.peers is None else self.peers.decide(end)
+                if self.peers is None:
+                    left, signum = bool(end.left_behind), end.interrupted_by
+                    order = order_after(order, end.first_failure, signum, left_behind=left)
+                else:
+                    order = self.peers.decide(end)
                 if any(ended.code for ended in end.exits):  # Killed workers leave their shared memory.
                     from replicast.transport.shared import remove_leftovers
 
@@ -304,12 +308,10 @@ class _Supervision:
 
 
 def _who(job: JobPlan) -> str:
-    if job.world_size == 1:
-        return "1 worker"
     if job.workers == job.world_size:
-        return f"{job.workers} workers"
+        return f"{job.workers} worker{'s' if job.workers > 1 else ''}"
     ranks = ", ".join(str(rank) for rank in job.ranks)
-    return f"{'workers' if job.workers > 1 else 'worker'} {ranks} of {job.world_size}"
+    return f"worker{'s' if job.workers > 1 else ''} {ranks} of {job.world_size}"
 
 
 # What the workers have left in the run directory only adds to what the launcher says: what cannot be read
@@ -407,40 +409,24 @@ def what_is_taken_over(run_dir: RunDir) -> str:
     """One line: what a start finds in a run directory that was used before; empty if nothing."""
     if not (below(run_dir) / "groups").is_dir():
         return ""
-    try:
-        found = _contents(run_dir)
-    except OSError as error:  # This line is a courtesy: the workers say what they cannot read.
-        found = [f"a file that cannot be read ({error})"]
-    return f"replicast: {short_path(run_dir)} was used before; it has {'; '.join(found)}" if found else ""
-
-
-def _contents(run_dir: RunDir) -> list[str]:
     from replicast.storage import inbox  # These import numpy: not for a new run.
     from replicast.storage.checkpoints import CheckpointStore
     from replicast.storage.journal import Updates
 
-    def counted(count: int, where: str) -> list[str]:
-        return [f"{count} update{'s' if count > 1 else ''} {where}"] if count else []
-
     found = []
     try:
-        last = CheckpointStore(run_dir).last()
-        if last is not None:
+        if (last := CheckpointStore(run_dir).last()) is not None:
             found.append(f"a checkpoint of step {last.step}")
-        journal = Updates(run_dir)
-        found += counted(len(journal.history.committed), "in the journal")
-        found += counted(len(journal.history.scheduled), "scheduled")
-    except FileDamaged as error:
-        found.append(f"a damaged file ({error})")
-    waiting, shown = inbox.waiting(run_dir), []
-    for one in waiting[:_SHOWN_UPDATES]:
-        told = inbox.describe(one.path)
-        reverts = "" if told is None or told.reverts is None else f"reverts update {told.reverts}"
-        words = "" if told is None else f" ({told.words(1) or reverts or 'no edits'})"
-        shown.append(printable(one.id[:8] + words))
-    shown += ["…"] if len(waiting) > _SHOWN_UPDATES else []
-    in_inbox = counted(len(waiting), "waiting in the inbox, for its first step")
-    return found + [f"{one}: {', '.join(shown)}" for one in in_inbox]
+        history, waiting = Updates(run_dir).history, inbox.waiting(run_dir)
+        for count, where in (
+            (len(history.committed), "in the journal"),
+            (len(history.scheduled), "scheduled"),
+            (len(waiting), "waiting in the inbox, for its first step"),
+        ):
+            found += [f"{count} update{'s' if count > 1 else ''} {where}"] if count else []
+    except (OSError, FileDamaged) as error:  # This line is a courtesy: the workers say what they cannot read.
+        found.append(f"a file that cannot be read ({error})")
+    return f"replicast: {short_path(run_dir)} was used before; it has {'; '.join(found)}" if found else ""
 
 
 # --- The page beside a job: `replicast serve` as a child. It ends with the launcher, and does no harm ------

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import importlib.util
 import os
+import runpy
 import socket
 import sys
 import types
@@ -76,53 +76,38 @@ def take_environment(block: bytes) -> None:
     os.environ.update(wanted)
     known = sys.modules.get("replicast.import_environment")
     if known is not None:
-        known.imported_with, known.called_with = before, wanted  # type: ignore[attr-defined]
+        known.imported_with = before  # type: ignore[attr-defined]
     faults = sys.modules.get("replicast.faults")
     if faults is not None:
         faults.take_plan(wanted)
 
 
-def load_module(main: types.ModuleType, name: str) -> types.CodeType | None:
-    """The code of a module, as `python -m` finds it."""
-    sys.argv[0] = "-m"  # while its packages are imported
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{name}.__main__")
-    if spec is None or spec.origin is None or not isinstance(spec.loader, SourceFileLoader):
-        return None
-    main.__spec__, main.__loader__, main.__package__ = spec, spec.loader, spec.parent
-    main.__file__, main.__cached__ = spec.origin, spec.cached  # type: ignore[attr-defined]
-    sys.argv[0] = spec.origin
-    return spec.loader.get_code(spec.name)
+def load(path: Path) -> types.CodeType | None:
+    """The code of a script; None if only `python` can run it: a directory, a zip file, bytecode."""
+    source = path.read_bytes() if path.is_file() else b"\0"
+    return None if b"\0" in source else compile(source, str(path), "exec", dont_inherit=True)
 
 
-def load(program: list[str]) -> tuple[types.ModuleType, types.CodeType | None]:
-    """The `__main__` module of a program, in its place, and its code; None if only `python` can run it."""
+def run(program: list[str]) -> None:
+    """Runs the program as `__main__`; a traceback begins where it does in a cold start."""
     main = types.ModuleType("__main__")
     main.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]
     main.__annotations__ = {}
     sys.modules["__main__"] = main
-    if program[0] == "-m":
-        sys.argv = program[1:]
-        return main, load_module(main, program[1])
-    sys.argv = list(program)
-    path = Path.cwd() / program[0]
-    source = path.read_bytes() if path.is_file() else b"\0"
-    if b"\0" in source:  # a directory, a zip file, bytecode
-        return main, None
-    main.__file__, main.__loader__ = str(path), SourceFileLoader("__main__", str(path))
-    main.__cached__ = None  # type: ignore[attr-defined]
-    return main, compile(source, str(path), "exec", dont_inherit=True)
-
-
-def run(program: list[str]) -> None:
-    """Runs the program as `__main__`; a traceback begins with its own first frame."""
     try:
-        main, code = load(program)
+        if program[0] == "-m":
+            sys.argv = ["-m", *program[2:]]  # while its packages are imported
+            runpy._run_module_as_main(program[1])  # type: ignore[attr-defined]
+            return
+        sys.argv = list(program)
+        path = Path.cwd() / program[0]
+        code = load(path)
         if code is None:
             cold_start(program)
-        else:
-            exec(code, main.__dict__)
+            return
+        main.__file__, main.__loader__ = str(path), SourceFileLoader("__main__", str(path))
+        main.__cached__ = None  # type: ignore[attr-defined]
+        exec(code, main.__dict__)
         return
     except (SystemExit, KeyboardInterrupt):
         raise

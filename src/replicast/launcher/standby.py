@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from replicast.config import FAULTS, without
-from replicast.import_environment import make_memory, read_changes, relevant, with_changes
+from replicast.import_environment import as_told, make_memory, relevant
 from replicast.launcher.plan import WorkerPlan, bootstrapped
 from replicast.launcher.screen import Screen
 from replicast.processes import is_frozen
@@ -79,14 +79,6 @@ class Standby:
             return False
         self._control.close()
         return True
-
-    def memory_bytes(self) -> int:
-        """The memory that would be free without it; 0 if unknown."""
-        try:
-            lines = Path(f"/proc/{self.process.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-            return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
-        except (OSError, ValueError, IndexError):
-            return 0
 
     def kill(self) -> None:
         if self.process.returncode is None:
@@ -147,12 +139,8 @@ class StandbySet:
                 self._start(self._wanted.pop(0))
         elif self._waiting and not self._told:
             self._told = True
-            megabytes = sum(standby.memory_bytes() for standby in self._waiting.values()) / 1e6
-            count = len(self._waiting)
-            waits = "1 process waits" if count == 1 else f"{count} processes wait"
-            self._screen.tell(
-                f"replicast: standby: {waits} for a restart: {megabytes:,.0f} MB of memory, no core"
-            )
+            waits = "1 process waits" if len(self._waiting) == 1 else f"{len(self._waiting)} processes wait"
+            self._screen.tell(f"replicast: standby: {waits} for a restart")
 
     def memory_of(self, rank: int) -> int:
         """The descriptor that a worker inherits, to tell what its script changes in the environment."""
@@ -188,7 +176,7 @@ class StandbySet:
         self._imported_with[rank] = relevant(self._environs[rank])
         memory = self.memory_of(rank)
         of_now = without(self._environs[rank], "TF_CONFIG", FAULTS)  # of the attempt that runs now
-        environ = with_changes(of_now, read_changes(memory))
+        environ = as_told(of_now, memory)
         try:
             self._waiting[rank] = Standby(self._program, environ, self._imports, memory)
         except OSError as error:

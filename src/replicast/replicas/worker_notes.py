@@ -107,7 +107,7 @@ class RunFiles:
     def start(self) -> None:
         """Starts the threads: if this worker or worker 0 has a run directory, or a scheduler wants a file."""
         # Before the first note: once that says that the job trains, the launcher starts standby processes.
-        import_environment.note_changes()
+        import_environment.tell_launcher()
         late = import_environment.without_effect()
         if late:
             logger.warning(
