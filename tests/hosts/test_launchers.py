@@ -181,7 +181,7 @@ def test_launchers_that_do_not_belong_together_are_refused(two: Machines) -> Non
     first.wait_for("refused a launcher at 10.77.0.2: both act as the launcher of the first host")
     same = two.launch(0, *hosts, "--run-dir", "same", "train.py")
     assert same.finish() == 2
-    assert "Another process listens at 10.77.0.1:29499" in same.text
+    assert "cannot listen at 10.77.0.1:29499, the address of the first launcher: another pro" in same.text
     stranger = two.launch(1, *hosts, "--run-dir", "other", "train.py", secret="guessed")
     stranger.wait_for("10.77.0.1:29499: the other host has a different job secret. Set REPLICAST_JOB_SEC")
     nobody = two.launch(1, *hosts, "--run-dir", "nobody", "train.py", secret=None)

@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from replicast import __version__
 from replicast.cli import COMMANDS, main
+from replicast.launcher.launcher import Settings
 from replicast.launcher.plan import find_module
 
 HEAVY = ("tensorflow", "keras", "numpy", "rich")
@@ -46,6 +47,17 @@ def refused(*arguments: str) -> str:
     assert result.output.count("\n") == 1
     assert not Path("runs").exists()
     return result.output
+
+
+def test_launchers_are_more_patient_than_their_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Settings] = []
+    monkeypatch.setattr(
+        "replicast.launcher.launcher.supervise", lambda job, settings, environ: made.append(settings)
+    )
+    for secs in ("10", "60"):
+        invoke("run", "--heartbeat", secs, "train.py")
+    assert [one.host_timeouts.silent_secs for one in made] == [30.0, 120.0]
+    assert [one.timeouts.frozen_secs for one in made] == [10.0, 60.0]
 
 
 @pytest.mark.parametrize(

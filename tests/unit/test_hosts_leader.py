@@ -22,7 +22,6 @@ from replicast.launcher.hosts_leader import (
     Member,
     Report,
     difference,
-    host_timeouts,
     read_message,
 )
 from tests.unit.launchers import World, causes, play
@@ -384,11 +383,6 @@ def _disturb(world: World, chance: random.Random) -> None:
             world.cut = set()
         case "reset" if node and world.launchers[0] is not None and world.launchers[node] is not None:
             world.drop_connections(node)
-
-
-def test_launchers_are_more_patient_than_their_workers() -> None:
-    assert host_timeouts(join_secs=5.0, heartbeat_secs=10.0).silent_secs == 30.0
-    assert host_timeouts(join_secs=5.0, heartbeat_secs=60.0) == HostTimeouts(join_secs=5.0, silent_secs=120.0)
 
 
 def test_the_decisions_have_no_clocks_sockets_threads_or_files() -> None:

@@ -560,7 +560,7 @@ def test_a_first_launcher_that_cannot_accept_for_now_says_so_once_and_does_not_s
 
 def test_an_address_in_use_is_refused_in_sentences_that_end_once() -> None:
     refused = pytest.raises(
-        ClusterError, match=r"first launcher: another job\? Give each job an address of its own"
+        ClusterError, match=r"first launcher: another process does: another job\? Give each job a port"
     )
     with listen(("127.0.0.1", 0)) as taken, refused:
         listen(taken.getsockname()[:2])

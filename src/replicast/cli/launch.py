@@ -20,9 +20,9 @@ from replicast import config
 from replicast.errors import LaunchRefused, ServeRefused
 from replicast.files import below
 from replicast.launcher import launcher, plan
-from replicast.launcher.checks import Check, Verdict, all_checks, check_two_workers
+from replicast.launcher.checks import Verdict, all_checks, check_two_workers
 from replicast.launcher.group import EndTimeouts
-from replicast.launcher.hosts_leader import HostTimeouts, host_timeouts
+from replicast.launcher.hosts_leader import HostTimeouts
 
 _DIR, _FILE = click.Path(path_type=Path), click.Path(dir_okay=False, path_type=Path)
 _COUNT, _SECS = click.IntRange(min=0), click.FloatRange(min=0)
@@ -168,7 +168,8 @@ def run(
         # Refused before a run directory is made. After a kill -9 of the launcher before this one, its workers
         # may take a moment to give back their memory, and hold their ports until then.
         plan.hold_ports(job.fixed_ports, within_secs=_PORTS_SECS if job.endpoint is not None else 0.0).close()
-    between = host_timeouts(join_secs=join_timeout, heartbeat_secs=heartbeat_secs)
+    # Launchers are more patient than workers, who wait `heartbeat_secs` for each other.
+    silent_secs = max(HostTimeouts().silent_secs, 2 * heartbeat_secs)
     if run_dir is None and (job.endpoint is None or job.node_rank == 0):
         name = program.rpartition(".")[2] if module else Path(program).stem
         run_dir = launcher.RUNS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
@@ -181,7 +182,7 @@ def run(
         timeouts=EndTimeouts(stop_secs=grace, frozen_secs=heartbeat_secs),
         standby=standby,
         secret=secret,
-        host_timeouts=between,
+        host_timeouts=HostTimeouts(join_secs=join_timeout, silent_secs=silent_secs),
         take_over=take_over,
         page=page,
     )
@@ -285,7 +286,7 @@ def doctor(
         chosen = None if run_dir is None else run_dir.absolute()
         checks = check_hosts(job, secret=secret, timeout_secs=timeout, run_dir=chosen, environ=os.environ)
     if deep:
-        checks.append(_try_two_workers())
+        checks.append(check_two_workers(waiting=_say_that_it_starts))
     from rich.text import Text
 
     from replicast.cli import texts
@@ -302,17 +303,7 @@ def doctor(
     return 1 if broken else 0
 
 
-def _try_two_workers() -> Check:
-    """Shows that something is going on: TensorFlow takes its time to start."""
-    from replicast.cli import texts
-
-    console, doing = texts.make_console(stderr=True), "Two workers are starting"
-    if texts.is_live(console):
-        with console.status(doing) as status:
-            return check_two_workers(waiting=lambda secs: status.update(f"{doing}: {secs:.0f} s"))
-
-    def say(secs: float) -> None:
-        if round(secs) % 10 == 0:
-            click.echo(f"{doing}: {secs:.0f} s", err=True)
-
-    return check_two_workers(waiting=say)
+def _say_that_it_starts(secs: float) -> None:
+    """TensorFlow takes its time to start."""
+    if round(secs) % 10 == 0:
+        click.echo(f"Two workers are starting: {secs:.0f} s", err=True)

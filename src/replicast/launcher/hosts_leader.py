@@ -21,7 +21,6 @@ the sockets; tests/unit/launchers.py runs these machines in virtual time.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,12 +55,6 @@ class HostTimeouts:
     leave_secs: float = 5.0
     tell_after_secs: float = 10.0
     tell_again_secs: float = 30.0
-
-
-def host_timeouts(*, join_secs: float, heartbeat_secs: float) -> HostTimeouts:
-    """The time limits of launchers, more patient than workers, who wait `heartbeat_secs` for each other."""
-    usual = HostTimeouts(join_secs=join_secs)
-    return dataclasses.replace(usual, silent_secs=max(usual.silent_secs, 2 * heartbeat_secs))
 
 
 # --- Messages --------------------------------------------------------------------------------------------
@@ -559,27 +552,24 @@ class Member:
         return [self._told_end]
 
     def _without_leader(self, why: str, now: float) -> list[Command]:
-        order, own = self._order, self.report.failure
+        order, own, has_run = self._order, self.report.failure, self.report.attempt is not None
         if order.phase is Phase.OVER:
             return self._finish(order)
-        over = replace(order, phase=Phase.OVER, failure=own)
         if self.report.signal is not None:
-            over = replace(over, signal=self.report.signal, stopped_on=self._node)
-        has_run = self.report.attempt is not None
-        if over.signal is not None:
-            return self._finish(replace(over, unreached=(0,) if has_run else (), code=128 + over.signal))
-        if own is not None and own.was_told_to:
-            return self._finish(replace(over, code=own.shell_code))
+            order = replace(order, signal=self.report.signal, stopped_on=self._node)
+        if order.signal is not None and has_run:
+            order = replace(order, unreached=(0,))
         lost = WorkerExit(host=0, why=why, reported_by=self._node)
-        if has_run and order.is_last_attempt:
-            return self._finish(replace(over, failure=lost, code=PEER_FAILED))
+        is_told = order.signal is not None or (own is not None and own.was_told_to)
+        following = order_after(order, own if is_told else lost, order.signal, left_behind=False)
+        if following.phase is Phase.OVER and (has_run or is_told):
+            return self._finish(following)
         if self._lost_since is None:  # Not when the workers here exited: it was not lost then.
             self._lost_since = self._next_tell = now
         if now - self._lost_since >= self._timeouts.join_secs:
             problem = f" ({self._unreachable})" if self._unreachable else ""
             lost = replace(lost, why=f"it did not join within {self._timeouts.join_secs:g} s{problem}")
-            return self._finish(replace(over, failure=lost, code=PEER_FAILED))
-        following = replace(order, failure=lost, attempt=order.attempt + 1, restarts=order.restarts + 1)
+            return self._finish(replace(order, phase=Phase.OVER, failure=lost, code=PEER_FAILED))
         commands = self._restart(following) if has_run else []
         return [*commands, *self._wait(now, self._lost_since, (0,), self._unreachable)]
 

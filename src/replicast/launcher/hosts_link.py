@@ -168,7 +168,7 @@ class Wire:
         return hmac.new(self._key, b"%s %d " % (who, number) + text, hashlib.sha256).hexdigest().encode()
 
 
-class Connection:
+class Connection(Wire):
     """A connection to another launcher: messages in, messages out. Never blocks.
 
     The side that has connected says `hello` as soon as both sides have said their openings. Nothing else can
@@ -178,6 +178,7 @@ class Connection:
     def __init__(
         self, connection: socket.socket, secret: bytes, nodes: int, hello: Hello | None = None
     ) -> None:
+        super().__init__(secret, secrets.token_hex(32), is_first=hello is None)
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
@@ -186,17 +187,12 @@ class Connection:
         self.accepted: Hello | None = None  # The introduction of the other side.
         self.is_refused, self.is_asking = False, hello is not None
         self._hello, self._nodes = hello, nodes
-        self._wire = Wire(secret, secrets.token_hex(32), is_first=hello is None)
-        self._unsent = self._wire.opening()
+        self._unsent = self.opening()
         self._flush()
-
-    @property
-    def is_open(self) -> bool:
-        return self._wire.is_open
 
     def send(self, message: Message) -> None:
         """Queues a message and sends what the socket takes."""
-        self._unsent += self._wire.pack(message)
+        self._unsent += self.pack(message)
         if len(self._unsent) > _MAX_UNSENT:
             raise TimeoutError("the other side does not read")
         self._flush()
@@ -212,7 +208,7 @@ class Connection:
         if self.is_refused:  # It may read why, and closes the connection then.
             return []
         messages: list[Message | ValueError] = []
-        for fields in self._wire.feed(data):
+        for fields in self.feed(data):
             try:
                 messages.append(read_message(fields, self._nodes))
             except ValueError as error:
@@ -221,9 +217,6 @@ class Connection:
             hello, self._hello = self._hello, None
             self.send(hello)
         return messages
-
-    def close(self) -> None:
-        self.socket.close()
 
     def _flush(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -385,15 +378,13 @@ def listen(endpoint: tuple[str, int], *, name_secs: float = 0.0) -> socket.socke
     try:
         listener = socket.create_server((address, port), family=family, backlog=1024)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ClusterError(
-                f"Another process listens at {shown}, the address of the first launcher: another job?",
-                remedy="Give each job an address of its own: --rdzv-endpoint HOST:PORT, or another --port",
-            ) from None
         why = os.strerror(error.errno or 0)  # Without what create_server adds to it.
+        if error.errno == errno.EADDRINUSE:
+            why = "another process does: another job?"
         raise ClusterError(
-            f"This machine cannot listen at {shown}, the address of the first host ({why})",
-            remedy="Give --node-rank 0 on the first host alone, by a name or address that is its own",
+            f"This machine cannot listen at {shown}, the address of the first launcher: {why}",
+            remedy="Give each job a port of its own (--port, or --rdzv-endpoint HOST:PORT) and --node-rank 0 "
+            "to the first host alone, by a name or address that is its own",
         ) from None
     listener.setblocking(False)
     return listener
@@ -543,7 +534,7 @@ class First(Link):
                 self._drop(connection, error)
 
     def _drop(self, connection: Connection, error: OSError | None = None) -> None:
-        connection.close()
+        connection.socket.close()
         if connection in self._connections:
             self._connections.remove(connection)
         if connection.accepted is not None and isinstance(error, _CLOSED):
@@ -648,7 +639,7 @@ class Other(Link):
 
     def _lost(self, why: str = "", *, is_closed: bool = False) -> None:
         if self._connection is not None:
-            self._connection.close()
+            self._connection.socket.close()
             self._connection = None
         self._next_try = time.monotonic() + _PAUSE_SECS
         if why:
@@ -697,7 +688,8 @@ class HostsAttempts:
 
     def decide(self, end: GroupEnd, facts: str = "") -> LaunchOrder:
         """Waits until the workers of all hosts have exited."""
-        failure, left = self._from_here(end.first_failure), bool(end.left_behind)
+        first, left = end.first_failure, bool(end.left_behind)
+        failure = None if first is None else sent_from(self._job.node_rank, first)
         self._link.post(lambda member, now: member.on_group_end(failure, now, left_behind=left, facts=facts))
         order = self._wait_for(Phase.WAIT)
         if order.failure is None:
@@ -728,15 +720,12 @@ class HostsAttempts:
         return ends
 
     def tell_failure(self, failure: WorkerExit) -> None:
-        told = self._from_here(failure)
-        self._link.post(lambda member, _: None if told is None else member.on_failure(told))
+        told = sent_from(self._job.node_rank, failure)
+        self._link.post(lambda member, _: member.on_failure(told))
 
     def tell_signal(self, signum: signal.Signals) -> None:
         self._stopped_by = signum
         self._link.post(lambda member, _: member.on_signal(signum))
-
-    def _from_here(self, failure: WorkerExit | None) -> WorkerExit | None:
-        return None if failure is None else sent_from(self._job.node_rank, failure)
 
     def _wait_for(self, phase: Phase) -> LaunchOrder:
         """Waits for such an order or the end of the job; a second Ctrl-C does not wait."""

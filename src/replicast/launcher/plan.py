@@ -245,13 +245,10 @@ def own_node(hosts: Sequence[str]) -> int:
 
 
 def _is_own(address: str) -> bool:
-    with contextlib.suppress(OSError):
-        family, kind, protocol, _, place = socket.getaddrinfo(
-            address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-        )[0]
-        with socket.socket(family, kind, protocol) as tried:
-            tried.bind(place)
-            return True
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family) as tried:
+        tried.bind((address, 0))
+        return True
     return False
 
 
@@ -306,13 +303,11 @@ def check_module(module: str) -> None:
 def find_module(module: str) -> ModuleSpec | None:
     """Finds a module by its dotted name without importing its packages."""
     name, *rest = module.split(".")
-    if not name:
-        return None
     spec = PathFinder.find_spec(name, [str(Path.cwd())])  # `python -m` looks in the current directory first.
     if spec is None or spec.origin is None:
         try:
             spec = importlib.util.find_spec(name) or spec
-        except ValueError:  # A module of this process without a spec, such as __main__.
+        except ValueError:  # No name, or a module of this process without a spec, such as __main__.
             return None
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:

@@ -49,7 +49,6 @@ _CELL = "━"
 _MIN_CELLS = 5
 _OMITTED = "…"
 _COLOUR = r"(?:\x1b\[[0-9;]*m)*"
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CELLS = re.compile(rf"{_CELL}(?:{_COLOUR}{_CELL})+")
 _COUNT = rf"{_COLOUR} *\d+/(?:\d+{_COLOUR} {_COLOUR}{_CELL}(?:{_COLOUR}{_CELL})*|Unknown){_COLOUR}"
 _TIME = rf" {_COLOUR}\d+(?:s|:\d\d(?::\d\d)?){_COLOUR} \d+(?:s|ms|us)/step"
@@ -94,7 +93,7 @@ def with_its_loss(line: str, columns: int) -> str:
 
 
 def _width(line: str) -> int:
-    return len(_COLOURS.sub("", line).expandtabs().rstrip())
+    return len(without_colours(line).expandtabs().rstrip())
 
 
 # --- TensorFlow's info lines -----------------------------------------------------------------------------
