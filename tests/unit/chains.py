@@ -37,7 +37,7 @@ def chain_of(
         environ = environment(rank, hosts, directory)
         ends = open_ends(exchange, environ, DEADLINE_SECS, hosts, b"s" * 32)
         shared = SharedMemoryTransport(f"job-{hosts[rank]}", rank, directory=directory)
-        return ChainTransport(shared, exchange.coordination, rank, hosts, "job", ends)
+        return ChainTransport(shared, exchange, hosts, ends)
 
     with ThreadPoolExecutor(len(hosts)) as threads:
         return list(threads.map(open_one, range(len(hosts))))

@@ -241,7 +241,7 @@ def test_a_transfer_leaves_no_keys_behind(job: Job) -> None:
     parcel = job.on("abb").publish()
     opened = set(job.store.values)
     assert_arrived(job.receive(parcel))
-    assert set(job.store.values) - opened == {"job/one/1"}
+    assert set(job.store.values) - opened == {"replicast/chain/parcel/one/1"}
     job.release("one")
     assert set(job.store.values) == opened
 

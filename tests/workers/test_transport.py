@@ -30,7 +30,7 @@ def opened(hosts: Sequence[str], job: str, directory: Path) -> Transport:
     shared = SharedMemoryTransport(f"{job}-{hosts[rank()]}", rank(), directory=directory)
     exchange = DirectExchange(ServiceCoordination(), job, rank(), len(hosts))
     ends = open_ends(exchange, os.environ, WAIT_SECS, hosts, b"s" * 32)
-    return ChainTransport(shared, exchange.coordination, rank(), hosts, job, ends)
+    return ChainTransport(shared, exchange, hosts, ends)
 
 
 @contextlib.contextmanager

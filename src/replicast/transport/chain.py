@@ -56,7 +56,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from replicast.config import host_and_port, host_id, read_cluster, shared_memory_directory
-from replicast.coordination import Coordination, DirectExchange
+from replicast.coordination import DirectExchange
 from replicast.errors import ClusterError, JobFailed, UpdateRefused
 from replicast.mapped_memory import Bytes
 from replicast.names import Dialer
@@ -109,18 +109,14 @@ class ChainTransport(Transport):
     def __init__(
         self,
         shared: SharedMemoryTransport,
-        coordination: Coordination,
-        rank: int,
+        exchange: DirectExchange,
         hosts: Sequence[str],
-        keys: str,
         ends: Ends | None,
     ) -> None:
         self._shared = shared
-        self._coordination = coordination
-        self._rank = rank
+        self._name, self._rank, self._coordination = exchange.name, exchange.rank, exchange.coordination
         self._hosts = hosts
-        self._leader = hosts.index(hosts[rank])
-        self._keys = keys
+        self._leader = hosts.index(hosts[exchange.rank])
         self._ends = ends
         self._mirrors = Mirrors(shared)
         self._told: set[str] = set()
@@ -194,7 +190,7 @@ class ChainTransport(Transport):
         return str(told["memory"])
 
     def _key(self, parcel_id: str) -> str:
-        return f"{self._keys}/{parcel_id}/{self._leader}"
+        return f"replicast/{self._name}/parcel/{parcel_id}/{self._leader}"
 
     def _fetch(self, ends: Ends, parcel: Parcel, timeout_secs: float) -> str:
         """Returns the name of the memory, if that is used again."""
@@ -246,9 +242,7 @@ def open_transport(exchange: DirectExchange, environ: Mapping[str, str], timeout
     shared = SharedMemoryTransport(files, rank, directory=directory, local_ranks=local_ranks)
     ends = open_ends(exchange, environ, timeout_secs, hosts, bytes.fromhex(secret))
     exchange.forget_agreed("host")  # with the secret, which all have read
-    return ChainTransport(
-        shared, exchange.coordination, rank, hosts, f"replicast/{exchange.name}/parcel", ends
-    )
+    return ChainTransport(shared, exchange, hosts, ends)
 
 
 def open_ends(
