@@ -499,10 +499,8 @@ class Lifetime:
         """
         if not self._only_once.acquire(blocking=False):
             return
-        first = self._set_failure(failure)
-        threading.Thread(
-            target=self._end_after_grace, args=(first,), name="replicast-end", daemon=True
-        ).start()
+        counts = (self._set_failure(failure),)
+        threading.Thread(target=self._end_after_grace, args=counts, name="replicast-end", daemon=True).start()
         self.coordination.abort(str(failure))
         blamed = self.rank if failure.worker is None else failure.worker
         self._keys.put("failed", {"worker": blamed, "message": str(failure)})
