@@ -114,8 +114,9 @@ class View(msgspec.Struct, frozen=True):
 
 
 def fields_of(record: msgspec.Struct) -> dict[str, Any]:
-    """The fields as JSON values."""
-    return {name: json_value(getattr(record, name)) for name in record.__struct_fields__}
+    """The fields as JSON values, without those that are unset."""
+    fields = ((name, getattr(record, name)) for name in record.__struct_fields__)
+    return {name: json_value(value) for name, value in fields if value is not msgspec.UNSET}
 
 
 def json_value(value: Any) -> Any:

@@ -26,6 +26,7 @@ from replicast.core.records import Stage
 from replicast.storage.claims import Claim, Fence, last_claim
 from replicast.storage.journal import FileJournal, committed_updates, counted_lines, load_update, read_stored
 from replicast.storage.run_files import RunInfo, read_run_info, write_run_info
+from replicast.update.effect import Effect
 from replicast.update.inverse import update_before
 from replicast.update.schema import Schema, Variable
 from replicast.update.trial import Trial, TrialOutcome
@@ -62,8 +63,14 @@ def entries() -> list[Entry]:
         Before(1, "golden-1", {}),
         Decided(1, True, 1250, 1, "loss was 0.5 before the update", 0.25),
         Receipt(
-            1, "golden-1", 1200, digests, 0.125, 0.0625, TIME + 1, Stage.VERIFIED, outcome, 1, (38400,) * 3
+            *(1, "golden-1", 1200, digests, 0.125, 0.0625, TIME + 1, Stage.VERIFIED, outcome, 1),
+            trained=(38400,) * 3,
+            effects=(
+                Effect("optimizer/learning_rate", (), before=0.001, after=0.0001),
+                Effect("embedding/embeddings", (1000, 2), rows=2, norm=2.5, change=2.0),
+            ),
         ),
+        Receipt(2, "golden-1", 1300, digests, 0.0, 0.0, TIME + 2, Stage.FAILED),
         Withdrawn("golden-2"),
         Refused("golden-3", ("0-7", "inbox-3"), "there is no variable é"),
         Committed(2, "golden-1", digest, 1300, 1, workers=3, reverts=1),

@@ -220,6 +220,20 @@ def test_show_tells_everything_of_a_committed_update_and_the_receipt_of_every_at
     assert json.loads(invoke("show", run, 1, "--json").output)["edits"][0]["values"]["maximum"] == 2
 
 
+def test_log_status_and_show_tell_from_what_to_what_a_value_was_set(run: Path) -> None:
+    job = PlayedJob(run, stops_at=Stage.COMMITTED)
+    inbox.submit(run, Update(id="rate").scale("learning_rate", 0.5))
+    assert "scale learning_rate by 0.5" in flat(output_of(0, "status", run)), "as it waits"
+    job.act_all()
+    assert "scale optimizer/learning_rate by 0.5" in flat(output_of(0, "log", run)), "before it is applied"
+    job.replay()
+    for command in (["log", run], ["status", run], ["show", run, 1]):
+        assert has(output_of(0, *command), "scale optimizer/learning_rate 0.001", "→ 0.0005")
+    told = json.loads(invoke("log", run, "--json").output)
+    assert told["texts"] == ["scale optimizer/learning_rate 0.001 → 0.0005"]
+    assert told["receipts"][-1]["effects"][0]["after"] == 0.0005
+
+
 def test_show_tells_of_updates_that_wait_were_refused_or_are_in_no_journal(run: Path) -> None:
     filled(run)
     inbox.note_stage(run, "x", Stage.VERIFIED, receipt=PlayedJob(run).receipt("x", 1, 7))

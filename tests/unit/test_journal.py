@@ -403,7 +403,7 @@ def test_summaries_say_what_is_written() -> None:
     )
     assert [summary(edit) for edit in update.edits] == [
         {"operation": "add", "variable": "a", "shape": [2, 3]},
-        {"operation": "scale", "variable": "b", "shape": None},
+        {"operation": "scale", "variable": "b", "shape": None, "value": 2.0},
         {"operation": "add_rows", "variable": "c", "shape": [2, 4]},
         {"operation": "add_low_rank", "variable": "d", "shape": [7, 8]},
     ]

@@ -322,7 +322,7 @@ def _facts(view: UpdateView) -> Iterator[tuple[str, str | Text]]:
     yield "note", one_line(view.note)
     yield "reverts", "" if view.reverts is None else f"update {view.reverts}"
     yield "reverted", "" if view.reverted_by is None else f"by update {view.reverted_by}"
-    yield "edits", "" if is_committed else one_line(view.words(most=100))
+    yield "edits", one_line(view.words(most=20))
     yield "trial", "" if view.trial is None else texts.trial(view.trial)
     if is_committed:
         yield "committed", f"{texts.date(view.committed_at or 0)}, attempt {view.attempt}"

@@ -13,7 +13,7 @@ same step and with the same bits. A checkpoint that contains an update without a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,7 +30,8 @@ from replicast.storage.claims import Fence, last_claim
 from replicast.storage.journal import FileJournal, Updates
 from replicast.storage.run_files import check_free, read_run_info
 from replicast.update.digest import digest_array, digest_of_digests
-from replicast.update.edits import Array
+from replicast.update.distance import MEASURED_BYTES, effects
+from replicast.update.edits import RESETS, Array, Edit
 from replicast.update.inverse import bytes_to_keep, parts_to_keep, update_before
 from replicast.update.schema import Limits, planned
 from replicast.update.state import touched_parts
@@ -73,6 +74,8 @@ def patch_in_place(run: RunDir, step: int, update: Update, *, progress: Progress
             before, history = reader.manifest, journal.history()
             plan = planned(update, before.schema)
             _check_history(history, before, plan)
+            touched = [edit for edit in plan.edits if edit.operation not in RESETS]
+            values = _values_of(reader, touched)
             attempt, sequence = _attempt(run), history.next_sequence
             saved = saved_of(before)
             draft = patched_draft(reader, update).with_updates(replace(saved, holds=saved.holds | {sequence}))
@@ -90,8 +93,9 @@ def patch_in_place(run: RunDir, step: int, update: Update, *, progress: Progress
         path = store.find(step)
         with store.open(step) as reader:
             digest = _digest_of_touched(reader, plan)
+            done = effects(touched, before.schema, values, _values_of(reader, touched))
         applied = sequence, plan.id, step, {0: digest}, 0.0, 0.0, time.time(), Stage.VERIFIED
-        journal.write(Receipt(*applied, attempt=attempt, checkpoint=path.name))
+        journal.write(Receipt(*applied, attempt=attempt, checkpoint=path.name, effects=done))
     return Patched(sequence, path, before, after)
 
 
@@ -164,6 +168,16 @@ def _values_before(
     parts = {name: (indices, _rows(reader, name, indices)) for name, indices in rows.items()}
     values = update_before(plan.id, {name: reader.read(name) for name in whole}, parts)
     return Before(record.sequence, plan.id, journal.stage_before(values))
+
+
+def _values_of(reader: CheckpointReader, edits: Sequence[Edit]) -> dict[str, Array]:
+    """What these edits touch in a checkpoint; nothing if that is more than is measured."""
+    whole, rows = touched_parts(edits)
+    if bytes_to_keep(whole, rows, reader.manifest.schema) > MEASURED_BYTES:
+        return {}
+    return {name: reader.read(name) for name in whole} | {
+        name: _rows(reader, name, indices) for name, indices in rows.items()
+    }
 
 
 def _digest_of_touched(reader: CheckpointReader, plan: Update) -> str:

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from replicast.codec import Record
 from replicast.core.records import Content, Pending, Stage
+from replicast.update.effect import Effect
 from replicast.update.trial import Trial, TrialOutcome
 
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # An integer in JSON may have any size.
@@ -109,6 +110,7 @@ class Receipt(Record):
         trained: How far each worker had trained, by rank, if they report it; they must agree.
         checkpoint: The name of the checkpoint that it was applied to while no job ran; empty if the workers
             applied it. Its digest then stands under 0.
+        effects: What it has done to each variable, as worker 0 measured it.
     """
 
     sequence: int
@@ -123,6 +125,7 @@ class Receipt(Record):
     attempt: int = 0
     trained: tuple[int, ...] = ()
     checkpoint: str = ""
+    effects: tuple[Effect, ...] | UnsetType = UNSET  # an old log has none
 
 
 class Withdrawn(Record):

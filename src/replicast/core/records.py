@@ -10,6 +10,7 @@ import msgspec
 
 from replicast.codec import Record
 from replicast.update.audit_report import ComparedRows
+from replicast.update.effect import Effect
 from replicast.update.trial import Trial
 
 # Why an operation was refused: a record that is sent between processes, and the exception for it.
@@ -120,6 +121,7 @@ class Applied(Record):
     stall_secs: float = 0.0
     trained: int = 0
     keeps: bool = False
+    effects: tuple[Effect, ...] = ()
 
 
 class SeenDigests(Record):

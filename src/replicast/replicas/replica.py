@@ -43,12 +43,13 @@ from replicast.storage.journal import Journal, undo_of
 from replicast.transport import Parcel, Transport
 from replicast.update.audit_report import SLICE_BYTES, rows_in_turn
 from replicast.update.digest import digest_array, is_finite
-from replicast.update.distance import deviation
-from replicast.update.edits import Edit, EditKind
+from replicast.update.distance import MEASURED_BYTES, deviation, effects
+from replicast.update.edits import RESETS, Edit, EditKind
+from replicast.update.effect import Effect
 from replicast.update.guard import Guard
 from replicast.update.inverse import bytes_to_keep, parts_to_keep, update_before
 from replicast.update.schema import Limits, Schema, planned
-from replicast.update.state import Arrays, Held, State
+from replicast.update.state import Arrays, Held, State, touched_parts
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
@@ -531,11 +532,38 @@ class StateReplica:
         applied_at = time.time()
         strict = [edit for edit in update.edits if edit.variable not in self.may_differ]
         digested = self.state.digest_later(strict)
-        self.releasing.do(lambda: self.parcels.release_applied(parcel_id))
+        measured = self._measure_later(update.edits, self._before.get(sequence)) if self.rank == 0 else tuple
         self.reached(id_, Stage.APPLIED)
         faults.point("ack")
         stall_secs, trained = time.monotonic() - self.stopped_at, self.hooks.trained()
-        return lambda: Applied(digested(), applied_at, stall_secs, trained, keeps)
+
+        def report() -> Applied:
+            applied = Applied(digested(), applied_at, stall_secs, trained, keeps, measured())
+            self.releasing.do(lambda: self.parcels.release_applied(parcel_id))
+            return applied
+
+        return report
+
+    def _measure_later(
+        self, edits: Sequence[Edit], before: _Before | None
+    ) -> Callable[[], tuple[Effect, ...]]:
+        """What edits have done, by the values as they are now. Any thread may call the result, once."""
+        schema = self.state.schema
+        whole, rows = touched_parts([edit for edit in edits if edit.operation not in RESETS])
+        if bytes_to_keep(whole, rows, schema) > MEASURED_BYTES:
+            return tuple
+        held = self.state.hold(whole, rows)
+
+        def measure() -> tuple[Effect, ...]:
+            try:
+                kept = ({}, {}) if before is None or before.values is None else before.values()
+                after = held()
+                return effects(edits, schema, kept[0] | kept[1], after[0] | after[1])
+            except Exception:  # The update is applied, whatever can be told of it.
+                logger.exception("what an update has changed cannot be measured")
+                return ()
+
+        return measure
 
     def _hold_before(self, id_: str, sequence: int, edits: Sequence[Edit]) -> bool:
         whole, rows = parts_to_keep(edits, self.state.schema)

@@ -19,73 +19,9 @@ from replicast.storage.checkpoints import CheckpointReader, Draft, Manifest, Pie
 from replicast.storage.claims import checkpoint_parts
 from replicast.strictjson import json_value
 from replicast.update.distance import distance
-from replicast.update.edits import Array, Edit, EditKind, apply_edit, by_variable, dtype_named
+from replicast.update.edits import Edit, apply_to_slice, by_variable, dtype_named, slices_of
 from replicast.update.schema import Schema, Variable, planned
 from replicast.update.update import Update
-
-# Applies edits to a variable slice by slice: the same bits as on the whole variable, with little memory.
-#
-# Every edit computes each element from that element and the edit's own arrays alone. So a variable is
-# treated as a table, with a row for each index of its first dimension, and cut into blocks that are
-# contiguous in the file: whole rows, or a part of one row if a row is too long.
-#
-# The sign and payload of a NaN computed from two different NaNs are undefined: processors give different
-# results for vectorized elements and for the remainder. This needs an update that contains NaNs.
-
-SLICE_ELEMENTS = 2**20  # Arithmetic needs about ten arrays of this size, and is faster in the cache.
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    rows: slice
-    columns: slice
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
-
-
-def blocks_of(variable: Variable, elements: int = SLICE_ELEMENTS) -> Iterator[Slice]:
-    """Cuts a variable into blocks of at most `elements` elements, in the order of its bytes."""
-    rows, width = _table(variable.shape)
-    height, part = max(1, elements // max(1, width)), min(width, elements)
-    for row in range(0, rows, height):
-        for start in range(0, width, max(1, part)):
-            yield Slice(slice(row, min(row + height, rows)), slice(start, min(start + part, width)))
-
-
-def apply_edits(edits: Sequence[Edit], variable: Variable, block: Slice, current: Array) -> Array:
-    for edit in edits:
-        part = _part(edit, variable, block)
-        if part is not None:
-            current = apply_edit(part, current)
-    return current
-
-
-def _table(shape: tuple[int, ...]) -> tuple[int, int]:
-    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-
-
-def _part(edit: Edit, variable: Variable, block: Slice) -> Edit | None:
-    arrays = edit.arrays
-    rows, width = _table(variable.shape)
-    match edit.operation:
-        case EditKind.ADD | EditKind.ASSIGN | EditKind.BLEND:
-            part = {"value": arrays["value"].reshape(rows, width)[block.rows, block.columns]}
-        case EditKind.ADD_ROWS | EditKind.ASSIGN_ROWS | EditKind.RESET_ROWS:
-            indices = arrays["indices"]
-            chosen = (indices >= block.rows.start) & (indices < block.rows.stop)
-            if not chosen.any():
-                return None
-            part = {"indices": indices[chosen] - block.rows.start}
-            if "rows" in arrays:
-                values = arrays["rows"].reshape(len(indices), width)[:, block.columns]
-                part["rows"] = values[chosen]
-        case EditKind.ADD_LOW_RANK:
-            part = {"a": arrays["a"][block.rows], "b": arrays["b"][:, block.columns]}
-        case EditKind.SCALE | EditKind.RESET:
-            part = {}
-    return Edit(edit.operation, edit.variable, part, edit.factor)
 
 
 def patch(
@@ -162,12 +98,12 @@ def patched_variables(
 def _edited(reader: CheckpointReader, name: str, edits: Sequence[Edit]) -> Iterator[memoryview]:
     variable = reader.layout.spans[name].variable
     dtype = dtype_named(variable.dtype)
-    sizes = (block.shape[0] * block.shape[1] * dtype.itemsize for block in blocks_of(variable))
-    blocks = blocks_of(variable)
+    sizes = (block.shape[0] * block.shape[1] * dtype.itemsize for block in slices_of(variable.shape))
+    blocks = slices_of(variable.shape)
     for piece in reader.pieces(name, sizes):
         block = next(blocks)
         current = np.frombuffer(piece, np.uint8).view(dtype).reshape(block.shape)
-        after = apply_edits(edits, variable, block, current)
+        after = apply_to_slice(edits, variable.shape, block, current)
         yield np.ascontiguousarray(after).reshape(-1).view(np.uint8).data
 
 

@@ -395,7 +395,7 @@ def describe(path: RunPath) -> UpdateView | None:
             nbytes=nbytes,
             author=found.update.author,
             note=found.update.note,
-            edits=tuple(summary(edit) for edit in found.update.edits),
+            edits=tuple(summary(edit, outline=True) for edit in found.update.edits),
             scheduled=found.at_step is not None,
             reverts=found.reverts,
             trial=found.trial,

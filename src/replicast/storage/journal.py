@@ -28,13 +28,14 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import math
 import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 import msgspec
 from msgspec import UNSET
@@ -64,6 +65,7 @@ from replicast.storage.claims import GROUPS, Claim, DamagedLines, Fence, LogLine
 from replicast.strictjson import View, parse_integer
 from replicast.tensorfiles import read_bytes
 from replicast.update.edits import RESETS, Edit, EditKind
+from replicast.update.effect import Effect
 from replicast.update.inverse import NOT_KEPT, disturbs, inverse
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update
@@ -126,6 +128,7 @@ class _EditSummary(TypedDict):
     operation: EditKind
     variable: str
     shape: list[int] | None
+    value: NotRequired[float]  # of a factor, or of what has one element
 
 
 def _summaries(line: LogLine) -> tuple[Mapping[str, Any], ...]:
@@ -136,15 +139,19 @@ def _summaries(line: LogLine) -> tuple[Mapping[str, Any], ...]:
         return ()
 
 
-def summary(edit: Edit) -> dict[str, Any]:
-    arrays = edit.arrays
+def summary(edit: Edit, *, outline: bool = False) -> dict[str, Any]:
+    """What an edit does, without its values; of one in outline, values are not known."""
+    arrays, value = edit.arrays, edit.factor
     if "a" in arrays:
         shape: list[int] | None = [arrays["a"].shape[0], arrays["b"].shape[1]]
     else:
         written = arrays.get("value", arrays.get("rows", arrays.get("indices")))
         # None: the whole variable, whatever its shape.
         shape = None if written is None else list(written.shape)
-    return {"operation": str(edit.operation), "variable": edit.variable, "shape": shape}
+        if written is not None and written.size == 1 and "value" in arrays and value is None and not outline:
+            value = float(written.reshape(-1)[0])
+    found = {"operation": str(edit.operation), "variable": edit.variable, "shape": shape}
+    return found | {"value": value} if value is not None and math.isfinite(value) else found
 
 
 # What a start of the job needs of the journal, checked before the first step.
@@ -562,6 +569,7 @@ def _checked(payload: Payload, update: Update | None) -> Update:
 # `client/directory.py` adds what the inbox and the notes of workers say.
 
 _FROM_RECEIPT = ("digests", "propose_to_applied_secs", "stall_secs", "verified_at")
+_GIVEN: dict[str, str] = {EditKind.ASSIGN: "to ", EditKind.SCALE: "by ", EditKind.BLEND: "with weight "}
 
 
 class UpdateView(View, frozen=True, kw_only=True):
@@ -599,13 +607,28 @@ class UpdateView(View, frozen=True, kw_only=True):
     def receipt(self) -> Receipt | None:
         return self.receipts[-1] if self.receipts else None
 
+    @property
+    def effects(self) -> tuple[Effect, ...]:
+        """What it has done to each variable, in the attempt that applied it last."""
+        return () if self.receipt is None else self.receipt.effects or ()
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What each edit does or has done, but resets: "assign optimizer/learning_rate 0.001 → 0.0005"."""
+        done, found = {effect.variable: str(effect) for effect in self.effects}, []
+        for edit in self.edits:
+            operation, name = str(edit.get("operation")), str(edit.get("variable"))
+            if operation not in RESETS:
+                value = edit.get("value", edit.get("factor"))
+                given = "" if value is None else f"{_GIVEN.get(operation, '')}{float(value):.6g}"
+                found.append(f"{operation.replace('_', ' ')} {name} {done.pop(name, given)}".rstrip())
+        return tuple(found)
+
     def words(self, most: int = 2) -> str:
-        """What its edits do, in a few words: "add dense/bias, scale optimizer/learning_rate (+3)"."""
-        asked = [edit for edit in self.edits if edit.get("operation") not in RESETS]
-        shown = [f"{edit.get('operation')}".replace("_", " ") + f" {edit.get('variable')}" for edit in asked]
-        more = f" (+{len(asked) - most})" if len(asked) > most else ""
-        resets = len(self.edits) - len(asked)
-        return ", ".join(shown[:most]) + more + (f", reset {resets} slots" if resets else "")
+        """The same in one line: "add dense/bias 0.5 → 0.7, scale optimizer/learning_rate by 0.5 (+3)"."""
+        more = f" (+{len(self.texts) - most})" if len(self.texts) > most else ""
+        resets = len(self.edits) - len(self.texts)
+        return ", ".join(self.texts[:most]) + more + (f", reset {resets} slots" if resets else "")
 
     def to_json(self) -> dict[str, Any]:
         made = super().to_json()
@@ -613,7 +636,7 @@ class UpdateView(View, frozen=True, kw_only=True):
         if self.trial is not None:
             made["trial"] |= {"before": self.before}
         last = made["receipts"][-1] if self.receipts else {}
-        return made | {name: last.get(name) for name in _FROM_RECEIPT}
+        return made | {name: last.get(name) for name in _FROM_RECEIPT} | {"texts": list(self.texts)}
 
 
 class Updates:

@@ -1,14 +1,29 @@
-"""The distance between two arrays of the same shape and dtype: in bits, and in numbers."""
+"""The distance between two arrays of the same shape and dtype, in bits and in numbers; what edits changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from msgspec.structs import replace
 
 from replicast.update.audit_report import Deviation
-from replicast.update.edits import FLOAT_DTYPES, Array
+from replicast.update.edits import (
+    FLOAT_DTYPES,
+    RESETS,
+    Array,
+    Edit,
+    EditKind,
+    by_variable,
+    edit_in_slice,
+    in_slice,
+    slices_of,
+    touched_rows,
+)
+from replicast.update.effect import Effect
+from replicast.update.schema import Schema, Variable
 
 _PIECE_BYTES = 2**20  # In float64 and with temporary arrays, a piece takes up to forty times its size.
 
@@ -70,3 +85,77 @@ def _largest(left: Array, right: Array) -> tuple[int, float, float]:
         larger = np.maximum(np.abs(left.astype(np.float64)), np.abs(right.astype(np.float64)))
         relative = np.where(np.isinf(absolute), np.inf, absolute / np.where(larger == 0, 1.0, larger))
     return one_is_nan, float(absolute.max()), float(relative.max())
+
+
+# What edits have done to a variable.
+
+MEASURED_BYTES = 2**28  # of what an update touches: the effects of a larger one are not measured
+_EXACT = 2**20  # elements: so many are measured in float64, which takes about three times as long
+
+
+def effects(
+    edits: Sequence[Edit], schema: Schema, before: Mapping[str, Array], after: Mapping[str, Array]
+) -> tuple[Effect, ...]:
+    """What edits have done to each variable, without resets of slots.
+
+    Args:
+        edits: The edits of a planned update.
+        schema: The variables.
+        before: What they overwrote, as far as it was kept.
+        after: What they touched: variables, or of those with edits of rows these rows, each once.
+    """
+    asked = by_variable(edit for edit in edits if edit.operation not in RESETS)
+    return tuple(
+        _effect(several, schema.resolve(name), before.get(name), after[name])
+        for name, several in asked.items()
+        if name in after
+    )
+
+
+def _effect(edits: Sequence[Edit], variable: Variable, before: Array | None, after: Array) -> Effect:
+    """Values before that were not kept are what undoing the edits gives: where it would not, they are."""
+    rows = touched_rows(edits)
+    found = Effect(variable.name, variable.shape, None if rows is None else len(rows))
+    undone = before is None and all(edit.operation in _UNDO for edit in edits)
+    if before is None and not undone:
+        return found
+    if rows is not None:  # as edits of a table that has these rows alone
+        edits = [
+            dataclasses.replace(
+                edit, arrays={**edit.arrays, "indices": np.searchsorted(rows, edit.arrays["indices"])}
+            )
+            for edit in edits
+        ]
+    wide = np.float64 if after.size <= _EXACT else np.float32
+    squares = changed = 0.0
+    with np.errstate(all="ignore"):
+        for part in slices_of(after.shape, _PIECE_BYTES // 8):
+            new: Array = in_slice(after, part).astype(wide)
+            old: Array = new if before is None else in_slice(before, part).astype(wide)
+            for edit in reversed(edits) if undone else ():
+                cut = edit_in_slice(edit, after.shape, part)
+                old = old if cut is None else _UNDO[edit.operation](old, cut)
+            difference = (new - old).reshape(-1)
+            squares += float(np.dot(old.reshape(-1), old.reshape(-1)))
+            changed += float(np.dot(difference, difference))
+    if after.size == 1:
+        return replace(found, before=_finite(old.item()), after=_finite(new.item()))
+    return replace(found, norm=_finite(math.sqrt(squares)), change=_finite(math.sqrt(changed)))
+
+
+def _without_rows(value: Array, cut: Edit) -> Array:
+    value = value.copy()
+    value[cut.arrays["indices"]] -= cut.arrays["rows"]
+    return value
+
+
+_UNDO: dict[EditKind, Callable[[Array, Edit], Array]] = {
+    EditKind.ADD: lambda value, cut: value - cut.arrays["value"],
+    EditKind.ADD_ROWS: _without_rows,
+    EditKind.ADD_LOW_RANK: lambda value, cut: value - cut.arrays["a"].astype(value.dtype) @ cut.arrays["b"],
+    EditKind.SCALE: lambda value, cut: value / (cut.factor or math.nan),
+}
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -12,7 +12,8 @@ the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -203,3 +204,73 @@ def _without_rounded_up(product: Array, left: Array, right: Array) -> Array:
     kept = product[borderline]
     product[borderline] = np.where(too_small, np.copysign(product.dtype.type(0), part), kept)
     return product
+
+
+# Edits of a variable slice by slice: the same bits as on the whole variable, with little memory.
+#
+# Every edit computes each element from that element and the edit's own arrays alone. So a variable is
+# treated as a table, with a row for each index of its first dimension, and cut into slices that are
+# contiguous in memory: whole rows, or a part of one row if a row is too long.
+#
+# The sign and payload of a NaN computed from two different NaNs are undefined: processors give different
+# results for vectorized elements and for the remainder. This needs an update that contains NaNs.
+
+SLICE_ELEMENTS = 2**20  # Arithmetic needs about ten arrays of this size, and is faster in the cache.
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    rows: slice
+    columns: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+
+def slices_of(shape: tuple[int, ...], elements: int = SLICE_ELEMENTS) -> Iterator[Slice]:
+    """Cuts a variable into slices of at most `elements` elements, in the order of its bytes."""
+    rows, width = _table(shape)
+    height, part = max(1, elements // max(1, width)), min(width, elements)
+    for row in range(0, rows, height):
+        for start in range(0, width, max(1, part)):
+            yield Slice(slice(row, min(row + height, rows)), slice(start, min(start + part, width)))
+
+
+def in_slice(array: Array, part: Slice) -> Array:
+    found: Array = array.reshape(_table(array.shape))[part.rows, part.columns]
+    return found
+
+
+def apply_to_slice(edits: Iterable[Edit], shape: tuple[int, ...], part: Slice, current: Array) -> Array:
+    for edit in edits:
+        cut = edit_in_slice(edit, shape, part)
+        if cut is not None:
+            current = apply_edit(cut, current)
+    return current
+
+
+def edit_in_slice(edit: Edit, shape: tuple[int, ...], part: Slice) -> Edit | None:
+    """The part of an edit that concerns a slice of a variable of this shape; None if it does not."""
+    arrays = edit.arrays
+    match edit.operation:
+        case EditKind.ADD | EditKind.ASSIGN | EditKind.BLEND:
+            cut = {"value": in_slice(arrays["value"], part)}
+        case EditKind.ADD_ROWS | EditKind.ASSIGN_ROWS | EditKind.RESET_ROWS:
+            indices = arrays["indices"]
+            chosen = (indices >= part.rows.start) & (indices < part.rows.stop)
+            if not chosen.any():
+                return None
+            cut = {"indices": indices[chosen] - part.rows.start}
+            if "rows" in arrays:
+                values = arrays["rows"].reshape(len(indices), _table(shape)[1])[:, part.columns]
+                cut["rows"] = values[chosen]
+        case EditKind.ADD_LOW_RANK:
+            cut = {"a": arrays["a"][part.rows], "b": arrays["b"][:, part.columns]}
+        case EditKind.SCALE | EditKind.RESET:
+            cut = {}
+    return Edit(edit.operation, edit.variable, cut, edit.factor)
+
+
+def _table(shape: tuple[int, ...]) -> tuple[int, int]:
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)

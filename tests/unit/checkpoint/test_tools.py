@@ -23,14 +23,12 @@ from replicast.storage import checkpoint_tools
 from replicast.storage.checkpoint_tools import (
     Comparison,
     Equality,
-    apply_edits,
-    blocks_of,
     diff,
     differences,
     patch,
 )
 from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
-from replicast.update.edits import RESETS, Edit, EditKind, apply_edit
+from replicast.update.edits import RESETS, Edit, EditKind, apply_edit, apply_to_slice, slices_of
 from replicast.update.schema import Schema, Variable, planned
 from replicast.update.state import MemoryState
 from replicast.update.update import Update
@@ -225,9 +223,11 @@ def in_slices(
     edits: list[Edit], variable: Variable, before: npt.NDArray[Any], elements: int
 ) -> npt.NDArray[Any]:
     flat, parts, done = before.reshape(-1), [before.reshape(-1)[:0]], 0
-    for block in blocks_of(variable, elements):
+    for block in slices_of(variable.shape, elements):
         end = done + block.shape[0] * block.shape[1]
-        parts.append(apply_edits(edits, variable, block, flat[done:end].reshape(block.shape)).reshape(-1))
+        parts.append(
+            apply_to_slice(edits, variable.shape, block, flat[done:end].reshape(block.shape)).reshape(-1)
+        )
         done = end
     assert done == before.size
     return np.concatenate(parts)
@@ -239,7 +239,7 @@ def test_blocks_follow_one_another_and_cover_all(shape: tuple[int, ...], element
     variable = Variable("x", shape, "float32", "trainable")
     whole = np.arange(int(np.prod(shape)))
     table = whole.reshape((shape[0], -1) if shape and whole.size else (1, -1))
-    parts = [table[block.rows, block.columns] for block in blocks_of(variable, elements)]
+    parts = [table[block.rows, block.columns] for block in slices_of(variable.shape, elements)]
     assert all(0 < part.size <= elements for part in parts)
     assert [int(number) for part in parts for number in part.reshape(-1)] == whole.tolist()
 
@@ -304,7 +304,7 @@ def test_a_patched_file_holds_the_bits_of_edits_on_the_whole(
     for edit in edits:
         whole = apply_edit(edit, whole)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as context:
-        context.setattr(checkpoint_tools, "blocks_of", partial(blocks_of, elements=elements))
+        context.setattr(checkpoint_tools, "slices_of", partial(slices_of, elements=elements))
         source = made(Path(folder), 1200, {"x": before, "y": np.ones(3)})
         patch(source, Update().replaced(edits), Path(folder) / "patched")
         with open_checkpoint(Path(folder) / "patched", verify=True) as reader:

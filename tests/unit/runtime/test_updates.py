@@ -12,6 +12,8 @@ from replicast.core.records import Stage
 from replicast.errors import ReplicasDiverged
 from replicast.replicas.proposals import Ticket
 from replicast.replicas.replica import Parcels
+from replicast.storage.claims import Fence
+from replicast.storage.journal import FileJournal, committed_updates
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.transport import SharedMemoryTransport
 from replicast.transport.shared import KEPT_BYTES
@@ -34,6 +36,31 @@ def test_two_proposals_of_one_worker_are_decided_in_order_whatever_their_size() 
         sequences = [ticket.result(DEADLINE_SECS).sequence for ticket in tickets]
         assert sequences == list(range(1, 21))
         assert [id_ for _, id_ in job.workers[0].applied] == [ticket.id for ticket in tickets]
+
+
+def test_a_receipt_says_what_has_changed_on_every_way_to_it(tmp_path: Path) -> None:
+    with Job(2, FileJournal(tmp_path, Fence(tmp_path, 0))) as job:
+        rate = job.workers[1].session.propose(Update().assign("optimizer/learning_rate", 0.25))
+        ticket = job.workers[0].session.propose(Update().add("dense/bias", np.full(3, 2.0, np.float32)))
+        job.train(4)
+        (of_rate,), (of_bias,) = (one.result(DEADLINE_SECS).effects or () for one in (rate, ticket))
+    assert str(of_rate) == "0.1 → 0.25"
+    assert (of_bias.shape, of_bias.rows, of_bias.norm) == ((3,), None, 0.0)
+    assert of_bias.change == pytest.approx(2 * 3**0.5)
+    told = {one for view in committed_updates(tmp_path) for one in view.texts}
+    assert told == {"assign optimizer/learning_rate 0.1 → 0.25", f"add dense/bias {of_bias}"}
+
+
+def test_what_cannot_be_measured_is_applied_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("replicast.replicas.replica.effects", broken)
+    with Job(2) as job:
+        ticket = job.workers[1].session.propose(bias(1.0))
+        job.train(2)
+        assert not ticket.result(DEADLINE_SECS).effects
+        assert [bias_of(worker) for worker in job.workers] == [1.0, 1.0]
 
 
 def test_what_a_guard_lets_through_is_applied_whoever_proposes_it() -> None:

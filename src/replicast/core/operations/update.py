@@ -44,6 +44,7 @@ from collections.abc import Callable
 from math import inf
 from typing import ClassVar
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from replicast.core.entries import Committed, Decided, Payload, Receipt, Scheduled
@@ -234,6 +235,7 @@ def verified(
         trial,
         job.attempt,
         tuple(reports[rank].trained for rank in sorted(reports)),
+        effects=reports[0].effects or UNSET,
     )
     with contextlib.suppress(Refuse):
         yield Persist(receipt)

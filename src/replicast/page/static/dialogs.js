@@ -165,7 +165,7 @@ export function receiptView(view) {
   return el("div", { class: `note ${reverted ? "careful" : "good"}`, id: "receipt" },
     el("p", {}, el("strong", {}, reverted ? `Reverted at step ${count(view.outcome?.step ?? view.step)}: all replicas are back at their state before it.` : `Verified at step ${count(view.step)}: all replicas are equal.`)),
     pairs([
-      ["number", view.sequence ? String(view.sequence) : null], ["id", el("span", { class: "mono" }, view.id)], ["what", editsText(view.edits)],
+      ["number", view.sequence ? String(view.sequence) : null], ["id", el("span", { class: "mono" }, view.id)], ["what", editsText(view)],
       ["digest", digests.length ? el("span", { class: "mono" }, `${digests[0][1]}, ${digests.length > 1 ? `the same on ${digests.length} workers` : "on the only worker"}`) : null],
       ["trial", view.outcome ? `${view.outcome.outcome}: ${view.outcome.reason}` : null],
       ["took", view.propose_to_applied_secs ? `${seconds(view.propose_to_applied_secs)}; training paused for ${seconds(view.stall_secs)}` : null],

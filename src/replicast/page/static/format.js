@@ -59,11 +59,10 @@ export function shape(dimensions) {
   return dimensions.length ? dimensions.join("×") : "a number";
 }
 
-/** What an update does in a few words: "add dense/bias, scale optimizer/learning_rate (+3)". */
-export function editsText(edits, most = 2) {
-  const asked = (edits ?? []).filter((edit) => !String(edit.operation).startsWith("reset"));
-  const shown = asked.slice(0, most).map((edit) => `${String(edit.operation).replaceAll("_", " ")} ${edit.variable}`);
-  return shown.join(", ") + (asked.length > most ? ` (+${asked.length - most})` : "");
+/** What an update does or has done, in a few words: "assign optimizer/learning_rate 0.001 → 0.0005 (+3)". */
+export function editsText(view, most = 2) {
+  const texts = view.texts ?? [];
+  return texts.slice(0, most).join(", ") + (texts.length > most ? ` (+${texts.length - most})` : "");
 }
 
 export function trialText(trial) {

@@ -1,7 +1,7 @@
 // A report (page/assets.py): the page with the data of a run in the file. It asks no server; what auditors need beside it is here.
 
 import { byId, card, el } from "./dom.js";
-import { count, counted, moment, seconds } from "./format.js";
+import { count, counted, editsText, moment, seconds } from "./format.js";
 
 const inlined = byId("report-data");
 export const report = inlined ? JSON.parse(inlined.textContent) : null;
@@ -14,7 +14,7 @@ const WRITTEN = "As the job wrote them; not part of the chain: a change to them 
 export function reportCards() {
   const { chain, status } = report;
   const broken = chain.problems.length > 0;
-  const receipts = answer("updates").updates.flatMap((view) => view.receipts);
+  const receipts = answer("updates").updates.flatMap((view) => view.receipts.map((one) => ({ ...one, what: editsText(view, 20) })));
   return [
     card("chain", "The journal", el("div", { class: "body stack" },
       el("p", { class: `note ${broken ? "bad" : "good"}` }, broken
@@ -24,8 +24,8 @@ export function reportCards() {
       broken ? null : el("p", {}, "The hash of the last one: ", el("code", { class: "mono" }, chain.last || "there is none yet")),
       el("p", { class: "dim small" }, `The chain has the updates and their receipts. Metrics, audits, checkpoints, and starts and ends are as the job wrote them: a change to them does not show here. Keep a copy of the hash elsewhere: it shows later whether an old record was changed. Written on ${moment(status.time)}.`))),
     table("receipts", "Receipts", "What each worker reported, in each attempt that applied the update. Part of the chain.",
-      ["#", "attempt", "step", "outcome", "digests by worker", "paused", "verified"],
-      receipts.map((one) => [one.sequence, one.attempt, count(one.step), one.stage, digests(one), one.checkpoint ? "" : seconds(one.stall_secs), moment(one.verified_at)])),
+      ["#", "attempt", "step", "what", "outcome", "digests by worker", "paused", "verified"],
+      receipts.map((one) => [one.sequence, one.attempt, count(one.step), one.what, one.stage, digests(one), one.checkpoint ? "" : seconds(one.stall_secs), moment(one.verified_at)])),
     table("changes", "Starts, restarts and ends", WRITTEN, ["time", "state", "attempt", "worker", "step", "reason"],
       report.changes.map((one) => [moment(one.time), one.state, one.attempt, one.worker ?? "", count(one.step), one.reason ?? ""])),
   ];

@@ -58,7 +58,7 @@ export class Updates {
   }
 
   entry(view) {
-    const what = editsText(view.edits) || (Number.isInteger(view.reverts) ? `revert update ${view.reverts}` : view.refusal ? view.refusal.problem : `update ${shortId(view.id)}`);
+    const what = editsText(view) || (Number.isInteger(view.reverts) ? `revert update ${view.reverts}` : view.refusal ? view.refusal.problem : `update ${shortId(view.id)}`);
     const meta = [view.step !== null && view.step !== undefined ? `step ${count(view.step)}` : "", view.nbytes ? size(view.nbytes) : "", view.ago ?? "", view.author, view.note ? `“${view.note}”` : ""];
     const summary = el("summary", { "data-focus": `entry-${view.id}` },
       el("span", { class: "number" }, view.sequence ? `#${view.sequence}` : ""),
@@ -83,7 +83,7 @@ export class Updates {
     return pairs([
       ["id", el("span", { class: "mono" }, view.id)],
       ["author", view.author], ["note", view.note],
-      ["edits", (view.edits ?? []).length > 2 ? editsText(view.edits, 20) : null],
+      ["edits", (view.texts ?? []).length > 2 ? editsText(view, 20) : null],
       ["digest", digests.length ? el("span", { class: "mono" }, same ? `${digests[0][1]}, ${digests.length > 1 ? `the same on ${digests.length} workers` : alone}` : digests.map(([rank, digest]) => `worker ${rank}: ${digest}`).join("; ")) : null],
       ["content", view.content_digest ? el("span", { class: "mono" }, view.content_digest) : null],
       ["sha256", view.sha256 ? el("span", { class: "mono" }, view.sha256) : null],

@@ -1,0 +1,46 @@
+"""What an update has done to a variable: from what it was to what it is. Pure; `distance.py` measures it."""
+
+from __future__ import annotations
+
+from replicast.codec import Record
+
+
+class Effect(Record):
+    """What an update has done to one variable. None: not measured, or not a finite number.
+
+    Attributes:
+        variable: Its name.
+        shape: The shape of the variable.
+        rows: How many rows were touched; None if all of it was.
+        before: The value before, of a variable with one element.
+        after: Its value afterwards.
+        norm: The L2 norm of the touched values before.
+        change: The L2 norm of their change.
+    """
+
+    variable: str
+    shape: tuple[int, ...]
+    rows: int | None = None
+    before: float | None = None
+    after: float | None = None
+    norm: float | None = None
+    change: float | None = None
+
+    @property
+    def relative(self) -> float | None:
+        """The norm of the change in relation to the norm before."""
+        return self.change / self.norm if self.norm and self.change is not None else None
+
+    def __str__(self) -> str:
+        if self.before is not None or self.after is not None:
+            return f"{_short(self.before)} → {_short(self.after)}"
+        shape = "×".join(map(str, self.shape))
+        text = shape if self.rows is None else f"{self.rows} row{'' if self.rows == 1 else 's'} of {shape}"
+        if self.norm is None or self.change is None:
+            return text
+        part = "" if self.relative is None else f" ({100 * self.relative:.3g} %)"
+        return f"{text}, norm {self.norm:.4g}, changed by {self.change:.4g}{part}"
+
+
+def _short(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.6g}"
