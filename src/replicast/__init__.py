@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from replicast.client import connect
     from replicast.core.entries import Receipt
     from replicast.core.operation import Timeouts
+    from replicast.launcher.function import launch
     from replicast.replicas.replicas import Replicas
     from replicast.training import Strategy, per_worker
     from replicast.update.guard import Guard
@@ -73,6 +74,7 @@ __all__ = [
     "UpdateRefused",
     "__version__",
     "connect",
+    "launch",
     "optimizers",
     "per_worker",
 ]
@@ -88,6 +90,7 @@ _LATE = {
     "Trial": "replicast.update.trial",
     "Update": "replicast.update.update",
     "connect": "replicast.client",
+    "launch": "replicast.launcher.function",
     "optimizers": "replicast.optimizers",
     "per_worker": "replicast.training",
 }
