@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from replicast.deadline import Deadline
 from replicast.errors import ClusterError, JobFailed
 
 # After this many timed-out waits of a worker for one key, the service is made to release them.
@@ -152,23 +153,22 @@ class ServiceCoordination(Coordination):
         self._lock = threading.Lock()
 
     def put(self, key: str, value: str) -> bool:
-        deadline = time.monotonic() + CLEANUP_SECS
+        deadline = Deadline(CLEANUP_SECS)
         while not self._insert(key, value):
             existing = self._wait_for(key, PEEK_SECS)
             if existing is not None and existing != _NO_VALUE:
                 return False
-            if existing == _NO_VALUE and time.monotonic() > deadline:
+            if existing == _NO_VALUE and deadline.has_passed():
                 self.delete(key)  # the worker that wrote it has died
         return True
 
     def get(self, key: str, timeout_secs: float) -> str | None:
-        deadline = time.monotonic() + timeout_secs
+        deadline = Deadline(timeout_secs)
         value = self._wait_for(key, timeout_secs)
         while value == _NO_VALUE:  # another worker is releasing all waits, and deletes it at once
             self._count(key, timed_out=False)
             time.sleep(_RETRY_SECS)
-            left_secs = deadline - time.monotonic()
-            value = self._wait_for(key, left_secs) if left_secs > 0 else None
+            value = None if deadline.has_passed() else self._wait_for(key, deadline.left())
         if self._count(key, timed_out=value is None) and self._insert(key, _NO_VALUE):
             self.delete(key)
         return value
@@ -287,7 +287,7 @@ class DirectExchange:
 
     def hear(self, what: str, timeout_secs: float, worker: int = 0) -> str:
         """The value that a worker has told. Blocks at most `timeout_secs`."""
-        value = self._value(self._key(what), worker, time.monotonic() + timeout_secs)
+        value = self._value(self._key(what), worker, Deadline(timeout_secs))
         if value is None:
             raise self._late([worker], what, timeout_secs)
         return value
@@ -299,18 +299,17 @@ class DirectExchange:
         """
         key = self._key(what)
         self.coordination.put(f"{key}/{self.rank}", value)
-        until = time.monotonic() + timeout_secs
         if self.rank == 0:
-            return self._publish(what, timeout_secs, until)
-        told = self._value(f"{key}/all", 0, until + LIST_SECS)
+            return self._publish(what, timeout_secs)
+        told = self._value(f"{key}/all", 0, Deadline(timeout_secs + LIST_SECS))
         if told is not None:
             return _listed(told)
         # Worker 0 has not come, or came later and has not given up yet.
-        until = time.monotonic() + LIST_SECS
+        deadline = Deadline(LIST_SECS)
         values: dict[int, str] = {}
         for worker in range(self.size):
             found = self.coordination.peek(f"{key}/{worker}")
-            if found is None or time.monotonic() > until:
+            if found is None or deadline.has_passed():
                 raise self._late([worker if found is None else 0], what, timeout_secs)
             values[worker] = found
         return values
@@ -342,22 +341,21 @@ class DirectExchange:
     def _key(self, what: str) -> str:
         return f"replicast/{self.name}/{what}"
 
-    def _value(self, key: str, worker: int, until: float) -> str | None:
+    def _value(self, key: str, worker: int, deadline: Deadline) -> str | None:
         while True:
-            secs = max(PEEK_SECS, min(LOOK_SECS, until - time.monotonic()))
-            value = self.coordination.get(key, secs)
-            if value is not None or time.monotonic() >= until:
+            value = self.coordination.get(key, max(PEEK_SECS, deadline.left(LOOK_SECS)))
+            if value is not None or deadline.has_passed():
                 return value
             # What it wrote before it left has arrived by now.
             if self.has_left(worker) and self.coordination.get(key, LOOK_SECS) is None:
                 raise self._gone(worker)
 
-    def _publish(self, what: str, timeout_secs: float, until: float) -> dict[int, str]:
+    def _publish(self, what: str, timeout_secs: float) -> dict[int, str]:
         """Worker 0: reads what each worker says, and tells all of them, or who is missing."""
-        key, values = self._key(what), dict[int, str]()
+        key, deadline, values = self._key(what), Deadline(timeout_secs), dict[int, str]()
         try:
             for worker in range(self.size):
-                found = self._value(f"{key}/{worker}", worker, until)
+                found = self._value(f"{key}/{worker}", worker, deadline)
                 if found is None:
                     others = (w for w in range(worker + 1, self.size) if self._is_missing(f"{key}/{w}"))
                     raise self._late([worker, *itertools.islice(others, MOST_NAMED - 1)], what, timeout_secs)
@@ -369,7 +367,7 @@ class DirectExchange:
             raise
         if self.coordination.put(f"{key}/all", json.dumps({"values": list(values.values())})):
             return values
-        told = self._value(f"{key}/all", 0, until)  # of an earlier call, which the others have read
+        told = self._value(f"{key}/all", 0, deadline)  # of an earlier call, which the others have read
         if told is None:
             raise self._late([0], what, timeout_secs)
         return _listed(told)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from replicast.config import START_TIMEOUT, Cluster, host_and_port
+from replicast.deadline import Deadline
 from replicast.errors import ClusterError
 from replicast.names import addresses_of
 from replicast.processes import accept_problem
@@ -69,8 +70,8 @@ def meet(
     while (agreed := _join(cluster, wait, hello)) is None:
         time.sleep(next(pauses_secs))
     agreed_secs, place = agreed
-    ends = time.monotonic() + _SERVER_SECS
-    while time.monotonic() < ends:
+    deadline = Deadline(_SERVER_SECS)
+    while not deadline.has_passed():
         with contextlib.suppress(OSError), socket.create_connection(place, timeout=1.0):
             break
         time.sleep(0.02)

@@ -15,6 +15,7 @@ LAYERS = [
         "codec",
         "errors",
         "config",
+        "deadline",
         "faults",
         "processes",
         "strictjson",

@@ -30,10 +30,10 @@ from replicast.core.events import Ended
 from replicast.core.messages import Tell
 from replicast.core.operations.pull import PulledRows
 from replicast.core.records import Refusal, Stage
+from replicast.deadline import Deadline
 from replicast.errors import FileDamaged, ReplicastError, UpdateRefused, printable
 from replicast.files import RunDir, RunPath
 from replicast.processes import this_process
-from replicast.replicas.lanes import Deadline
 from replicast.replicas.proposals import diverged, refused
 from replicast.replicas.session import Session
 from replicast.storage import inbox

@@ -49,6 +49,7 @@ from replicast.config import host_id
 from replicast.core.entries import Saved
 from replicast.core.events import Ended, WriteOutcome
 from replicast.core.records import Refusal, Refuse, ReportId, Snapshot, Stage
+from replicast.deadline import Deadline
 from replicast.errors import (
     CheckpointError,
     FileDamaged,
@@ -59,7 +60,7 @@ from replicast.errors import (
     UpdateRefused,
 )
 from replicast.mapped_memory import memory_to_fill
-from replicast.replicas.lanes import LOOK_SECS, Deadline, wait_for
+from replicast.replicas.lanes import LOOK_SECS, wait_for
 from replicast.replicas.position import Position, Training
 from replicast.replicas.replica import MetricHistory, joined, mean_history
 from replicast.replicas.session import Session

@@ -7,30 +7,16 @@ training thread raises the error at its next boundary, or from the call in which
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
-import time
 from collections.abc import Callable
 
+from replicast.deadline import Deadline
 from replicast.errors import FileDamaged, JobFailed
 
 logger = logging.getLogger("replicast")
 
 LOOK_SECS = 0.5
-
-
-class Deadline:
-    """A moment after which nobody waits any more; without a number of seconds, it never comes."""
-
-    def __init__(self, secs: float | None) -> None:
-        self._ends = math.inf if secs is None else time.monotonic() + secs
-
-    def left(self, at_most: float) -> float:
-        return max(0.0, min(at_most, self._ends - time.monotonic()))
-
-    def has_passed(self) -> bool:
-        return time.monotonic() >= self._ends
 
 
 def wait_for(event: threading.Event, secs: float | None, check: Callable[[], None]) -> bool:

@@ -37,12 +37,12 @@ from pathlib import Path
 from typing import Any
 
 from replicast import import_environment
+from replicast.deadline import Deadline
 from replicast.errors import FileDamaged, JobFailed, ReplicastError, printable
 from replicast.files import RunDir, below, write_quickly
 from replicast.processes import this_machine
 from replicast.replicas.inbox_reader import InboxReader
 from replicast.replicas.job_checkpoints import numbers
-from replicast.replicas.lanes import Deadline
 from replicast.replicas.position import Position, Training
 from replicast.replicas.session import Session
 from replicast.storage.claims import Fence, sees_group

@@ -39,6 +39,7 @@ import enum
 import hmac
 import json
 import logging
+import math
 import os
 import secrets
 import select
@@ -57,6 +58,7 @@ from msgspec.structs import replace
 
 from replicast.config import host_and_port, host_id, read_cluster, shared_memory_directory
 from replicast.coordination import DirectExchange
+from replicast.deadline import Deadline
 from replicast.errors import ClusterError, JobFailed, UpdateRefused
 from replicast.mapped_memory import Bytes
 from replicast.names import Dialer
@@ -125,7 +127,7 @@ class ChainTransport(Transport):
         return self._shared.publish(parcel_id, arrays, to_read=to_read)
 
     def receive(self, parcel: Parcel, timeout_secs: float, inspect: Inspect = no_inspection) -> list[Array]:
-        until = time.monotonic() + timeout_secs
+        deadline = Deadline(timeout_secs)
         if self._hosts[parcel.source] == self._hosts[self._rank]:
             if self._ends is not None:
                 return self._receive_and_serve(self._ends, parcel, timeout_secs, inspect)
@@ -133,7 +135,7 @@ class ChainTransport(Transport):
             parcel = replace(parcel, memory=self._receive_for_host(self._ends, parcel, timeout_secs))
         else:
             parcel = replace(parcel, memory=self._memory_of_host(parcel, timeout_secs))
-        return self._shared.receive(parcel, max(0.0, until - time.monotonic()), inspect)
+        return self._shared.receive(parcel, deadline.left(), inspect)
 
     def release(self, parcel_id: str, *, reuse: bool = False) -> None:
         if self._ends is not None:
@@ -483,54 +485,55 @@ def limit(connection: socket.socket, secs: float) -> None:
     With Python's own timeouts, a call would return with the first bytes that are there, not with all.
     """
     connection.settimeout(None)
+    secs = max(0.001, secs)  # 0 would be no limit
     timeout = struct.pack("ll", int(secs), int(secs % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
 
 def receive_into(
-    connection: socket.socket, view: memoryview, until: float | None = None, silent_secs: float = 0.0
+    connection: socket.socket,
+    view: memoryview,
+    deadline: Deadline | None = None,
+    silent_secs: float = math.inf,
 ) -> None:
-    """Fills the view; in time, and without a silence this long, if there is a time."""
+    """Fills the view; in time, and without a silence this long, if there is a deadline."""
     while view:
-        if until is not None:
-            left_secs = until - time.monotonic()
-            if left_secs <= 0:
+        if deadline is not None:
+            if deadline.has_passed():
                 raise TimeoutError("the time is over")
-            limit(connection, min(silent_secs, max(0.001, left_secs)))
+            limit(connection, deadline.left(silent_secs))
         count = connection.recv_into(view, 0, socket.MSG_WAITALL)
         if count == 0:
             raise ConnectionError("closed by the other side")
         view = view[count:]
 
 
-def receive_bytes(
-    connection: socket.socket, count: int, until: float | None = None, silent_secs: float = 0.0
-) -> bytes:
+def receive_bytes(connection: socket.socket, count: int, deadline: Deadline | None = None) -> bytes:
     found = bytearray(count)
-    receive_into(connection, memoryview(found), until, silent_secs)
+    receive_into(connection, memoryview(found), deadline)
     return bytes(found)
 
 
-def introduce(connection: socket.socket, secret: bytes, rank: int, ends: float) -> None:
+def introduce(connection: socket.socket, secret: bytes, rank: int, deadline: Deadline) -> None:
     """The handshake, on the side that connects."""
-    greeting = receive_bytes(connection, len(_VERSION) + _NONCE, ends, HANDSHAKE_SECS)
+    greeting = receive_bytes(connection, len(_VERSION) + _NONCE, deadline)
     if not greeting.startswith(_VERSION):
         raise ConnectionError("there is another program, or another version of replicast")
     theirs, mine, name = greeting[len(_VERSION) :], secrets.token_bytes(_NONCE), _RANK.pack(rank)
     connection.sendall(name + mine + _proof(secret, b"connects", theirs, mine, name))
-    answer = receive_bytes(connection, _PROOF, ends, HANDSHAKE_SECS)
+    answer = receive_bytes(connection, _PROOF, deadline)
     if not hmac.compare_digest(answer, _proof(secret, b"listens", theirs, mine, name)):
         raise ConnectionError("it does not know the secret of this job")
 
 
 def admit(connection: socket.socket, secret: bytes) -> int:
     """The handshake, on the side that listens; returns the rank of the other one."""
-    ends = time.monotonic() + HANDSHAKE_SECS
+    deadline = Deadline(HANDSHAKE_SECS)
     mine = secrets.token_bytes(_NONCE)
     limit(connection, HANDSHAKE_SECS)
     connection.sendall(_VERSION + mine)
-    said = receive_bytes(connection, _RANK.size + _NONCE + _PROOF, ends, HANDSHAKE_SECS)
+    said = receive_bytes(connection, _RANK.size + _NONCE + _PROOF, deadline)
     name, theirs, proof = said[: _RANK.size], said[_RANK.size : -_PROOF], said[-_PROOF:]
     if not hmac.compare_digest(proof, _proof(secret, b"connects", mine, theirs, name)):
         raise ConnectionError("wrong secret")
@@ -612,14 +615,14 @@ class Server:
         self._holdings.stop_waiting()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        ends = time.monotonic() + _CLOSE_SECS
+        deadline = Deadline(_CLOSE_SECS)
         self._accepting.join(_CLOSE_SECS)
         with self._lock:
             threads = {**self._strangers, **self._peers}
             for connection in threads:
                 _shut(connection)
         for thread in threads.values():
-            thread.join(max(0.0, ends - time.monotonic()))
+            thread.join(deadline.left())
 
     def _accept(self) -> None:
         has_warned = False
@@ -695,14 +698,13 @@ class Server:
 
 def _send_segment(connection: socket.socket, descriptor: int, segment: Segment) -> None:
     """Sends a segment from its file. The socket does not block: a slow reader is noticed in any case."""
-    ends = time.monotonic() + SEGMENT_SECS
+    deadline = Deadline(SEGMENT_SECS)
     send_answer(connection, Kind.SEGMENT, segment.stop - segment.start, more=True)
     writable = select.poll()
     writable.register(connection, select.POLLOUT)
     at = segment.start
     while at < segment.stop:
-        left_secs = min(SILENT_SECS, ends - time.monotonic())
-        if left_secs <= 0 or not writable.poll(left_secs * 1000):
+        if deadline.has_passed() or not writable.poll(deadline.left(SILENT_SECS) * 1000):
             raise TimeoutError("the other side takes too long")
         with contextlib.suppress(BlockingIOError):
             sent = os.sendfile(connection.fileno(), descriptor, at, segment.stop - at)
@@ -751,16 +753,15 @@ class ChainLink:
     @contextlib.contextmanager
     def connection(self, timeout_secs: float = HANDSHAKE_SECS) -> Iterator[socket.socket]:
         """A connection that is closed at the end. Connecting takes at most that long, and at most 5 s."""
-        timeout_secs = min(timeout_secs, HANDSHAKE_SECS)
-        ends = time.monotonic() + timeout_secs
-        with Dialer(*self._address).connect(timeout_secs) as connection:
+        deadline = Deadline(min(timeout_secs, HANDSHAKE_SECS))
+        with Dialer(*self._address).connect(deadline.left()) as connection:
             with self._lock:
                 if self._closed:
                     raise UpdateRefused(f"Worker {self.rank} has closed its connections", worker=self.rank)
                 self._open.add(connection)
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                introduce(connection, self._secret, self.rank, ends)
+                introduce(connection, self._secret, self.rank, deadline)
                 limit(connection, SILENT_SECS)
                 yield connection
             finally:
@@ -794,24 +795,24 @@ class Fetch:
         self._missing = deque(range(len(self._holding.segments)))
         self._asked: deque[int] = deque()
         self._damaged: Counter[int] = Counter()
-        self._until = 0.0
+        self._deadline = Deadline(0.0)
 
     def run(self, timeout_secs: float) -> None:
         """Blocks until all bytes are here, at most `timeout_secs`."""
-        self._until = time.monotonic() + timeout_secs
+        self._deadline = Deadline(timeout_secs)
         pauses = deque(_PAUSES_SECS)
         while self._missing:
             try:
-                with self._link.connection(self._left_secs()) as connection:
+                with self._link.connection(self._deadline.left()) as connection:
                     self._pull(connection)
             except OSError:  # it broke, or cannot be opened: again
                 self._missing.extendleft(reversed(self._asked))
                 self._asked.clear()
-                if time.monotonic() >= self._until:
+                if self._deadline.has_passed():
                     waited_for = self._holding.waits_for
                     raise not_arrived(self._parcel, timeout_secs, self._link.rank, waited_for) from None
                 self._holding.waits_for = self._link.predecessor
-                time.sleep(min(pauses[0], self._left_secs()))
+                time.sleep(self._deadline.left(pauses[0]))
                 if len(pauses) > 1:
                     pauses.popleft()
 
@@ -821,9 +822,9 @@ class Fetch:
             while self._missing and len(self._asked) < IN_FLIGHT:
                 self._asked.append(self._missing.popleft())
                 send_request(connection, self._parcel.id, self._asked[-1])
-            if time.monotonic() >= self._until:
+            if self._deadline.has_passed():
                 raise TimeoutError("the time is over")
-            limit(connection, min(SILENT_SECS, self._left_secs()))
+            limit(connection, self._deadline.left(SILENT_SECS))
             kind, number = receive_answer(connection)
             if kind is Kind.WAITING:
                 self._holding.waits_for = number
@@ -850,7 +851,7 @@ class Fetch:
 
     def _receive_segment(self, connection: socket.socket, segment: Segment) -> UpdateRefused | None:
         def received(_: int, chunk: Bytes) -> Bytes:
-            receive_into(connection, chunk.data, self._until, SILENT_SECS)
+            receive_into(connection, chunk.data, self._deadline, SILENT_SECS)
             return chunk
 
         alone = len(segment.blocks) == 1  # digested while its bytes are in the processor's cache
@@ -863,6 +864,3 @@ class Fetch:
             if problem is not None:
                 return problem
         return None
-
-    def _left_secs(self) -> float:
-        return max(0.001, self._until - time.monotonic())

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from replicast.deadline import Deadline
 from replicast.errors import ClusterError
 from replicast.mapped_memory import Bytes, map_private, map_shared, map_to_read
 from replicast.tensorfiles import Array
@@ -233,14 +234,14 @@ class SharedMemoryTransport(Transport):
     def waited_for(self, parcel: Parcel, timeout_secs: float) -> Iterator[int]:
         """The file of a parcel, once its source has completed it."""
         path = self.path(parcel.memory or parcel.id)
-        until = time.monotonic() + timeout_secs
+        deadline = Deadline(timeout_secs)
         with contextlib.ExitStack() as stack:
             while True:
                 try:
                     descriptor = stack.enter_context(opened(path))
                     break
                 except FileNotFoundError:
-                    if time.monotonic() >= until:
+                    if deadline.has_passed():
                         raise not_arrived(parcel, timeout_secs, self._rank, parcel.source) from None
                 time.sleep(_POLL_SECS)
             size = os.fstat(descriptor).st_size
