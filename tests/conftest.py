@@ -84,6 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
     A shell ignores Ctrl-C for what runs behind it: the jobs that tests start shall not.
     """
     config.addinivalue_line("markers", "script(check, *pools): a test that runs on the workers of pools")
+    config.addinivalue_line("markers", "ends_its_pool: a test after which the processes of its pool are gone")
     gc.disable()  # until all is imported
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(STARTED), *filter(None, paths)]))
@@ -122,11 +123,15 @@ def _group(item: pytest.Item) -> str:
 
 
 def _place(item: pytest.Item) -> tuple[int, ...]:
-    """That of its group; in a group, larger pools come later, so that each starts when it is first needed."""
+    """That of its group; in a group, larger pools come later, so that each starts when it is first needed.
+
+    What ends the processes of its pool comes last: otherwise they would be started once more.
+    """
     groups = {"pools": 0, "pool2": 0}
     folders = {"hosts": 2, "faults": 2, "workers": 3, "page": 3, "simulation": 4}
     place = groups.get(_group(item), folders.get(item.path.parent.name, 5))
-    return place, *(name in _pools(item) for name in ("pool3", "pool2", "pool1"))
+    ends = item.get_closest_marker("ends_its_pool") is not None
+    return place, ends, *(name in _pools(item) for name in ("pool3", "pool2", "pool1"))
 
 
 def pytest_unconfigure() -> None:

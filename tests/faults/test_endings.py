@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-DEADLINE_SECS = 240
-"""Far more than a job takes, also on a busy machine."""
+from tests import jobs
 
 HEAD = """
 import sys, numpy as np, keras, tensorflow as tf, replicast
@@ -25,36 +21,14 @@ y = np.ones((64, 1), "float32")
 """
 
 
-def run(
-    tmp_path: Path, body: str, *, head: str = HEAD, **environ: str
-) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Runs a script under the launcher; what it said, and each worker's log."""
-    script = tmp_path / "script.py"
-    script.write_text(head + textwrap.dedent(body))
-    command = [
-        sys.executable,
-        "-m",
-        "replicast",
-        "run",
-        "-n",
-        "2",
-        "--run-dir",
-        str(tmp_path / "run"),
-    ]
-    done = subprocess.run(
-        [*command, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECS,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **environ},
-        check=False,
-    )
-    logs = [(tmp_path / "run" / "logs" / "attempt-0" / f"worker-{rank}.log").read_text() for rank in range(2)]
-    return done, logs
+def run(tmp_path: Path, body: str, *, head: str = HEAD, **settings: str) -> tuple[int, str, list[str]]:
+    """Runs a script under the launcher: its exit code, what was said, and each worker's log."""
+    code, said = jobs.finish(jobs.start(tmp_path, head + textwrap.dedent(body), **settings))
+    return code, said, jobs.logs(tmp_path)
 
 
 def test_a_job_ends_with_0_everywhere_when_worker_0_is_the_first_to_finish(tmp_path: Path) -> None:
-    done, logs = run(
+    code, said, logs = run(
         tmp_path,
         """
         model.fit(x, y, verbose=0)
@@ -65,12 +39,12 @@ def test_a_job_ends_with_0_everywhere_when_worker_0_is_the_first_to_finish(tmp_p
         """,
         REPLICAST_TEST_AS_USERS="1",  # all that Python does at the exit included
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert code == 0, said
     assert "still here" in logs[1]
 
 
 def test_a_worker_that_leaves_in_the_middle_ends_the_others_with_the_reason(tmp_path: Path) -> None:
-    done, logs = run(
+    code, _, logs = run(
         tmp_path,
         """
         class Fault(keras.callbacks.Callback):
@@ -80,13 +54,13 @@ def test_a_worker_that_leaves_in_the_middle_ends_the_others_with_the_reason(tmp_
         model.fit(x, y, batch_size=2, verbose=0, callbacks=[Fault()])
         """,
     )
-    assert done.returncode != 0
+    assert code != 0
     assert "worker 0 reached the end of its script while worker 1 is still training" in logs[1]
 
 
 @pytest.mark.parametrize("fewer", [0])  # tests/long: worker 1
 def test_workers_with_different_numbers_of_batches_end_with_the_reason(tmp_path: Path, fewer: int) -> None:
-    done, logs = run(
+    code, _, logs = run(
         tmp_path,
         f"""
         def batches():
@@ -96,5 +70,5 @@ def test_workers_with_different_numbers_of_batches_end_with_the_reason(tmp_path:
         model.fit(x, y, verbose=0)
         """,
     )
-    assert done.returncode != 0
+    assert code != 0
     assert "Every worker must get the same number of batches" in logs[1 - fewer] + logs[fewer]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,11 @@ import pytest
 
 import replicast
 from replicast.storage.journal import committed_updates
+from tests import jobs
 from tests.pool import Pool
 from tests.pool.checks import digest, state
 from tests.workers.recipes import perceptron
 from tests.workers.test_updates import mark, quietly, replicas_of
-
-DEADLINE_SECS = 240
-"""Far more than two attempts take, also on a busy machine."""
 
 HEAD = """
 import os, signal, sys, time
@@ -51,37 +47,7 @@ def fit(act):
 
 
 def start(directory: Path, body: str, *options: str) -> subprocess.Popen[str]:
-    """A job of two under the launcher, with shared memory of its own."""
-    directory.mkdir(exist_ok=True)
-    (directory / "shm").mkdir(exist_ok=True)
-    (directory / "train.py").write_text(HEAD + textwrap.dedent(body))
-    command = [
-        sys.executable,
-        "-m",
-        "replicast",
-        "run",
-        "-n",
-        "2",
-        "--run-dir",
-        "run",
-        *options,
-        "train.py",
-    ]
-    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "REPLICAST_SHM_DIR": str(directory / "shm")}
-    return subprocess.Popen(
-        command, cwd=directory, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def finish(job: subprocess.Popen[str], deadline_secs: float = DEADLINE_SECS) -> tuple[int, str]:
-    with job:
-        try:
-            out, err = job.communicate(timeout=deadline_secs)
-        except BaseException:
-            job.send_signal(signal.SIGTERM)
-            raise
-    return job.returncode, out + err
+    return jobs.start(directory, HEAD + textwrap.dedent(body), *options)
 
 
 # A full disk.
@@ -152,11 +118,11 @@ def test_a_worker_that_raises_while_an_update_is_staged_is_named_all_end_and_no_
     tmp_path: Path,
 ) -> None:
     body = STAGED.format(author=1, then='raise ValueError("no such column")')
-    code, said = finish(start(tmp_path, body))
+    code, said = jobs.finish(start(tmp_path, body))
     assert (tmp_path / "staged").exists()
     assert code == 1, said
     assert "worker 1 failed first" in said
-    logs = [(tmp_path / f"run/logs/attempt-0/worker-{rank}.log").read_text() for rank in range(2)]
-    assert "ValueError: no such column" in logs[1]
-    assert "worker 1 failed first: ValueError: no such column" in logs[0]
+    other, failing = jobs.logs(tmp_path)
+    assert "ValueError: no such column" in failing
+    assert "worker 1 failed first: ValueError: no such column" in other
     assert not list((tmp_path / "shm").iterdir())

@@ -41,15 +41,7 @@ VICTIMS = {STOP_0: 0, STOP_1: 1}
 
 @dataclass(frozen=True)
 class Case:
-    """One fault.
-
-    Attributes:
-        fault: What happens.
-        secs: For how long; 0 if it does not end by itself.
-        update: Whether 100 MB are under way.
-        hosts: The number of hosts, each with one worker.
-        heartbeat_secs: The heartbeat timeout.
-    """
+    """One fault, for some seconds or, with 0, until the job ends; with `update`, 100 MB are under way."""
 
     fault: str
     secs: float
@@ -67,16 +59,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What became of a case.
-
-    Attributes:
-        case: The case.
-        ends: When each worker ended, in seconds since the fault, and its exit code; None if it did not.
-        said: What each worker says to be the cause, in the first attempt.
-        attempts: How many it took to train to the end.
-        finals: What each worker says of its state at the end.
-        logs: All logs.
-    """
+    """When each worker ended, in seconds since the fault, with which code, and what it said of the cause."""
 
     case: Case
     ends: list[tuple[float, int] | None]

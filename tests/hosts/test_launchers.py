@@ -65,18 +65,6 @@ def test_a_death_on_either_host_restarts_both_with_one_cause_and_one_count(two: 
     assert logs == ["secret: None\n"] * 3, "workers do not need it"
 
 
-def test_three_hosts_name_the_same_first_failure_and_exit_alike(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WAITS)
-    with machines(tmp_path, hosts=3) as three:
-        launched = three.launch_all("--run-dir", "run", "train.py")
-        os.kill(three.pids(0, workers=3)[1], signal.SIGKILL)
-        assert [one.finish() for one in launched] == [137, 137, 137]
-        named = lines_with(launched, "failed first")
-        assert [len(lines) for lines in named] == [1, 1, 1]
-        assert "worker 1 on 10.77.0.2 failed first: killed by SIGKILL" in named[0][0]
-        assert named[0][0].split(" after ")[0] == named[2][0].split(" after ")[0]
-
-
 def test_the_worker_that_was_stopped_is_blamed_and_not_the_one_that_noticed(two: Machines) -> None:
     notices = """
 if rank == 0:
@@ -129,20 +117,6 @@ def test_a_launcher_that_is_killed_ends_the_workers_of_both_and_may_come_back(
     other = launched[1 - node]
     assert other.text.count(f"host {two.hosts[node].address} was lost: its connection was closed") == 1
     assert "failed first" not in other.text, "the job has finished"
-
-
-def test_a_launcher_that_is_started_again_at_once_joins_the_next_attempt(two: Machines) -> None:
-    options = "--max-restarts", "1", "--run-dir", "run", "train.py"
-    first, second = two.launch_all(*options)
-    two.pids(0)
-    second.process.kill()
-    second.process.wait()
-    again = two.launch(1, "--hosts", HOSTS, *options)
-    two.pids(1)
-    (two.directory / "finish-1").touch()
-    assert (first.finish(), again.finish()) == (0, 0)
-    assert lines_with([first, again], "was lost: ")[1] == [], "it was mended before this launcher began"
-    assert len(lines_with([first], "was lost: ")[0]) == 1, "when it happened, and not at the end"
 
 
 def test_a_host_that_does_not_come_is_named_and_the_others_end(two: Machines) -> None:

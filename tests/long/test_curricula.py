@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import jobs
 from tests.pool.checks import assert_equal_on_all
-
-DEADLINE_SECS = 240.0
 
 TRAIN = """
 import os, signal, sys, time
@@ -67,22 +63,9 @@ np.savez(f"state-{strategy.rank}.npz", step=replicas.step, **values)
 
 def trained(directory: Path, *arguments: str) -> tuple[list[dict[str, np.ndarray]], list[str], str]:
     """The states at the end, what worker 0 restored in each attempt, and all that was said."""
-    (directory / "shm").mkdir(parents=True)
-    (directory / "train.py").write_text(TRAIN)
-    command = [sys.executable, "-m", "replicast", "run", "-n", "2", "--run-dir", "run"]
-    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "REPLICAST_SHM_DIR": str(directory / "shm")}
-    ended = subprocess.run(
-        [*command, "--max-restarts", str(len(arguments) - 1), "train.py", *arguments],
-        cwd=directory,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECS,
-        check=False,
-    )
-    said = ended.stdout + ended.stderr
-    assert ended.returncode == 0, said
+    restarts = ("--max-restarts", str(len(arguments) - 1))
+    code, said = jobs.finish(jobs.start(directory, TRAIN, *restarts, arguments=arguments))
+    assert code == 0, said
     logs = sorted((directory / "run" / "logs").glob("attempt-*/worker-0.log"))
     lines = [line for log in logs for line in log.read_text().splitlines()]
     restored = [line.removeprefix("restored ") for line in lines if line.startswith("restored ")]

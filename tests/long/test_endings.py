@@ -10,12 +10,13 @@ import pytest
 
 from tests.faults import test_endings as endings
 from tests.faults.test_endings import HEAD, run
-from tests.faults.test_updates import DEADLINE_SECS, STAGED, finish, start
+from tests.faults.test_updates import STAGED, start
+from tests.jobs import DEADLINE_SECS, finish
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_worker_that_raised_is_named_and_all_end(tmp_path: Path, failing: int) -> None:
-    done, logs = run(
+    code, said, logs = run(
         tmp_path,
         f"""
         class Fault(keras.callbacks.Callback):
@@ -25,9 +26,9 @@ def test_the_worker_that_raised_is_named_and_all_end(tmp_path: Path, failing: in
         model.fit(x, y, batch_size=2, verbose=0, callbacks=[Fault()])
         """,
     )
-    assert done.returncode == 1
-    assert f"worker {failing}" in done.stderr.replace("\n", " ")
-    assert "no such column" in done.stderr
+    assert code == 1
+    assert f"worker {failing}" in said.replace("\n", " ")
+    assert "no such column" in said
     assert "ValueError: no such column" in logs[failing]
     assert f"worker {failing} failed first: ValueError: no such column" in logs[1 - failing]
 
@@ -37,27 +38,27 @@ def test_worker_1_that_has_fewer_batches_ends_all_with_the_reason(tmp_path: Path
 
 
 def test_a_script_that_ends_early_on_all_workers_ends_with_0(tmp_path: Path) -> None:
-    done, _ = run(tmp_path, "model.fit(x, y, verbose=0); sys.exit()")
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, said, _ = run(tmp_path, "model.fit(x, y, verbose=0); sys.exit()")
+    assert code == 0, said
 
 
 def test_a_model_that_was_made_outside_the_scope_does_not_end_as_if_all_was_well(tmp_path: Path) -> None:
     outside = HEAD.replace("with strategy.scope():", "if True:")
-    done, logs = run(tmp_path, "model.fit(x, y, verbose=0)", head=outside)
-    assert done.returncode == 1
+    code, _, logs = run(tmp_path, "model.fit(x, y, verbose=0)", head=outside)
+    assert code == 1
     assert all("Build and compile the model inside 'with strategy.scope():'" in log for log in logs)
 
 
 def test_a_worker_that_leaves_before_the_model_is_made_is_named_with_its_exit_code(tmp_path: Path) -> None:
     leaves = HEAD.replace("rank = strategy.rank", "rank = strategy.rank\nif rank == 1: sys.exit(3)")
-    done, logs = run(tmp_path, "", head=leaves)
-    assert done.returncode == 3
-    assert "worker 1 failed first: exit code 3" in done.stderr
+    code, said, logs = run(tmp_path, "", head=leaves)
+    assert code == 3
+    assert "worker 1 failed first: exit code 3" in said
     assert "worker 1 reached the end of its script while worker 0 is still training" in logs[0]
 
 
 def test_a_callback_that_stops_one_worker_only_ends_with_the_reason(tmp_path: Path) -> None:
-    done, logs = run(
+    code, _, logs = run(
         tmp_path,
         """
         class Stop(keras.callbacks.Callback):
@@ -66,7 +67,7 @@ def test_a_callback_that_stops_one_worker_only_ends_with_the_reason(tmp_path: Pa
         model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[Stop()])
         """,
     )
-    assert done.returncode != 0
+    assert code != 0
     assert "worker 1 reached the end of its data, or left its loop" in logs[0] or (
         "worker 1 reached the end of its script" in logs[0]
     )
@@ -88,7 +89,7 @@ def test_ctrl_c_while_an_update_is_staged_ends_all_and_leaves_no_memory_behind(t
 def test_a_worker_that_leaves_between_two_trainings_ends_the_others_with_the_reason(
     tmp_path: Path, leaves: str, code: int
 ) -> None:
-    done, logs = run(
+    code, said, logs = run(
         tmp_path,
         f"""
         replicas = replicast.Replicas(model)
@@ -98,12 +99,12 @@ def test_a_worker_that_leaves_between_two_trainings_ends_the_others_with_the_rea
         model.fit(x, y, verbose=0, callbacks=[replicas.callback()])
         """,
     )
-    assert done.returncode == code, done.stdout + done.stderr
+    assert code == code, said
     assert "worker 1 reached the end of its script" in logs[0]
 
 
 def test_sigterm_after_the_start_ends_a_worker_without_replicas(tmp_path: Path) -> None:
-    done, logs = run(
+    code, said, logs = run(
         tmp_path,
         """
         import os, signal
@@ -114,13 +115,13 @@ def test_sigterm_after_the_start_ends_a_worker_without_replicas(tmp_path: Path) 
         model.fit(x, y, verbose=0)
         """,
     )
-    assert done.returncode == 143, done.stdout + done.stderr
+    assert code == 143, said
     assert "started" in logs[1]
     assert "still here" not in logs[1]
 
 
 def test_sigterm_before_the_first_training_ends_all(tmp_path: Path) -> None:
-    done, logs = run(
+    code, said, logs = run(
         tmp_path,
         """
         import os, signal, time
@@ -132,5 +133,5 @@ def test_sigterm_before_the_first_training_ends_all(tmp_path: Path) -> None:
         model.fit(x, y, verbose=0, callbacks=[replicas.callback()])
         """,
     )
-    assert done.returncode == 143, done.stdout + done.stderr
+    assert code == 143, said
     assert "this worker was told to exit outside of a training: nothing is saved" in logs[1]

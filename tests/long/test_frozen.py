@@ -17,16 +17,17 @@ import pytest
 
 from replicast.config import PEER_FAILED, START_TIMEOUT
 from replicast.launcher.plan import hold_ports
-from tests.faults.test_frozen import HANGS_SECS, SCRIPT, run_frozen
+from tests.faults.test_frozen import SCRIPT, run_frozen
+from tests.jobs import DEADLINE_SECS as HANGS_SECS
 
 
 @pytest.mark.parametrize("moment", ["start", "update", "close"])
 def test_the_frozen_worker_is_named_and_the_job_starts_again(tmp_path: Path, moment: str) -> None:
-    done = run_frozen(tmp_path, (0, moment), (1, moment))
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, said = run_frozen(tmp_path, (0, moment), (1, moment))
+    assert code == 0, said
     for frozen in (0, 1):
         assert (tmp_path / f"frozen-{frozen}-{moment}").exists(), "the fault fired"
-        assert f"worker {frozen} was stopped (SIGSTOP) and did not continue: killed" in done.stderr
+        assert f"worker {frozen} was stopped (SIGSTOP) and did not continue: killed" in said
 
 
 def start_bare(directory: Path, rank: int, ports: tuple[int, ...], **environ: str) -> subprocess.Popen[bytes]:
@@ -42,13 +43,6 @@ def start_bare(directory: Path, rank: int, ports: tuple[int, ...], **environ: st
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-
-
-def wait_for(path: Path) -> None:
-    ends = time.monotonic() + HANGS_SECS
-    while not path.exists():
-        assert time.monotonic() < ends, f"{path} did not come"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("frozen", [0, 1])

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from replicast.faults import Fault, Point, read_fired
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.journal import committed_updates
-from tests.faults.test_updates import finish, start
-from tests.long.test_killed_updates import states
+from tests.faults.test_updates import start
+from tests.jobs import finish
 from tests.pool.checks import assert_equal_on_all
-
-FOUR_LIVES_SECS = 270.0
 
 TRIED = """
 replicas.restore()
@@ -39,6 +38,10 @@ model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=call
 state = replicas.read(variable.name for variable in replicas.schema)
 np.savez(f"state-{{rank}}.npz", **{{name.replace("/", "."): value for name, value in state.items()}})
 """
+
+
+def states(directory: Path) -> list[dict[str, np.ndarray]]:
+    return [dict(np.load(directory / f"state-{rank}.npz")) for rank in range(2)]
 
 
 def outcomes(directory: Path) -> list[tuple[str, int]]:
@@ -67,7 +70,7 @@ def test_a_job_that_is_killed_in_trials_decides_alike_and_ends_with_the_bits_of_
     # disk and nobody has acted.
     plan = [Fault(0, Point.DECIDE, attempt=1), Fault(0, Point.SETTLE, occurrence=2, attempt=2)]
     monkeypatch.setenv("REPLICAST_FAULTS", json.dumps([fault.to_json() for fault in plan]))
-    code, said = finish(start(tmp_path, TRIED.format(killed=True), "--max-restarts", "3"), FOUR_LIVES_SECS)
+    code, said = finish(start(tmp_path, TRIED.format(killed=True), "--max-restarts", "3"))
     assert code == 0, said
     assert [fired["point"] for fired in read_fired(tmp_path / "run")] == [Point.DECIDE, Point.SETTLE], said
     assert (tmp_path / "run" / "logs" / "attempt-3").exists()

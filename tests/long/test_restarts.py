@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,9 +16,9 @@ import pytest
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.journal import committed_updates
+from tests.jobs import DEADLINE_SECS, finish, is_alive, logs, start
 from tests.pool.checks import assert_equal_on_all
 
-DEADLINE_SECS = 120.0
 KINDS = ["arrays", "dataset", "endless", "executions", "reshuffled"]
 
 TRAIN = """
@@ -157,30 +156,13 @@ class Job:
     def start(
         self, kinds: str, *plan: str, workers: int = 2, restarts: int = 0, standby: bool = False
     ) -> subprocess.Popen[str]:
-        """Starts it.
+        """Starts it on some `KINDS` of data; `plan` says what happens in each attempt.
 
-        Args:
-            kinds: Of data: some of `KINDS`.
-            plan: What happens in each attempt: "kill,STEP,WORKER", "standby,STEP,WORKER", which is a kill
-                once the file standby-ATTEMPT is there, or "terminate,STEP,WORKER".
-            standby: Whether with standby processes.
+        "kill,STEP,WORKER"; "standby,STEP,WORKER", a kill once the file standby-ATTEMPT is there; or
+        "terminate,STEP,WORKER".
         """
-        (self.directory / "shm").mkdir(exist_ok=True)
-        (self.directory / "train.py").write_text(TRAIN)
-        command = [sys.executable, "-m", "replicast", "run", "-n", str(workers), "--run-dir", "run"]
-        environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-        environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "REPLICAST_SHM_DIR": str(self.directory / "shm")}
-        process = subprocess.Popen(
-            [
-                *(*command, "--max-restarts", str(restarts), *(["--standby"] if standby else [])),
-                *("train.py", kinds, *plan),
-            ],
-            cwd=self.directory,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        options = ("--max-restarts", str(restarts), *(["--standby"] if standby else []))
+        process = start(self.directory, TRAIN, *options, arguments=(kinds, *plan), workers=workers)
         self.started.append(process)
         return process
 
@@ -192,13 +174,12 @@ class Job:
 
     def restored(self, attempt: int) -> list[str]:
         """What each worker has restored in an attempt."""
-        logs = sorted((self.run_dir / "logs" / f"attempt-{attempt}").glob("worker-*.log"))
-        lines = [line for log in logs for line in log.read_text().splitlines()]
+        lines = [line for log in logs(self.directory, attempt) for line in log.splitlines()]
         return [line for line in lines if line.startswith("restored ")]
 
     def orphans(self) -> list[int]:
         pids = [int(path.read_text()) for path in self.directory.glob("pid-*")]
-        return [pid for pid in pids if alive(pid)]
+        return [pid for pid in pids if is_alive(pid)]
 
     def wait_for(self, name: str) -> None:
         ends = time.monotonic() + DEADLINE_SECS
@@ -206,18 +187,6 @@ class Job:
             assert time.monotonic() < ends, f"{name} never came"
             assert self.started[-1].poll() is None, finish(self.started[-1])
             time.sleep(0.02)
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    out, err = process.communicate(timeout=DEADLINE_SECS)
-    return process.returncode, out + err
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +308,7 @@ def test_with_standby_a_killed_job_ends_with_the_same_bits_also_when_a_standby_w
     assert killed.restored(1) == ["restored 8"] * 2
     assert killed.restored(2) == ["restored 12"] * 2
     assert_same_end(killed, undisturbed, "arrays")
-    assert not any(alive(pid) for pid in (*first, *second))
+    assert not any(is_alive(pid) for pid in (*first, *second))
 
 
 def test_sigterm_to_one_worker_saves_at_one_boundary_and_a_later_start_continues_to_the_same_bits(
@@ -377,26 +346,3 @@ def test_sigterm_to_the_launcher_does_the_same_and_until_then_no_other_launcher_
     assert code == 0, said
     assert left.restored(1) == ["restored 11"] * 2
     assert_same_end(left, undisturbed, "arrays")
-
-
-def test_when_no_restart_is_left_the_run_directory_is_whole_and_another_number_of_workers_continues(
-    job: Jobs,
-) -> None:
-    given_up = job("given-up")
-    code, said = given_up.run("arrays", "kill,5,1", "kill,9,0", restarts=1)
-    assert code == 137, said
-    assert "worker 1 failed first: killed by SIGKILL" in said
-    assert "restart 1 of 1 because worker 1 failed" in said
-    assert "worker 0 failed first: killed by SIGKILL" in said
-    assert given_up.orphans() == []
-    store = CheckpointStore(given_up.run_dir)
-    assert steps_in(given_up.run_dir) == [4, 8]
-    for step in (4, 8):
-        store.open(step, verify=True).close()
-    before = journal_of(given_up.run_dir)
-    code, said = given_up.run("arrays", workers=3)
-    assert code == 0, said
-    assert given_up.restored(2) == ["restored 8"] * 3
-    assert_equal_on_all(given_up.states("arrays", workers=3))
-    assert set(before) <= set(journal_of(given_up.run_dir))
-    assert [found.workers for found in store.list()] == [2, 2, 3, 3, 3]

@@ -7,8 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,7 @@ import pytest
 
 from replicast.storage import inbox
 from replicast.storage.journal import committed_updates
+from replicast.testing.job import eventually
 from replicast.update.update import Update
 
 SCRIPT = Path(__file__).parents[1] / "hosts" / "launched.py"
@@ -40,13 +39,6 @@ def finished(workers: int, run_dir: Path, notes: Path) -> dict[str, np.ndarray]:
         return dict(values)
 
 
-def eventually(condition: Callable[[], bool], otherwise: str) -> None:
-    end = time.monotonic() + DEADLINE_SECS
-    while not condition():
-        assert time.monotonic() < end, otherwise
-        time.sleep(0.02)
-
-
 @pytest.fixture(scope="module", name="killed")
 def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two workers that was killed at step 50, and to which an update was sent afterwards.
@@ -59,8 +51,8 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = notes / "run"
     with subprocess.Popen(command(2, run, notes), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as job:
         try:
-            eventually(lambda: all((notes / f"pid-0-{rank}").exists() for rank in range(2)), "step 50")
-            eventually(lambda: any(run.glob("checkpoints/00000040-*/COMMITTED")), "no checkpoint")
+            eventually(lambda: all((notes / f"pid-0-{rank}").exists() for rank in range(2)))
+            eventually(lambda: any(run.glob("checkpoints/00000040-*/COMMITTED")))
             os.kill(int((notes / "pid-0-1").read_text()), signal.SIGKILL)
             job.communicate(timeout=DEADLINE_SECS)
         finally:

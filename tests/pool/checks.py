@@ -21,9 +21,6 @@ def state(model_or_variables: Any) -> dict[str, np.ndarray]:
 
     Nothing is asked of the other workers: what this one holds is what is returned. A path that occurs again,
     and each further replica of this worker, is told apart by a number.
-
-    Args:
-        model_or_variables: A Keras model, or variables of Keras or TensorFlow.
     """
     values: dict[str, np.ndarray] = {}
     for variable in _variables(model_or_variables):
@@ -39,11 +36,7 @@ def digest(model_or_variables: Any) -> dict[str, str]:
 
 
 def assert_equal_on_all(results: Sequence[Any]) -> None:
-    """Asserts that every worker returned the same, bit for bit, as worker 0.
-
-    Args:
-        results: One result for each worker: a value, an array, or nested dicts and lists of them.
-    """
+    """Asserts that every worker returned the same values and nested dicts and lists of them, bit for bit."""
     __tracebackhide__ = True
     expected = dict(_leaves(results[0]))
     differences = []

@@ -22,11 +22,7 @@ SETTLE_SECS = 1.0
 
 
 class WorkerFailed(AssertionError):  # noqa: N818 - reads as a sentence
-    """At least one worker raised, died or hung; the message shows each one's traceback and log.
-
-    Attributes:
-        outcomes: What became of the call on each worker, by rank.
-    """
+    """At least one worker raised, died or hung; the message shows each one's traceback and log."""
 
     def __init__(self, message: str, outcomes: dict[int, Outcome] | None = None) -> None:
         super().__init__(message)
@@ -37,12 +33,7 @@ class Pool:
     """A job of real processes, started by the first call and again by the first call after a failure.
 
     A call that fails ends the processes: a worker that left a collective half way would spoil the next test.
-
-    Args:
-        size: The number of workers. One means a job of one: a process without `TF_CONFIG`.
-        directory: Where the logs go.
-        strategy: Whether each worker builds a `replicast.Strategy`. Without, functions get None for it.
-        grace_secs: How long the others may go on after one worker raised.
+    Without a `replicast.Strategy` in each worker, functions get None for it.
     """
 
     def __init__(
@@ -59,14 +50,7 @@ class Pool:
     def run(
         self, function: Callable[..., Any], *args: Any, deadline_secs: float = CALL_SECS, **kwargs: Any
     ) -> list[Any]:
-        """Calls `function(strategy, *args, **kwargs)` on every worker.
-
-        Returns:
-            What each returned, in the order of the ranks.
-
-        Raises:
-            WorkerFailed: It raised, died or was not done in time on at least one of them.
-        """
+        """What `function(strategy, *args, **kwargs)` returns on every worker, or `WorkerFailed`."""
         __tracebackhide__ = True
         return self._run([Call(function, args, kwargs)] * self.size, deadline_secs)
 
@@ -84,11 +68,7 @@ class Pool:
         return self._run([Call(function, tuple(args)) for args in per_worker_args], deadline_secs)
 
     def stop(self) -> None:
-        """Lets the workers leave by themselves, as at the end of a script.
-
-        Raises:
-            WorkerFailed: One of them did not, or not with exit code 0.
-        """
+        """Lets the workers leave by themselves, as at the end of a script, with exit code 0."""
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.connection.close()

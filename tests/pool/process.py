@@ -35,14 +35,7 @@ def held_ports(count: int) -> Iterator[list[int]]:
 
 
 class WorkerProcess:
-    """One worker.
-
-    Args:
-        rank: Which worker it is.
-        ports: One for each worker. A job of one gets no `TF_CONFIG`.
-        directory: Where its log goes.
-        strategy: Whether it builds a strategy.
-    """
+    """One worker. A job of one gets no `TF_CONFIG`."""
 
     def __init__(self, rank: int, ports: list[int], directory: Path, *, strategy: bool) -> None:
         self.rank = rank
@@ -129,11 +122,7 @@ class WorkerProcess:
         return "\n".join(lines[-LOG_LINES_SHOWN:]) if lines else "(empty)"
 
     def leave(self, until: float) -> str | None:
-        """Waits for a worker whose connection is closed; ends it with SIGKILL when time is up.
-
-        Returns:
-            What was wrong with the way it went, or None.
-        """
+        """What was wrong with the end of a worker whose connection is closed; SIGKILL when time is up."""
         try:
             self.process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -72,11 +72,7 @@ def weights(model: keras.Model) -> dict[str, np.ndarray]:
 def assert_same_as_plain_keras(
     workers: Pool, plain: Pool, script: Script, *args: Any, rtol: float = 1e-4, atol: float = 1e-6
 ) -> Any:
-    """Asserts that a script returns the same bits on all workers, and the numbers of plain Keras.
-
-    Returns:
-        What worker 0 returned.
-    """
+    """Asserts that a script returns the same bits on all workers, and the numbers of plain Keras."""
     __tracebackhide__ = True
     expected = plain.run(in_plain_keras, script, *args)[0]
     results = workers.run(script, *args)

@@ -63,16 +63,7 @@ def run_job(
     give_up_secs: float,
     continue_after: Callable[[dict[str, Any]], float] = lambda fired: 3600.0,
 ) -> Outcome:
-    """Runs a job to its end. An update waits in its inbox from the beginning.
-
-    Args:
-        directory: Empty; becomes the run directory.
-        plan: The fault plan.
-        workers: The number of workers.
-        max_restarts: The maximum number of restarts.
-        give_up_secs: The timeout of the job.
-        continue_after: Returns for how many seconds a worker stays stopped by a fault.
-    """
+    """Runs a job to its end. An update waits in its inbox from the beginning."""
     shared = directory / "shm"
     shared.mkdir(parents=True)
     pushed = Update(id=PUSHED, note="waits in the inbox").add("dense/bias", np.ones(4, "float32"))

@@ -9,13 +9,6 @@ from replicast.update.digest import begun_digest, digest_array, digest_state
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def test_one_changed_bit_changes_the_digest() -> None:
-    values = np.arange(1000, dtype=np.float32)
-    before = digest_array(values)
-    values.view(np.uint32)[777] ^= 1
-    assert digest_array(values) != before
-
-
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, BFLOAT16])
 def test_minus_zero_and_zero_differ(dtype: np.dtype) -> None:
     zero = np.zeros(3, dtype)

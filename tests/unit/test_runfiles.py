@@ -48,13 +48,6 @@ def metrics(run: Path) -> dict[str, Any]:
     return found
 
 
-def test_what_a_run_is_about_is_read_back(tmp_path: Path) -> None:
-    write_run_info(Fence(tmp_path / "run", attempt=0), INFO)
-    found = read_run_info(tmp_path / "run")
-    assert found.to_json() == INFO.to_json()
-    assert found.schema.digest() == INFO.schema.digest()
-
-
 def test_the_names_of_a_run_and_of_its_workers_notes_are_on_disk(tmp_path: Path, synced: list[Path]) -> None:
     fence = Fence(tmp_path / "run", attempt=0)
     synced.clear()
@@ -101,13 +94,6 @@ def test_temporaries_of_writers_that_died_are_removed_from_the_run_and_from_the_
     clean_run(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["groups", "workers"]
     assert [path.name for path in (tmp_path / "workers").iterdir()] == ["0.json"]
-
-
-def test_a_damaged_note_is_left_out(tmp_path: Path) -> None:
-    write_worker_note(tmp_path, note(0))
-    (tmp_path / "workers" / "1.json").write_text("")
-    (tmp_path / "workers" / "2.json").write_text('{"rank": 2}')
-    assert read_worker_notes(tmp_path) == [note(0)]
 
 
 def test_the_last_metrics_are_those_of_the_last_step(tmp_path: Path) -> None:
@@ -189,10 +175,3 @@ def test_lines_are_whole_however_the_file_is_cut_into_pieces(
     for content in (b"", b"half", b"\n", b"one\n", b"one\nhalf", b"\none\n\ntwo\nhal", b"a\nb\nc\n"):
         path.write_bytes(content)
         assert list(lines_from_the_end(path)) == content.split(b"\n")[:-1][::-1]
-
-
-def test_lines_of_something_else_are_left_out(tmp_path: Path) -> None:
-    append_audit(tmp_path, report())
-    with (tmp_path / "audits.jsonl").open("ab") as file:
-        file.write(b'[]\n3\n{"number": 1}\nnull\n\n')
-    assert last_audits(tmp_path, 9) == [report()]

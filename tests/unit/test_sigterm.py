@@ -6,15 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from replicast.replicas.departure import on_sigterm
-
-DEADLINE_SECS = 120.0
+from replicast.testing.job import DEADLINE_SECS, eventually
 
 
 @pytest.fixture(autouse=True)
@@ -113,9 +111,9 @@ def test_a_worker_whose_whole_cgroup_is_told_to_end_writes_its_checkpoint(tmp_pa
     command = [sys.executable, "-m", "replicast", "run", "-n", "1", "train.py"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
         try:
-            _appears(tmp_path / "pid")
+            eventually((tmp_path / "pid").exists)
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
-            _appears(tmp_path / "told")
+            eventually((tmp_path / "told").exists)
             launcher.send_signal(signal.SIGTERM)  # It passes it on: the second one for the worker.
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
             (tmp_path / "signalled").touch()
@@ -124,13 +122,6 @@ def test_a_worker_whose_whole_cgroup_is_told_to_end_writes_its_checkpoint(tmp_pa
             launcher.kill()
     assert launcher.returncode == 143, err
     assert (tmp_path / "written").exists()
-
-
-def _appears(path: Path) -> None:
-    end = time.monotonic() + DEADLINE_SECS
-    while not path.exists():
-        assert time.monotonic() < end, f"{path.name} never came"
-        time.sleep(0.01)
 
 
 def test_a_thread_sets_the_handler_as_soon_as_the_main_thread_runs_python_code() -> None:

@@ -882,6 +882,5 @@ def test_a_custom_loop_continues_with_the_batch_after_the_last_one(pool1: Pool, 
     assert len(whole) == 15
     assert [sorted(whole[first : first + 5]) for first in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
     (first,) = pool1.run(batches_used, tmp_path / "stopped", 0, 7)
-    pool1.kill()
     (second,) = pool1.run(batches_used, tmp_path / "stopped", 1, -1)
     assert first + second == whole

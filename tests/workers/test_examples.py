@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.jobs import environ
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE_SECS = 120.0
@@ -14,12 +15,10 @@ DIGEST = re.compile(r"^digest of the weights: ([0-9a-f]{32})$", re.MULTILINE)
 
 
 def run(command: list[str], directory: Path, **settings: str) -> str:
-    unwanted = ("TF_CONFIG", "FORCE_COLOR")
-    environ = {name: value for name, value in os.environ.items() if name not in unwanted}
     ended = subprocess.run(
         [sys.executable, *command],
         cwd=directory,
-        env={**environ, "TF_CPP_MIN_LOG_LEVEL": "3", **settings},
+        env=environ(**settings),
         capture_output=True,
         text=True,
         timeout=DEADLINE_SECS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
 import signal
@@ -17,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from replicast.testing.job import eventually
+from tests.jobs import is_alive
 from tests.pool import Pool, WorkerFailed
 from tests.pool.checks import assert_equal_on_all, digest, rank
 from tests.pool.messages import Died, Raised, Returned, Stuck
@@ -34,24 +35,10 @@ def own_rank(strategy: None, factor: int = 1) -> tuple[int, int]:
     return rank() * factor, os.getpid()
 
 
-def raise_everywhere(strategy: None) -> None:
-    raise RuntimeError("nobody can")
-
-
 def raise_on_the_last_worker(strategy: None) -> None:
     print("a line for the log")
     if rank() == 1:
         raise RuntimeError("the last worker cannot")
-
-
-def wait_for_nothing(strategy: None) -> None:
-    threading.Event().wait()
-
-
-def wait_for_a_worker_that_raised(strategy: None) -> None:
-    if rank() == 0:
-        raise RuntimeError("one leaves, the other waits")
-    threading.Event().wait()
 
 
 def wait_for_a_worker_that_died(strategy: None) -> None:
@@ -62,16 +49,6 @@ def wait_for_a_worker_that_died(strategy: None) -> None:
 
 def return_what_cannot_travel(strategy: None) -> object:
     return threading.Lock()
-
-
-def leave_badly(strategy: None) -> None:
-    if rank() == 1:
-        atexit.register(os._exit, 3)
-
-
-def refuse_to_leave(strategy: None) -> None:
-    if rank() == 1:
-        atexit.register(threading.Event().wait)
 
 
 def announce_and_wait(strategy: None, directory: Path) -> None:
@@ -97,9 +74,7 @@ def test_results_come_back_in_the_order_of_the_ranks_from_processes_that_stay(ba
             (Returned, Raised),
             ("worker 0 returned", "in raise_on_the_last_worker", "a line for the log", "last worker cannot"),
         ),
-        (raise_everywhere, (Raised, Raised), ("worker 1 raised the same as worker 0", "Error: nobody can")),
         (return_what_cannot_travel, (Raised, Raised), ("The result cannot be sent",)),
-        (wait_for_a_worker_that_raised, (Raised, Stuck), ("one leaves", "worker 1 was still running")),
         (wait_for_a_worker_that_died, (Stuck, Died), ("worker 1 died of SIGKILL",)),
     ],
 )
@@ -110,43 +85,8 @@ def test_a_failure_says_what_each_worker_did_and_the_next_call_works(
         bare_pool.run(deed)
     message = str(failure.value)
     assert all(text in message for text in said), message
-    assert message.count("Error: nobody can") <= 1, "the same is told once"
     assert [type(failure.value.outcomes[worker]) for worker in range(2)] == [*outcomes]
     assert [found for found, _ in bare_pool.run(own_rank)] == [0, 1]
-
-
-def test_a_hang_ends_at_the_deadline_and_says_where_each_worker_stood(bare_pool: Pool) -> None:
-    bare_pool.run(own_rank)  # new workers load this module first, which on a busy machine takes longer
-    with pytest.raises(WorkerFailed) as failure:
-        bare_pool.run(wait_for_nothing, deadline_secs=1)
-    for outcome in failure.value.outcomes.values():
-        assert isinstance(outcome, Stuck)
-        assert "in wait_for_nothing" in outcome.stacks
-    assert str(failure.value).count("in wait_for_nothing") == 2
-    assert [found for found, _ in bare_pool.run(own_rank)] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("last_deed", "secs", "complaint"),
-    [
-        (leave_badly, 120.0, "worker 1 left with exit code 3"),
-        (refuse_to_leave, 1.0, "worker 1 did not leave by itself"),
-    ],
-)
-def test_a_worker_that_does_not_leave_well_fails_the_session(
-    last_deed: Callable[..., None],
-    secs: float,
-    complaint: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("tests.pool.pool.LEAVE_SECS", secs)
-    pool = Pool(2, tmp_path, strategy=False)
-    processes = [process for _, process in pool.run(own_rank)]
-    pool.run(last_deed)
-    with pytest.raises(WorkerFailed, match=complaint):
-        pool.stop()
-    assert not any(runs(process) for process in processes)
 
 
 def test_workers_do_not_outlive_pytest(tmp_path: Path) -> None:
@@ -159,12 +99,12 @@ def test_workers_do_not_outlive_pytest(tmp_path: Path) -> None:
     )
     owner = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)])
     try:
-        wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+        eventually(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
     finally:
         owner.kill()
         owner.wait()
     processes = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
-    wait_until(lambda: not any(runs(process) for process in processes))
+    eventually(lambda: not any(is_alive(process) for process in processes))
 
 
 def leave_traces(strategy: Any) -> None:
@@ -259,19 +199,3 @@ def test_the_tests_of_a_group_run_in_one_process(request: pytest.FixtureRequest)
         assert request.node.nodeid.endswith(f"@{__file__}"), (
             "pytest-xdist ignores groups: pytest 9.2 with 3.8?"
         )
-
-
-def runs(process: int) -> bool:
-    """Whether the process is there and no zombie."""
-    try:
-        status = Path(f"/proc/{process}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_until(condition: Callable[[], bool], timeout_secs: float = 120.0) -> None:
-    ends = time.monotonic() + timeout_secs
-    while not condition():
-        assert time.monotonic() < ends, "it did not happen in time"
-        time.sleep(0.05)

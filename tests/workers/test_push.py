@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.run_files import last_metrics
 from replicast.update.update import Update
+from tests.jobs import environ
 
 DEADLINE_SECS = 180.0
 WORKERS = 2
@@ -113,12 +113,6 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.
                 launcher.communicate(timeout=120)
             finally:
                 launcher.kill()
-
-
-def environ() -> dict[str, str]:
-    unwanted = ("TF_CONFIG", "FORCE_COLOR")
-    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
-    return {**kept, "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def eventually(condition: Callable[[], object], launcher: subprocess.Popen[str], otherwise: str) -> None:

@@ -32,14 +32,7 @@ Arrays = Iterable[tuple[str, np.ndarray[Any, Any]]]
 
 
 class Saver:
-    """One worker's checkpoints and training, put together as `Replicas` does it.
-
-    Args:
-        worker: Which worker.
-        run_dir: Where worker 0 writes, if anywhere.
-        plan: When checkpoints are made.
-        policy: What happens when replicas differ.
-    """
+    """One worker's checkpoints and training, put together as `Replicas` does it."""
 
     def __init__(
         self, worker: Worker, run_dir: Path | None, plan: SavePlan | None = None, policy: str = "heal"
@@ -124,11 +117,7 @@ def left(
     caplog: pytest.LogCaptureFixture,
     at_each: Callable[[Worker, int], None] = lambda worker, step: None,
 ) -> list[str]:
-    """Has all workers train until worker 1, who is told to end at step 14, leaves with the others.
-
-    Returns:
-        What was said of it, in the order of the workers.
-    """
+    """What is said when worker 1 is told to end at step 14, and all leave with it; by worker."""
     caplog.set_level(logging.WARNING, "replicast")
     barrier = threading.Barrier(job.size)
 

@@ -21,18 +21,15 @@ from replicast.training.variables import component
 from replicast.transport import ChainTransport
 from replicast.update.update import Update
 from tests.pool import Pool
-from tests.pool.checks import assert_equal_on_all, digest
+from tests.pool.checks import assert_equal_on_all
 from tests.pool.scripts import equal_on_all
-from tests.workers.recipes import FEATURES, perceptron
+from tests.workers.recipes import perceptron
 from tests.workers.test_updates import (
     WAYS,
     Meeting,
-    adam,
-    change_here_only,
     quietly,
     reaches_all,
     replicas_of,
-    train,
     transports_opened,
 )
 from tests.workers.test_updates import assert_all_were_reached as assert_reached
@@ -77,38 +74,6 @@ def test_replicas_refuses_on_all_workers_where_hosts_cannot_connect(pool3: Pool)
     said = pool3.run(refused_where_hosts_cannot_connect, HOSTS[0])
     assert_equal_on_all(said)
     assert "worker 1 cannot listen at 192.0.2.1" in said[0]
-
-
-def many_while_training(strategy: Any, hosts: Sequence[str]) -> dict[str, Any]:
-    """Every worker proposes at every step; each has a large update of many chunks' worth as well."""
-    model = perceptron(strategy, adam)
-    random = np.random.default_rng(strategy.rank)
-
-    def act(step: int) -> None:
-        if step <= 6:
-            value = (0.01 * random.standard_normal((FEATURES, 16))).astype(np.float32)
-            update = Update(id=f"{strategy.rank}-{step}", note="x" * 1000 * strategy.rank)
-            replicas.propose(update.add("dense/kernel", value).scale("dense/kernel", 0.99))
-
-    with on_host(strategy, hosts), transports_opened() as opened, replicas_of(model) as replicas:
-        assert isinstance(opened[0], ChainTransport)
-        seen = train(replicas, "fit", act, lambda: len(replicas.history) == 18)
-        order = [(receipt.sequence, receipt.id, receipt.step) for receipt in replicas.history]
-        if strategy.rank == 2:
-            change_here_only(model, "dense_1", "bias", 1.0)
-        assert replicas.sync(source=2) is not None
-        if strategy.rank == 1:
-            replicas.propose(lambda values: {"dense_1/bias": -values["dense_1/bias"]})
-        quietly(replicas, lambda step: None, lambda: len(replicas.history) == 20)
-    return {"seen": seen, "order": order, "digest": digest(model)}
-
-
-def test_updates_of_all_workers_cross_hosts_in_one_order_while_they_train(pool3: Pool) -> None:
-    results = pool3.run(many_while_training, HOSTS[0])
-    assert_equal_on_all(results)
-    order = results[0]["order"]
-    assert [sequence for sequence, _, _ in order] == list(range(1, 19))
-    assert {id_ for _, id_, _ in order} == {f"{rank}-{step}" for rank in range(3) for step in range(1, 7)}
 
 
 # Updates of several megabytes: read from shared memory, applied with the same result by all workers.

@@ -95,6 +95,7 @@ def miss_a_boundary(strategy: Any) -> None:
             eventually(lambda ticket=ticket: ticket.stage == "scheduled")  # all will stop at its step
 
 
+@pytest.mark.ends_its_pool
 def test_a_boundary_that_one_worker_missed_is_named_as_the_reason(pool2: Pool) -> None:
     with pytest.raises(WorkerFailed, match="one of them has missed a boundary"):
         pool2.run(miss_a_boundary)

@@ -43,16 +43,6 @@ def ended_reports(job: Job) -> list[AuditReport]:
     return [result for result in results if isinstance(result, AuditReport)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_equal_replicas_are_found_equal_and_nothing_is_written(size: int) -> None:
-    with Job(size) as job:
-        job.train(3)
-        report = audit(job, "raise")
-        assert (report.outcome, report.step, report.found_at, report.number) == ("equal", 3, 3, 1)
-        assert (report.differences, report.healed) == ((), ())
-        assert job.journal.history().committed == {}
-
-
 def test_what_may_differ_is_reported_in_the_order_of_the_state() -> None:
     with Job(2) as job:
         names = [variable.name for variable in job.workers[0].state.schema]
@@ -64,30 +54,6 @@ def test_what_may_differ_is_reported_in_the_order_of_the_state() -> None:
 class FrozenSetInReverse(frozenset[str]):
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(super().__iter__(), reverse=True))
-
-
-def test_two_variables_with_different_minorities_are_healed_by_their_own_majorities() -> None:
-    with Job(3) as job:
-        before = job.values()
-        flip(job.workers[0], "dense/bias", place=2, bit=30)
-        flip(job.workers[2], "table/embeddings", place=5)
-        report = audit(job)
-        found = {one.variable: (one.groups, one.reference) for one in report.differences}
-        assert found == {"dense/bias": (((1, 2), (0,)), 1), "table/embeddings": (((0, 1), (2,)), 0)}
-        assert report.healed == (1, 2)
-        assert job.values() == before
-
-
-def test_warn_tells_and_changes_nothing() -> None:
-    with Job(3) as job:
-        flip(job.workers[1], "dense/bias")
-        values = job.values()
-        report = audit(job, "warn")
-        assert report.outcome == "warned"
-        assert report.differences[0].differing[1].count == 1
-        assert job.values() == values
-        assert job.journal.history().committed == {}
-        eventually(lambda: not job.board.buffers)
 
 
 @pytest.mark.parametrize("policy", ["raise", "heal", "warn"])
@@ -129,16 +95,6 @@ def test_planned_audits_are_numbered_and_stop_no_worker() -> None:
         assert [report.last_equal for report in reports] == [None, 5, 10, 15, 20, 25]
         assert all(report.outcome == "equal" for report in reports)
         assert [worker.reports for worker in job.workers] == [[], [], []]
-
-
-def test_an_audit_that_was_asked_for_is_answered_with_who_asked_while_training_continues() -> None:
-    with Job(2) as job:
-        job.workers[1].session.request("audit", ("request-1",))
-        job.train(30)
-        eventually(lambda: ended_reports(job))
-        report = ended_reports(job)[0]
-        assert (report.requests, report.outcome) == (("request-1",), "equal")
-        assert job.workers[1].reports == [report]
 
 
 def test_a_heal_is_in_the_journal_and_is_applied_again_after_a_restart() -> None:
@@ -231,18 +187,6 @@ def test_a_difference_after_a_sync_is_not_as_old_as_the_one_before_it() -> None:
             seen.append((report.last_equal, report.found_at))
             job.on_all(lambda worker: worker.session.rest("sync", 0))
         assert seen == [(3, 5), (5, 9)]
-
-
-def test_a_sync_of_some_variables_leaves_the_others_alone() -> None:
-    with Job(3) as job:
-        for name in ("dense/bias", "dense/kernel"):
-            flip(job.workers[2], name, bit=24)
-        receipts = job.on_all(lambda worker: worker.session.rest("sync", 2, "dense/bias"))
-        assert [receipt.sequence for receipt in receipts] == [1, 1, 1]
-        values = job.values()
-        assert len({one["dense/bias"] for one in values}) == 1
-        assert values[0]["dense/kernel"] == values[1]["dense/kernel"] != values[2]["dense/kernel"]
-        assert job.on_all(lambda worker: worker.session.rest("sync", 2, "dense/bias")) == [None] * 3
 
 
 def test_every_bit_counts_for_every_dtype() -> None:

@@ -148,15 +148,6 @@ def test_the_death_of_another_worker_ends_every_wait(wait: Any) -> None:
         assert "a worker died" in str(what_a_wait_raises(job, 0, wait, job.workers[0].die))
 
 
-def test_a_thread_elsewhere_that_waits_for_a_ticket_hears_of_it_too() -> None:
-    with Job(2) as job:
-        ticket = job.workers[1].session.propose(bias(1.0), at_step=10_000)
-        eventually(lambda: ticket.stage is Stage.SCHEDULED)
-        break_the_reader(job)
-        with pytest.raises(JobFailed, match="'reader'"):
-            ticket.result(DEADLINE_SECS)
-
-
 def test_the_death_of_the_journals_thread_ends_the_job(fail_at: Callable[[str], None]) -> None:
     with Job(2) as job:
         fail_at("verify")
@@ -230,6 +221,3 @@ def test_an_update_of_the_journal_that_cannot_be_applied_again_ends_the_job() ->
     smaller = Job(2, first.journal, values={"dense/kernel": first.start["dense/kernel"]})
     with pytest.raises(JobFailed, match="Update 1 of the journal cannot be applied again"), smaller:
         smaller.train(1000)
-
-
-# Time limits.

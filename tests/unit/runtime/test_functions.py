@@ -11,7 +11,7 @@ import pytest
 from replicast.errors import UpdateRefused
 from replicast.replicas.proposals import Ticket
 from replicast.replicas.session import Session
-from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
+from replicast.testing.job import DEADLINE_SECS, QUICK, Job, eventually
 from replicast.update.update import Update
 from tests.unit.clock import Clock
 from tests.unit.runtime.playing import adding, bias, bias_of, refusal
@@ -115,15 +115,6 @@ def test_a_function_for_a_later_step_delays_no_worker() -> None:
         assert [bias_of(worker) for worker in job.workers] == [6.0, 6.0]
 
 
-def test_two_functions_that_come_due_at_one_boundary_do_not_wait_for_each_other() -> None:
-    with Job(2) as job:
-        tickets = [propose_on_all(job, f"at-{step}", adding(1.0), 0, at_step=step)[0] for step in (3, 2)]
-        job.on_all(lambda worker: worker.session.rest("close"))  # all have agreed on the steps
-        job.train(4, steps_per_boundary=4)
-        assert [ticket.result(DEADLINE_SECS).step for ticket in tickets] == [4, 4]
-        assert [bias_of(worker) for worker in job.workers] == [2.0, 2.0]
-
-
 def to_a_boundary(session: Session, ticket: Ticket) -> None:
     session.arrive(session.step + 1)
 
@@ -222,22 +213,6 @@ def test_a_function_that_takes_too_long_is_refused_and_leaves_nothing_behind(loo
         eventually(lambda: not job.board.buffers)
 
 
-def test_nothing_is_applied_between_what_a_function_saw_and_what_it_returned() -> None:
-    with Job(2) as job:
-        tickets: list[Ticket] = []
-
-        def add_ten(values: Any) -> Any:
-            seen = values["bias"]
-            tickets.append(job.workers[0].session.propose(bias(1.0)))
-            eventually(lambda: tickets[-1].stage != "proposed")
-            return {"bias": seen + 10}
-
-        for number in range(5):
-            propose_on_all(job, f"f{number}", add_ten, source=1)
-        job.train(10)
-        assert [bias_of(worker) for worker in job.workers] == [55.0, 55.0]
-
-
 def test_a_function_refused_by_a_worker_that_cannot_take_its_bytes_lets_all_continue() -> None:
     with Job(3) as job:
         receive = job.workers[2].transport.receive
@@ -254,16 +229,3 @@ def test_a_function_refused_by_a_worker_that_cannot_take_its_bytes_lets_all_cont
         job.train(3)
         assert again[2].result(DEADLINE_SECS).sequence == 1
         eventually(lambda: not job.board.buffers)
-
-
-def test_a_function_runs_while_all_rest_at_the_end_of_their_scripts() -> None:
-    with Job(3) as job:
-        job.train(3)
-
-        def end_of_script(worker: Worker) -> Any:
-            ticket = worker.session.proposals.propose_function("one", adding(1.0), 0, None)
-            worker.session.rest("close")
-            return ticket.result(0)
-
-        assert {receipt.step for receipt in job.on_all(end_of_script)} == {3}
-        assert job.values() == job.values()[:1] * 3

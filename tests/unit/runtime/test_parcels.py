@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from replicast.core.records import Stage
 from replicast.errors import UpdateRefused
-from replicast.replicas import replica as parcels
 from replicast.replicas.replica import Parcels
 from replicast.transport import Parcel, SharedMemoryTransport
-from replicast.update import digest as finite
 from replicast.update.digest import BLOCK_BYTES
 from replicast.update.schema import Schema, Variable
 from replicast.update.update import Update
@@ -95,18 +91,6 @@ def test_a_factor_that_is_not_finite_is_found_by_all_beside_large_arrays(host: H
         refusals = host.refusals(host.publish(update))
         assert [error.variable for error in refusals] == [NAMES[0]] * len(host.workers)
         host.workers[0].release_ticket("ticket", Stage.REFUSED)
-
-
-def test_every_element_is_checked_exactly_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[int] = []
-
-    def counting(array: npt.NDArray[Any]) -> bool:
-        looked.append(array.size if array.dtype == np.float32 else 0)
-        return finite.is_finite(array)
-
-    monkeypatch.setattr(parcels, "is_finite", counting)
-    assert host.refusals(host.publish(an_update())) == []
-    assert sum(looked) == 5 * ROWS * WIDTH
 
 
 def test_a_proposal_that_has_its_outcome_leaves_no_file_whatever_was_prepared(host: Host) -> None:

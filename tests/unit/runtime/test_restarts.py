@@ -20,7 +20,7 @@ from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, Journal, MemoryJournal
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.trial import Trial
-from tests.unit.runtime.playing import bias, bias_of, loss_of_bias, own_threads, pending, scheduled
+from tests.unit.runtime.playing import bias, bias_of, loss_of_bias, pending, scheduled
 
 
 @pytest.fixture(params=["memory", "files"])
@@ -67,14 +67,6 @@ def test_open_tickets_of_a_job_that_ends_say_so() -> None:
     assert "The job ended at step 3" in str(error)
     assert "scheduled for step 50" in str(error)
     assert error.stage == "scheduled"
-
-
-def test_a_job_that_stops_leaves_no_thread() -> None:
-    before = own_threads()
-    with Job(3) as job:
-        job.train(2)
-        assert own_threads() - before
-    eventually(lambda: not own_threads() - before)
 
 
 def test_a_group_that_another_one_has_taken_over_ends_and_says_so(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, Updates, committed_updates, undo
 from replicast.testing.job import Job, eventually, start_values
 from replicast.update.schema import Limits, Schema, Variable
-from replicast.update.state import MemoryState
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
@@ -55,26 +54,6 @@ def test_what_was_overwritten_is_exactly_what_it_was_before_whichever_worker_rev
         assert job.values() != before
         revert(job, number, rank)
         assert job.values() == before
-
-
-def test_what_was_added_is_subtracted_and_training_since_then_stays() -> None:
-    with Job(2) as job:
-        update = (
-            Update()
-            .add(BIAS, DELTA)
-            .add_rows(TABLE, [2], np.full((1, 2), 0.25, np.float32))
-            .add_low_rank(KERNEL, np.ones((4, 1), np.float32), np.ones((1, 3), np.float32))
-            .scale("learning_rate", 2.0)
-        )
-        before = {name: value.copy() for name, value in job.workers[0].state.values.items()}
-        number = propose(job, update)
-        for worker in job.workers:
-            worker.state.values[BIAS] = worker.state.values[BIAS] + 7  # what training has learned since
-        revert(job, number)
-        after = job.workers[1].state.values
-        np.testing.assert_array_equal(after[BIAS], before[BIAS] + 7)
-        for name in (KERNEL, TABLE, "optimizer/learning_rate"):
-            np.testing.assert_array_equal(after[name], before[name])
 
 
 def test_the_job_refuses_a_revert_that_later_updates_make_wrong_unless_forced() -> None:
@@ -218,13 +197,3 @@ def test_values_that_are_not_kept_any_more_are_named_with_what_to_do(
             revert(job, number)
         with pytest.raises(UpdateRefused, match=r"not kept any more"):
             undo(tmp_path, number)
-
-
-def test_the_twin_holds_values_that_later_changes_do_not_touch() -> None:
-    state = MemoryState(start_values())
-    held = state.hold([BIAS], {TABLE: np.array([3])})
-    state.values[BIAS] += 1
-    state.values[TABLE] += 1
-    whole, rows = held()
-    assert whole[BIAS].tolist() == [0, 0, 0]
-    assert rows[TABLE].tolist() == [[0, 0]]

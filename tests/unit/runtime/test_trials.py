@@ -206,15 +206,6 @@ def test_replicas_that_are_not_equal_after_a_trial_are_reported() -> None:
             run.tickets[0].result(DEADLINE_SECS)
 
 
-def test_what_a_reverted_trial_has_measured_counts_for_no_other() -> None:
-    with Job(1) as job:
-        run = Run(job)
-        second = run.propose(0, bias(0.5, id="second"), 12, Trial(5, max_increase=0.6))
-        run.train(30, {4: run.propose(0, bias(1.0), at_step=6), 7: second})
-        outcomes = [outcome_of(ticket) for ticket in run.tickets]
-        assert [(one.outcome, one.before) for one in outcomes] == [("reverted", 1.0), ("kept", 1.0)]
-
-
 def test_a_trial_from_outside_is_told_to_who_pushed_it() -> None:
     with Job(2) as job:
         run = Run(job)

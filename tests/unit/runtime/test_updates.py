@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from replicast.core.records import Stage
-from replicast.errors import ReplicasDiverged
+from replicast.errors import ReplicasDiverged, UpdateRefused
 from replicast.replicas.proposals import Ticket
 from replicast.replicas.replica import Parcels
 from replicast.storage.claims import Fence
@@ -71,62 +71,25 @@ def test_what_a_guard_lets_through_is_applied_whoever_proposes_it() -> None:
         assert [bias_of(worker) for worker in job.workers] == [3.0, 3.0]
 
 
-def test_an_update_is_applied_at_the_first_boundary_when_several_steps_are_one_execution() -> None:
-    with Job(2) as job:
-        ticket = scheduled(job.workers[1].session.propose(bias(1.0), at_step=10))
-        assert ticket.step == 10
-        job.train(20, steps_per_boundary=4)
-        assert ticket.result(DEADLINE_SECS).step == 12
-        assert [worker.applied for worker in job.workers] == [[(12, ticket.id)]] * 2
-
-
-def test_a_step_that_is_past_is_refused() -> None:
-    with Job(2) as job:
-        job.train(5)
-        ticket = job.workers[1].session.propose(bias(1.0), at_step=3)
-        job.train(5)
-        assert "Step 3 is past" in str(refusal(ticket))
-        assert job.workers[0].applied == []
-
-
-def test_everything_proposed_before_the_end_of_training_is_applied_at_its_end() -> None:
-    with Job(3) as job:
-        tickets: list[Ticket] = []
-
-        def propose_at_the_end(worker: Worker, step: int) -> None:
-            if step == 5 and worker.rank == 2:
-                tickets.append(worker.session.propose(bias(1.0)))
-
-        job.train(5, propose_at_the_end)
-        assert tickets[0].done()
-        assert [worker.applied for worker in job.workers] == [[(5, tickets[0].id)]] * 3
-
-
-@pytest.mark.parametrize(
-    ("update", "variable", "said"),
-    [
-        (Update().add("dense/nothing", [1.0]), "dense/nothing", "dense/bias"),
-        (Update().add("dense/bias", np.zeros(4, np.float32)), "dense/bias", "shape"),
-        (Update().add("dense/bias", np.zeros(3, np.float64)), "dense/bias", "float64"),
-        (Update().add("dense/bias", np.array([1, np.nan, 2], np.float32)), "dense/bias", "nan at"),
-        (Update().assign_rows("embeddings", [8], np.zeros((1, 2), np.float32)), "table/embeddings", "8"),
-        (Update().assign_rows("embeddings", [1, 1], np.zeros((2, 2), np.float32)), "table/embeddings", "1"),
-        (Update(), None, "no edits"),
-    ],
-)
-def test_a_bad_update_is_refused_with_its_variable_and_training_continues(
-    update: Update, variable: str | None, said: str
-) -> None:
-    with Job(2) as job:
-        bad = job.workers[1].session.propose(update)
-        good = job.workers[0].session.propose(bias(1.0))
-        job.train(10)
-        error = refusal(bad)
-        assert said in str(error)
-        assert error.variable == variable
-        good.result(DEADLINE_SECS)
-        assert [id_ for _, id_ in job.workers[0].applied] == [good.id]
-    assert job.board.buffers == {}
+def test_too_much_is_refused_with_its_bound_whoever_proposes_it_and_nothing_changes() -> None:
+    with Job(2, guard=Guard(max_norm=99.0, max_relative_change=0.5, deny=["*/learning_rate"])) as job:
+        session, before = job.workers[1].session, job.values()
+        nan = Update(allow_nonfinite=True).add("dense/kernel", np.full((4, 3), np.nan, np.float32))
+        too_much = {
+            "max_norm": session.propose(bias(100.0)),
+            "max_relative_change": session.propose(Update().scale("dense/kernel", 3.0), at_step=3),
+            "deny": session.propose(Update().assign("optimizer/learning_rate", 0.5)),
+            "require_finite": session.propose(nan),
+            "Received: 2, 4 times the bound": session.proposals.propose_function(
+                "f", lambda values: {"dense/kernel": values["dense/kernel"] * np.float32(-1)}, 1, None
+            ),
+        }
+        with pytest.raises(UpdateRefused, match="Received: 3, 6 times the bound"):
+            job.push(Update().scale("dense/kernel", 4.0))
+        job.train(4)
+        for bound, ticket in too_much.items():
+            assert bound in str(refusal(ticket)), bound
+        assert job.values() == before
 
 
 def failing(worker: Worker, error: Exception) -> None:
@@ -303,14 +266,3 @@ def test_no_room_for_an_update_is_refused_with_what_is_missing() -> None:
         again = job.workers[1].session.propose(bias(1.0))
         job.train(3)
         assert again.result(DEADLINE_SECS).sequence == 1
-
-
-def test_an_update_has_one_digest_for_its_author_its_bytes_and_the_journal() -> None:
-    with Job(2) as job:
-        update = Update(id="one", note="why").add("dense/bias", np.ones(3, np.float32))
-        ticket = job.workers[1].session.propose(update)
-        job.train(3)
-        assert ticket.result(DEADLINE_SECS).id == "one"
-        (record,) = job.journal.history().committed.values()
-        assert record.digest == update.content_digest()
-        assert job.journal.load("one", record.digest).content_digest() == record.digest
