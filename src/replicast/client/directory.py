@@ -30,6 +30,7 @@ from replicast.client.run import Brief, CheckpointView, Overview, Pulled, Pushed
 from replicast.core.records import Stage
 from replicast.errors import FileDamaged, NoAnswer, NotFound, RequestRefused, UpdateRefused
 from replicast.files import RunDir, RunPath, below, read_json
+from replicast.launcher.screen import as_shown, without_colours
 from replicast.storage import inbox, run_files
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import group_numbers, read_claim
@@ -197,7 +198,7 @@ class DirectoryRun(Run):
                 f"There is no log {path}: `replicast run` writes it, unless another --log-dir was given."
             )
         last = islice(run_files.lines_from_the_end(path), min(max(lines, 0), _MAX_LOG_LINES))
-        return [line.decode(errors="replace") for line in last][::-1]
+        return [without_colours(as_shown(line.decode(errors="replace"))) for line in last][::-1]
 
     # Where each update is.
 

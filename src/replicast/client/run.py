@@ -719,7 +719,7 @@ class Run:
         lines: Annotated[int, clipped(1, 5000)] = 200,
         attempt: Annotated[int, Meta(ge=0, le=10**9)] | None = None,
     ) -> list[str]:
-        """The last lines that a worker has printed, oldest first.
+        """The last lines that a worker has printed, oldest first: as a terminal shows them, without colours.
 
         Args:
             worker: Its rank.

@@ -276,6 +276,9 @@ def test_log_lines_are_those_of_the_last_attempt(run: Run, directory: Path) -> N
     assert run.log_lines(1, lines=1, attempt=0) == ["attempt 0 line 4 �"]
     with pytest.raises(NotFound, match="no log"):
         run.log_lines(0)
+    bars = b"".join(b"\x08" * 9 + b"\r\x1b[1m%d/3\x1b[0m loss: %d" % (step, step) for step in (1, 2, 3))
+    path.write_bytes(bars + b"\n\x1b[31mred\x1b[0m \x1b]0;title\x07text\x07\r\n")
+    assert run.log_lines(1) == ["3/3 loss: 3", "red text"]
 
 
 def test_the_variables_of_a_run_are_known(run: Run) -> None:

@@ -1,6 +1,6 @@
 // Loss and metrics by step, with updates, trials, restarts and checkpoints marked on the curve.
 
-import { el, unlessPressed } from "./dom.js";
+import { el, setText, unlessPressed } from "./dom.js";
 import { count } from "./format.js";
 import { report } from "./report.js";
 
@@ -29,11 +29,11 @@ const isLoss = (name) => /loss/i.test(name);
 
 export class Chart {
   constructor() {
-    this.plot = el("div", { class: "chart", role: "img", "aria-label": "Metrics by step" }, el("p", { class: "wait empty" }, report && !window.Plotly ? "No chart: plotly was not installed where this report was made" : "No metrics yet"));
+    this.plot = el("div", { class: "chart", role: "img", "aria-label": "Metrics by step" }, el("p", { class: "wait empty" }, report && !window.Plotly ? "No chart: plotly was not installed where this report was made" : "Loading …"));
     this.key = el("div", { class: "key" });
     this.smooth = el("input", { type: "checkbox", checked: true, onchange: () => this.soon() });
     this.logarithmic = el("input", { type: "checkbox", onchange: () => this.soon() });
-    this.controls = el("div", { class: "key" }, el("label", { class: "check small" }, this.smooth, "Smooth"), el("label", { class: "check small" }, this.logarithmic, "Losses on a log scale"));
+    this.controls = el("div", { class: "controls" }, el("label", { class: "check small" }, this.smooth, "Smooth"), el("label", { class: "check small" }, this.logarithmic, "Losses on a log scale"));
     this.series = new Map();
     this.position = null;
     this.marks = [];
@@ -47,6 +47,8 @@ export class Chart {
   setAll(metrics) {
     this.series = new Map(Object.entries(metrics.series));
     this.position = metrics.position;
+    const wait = this.plot.querySelector(".wait");
+    if (wait && !this.series.size) setText(wait, "No metrics yet");
     this.soon();
   }
 

@@ -49,9 +49,6 @@ export function plain(text) {
     .replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]/g, "");
 }
 
-/** A line that a process has printed: of what it has overwritten, only the last is left. */
-export const plainLine = (line) => plain(line.replace(/\r$/, "").replace(/^.*\r(?=.)/, ""));
-
 export const shortId = (id) => (/^[0-9a-f]{32}$/.test(id) ? id.slice(0, 8) : id);
 
 export function shape(dimensions) {

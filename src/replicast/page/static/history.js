@@ -1,6 +1,6 @@
 // Audits and checkpoints.
 
-import { card, el, showList } from "./dom.js";
+import { card, el, setText, showList } from "./dom.js";
 import { ago, count, counted, number, size } from "./format.js";
 import { report } from "./report.js";
 
@@ -15,13 +15,14 @@ export function auditSentence(report) {
 export class Audits {
   constructor() {
     this.list = el("tbody");
-    this.empty = el("p", { class: "empty" }, "No audit yet");
+    this.empty = el("p", { class: "empty", hidden: true });
     this.node = card("audits", "Audits", el("div", { class: "body scroll" }, this.empty,
       el("table", {}, head(["step", "found", "when"]), this.list)));
   }
 
-  show(audits) {
+  show(audits, running) {
     const shown = audits.slice(report ? 0 : -5).reverse();
+    setText(this.empty, running ? "No audit yet" : "No audit was made");
     this.empty.hidden = shown.length > 0;
     this.list.parentElement.hidden = shown.length === 0;
     showList(this.list, shown.map((one) => ({ ...one, ago: ago(one.time) })), (one) => `${one.attempt}-${one.number}-${one.time}`, (one) => el("tr", {},
@@ -35,13 +36,14 @@ export class Audits {
 export class Checkpoints {
   constructor() {
     this.list = el("tbody");
-    this.empty = el("p", { class: "empty" }, "No checkpoint yet");
+    this.empty = el("p", { class: "empty", hidden: true });
     this.node = card("checkpoints", "Checkpoints", el("div", { class: "body scroll" }, this.empty,
       el("table", {}, head(["step", "position", "size", "when"]), this.list)));
   }
 
-  show(checkpoints) {
+  show(checkpoints, running) {
     const shown = checkpoints.slice(report ? 0 : -5).reverse();
+    setText(this.empty, running ? "No checkpoint yet" : "No checkpoint was made");
     this.empty.hidden = shown.length > 0;
     this.list.parentElement.hidden = shown.length === 0;
     showList(this.list, shown.map((one) => ({ ...one, ago: ago(one.created_at) })), (one) => `${one.attempt}-${one.step}-${one.created_at}`, (one) => el("tr", {},

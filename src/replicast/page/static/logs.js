@@ -2,7 +2,6 @@
 
 import { get } from "./api.js";
 import { el, setText } from "./dom.js";
-import { plainLine } from "./format.js";
 
 const EVERY_MS = 3000;
 
@@ -27,7 +26,7 @@ export class Logs {
     try {
       const { lines } = await get(`${this.base}/logs/${this.worker.value}?lines=300`);
       const atEnd = this.text.scrollHeight - this.text.scrollTop - this.text.clientHeight < 40;
-      setText(this.text, lines.map(plainLine).join("\n") || "It has printed nothing yet.");
+      setText(this.text, lines.join("\n") || "It has printed nothing yet.");
       if (atEnd) this.text.scrollTop = this.text.scrollHeight;
     } catch (error) {
       setText(this.text, error.message);

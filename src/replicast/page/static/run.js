@@ -4,7 +4,7 @@ import { Actions } from "./actions.js";
 import { follow, get } from "./api.js";
 import { Chart } from "./chart.js";
 import { byId, card, el, setText, unlessPressed } from "./dom.js";
-import { count, duration, number, plain, plainLine, setServerTime } from "./format.js";
+import { count, duration, number, plain, setServerTime } from "./format.js";
 import { Audits, Checkpoints } from "./history.js";
 import { banner, link } from "./link.js";
 import { Logs } from "./logs.js";
@@ -14,6 +14,7 @@ import { askForToken, hasToken, onToken, showTokenButton } from "./token.js";
 import { Updates } from "./updates.js";
 import { Workers } from "./workers.js";
 
+const MORE = 200; // Updates at first, and with each click; the server lists 1,000.
 const SLOW_MS = 15_000; // How often what is not in the events is read again in any case.
 
 export async function showRun(run) {
@@ -48,6 +49,7 @@ class RunPage {
     this.base = base;
     this.status = null;
     this.applied = [];
+    this.most = MORE;
     this.audits = [];
     this.checkpoints = [];
     this.seen = {};
@@ -68,6 +70,7 @@ class RunPage {
       withdraw: (view) => this.actions.withdraw(view),
       revert: (view) => this.actions.revert(view),
       around: (step) => this.around(step),
+      more: () => { this.most += MORE; this.refresh(); },
     });
     this.chip = el("span");
     this.sentence = el("h1", { id: "sentence", "aria-live": "polite" }, this.run.sentence);
@@ -95,7 +98,7 @@ class RunPage {
   /** Reads what is not in the events. */
   async refresh() {
     await Promise.all([
-      quietly(async () => { this.applied = (await get(`${this.base}/updates?last=200`)).updates; }),
+      quietly(async () => { this.applied = (await get(`${this.base}/updates?last=${this.most}`)).updates; }),
       quietly(async () => { this.audits = (await get(`${this.base}/audits?last=20`)).audits; }),
       quietly(async () => { this.checkpoints = (await get(`${this.base}/checkpoints`)).checkpoints; }),
     ]);
@@ -124,8 +127,8 @@ class RunPage {
     this.head(status);
     this.workers.show(status);
     this.updates.show(status, this.applied);
-    this.auditList.show(this.audits);
-    this.checkpointList.show(this.checkpoints);
+    this.auditList.show(this.audits, status.running);
+    this.checkpointList.show(this.checkpoints, status.running);
     this.logs.setSize(status.size);
     this.actions.show(status);
     this.chart.setMarks(this.marks());
@@ -136,7 +139,7 @@ class RunPage {
     setText(this.sentence, capital(status.sentence));
     const lines = status.state === "failed" ? (status.changes ?? []).at(-1)?.last_lines ?? [] : [];
     this.failure.hidden = lines.length === 0;
-    setText(this.failure, lines.map(plainLine).join("\n"));
+    setText(this.failure, lines.join("\n"));
     const steps = status.workers.map((note) => note.step);
     const step = steps.length ? Math.max(...steps) : null;
     setText(this.facts.step, count(step));
@@ -182,7 +185,7 @@ function timeLeft(status, first) {
 
 function equality(status) {
   const audit = status.audit;
-  if (!audit) return "not compared yet";
+  if (!audit) return status.running ? "not compared yet" : "never compared";
   if (audit.equal) return `equal as of step ${count(audit.step)}`;
   if (audit.outcome === "healed") return `equal again since step ${count(audit.step)}`;
   return `differ since step ${count(audit.found_at)}`;

@@ -31,9 +31,15 @@ export async function showRuns(first) {
   }
 }
 
+/** What the sentence says beside the state, the step and the age, which have columns of their own. */
+function more(run) {
+  const said = run.sentence.replace(/ at step \d+/, "").replace(/, [^,]+ ago$/, "");
+  return said.toLowerCase() === run.state ? "" : said;
+}
+
 function row(run) {
   return el("tr", {},
-    el("td", { class: "first" }, el("a", { href: encodeURIComponent(run.name), "data-focus": run.name }, run.name), el("div", { class: "dim small" }, run.sentence)),
+    el("td", { class: "first" }, el("a", { href: encodeURIComponent(run.name), "data-focus": run.name }, run.name), el("div", { class: "dim small" }, more(run))),
     el("td", {}, stateChip(run.state)),
     el("td", { class: "right keep" }, count(run.step)),
     el("td", { class: "wide-only keep" }, count(run.workers)),

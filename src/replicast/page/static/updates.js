@@ -1,11 +1,13 @@
 // Updates: what waits, what was applied and by whom, and what was refused and why.
 
-import { card, el, pairs, showList } from "./dom.js";
+import { card, el, pairs, setText, showList } from "./dom.js";
 import { ago, count, counted, editsText, moment, number, seconds, shortId, size, trialText } from "./format.js";
 import { stageChip } from "./state.js";
 
+const MOST = 1000; // That the server lists.
+
 export class Updates {
-  /** @param actions {allowed(), withdraw(view), revert(view), around(step)} */
+  /** @param actions {allowed(), withdraw(view), revert(view), around(step), more()} */
   constructor(actions) {
     this.actions = actions;
     this.open = new Set();
@@ -13,7 +15,9 @@ export class Updates {
     this.body = el("div", { class: "body" });
     this.node.append(this.body);
     this.groups = new Map(["under way", "waiting", "applied", "refused"].map((name) => [name, this.group(name)]));
-    this.empty = el("p", { class: "empty" }, "No update yet. Upload one, or: replicast push RUN --set optimizer/learning_rate=0.0005");
+    this.more = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => actions.more() }, "Show more");
+    this.groups.get("applied").node.append(this.more);
+    this.empty = el("p", { class: "empty", hidden: true }, "No update yet. Upload one, or: replicast push RUN --set optimizer/learning_rate=0.0005");
     this.body.append(this.empty, ...[...this.groups.values()].map((group) => group.node));
   }
 
@@ -32,6 +36,9 @@ export class Updates {
     this.fill("waiting", [...status.waiting, ...status.scheduled].map((view) => ({ ...view, allowed })), (view) => view.id, (view) => this.entry(view));
     this.fill("applied", applied.slice().reverse().map((view) => ({ ...view, allowed, ago: ago(view.verified_at ?? view.committed_at ?? view.at) })), (view) => view.id, (view) => this.entry(view));
     this.fill("refused", status.refused.slice().reverse().map((view) => ({ ...view, ago: ago(view.at) })), (view) => view.id, (view) => this.entry(view));
+    const all = Math.max(0, ...applied.map((view) => view.sequence)); // They are numbered from 1.
+    setText(this.groups.get("applied").title, all > applied.length ? `applied: the last ${count(applied.length)} of ${count(all)}${applied.length < MOST ? "" : "; all of them: replicast log RUN"}` : "applied");
+    this.more.hidden = all <= applied.length || applied.length >= MOST;
     const total = [...this.groups.values()].reduce((sum, group) => sum + group.list.children.length, 0);
     this.empty.hidden = total > 0;
     kept();
