@@ -367,3 +367,18 @@ def test_prometheus_can_read_it(client: Client, run: PromptRun, monkeypatch: pyt
         'replicast_restarts_total{run="first"} 1.0',
         "# TYPE replicast_restarts_total counter",
     } <= set(client.get("/metrics").text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("updates?operation=sum", None),
+        ("updates?trial_mode=best", None),
+        ("learning-rate", {"trial_mode": "best"}),
+    ],
+)
+def test_a_wrong_value_is_told_with_the_right_ones(client: Client, path: str, body: object) -> None:
+    given = {"content": b""} if body is None else {"json": {"value": 1.0} | body}
+    error = client.post(f"{FIRST}/{path}", headers=BEARER, **given).json()["error"]
+    right = "add, assign, scale, blend, add_rows, assign_rows, add_low_rank" if "sum" in path else "min, max"
+    assert error["expected"] == f"one of {right}"

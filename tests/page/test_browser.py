@@ -261,6 +261,26 @@ def test_a_killed_job_is_told_and_the_page_goes_on_when_it_is_back(page: Page, r
     expect(page.locator("#metrics .key")).to_contain_text("restart")
 
 
+def test_of_very_many_updates_the_page_says_how_many_it_lists_and_lists_more(
+    page: Page, run: PlayedRun
+) -> None:
+    def listed(route: Route) -> None:
+        last = int(route.request.url.rpartition("=")[2])
+        views = [
+            {"id": f"u{n}", "sequence": n, "step": n, "stage": "verified"} for n in range(2001 - last, 2001)
+        ]
+        route.fulfill(json={"updates": views})
+
+    page.route("**/updates?last=*", listed)
+    page.route("**/metrics?points=*", lambda _route: None)  # It never comes.
+    page.reload()
+    expect(page.locator(".chart")).to_contain_text("Loading")
+    title = page.locator("#updates .group-title").get_by_text("applied")
+    expect(title).to_have_text("applied: the last 200 of 2,000")
+    page.get_by_role("button", name="Show more").click()
+    expect(title).to_have_text("applied: the last 400 of 2,000")
+
+
 def test_a_failed_job_is_told_once_with_the_last_lines_of_its_worker(page: Page, run: PlayedRun) -> None:
     run.kill()
     lines = ("Traceback (most recent call last):", "ValueError: \x1b[31mno data\x1b[0m")

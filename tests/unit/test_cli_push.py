@@ -265,6 +265,11 @@ def test_an_update_that_is_committed_is_not_pushed_again_and_is_said_to_be_appli
     assert not any(words in result for words in ("pushed x", "withdraw"))
 
 
+def test_a_warning_is_told_once(run: Path) -> None:
+    result = output_of(0, "push", run, "--set", "optimizer/iteration=0")
+    assert flat(result).count(flat("is the optimizer's own count of steps")) == 1
+
+
 def test_ctrl_c_before_it_is_written_pushes_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replicast.cli.push.update_of", interrupted)
     result = invoke("push", run, *SET)

@@ -83,6 +83,7 @@ def test_status_shows_workers_metrics_updates_and_what_waits(run: Path) -> None:
     seen = json.loads(
         invoke("status", run, "--json").output, parse_constant=lambda name: pytest.fail(f"{name} is not JSON")
     )
+    assert seen["step"] == 5
     assert seen["metrics"]["values"] == {"loss": 0.125, "accuracy": "nan"}
     assert seen["refused"][0]["refusal"]["worker"] == 1
 
@@ -302,6 +303,12 @@ def test_inspect_lists_problems_and_tensors_when_it_is_not_told_what_to_do(run: 
     assert ("dense/bias" in listed, "--as" in listed) == (True, True)
     assert invoke("inspect", path, "--run", run).exit_code == 2
     assert "There is no file or run nowhere" in output_of(2, "inspect", "nowhere")
+    assert "Expected one of add, assign, scale, blend, add_rows" in flat(
+        output_of(2, "inspect", path, "--as", "sum")
+    )
+    assert output_of(1, "inspect", path, "--as", "assign_rows") == output_of(
+        1, "inspect", path, "--as", "assign-rows"
+    )
 
 
 def test_inspect_takes_saved_updates_and_payloads_of_the_journal(run: Path) -> None:

@@ -32,7 +32,16 @@ from replicast.update.update import MAX_TENSORS, update_in
 _DIFFER = _REVERTED = 4
 _BEFORE_COMMIT = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
 _TRIAL_OPTIONS = ("trial_metric", "max_increase", "trial_mode")
-_AS = [one.replace("_", "-") for one in EditKind if one not in RESETS]
+_AS = [str(one) for one in EditKind if one not in RESETS]
+
+
+def _operation_of(text: str) -> EditKind:
+    if (name := text.replace("-", "_")) not in _AS:
+        raise ValueError(f"Expected one of {', '.join(_AS)}. Received: {text}")
+    return EditKind(name)
+
+
+_OPERATION = Parsed("operation", _operation_of)
 
 
 @click.command(cls=EditCommand, context_settings={"show_default": True})
@@ -83,6 +92,8 @@ def push(context: click.Context, /, run: Run, **options: Any) -> int:
         pushed = run.push(update, options["at_step"], trial, next_start=options["next_start"])
     except KeyboardInterrupt as error:
         raise Failed("Stopped. Nothing was pushed.", STOPPED) from error
+    told = [line for line in pushed.warning.splitlines() if line not in found.warnings]
+    pushed.warning = "\n".join(told)
     if pushed.number is not None:
         click.echo(f"Update {update.id} is already in the journal, as number {pushed.number}.")
     return _pushed(pushed, options["wait"], options["timeout"])
@@ -145,9 +156,9 @@ def _file_or_run(text: str) -> Path | Run:
 @click.command()
 @click.argument("what", type=Parsed("file or run", _file_or_run), metavar="FILE|RUN")
 @click.option("--run", type=RUN, metavar="RUN", help="Check the file against the variables of RUN.")
-@click.option("--as", "operation", type=click.Choice(_AS), help="What to do with a plain file's tensors.")
+@click.option("--as", "operation", type=_OPERATION, help=f"What to do with a plain file: {', '.join(_AS)}.")
 @click.option("--weight", type=float, metavar="W", help="With --as blend.")
-def inspect(what: Path | Run, run: Run | None, operation: str | None, weight: float | None) -> int:
+def inspect(what: Path | Run, run: Run | None, operation: EditKind | None, weight: float | None) -> int:
     """Show what a file would do as an update, or list the variables of a run.
 
     FILE is a saved Update, or a plain safetensors file with --as; without --as, its tensors are listed. For a
@@ -196,8 +207,7 @@ def inspect(what: Path | Run, run: Run | None, operation: str | None, weight: fl
         texts.make_console().print(table)
         click.echo("These are plain tensors. Say what to do with them, for example with --as add.")
         return 0 if run is None else 2
-    kind = None if operation is None else EditKind(operation.replace("-", "_"))
-    update = update_in(content, str(what), kind, weight, schema=known)
+    update = update_in(content, str(what), operation, weight, schema=known)
     return texts.print_examination(examine(update, None) if run is None else run.examine(update))
 
 

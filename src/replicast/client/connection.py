@@ -38,7 +38,6 @@ _PIECE_BYTES = 2**20
 _MAX_ANSWER_BYTES = 2**30
 _MAX_TOKEN_FILE_BYTES = 4096
 _MEANINGS = {
-    401: f"It requires a token: set {TOKEN}, or name a file with it in {TOKEN_FILE}",
     403: "Not allowed",
     413: "The request is too large",
     421: "It does not accept this host name",
@@ -146,7 +145,7 @@ class ServedRun(Run):
                     answer = connection.getresponse()
                     content = answer.read(_MAX_ANSWER_BYTES)
                 if answer.status >= 300:
-                    raise _error_of(answer.status, content, self.where, answer.getheader("Retry-After"))
+                    raise _error_of(answer, content, self.where, self._token is not None)
                 return parse_json(content) if accept == _JSON else content
             except ssl.SSLCertVerificationError as error:
                 raise RequestFailed(
@@ -245,8 +244,11 @@ def _understood() -> Iterator[None]:
         ) from error
 
 
-def _error_of(status: int, content: bytes, address: str, retry_after: str | None) -> ReplicastError:
+def _error_of(
+    answer: http.client.HTTPResponse, content: bytes, address: str, has_token: bool
+) -> ReplicastError:
     """The error that a server's answer tells: one of ours by its type, or else what HTTP says."""
+    status, retry_after = answer.status, answer.getheader("Retry-After")
     try:
         told = parse_json(content)["error"]
         problem = str(told["problem"])
@@ -256,6 +258,10 @@ def _error_of(status: int, content: bytes, address: str, retry_after: str | None
         return ReplicastError.from_json(told)
     if status == 404:
         return NotFound(problem if problem else f"Nothing is served at {address}")
+    if status == 401:
+        needs = "does not accept this token" if has_token else "requires a token"
+        how = f"set {TOKEN}, or name a file with it in {TOKEN_FILE}"
+        return RequestFailed(f"{address} {needs}: {how}", status=status)
     parts = [f"{address} answered {status}", _MEANINGS.get(status, ""), problem]
     parts += [f"Expected: {told['expected']}"] if status in (400, 413) and "expected" in told else []
     parts += [f"Try again in {retry_after} s"] if retry_after else []

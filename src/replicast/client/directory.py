@@ -23,7 +23,7 @@ import msgspec
 from msgspec import structs
 
 from replicast import errors
-from replicast.client.examination import Examination, examine, views_of
+from replicast.client.examination import Examination, examine, views_of, warnings_of
 from replicast.client.metrics import Metrics, MetricsFile
 from replicast.client.notes import POLL_SECS, SeenJob, described_run, polls, running_beside, schema_of, see
 from replicast.client.run import Brief, CheckpointView, Overview, Pulled, Pushed, Restart, Run, ranges_of
@@ -121,6 +121,7 @@ class DirectoryRun(Run):
             state=brief.state,
             sentence=brief.sentence,
             running=brief.running,
+            step=brief.step,
             size=brief.workers,
             attempt=now.attempt if info is None else max(info.attempt, now.attempt),
             journaled=info is None or info.journaled,
@@ -379,7 +380,8 @@ class DirectoryRun(Run):
         signed = update.signed(this_user())
         warning = self._submit(signed, seen, next_start, at_step=at_step, trial=trial)
         # Where the journal is damaged, the job knows what it has: it decides.
-        return Pushed(self, update.id, warning=f"{_damage_text(journal)}\n{warning}".strip())
+        warnings = [_damage_text(journal), warning, *warnings_of(plan.edits)]
+        return Pushed(self, update.id, warning="\n".join(filter(None, warnings)))
 
     def do_revert(
         self, which: str | int, note: str, dry_run: bool, force: bool, next_start: bool, author: str

@@ -16,6 +16,10 @@ from replicast.update.trial import Trial
 from replicast.update.update import Update
 
 _POSITIVE = "A learning rate that trains is positive"
+_SETTING = {EditKind.ASSIGN: "", EditKind.SCALE: "multiplied by "}
+_ITERATIONS = (
+    "Learning rate schedules and the bias correction of Adam follow it; the step of the job stays as it is"
+)
 _CHUNK = 2**20  # Elements that are widened to float64 at a time.
 
 
@@ -78,7 +82,7 @@ def examine(update: Update, schema: Schema | None) -> Examination:
         except UpdateRefused as error:
             problems.append(error)
     views = views_of(edits, schema)
-    return Examination(tuple(views), tuple(problems), tuple(_warnings(views)))
+    return Examination(tuple(views), tuple(problems), tuple(warnings_of(edits)))
 
 
 def check_types(update: object, trial: object = None) -> None:
@@ -141,16 +145,17 @@ def _problems_by_themselves(update: Update, views: list[EditView]) -> Iterator[U
             yield refused(view.variable, "The factor is not finite", expected, str(view.factor))
 
 
-def _warnings(views: Iterable[EditView]) -> Iterator[str]:
-    """What is allowed and hardly meant."""
-    for view in views:
-        if view.variable.rpartition("/")[2] != "learning_rate":
-            continue
-        lowest = math.nan if view.values is None else view.values.minimum
-        if view.operation is EditKind.ASSIGN and lowest <= 0:
-            yield f"{view.variable} would be {lowest:g}. {_POSITIVE}"
-        if view.operation is EditKind.SCALE and view.factor is not None and view.factor <= 0:
-            yield f"{view.variable} would be multiplied by {view.factor:g}. {_POSITIVE}"
+def warnings_of(edits: Iterable[Edit]) -> Iterator[str]:
+    """What is allowed and hardly meant. Cheap: looks at the values of scalars only."""
+    for edit in edits:
+        name = edit.variable.rpartition("/")[2]
+        if name in ("iteration", "iterations") and edit.operation not in RESETS:
+            yield f"{edit.variable} is the optimizer's own count of steps. {_ITERATIONS}"
+        elif name == "learning_rate" and edit.operation in _SETTING:
+            given = edit.arrays.get("value", np.array(edit.factor)).astype(np.float64)
+            lowest = float(given.min(initial=math.inf))
+            if lowest <= 0:
+                yield f"{edit.variable} would be {_SETTING[edit.operation]}{lowest:g}. {_POSITIVE}"
 
 
 def _low_rank_values(a: Array, b: Array) -> Values:

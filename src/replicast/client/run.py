@@ -366,7 +366,7 @@ class LastMetrics(TypedDict):
 class Overview(View, frozen=True, kw_only=True):
     """A run at one moment: what its workers last said, its metrics, its last audit, and its updates.
 
-    `run`, `state`, `sentence` and `running` are those of `Brief`.
+    `run`, `state`, `sentence`, `running` and `step` are those of `Brief`.
 
     Attributes:
         time: The moment, in seconds since 1970, by the clock of the job.
@@ -392,6 +392,7 @@ class Overview(View, frozen=True, kw_only=True):
     state: str
     sentence: str
     running: bool
+    step: int | None
     size: int
     attempt: int
     journaled: bool

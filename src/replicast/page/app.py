@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -313,7 +313,9 @@ async def _arguments(row: RunOperation, request: Request) -> tuple[dict[str, Any
         try:
             options = msgspec.json.decode(content if content.strip() else b"{}", type=row.fields)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise HttpError(400, f"The body is not valid: {error}") from error
+            raise HttpError(
+                400, f"The body is not valid: {error}", expected=_choices(error, row.fields)
+            ) from error
     arguments |= {name: getattr(options, name) for name in row.parameters if hasattr(options, name)}
     if arguments.get("rows") is not None:
         try:
@@ -323,13 +325,24 @@ async def _arguments(row: RunOperation, request: Request) -> tuple[dict[str, Any
     return arguments, options
 
 
+def _choices(error: Exception, kind: type[Struct]) -> str | None:
+    """What the parameter that an error is about may be, if there are only so many values."""
+    for name, annotated in get_type_hints(kind).items():
+        if str(error).endswith(f"`$.{name}`"):
+            told = [one for part in (annotated, *get_args(annotated)) for one in get_args(part)]
+            named = [one for one in told if isinstance(one, str)]
+            return f"one of {', '.join(named)}" if named else None
+    return None
+
+
 def _converted(given: dict[str, str], kind: type[Struct]) -> Struct:
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
         received = "&".join(f"{name}={value}" for name, value in given.items())[:500]
+        problem = f"A parameter is not valid: {error}"
         raise HttpError(
-            400, f"A parameter is not valid: {error}", received=received, remedy="See /openapi.json"
+            400, problem, expected=_choices(error, kind), received=received, remedy="See /openapi.json"
         ) from error
 
 

@@ -233,6 +233,9 @@ def test_a_learning_rate_that_is_not_positive_is_warned_of(run: Run) -> None:
         (warning,) = run.examine(Update().assign("learning_rate", value)).warnings
         assert f"optimizer/learning_rate would be {value}" in warning
     assert run.examine(Update().scale("learning_rate", -1)).warnings
+    (warning,) = run.examine(Update().assign("optimizer/iteration", 0)).warnings
+    assert "is the optimizer's own count of steps" in warning
+    assert run.push(Update().assign("optimizer/iteration", 0)).warning == warning
     assert not run.examine(Update().scale("learning_rate", 0.5)).warnings
 
 

@@ -243,7 +243,8 @@ def test_commands_take_the_address_of_a_run(address: str, monkeypatch: pytest.Mo
     assert "withdrawn x" in invoke("withdraw", address, "x").output
     monkeypatch.setenv("REPLICAST_TOKEN", "wrong")
     refused = invoke("push", address, "--add", delta)
-    assert (refused.exit_code, "requires a token" in refused.output) == (1, True)
+    told = f"Error: {address} does not accept this token: set REPLICAST_TOKEN, or name a file with it in "
+    assert (refused.exit_code, refused.output) == (1, f"{told}REPLICAST_TOKEN_FILE\n")
 
 
 def test_a_push_to_an_address_is_waited_for_until_it_is_verified(

@@ -140,15 +140,13 @@ class RunPage {
     const lines = status.state === "failed" ? (status.changes ?? []).at(-1)?.last_lines ?? [] : [];
     this.failure.hidden = lines.length === 0;
     setText(this.failure, lines.join("\n"));
-    const steps = status.workers.map((note) => note.step);
-    const step = steps.length ? Math.max(...steps) : null;
-    setText(this.facts.step, count(step));
+    setText(this.facts.step, count(status.step));
     const first = status.workers.find((note) => note.rank === 0) ?? {};
     setText(this.facts.epoch, first.epoch === null || first.epoch === undefined ? "–" : `${first.epoch + 1}${first.epochs ? ` of ${first.epochs}` : ""}`);
     setText(this.facts["time left"], timeLeft(status, first));
     this.lastMetric(status.metrics);
     setText(this.facts.replicas, equality(status));
-    document.title = `${status.running ? `step ${count(step)}` : status.state} · ${this.run.name}`;
+    document.title = `${status.running ? `step ${count(status.step)}` : status.state} · ${this.run.name}`;
   }
 
   /** The loss, or else the first metric, as the workers last wrote it. */
