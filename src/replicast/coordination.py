@@ -357,7 +357,8 @@ class DirectExchange:
             for worker in range(self.size):
                 found = self._value(f"{key}/{worker}", worker, deadline)
                 if found is None:
-                    others = (w for w in range(worker + 1, self.size) if self._is_missing(f"{key}/{w}"))
+                    rest = range(worker + 1, self.size)
+                    others = (w for w in rest if self.coordination.peek(f"{key}/{w}") is None)
                     raise self._late([worker, *itertools.islice(others, MOST_NAMED - 1)], what, timeout_secs)
                 values[worker] = found
         except JobFailed as error:
@@ -371,9 +372,6 @@ class DirectExchange:
         if told is None:
             raise self._late([0], what, timeout_secs)
         return _listed(told)
-
-    def _is_missing(self, key: str) -> bool:
-        return self.coordination.peek(key) is None
 
     def _late(self, missing: Sequence[int], what: str, timeout_secs: float) -> JobFailed:
         one = len(missing) == 1

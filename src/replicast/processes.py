@@ -27,15 +27,11 @@ def this_machine() -> str:
         return ""
 
 
-def is_out_of_files(error: OSError) -> bool:
-    return error.errno in (errno.EMFILE, errno.ENFILE)
-
-
 def accept_problem(error: OSError) -> str:
     """Why `accept` fails for now, and would again at once; empty if only this connection is gone."""
     if error.errno in (errno.ECONNABORTED, errno.EAGAIN):
         return ""
-    if is_out_of_files(error):
+    if error.errno in (errno.EMFILE, errno.ENFILE):
         return "too many open files; see ulimit -n"
     return error.strerror or str(error)
 

@@ -62,7 +62,7 @@ from replicast.deadline import Deadline
 from replicast.errors import ClusterError, JobFailed, UpdateRefused
 from replicast.mapped_memory import Bytes
 from replicast.names import Dialer
-from replicast.processes import is_out_of_files
+from replicast.processes import accept_problem
 from replicast.tensorfiles import Array
 from replicast.transport.base import Inspect, Parcel, Transport, damaged_block, no_inspection, not_arrived
 from replicast.transport.shared import SharedFile, SharedMemoryTransport
@@ -90,7 +90,7 @@ SEGMENT_SECS = 60.0  # A segment that is not taken within this time is given up,
 IN_FLIGHT = 2  # So many segments are asked for before the first of them has arrived.
 _PAUSES_SECS = (0.05, 0.2, 1.0)  # Before a broken connection is opened again; the last one is repeated.
 _CLOSE_SECS = 5.0
-_NO_DESCRIPTORS_SECS = 0.1
+_NO_ACCEPT_SECS = 0.1
 _VERSION = b"replicast-chain-1"
 _NONCE = _PROOF = 32
 _RANK = struct.Struct("!I")
@@ -630,14 +630,12 @@ class Server:
             while not self._closing.is_set():
                 try:
                     connection, _ = self._listener.accept()
-                except OSError as error:  # the listener is closed, or too many files are open for now
-                    if is_out_of_files(error) and not has_warned:
+                except OSError as error:  # the listener is closed, or can accept nothing for now
+                    problem = "" if self._closing.is_set() else accept_problem(error)
+                    if problem and not has_warned:
                         has_warned = True
-                        logger.warning(
-                            "Too many open files to let the next host connect, which waits for updates; "
-                            "see ulimit -n"
-                        )
-                    self._closing.wait(_NO_DESCRIPTORS_SECS)
+                        logger.warning("The next host, which waits for updates, cannot connect: %s", problem)
+                    self._closing.wait(_NO_ACCEPT_SECS)
                     continue
                 self._begin(connection)
 
