@@ -16,6 +16,8 @@ NEWEST_STAMP := $(NEWEST)/.ready
 BENCH_STAMP := $(VENV)/.bench-ready
 TORCH_STAMP := $(TORCH)/.ready
 TENSORFLOW := tensorflow-cpu~=2.21.0
+# Always installed without its dependencies: it would bring a second TensorFlow.
+TF_KERAS := 'tf-keras>=2.20,<2.22'
 OLDEST_PAIR := tensorflow-cpu~=2.20.0 keras==3.12.0
 NEWEST_TENSORFLOW := tensorflow-cpu>=2.22.0rc0,<2.23
 
@@ -29,6 +31,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(VENV)/bin/python -m pip install --quiet --editable '.[cpu,demo,page]' '$(TENSORFLOW)' --group dev
+	$(VENV)/bin/python -m pip install --quiet --no-deps $(TF_KERAS)
 	@touch $@
 
 setup-oldest: $(OLDEST_STAMP)
@@ -37,6 +40,7 @@ $(OLDEST_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(OLDEST)/bin/python -m pip install --quiet --editable '.[cpu,demo,page]' $(OLDEST_PAIR) --group dev
+	$(OLDEST)/bin/python -m pip install --quiet --no-deps $(TF_KERAS)
 	@touch $@
 
 setup-newest: $(NEWEST_STAMP)
@@ -47,7 +51,7 @@ $(NEWEST_STAMP): pyproject.toml
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(NEWEST)/bin/python -m pip install --quiet --editable '.[cpu,demo,page]' '$(NEWEST_TENSORFLOW)' --group dev
 	$(NEWEST)/bin/python -m pip uninstall --quiet --yes keras keras-nightly
-	$(NEWEST)/bin/python -m pip install --quiet --no-deps --upgrade keras
+	$(NEWEST)/bin/python -m pip install --quiet --no-deps --upgrade keras $(TF_KERAS)
 	@touch $@
 
 demo: $(STAMP) ## Two local workers train; the screen shows what happens when one of them writes

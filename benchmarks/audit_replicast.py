@@ -14,7 +14,7 @@ from benchmarks.step_keras import custom_step
 from benchmarks.step_task import StepTask
 from benchmarks.training import Training
 from benchmarks.update_replicast import weights_of
-from replicast.training import KerasState
+from replicast.training import Source, TensorFlowState
 from replicast.update.digest import digest_array
 
 REPEATS = 5
@@ -31,7 +31,7 @@ class Digests(Implementation):
             self.model = weights_of(self.task)
         for variable, value in zip(self.model.parts, self.task.change(1), strict=True):
             variable.assign(value)
-        self.state = KerasState(self.model, {})
+        self.state = TensorFlowState(*Source(self.model).variables())
         self.found: dict[str, str] = {}
 
     def check(self, rounds: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.pool import Pool
 
-POOLS = ("plain", "pool1", "pool2", "pool3")
+POOLS = ("plain", "pool1", "pool2", "pool3", "mirrored", "stock2x2", "stock2x3")
 STARTED = Path(__file__).with_name("started")
 """What every process that a test starts reads first."""
 
@@ -58,6 +58,27 @@ def pool3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """One process with plain Keras and no strategy: what tests/scripts compare with."""
     with Pool(1, tmp_path_factory.mktemp("plain"), strategy=False) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """One process with a `MirroredStrategy` of two devices."""
+    with Pool(1, tmp_path_factory.mktemp("mirrored"), strategy=2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def stock2x2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Two workers with two devices each, on TensorFlow's `MultiWorkerMirroredStrategy`."""
+    with Pool(2, tmp_path_factory.mktemp("stock2x2"), strategy=2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def stock2x3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """The same with three devices each."""
+    with Pool(2, tmp_path_factory.mktemp("stock2x3"), strategy=3) as pool:
         yield pool
 
 
@@ -119,6 +140,8 @@ def _group(item: pytest.Item) -> str:
     pools = _pools(item)
     if not pools:
         return str(item.path)
+    if set(pools) & {"mirrored", "stock2x2", "stock2x3"}:
+        return "stock"
     return "pool2" if pools == ["pool2"] else "pools"  # so that both take as long
 
 
@@ -127,7 +150,7 @@ def _place(item: pytest.Item) -> tuple[int, ...]:
 
     What ends the processes of its pool comes last: otherwise they would be started once more.
     """
-    groups = {"pools": 0, "pool2": 0}
+    groups = {"pools": 0, "pool2": 0, "stock": 1}
     folders = {"hosts": 2, "faults": 2, "workers": 3, "page": 3, "simulation": 4}
     place = groups.get(_group(item), folders.get(item.path.parent.name, 5))
     ends = item.get_closest_marker("ends_its_pool") is not None

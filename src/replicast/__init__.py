@@ -31,7 +31,7 @@ from replicast.errors import (
 )
 
 if TYPE_CHECKING:
-    from replicast import optimizers
+    from replicast import callbacks, optimizers
     from replicast.client import connect
     from replicast.core.entries import Receipt
     from replicast.core.operation import Timeouts
@@ -73,6 +73,7 @@ __all__ = [
     "UpdatePending",
     "UpdateRefused",
     "__version__",
+    "callbacks",
     "connect",
     "launch",
     "optimizers",
@@ -89,6 +90,7 @@ _LATE = {
     "Timeouts": "replicast.core.operation",
     "Trial": "replicast.update.trial",
     "Update": "replicast.update.update",
+    "callbacks": "replicast.callbacks",
     "connect": "replicast.client",
     "launch": "replicast.launcher.function",
     "optimizers": "replicast.optimizers",
@@ -108,7 +110,7 @@ def __getattr__(name: str) -> Any:
             f"replicast.{name} needs {error.name}, which is not installed here. "
             "Install one of: pip install 'replicast[cpu]' (no GPU), pip install 'replicast[tensorflow]'."
         ) from error
-    value = globals()[name] = module if name == "optimizers" else getattr(module, name)
+    value = globals()[name] = module if name in ("callbacks", "optimizers") else getattr(module, name)
     return value
 
 

@@ -13,7 +13,7 @@ STACKS = "REPLICAST_TEST_STACKS"
 PARENT = "REPLICAST_TEST_PARENT"
 """Names the one with the process whose end is the worker's end too."""
 WITH_STRATEGY = "REPLICAST_TEST_WITH_STRATEGY"
-"""Set to 1 if the worker is to build a strategy."""
+"""Names the one with the strategy that the worker is to build."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,11 +33,12 @@ class Pool:
     """A job of real processes, started by the first call and again by the first call after a failure.
 
     A call that fails ends the processes: a worker that left a collective half way would spoil the next test.
-    Without a `replicast.Strategy` in each worker, functions get None for it.
+    Each worker builds a `replicast.Strategy`; with a number as `strategy`, one of TensorFlow's with that many
+    devices: `MultiWorkerMirroredStrategy`, for one worker `MirroredStrategy`. Without, functions get None.
     """
 
     def __init__(
-        self, size: int, directory: Path, *, strategy: bool = True, grace_secs: float = 20.0
+        self, size: int, directory: Path, *, strategy: bool | int = True, grace_secs: float = 20.0
     ) -> None:
         self.size = size
         self._directory = directory

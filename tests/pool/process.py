@@ -37,7 +37,7 @@ def held_ports(count: int) -> Iterator[list[int]]:
 class WorkerProcess:
     """One worker. A job of one gets no `TF_CONFIG`."""
 
-    def __init__(self, rank: int, ports: list[int], directory: Path, *, strategy: bool) -> None:
+    def __init__(self, rank: int, ports: list[int], directory: Path, *, strategy: bool | int) -> None:
         self.rank = rank
         self.log = directory / f"worker-{rank}.log"
         self._stacks = directory / f"worker-{rank}.stacks"
@@ -55,7 +55,7 @@ class WorkerProcess:
             )
         self.connection = Connection(ours.detach())
 
-    def _environment(self, ports: list[int], descriptor: int, *, strategy: bool) -> dict[str, str]:
+    def _environment(self, ports: list[int], descriptor: int, *, strategy: bool | int) -> dict[str, str]:
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -80,7 +80,7 @@ class WorkerProcess:
             SOCKET: str(descriptor),
             STACKS: str(self._stacks),
             PARENT: str(os.getpid()),
-            WITH_STRATEGY: str(int(strategy)),
+            WITH_STRATEGY: str(strategy),
         }
 
     def send(self, message: bytes) -> None:

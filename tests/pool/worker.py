@@ -42,13 +42,28 @@ def connect() -> Connection:
 
 def build_strategy() -> Any:
     """The strategy that every function on this worker gets, or None for a pool without TensorFlow."""
-    if os.environ[WITH_STRATEGY] != "1":
+    wanted = os.environ[WITH_STRATEGY]
+    if wanted == "False":
         return None
+    if wanted != "True":
+        return stock_strategy(int(wanted))
     import replicast
     from tests.pool.start import observed
 
     with observed():
         return replicast.Strategy()
+
+
+def stock_strategy(devices: int) -> Any:
+    """A strategy of TensorFlow with this many devices."""
+    import tensorflow as tf
+
+    from tests.devices import play_devices
+
+    play_devices(devices)
+    if "TF_CONFIG" in os.environ:
+        return tf.distribute.MultiWorkerMirroredStrategy()
+    return tf.distribute.MirroredStrategy([f"CPU:{place}" for place in range(devices)])
 
 
 def serve(connection: Connection, strategy: Any) -> None:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras import ops
 
 import replicast
-from replicast.training import KerasState, collectives, optimizers_by_name
+from replicast.training import Source, TensorFlowState, collectives
 from replicast.update.audit_report import SLICE_BYTES
 from tests.pool import Pool
 from tests.scripts.compare import assert_same_as_plain_keras, in_plain_keras, weights
@@ -431,14 +431,14 @@ def changed_by_rows(strategy: Any, run_dir: str) -> dict[str, Any]:
     replicas = replicast.Replicas(model, run_dir=run_dir)
     table, read = model.get_layer("table").embeddings, []
     before = table.numpy()
-    stock = KerasState._value
+    stock = TensorFlowState._value
     rows = np.full((2, WIDTH), 0.5, "float32")
     added = replicast.Update().add_rows("table/embeddings", [3, 8], rows)
     assigned = replicast.Update(reset_slots=True).assign_rows("table/embeddings", [5, 6], rows)
 
-    def noted(state: Any, name: str) -> Any:
+    def noted(state: Any, name: str, *place: int) -> Any:
         read.append(name)
-        return stock(state, name)
+        return stock(state, name, *place)
 
     def act(step: int) -> None:
         if replicas.rank == 1 and step in (2, 4):
@@ -448,10 +448,10 @@ def changed_by_rows(strategy: Any, run_dir: str) -> dict[str, Any]:
         if replicas.rank == 1 and step == 2:
             replicas.revert(2)
 
-    with mock.patch.object(KerasState, "_value", noted):
+    with mock.patch.object(TensorFlowState, "_value", noted):
         quietly(replicas, act, lambda: len(replicas.history) == 2)
         quietly(replicas, undo, lambda: len(replicas.history) == 3)
-        state = KerasState(model, optimizers_by_name(model))
+        state = TensorFlowState(*Source(model).variables())
         pulled = state.read_rows("table/embeddings", np.array([3, 5, 6]))
         state.digests(["table/embeddings"])
         state.snapshot(saved := {})

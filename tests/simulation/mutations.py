@@ -31,7 +31,6 @@ from replicast.core.operation import (
     Persist,
 )
 from replicast.core.operations import attempt as attempt_module
-from replicast.core.operations import audit as audit_module
 from replicast.core.operations import revert
 from replicast.core.operations.attempt import Begin, TakeSnapshot
 from replicast.core.operations.audit import Audit, DeliverReport
@@ -48,6 +47,7 @@ from replicast.core.operations.update import (
 )
 from replicast.core.records import Applied, Pending, ReportId, Stage
 from replicast.core.worker import WorkerMachine
+from replicast.update import audit_report
 from tests.simulator import StoryFailed, World, random_plan
 from tests.simulator.disk import Disk
 
@@ -130,7 +130,7 @@ def heal_with_the_value_of_the_minority() -> Any:
     def reference_of(groups: Any, expected: Any) -> Any:
         return min(list(groups.values())[-1]), "minority"
 
-    return broken(audit_module, "reference_of", reference_of)
+    return broken(audit_report, "reference_of", reference_of)
 
 
 @mutation(0)

@@ -187,7 +187,7 @@ class SimulatedReplica:
             raise Refuse("The function raised ValueError")
         return self._published(computed(self.values, number))
 
-    def publish(self, id_: str, names: tuple[str, ...]) -> Published:
+    def publish(self, id_: str, names: tuple[str, ...], devices: tuple[str, ...] = ()) -> Published:
         """As in `Replica`."""
         return self._published(tuple(("assign", name, self.values[name]) for name in names))
 

@@ -16,7 +16,9 @@ from replicast.update.audit_report import (
     Declared,
     Deviation,
     Difference,
+    agree,
     checked_policy,
+    difference_of,
     groups_of,
     reference_of,
     rows_in_turn,
@@ -113,8 +115,13 @@ def test_an_unknown_policy_is_refused() -> None:
 )
 def test_workers_are_grouped_by_what_they_have(digests: dict[int, str], expected: Any) -> None:
     found = groups_of({rank: dict(zip("xy", said, strict=True)) for rank, said in digests.items()})
-    assert found == expected
+    assert found == {name: {one: seats(*ranks) for one, ranks in of.items()} for name, of in expected.items()}
     assert [list(groups) for groups in found.values()] == [list(groups) for groups in expected.values()]
+
+
+def seats(*ranks: int) -> tuple[tuple[int, str], ...]:
+    """Workers with one replica each."""
+    return tuple((rank, "") for rank in ranks)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +138,43 @@ def test_workers_are_grouped_by_what_they_have(digests: dict[int, str], expected
 def test_the_majority_counts_then_what_is_expected_then_worker_0(
     groups: dict[str, tuple[int, ...]], expected_digest: str | None, reference: tuple[int, str]
 ) -> None:
-    assert reference_of(groups, expected_digest) == reference
+    of_workers = {digest: seats(*ranks) for digest, ranks in groups.items()}
+    assert reference_of(of_workers, expected_digest) == ((reference[0], ""), reference[1])
+
+
+TWO, THREE = ("GPU:0", "GPU:1"), ("GPU:0", "GPU:1", "GPU:2")
+
+
+@pytest.mark.parametrize(
+    ("digests", "devices", "text"),
+    [
+        (("a", "a,b"), TWO, "x: worker 1 (GPU:1) differs from worker 0 (majority)"),
+        (("b,a", "a"), TWO, "x: worker 0 (GPU:0) differs from worker 1 (majority)"),
+        (
+            ("a", "b"),
+            TWO,
+            "x: worker 1 (GPU:0, GPU:1) differs from worker 0 (no majority: worker 0's value counts)",
+        ),
+        (
+            ("a,b", "a,b"),
+            TWO,
+            "x: workers 0 (GPU:1) and 1 (GPU:1) differ from worker 0 (no majority: worker 0's value counts)",
+        ),
+        (("a,b,a", "a,a,c"), THREE, "x: workers 0 (GPU:1) and 1 (GPU:2) differ from worker 0 (majority)"),
+        (("b,a,a",), THREE, "x: worker 0 (GPU:0) differs from worker 0 (majority)"),
+    ],
+)
+def test_every_replica_of_a_worker_counts_and_the_one_that_differs_is_named(
+    digests: tuple[str, ...], devices: tuple[str, ...], text: str
+) -> None:
+    seen = {rank: {"x": digest, "y": "e"} for rank, digest in enumerate(digests)}
+    assert not agree(digests)
+    ((name, groups),) = groups_of(seen, dict.fromkeys(seen, devices)).items()
+    found = difference_of(name, groups, None)
+    assert str(found) == text
+    worker, value = found.reference, digests[found.reference].split(",")
+    has = dict(zip(devices, value * len(devices) if len(value) == 1 else value, strict=False))[found.device]
+    assert has == "a", f"worker {worker} would publish the value of another replica"
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))

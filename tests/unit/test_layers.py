@@ -33,7 +33,7 @@ LAYERS = [
     {"allreduce"},
     {"training", "optimizers"},
     {"launcher", "client"},
-    {"replicas"},
+    {"replicas", "callbacks"},
     {"testing"},
     {"page"},
     {"__main__", "cli", "demo"},

@@ -8,14 +8,14 @@ from typing import Any
 import keras
 import numpy as np
 
-from replicast.training import KerasState, optimizers_by_name
+from replicast.training import Source, TensorFlowState
 from replicast.update.edits import Edit, EditKind
 from tests.workers.test_update_edits import values_of
 
 
-def state_of(model: keras.Model) -> KerasState:
+def state_of(model: keras.Model) -> TensorFlowState:
     """The variables of a model by name, as replicast sees them."""
-    return KerasState(model, optimizers_by_name(model, None))
+    return TensorFlowState(*Source(model).variables())
 
 
 def assign(model: keras.Model, values: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 import xxhash
 
-from replicast.training import keras_state
-from replicast.training.keras_state import device_digests
+from replicast.training import state as state_module
+from replicast.training.state import device_digests
 from replicast.update.edits import DTYPES
 from tests.pool import Pool
 from tests.workers.changing import state_of
@@ -70,10 +70,10 @@ def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     array = random_bits(np.dtype(np.float32), (1000,))
     whole = digest(array)
     for chunk in (1, 7, 999, 1000, 1001):
-        monkeypatch.setattr(keras_state, "CHUNK", chunk)
-        keras_state._places.cache_clear()
+        monkeypatch.setattr(state_module, "CHUNK", chunk)
+        state_module._places.cache_clear()
         assert digest(array) == whole
-    keras_state._places.cache_clear()
+    state_module._places.cache_clear()
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))

@@ -243,6 +243,12 @@ training/resuming.py
   EpochIterator._steps_seen: how much of it was used
   EpochIterator._distributed_dataset: what the strategy made of it
   keras.Model._initial_epoch: fit begins with it, read after on_train_begin
+  tf_keras.Model._training_state: its fit asks it where to begin, after on_train_begin
+training/job.py
+  Strategy.extended._collective_keys: from which a key is drawn for each transfer
+  CollectiveKeys._instance_key_table: the last key of each group and device
+training/named_variables.py
+  tf_keras.optimizers.legacy._create_all_weights: makes the slots of a legacy optimizer
 training/collectives.py
   Strategy.extended._cross_device_ops: transfers between devices
   Strategy.extended._host_cross_device_ops: transfers between hosts
@@ -293,7 +299,7 @@ training/strategy.py
 replicas/callback.py
   keras.callbacks.CallbackList.callbacks:
       whoever is added to it in on_train_begin is called after all others from then on
-training/keras_state.py
+training/named_variables.py
   keras.Optimizer.variables:
       what remembers something of a weight is named after it, in the order of the weights
 """)
@@ -397,6 +403,7 @@ def test_a_private_function_or_class_is_where_it_was_and_is_called_as_it_was(api
 
 def objects(strategy: Any) -> dict[str, Any]:
     """One object of each kind whose private fields we use."""
+    import tf_keras
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
     from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
     from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
@@ -441,6 +448,9 @@ def objects(strategy: Any) -> dict[str, Any]:
         BOARD: keras.callbacks.TensorBoard("board"),
         MIRRORED: model.trainable_variables[0].value,
         WRAPPER: keras.metrics.MeanSquaredError(),
+        "tf_keras.Model": tf_keras.Sequential(),
+        "tf_keras.optimizers.legacy": tf_keras.optimizers.legacy.SGD(),
+        "CollectiveKeys": strategy.extended._collective_keys,
         "Tensor": keras.layers.Embedding(3, 2, mask_zero=True)(np.ones((1, 2))),
     }
 

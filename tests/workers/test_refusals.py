@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import replicast
+from replicast.training import job_of
 from tests.pool import Pool
 from tests.unit.test_liveness import running_elsewhere
 from tests.workers.recipes import arrays, perceptron
@@ -64,16 +65,28 @@ def test_replicas_do_not_take_over_the_directory_of_a_job_on_another_host_unless
 
 
 @pytest.mark.parametrize(
-    ("strategy", "expected"),
+    ("kind", "reason"),
     [
-        (
-            mock.Mock(spec=tf.distribute.MultiWorkerMirroredStrategy),
-            "Replicas needs a strategy whose workers can meet between two steps. Write 'strategy = replic",
-        ),
-        (tf.distribute.get_strategy(), "created outside the scope of a replicast.Strategy"),
+        (tf.distribute.ParameterServerStrategy, "there are no replicas, and no boundary"),
+        (tf.distribute.TPUStrategy, "in the memory of TPU cores"),
+        (tf.distribute.experimental.CentralStorageStrategy, "there is nothing to keep equal"),
     ],
-    ids=["stock", "none"],
 )
-def test_replicas_of_a_model_of_another_strategy_says_what_is_the_case(strategy: Any, expected: str) -> None:
-    with pytest.raises(replicast.NotSupported, match=expected):
-        replicast.Replicas(SimpleNamespace(distribute_strategy=strategy))
+def test_a_strategy_that_cannot_be_served_is_refused_with_the_reason(kind: Any, reason: str) -> None:
+    with pytest.raises(replicast.NotSupported, match=f"A {kind.__name__} is .*{reason}.*MultiWorkerMirrored"):
+        job_of(kind.__new__(kind))
+
+
+@pytest.mark.parametrize(
+    "make", [tf.distribute.get_strategy, lambda: tf.distribute.MirroredStrategy(["CPU:0"])]
+)
+def test_a_strategy_of_one_process_is_refused_in_a_job_of_several(make: Any) -> None:
+    cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+    environ = mock.patch.dict("os.environ", TF_CONFIG=json.dumps(cluster))
+    with environ, pytest.raises(replicast.NotSupported, match="in a job of 2 workers"):
+        job_of(make())
+
+
+def test_replicas_of_something_without_names_is_refused() -> None:
+    with pytest.raises(replicast.NotSupported, match="Replicas of a list"):
+        replicast.Replicas([tf.Variable(1.0)])

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import replicast
 from replicast.errors import CheckpointError
-from replicast.replicas.callback import BoundaryCallback
+from replicast.replicas.callback import ReplicasCallback
 from replicast.replicas.job_checkpoints import Checkpoints, SavePlan
 from replicast.replicas.position import Fit, Fits, FrozenVariables, Position, Training
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
@@ -31,6 +31,11 @@ from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron
 
 BATCHES, EPOCHS = 5, 3
+
+
+def begun(model: keras.Model, worker: Any) -> Any:
+    """A `Replicas` of this model whose training begins on this worker."""
+    return mock.MagicMock(model=model, **{"training_begins.return_value": worker})
 
 
 @pytest.mark.parametrize(
@@ -194,11 +199,11 @@ class Life:
         self.positions: list[Position] = []
         self.epochs: list[tuple[int, int]] = []
         self.told: list[str] = []
-        replicas = mock.MagicMock(strategy=strategy, **{"session.rank": rank})
+        replicas = mock.MagicMock(job=strategy, **{"session.rank": rank})
         replicas.training.begin_fit.return_value = start
         replicas.training.reached.side_effect = lambda position, *_, **__: self.positions.append(position)
         ends = keras.callbacks.LambdaCallback(on_epoch_end=self._epoch_ended)
-        callbacks = [BoundaryCallback(self.model, lambda: replicas, mock.MagicMock(), mock.MagicMock()), ends]
+        callbacks = [ReplicasCallback(begun(self.model, replicas)), ends]
         tf.random.set_seed(1)  # arrays are shuffled the same way in every attempt
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -364,7 +369,7 @@ def order_of_events(strategy: Any) -> list[str]:
         on_epoch_begin=lambda epoch, logs: events.append("other begins epoch"),
         on_epoch_end=lambda epoch, logs: events.append("other ends epoch"),
     )
-    ours = BoundaryCallback(model, lambda: replicas, mock.MagicMock(), mock.MagicMock())
+    ours = ReplicasCallback(begun(model, replicas))
     given_by_user = keras.callbacks.CallbackList(
         [ours, other], add_history=True, model=model, epochs=2, steps=BATCHES
     )
@@ -411,7 +416,7 @@ class Lives:
             self.model.compile("sgd", "mse", run_eagerly=True)
         self.attempt = training(start)
         self.positions: list[Position] = []
-        self._replicas = mock.MagicMock(strategy=strategy, **{"session.rank": 0})
+        self._replicas = mock.MagicMock(job=strategy, **{"session.rank": 0})
         self._replicas.training = self.attempt
         self._replicas.boundary.side_effect = lambda **_: self.positions.append(self.attempt.position)
 
@@ -426,7 +431,7 @@ class Lives:
         return [[*batch] for batch in self.model.seen]
 
     def _fit(self, data: Any, **options: Any) -> None:
-        callback = BoundaryCallback(self.model, lambda: self._replicas, SavePlan(), mock.MagicMock())
+        callback = ReplicasCallback(begun(self.model, self._replicas))
         self.model.fit(data, verbose=0, callbacks=[callback], **options)
 
 

@@ -12,9 +12,9 @@ import tensorflow as tf
 
 import replicast
 from replicast.errors import CheckpointError, UpdateRefused
-from replicast.replicas.callback import BoundaryCallback
+from replicast.replicas.callback import ReplicasCallback
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.training import KerasState, optimizers_by_name
+from replicast.training import Source, TensorFlowState
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest
 from tests.pool.scripts import equal_on_all
@@ -77,7 +77,7 @@ class Looks:
 
 
 def by_fit(
-    replicas: replicast.Replicas, looks: Looks, callback: BoundaryCallback, per_execution: int
+    replicas: replicast.Replicas, looks: Looks, callback: ReplicasCallback, per_execution: int
 ) -> None:
     x, y = arrays(BATCHES * BATCH_SIZE)
     before, after = AtStep(lambda _: looks.look_before(per_execution)), AtStep(lambda _: looks.look_after())
@@ -155,7 +155,7 @@ def test_a_snapshot_is_restored_to_the_last_bit_and_shares_no_memory_with_variab
         model.add(keras.layers.Dense(3))
         model.compile("adam", "mse")
     with replicas_of(model):
-        state = KerasState(model, optimizers_by_name(model))
+        state = TensorFlowState(*Source(model).variables())
         names = [variable.name for variable in state.schema]
         for variable in model.layers[0].variables:
             variable.assign(

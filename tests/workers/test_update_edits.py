@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import replicast
-from replicast.training import KerasState, optimizers_by_name
-from replicast.training.keras_state import as_tensor
+from replicast.training import Source, TensorFlowState
+from replicast.training.state import as_tensor
 from replicast.training.variables import component
 from replicast.update.edits import DTYPES, FLOAT_DTYPES, Edit, apply_edit
 from replicast.update.schema import Schema, planned
@@ -104,14 +104,14 @@ def updates_of(name: str, place: Callable[[np.ndarray], np.ndarray], seed: int) 
         yield Update().blend(name, values(7), 0.3)
 
 
-def state_of_everything(strategy: Any) -> KerasState:
+def state_of_everything(strategy: Any) -> TensorFlowState:
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), Everything(name="all")])
         model.compile("sgd", "mse")
-    return KerasState(model, optimizers_by_name(model))
+    return TensorFlowState(*Source(model).variables())
 
 
-def edits_of(state: KerasState, place: Callable[[np.ndarray], np.ndarray]) -> Iterator[tuple[str, Edit]]:
+def edits_of(state: TensorFlowState, place: Callable[[np.ndarray], np.ndarray]) -> Iterator[tuple[str, Edit]]:
     """Every edit of every dtype; its variable has values of all sizes."""
     for dtype in sorted(DTYPES):
         for seed, update in enumerate(updates_of(dtype, place, 100)):

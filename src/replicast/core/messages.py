@@ -92,8 +92,8 @@ class Replica(Protocol):
     def expected(self, names: tuple[str, ...]) -> dict[str, str]:
         """The digests according to checkpoint and journal, of the variables that training does not change."""
 
-    def publish(self, id_: str, names: tuple[str, ...]) -> Published:
-        """An update that assigns this replica's values of these variables."""
+    def publish(self, id_: str, names: tuple[str, ...], devices: tuple[str, ...] = ()) -> Published:
+        """An update that assigns this worker's values of these variables; those on a device, if given."""
 
     def deviations(self, id_: str, digest: str, names: tuple[str, ...]) -> Mapping[str, Any]:
         """How far this replica's values of these variables are from those of a prepared update."""

@@ -134,6 +134,7 @@ class SeenDigests(Record):
     trained: int = 0
     time: float = 0.0
     partly: tuple[ComparedRows, ...] = ()
+    devices: tuple[str, ...] = ()  # of its replicas, if it has several
 
 
 class Snapshot(Record):

@@ -1,20 +1,33 @@
-"""The boundaries of Keras' `fit`."""
+"""The boundaries of `fit`, of Keras 3 and of `tf_keras`.
+
+After a restore, `fit` of Keras 3 continues at the batch where the state was saved. That of `tf_keras`
+continues at the same step of the same epoch, but on data from the start of a pass: it offers no other place.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+import sys
+from typing import Any, Literal
 
 import keras
 
 from replicast.errors import NotSupported
 from replicast.replicas.job_audits import AuditPlan
-from replicast.replicas.job_checkpoints import SavePlan
+from replicast.replicas.job_checkpoints import SaveEvery, SavePlan, WhenBusy
 from replicast.replicas.joined_worker import JoinedWorker
 from replicast.replicas.position import Fit, Position
 from replicast.training import start_at_epoch
-from replicast.training.resuming import ResumedEpoch, callbacks_of, count_done_batches, resume_fit, skip_fit
+from replicast.training.job import StockJob
+from replicast.training.resuming import (
+    ResumedEpoch,
+    callbacks_of,
+    count_done_batches,
+    resume_fit,
+    skip_fit,
+    start_tf_keras_at,
+)
+from replicast.update.audit_report import Policy
 
 logger = logging.getLogger("replicast")
 
@@ -22,7 +35,7 @@ logger = logging.getLogger("replicast")
 class _AfterOthers(keras.callbacks.Callback):
     """Runs after all other callbacks of a `fit`, so that a checkpoint includes their changes to the state."""
 
-    def __init__(self, ours: BoundaryCallback) -> None:
+    def __init__(self, ours: ReplicasCallback) -> None:
         super().__init__()
         self._ours = ours
 
@@ -40,20 +53,34 @@ class _AfterOthers(keras.callbacks.Callback):
         self._ours.set_moment("epoch")
 
 
-class BoundaryCallback(keras.callbacks.Callback):
-    """Makes every end of a batch a boundary; with `steps_per_execution`, every end of an execution."""
+class ReplicasCallback(keras.callbacks.Callback):
+    """Makes every end of a batch a boundary; with `steps_per_execution`, every end of an execution.
+
+    The arguments are those of `Replicas.callback`, which creates it. It works in `fit` of `tf_keras` too.
+    """
 
     _worker: JoinedWorker  # from `on_train_begin` on: the model may not be built before
+    _supports_tf_logs = True  # tf_keras: logs may be tensors, which need not be waited for after each batch
 
     def __init__(
-        self, model: keras.Model, begin: Callable[[], JoinedWorker], saves: SavePlan, audits: AuditPlan
+        self,
+        replicas: Any,  # a `Replicas`, whose module imports this one
+        *,
+        save_every: SaveEvery | None = None,
+        keep: int = 3,
+        keep_best: tuple[str, Literal["min", "max"]] | None = None,
+        when_busy: WhenBusy = "wait",
+        audit_every: int | None = 100,
+        on_divergence: Policy | None = None,
     ) -> None:
-        """`begin` begins the training of the model on this worker."""
         super().__init__()
-        self._own_model = model
-        self._begin = begin
-        self._saves = saves
-        self._audits = audits
+        self._replicas = replicas
+        self._own_model = replicas.model
+        self._saves = SavePlan(save_every, keep, keep_best, when_busy)
+        usual: Policy = "raise" if audit_every is None else "heal"
+        policy = usual if on_divergence is None else on_divergence
+        self._audits = AuditPlan(audit_every, policy, ends=True)
+        self._is_keras_3 = isinstance(self._own_model, keras.Model)
         self._first_step = 0
         self._resumed = Position()
         self._resumed_epoch = ResumedEpoch()
@@ -68,7 +95,8 @@ class BoundaryCallback(keras.callbacks.Callback):
                 reason="it belongs to the model that its Replicas was created with",
                 remedy="Create a replicast.Replicas(model) for the model that is trained",
             )
-        self._worker = self._begin()
+        self._worker = self._replicas.training_begins()
+        self._refuse_stock_strategy()
         self._worker.called_by = self
         measured = [
             *self.model.metrics,
@@ -79,22 +107,53 @@ class BoundaryCallback(keras.callbacks.Callback):
         fit = Fit(called_with.get("epochs", 1), called_with.get("steps"))
         self._resumed = self._worker.training.begin_fit(fit)
         if self._is_over():
-            skip_fit(self.model, self._resumed.epoch, self._warn)
+            self._skip_fit()
             return
         self._worker.checkpoints.agree_on(self._saves)
         self._worker.audits.plan(self._audits)
         if self._resumed.epoch >= fit.epochs or self._resumed.inside == "stopped":  # let Keras end the fit
-            skip_fit(self.model, self._resumed.epoch, self._warn)
+            self._skip_fit()
             return
-        others = callbacks_of(self.model)
+        others = callbacks_of(self.model) if self._is_keras_3 else None
         if others is not None:
             self._after_others = _AfterOthers(self)
             others.append(self._after_others)
-        self._resumed_epoch = resume_fit(self.model, self._resumed.epoch, self._resumed.batch, self._warn)
+        self._resume_fit()
+
+    def _skip_fit(self) -> None:
+        self._worker.job.take_start(self.model)
+        if self._is_keras_3:
+            skip_fit(self.model, self._resumed.epoch, self._warn)
+        else:
+            start_tf_keras_at(self.model, sys.maxsize)
+
+    def _resume_fit(self) -> None:
+        epoch, batch = self._resumed.epoch, self._resumed.batch
+        self._worker.job.take_start(self.model)  # for a `fit` without the callback
+        if self._is_keras_3:
+            self._resumed_epoch = resume_fit(self.model, epoch, batch, self._warn)
+        elif epoch or batch:
+            start_tf_keras_at(self.model, epoch, batch)
+            self._warn(
+                f"fit of tf_keras continues at batch {batch} of epoch {epoch}, on data from its start: it "
+                "cannot start in the middle of a pass. Data that is the same in every epoch, with "
+                'save_every="epoch", makes this the same as without a restart; a custom training loop with '
+                "replicas.resume(dataset) needs neither"
+            )
+
+    def _refuse_stock_strategy(self) -> None:
+        job = self._worker.job
+        if self._is_keras_3 and isinstance(job, StockJob) and job.size > 1:
+            raise NotSupported(
+                "fit of Keras 3 on a tf.distribute.MultiWorkerMirroredStrategy",
+                reason="Keras 3 reduces whole batches and scalar metrics as no such strategy can",
+                remedy="Write 'strategy = replicast.Strategy()' instead, which is one too. Or call "
+                "replicas.boundary() in a custom training loop, or use tf_keras",
+            )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch = epoch
-        self._worker.strategy.begin_epoch(epoch)
+        self._worker.job.begin_epoch(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes where the execution starts. All callbacks are done with the previous boundary."""
@@ -125,9 +184,13 @@ class BoundaryCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Settles all proposals, so that none waits for a step that never comes."""
-        start_at_epoch(self.model, 0)
-        self._worker.strategy.begin_epoch(None)
-        training, others = self._worker.training, callbacks_of(self.model)
+        if self._is_keras_3:
+            start_at_epoch(self.model, 0)
+        else:
+            start_tf_keras_at(self.model, 0)
+        self._worker.job.begin_epoch(None)
+        training = self._worker.training
+        others = callbacks_of(self.model) if self._is_keras_3 else None
         if others is not None and self._after_others in others:
             others.remove(self._after_others)
         self._after_others = None
@@ -139,6 +202,16 @@ class BoundaryCallback(keras.callbacks.Callback):
         training.end_fit(stopped=self._is_stopped())
         self._worker.end_training()
         self.set_moment("fit")
+
+    # Asked by tf_keras, which calls the methods for batches only where they are said to exist.
+
+    def _implements_train_batch_hooks(self) -> bool:
+        return True
+
+    def _implements_test_batch_hooks(self) -> bool:
+        return False
+
+    _implements_predict_batch_hooks = _implements_test_batch_hooks
 
     # Called after all other callbacks.
 

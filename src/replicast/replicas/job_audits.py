@@ -123,7 +123,8 @@ class Audits:
         self.session.set_audit_policy(plan.policy)
 
     def _audit_in_passing(self, *, whole: bool = False) -> None:
-        if self.session.size > 1 and self._audited_at != self.session.step:
+        several = self.session.size > 1 or self.session.state.devices
+        if several and self._audited_at != self.session.step:
             self._audited_at = self.session.step
             # The number of steps is the same on all workers, and goes on after a restart. From there audits
             # are counted: they may be several times `every` steps apart, or fewer.

@@ -428,6 +428,8 @@ class Checkpoints:
             details = {"values": packed(self.session.state, averaged), "measured": json.dumps(measured)}
             snapshot = Snapshot(step, joined(self.session.state.digests(strict)), holds, details)
             return lambda: snapshot
+        # The copy is that of the first replica of this worker: the others must be equal to it.
+        of_all = joined(self.session.state.digests(strict)) if self.session.state.devices else ""
         with self._copying:
             self.session.state.snapshot(self._buffers)
         draft = Draft(
@@ -450,7 +452,8 @@ class Checkpoints:
                     return Snapshot(step, "", holds, None)
                 digests = {name: digest_array(value) for name, value in self._buffers.items()}
             copy = _StateCopy(draft, self._buffers, digests, measured, saving)
-            return Snapshot(step, joined({name: digests[name] for name in strict}), holds, copy)
+            digest = of_all or joined({name: digests[name] for name in strict})
+            return Snapshot(step, digest, holds, copy)
 
         return finish
 

@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import keras
-
 from replicast.config import ATTEMPT, heartbeat_file, read_launch
 from replicast.coordination import DirectExchange
 from replicast.core.events import Ended
@@ -48,7 +46,8 @@ from replicast.storage.run_files import (
     write_change,
     write_run_info,
 )
-from replicast.training import KerasState, Strategy, optimizers_by_name
+from replicast.training import Job, Source, TensorFlowState
+from replicast.training.named_variables import Changes
 from replicast.transport import open_transport
 from replicast.update.guard import Guard
 from replicast.update.schema import Limits
@@ -61,9 +60,8 @@ class JoinedWorker:
 
     def __init__(
         self,
-        model: keras.Model,
-        optimizer: keras.optimizers.Optimizer | None,
-        strategy: Strategy,
+        source: Source,
+        job: Job,
         *,
         name: str,
         run_dir: RunDir | None,
@@ -74,23 +72,22 @@ class JoinedWorker:
         audits: AuditPlan,
         may_differ: Sequence[str],
     ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self.strategy = strategy
+        self._source = source
+        self.job = job
         self._run_dir = run_dir
         self._durable = durable
-        with strategy.scope():
-            self._optimizers = optimizers_by_name(model, optimizer)
-            for one in self._optimizers.values():
-                if not one.built:
-                    one.build(model.trainable_variables)
+        with job.scope():
+            source.build_optimizers()
         self._uncounted_since: int | None = None
+        self._warned_of_new = False
         self.called_by: object = None  # the callback of the current `fit`
-        self.state = KerasState(model, self._optimizers)
+        self.state = TensorFlowState(*source.variables())
         if guard is not None:
             guard.check_patterns(self.state.schema)
-        free = declared(self.state.schema, may_differ, local_statistics=strategy.statistics == "local")
-        rank, size, secs = strategy.rank, strategy.size, timeouts.join_secs
+        local_statistics = source.is_keras_3 and job.statistics == "local"
+        free = declared(self.state.schema, may_differ, local_statistics=local_statistics) | self.state.local
+        self.state.local = free
+        rank, size, secs = job.rank, job.size, timeouts.join_secs
 
         watched = ""
         if rank == 0 and run_dir is not None:
@@ -98,7 +95,7 @@ class JoinedWorker:
             # Before the others hear from this worker: until then none of them writes.
             with contextlib.suppress(OSError):  # If the disk has a problem, the first write reports it.
                 clean_run(run_dir)
-        exchange = DirectExchange(strategy.coordination, name, rank, size, strategy.lifetime.has_left)
+        exchange = DirectExchange(job.coordination, name, rank, size, job.lifetime.has_left)
         exchange.require_same(
             "schema",
             self.state.schema.digest(),
@@ -133,7 +130,7 @@ class JoinedWorker:
         saved = [saved_of(manifest) for manifest in listed]
         self.session = Session(
             exchange,
-            Channel(strategy.coordination, name, rank, size),
+            Channel(job.coordination, name, rank, size),
             transport,
             self.state,
             journal=journal,
@@ -149,7 +146,6 @@ class JoinedWorker:
         # Whether the launcher of this host reads the notes in this directory, which it has made.
         launch, path = read_launch(os.environ), None if run_dir is None else below(run_dir).as_path()
         launcher_reads = launch.launched and path is not None and path.absolute() == launch.run_dir
-        shared = strategy.extended.shared
         self.run_files = RunFiles(
             self.session,
             run_dir,
@@ -159,22 +155,22 @@ class JoinedWorker:
             launcher_reads=launcher_reads,
             may_save=lambda: not self.checkpoints.is_busy,
             heartbeat=heartbeat_file(os.environ, rank),
-            waited=None if shared is None else lambda: shared.exchange.waited_secs,
+            waited=job.waited_secs,
         )
         self.departure = Departure(
-            self.session, self.checkpoints, self.training, strategy.leavings, self._answer_leave
+            self.session, self.checkpoints, self.training, job.leavings, self._answer_leave
         )
         self.audits = Audits(self.session, run_dir, audits, self._answer_audit)
         self.session.start(
             WorkerHooks(
-                check=strategy.lifetime.check,
-                trained=strategy.extended.transfers_started,
+                check=job.lifetime.check,
+                trained=job.transfers_started,
                 take_snapshot=self.checkpoints.take_snapshot,
                 write_checkpoint=self.checkpoints.write,
                 expected_fingerprints=self._expected_fingerprints,
                 on_report=self.audits.on_report,
                 on_leave=self.departure.leave,
-                on_long_wait=strategy.lifetime.turns.report_wait,
+                on_long_wait=job.lifetime.turns.report_wait,
                 on_ended=self._on_ended,
                 on_inbox=self.run_files.inbox.on_outcome,
                 on_note=self.run_files.on_note,
@@ -183,8 +179,8 @@ class JoinedWorker:
         self.run_files.start()
         self._states = RunStates(run_dir, rank, size, attempt)
         # Even before training: a worker that is told to exit then tells the others, and exits with its code.
-        strategy.leavings.append(self.departure)
-        leave_on_sigterm(strategy.leavings)
+        job.leavings.append(self.departure)
+        leave_on_sigterm(job.leavings)
 
     # Trainings and boundaries.
 
@@ -195,15 +191,7 @@ class JoinedWorker:
         return self.session
 
     def begin_training(self) -> None:
-        now = optimizers_by_name(self._model, self._optimizer)
-        known = self._optimizers
-        if now.keys() != known.keys() or any(now[name] is not known[name] for name in now):
-            raise NotSupported(
-                "A model that was compiled again",
-                reason="it has a new optimizer, which this Replicas does not know",
-                remedy="Call close() on this Replicas, and create a new replicast.Replicas(model) after "
-                "compile",
-            )
+        self._notice_changes(self._source.changes())
         if self.training.has_begun:
             self.count_steps()
         else:
@@ -211,15 +199,35 @@ class JoinedWorker:
             self.training.has_begun = True
         self.session.arrive(self.session.step)
         self.training.active = True
-        self.strategy.take_start(self._model)  # the restored position is for this `fit`, not a later one
+        self.job.take_start(self._source.model)  # the restored position is for this `fit`, not a later one
+
+    def _notice_changes(self, changes: Changes) -> None:
+        """What is gone from the model cannot be updated any more, and what is new is not kept equal."""
+        if changes.lost or changes.optimizers:
+            what = "was compiled again" if changes.optimizers else f"has lost {', '.join(changes.lost[:5])}"
+            raise NotSupported(
+                f"A model that {what}",
+                reason="its Replicas knows the optimizers and variables that it had at first",
+                remedy="Call close() on this Replicas, and create a new replicast.Replicas(model) after "
+                "the change",
+            )
+        if changes.new and not self._warned_of_new:
+            self._warned_of_new = True
+            logger.warning(
+                "worker %d: the model has new variables, which its Replicas does not update, save or "
+                "compare: %s. Call close(), and create a new replicast.Replicas(model)",
+                self.session.rank,
+                ", ".join(changes.new[:5]),
+            )
 
     def boundary(self, *, steps: int, logs: Mapping[str, Any] | None, batches: int) -> None:
         """As `Replicas.boundary`."""
         session = self.session
+        self._notice_changes(self._source.changes(now=time.monotonic()))
         self.training.active = True
         if logs is not None:
             self.run_files.logs = logs
-        self.strategy.wait_for_device()
+        self.job.wait_for_device()
         self.checkpoints.report()
         self.training.used(batches)
         session.proposals.training_continues()
@@ -262,7 +270,7 @@ class JoinedWorker:
             self.session.arrive(self.session.step + steps)
 
     def _iterations(self) -> int:
-        return max((int(each.iterations.numpy()) for each in self._optimizers.values()), default=0)
+        return max((int(each.iterations.numpy()) for each in self._source.optimizers().values()), default=0)
 
     # The end.
 
@@ -283,20 +291,20 @@ class JoinedWorker:
         self.run_files.finish(finished=not told_to)
         self._states.ended(self.session.step, told_to=told_to, at_exit=at_exit)
         if not self.departure.ends:  # at the end of the script it stays: SIGTERM need not exit then
-            self.strategy.leavings.remove(self.departure)
+            self.job.leavings.remove(self.departure)
 
     def script_ends(self) -> None:
         """The script has come to its end: no model of it need be told to exit any more."""
-        if self.departure not in self.strategy.leavings:  # closed before, and the script went on
-            self.strategy.leavings.append(self.departure)
-        for each in self.strategy.leavings:
+        if self.departure not in self.job.leavings:  # closed before, and the script went on
+            self.job.leavings.append(self.departure)
+        for each in self.job.leavings:
             each.session.script_ended = True
 
     def abandon(self) -> None:
         """The process exits, in whatever state it is. Waits for nobody."""
         self.session.abandon()
         self.run_files.note_end()
-        self._states.abandoned(self.session.step, self.strategy.lifetime.failure)
+        self._states.abandoned(self.session.step, self.job.lifetime.failure)
         self.session.script_ended = True  # it exits anyway: SIGTERM need not
 
     # What the session asks and tells, where it is not one part alone that answers.

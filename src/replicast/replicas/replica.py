@@ -455,7 +455,7 @@ class StateReplica:
         self.rank = self.machine.rank
         self.hooks = WorkerHooks()  # those of the worker around, from `Session.start` on
         self.functions: dict[str, Function] = {}  # that this worker has proposed and will run
-        self._copy: Arrays | None = None  # during a trial: the state before it
+        self._copy: list[Arrays] | None = None  # during a trial: the state before it, of each local replica
         # Worker 0: what updates have overwritten, from their boundary until it is written. A revert needs it.
         self._before: dict[int, _Before] = {}
         self.pulled: dict[str, npt.NDArray[Any]] = {}
@@ -597,9 +597,9 @@ class StateReplica:
         if self.guard is not None:
             self.guard.check(update.edits, self.state.schema, self.state.read)
 
-    def publish(self, id_: str, names: tuple[str, ...]) -> Published:
+    def publish(self, id_: str, names: tuple[str, ...], devices: tuple[str, ...] = ()) -> Published:
         update = Update(id=id_, allow_nonfinite=True)
-        for name, value in self.state.read(names).items():
+        for name, value in self.state.read(names, devices).items():
             value.flags.writeable = False  # no one else holds it: `assign` needs no second copy
             update = update.assign(name, value)
         return self._published(planned(update, self.state.schema, NO_LIMITS))
@@ -644,7 +644,8 @@ class StateReplica:
                 digests[one.variable] = self.state.fingerprint_of_rows(one.variable, one.start, one.stop)
         secs = time.monotonic() - started
         free = {name: digests.pop(name) for name in [*digests] if name in self.may_differ}
-        return SeenDigests(self.machine.step, digests, free, secs, self.hooks.trained(), time.time(), partly)
+        trained, devices = self.hooks.trained(), self.state.devices
+        return SeenDigests(self.machine.step, digests, free, secs, trained, time.time(), partly, devices)
 
     def examine_quietly(self, turn: int | None) -> SeenDigests:
         """As `examine`, with one digest for all variables that must be equal: less to send."""
@@ -656,25 +657,30 @@ class StateReplica:
 
     def deviations(self, id_: str, digest: str, names: tuple[str, ...]) -> Mapping[str, Any]:
         found = {}
+        devices: list[tuple[str, ...]] = [(device,) for device in self.state.devices] or [()]
         for edit in self.parcels.prepared(id_, digest).edits:
-            if edit.variable in names:
-                mine, value = self.state.read([edit.variable])[edit.variable], edit.arrays["value"]
+            name, value = edit.variable, edit.arrays["value"]
+            for device in devices if name in names else ():
+                mine = self.state.read([name], device)[name]
                 if mine.tobytes() != value.tobytes():
-                    found[edit.variable] = deviation(mine, value)
+                    found[name] = deviation(mine, value)
+                    break
         return found
 
     def snapshot(self, id_: str, *, due: bool, again: bool) -> Callable[[], Snapshot]:
         return self.hooks.take_snapshot(id_, due, again)
 
     def keep_copy(self) -> None:
-        self._copy = {}
-        self.state.snapshot(self._copy)
+        self._copy = [{} for _ in self.state.devices or ("",)]
+        for replica, copy in enumerate(self._copy):
+            self.state.snapshot(copy, replica)
         self.measures.begin(self.machine.step)
 
     def go_back(self) -> None:
         if self._copy is not None:
             faults.point("settle")
-            self.state.restore_snapshot(self._copy)
+            for replica, copy in enumerate(self._copy):
+                self.state.restore_snapshot(copy, replica)
             self._copy = None
             self.measures.end(reverted=True)
 
@@ -697,4 +703,6 @@ class StateReplica:
 
 
 def joined(digests: Mapping[str, str]) -> str:
-    return xxhash.xxh3_128_hexdigest("".join(digests[name] for name in sorted(digests)).encode())
+    """One digest for several variables; with a comma if local replicas differ in one of them."""
+    text = "".join(digests[name] for name in sorted(digests))
+    return xxhash.xxh3_128_hexdigest(text.encode()) + ("," if "," in text else "")

@@ -24,13 +24,12 @@ from replicast.core.operation import Timeouts
 from replicast.core.records import Refusal
 from replicast.errors import CheckpointError, ClusterError, NotSupported
 from replicast.files import RunDir, below
-from replicast.replicas.callback import BoundaryCallback
+from replicast.replicas.callback import ReplicasCallback
 from replicast.replicas.job_audits import AuditPlan
 from replicast.replicas.job_checkpoints import (
     Restore,
     Restored,
     SaveEvery,
-    SavePlan,
     Saving,
     WhenBusy,
     no_run_dir,
@@ -40,7 +39,7 @@ from replicast.replicas.position import Position
 from replicast.replicas.proposals import Ticket, checked_worker, refused
 from replicast.replicas.replica import Function
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.training import Strategy
+from replicast.training import Source, Strategy, job_of
 from replicast.training.resuming import Batches
 from replicast.training.writing import writing_alone
 from replicast.update.audit_report import AuditReport, Policy
@@ -67,7 +66,9 @@ class Replicas:
         model.fit(dataset, callbacks=[replicas.callback()])
 
     Args:
-        model: Created and compiled inside `strategy.scope()` of a `replicast.Strategy`. A model that is not
+        model: A Keras 3 or `tf_keras` model, a `tf.Module`, a `tf.train.Checkpoint`, or a dict of names to
+            variables; created inside the scope of a `replicast.Strategy` or of one of TensorFlow's
+            (`MultiWorkerMirroredStrategy`, `MirroredStrategy`), or without a strategy. A model that is not
             built yet can be changed once training has begun.
         optimizer: For a custom training loop, whose optimizer the model does not know.
         run_dir: The directory of the journal, the inbox and the files that `replicast status` reads. Default:
@@ -87,9 +88,9 @@ class Replicas:
 
     def __init__(
         self,
-        model: keras.Model,
+        model: Any,
         *,
-        optimizer: keras.optimizers.Optimizer | None = None,
+        optimizer: Any = None,
         run_dir: str | os.PathLike[str] | None = None,
         durability: Durability | None = None,
         limits: Limits | None = None,
@@ -99,8 +100,15 @@ class Replicas:
         may_differ: Sequence[str] = (),
         timeouts: Timeouts | None = None,
     ) -> None:
-        strategy = strategy_of(model)
-        launch, name = read_launch(os.environ), strategy.next_name("replicas")
+        source = Source(model, optimizer)
+        job = job_of(source.strategy)
+        if source.is_tf_keras and isinstance(job, Strategy):
+            raise NotSupported(
+                "A tf_keras model in the scope of a replicast.Strategy",
+                reason="the steps of that strategy are made for Keras 3",
+                remedy="Create it in the scope of a tf.distribute.MultiWorkerMirroredStrategy",
+            )
+        launch, name = read_launch(os.environ), job.next_name("replicas")
         directory: RunDir | None = None if run_dir is None else Path(run_dir)
         if run_dir is None and launch.run_dir is not None:
             directory = launch.run_dir if name == "replicas-1" else below(launch.run_dir) / name
@@ -112,13 +120,13 @@ class Replicas:
                 remedy="Give run_dir=..., or start the job with 'replicast run'",
             )
         self.model = model
-        self._strategy = strategy
+        self._source = source
+        self._job = job
         self._run_dir = directory
         self._join = partial(
             JoinedWorker,
-            model,
-            optimizer,
-            strategy,
+            source,
+            job,
             name=name,
             run_dir=directory,
             durable=durability != "memory" and directory is not None,
@@ -133,8 +141,8 @@ class Replicas:
         self._warned = False
         self._restores = 0
         self._model_files = 0
-        strategy.on_fit.append(self._fit_begins)
-        if model.built:
+        job.on_fit.append(self._fit_begins)
+        if source.is_built:
             self._open()
 
     # What can be read, by any thread. Nothing here waits or changes anything.
@@ -142,12 +150,12 @@ class Replicas:
     @property
     def rank(self) -> int:
         """Which worker this is."""
-        return self._strategy.rank
+        return self._job.rank
 
     @property
     def size(self) -> int:
         """The number of workers."""
-        return self._strategy.size
+        return self._job.size
 
     @property
     def step(self) -> int:
@@ -224,7 +232,7 @@ class Replicas:
         when_busy: WhenBusy = "wait",
         audit_every: int | None = 100,
         on_divergence: Policy | None = None,
-    ) -> BoundaryCallback:
+    ) -> ReplicasCallback:
         """The callback to pass to `fit`, on all workers.
 
         Args:
@@ -238,11 +246,15 @@ class Replicas:
             on_divergence: "heal" makes differing replicas equal again and logs it, "raise" ends the training
                 on all workers, "warn" only logs it. Default: "heal"; without audits, "raise".
         """
-        saves = SavePlan(save_every, keep, keep_best, when_busy)
-        usual: Policy = "raise" if audit_every is None else "heal"
-        policy = usual if on_divergence is None else on_divergence
-        audits = AuditPlan(audit_every, policy, ends=True)
-        return BoundaryCallback(self.model, self.training_begins, saves, audits)
+        return ReplicasCallback(
+            self,
+            save_every=save_every,
+            keep=keep,
+            keep_best=keep_best,
+            when_busy=when_busy,
+            audit_every=audit_every,
+            on_divergence=on_divergence,
+        )
 
     def save(self) -> Saving:
         """Saves the whole state at this boundary as a checkpoint. All workers must call it.
@@ -287,7 +299,7 @@ class Replicas:
         position = restored.position
         worker.checkpoints.named = step
         worker.training.restored(position)
-        self._strategy.start_data_at(self.model, position.epoch, position.batch, restored.step)
+        self._job.start_data_at(self.model, position.epoch, position.batch, restored.step)
         if restored.left_out and self.rank == 0:
             left_out = ", ".join(restored.left_out)
             logger.warning("not restored, because the checkpoint has no matching variable: %s", left_out)
@@ -481,7 +493,7 @@ class Replicas:
     def _open(self) -> JoinedWorker:
         """Joins the other workers. All of them call it, each with a built model."""
         self._worker = self._join()
-        self._strategy.before_leaving(self._close_at_the_end, always=self._abandon)
+        self._job.before_leaving(self._close_at_the_end, always=self._abandon)
         return self._worker
 
     def _opened(self) -> JoinedWorker:
@@ -507,7 +519,7 @@ class Replicas:
         if not self._closed and self._worker is not None:
             self._worker.close(at_exit=at_exit)
             self._closed = True
-            self._strategy.on_fit.remove(self._fit_begins)
+            self._job.on_fit.remove(self._fit_begins)
 
     def _close_at_the_end(self) -> None:
         self._opened().script_ends()
@@ -521,7 +533,7 @@ class Replicas:
         """Called at the start of every `fit`; `callbacks` is a list, a `CallbackList`, one, or None."""
         each = getattr(callbacks, "callbacks", callbacks)
         given = each if isinstance(each, list | tuple) else [each]
-        if model is not self.model or any(isinstance(one, BoundaryCallback) for one in given):
+        if model is not self.model or any(isinstance(one, ReplicasCallback) for one in given):
             return
         if not self._warned:
             self._warned = True
@@ -548,24 +560,6 @@ class Replicas:
             exchange.tell(key, json.dumps(said))
         if problem := json.loads(exchange.hear(key, WRITE_SECS)):
             raise CheckpointError(f"Worker 0 could not read or write the model file: {problem}")
-
-
-def strategy_of(model: keras.Model) -> Strategy:
-    """The strategy in whose scope the model was created."""
-    strategy = getattr(model, "distribute_strategy", None)
-    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and not isinstance(strategy, Strategy):
-        raise NotSupported(
-            "A model that was created in the scope of a tf.distribute.MultiWorkerMirroredStrategy",
-            reason="Replicas needs a strategy whose workers can meet between two steps",
-            remedy="Write 'strategy = replicast.Strategy()' instead: it is a MultiWorkerMirroredStrategy",
-        )
-    if not isinstance(strategy, Strategy):
-        raise NotSupported(
-            "A model that was created outside the scope of a replicast.Strategy",
-            reason="its variables are not the same on every worker",
-            remedy="Create and compile it inside 'with strategy.scope():'",
-        )
-    return strategy
 
 
 # The model in the file formats of other tools. Only worker 0 reads and writes.

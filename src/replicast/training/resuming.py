@@ -13,7 +13,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -70,10 +70,25 @@ def start_at_epoch(model: keras.Model, epoch: int) -> None:
     model._initial_epoch = epoch
 
 
+class _FitStart(NamedTuple):
+    epoch: int
+    batch: int
+
+    def maybe_load_initial_counters_from_ckpt(self, steps: int, initial_epoch: int) -> tuple[int, int]:
+        return self
+
+
+def start_tf_keras_at(model: Any, epoch: int, batch: int = 0) -> None:
+    """As `start_at_epoch`, for a model of tf_keras; 0 for wherever the script says.
+
+    Private: tf_keras' own BackupAndRestore sets this attribute in `on_train_begin`, and `fit` asks it then.
+    """
+    model._training_state = _FitStart(epoch, batch) if epoch or batch else None
+
+
 def resume_fit(model: keras.Model, epoch: int, batch: int, warn: Callable[[str], None]) -> ResumedEpoch:
     """Makes the starting `fit` continue at this batch. Call it in `on_train_begin`."""
     start_at_epoch(model, epoch)
-    model.distribute_strategy.take_start(model)  # for a `fit` without the callback
     if epoch == batch == 0:
         return ResumedEpoch()
     found = _running_fit(model)
@@ -108,7 +123,6 @@ def skip_fit(model: keras.Model, ended: int, warn: Callable[[str], None]) -> Non
     A later `fit` may use the same data, so the data draws its orders as if this `fit` had used it.
     """
     start_at_epoch(model, sys.maxsize)
-    model.distribute_strategy.take_start(model)
     found = _running_fit(model)
     adapter = None if found is None else found[0].data_adapter
     if found is None or isinstance(adapter, GeneratorDataAdapter):

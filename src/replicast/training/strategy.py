@@ -11,7 +11,6 @@ The start of a worker, in this order: it meets the others, TensorFlow connects t
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import functools
@@ -22,8 +21,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import keras
@@ -31,13 +29,13 @@ import tensorflow as tf
 
 from replicast import rendezvous
 from replicast.config import HEARTBEAT_SECS, Cluster, heartbeat_timeout_secs, read_cluster, start_timeout_secs
-from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination, unregistered_workers
+from replicast.coordination import unregistered_workers
 from replicast.errors import ClusterError, NotSupported
-from replicast.lifetime import Lifetime
 from replicast.port_filter import port_limit
 from replicast.training import feeding
 from replicast.training.collectives import REGISTER_SECS, ReplicatedExtended, sum_through_shared_memory
 from replicast.training.functions import Functions, Step
+from replicast.training.job import Job
 from replicast.training.keras_call import (
     KerasCall,
     Trainer,
@@ -135,7 +133,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
+class Strategy(Job, tf.distribute.MultiWorkerMirroredStrategy):
     """Synchronous training on several workers, one replica each, with Keras 3 or a custom training loop.
 
     Reads the workers from `TF_CONFIG`; without it, the same script runs as a job with one worker. Create the
@@ -183,7 +181,6 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
                 remedy="Set KERAS_BACKEND=tensorflow before you import keras",
             )
         cluster = read_cluster(os.environ)
-        self._rank, self._size = (0, 1) if cluster is None else (cluster.rank, cluster.size)
         extended, heartbeat_secs = _connect(self, cluster, communication_options)
         # Skips MultiWorkerMirroredStrategy's constructor, which would create its own `extended`.
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
@@ -191,30 +188,14 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         self.statistics = statistics
         # How steps sum over the workers: the same on all of them.
         self.all_reduce: Literal["shared memory", "tensorflow"] = "tensorflow"
-        # For each open `Replicas`, the part that lets the job leave; in the same order on all workers.
-        self.leavings: list[Any] = []
-        # Called at the start of every `fit` with its model, and with the callbacks as they were passed.
-        self.on_fit: list[Callable[[Any, Any], None]] = []
-        self._named: Counter[str] = Counter()
         self._start: tuple[weakref.ref[keras.Model], feeding.Start] | None = None
         self.epoch: int | None = None  # the current one of `fit`, if it is known: its shuffle follows from it
-        # The key-value store that all workers of this job share.
-        self.coordination: Coordination = MemoryCoordination(MemoryCoordination.Store())
-        if cluster is not None and cluster.size > 1:
-            self.coordination = ServiceCoordination(chiefs=cluster.chiefs)
-        # Whether the job has failed, who has left it, and where each worker is in the script.
-        self.lifetime = Lifetime(
-            self.coordination,
-            self._rank,
-            self._size,
+        self._join(
+            cluster,
             extended.transfers_started,
             heartbeat_secs=heartbeat_secs,
             trained_alone=_a_model_was_trained,
         )
-        if self._size > 1:
-            # Before any other code can make a call of the service, which may hang: the watcher then ends this
-            # worker.
-            self.lifetime.begin()
         self._writing = Writing(self.coordination, self._rank, self.lifetime)
         self._callbacks = Callbacks(self._rank, self._size, self._writing)
         self._inputs = feeding.Inputs(self, self.lifetime.turns)
@@ -227,54 +208,22 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
                 extended, self.coordination, self._rank, self.lifetime, wanted=all_reduce == "auto"
             ):
                 self.all_reduce = "shared memory"
-
-    @property
-    def rank(self) -> int:
-        """The rank of this worker, from 0. Worker 0 coordinates and writes the files."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """The number of workers."""
-        return self._size
-
-    def next_name(self, kind: str) -> str:
-        """The next name of this kind: the same on every worker at the same line of the script."""
-        self._named[kind] += 1
-        return f"{kind}-{self._named[kind]}"
-
-    def before_leaving(self, act: Callable[[], None], always: Callable[[], None]) -> None:
-        """At the end of the script, calls `act`, unless the job has failed, and then `always`, in any case.
-
-        `act` may wait for the other workers, `always` must not.
-        """
-        if self._size > 1:
-            self.lifetime.before_leaving(act)
-            self.lifetime.at_exit(always)
-        else:
-            atexit.register(always)
-            atexit.register(act)  # the last one registered is the first one called
+                shared = extended.shared
+                self.waited_secs = lambda: 0.0 if shared is None else shared.exchange.waited_secs
 
     def start_data_at(self, model: keras.Model, epoch: int, batch: int, batches: int) -> None:
-        """Makes the next pass of this model's `fit` continue at a position in its data.
-
-        `batch` batches of `epoch` were used, and `batches` in total, which counts for infinite data.
-        """
         self._start = (weakref.ref(model), feeding.Start(epoch, batch, batches))
 
     def begin_epoch(self, epoch: int | None) -> None:
-        """Sets the current epoch of `fit`, from which its shuffle is derived; None if it is unknown."""
         self.epoch = epoch
 
     def take_start(self, model: keras.Model) -> feeding.Start | None:
-        """Returns the position at which this model's data continues, and clears it: only one pass uses it."""
         if self._start is None or self._start[0]() is not model:
             return None
         start, self._start = self._start[1], None
         return start
 
     def wait_for_device(self) -> None:
-        """Blocks until the device has finished all operations; on a CPU they finish before a call returns."""
         if self.extended._local_device_type != "CPU":
             tf.test.experimental.sync_devices()
 

@@ -300,10 +300,15 @@ def trace_once(step: Callable[..., Any], args: Any) -> None:
         logger.debug("The step will create its variables when it runs: %s", error)
 
 
+def components(variable: Any) -> tuple[Any, ...]:
+    """The TensorFlow variables behind a variable on this worker: one for each local replica."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    return tuple(value.values) if isinstance(value, tf.distribute.DistributedValues) else (value,)
+
+
 def component(variable: keras.Variable) -> tf.Variable:
-    """The TensorFlow variable behind a Keras variable on this worker."""
-    value = variable.value
-    return value.values[0] if isinstance(value, tf.distribute.DistributedValues) else value
+    """The first one of them."""
+    return components(variable)[0]
 
 
 def local(variable: keras.Variable) -> tf.Tensor:

@@ -10,7 +10,7 @@ most. An audit that somebody asks for compares everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from msgspec import field
@@ -20,36 +20,66 @@ from replicast.strictjson import described, fields_of
 
 # Which workers agree on a variable, and which worker's value is the reference.
 
+#
+# A worker may have several replicas, each on its device. It reports one digest of a variable as long as they
+# agree. If they differ, its digest is a list of theirs, in the order of its devices, with commas.
+
 Rule: TypeAlias = Literal["majority", "checkpoint and journal", "coordinator"]  # why it is the reference
-Groups: TypeAlias = dict[str, tuple[int, ...]]  # of one variable: the workers that have each digest
+Seat: TypeAlias = tuple[int, str]  # a replica: its worker, and its device if the worker has several
+Groups: TypeAlias = dict[str, tuple[Seat, ...]]  # of one variable: the replicas that have each digest
 
 
-def groups_of(digests: Mapping[int, Mapping[str, str]]) -> dict[str, Groups]:
-    """Groups the workers by digest, for each variable on which not all workers agree."""
+def agree(digests: Iterable[str]) -> bool:
+    """Whether all replicas of all workers have the same bits, by the digest of each worker."""
+    found = set(digests)
+    return len(found) == 1 and "," not in found.pop()
+
+
+def groups_of(
+    digests: Mapping[int, Mapping[str, str]], devices: Mapping[int, Sequence[str]] | None = None
+) -> dict[str, Groups]:
+    """Groups the replicas by digest, for each variable on which not all agree."""
     found: dict[str, Groups] = {}
     for name in digests[0]:
+        if agree(each[name] for each in digests.values()):
+            continue
         groups: Groups = {}
         for rank in sorted(digests):
-            digest = digests[rank][name]
-            groups[digest] = (*groups.get(digest, ()), rank)
-        if len(groups) > 1:
-            found[name] = dict(sorted(groups.items(), key=lambda group: (-len(group[1]), group[1])))
+            own, parts = (devices or {}).get(rank) or ("",), digests[rank][name].split(",")
+            for device, digest in zip(own, parts if len(parts) > 1 else parts * len(own), strict=True):
+                groups[digest] = (*groups.get(digest, ()), (rank, device))
+        found[name] = dict(sorted(groups.items(), key=lambda group: (-len(group[1]), group[1])))
     return found
 
 
-def reference_of(groups: Groups, expected: str | None) -> tuple[int, Rule]:
-    """Chooses the worker whose value of a variable is the reference, and says why.
+def reference_of(groups: Groups, expected: str | None) -> tuple[Seat, Rule]:
+    """Chooses the replica whose value of a variable is the reference, and says why.
 
     The value of the strict majority. Without a majority, the value with the expected digest; otherwise that
     of the coordinator, worker 0, which is always among the workers.
     """
-    workers = sum(len(ranks) for ranks in groups.values())
-    for ranks in groups.values():
-        if 2 * len(ranks) > workers:
-            return min(ranks), "majority"
-    if expected in groups:
-        return min(groups[expected]), "checkpoint and journal"
-    return 0, "coordinator"
+    replicas = sum(len(seats) for seats in groups.values())
+    for seats in groups.values():
+        if 2 * len(seats) > replicas:
+            return seats[0], "majority"
+    if expected is not None and expected in groups:
+        return groups[expected][0], "checkpoint and journal"
+    return min(seats[0] for seats in groups.values()), "coordinator"
+
+
+def difference_of(variable: str, of: Groups, expected: str | None) -> Difference:
+    """The difference between the replicas in one variable. A worker with one that differs does."""
+    reference, rule = reference_of(of, expected)
+    ours = next(seats for seats in of.values() if reference in seats)
+    rest = {digest: seats for digest, seats in of.items() if seats is not ours}
+    wrong = {rank for seats in rest.values() for rank, _ in seats}
+    right = tuple(dict.fromkeys(rank for rank, _ in ours if rank not in wrong)) or (reference[0],)
+    devices: dict[int, tuple[str, ...]] = {}
+    for rank, device in sorted(seat for seats in rest.values() for seat in seats):
+        if device:
+            devices[rank] = (*devices.get(rank, ()), device)
+    others = tuple(tuple(dict.fromkeys(rank for rank, _ in seats)) for seats in rest.values())
+    return Difference(variable, (right, *others), reference[0], rule, devices=devices, device=reference[1])
 
 
 # The report.
@@ -102,11 +132,18 @@ class Difference(Record):
     reference: int
     rule: str
     differing: Mapping[int, Deviation] = field(default_factory=dict)
+    # If workers have several replicas: the devices that differ, by worker, and the device of the reference.
+    devices: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    device: str = ""
 
     @property
     def minority(self) -> tuple[int, ...]:
         """The workers outside the reference's group."""
-        return tuple(sorted(rank for group in self.groups[1:] for rank in group))
+        return tuple(sorted({rank for group in self.groups[1:] for rank in group}))
+
+    def named(self, rank: int) -> str:
+        """A worker outside the reference's group, with its devices that differ if it has several."""
+        return f"{rank} ({', '.join(self.devices[rank])})" if rank in self.devices else str(rank)
 
     @property
     def why(self) -> str:
@@ -118,7 +155,8 @@ class Difference(Record):
     def __str__(self) -> str:
         rest = workers_text(self.groups[0]) if self.groups else workers_text([self.reference])
         differ = "differs" if len(self.minority) == 1 else "differ"
-        return f"{self.variable}: {workers_text(self.minority)} {differ} from {rest} ({self.why})"
+        who = workers_text(map(self.named, self.minority))
+        return f"{self.variable}: {who} {differ} from {rest} ({self.why})"
 
 
 SLICE_BYTES = 2**21  # of tables, in one audit: reading and hashing them takes less than 1 ms
@@ -240,7 +278,7 @@ class AuditReport(Record):
         for difference in self.differences:
             lines.append(f"  {difference}")
             for rank, found in sorted(difference.differing.items()):
-                lines.append(f"    worker {rank}: {found}")
+                lines.append(f"    worker {difference.named(rank)}: {found}")
         for one in self.declared:
             lines.append(f"  {one.variable}: may differ, and {'does' if one.differs else 'is equal'}")
         lines += [f"  {one}" for one in self.partly]
@@ -264,7 +302,7 @@ def what_follows(policy: Policy) -> str:
     return "replicas.sync(source=0) makes them equal"
 
 
-def workers_text(ranks: Iterable[int]) -> str:
+def workers_text(ranks: Iterable[int | str]) -> str:
     """Workers in words: "worker 1", "workers 0 and 2"."""
     named = [str(rank) for rank in ranks]
     if len(named) == 1:

@@ -1,7 +1,7 @@
 """The state as the protocol uses it: named variables that can be changed by edits and digested.
 
-`replicast.training.KerasState` has the variables of a Keras model; `MemoryState` has numpy arrays, for tests
-in which threads act as workers.
+`replicast.training.TensorFlowState` has variables of TensorFlow; `MemoryState` has numpy arrays, for tests in
+which threads act as workers.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class State(abc.ABC):
     """Named variables of one worker. For the training thread at a boundary; any thread may use `schema`."""
 
     schema: Schema
+    devices: tuple[str, ...] = ()  # if this worker has several replicas: the device of each
 
     @abc.abstractmethod
     def apply(self, edits: Sequence[Edit]) -> None:
@@ -40,8 +41,8 @@ class State(abc.ABC):
         return lambda: found
 
     @abc.abstractmethod
-    def read(self, names: Iterable[str]) -> Arrays:
-        """Copies of these variables' values."""
+    def read(self, names: Iterable[str], devices: Sequence[str] = ()) -> Arrays:
+        """Copies of these variables' values; those on one of `devices` for each, if there are several."""
 
     def read_rows(self, name: str, indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """A copy of some rows of a variable."""
@@ -75,14 +76,22 @@ class State(abc.ABC):
         return digest_array(value)
 
     @abc.abstractmethod
-    def snapshot(self, buffers: Arrays) -> None:
-        """Copies every variable into the buffers; allocates missing buffers."""
+    def snapshot(self, buffers: Arrays, replica: int | None = None) -> None:
+        """Copies every variable of one replica into the buffers; allocates missing buffers.
 
-    def restore_snapshot(self, buffers: Arrays) -> None:
-        """Restores the bits that every variable had at `snapshot`."""
+        Without a number, the value that stands for all local replicas.
+        """
+
+    def restore_snapshot(self, buffers: Arrays, replica: int = 0) -> None:
+        """Restores the bits that every variable of this replica had at `snapshot`."""
         for name, value in buffers.items():
             # Copy one at a time: assigning may take over the memory, which training would then change.
             self.apply([Edit(EditKind.ASSIGN, name, {"value": np.array(value)})])
+
+
+def of_replicas(digests: Sequence[str]) -> str:
+    """One digest for all replicas of a worker; if theirs differ, all of them: see `audit_report.agree`."""
+    return digests[0] if len(set(digests)) == 1 else ",".join(digests)
 
 
 def touched_parts(edits: Sequence[Edit]) -> tuple[list[str], Arrays]:
@@ -111,11 +120,11 @@ class MemoryState(State):
         parts.update({f"{name}[rows]": self.values[name][indices] for name, indices in rows.items()})
         return digest_state(parts)
 
-    def read(self, names: Iterable[str]) -> Arrays:
+    def read(self, names: Iterable[str], devices: Sequence[str] = ()) -> Arrays:
         return {name: self.values[name].copy() for name in names}
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
         return {name: digest_array(self.values[name]) for name in names}
 
-    def snapshot(self, buffers: Arrays) -> None:
+    def snapshot(self, buffers: Arrays, replica: int | None = None) -> None:
         buffers.update(self.read(self.values))

@@ -22,6 +22,7 @@ from replicast.core.operation import (
 )
 from replicast.core.operations.update import under_way
 from replicast.core.records import JobEnds, Refusal, Refuse, ReportId, Snapshot, Stage
+from replicast.update.audit_report import agree
 
 Snapshots = dict[int, Snapshot | None]
 
@@ -120,10 +121,15 @@ def saved(job: JobView, snapshots: Snapshots) -> Part[Outcome]:
     if _is_skipped(snapshots):
         return Outcome(Stage.VERIFIED)
     first = taken[0]
-    differing = tuple(rank for rank, one in sorted(taken.items()) if one.digest != first.digest)
+    differing = tuple(rank for rank, one in sorted(taken.items()) if not agree((one.digest, first.digest)))
     if differing:
         job.request_audit()
-        problem = f"Worker {differing[0]} differs from worker 0 at step {first.step}"
+        among = (
+            "is not equal on all its devices"
+            if "," in taken[differing[0]].digest
+            else "differs from worker 0"
+        )
+        problem = f"Worker {differing[0]} {among} at step {first.step}"
         return Outcome(Stage.FAILED, Refusal(problem, differing, {"step": first.step}))
     yield EarlierStored()
     state = tuple(taken[rank].details for rank in sorted(taken))

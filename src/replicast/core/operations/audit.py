@@ -63,8 +63,9 @@ from replicast.update.audit_report import (
     AuditReport,
     Declared,
     Difference,
+    agree,
+    difference_of,
     groups_of,
-    reference_of,
 )
 
 Reports = dict[int, SeenDigests]
@@ -109,7 +110,7 @@ class Audit(Operation):
 
     def _compared_quietly(self, job: JobView, step: int, seen: Reports) -> Outcome | None:
         """The outcome of a planned audit if no stop is needed; None if the workers differ."""
-        if len({tuple(one.digests.values()) for one in seen.values()}) == 1:
+        if _all_agree(seen):
             report = _report(job, step, seen)
             if job.audits.found_at is None:
                 job.audits.are_equal(step, partly=frozenset(one.variable for one in report.partly))
@@ -121,17 +122,13 @@ class Audit(Operation):
 
     def _differences(self, job: JobView, seen: Reports) -> Part[tuple[Difference, ...]]:
         """The variables that differ, each with its reference."""
-        groups = groups_of({rank: one.digests for rank, one in seen.items()})
+        devices = {rank: one.devices for rank, one in seen.items()}
+        groups = groups_of({rank: one.digests for rank, one in seen.items()}, devices)
         if not groups:
             return ()
         order = Expected(tuple(groups))
         expected = (yield Ask(order, (0,), job.timeouts.compute_secs, "read the journal"))[0]
-        found = []
-        for name, of in groups.items():
-            reference, rule = reference_of(of, expected.get(name))
-            reference_first = sorted(of.values(), key=lambda ranks: reference not in ranks)
-            found.append(Difference(name, tuple(reference_first), reference, rule))
-        return tuple(found)
+        return tuple(difference_of(name, of, expected.get(name)) for name, of in groups.items())
 
     def _looked_into(
         self,
@@ -175,7 +172,8 @@ class Audit(Operation):
         secs = job.timeouts.compute_secs
         for source, mine in by_source.items():
             id_, names = job.new_id("heal"), tuple(one.variable for one in mine)
-            made = (yield Ask(Publish(id_, names), (source,), secs, "publish its values"))[source]
+            publish = Publish(id_, names, tuple(one.device for one in mine if one.device))
+            made = (yield Ask(publish, (source,), secs, "publish its values"))[source]
             updates.append(Proposal(id_, made.digest, made.content, author="audit", note=_note(mine)))
             prepare = Prepare(id_, made.digest, made.content)
             yield Ask(prepare, None, job.timeouts.prepare_secs, "fetch the reference values")
@@ -203,10 +201,14 @@ class Audit(Operation):
             job.announce((yield from verified(job, record, update, report.step, reports)))
             healed.append(record.sequence)
         seen = yield Ask(Examine(), None, job.timeouts.compute_secs, "compare its state")
-        if len({tuple(one.digests.values()) for one in seen.values()}) > 1:
+        if not _all_agree(seen):
             return replace(report, outcome="raised", healed=tuple(healed))
         job.audits.are_equal(report.step)
         return replace(report, healed=tuple(healed))
+
+
+def _all_agree(seen: Reports) -> bool:
+    return agree(" ".join(one.digests.values()) for one in seen.values())
 
 
 def _report(job: JobView, step: int, seen: Reports) -> AuditReport:
@@ -218,7 +220,7 @@ def _report(job: JobView, step: int, seen: Reports) -> AuditReport:
         step,
         job.audits.last_equal,
         declared=tuple(
-            Declared(name, len({one.free[name] for one in seen.values()}) > 1) for name in seen[0].free
+            Declared(name, not agree(one.free[name] for one in seen.values())) for name in seen[0].free
         ),
         partly=seen[0].partly,
         digest_secs=max(one.secs for one in seen.values()),
@@ -251,9 +253,7 @@ class Sync(Operation):
             raise Refuse(f"{under_way(job.trial)}: train until it is over, then call sync")
         seen = yield Ask(Digest(self.names), None, job.timeouts.compute_secs, "compare its state")
         of_source = seen[self.source]
-        names = tuple(
-            name for name in of_source if any(one[name] != of_source[name] for one in seen.values())
-        )
+        names = tuple(name for name in of_source if not agree(one[name] for one in seen.values()))
         if not names:
             return Outcome(Stage.VERIFIED)
         source = (self.source,)
@@ -284,9 +284,10 @@ class Digest(Order):
 class Publish(Order):
     id: str
     names: tuple[str, ...]
+    devices: tuple[str, ...] = ()
 
     def perform(self, replica: Replica) -> Published:
-        return replica.publish(self.id, self.names)
+        return replica.publish(self.id, self.names, self.devices)
 
 
 class Examine(Order):

@@ -17,6 +17,7 @@ from replicast.codec import Record
 from replicast.core.messages import Order, Replica
 from replicast.core.operation import Boundary, Go, JobView, Operation, Outcome, Script
 from replicast.core.records import Stage
+from replicast.update.audit_report import agree
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -32,7 +33,7 @@ class PulledRows(Record):
     @property
     def equal(self) -> bool:
         """Whether all workers have the same values."""
-        return len(set(self.digests.values())) == 1
+        return agree(self.digests.values())
 
 
 class Pull(Operation):

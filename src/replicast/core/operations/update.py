@@ -62,6 +62,7 @@ from replicast.core.operation import (
     Script,
 )
 from replicast.core.records import Applied, Content, JobEnds, Proposal, Published, Refuse, Stage
+from replicast.update.audit_report import agree
 from replicast.update.trial import Trial, TrialOutcome, judged
 
 
@@ -218,7 +219,8 @@ def verified(
     """Writes the receipt. The update is applied even if there is no space for the receipt."""
     goes_back = trial is not None and trial.outcome == "reverted"
     stage = Stage.REVERTED if goes_back else Stage.VERIFIED
-    if len({(one.digest, one.trained) for one in reports.values()}) > 1:
+    same_steps = len({one.trained for one in reports.values()}) == 1
+    if not same_steps or not agree(one.digest for one in reports.values()):
         stage = Stage.FAILED
     if reports[0].keeps and not goes_back:
         job.keep_before(record)  # before anything else is waited for: a later checkpoint waits for it

@@ -1,42 +1,35 @@
-"""The state of a Keras model on this worker: its variables by name, and how edits change them.
+"""The state on this worker: named variables of TensorFlow, and how edits change them.
 
-Names are Keras paths. The variables of the optimizer are `optimizer/...`, whatever its own name is; those of
-an optimizer in another attribute of the model have the name of that attribute as their prefix. A duplicate
-path gets a number: `optimizer/kernel`, `optimizer/kernel#2`.
+A variable of a strategy has one component per local replica, each on its device; any other one is its only
+component. An edit changes every component. What is read, saved and sent is that of the first replica, or the
+mean of a variable of which each replica keeps its own value (`local`). What is digested is every component:
+the digest of a variable whose components differ has one part for each, with commas between them, and equals
+no other digest (`update/audit_report.py`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 import xxhash
 
 from replicast.mapped_memory import ALIGNMENT
+from replicast.training.named_variables import NamedVariable
 from replicast.training.rows import is_written_by_rows
-from replicast.training.variables import (
-    component,
-    global_seed_generator,
-    held_optimizers,
-    is_distributed,
-    unused_name,
-)
+from replicast.training.variables import components
 from replicast.update.digest import begun_digest, digest_array, digest_state, name_of
-from replicast.update.edits import Edit, EditKind, factor_as
+from replicast.update.edits import FLOAT_DTYPES, Edit, EditKind, factor_as
 from replicast.update.schema import Schema, Variable
-from replicast.update.state import Arrays, Held, State, touched_parts
+from replicast.update.state import Arrays, Held, State, of_replicas, touched_parts
 
 # Dtypes for which Python's buffer protocol has no format.
 _NOT_IN_BUFFERS = frozenset({tf.bfloat16.as_numpy_dtype, tf.float16.as_numpy_dtype})
-_NO_MOMENT = (
-    "average"  # averaged weights, which an optimizer keeps with `use_ema`: weights, not moments of gradients
-)
 # See "Digests on an accelerator" below.
 _SLICE_ELEMENTS = 2**20  # of a table, at a time
 CHUNK = 2**20  # elements at a time, so that the integers of a large variable take only a few megabytes
@@ -47,51 +40,41 @@ MIXINGS = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
 _AS_INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
-class KerasState(State):
-    """Weights, other variables and optimizer variables of a built model."""
+class TensorFlowState(State):
+    """The named variables of one worker, with all its replicas."""
 
-    def __init__(self, model: keras.Model, optimizers: dict[str, keras.optimizers.Optimizer]) -> None:
-        self._variables: dict[str, keras.Variable] = {}
-        described: list[Variable] = []
-        slots: dict[int, list[tuple[str, float]]] = {}
-        hints: dict[str, str] = {}
-        for prefix, optimizer in optimizers.items():
-            owned = _slots(model, optimizer)
-            for name, variable in _optimizer_variables(prefix, optimizer):
-                name = self._add(name, variable)
-                described.append(_describe(name, variable, "optimizer"))
-                if id(variable) in owned:
-                    owner, fill = owned[id(variable)]
-                    slots.setdefault(owner, []).append((name, fill))
-            if f"{prefix}/learning_rate" not in self._variables:
-                hints[f"{prefix}/learning_rate"] = "The learning rate is computed by a schedule, not stored"
-        weights = []
-        for variable in {id(v): v for v in model.variables}.values():
-            name = self._add(variable.path, variable)
-            kind = "trainable" if variable.trainable else "non_trainable"
-            weights.append(_describe(name, variable, kind, tuple(slots.get(id(variable), ()))))
-        generator = global_seed_generator()
-        if generator is not None and is_distributed(generator.state):  # like the generators of layers
-            name = self._add("keras_random/seed_generator_state", generator.state)
-            weights.append(_describe(name, generator.state, "non_trainable"))
-        self.schema = Schema([*weights, *described], hints)
-        components = {name: component(variable) for name, variable in self._variables.items()}
-        self._handles = {name: (one.handle, one.dtype) for name, one in components.items()}
+    def __init__(self, variables: Iterable[NamedVariable], hints: Mapping[str, str]) -> None:
+        named = list(variables)
+        self._variables = {one.name: one.variable for one in named}
+        self._components = {one.name: components(one.variable) for one in named}
+        self.schema = Schema([_describe(one, self._components[one.name][0]) for one in named], hints)
+        longest = max(self._components.values(), key=len, default=())
+        self.devices = (
+            tuple(one.device.rpartition("device:")[2] for one in longest) if len(longest) > 1 else ()
+        )
+        # Of which each replica keeps its own value, because the variable says so.
+        self.local = frozenset(one.name for one in named if _is_local(one.variable))
+        # By replica, then by name.
+        self._handles = [
+            {
+                name: (each[place].handle, each[place].dtype)
+                for name, each in self._components.items()
+                if place < len(each)
+            }
+            for place in range(max(1, len(longest)))
+        ]
         self._begun = {
-            name: begun_digest(np.dtype(one.dtype.as_numpy_dtype), one.shape)
-            for name, one in components.items()
+            name: begun_digest(np.dtype(each[0].dtype.as_numpy_dtype), each[0].shape)
+            for name, each in self._components.items()
         }
-        self.on_accelerator = any("CPU" not in one.device for one in components.values())
+        self.on_accelerator = any(
+            "CPU" not in one.device for each in self._components.values() for one in each
+        )
         self.fingerprints_on_device = self.on_accelerator  # the same on all workers of a job
-
-    def _add(self, path: str, variable: keras.Variable) -> str:
-        name = unused_name(path, self._variables)
-        self._variables[name] = variable
-        return name
 
     def apply(self, edits: Sequence[Edit]) -> None:
         for edit in edits:
-            _change(component(self._variables[edit.variable]), edit)
+            _change(self._components[edit.variable], edit)
 
     def digest(self, edits: Sequence[Edit]) -> str:
         return self.digest_later(edits)()
@@ -99,84 +82,130 @@ class KerasState(State):
     def digest_later(self, edits: Sequence[Edit]) -> Callable[[], str]:
         # As in `hold`: what was read stays as it is.
         whole, rows = touched_parts(edits)
-        parts = {name: self._value(name) for name in whole}
-        for name, indices in rows.items():
-            parts[f"{name}[rows]"] = self._rows(name, indices)
+        held = [
+            {name: self._value(name, place) for name in whole if name in handles}
+            | {f"{name}[rows]": self._rows(name, rows[name], place) for name in rows if name in handles}
+            for place, handles in enumerate(self._handles)
+        ]
 
         def digest() -> str:
-            arrays = {name: as_array(tensor) for name, tensor in parts.items()}
-            parts.clear()  # training needs no other memory for a variable that nobody holds any more
-            return digest_state(arrays)
+            found: list[str] = []
+            for parts in held:
+                arrays = {name: as_array(tensor) for name, tensor in parts.items()}
+                parts.clear()  # training needs no other memory for a variable that nobody holds any more
+                found += [digest_state(arrays)] if arrays or not found else []
+            return of_replicas(found)
 
         return digest
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
+        return self._of_all_replicas([*names], self._digests_of)
+
+    def _of_all_replicas(
+        self, names: Sequence[str], digests_of: Callable[[Sequence[str], int], dict[str, str]]
+    ) -> dict[str, str]:
+        found = digests_of(names, 0)
+        for place, handles in enumerate(self._handles[1:], 1):
+            others = digests_of([name for name in names if name in handles], place)
+            found.update({name: f"{found[name]},{other}" for name, other in others.items()})
+        return (
+            {name: of_replicas(digest.split(",")) for name, digest in found.items()}
+            if self.devices
+            else found
+        )
+
+    def _digests_of(self, names: Sequence[str], place: int) -> dict[str, str]:
         if self.on_accelerator:  # copied to the host one at a time
-            return {name: digest_array(as_array(self._value(name))) for name in names}
+            return {name: digest_array(as_array(self._value(name, place))) for name in names}
         # Prepare everything before the first byte is hashed: hashing megabytes evicts all other code and data
         # from the processor's cache, which would be fetched again for each variable.
         by_rows = self.written_by_rows()
         begun = [
-            (name, self._begun[name].copy(), None if name in by_rows else bytes_of(self._value(name)))
+            (name, self._begun[name].copy(), None if name in by_rows else bytes_of(self._value(name, place)))
             for name in names
         ]
         for name, hasher, content in begun:
             if content is not None:
                 hasher.update(content)
                 continue
-            for _, rows in self._slices(name):
+            for _, rows in self._slices(name, place):
                 hasher.update(bytes_of(rows))
         return {name: hasher.hexdigest() for name, hasher, _ in begun}
 
     def written_by_rows(self) -> frozenset[str]:
         return frozenset(name for name, variable in self._variables.items() if is_written_by_rows(variable))
 
-    def _slices(self, name: str) -> Iterator[tuple[slice, tf.Tensor]]:
+    def _slices(self, name: str, place: int) -> Iterator[tuple[slice, tf.Tensor]]:
         """All rows of a table, slice by slice: a table that is written by rows is copied by every read."""
-        table = component(self._variables[name])
+        table = self._components[name][place]
         size = int(table.shape[0])
         rows = max(1, _SLICE_ELEMENTS * size // max(1, table.shape.num_elements()))
         for start in range(0, size, rows):
             part = slice(start, min(size, start + rows))
-            yield part, self._rows(name, np.arange(part.start, part.stop))
+            yield part, self._rows(name, np.arange(part.start, part.stop), place)
 
     def fingerprints(self, names: Iterable[str]) -> dict[str, str]:
         if not self.fingerprints_on_device:
             return self.digests(names)
-        return device_digests({name: self._value(name) for name in names})
+        return self._of_all_replicas(
+            [*names],
+            lambda chosen, place: device_digests({name: self._value(name, place) for name in chosen}),
+        )
 
     def fingerprint_of(self, value: npt.NDArray[Any]) -> str:
         if not self.fingerprints_on_device:
             return digest_array(value)
         return device_digests({"value": tf.constant(value)})["value"]
 
-    def snapshot(self, buffers: Arrays) -> None:
-        by_rows = self.written_by_rows()
-        for name, variable in self._variables.items():
+    def snapshot(self, buffers: Arrays, replica: int | None = None) -> None:
+        by_rows, place = self.written_by_rows(), replica or 0
+        for name, (_, dtype) in self._handles[place].items():
             if name in by_rows:
                 if name not in buffers:
-                    dtype = component(variable).dtype.as_numpy_dtype
-                    buffers[name] = np.empty([int(size) for size in variable.shape], dtype)
-                for part, rows in self._slices(name):
+                    shape = [int(size) for size in self._components[name][place].shape]
+                    buffers[name] = np.empty(shape, dtype.as_numpy_dtype)
+                for part, rows in self._slices(name, place):
                     np.copyto(buffers[name][part], as_array(rows))
-            elif name in buffers:
-                np.copyto(buffers[name], as_array(self._value(name)))
+                continue
+            value = as_array(self._joint(name) if replica is None else self._value(name, place))
+            if name in buffers:
+                np.copyto(buffers[name], value)
             else:
-                buffers[name] = np.array(as_array(self._value(name)))
+                buffers[name] = np.array(value)
 
-    def _value(self, name: str) -> tf.Tensor:
+    def restore_snapshot(self, buffers: Arrays, replica: int = 0) -> None:
+        for name, value in buffers.items():
+            # Copy one at a time: assigning may take over the memory, which training would then change.
+            _change(
+                self._components[name][replica : replica + 1],
+                Edit(EditKind.ASSIGN, name, {"value": np.array(value)}),
+            )
+
+    def _value(self, name: str, place: int = 0) -> tf.Tensor:
         # `read_value` returns the same tensor, but takes five times as long.
-        handle, dtype = self._handles[name]
+        handle, dtype = self._handles[place][name]
         return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
 
-    def _rows(self, name: str, indices: npt.NDArray[np.int64]) -> tf.Tensor:
-        return component(self._variables[name]).sparse_read(tf.constant(indices))
+    def _joint(self, name: str) -> tf.Tensor:
+        """The value that stands for those of all local replicas."""
+        each = self._components[name]
+        if name in self.local and len(each) > 1 and each[0].dtype.name in FLOAT_DTYPES:
+            return tf.reduce_mean(tf.stack([self._value(name, place) for place in range(len(each))]), 0)
+        return self._value(name)
 
-    def read(self, names: Iterable[str]) -> Arrays:
+    def _rows(self, name: str, indices: npt.NDArray[np.int64], place: int = 0) -> tf.Tensor:
+        return self._components[name][place].sparse_read(tf.constant(indices))
+
+    def read(self, names: Iterable[str], devices: Sequence[str] = ()) -> Arrays:
         # Other threads may call this while a step runs: TensorFlow reads a variable under its lock, and the
         # result is its value between two assignments, because the next assignment uses other memory. Only if
         # an optimizer changes single rows (sparse gradients) may some rows be a step older than others.
-        return {name: np.array(as_array(self._value(name))) for name in names}
+        if not devices:
+            return {name: np.array(as_array(self._joint(name))) for name in names}
+        places = [self.devices.index(device) for device in devices]
+        return {
+            name: np.array(as_array(self._value(name, at))) for name, at in zip(names, places, strict=True)
+        }
 
     def read_rows(self, name: str, indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         return np.array(as_array(self._rows(name, indices)))
@@ -184,21 +213,12 @@ class KerasState(State):
     def hold(self, whole: Iterable[str], rows: Mapping[str, npt.NDArray[np.int64]]) -> Held:
         # No copy of whole variables: as in `read`, a tensor that was read keeps its memory, and assignments
         # use other memory from then on.
-        tensors = {name: self._value(name) for name in whole}
+        tensors = {name: self._joint(name) for name in whole}
         parts = {name: self._rows(name, indices) for name, indices in rows.items()}
         return lambda: (
             {name: as_array(tensor) for name, tensor in tensors.items()},
             {name: as_array(tensor) for name, tensor in parts.items()},
         )
-
-
-def optimizers_by_name(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None
-) -> dict[str, keras.optimizers.Optimizer]:
-    """The optimizers of a model, by the prefix of their variables' names."""
-    named = {"optimizer": optimizer if optimizer is not None else getattr(model, "optimizer", None)}
-    named.update({name: one for name, one in held_optimizers(model).items() if one is not named["optimizer"]})
-    return {name: one for name, one in named.items() if one is not None}
 
 
 def as_array(tensor: tf.Tensor) -> npt.NDArray[Any]:
@@ -233,9 +253,18 @@ def as_tensor(array: npt.NDArray[Any]) -> tf.Tensor:
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
 
-def _change(variable: tf.Variable, edit: Edit) -> None:
-    """Applies one edit with TensorFlow operations that give the same bits as `apply_edit`."""
+def _change(variables: Sequence[tf.Variable], edit: Edit) -> None:
+    """Applies one edit to each, with TensorFlow operations that give the same bits as `apply_edit`.
+
+    All share the memory of the edit's values: TensorFlow copies it before it writes to what two hold.
+    """
     arrays = {name: as_tensor(array) for name, array in edit.arrays.items() if name != "indices"}
+    for variable in variables:
+        with tf.device(variable.device) if len(variables) > 1 else contextlib.nullcontext():
+            _change_one(variable, edit, arrays)
+
+
+def _change_one(variable: tf.Variable, edit: Edit, arrays: Mapping[str, tf.Tensor]) -> None:
     match edit.operation:
         case EditKind.ADD:
             variable.assign_add(arrays["value"], read_value=False)
@@ -271,51 +300,14 @@ def _number(variable: tf.Variable, edit: Edit) -> tf.Tensor:
     return tf.constant(factor_as(0.0 if edit.factor is None else edit.factor, variable.dtype.as_numpy_dtype))
 
 
-def _describe(
-    name: str, variable: keras.Variable, kind: Any, slots: tuple[tuple[str, float], ...] = ()
-) -> Variable:
-    shape = tuple(int(size) for size in variable.shape)
-    return Variable(name, shape, component(variable).dtype.name, kind, slots)
+def _describe(named: NamedVariable, component: tf.Variable) -> Variable:
+    shape = tuple(int(size) for size in component.shape)
+    return Variable(named.name, shape, component.dtype.name, named.kind, named.slots)
 
 
-def _optimizer_variables(prefix: str, optimizer: Any) -> Iterator[tuple[str, keras.Variable]]:
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is None:
-        for variable in optimizer.variables:
-            yield f"{prefix}/{variable.path.rpartition('/')[2]}", variable
-        return
-    yield from _optimizer_variables(prefix, inner)
-    theirs = {id(v) for v in inner.variables}
-    for variable in optimizer.variables:
-        if id(variable) not in theirs:
-            yield f"{prefix}/loss_scale/{variable.path.rpartition('/')[2]}", variable
-
-
-def _slots(model: keras.Model, optimizer: Any) -> dict[int, tuple[int, float]]:
-    """The weight that each slot variable of an optimizer belongs to, and its initial value.
-
-    Only the names of the slot variables, which contain the weight's path, tell which weight that is.
-    """
-    weights: dict[str, list[keras.Variable]] = {}
-    for variable in model.trainable_variables:
-        weights.setdefault(variable.path.replace("/", "_"), []).append(variable)
-    longest_first = sorted(weights, key=len, reverse=True)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    accumulated = float(getattr(inner, "initial_accumulator_value", 0.0))
-    seen: Counter[str] = Counter()
-    owned: dict[int, tuple[int, float]] = {}
-    for variable in optimizer.variables:
-        last = variable.path.rpartition("/")[2]
-        for flat in longest_first:
-            if last.startswith(f"{flat}_"):
-                kind = last[len(flat) + 1 :]
-                # If several weights have the same path, their slots are in the same order.
-                weight = weights[flat][seen[last] % len(weights[flat])]
-                seen[last] += 1
-                if kind != _NO_MOMENT:
-                    owned[id(variable)] = (id(weight), accumulated if kind == "accumulator" else 0.0)
-                break
-    return owned
+def _is_local(variable: Any) -> bool:
+    behind = getattr(variable, "value", variable)
+    return bool(getattr(behind, "synchronization", None) == tf.VariableSynchronization.ON_READ)
 
 
 # Digests on an accelerator: 16 bytes per variable are copied to the host.
