@@ -1,4 +1,4 @@
-"""Several devices in one worker, on a machine without GPUs: `python -m tests.devices 2 script.py arguments`."""
+"""Several devices in one worker without GPUs: `python -m tests.devices 2 script.py arguments`."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def edits_of(state: TensorFlowState, place: Callable[[np.ndarray], np.ndarray]) 
             (edit,) = planned(Update(allow_nonfinite=True).replaced(update.edits), state.schema).edits
             for array in edit.arrays.values():
                 array.flags.writeable = True  # as what comes out of a transport
-            component(state._variables[edit.variable]).assign(tf.constant(values_of(dtype, seed)))
+            state._components[edit.variable][0].assign(tf.constant(values_of(dtype, seed)))
             yield dtype, edit
 
 
@@ -181,7 +181,7 @@ def test_values_that_are_held_for_a_revert_stay_what_they_were_whatever_changes_
         held = state.hold([name], {name: rows})
         state.apply([edit])
         if dtype != "bool":
-            variable = component(state._variables[name])
+            variable = state._components[name][0]
             variable.assign_add(tf.cast(tf.ones(variable.shape), variable.dtype))  # as training does
         whole, parts = held()
         assert whole[name].tobytes() == before.tobytes(), (dtype, edit.operation)

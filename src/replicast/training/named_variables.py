@@ -27,7 +27,13 @@ import keras
 import tensorflow as tf
 
 from replicast.errors import NotSupported
-from replicast.training.variables import global_seed_generator, held_optimizers, is_distributed, unused_name
+from replicast.training.variables import (
+    global_seed_generator,
+    held_optimizers,
+    is_distributed,
+    tf_variable,
+    unused_name,
+)
 from replicast.update.edits import DTYPES
 from replicast.update.schema import Kind
 
@@ -98,10 +104,7 @@ class Source:
         elif self.is_tf_keras and hasattr(self.model, "distribute_strategy"):
             found = [self.model.distribute_strategy]
         else:
-            behind = (
-                getattr(variable, "value", variable) if isinstance(variable, keras.Variable) else variable
-                for _, variable in self._weights()
-            )
+            behind = (tf_variable(variable) for _, variable in self._weights())
             found = [
                 one.distribute_strategy for one in behind if isinstance(one, tf.distribute.DistributedValues)
             ]
@@ -255,10 +258,10 @@ def _outside_of_state(value: Any) -> str:
     """Why something with a name is not a variable of the state; empty if it is one."""
     if not isinstance(value, keras.Variable | tf.Variable):
         return "it is a constant, which nothing can change; make it a tf.Variable"
-    behind = value.value if isinstance(value, keras.Variable) else value
+    behind = tf_variable(value)
     if behind.dtype.name not in DTYPES or not behind.shape.is_fully_defined():
         return f"updates cannot change a variable of dtype {behind.dtype.name} and shape {behind.shape}"
-    on_read = getattr(behind, "synchronization", None) == tf.VariableSynchronization.ON_READ
+    on_read = behind.synchronization == tf.VariableSynchronization.ON_READ
     if on_read and behind.aggregation == tf.VariableAggregation.SUM:
         return (
             "it is a sum to which each replica adds its part, as the state of a metric; such parts differ "

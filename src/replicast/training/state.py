@@ -22,7 +22,7 @@ import xxhash
 from replicast.mapped_memory import ALIGNMENT
 from replicast.training.named_variables import NamedVariable
 from replicast.training.rows import is_written_by_rows
-from replicast.training.variables import components
+from replicast.training.variables import ReplicatedVariable, components, tf_variable
 from replicast.update.digest import begun_digest, digest_array, digest_state, name_of
 from replicast.update.edits import FLOAT_DTYPES, Edit, EditKind, factor_as
 from replicast.update.schema import Schema, Variable
@@ -45,13 +45,17 @@ class TensorFlowState(State):
 
     def __init__(self, variables: Iterable[NamedVariable], hints: Mapping[str, str]) -> None:
         named = list(variables)
-        self._variables = {one.name: one.variable for one in named}
+        # Of our own class: one of TensorFlow looks for an unknown attribute in its value, which may be a sum
+        # over all workers.
+        self._tables = {
+            one.name: one.variable
+            for one in named
+            if isinstance(tf_variable(one.variable), ReplicatedVariable)
+        }
         self._components = {one.name: components(one.variable) for one in named}
         self.schema = Schema([_describe(one, self._components[one.name][0]) for one in named], hints)
         longest = max(self._components.values(), key=len, default=())
-        self.devices = (
-            tuple(one.device.rpartition("device:")[2] for one in longest) if len(longest) > 1 else ()
-        )
+        self.devices = tuple(one.device.rpartition("device:")[2] for one in longest if len(longest) > 1)
         # Of which each replica keeps its own value, because the variable says so.
         self.local = frozenset(one.name for one in named if _is_local(one.variable))
         # By replica, then by name.
@@ -133,7 +137,7 @@ class TensorFlowState(State):
         return {name: hasher.hexdigest() for name, hasher, _ in begun}
 
     def written_by_rows(self) -> frozenset[str]:
-        return frozenset(name for name, variable in self._variables.items() if is_written_by_rows(variable))
+        return frozenset(name for name, variable in self._tables.items() if is_written_by_rows(variable))
 
     def _slices(self, name: str, place: int) -> Iterator[tuple[slice, tf.Tensor]]:
         """All rows of a table, slice by slice: a table that is written by rows is copied by every read."""
@@ -306,8 +310,7 @@ def _describe(named: NamedVariable, component: tf.Variable) -> Variable:
 
 
 def _is_local(variable: Any) -> bool:
-    behind = getattr(variable, "value", variable)
-    return bool(getattr(behind, "synchronization", None) == tf.VariableSynchronization.ON_READ)
+    return bool(tf_variable(variable).synchronization == tf.VariableSynchronization.ON_READ)
 
 
 # Digests on an accelerator: 16 bytes per variable are copied to the host.

@@ -300,9 +300,14 @@ def trace_once(step: Callable[..., Any], args: Any) -> None:
         logger.debug("The step will create its variables when it runs: %s", error)
 
 
+def tf_variable(variable: Any) -> Any:
+    """TensorFlow's variable, or that of a strategy, behind a variable of Keras 3; any other one itself."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
 def components(variable: Any) -> tuple[Any, ...]:
     """The TensorFlow variables behind a variable on this worker: one for each local replica."""
-    value = variable.value if isinstance(variable, keras.Variable) else variable
+    value = tf_variable(variable)
     return tuple(value.values) if isinstance(value, tf.distribute.DistributedValues) else (value,)
 
 
