@@ -19,15 +19,25 @@ from fnmatch import fnmatchcase
 
 from msgspec.structs import replace
 
+from replicast.coordination import DirectExchange
 from replicast.core.events import Ended
 from replicast.core.records import Refusal
 from replicast.errors import ClusterError, ReplicasDiverged, ReplicastError
 from replicast.files import RunDir
+from replicast.replicas.replica import joined
 from replicast.replicas.session import Session
 from replicast.storage.checkpoints import CheckpointStore, saved_of
 from replicast.storage.journal import committed_updates, load_update
 from replicast.storage.run_files import append_audit
-from replicast.update.audit_report import AuditReport, Policy, checked_policy
+from replicast.training import TensorFlowState
+from replicast.update.audit_report import (
+    AuditReport,
+    Policy,
+    agree,
+    checked_policy,
+    groups_of,
+    seats_text,
+)
 from replicast.update.edits import FLOAT_DTYPES, apply_edit
 from replicast.update.schema import Schema
 from replicast.update.state import State
@@ -180,6 +190,40 @@ def diverged(report: AuditReport, *, on_trial: bool = False) -> ReplicasDiverged
         worker=report.differences[0].minority[0],
         step=report.step,
     )
+
+
+def compare_at_start(
+    exchange: DirectExchange, state: TensorFlowState, may_differ: AbstractSet[str], secs: float
+) -> None:
+    """All workers compare their state, before anything is decided. Worker 0 names what differs.
+
+    It is no error: a script may load weights on one worker, and call `sync` or `restore` next.
+    """
+    strict = [one.name for one in state.schema if one.name not in may_differ]
+    digests = state.digests(strict)
+    said = exchange.agree("state", json.dumps([state.on_accelerator, joined(digests)]), secs).values()
+    told = [json.loads(one) for one in said]
+    state.fingerprints_on_device = any(accelerated for accelerated, _ in told)  # same kind: comparable
+    if agree(digest for _, digest in told):
+        return
+    by_rank = exchange.agree("digests", json.dumps([digests, state.devices]), secs)
+    each = {rank: json.loads(one) for rank, one in by_rank.items()}
+    groups = groups_of(
+        {rank: found for rank, (found, _) in each.items()}, {rank: at for rank, (_, at) in each.items()}
+    )
+    named = [
+        f"{name} ({', '.join(f'{digest} on {seats_text(seats)}' for digest, seats in of.items())})"
+        for name, of in list(groups.items())[:_MOST_NAMED]
+    ]
+    if exchange.rank == 0:
+        logger.warning(
+            "The replicas are not equal at the start, in %d of %d variables: %s. Call "
+            "replicas.sync(source=0) or replicas.restore() before training, or name what may differ: "
+            "Replicas(may_differ=...)",
+            len(groups),
+            len(strict),
+            "; ".join(named),
+        )
 
 
 def declared(schema: Schema, patterns: Sequence[str], *, local_statistics: bool) -> frozenset[str]:

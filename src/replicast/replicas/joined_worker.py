@@ -2,7 +2,7 @@
 
 `JoinedWorker` makes every part, and says which of them the session calls back (`WorkerHooks`). The
 constructor meets the other workers in these rounds, each with `join_secs`, and an error names the worker that
-is missing: the schema, the accelerator, the attempt, the transport's connections, the group, the audit plan.
+is missing: the schema, the state, the attempt, the transport's connections, the group, the audit plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from replicast.errors import FileDamaged, JobFailed, NotSupported, ReplicastErro
 from replicast.files import RunDir, below
 from replicast.replicas.channel import Channel
 from replicast.replicas.departure import Departure, leave_on_sigterm
-from replicast.replicas.job_audits import AuditPlan, Audits, declared, expected_fingerprints
+from replicast.replicas.job_audits import AuditPlan, Audits, compare_at_start, declared, expected_fingerprints
 from replicast.replicas.job_checkpoints import Checkpoints
 from replicast.replicas.position import Training
 from replicast.replicas.replica import WorkerHooks
@@ -103,8 +103,7 @@ class JoinedWorker:
             problem="The model of worker {} has different variables than that of",
             remedy="Build the same model on every worker",
         )
-        accelerated = exchange.agree("accelerator", str(self.state.on_accelerator), secs)
-        self.state.fingerprints_on_device = str(True) in accelerated.values()  # same kind: comparable
+        compare_at_start(exchange, self.state, free, secs)
         attempt = attempt_of(run_dir, exchange, secs)
         transport = open_transport(exchange, os.environ, secs)
 

@@ -6,9 +6,12 @@ once all workers have built it is a `JoinedWorker`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,6 +43,7 @@ from replicast.replicas.proposals import Ticket, checked_worker, refused
 from replicast.replicas.replica import Function
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.training import Source, Strategy, job_of
+from replicast.training.job import StockJob
 from replicast.training.resuming import Batches
 from replicast.training.writing import writing_alone
 from replicast.update.audit_report import AuditReport, Policy
@@ -439,10 +443,10 @@ class Replicas:
         """Writes the model for other tools. All workers must call it; worker 0 writes.
 
         Args:
-            path: Ends in `.keras` (the whole model), in `.weights.h5` (Keras' weights), or is the prefix of a
-                `tf.train.Checkpoint` with `model` and `optimizer`.
+            path: Ends in `.keras` (a whole Keras model), in `.weights.h5` (Keras' weights), or is the prefix
+                of a `tf.train.Checkpoint` with `model` and `optimizer`; for one, as it is.
         """
-        self._model_file("export", lambda: write_model(self.model, Path(path)))
+        self._model_file("export", partial(write_model, self._source), Path(path))
 
     def import_weights(self, path: str | os.PathLike[str]) -> Receipt | None:
         """Loads the weights of a file that `export`, Keras or TensorFlow wrote into every replica.
@@ -459,7 +463,7 @@ class Replicas:
         Raises:
             CheckpointError: Worker 0 cannot read it.
         """
-        self._model_file("import", lambda: read_model(self.model, Path(path)))
+        self._model_file("import", partial(read_model, self._source), Path(path))
         return self.sync(source=0)
 
     def leave(self) -> None:
@@ -545,16 +549,20 @@ class Replicas:
         if self._worker is not None:
             self._worker.fit_without_callback()
 
-    def _model_file(self, what: str, act: Callable[[], None]) -> None:
+    def _model_file(self, what: str, act: Callable[[Path], None], path: Path) -> None:
         """Worker 0 reads or writes a file; the others wait, at most an hour. If it fails, all raise."""
         session = self._active().together()
         session.rest("meet", what)
         self._model_files += 1
         key, exchange = f"model-file/{self._model_files}", session.exchange
+        if exchange.rank != 0 and what == "export" and isinstance(self._job, StockJob):
+            # Reading a variable of which each replica has its own value is a transfer there.
+            with tempfile.TemporaryDirectory() as unused, contextlib.suppress(Exception):
+                act(Path(unused, path.name))
         if exchange.rank == 0:
             said = ""
             try:
-                act()
+                act(path)
             except Exception as error:  # any error of Keras or TensorFlow must reach the others
                 said = f"{type(error).__name__}: {error}"
             exchange.tell(key, json.dumps(said))
@@ -565,8 +573,9 @@ class Replicas:
 # The model in the file formats of other tools. Only worker 0 reads and writes.
 
 
-def write_model(model: keras.Model, path: Path) -> None:
-    """Writes a model in the format given by the path's suffix. Called by one worker."""
+def write_model(source: Source, path: Path) -> None:
+    """Writes a model in the format given by the path's suffix."""
+    model = source.model
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing_alone():  # the others do not save here
         if path.name.endswith(".keras"):
@@ -574,20 +583,24 @@ def write_model(model: keras.Model, path: Path) -> None:
         elif path.name.endswith(".weights.h5"):
             model.save_weights(path)
         else:
-            _tracked(model).write(str(path))
+            _tracked(source).write(str(path))
 
 
-def read_model(model: keras.Model, path: Path) -> None:
-    """Loads the values in a file into one worker's replica."""
+def read_model(source: Source, path: Path) -> None:
+    """Loads the values in a file into one worker's replicas."""
+    model = source.model
     if path.name.endswith(".keras"):
-        loaded = keras.saving.load_model(path, compile=False, safe_mode=True)
+        loading = keras.saving if source.is_keras_3 else sys.modules["tf_keras"].saving
+        loaded = loading.load_model(path, compile=False, safe_mode=True)
         model.set_weights(loaded.get_weights())
     elif path.name.endswith(".weights.h5"):
         model.load_weights(path)
     else:
-        _tracked(model).read(str(path)).assert_existing_objects_matched()
+        _tracked(source).read(str(path)).assert_existing_objects_matched()
 
 
-def _tracked(model: keras.Model) -> tf.train.Checkpoint:
-    optimizer = getattr(model, "optimizer", None)
-    return tf.train.Checkpoint(model=model, **({} if optimizer is None else {"optimizer": optimizer}))
+def _tracked(source: Source) -> tf.train.Checkpoint:
+    if isinstance(source.model, tf.train.Checkpoint):
+        return source.model
+    optimizers = {name: one for name, one in source.optimizers().items() if name == "optimizer"}
+    return tf.train.Checkpoint(model=source.model, **optimizers)

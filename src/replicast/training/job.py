@@ -133,7 +133,7 @@ class StockJob(Job):
         self.strategy = strategy
         several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
         cluster = _cluster_of(strategy) if several else None
-        self._on_cpu = all("CPU" in device for device in strategy.extended.worker_devices)
+        self._on_cpu = not tf.config.list_logical_devices("GPU")
         self._join(cluster, self._keys_drawn if cluster is not None else lambda: 0)
 
     def _keys_drawn(self) -> int:

@@ -302,6 +302,11 @@ def what_follows(policy: Policy) -> str:
     return "replicas.sync(source=0) makes them equal"
 
 
+def seats_text(seats: Sequence[Seat]) -> str:
+    """Replicas in words: "worker 1", "workers 0 (GPU:1) and 2 (GPU:0)"."""
+    return workers_text(f"{rank} ({device})" if device else rank for rank, device in seats)
+
+
 def workers_text(ranks: Iterable[int | str]) -> str:
     """Workers in words: "worker 1", "workers 0 and 2"."""
     named = [str(rank) for rank in ranks]
