@@ -37,14 +37,14 @@ _NOT_SERVED = {
 
 
 class Job:
-    """The workers of a job, seen from one of them. `_join` makes it one."""
+    """The workers of a job, seen from one of them. `join` makes it one."""
 
     # Whether moving statistics are the same on all workers, or each replica keeps its own.
     statistics: Literal["mean", "local"] = "local"
     # How long this worker has waited for others within steps, if that is known.
     waited_secs: Callable[[], float] | None = None
 
-    def _join(
+    def join(
         self,
         cluster: Cluster | None,
         transfers_started: Callable[[], int],
@@ -134,7 +134,7 @@ class StockJob(Job):
         several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
         cluster = _cluster_of(strategy) if several else None
         self._on_cpu = not tf.config.list_logical_devices("GPU")
-        self._join(cluster, self._keys_drawn if cluster is not None else lambda: 0)
+        self.join(cluster, self._keys_drawn if cluster is not None else lambda: 0)
 
     def _keys_drawn(self) -> int:
         # Private: the counters from which TensorFlow draws a key for each transfer, when a step is called.

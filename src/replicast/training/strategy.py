@@ -190,7 +190,7 @@ class Strategy(Job, tf.distribute.MultiWorkerMirroredStrategy):
         self.all_reduce: Literal["shared memory", "tensorflow"] = "tensorflow"
         self._start: tuple[weakref.ref[keras.Model], feeding.Start] | None = None
         self.epoch: int | None = None  # the current one of `fit`, if it is known: its shuffle follows from it
-        self._join(
+        self.join(
             cluster,
             extended.transfers_started,
             heartbeat_secs=heartbeat_secs,
