@@ -552,9 +552,9 @@ def test_a_proof_that_was_overheard_is_worth_nothing(served: Served) -> None:
     with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as threads:
         victim = threads.submit(link_to(impostor.getsockname()[1]).connection().__enter__)
         relayed, _ = impostor.accept()
-        relayed.sendall(b"replicast-chain-1" + bytes(32))
+        relayed.sendall(b"replicast-chain-2" + bytes(32))
         proof = relayed.recv(1000)
-        assert len(proof) == 68
+        assert len(proof) == 64
         with served.stranger() as replaying:
             replaying.recv(1000)
             replaying.sendall(proof)
@@ -582,7 +582,7 @@ def test_a_stranger_that_says_nothing_or_a_byte_now_and_then_is_gone_soon(
         assert silent.recv(1000)  # the nonce
         assert is_closed(silent)
     with served.stranger() as slow, contextlib.suppress(OSError):  # reset, or a broken pipe
-        for _ in range(67):  # of the 68 bytes of a proof
+        for _ in range(63):  # of the 64 bytes of a proof
             slow.sendall(b"x")
             time.sleep(0.1)
         pytest.fail("it could send all of them")

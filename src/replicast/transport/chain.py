@@ -20,7 +20,7 @@ none can be sent back. What follows is neither encrypted nor signed.
 ```
  host that connects: `ChainLink`, `Fetch`             host that listens: `Server`
                         ◄── version, nonce of 32 bytes ──
-   rank, nonce, proof of both nonces and the rank ──►   closes the connection if the proof is wrong
+             nonce, proof of both nonces ──►            closes the connection if the proof is wrong
                         ◄──────── proof, the other way ──
  ask for segment 7 of a parcel  ──────────────►
  ask for segment 8              ──────────────►
@@ -29,7 +29,7 @@ none can be sent back. What follows is neither encrypted nor signed.
                                 ◄──────────────  REFUSED, and why
 ```
 A process that does not know the secret gets a nonce and nothing else: a connection has `HANDSHAKE_SECS` to
-show that it does, in 68 bytes, and of those that have not yet, only the newest `MAX_STRANGERS` stay.
+show that it does, in 64 bytes, and of those that have not yet, only the newest `MAX_STRANGERS` stay.
 """
 
 from __future__ import annotations
@@ -91,9 +91,8 @@ IN_FLIGHT = 2  # So many segments are asked for before the first of them has arr
 _PAUSES_SECS = (0.05, 0.2, 1.0)  # Before a broken connection is opened again; the last one is repeated.
 _CLOSE_SECS = 5.0
 _NO_ACCEPT_SECS = 0.1
-_VERSION = b"replicast-chain-1"
+_VERSION = b"replicast-chain-2"
 _NONCE = _PROOF = 32
-_RANK = struct.Struct("!I")
 _REQUEST = struct.Struct("!IH")
 _ANSWER = struct.Struct("!BQ")
 _MAX_ID = 100
@@ -515,35 +514,33 @@ def receive_bytes(connection: socket.socket, count: int, deadline: Deadline | No
     return bytes(found)
 
 
-def introduce(connection: socket.socket, secret: bytes, rank: int, deadline: Deadline) -> None:
+def introduce(connection: socket.socket, secret: bytes, deadline: Deadline) -> None:
     """The handshake, on the side that connects."""
     greeting = receive_bytes(connection, len(_VERSION) + _NONCE, deadline)
     if not greeting.startswith(_VERSION):
         raise ConnectionError("there is another program, or another version of replicast")
-    theirs, mine, name = greeting[len(_VERSION) :], secrets.token_bytes(_NONCE), _RANK.pack(rank)
-    connection.sendall(name + mine + _proof(secret, b"connects", theirs, mine, name))
+    theirs, mine = greeting[len(_VERSION) :], secrets.token_bytes(_NONCE)
+    connection.sendall(mine + _proof(secret, b"connects", theirs, mine))
     answer = receive_bytes(connection, _PROOF, deadline)
-    if not hmac.compare_digest(answer, _proof(secret, b"listens", theirs, mine, name)):
+    if not hmac.compare_digest(answer, _proof(secret, b"listens", theirs, mine)):
         raise ConnectionError("it does not know the secret of this job")
 
 
-def admit(connection: socket.socket, secret: bytes) -> int:
-    """The handshake, on the side that listens; returns the rank of the other one."""
+def admit(connection: socket.socket, secret: bytes) -> None:
+    """The handshake, on the side that listens."""
     deadline = Deadline(HANDSHAKE_SECS)
     mine = secrets.token_bytes(_NONCE)
     limit(connection, HANDSHAKE_SECS)
     connection.sendall(_VERSION + mine)
-    said = receive_bytes(connection, _RANK.size + _NONCE + _PROOF, deadline)
-    name, theirs, proof = said[: _RANK.size], said[_RANK.size : -_PROOF], said[-_PROOF:]
-    if not hmac.compare_digest(proof, _proof(secret, b"connects", mine, theirs, name)):
+    said = receive_bytes(connection, _NONCE + _PROOF, deadline)
+    theirs, proof = said[:_NONCE], said[_NONCE:]
+    if not hmac.compare_digest(proof, _proof(secret, b"connects", mine, theirs)):
         raise ConnectionError("wrong secret")
-    connection.sendall(_proof(secret, b"listens", mine, theirs, name))
-    rank: int = _RANK.unpack(name)[0]
-    return rank
+    connection.sendall(_proof(secret, b"listens", mine, theirs))
 
 
-def _proof(secret: bytes, role: bytes, listener: bytes, caller: bytes, name: bytes) -> bytes:
-    return hmac.digest(secret, role + listener + caller + name, "sha256")
+def _proof(secret: bytes, role: bytes, listener: bytes, caller: bytes) -> bytes:
+    return hmac.digest(secret, role + listener + caller, "sha256")
 
 
 def send_request(connection: socket.socket, parcel_id: str, segment: int) -> None:
@@ -659,13 +656,12 @@ class Server:
         try:
             with connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                rank = admit(connection, self._secret)
+                admit(connection, self._secret)
                 with self._lock:
                     thread = self._strangers.pop(connection, None)
                     if thread is None or len(self._peers) >= MAX_PEERS:
                         return
                     self._peers[connection] = thread
-                logger.debug("worker %d takes segments from here", rank)
                 while not self._closing.is_set():
                     self._answer(connection)
         except OSError as error:
@@ -759,7 +755,7 @@ class ChainLink:
                 self._open.add(connection)
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                introduce(connection, self._secret, self.rank, deadline)
+                introduce(connection, self._secret, deadline)
                 limit(connection, SILENT_SECS)
                 yield connection
             finally:
