@@ -108,10 +108,17 @@ def test_the_page_follows_the_job_without_reloading_and_marks_who_is_slow(page: 
     expect(page.locator(".chart")).to_have_attribute("aria-label", re.compile("loss .* at step"))
     lines = page.locator(".chart .scatterlayer .trace path.js-line")
     expect(lines).to_have_count(6)  # Three metrics, each as measured and smooth.
+    page.get_by_label("Time of a step").check()
+    expect(lines).to_have_count(8)
     page.get_by_label("Losses on a log scale").check()
     eventually(lambda: page.evaluate("document.querySelector('.chart').layout.yaxis.type") == "log")
     page.get_by_label("Smooth").uncheck()
-    expect(lines).to_have_count(3)
+    expect(lines).to_have_count(4)
+    expect(page.locator(".facts")).to_contain_text("none yet")
+    connect(run.path).push(Update().assign("learning_rate", 0.0005)).result(120)
+    expect(page.locator(".facts")).to_contain_text(
+        re.compile(r"#1 at step \d+: assign optimizer/learning_rate")
+    )
     run.slow_worker = 1
     slow = page.locator("#workers tbody tr").nth(1)
     expect(slow).to_contain_text("slowfor 4 min: needs 80 ms per step, the others 31 ms")

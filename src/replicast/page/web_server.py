@@ -18,7 +18,6 @@ import contextlib
 import ipaddress
 import json
 import logging
-import math
 import os
 import secrets
 import signal
@@ -212,10 +211,10 @@ _TOO_MANY = b"HTTP/1.1 503 Too many connections\r\nConnection: close\r\nContent-
 
 
 class HttpConnection(H11Protocol):
-    """One connection, with its deadlines. Only the event loop calls it."""
+    """One connection, with its deadlines, which `PageServer` checks. Only the event loop calls it."""
 
-    _head: asyncio.TimerHandle | None = None  # Set while no request is in progress.
-    _reader: asyncio.TimerHandle | None = None
+    _idle_since: float | None = None  # Set while no request is in progress.
+    _unread: tuple[int, float] = 0, 0.0  # What the peer had not read when it last made progress, and when.
 
     def is_shared(self, peer: str) -> bool:
         """Whether many people may call from this address, so that its connections are not counted."""
@@ -223,7 +222,7 @@ class HttpConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
-        self._await_head()
+        self._idle_since = self.loop.time()
         others = [one for one in self.connections if isinstance(one, HttpConnection) and one is not self]
         peer = self.client[0] if self.client else ""
         mine = sum(one.client is not None and one.client[0] == peer for one in others)
@@ -231,80 +230,51 @@ class HttpConnection(H11Protocol):
             self.transport.write(_TOO_MANY)
             self.transport.close()
         elif len(others) >= MAX_CONNECTIONS - 1:
-            idle = min((one for one in others if one._head is not None), key=_order, default=None)
+            idle = min((one for one in others if one._idle_since is not None), key=_order, default=None)
             if idle is not None:  # Otherwise uvicorn answers 503.
                 self.connections.discard(idle)  # Now: `connection_lost` is called later.
                 idle.transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._head_came()
-        self._reader_reads()
-        super().connection_lost(exc)
 
     def handle_events(self) -> None:
         """Called when data has arrived, or was kept back during the last answer."""
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
-            self._head_came()
+            self._idle_since = None
 
     def on_response_complete(self) -> None:
         """Called at the end of an answer: the next request is waited for."""
-        self._await_head()
+        self._idle_since = self.loop.time()
         super().on_response_complete()
 
-    def pause_writing(self) -> None:
-        """Called when the peer reads more slowly than the answer is made."""
-        super().pause_writing()
-        self._await_reader()
-
-    def resume_writing(self) -> None:
-        if not self.transport.is_closing():  # Otherwise the rest must be read in time as well.
-            self._reader_reads()
-        super().resume_writing()
-
-    def _await_head(self) -> None:
-        def late() -> None:
+    def check(self) -> None:
+        """Closes a connection whose request or whose reader is late."""
+        now, size, (left, since) = self.loop.time(), self.transport.get_write_buffer_size(), self._unread
+        if size > left or size <= max(0, left - MIN_READ_BYTES):  # More is written once enough was read.
+            self._unread = size, now
+        elif now - since >= READ_SECS:
+            self.transport.abort()
+        if self._idle_since is not None and now - self._idle_since >= HEAD_SECS:
             self.transport.close()  # What the peer has not read yet of the last answer still reaches it.
-            self._await_reader()
-
-        self._head_came()
-        self._head = self.loop.call_later(HEAD_SECS, late)
-
-    def _head_came(self) -> None:
-        if self._head is not None:
-            self._head.cancel()
-            self._head = None
-
-    def _await_reader(self) -> None:
-        left = self.transport.get_write_buffer_size()
-
-        def look() -> None:
-            if self.transport.get_write_buffer_size() > max(0, left - MIN_READ_BYTES):
-                self.transport.abort()
-            else:
-                self._await_reader()
-
-        self._reader_reads()
-        self._reader = self.loop.call_later(READ_SECS, look)
-
-    def _reader_reads(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
 
 
 def _order(one: HttpConnection) -> tuple[bool, float]:
     """Which connection without a request is closed first: one to which nothing is being sent, the oldest."""
-    when = one._head.when() if one._head is not None else math.inf
-    return one.transport.get_write_buffer_size() > 0, when
+    return one.transport.get_write_buffer_size() > 0, one._idle_since or 0.0
 
 
 class PageServer(uvicorn.Server):
-    """Ends the streams of an application before it waits for its connections."""
+    """Checks its connections once a second. Ends the streams of an application before it waits for them."""
 
     def __init__(self, config: uvicorn.Config, end_streams: Callable[[], None]) -> None:
         super().__init__(config)
         self._end_streams = end_streams
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:
+            for one in [one for one in self.server_state.connections if isinstance(one, HttpConnection)]:
+                one.check()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._end_streams()

@@ -33,7 +33,8 @@ export class Chart {
     this.key = el("div", { class: "key" });
     this.smooth = el("input", { type: "checkbox", checked: true, onchange: () => this.soon() });
     this.logarithmic = el("input", { type: "checkbox", onchange: () => this.soon() });
-    this.controls = el("div", { class: "controls" }, el("label", { class: "check small" }, this.smooth, "Smooth"), el("label", { class: "check small" }, this.logarithmic, "Losses on a log scale"));
+    this.pace = el("input", { type: "checkbox", onchange: () => this.soon() });
+    this.controls = el("div", { class: "controls" }, el("label", { class: "check small" }, this.smooth, "Smooth"), el("label", { class: "check small" }, this.logarithmic, "Losses on a log scale"), el("label", { class: "check small" }, this.pace, "Time of a step"));
     this.series = new Map();
     this.position = null;
     this.marks = [];
@@ -107,8 +108,9 @@ export class Chart {
     const names = this.names().sort((a, b) => Number(isLoss(b)) - Number(isLoss(a))).slice(0, MOST_SERIES);
     if (!names.length || !this.plot.isConnected) return;
     this.plot.querySelector(".wait")?.remove();
-    const panels = names.some(isLoss) && names.some((name) => !isLoss(name)) ? 2 : 1;
-    const lines = names.flatMap((name, at) => this.line(name, at, panels));
+    const panels = 1 + (names.some(isLoss) && names.some((name) => !isLoss(name))) + this.pace.checked;
+    const lines = names.flatMap((name, at) => this.line(name, this.series.get(name), at, isLoss(name) || !names.some(isLoss) ? 1 : 2));
+    if (this.pace.checked) lines.push(...this.line("ms per step", paceOf(this.series.get(names[0])), names.length, panels));
     const points = Object.keys(KINDS).map((kind) => this.points(kind, names[0])).filter((trace) => trace.x.length);
     const config = { responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset", scrollZoom: false };
     await library.react(this.plot, [...lines, ...points], this.layout(panels), config);
@@ -116,14 +118,12 @@ export class Chart {
     this.plot.setAttribute("aria-label", this.summary(names));
   }
 
-  line(name, at, panels) {
-    const one = this.series.get(name);
+  line(name, one, at, panel) {
     const color = css(`--series-${(at % 6) + 1}`);
-    const lower = panels === 2 && !isLoss(name);
     const values = one.values.map((value) => (Number.isFinite(Number(value)) ? Number(value) : null));
     const measured = {
       x: one.steps, y: values, name: harmless(name), type: "scatter", mode: one.steps.length < 3 ? "lines+markers" : "lines",
-      line: { color, width: 1.8, dash: name.startsWith("val_") ? "dot" : "solid" }, yaxis: lower ? "y2" : "y",
+      line: { color, width: 1.8, dash: name.startsWith("val_") ? "dot" : "solid" }, yaxis: panel === 1 ? "y" : `y${panel}`,
       hovertemplate: `${harmless(name)} %{y:.5g}<extra></extra>`,
     };
     if (!this.smooth.checked || values.length < LEAST_SMOOTHED) return [measured];
@@ -160,17 +160,18 @@ export class Chart {
   layout(panels) {
     const ink = css("--dim"), line = css("--line");
     const narrow = this.plot.clientWidth < 560;
-    const axis = { gridcolor: line, zeroline: false, linecolor: line, tickfont: { color: ink, size: 11 }, automargin: true, nticks: 6 };
+    const axis = { gridcolor: line, zeroline: false, linecolor: line, tickfont: { color: ink, size: 11 }, automargin: true, nticks: 6, exponentformat: "e" };
     const shapes = this.marks.filter((mark) => mark.kind !== "checkpoint" && mark.step !== null).slice(-MOST_LINES).map((mark) => (
       { type: "line", xref: "x", yref: "paper", x0: mark.step, x1: mark.step, y0: 0, y1: 1, layer: "below", line: { color: css(KINDS[mark.kind].color), width: 1, dash: "dot" } }));
     return {
-      height: narrow ? 320 : panels === 2 ? 440 : 380, margin: { l: 40, r: 10, t: 4, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      height: (narrow ? 260 : 320) + 60 * panels, margin: { l: 40, r: 10, t: 4, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: ink, family: getComputedStyle(document.body).fontFamily, size: 12 }, shapes, uirevision: "kept", hovermode: "x unified", hoverdistance: 30, dragmode: narrow ? false : "zoom",
       hoverlabel: { bgcolor: css("--card"), bordercolor: line, font: { color: css("--ink"), size: 12 } },
       legend: { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom", font: { color: ink, size: 12 } }, showlegend: true,
-      xaxis: { ...axis, title: { text: "step", font: { size: 11 }, standoff: 6 }, tickformat: ",d", spikecolor: ink, spikethickness: 1, spikedash: "solid", anchor: panels === 2 ? "y2" : "y", hoverformat: ",d" },
-      yaxis: { ...axis, type: this.logarithmic.checked ? "log" : "linear", domain: panels === 2 ? [0.44, 1] : [0, 1] },
-      ...(panels === 2 ? { yaxis2: { ...axis, domain: [0, 0.36], anchor: "x" } } : {}),
+      xaxis: { ...axis, title: { text: "step", font: { size: 11 }, standoff: 6 }, tickformat: ",d", spikecolor: ink, spikethickness: 1, spikedash: "solid", anchor: panels === 1 ? "y" : `y${panels}`, hoverformat: ",d" },
+      yaxis: { ...axis, type: this.logarithmic.checked ? "log" : "linear", domain: [panels === 1 ? 0 : 1 - 2 / (panels + 1) + 0.04, 1] },
+      ...(panels > 1 ? { yaxis2: { ...axis, domain: [(panels - 2) / (panels + 1) + 0.04 * (panels > 2), (panels - 1) / (panels + 1) - 0.04], anchor: "x" } } : {}),
+      ...(panels > 2 ? { yaxis3: { ...axis, domain: [0, 1 / (panels + 1) - 0.04], anchor: "x" } } : {}),
     };
   }
 
@@ -184,6 +185,13 @@ export class Chart {
     const said = names.map((name) => { const one = this.series.get(name); return `${name} ${one.values.at(-1)} at step ${count(one.steps.at(-1))}`; });
     return `Metrics by step: ${said.join("; ")}`;
   }
+}
+
+/** The time of a step between two points, in ms. What a restart or a pause takes is no step. */
+function paceOf(one) {
+  const values = one.steps.map((step, at) => (at && step > one.steps[at - 1] ? (1000 * (one.times[at] - one.times[at - 1])) / (step - one.steps[at - 1]) : null));
+  const usual = values.filter((value) => value !== null).sort((a, b) => a - b)[Math.floor(values.length / 2)] ?? 0;
+  return { steps: one.steps, times: one.times, values: values.map((value) => (value !== null && value < 100 * usual ? value : NaN)) };
 }
 
 function symbol(kind) {

@@ -4,7 +4,7 @@ import { Actions } from "./actions.js";
 import { follow, get } from "./api.js";
 import { Chart } from "./chart.js";
 import { byId, card, el, setText, unlessPressed } from "./dom.js";
-import { count, duration, number, plain, setServerTime } from "./format.js";
+import { count, duration, editsText, number, plain, setServerTime } from "./format.js";
 import { Audits, Checkpoints } from "./history.js";
 import { banner, link } from "./link.js";
 import { Logs } from "./logs.js";
@@ -75,7 +75,7 @@ class RunPage {
     this.chip = el("span");
     this.sentence = el("h1", { id: "sentence", "aria-live": "polite" }, this.run.sentence);
     this.failure = el("pre", { class: "failure", id: "failure", tabIndex: 0, hidden: true, "aria-label": "Last lines of the worker that failed" });
-    this.facts = Object.fromEntries(["step", "epoch", "time left", "loss", "replicas"].map((name) => [name, el("dd", {}, "–")]));
+    this.facts = Object.fromEntries(["step", "epoch", "time left", "loss", "replicas", "last update"].map((name) => [name, el("dd", {}, "–")]));
     const facts = el("dl", { class: "facts" }, Object.entries(this.facts).map(([name, node]) => el("div", {}, el("dt", {}, name), node)));
     const metrics = card("metrics", "Metrics", this.chart.controls, el("div", { class: "body" }, this.chart.plot), this.chart.key);
     byId("main").replaceChildren(
@@ -146,6 +146,7 @@ class RunPage {
     setText(this.facts["time left"], timeLeft(status, first));
     this.lastMetric(status.metrics);
     setText(this.facts.replicas, equality(status));
+    setText(this.facts["last update"], lastUpdate(status));
     document.title = `${status.running ? `step ${count(status.step)}` : status.state} · ${this.run.name}`;
   }
 
@@ -187,6 +188,13 @@ function equality(status) {
   if (audit.equal) return `equal as of step ${count(audit.step)}`;
   if (audit.outcome === "healed") return `equal again since step ${count(audit.step)}`;
   return `differ since step ${count(audit.found_at)}`;
+}
+
+/** "#3 at step 1,200: assign optimizer/learning_rate 0.001 → 0.0005". */
+function lastUpdate(status) {
+  const view = status.updates.at(-1);
+  if (!view) return status.running ? "none yet" : "none";
+  return `#${view.sequence} at step ${count(view.step)}${view.texts?.length ? `: ${editsText(view, 1)}` : ""}`;
 }
 
 /** An attempt after the first: the launcher has restarted the job, or somebody has started it again. */
