@@ -50,7 +50,7 @@ def test_a_real_job_is_followed_and_takes_what_the_page_pushes(tmp_path: Path) -
             process.kill()
     loss = connect(tmp_path / "first").metrics(points=10_000).series["loss"]
     assert loss.steps.tolist() == [*range(1, len(loss) + 1)], "every step"
-    assert all(np.diff(loss.values[:20]) < 0), "a mean over an epoch would jump at the beginning of the next one"
+    assert all(np.diff(loss.values[:20]) < 0), "a mean over an epoch jumps at its end"
     (view,) = connect(tmp_path / "first").log()
     assert (view.author, view.note, len(view.receipts[0].digests)) == ("ana", "slower", 2)
 
