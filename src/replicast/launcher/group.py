@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import os
 import selectors
 import signal
@@ -165,7 +166,7 @@ class Group:
     _exits: dict[int, WorkerExit] = field(default_factory=dict, init=False)  # in the order of exit
     _frozen: FrozenWorkers = field(default_factory=FrozenWorkers, init=False)
     _ending: Ending = field(default=Ending.RUNNING, init=False)
-    _deadline: float | None = field(default=None, init=False)  # of the stage
+    _deadline: float = field(default=math.inf, init=False)  # of the stage
     # The exit code of the worker, here or elsewhere, because of which the group ends.
     _first_code: int | None = field(default=None, init=False)
     _interrupted_by: signal.Signals | None = field(default=None, init=False)
@@ -211,9 +212,8 @@ class Group:
             selector.register(output.reading_end, selectors.EVENT_READ, output)
 
     def _wait_once(self, selector: selectors.BaseSelector) -> None:
-        now = time.monotonic()
-        remaining = _POLL_SECS if self._deadline is None else min(_POLL_SECS, self._deadline - now)
-        ready = [key for key, _ in selector.select(max(0.0, remaining))]
+        remaining = self._deadline - time.monotonic()
+        ready = [key for key, _ in selector.select(max(0.0, min(_POLL_SECS, remaining)))]
         self._take_frozen()
         if self.standbys is not None and self._ending is Ending.RUNNING:
             self.standbys.poll()
@@ -231,9 +231,9 @@ class Group:
         if self._is_late(Ending.SETTLING):
             timeouts, killed = self.timeouts, self._first_code == -signal.SIGKILL
             secs = timeouts.stop_killed_secs if killed else timeouts.stop_failed_secs
-            self._stop(min(secs, timeouts.stop_secs))
+            self._enter(Ending.STOPPING, min(secs, timeouts.stop_secs))
         elif self._is_late(Ending.STOPPING):
-            self._kill()
+            self._enter(Ending.KILLING, self.timeouts.kill_secs)
 
     def _take_exit(self, worker: WorkerProcess) -> None:
         ended = worker.poll()
@@ -256,10 +256,8 @@ class Group:
             return
         for end in self.peers.take_ends():
             if end.signal is not None:
-                if self._interrupted_by is None and self._ending < Ending.STOPPING:
-                    secs = self.timeouts.stop_secs
-                    self.screen.tell(stopping_line(end.signal, secs, self.peers.hosts.on(end.stopped_on)))
-                    self._stop(secs)
+                if self._interrupted_by is None:
+                    self._stop_because_of(end.signal, self.peers.hosts.on(end.stopped_on))
             else:
                 for worker in self._rest():
                     worker.blamed_as_frozen = worker.blamed_as_frozen or worker.is_frozen()
@@ -277,11 +275,15 @@ class Group:
                 self._interrupted_by = signum
                 if self.peers is not None:
                     self.peers.tell_signal(signum)
-                if self._ending < Ending.STOPPING:
-                    self.screen.tell(stopping_line(signum, self.timeouts.stop_secs))
-                    self._stop(self.timeouts.stop_secs)  # also after Ctrl-C: they save
+                self._stop_because_of(signum)
             elif signum is signal.SIGINT:
-                self._kill()
+                self._enter(Ending.KILLING, self.timeouts.kill_secs)
+
+    def _stop_because_of(self, signum: int, where: str = "") -> None:
+        """Asks the workers to save and exit, also after Ctrl-C."""
+        if self._ending < Ending.STOPPING:
+            self.screen.tell(stopping_line(signum, self.timeouts.stop_secs, where))
+            self._enter(Ending.STOPPING, self.timeouts.stop_secs)
 
     def _take_frozen(self) -> None:
         """Kills workers that have been frozen for too long: the others wait for them in vain."""
@@ -310,10 +312,8 @@ class Group:
             return
         if self._first_code is None:
             self._first_code = code
-        secs = self._settle_secs(code)
-        if self._deadline is not None:  # The others already know: their time does not start again.
-            secs = min(secs, self._deadline - time.monotonic())
-        self._enter(Ending.SETTLING, secs)
+        # If the others already know, their time does not start again.
+        self._enter(Ending.SETTLING, min(self._settle_secs(code), self._deadline - time.monotonic()))
 
     def _settle_secs(self, code: int) -> float:
         timeouts = self.timeouts
@@ -329,19 +329,11 @@ class Group:
             return 0.0
         return timeouts.settle_killed_secs if code < 0 else timeouts.settle_secs
 
-    def _stop(self, within_secs: float) -> None:
-        self._enter(Ending.STOPPING, within_secs)
-        for worker in self._rest():
-            worker.signal_tree(signal.SIGTERM)
-
-    def _kill(self) -> None:
-        self._enter(Ending.KILLING, self.timeouts.kill_secs)
-        for worker in self._rest():
-            worker.signal_tree(signal.SIGKILL)
-
     def _enter(self, stage: Ending, at_most_secs: float) -> None:
-        self._ending = stage
-        self._deadline = time.monotonic() + at_most_secs
+        self._ending, self._deadline = stage, time.monotonic() + at_most_secs
+        if stage > Ending.SETTLING:
+            for worker in self._rest():
+                worker.signal_tree(signal.SIGTERM if stage is Ending.STOPPING else signal.SIGKILL)
 
     def _is_late(self, stage: Ending) -> bool:
-        return self._ending is stage and self._deadline is not None and time.monotonic() >= self._deadline
+        return self._ending is stage and time.monotonic() >= self._deadline
