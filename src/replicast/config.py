@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from replicast.errors import ClusterError
+from replicast.errors import ClusterError, LaunchRefused
 from replicast.strictjson import is_integer
 
 # Set by `replicast run` for its workers.
@@ -93,6 +93,15 @@ class Launch:
     attempt: int
     launched: bool
     take_over: str = ""
+
+    def check_run_dir(self, chosen: Path) -> None:
+        """A script may choose its run directory, but not another one than its launcher, who logs there."""
+        if self.launched and self.run_dir is not None and chosen.resolve() != self.run_dir.resolve():
+            raise LaunchRefused(
+                f"Two run directories: `replicast run` uses {self.run_dir}, and the script "
+                f"{chosen.absolute()}",
+                remedy=f"Leave out run_dir in Replicas(...), or start with --run-dir {chosen}",
+            )
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:

@@ -26,7 +26,9 @@ carry an error to another process, where it is raised as the same type: a constr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import itertools
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -351,6 +353,27 @@ def printable(text: object) -> str:
     return "".join(
         one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in str(text)
     )
+
+
+# What TensorFlow and Keras say before the reason of an error: of the graph, of the layer.
+_BEFORE_REASON = re.compile(
+    r"Graph execution error:|Exception encountered when calling .*|Detected at node .*|Node: .*|"
+    r"\d+ root error\(s\) found\."
+)
+
+
+def exception_sentence(lines: Iterable[str]) -> str:
+    """The class of an exception and the one sentence of its reason, from the lines that Python prints."""
+    lines = itertools.dropwhile(lambda line: line[:1].isspace(), lines)  # the place of a SyntaxError
+    kind, colon, text = next(lines, "").partition(": ")
+    if _BEFORE_REASON.fullmatch(text):
+        first_of_several = re.compile(r"\s+\(0\) [A-Z_]+: +")
+        for line in lines:
+            is_reason = line[:1].strip() and not _BEFORE_REASON.fullmatch(line)
+            if is_reason or first_of_several.match(line):
+                text = first_of_several.sub("", line)
+                break
+    return f"{kind.rpartition('.')[2]}{colon}{text.strip()}"
 
 
 def refusal_of(error: Exception) -> UpdateRefused:

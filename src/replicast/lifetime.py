@@ -44,7 +44,7 @@ from typing import TypeVar
 
 from replicast.config import HEARTBEAT_SECS, PEER_FAILED
 from replicast.coordination import Coordination, Loss, lost_text, lost_worker
-from replicast.errors import JobFailed
+from replicast.errors import JobFailed, exception_sentence
 from replicast.turns import POLL_SECS, REMIND_SECS, JobKeys, Turns
 
 logger = logging.getLogger("replicast")
@@ -198,8 +198,9 @@ class Causes:
             return jump
         if lost is not None and lost.worker != self.rank:
             return first(lost.worker, self.witnessed(lost_text(lost)))
-        lines = traceback.format_exception_only(error)
-        own = first(self.rank, lines[-1].strip() if lines else type(error).__name__)
+        own = first(
+            self.rank, exception_sentence("".join(traceback.format_exception_only(error)).splitlines())
+        )
         self.own_error = str(own)
         return own
 

@@ -359,6 +359,29 @@ def test_a_task_of_tf_config_is_started_as_several_workers(launch: Launcher) -> 
     ]  # fmt: skip
 
 
+def test_the_same_error_twice_in_a_row_ends_the_job_in_one_clear_message(launch: Launcher) -> None:
+    script = """
+if rank == 1:
+    note(f"began{attempt}"); raise ValueError(f"label {attempt + 254} of {os.getpid()}")
+wait_for(f"began{attempt}-1")
+for_ever()
+"""
+    launched = launch(script, "--run-dir", "run", "--max-restarts", "3")
+    code, _, err = launched.finish()
+    assert code == 1
+    assert [(launched.directory / f"began{k}-1").exists() for k in range(3)] == [True, True, False]
+    assert err.count("Traceback") == 1, "the second one is folded"
+    *_, raised, where, last, _ = err.splitlines()
+    assert re.fullmatch(r"replicast: ValueError: label 255 of \d+", raised)
+    assert re.fullmatch(r"replicast: at train.py:\d+: note\(f\"began.*", where)
+    assert last == (
+        "replicast: this is the error of the attempt before, and nothing was saved in between: a restart "
+        "would repeat it, so 2 of 3 are not used"
+    )
+    reason = changes(launched.directory / "run")[-1].reason
+    assert re.fullmatch(r"ValueError: label 255 of \d+ \(train\.py:\d+: note.*\)", reason)
+
+
 def test_the_last_step_of_a_job_is_in_its_closing_line(launch: Launcher) -> None:
     script = """
 from replicast.storage.run_files import WorkerNote, write_worker_note

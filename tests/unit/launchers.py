@@ -110,7 +110,7 @@ class World:
         launcher = self.of(node)
         assert launcher.running is not None
         rank = node if worker is None else worker
-        failure = WorkerExit(host=node, worker=rank, code=code, why=f"code {code}", reported_by=node)
+        failure = WorkerExit(host=node, worker=rank, code=code, reported_by=node)
         launcher.member.on_failure(failure)
         self._end_later(launcher, failure)
         self._poll(launcher)

@@ -152,6 +152,21 @@ def test_the_first_cause_stays_the_first_though_its_host_is_lost_then() -> None:
     assert "then its connection was closed" in leader.order.failure.why
 
 
+def test_the_same_error_on_any_host_without_a_checkpoint_in_between_ends_the_job() -> None:
+    for saved, phase in ((0, Phase.OVER), (20, Phase.WAIT)):
+        leader = Leader(("a", "b"), "first", 9, HostTimeouts(), 0.0)
+        join(leader)
+        for attempt, step in ((0, 0), (1, saved)):
+            failure = WorkerExit(host=1, worker=1, code=1, why="ValueError: x", where="t.py:1", reported_by=1)
+            ended = Report(next_attempt=attempt + 1, attempt=attempt, saved=step)
+            for node, report in ((0, ended), (1, replace(ended, failure=failure, saved=None))):
+                leader.on_report(node, replace(report, running=True), 1.0)
+            for node, report in ((0, ended), (1, replace(ended, failure=failure, saved=None))):
+                leader.on_report(node, report, 1.0)
+        assert (leader.order.phase is Phase.OVER) == (phase is Phase.OVER), leader.order
+        assert leader.order.repeats == (phase is Phase.OVER)
+
+
 def test_a_launcher_that_ended_its_workers_for_want_of_the_first_does_not_report_a_good_end() -> None:
     member = Member(1, 0, 3, HostTimeouts(), 0.0)
     assert member.on_order(RUN, 0.1) == [RUN]

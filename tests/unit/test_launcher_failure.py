@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from replicast.config import FAULTS, PEER_FAILED
+from replicast.errors import exception_sentence
 from replicast.faults import read_faults
 from replicast.files import below
 from replicast.launcher.failure import (
@@ -26,10 +27,10 @@ from replicast.launcher.failure import (
     fault_line,
     first_cause,
     order_after,
+    raised_in,
     reason,
     report_lines,
     restart_line,
-    traceback_in,
     with_details,
 )
 
@@ -51,7 +52,7 @@ FRAMES = "".join(f'  File "deep.py", line {n}, in f\n    f()\n' for n in range(1
 @pytest.mark.parametrize(
     ("text", "first", "last", "count"),
     [
-        pytest.param(RAISED, "Traceback", "ValueError: bad loss", 6, id="noise follows"),
+        pytest.param(RAISED, "Epoch 1/3\nTraceback", "ValueError: bad loss", 7, id="noise follows"),
         pytest.param(
             f"Traceback (most recent call last):\n{FRAMES}RuntimeError: deep\n",
             "Traceback (most recent call last):\n  … 183 lines: see the log",
@@ -66,10 +67,57 @@ FRAMES = "".join(f'  File "deep.py", line {n}, in f\n    f()\n' for n in range(1
 def test_the_traceback_in_a_log(tmp_path: Path, text: str | None, first: str, last: str, count: int) -> None:
     if text is not None:
         (tmp_path / "log").write_text(text)
-    found = traceback_in(below(tmp_path) / "log")
+    _, _, found = raised_in(below(tmp_path) / "log")
     assert len(found) == count
     assert "\n".join(found).startswith(first)
     assert "\n".join(found).endswith(last)
+
+
+GRAPH = """Traceback (most recent call last):
+  File "{here}/train.py", line 15, in <module>
+    train(model)
+  File "{here}/train.py", line 10, in train
+    model.fit(x, y)
+  File "/venv/lib/python3.11/site-packages/keras/src/utils/traceback_utils.py", line 122, in error_handler
+    raise e.with_traceback(filtered_tb) from None
+tensorflow.python.framework.errors_impl.InvalidArgumentError: Graph execution error:
+
+Detected at node loss/SparseSoftmaxCrossEntropyWithLogits defined at (most recent call last):
+  File "{here}/train.py", line 15, in <module>
+
+  File "/venv/lib/python3.11/site-packages/keras/src/losses/losses.py", line 2359, in sparse
+"""
+REASON = "Received a label value of 255 which is outside the valid range of [0, 10)."
+NODE = "\t [[{{node loss/SparseSoftmaxCrossEntropyWithLogits}}]] [Op:__inference_one_step_424]\n"
+SEVERAL = f"2 root error(s) found.\n  (0) INVALID_ARGUMENT:  {REASON}\n{NODE}  (1) CANCELLED:  x\n"
+
+
+@pytest.mark.parametrize("reason", [f"\n{REASON}\n{NODE}", f"\n{SEVERAL}"])
+def test_an_error_of_a_graph_is_its_reason_and_the_users_own_line(tmp_path: Path, reason: str) -> None:
+    (tmp_path / "log").write_text(GRAPH.replace("{here}", str(tmp_path)) + reason)
+    failed = with_details(ended(0, 1), below(tmp_path) / "log", [])
+    assert failed.why == f"InvalidArgumentError: {REASON}"
+    assert failed.where == f"{tmp_path}/train.py:10: model.fit(x, y)"
+    assert failed.lines[-1] == failed.why, "after the exception, which does not say it"
+    assert f"{failed.why}\nat {failed.where}" in said(failed)
+    assert globals()["reason"](failed) == f"{failed.why} ({failed.where})", "in status and on the page"
+
+
+@pytest.mark.parametrize(
+    ("printed", "sentence"),
+    [
+        ("ValueError: bad loss", "ValueError: bad loss"),
+        ("KeyboardInterrupt", "KeyboardInterrupt"),
+        ('  File "x.py", line 1\n    x y\nSyntaxError: invalid syntax', "SyntaxError: invalid syntax"),
+        (
+            "ValueError: Exception encountered when calling Dense.call().\n\nInput 0 is wrong\n\nArguments …",
+            "ValueError: Input 0 is wrong",
+        ),
+        ("x.y.InternalError: Graph execution error:", "InternalError: Graph execution error:"),
+    ],
+)
+def test_the_sentence_of_an_exception(printed: str, sentence: str) -> None:
+    assert exception_sentence(printed.splitlines()) == sentence
 
 
 def ended(worker: int, code: int, *, stopped: bool = False, frozen: bool = False) -> WorkerExit:
@@ -201,6 +249,44 @@ def test_what_follows_an_attempt(end: GroupEnd, code: int, restarts: int) -> Non
     assert (order.code, order.phase is Phase.WAIT, order.attempt) == (code, bool(restarts), 4 + restarts)
     last = after(replace(FIRST, restarts=1))
     assert (last.code, last.phase, last.attempt) == (code, Phase.OVER, 4)
+
+
+RAISES = replace(ended(0, 1), why="ValueError: label 255", where="train.py:10: model.fit(x, y)")
+
+
+@pytest.mark.parametrize(
+    ("failure", "saved", "repeats"),
+    [
+        pytest.param(replace(RAISES, worker=1, why="ValueError: label 7"), 40, True, id="other numbers"),
+        pytest.param(RAISES, 60, False, id="it has saved more"),
+        pytest.param(replace(RAISES, where="train.py:12: save()"), 40, False, id="another line"),
+        pytest.param(replace(RAISES, why="TypeError: label 255"), 40, False, id="another error"),
+        pytest.param(replace(RAISES, why=""), 40, False, id="an exit without an exception"),
+        pytest.param(replace(RAISES, code=-9), 40, False, id="killed"),
+        pytest.param(replace(RAISES, code=PEER_FAILED), 40, False, id="because of another worker"),
+        pytest.param(replace(RAISES, worker=None), 40, False, id="a lost host"),
+    ],
+)
+def test_the_same_error_from_the_same_state_is_not_tried_a_third_time(
+    failure: WorkerExit, saved: int, repeats: bool
+) -> None:
+    first = order_after(replace(FIRST, max_restarts=3), RAISES, None, left_behind=False, saved=40)
+    assert (first.phase, first.repeats) == (Phase.WAIT, False)
+    then = order_after(first, failure, None, left_behind=False, saved=saved)
+    assert (then.phase is Phase.OVER, then.repeats) == (repeats, repeats)
+
+
+@pytest.mark.parametrize("why", ["ConnectionResetError: x", "ResourceExhaustedError: OOM", "JobFailed: x"])
+def test_an_error_of_the_machine_is_tried_again(why: str) -> None:
+    failure = replace(RAISES, why=why)
+    order = replace(FIRST, max_restarts=3, failure=failure)
+    assert order_after(order, failure, None, left_behind=False).phase is Phase.WAIT
+
+
+def test_a_job_without_replicas_that_ran_for_long_may_have_saved_by_itself() -> None:
+    for secs, phase in ((5.0, Phase.OVER), (500.0, Phase.WAIT)):
+        order = replace(FIRST, max_restarts=3, failure=RAISES)
+        assert order_after(order, replace(RAISES, ran_secs=secs), None, left_behind=False).phase is phase
 
 
 AFTER = "after 2.0 s. Log: /logs/x.log"

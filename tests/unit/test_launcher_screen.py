@@ -393,6 +393,26 @@ def test_the_log_has_every_line_and_the_screen_and_the_tail_omit_chatter_unless_
     assert list(output.tail) == expected[-20:]
 
 
+def test_the_screen_has_the_reason_of_an_error_without_where_its_graph_was_made(tmp_path: Path) -> None:
+    written = [
+        "x.InvalidArgumentError: Graph execution error:",
+        "",
+        "Detected at node loss/x defined at (most recent call last):",
+        '  File "/a/b.py", line 7, in f',
+        "",
+        '  File "/a/c.py", line 8, in g',
+        "",
+        "Received a label value of 255",
+        "  indented",
+    ]
+    for chatter, shown in ((False, [*written[:2], *written[7:]]), (True, written)):
+        screen, out = plain_screen()
+        output = Output(0, below(tmp_path) / "log", screen=screen, columns=None, chatter=chatter)
+        os.write(output.writing_end, "".join(f"{line}\n" for line in written).encode())
+        output.close()
+        assert out.getvalue().splitlines() == [f"[worker 0] {line}" for line in shown]
+
+
 def test_chatter_is_not_drawn_while_it_is_being_written(tmp_path: Path) -> None:
     out = io.StringIO()
     screen = Screen(out, out, live_rank=0, colour=False)

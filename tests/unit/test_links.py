@@ -27,7 +27,7 @@ from replicast.files import (
     write_durably,
     write_quickly,
 )
-from replicast.launcher.failure import traceback_in
+from replicast.launcher.failure import raised_in
 from replicast.launcher.launcher import PageAddress, locked, make_attempt_dir, next_attempt, page_beside
 from replicast.launcher.screen import Output
 from replicast.storage import inbox
@@ -307,7 +307,7 @@ def test_a_log_is_not_read_through_a_link(run: Path, tmp_path: Path) -> None:
     log = run / "logs" / "attempt-1" / "worker-0.log"
     log.write_text("Traceback (most recent call last):\n  File\nValueError: secret\n")
     linked_place(run, "logs/attempt-1/worker-0.log", tmp_path / "elsewhere")
-    assert traceback_in(below(run) / "logs" / "attempt-1" / "worker-0.log") == []
+    assert raised_in(below(run) / "logs" / "attempt-1" / "worker-0.log") == ("", "", [])
     with pytest.raises(ReplicastError, match="There is no log"):
         replicast.connect(run).log_lines(0)
 

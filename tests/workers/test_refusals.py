@@ -44,6 +44,32 @@ def test_what_cannot_work_is_refused_on_every_worker(name: str, expected: str, p
     assert all(expected in message for message in messages), messages
 
 
+def begin_in_another_directory(strategy: Any, run_dir: Path) -> tuple[str, list[bool]]:
+    model, other = perceptron(strategy), run_dir / "other"
+    launched = {"REPLICAST_LAUNCHED": "1", "REPLICAST_RUN_DIR": str(run_dir / "run")}
+    with (
+        mock.patch.dict(os.environ, launched),
+        mock.patch.object(strategy, "next_name", return_value="replicas-1"),
+    ):
+        with pytest.raises(replicast.LaunchRefused) as refusal:
+            replicast.Replicas(model, run_dir=other)
+        made = [other.exists()]
+        (run_dir / "link").symlink_to(run_dir)
+        replicast.Replicas(model, run_dir=run_dir / "link" / "run").close()
+    return str(refusal.value), [*made, (run_dir / "run").exists()]
+
+
+def test_a_script_that_chooses_another_run_directory_than_its_launcher_is_refused_with_both(
+    pool1: Pool, tmp_path: Path
+) -> None:
+    ((said, made),) = pool1.run(begin_in_another_directory, tmp_path)
+    assert said == (
+        f"Two run directories: `replicast run` uses {tmp_path}/run, and the script {tmp_path}/other. "
+        f"Leave out run_dir in Replicas(...), or start with --run-dir {tmp_path}/other."
+    )
+    assert made == [False, True], "nothing is made there; the same directory by another name is used"
+
+
 def begin_beside_another_host(strategy: Any, run_dir: Path) -> list[str]:
     model = perceptron(strategy)
     with running_elsewhere(run_dir):

@@ -10,14 +10,17 @@ a worker that the launcher had to stop did not fail. A frozen worker is the caus
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import enum
+import itertools
 import os
 import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, TextIO
 
 import msgspec
@@ -25,18 +28,21 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from replicast.config import FAULTS, PEER_FAILED, TOLD_TO_END
-from replicast.errors import printable
+from replicast.errors import exception_sentence, printable
 from replicast.faults import Fault
 from replicast.files import RunDir, RunPath, below
 from replicast.launcher.screen import Screen, cropped, is_chatter, without_colours
 
 UNKILLABLE = 1  # The exit code when workers could not be killed.
 MAX_LINES, MAX_COLUMNS = 25, 1000  # How much of the end of a worker's log an `Exit` carries.
-_SAYS_COLUMNS = 300
+_SENTENCE_COLUMNS = 300
+_SHORT_SECS = 60.0
 _READ_BYTES = 256 * 1024
 _BEFORE_LINES, _FIRST_LINES, _LAST_LINES = 5, 1, 18
 _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*|$)")
+_FRAME = re.compile(r'  File "(.+)", line (\d+), in ')
+_LIBRARIES = (str(Path(os.__file__).parent), str(Path(__file__).parents[1]), "<")
 _BLAMES = re.compile(r"replicast: (worker \d+ .+)")
 
 # What a message of another launcher may hold; checked when it is read.
@@ -57,7 +63,8 @@ class WorkerExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     log: str = ""
     stopped: bool = False  # The launcher had sent it a signal.
     frozen: bool = False  # It was stopped by SIGSTOP, and the others waited for it in vain.
-    why: str = ""  # The exception in its log; of a lost host, what happened.
+    why: str = ""  # The exception in its log, in a sentence; of a lost host, what happened.
+    where: str = ""  # The line of the user's code at which it was raised.
     says: str = ""  # What a worker that exited because of another one says of it.
     lines: tuple[str, ...] = ()  # What to show of its log: the traceback, else the last lines.
     reported_by: Index = 0  # the host
@@ -118,6 +125,8 @@ class LaunchOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     session: str = ""  # of the first launcher
     run_name: str = ""  # the name of its run directory
     facts: tuple[str, ...] = ()  # of each host, for `replicast doctor`
+    saved: Index | None = None  # From which step a restart continues; None if there are no `Replicas`.
+    repeats: bool = False  # The failure is that of the attempt before, and nothing was saved in between.
 
     @property
     def is_last_attempt(self) -> bool:
@@ -134,22 +143,57 @@ def first_cause(exits: Iterable[WorkerExit]) -> WorkerExit | None:
 
 
 def order_after(
-    before: LaunchOrder, failure: WorkerExit | None, signum: int | None, *, left_behind: bool
+    before: LaunchOrder,
+    failure: WorkerExit | None,
+    signum: int | None,
+    *,
+    left_behind: bool,
+    saved: int | None = None,
 ) -> LaunchOrder:
-    """What follows an attempt: the next one, or the job is over.
+    """What follows an attempt: the next one, or the job is over. `before` has the failure of the one before.
 
     No restart after SIGTERM, not even one to a worker: they have saved their state, the machine is needed.
+    Nor after an exception that the attempt before has raised at the same line, if both began with the same
+    state: it would be raised again. A job without `Replicas` that runs for long may have saved by itself.
     """
     code = UNKILLABLE if left_behind else 0
     if signum is not None:
         code = 128 + signum
     elif failure is not None:
         code = failure.shell_code
-    over = replace(before, phase=Phase.OVER, code=code, failure=failure, signal=signum)
+    over = replace(before, phase=Phase.OVER, code=code, failure=failure, signal=signum, saved=saved)
     is_over = failure is None or signum is not None or left_behind or failure.was_told_to
     if is_over or before.restarts >= before.max_restarts:
         return over
+    if failure is not None and before.failure is not None and _same_error(before.failure, failure):
+        is_short = max(before.failure.ran_secs, failure.ran_secs) < _SHORT_SECS
+        if saved == before.saved and (saved is not None or is_short):
+            return replace(over, repeats=True)
     return replace(over, phase=Phase.WAIT, attempt=before.attempt + 1, restarts=before.restarts + 1)
+
+
+# Exceptions whose cause may be gone in the next attempt: of the machine, the network or another worker.
+_PASSING = {"ResourceExhaustedError", "UnavailableError", "AbortedError", "CancelledError", "InternalError"}
+_PASSING |= {"DeadlineExceededError", "UnknownError", "DataLossError", "ClusterError", "JobFailed"}
+_PASSING |= {
+    name
+    for name, one in vars(builtins).items()
+    if isinstance(one, type) and issubclass(one, (OSError, EOFError, MemoryError))
+}
+
+
+def _same_error(one: WorkerExit, other: WorkerExit) -> bool:
+    """Whether both raised the same exception at the same line; numbers in its text may differ."""
+
+    def known(failure: WorkerExit) -> tuple[str, str, str]:
+        kind, _, text = failure.why.partition(":")
+        return kind, failure.where, re.sub(r"\d+", "", text)[:60]
+
+    is_raised = all(
+        failure.worker is not None and failure.why and failure.code > 0 and failure.code != PEER_FAILED
+        for failure in (one, other)
+    )
+    return is_raised and known(one) == known(other) and known(one)[0] not in _PASSING
 
 
 # --- What a log says -------------------------------------------------------------------------------------
@@ -157,20 +201,21 @@ def order_after(
 
 def with_details(ended: WorkerExit, log: RunPath, tail: Sequence[str]) -> WorkerExit:
     """An exit with what the worker's log says about it; `tail` are the last lines that were shown."""
-    traceback = traceback_in(log, _BEFORE_LINES) if ended.code > 0 and not ended.frozen else []
+    why, where, traceback = raised_in(log) if ended.code > 0 and not ended.frozen else ("", "", [])
     blamed = (_BLAMES.match(without_colours(line)) for line in tail)
-    says = next((cropped(found[1], _SAYS_COLUMNS) for found in blamed if found is not None), "")
+    says = next((cropped(found[1], _SENTENCE_COLUMNS) for found in blamed if found is not None), "")
     return replace(
         ended,
-        why=next((line for line in reversed(traceback) if _EXCEPTION.match(line)), "")[:MAX_COLUMNS],
+        why=why[:_SENTENCE_COLUMNS],
+        where=where[:_SENTENCE_COLUMNS],
         says=says if ended.code == PEER_FAILED else "",
         # A line without an end is as long as the log.
         lines=tuple(cropped(line, MAX_COLUMNS) for line in (traceback or tail)[-MAX_LINES:]),
     )
 
 
-def traceback_in(log: RunPath, before: int = 0) -> list[str]:
-    """The last traceback in a log with its exception, shortened in its middle; empty if there is none."""
+def raised_in(log: RunPath) -> tuple[str, str, list[str]]:
+    """The last exception in a log: its sentence, the user's line, its traceback with some lines before."""
     lines = [line for line in map(without_colours, end_of(log)) if not is_chatter(line)]
     starts = [number for number, line in enumerate(lines) if line.strip() == _TRACEBACK]
     for start in reversed(starts):
@@ -179,11 +224,24 @@ def traceback_in(log: RunPath, before: int = 0) -> list[str]:
         if end is None or not _EXCEPTION.match(lines[end]):
             continue
         found, most = lines[start : end + 1], _FIRST_LINES + _LAST_LINES
+        why, where = exception_sentence(lines[end:]), _own_line(found)
         if len(found) > most + 1:
             left_out = f"  … {len(found) - most} lines: see the log"
             found = [*found[:_FIRST_LINES], left_out, *found[-_LAST_LINES:]]
-        return lines[max(0, start - before) : start] + found
-    return []
+        if not lines[end].endswith(why):
+            found.append(why)
+        return why, where, lines[max(0, start - _BEFORE_LINES) : start] + found
+    return "", "", []
+
+
+def _own_line(traceback: Sequence[str]) -> str:
+    """The deepest line of a traceback that is in no library: its file, its number and its text."""
+    for line, source in reversed([*itertools.pairwise(traceback)]):
+        frame = _FRAME.match(line)
+        if frame and not frame[1].startswith(_LIBRARIES) and "-packages/" not in frame[1]:
+            text = "" if _FRAME.match(source) else f": {source.strip()}"
+            return f"{short_path(frame[1])}:{frame[2]}{text}"
+    return ""
 
 
 def end_of(log: RunPath) -> list[str]:
@@ -230,7 +288,8 @@ def reason(failure: WorkerExit, hosts: Hosts = ONE_HOST) -> str:
     """Why the job failed, for states.jsonl: the exception, else how the worker ended."""
     if failure.worker is None:
         return f"{hosts.lost(failure)}: {failure.why}"
-    return (failure.why or failure.how) + hosts.on(failure.host)
+    where = f" ({failure.where})" if failure.where else ""
+    return (failure.why or failure.how) + where + hosts.on(failure.host)
 
 
 def restart_line(order: LaunchOrder, hosts: Hosts = ONE_HOST) -> str:
@@ -256,7 +315,8 @@ def stopping_line(signum: int, secs: float, where: str = "") -> str:
 def report(order: LaunchOrder, end: GroupEnd | None, hosts: Hosts, screen: Screen, told_by: str = "") -> None:
     """Says who failed first, how the others ended, and who stopped the job; `end` is None if nothing ran."""
     failure = order.failure
-    if failure is not None and failure.worker is not None and not (failure.was_told_to and end is not None):
+    is_told = failure is not None and failure.was_told_to and end is not None
+    if failure is not None and failure.worker is not None and not is_told and not order.repeats:
         screen.tell(failure_box(failure, hosts, sys.stderr))
     for line in report_lines(order, end, hosts, told_by):
         screen.tell(f"replicast: {line}")
@@ -281,6 +341,13 @@ def report_lines(
             yield f"{who} exited because of another worker ({failure.says or 'its log names it'}) {after}"
         else:
             yield f"{who} failed first: {failure.how} {after}"
+            yield from filter(None, (failure.why, failure.where and f"at {failure.where}"))
+        if order.repeats:
+            left = order.max_restarts - order.restarts
+            yield (
+                "this is the error of the attempt before, and nothing was saved in between: a restart would "
+                f"repeat it, so {left} of {order.max_restarts} are not used"
+            )
     if failure is not None and end is not None:
         others = sorted(end.exits, key=lambda one: one.worker or 0)
         parts = [

@@ -93,6 +93,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     signal: StopSignal | None = None
     left_behind: bool = False
     facts: str = ""  # of `replicast doctor`
+    saved: Index | None = None  # as in an order; the first host knows it
 
 
 class RefusedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="refused"):
@@ -258,6 +259,7 @@ class Leader:
         self._missing_since = dict.fromkeys(range(len(hosts)), now)
         self._refused: dict[int | None, str] = {}
         self._has_run = False
+        self._failed_before: WorkerExit | None = None  # of the attempt before
         self.order = LaunchOrder(
             session=session,
             phase=Phase.WAIT,
@@ -388,7 +390,7 @@ class Leader:
         attempt = max(order.attempt, *(report.next_attempt for report in reports))
         addresses = tuple(name or host.address for name, host in zip(self._names, self._hosts, strict=True))
         self._has_run = True
-        self._failures, self._refused = {}, {}
+        self._failures, self._refused, self._failed_before = {}, {}, order.failure
         self.order = replace(order, phase=Phase.RUN, attempt=attempt, hosts=addresses)
 
     def _end(self) -> None:
@@ -399,7 +401,9 @@ class Leader:
                 unreached = tuple(node for node in range(len(self._hosts)) if node not in reports)
                 order = replace(order, unreached=unreached)
             left = self._left_behind() or order.failure is None
-            self._conclude(order_after(order, order.failure, order.signal, left_behind=left))
+            saved = reports[0].saved if 0 in reports else None
+            before = replace(order, failure=self._failed_before)
+            self._conclude(order_after(before, order.failure, order.signal, left_behind=left, saved=saved))
 
     def _left_behind(self) -> bool:
         return any(report.left_behind for report in self._reports().values())
@@ -511,7 +515,13 @@ class Member:
             self.report = replace(self.report, signal=signum)
 
     def on_group_end(
-        self, failure: WorkerExit | None, now: float, *, left_behind: bool, facts: str = ""
+        self,
+        failure: WorkerExit | None,
+        now: float,
+        *,
+        left_behind: bool,
+        facts: str = "",
+        saved: int | None = None,
     ) -> list[Command]:
         attempt = self.report.attempt
         self.report = replace(
@@ -521,6 +531,7 @@ class Member:
             left_behind=left_behind,
             next_attempt=self.report.next_attempt if attempt is None else attempt + 1,
             facts=facts or self.report.facts,
+            saved=saved,
         )
         self._ended_at = self._next_tell = now
         return self._finish(self._order) if self._order.phase is Phase.OVER else []

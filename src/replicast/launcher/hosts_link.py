@@ -686,11 +686,13 @@ class HostsAttempts:
             self.hosts = Hosts(order.hosts, self._job.node_rank)
         return order
 
-    def decide(self, end: GroupEnd, facts: str = "") -> LaunchOrder:
+    def decide(self, end: GroupEnd, facts: str = "", saved: int | None = None) -> LaunchOrder:
         """Waits until the workers of all hosts have exited."""
         first, left = end.first_failure, bool(end.left_behind)
         failure = None if first is None else sent_from(self._job.node_rank, first)
-        self._link.post(lambda member, now: member.on_group_end(failure, now, left_behind=left, facts=facts))
+        self._link.post(
+            lambda member, now: member.on_group_end(failure, now, left_behind=left, facts=facts, saved=saved)
+        )
         order = self._wait_for(Phase.WAIT)
         if order.failure is None:
             order = replace(order, failure=failure)

@@ -193,11 +193,12 @@ class _Supervision:
             attempt, end = order.attempt, None
             if order.phase is not Phase.OVER:
                 end = self._run_attempt(order)
+                failure, left, signum = end.first_failure, bool(end.left_behind), end.interrupted_by
+                saved = None if failure is None else self._saved_step()
                 if self.peers is None:
-                    left, signum = bool(end.left_behind), end.interrupted_by
-                    order = order_after(order, end.first_failure, signum, left_behind=left)
+                    order = order_after(order, failure, signum, left_behind=left, saved=saved)
                 else:
-                    order = self.peers.decide(end)
+                    order = self.peers.decide(end, saved=saved)
                 if any(ended.code for ended in end.exits):  # Killed workers leave their shared memory.
                     from replicast.transport.shared import remove_leftovers
 
@@ -210,6 +211,17 @@ class _Supervision:
             why = "" if order.failure is None else reason(order.failure, self.hosts)
             self._note("restarting", order.attempt, order.failure, why)
             self.screen.tell(restart_line(order, self.hosts))
+
+    def _saved_step(self) -> int | None:
+        """From which step a restart would continue; None if there are no `Replicas`, or nobody can say."""
+        if 0 not in self.job.ranks or not (below(self.run_dir) / "groups").is_dir():
+            return None
+        from replicast.storage.checkpoints import CheckpointStore  # Imports numpy: not at start-up.
+
+        with contextlib.suppress(OSError, FileDamaged):
+            last = CheckpointStore(self.run_dir).last()
+            return 0 if last is None else last.step
+        return None
 
     def _run_attempt(self, order: LaunchOrder) -> GroupEnd:
         job = replace(self.job, hosts=order.hosts) if order.hosts else self.job

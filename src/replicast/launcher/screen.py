@@ -415,6 +415,7 @@ class Output:
         self._rank = rank
         self._screen = screen
         self._chatter = chatter
+        self._in_graph = False  # of TensorFlow's lines about where an operation of a graph was made
         self._assembler = LineAssembler()
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.at_end = False
@@ -474,10 +475,15 @@ class Output:
         self._log.close()
 
     def _show(self, lines: list[str], partial: str = "") -> None:
-        shown = [line for line in lines if self._is_shown(line)]
+        shown = [line for line in lines if self._is_shown(line) and not self._is_of_graph(line)]
         self.tail.extend(shown)
         if self._screen is not None:
             self._screen.show(self._rank, shown, partial if self._is_shown(partial) else "")
 
     def _is_shown(self, line: str) -> bool:
         return self._chatter or not is_chatter(line)
+
+    def _is_of_graph(self, line: str) -> bool:
+        """Whether a line is one of dozens between an error of TensorFlow and its reason."""
+        self._in_graph = line.startswith("Detected at node ") or (self._in_graph and not line[:1].strip())
+        return self._in_graph and not self._chatter

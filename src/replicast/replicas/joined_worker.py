@@ -21,7 +21,7 @@ from replicast.config import ATTEMPT, heartbeat_file, read_launch
 from replicast.coordination import DirectExchange
 from replicast.core.events import Ended
 from replicast.core.operation import Timeouts
-from replicast.errors import FileDamaged, JobFailed, NotSupported, ReplicastError
+from replicast.errors import FileDamaged, JobFailed, NotSupported, ReplicastError, exception_sentence
 from replicast.files import RunDir, below
 from replicast.replicas.channel import Channel
 from replicast.replicas.departure import Departure, leave_on_sigterm
@@ -395,7 +395,6 @@ class RunStates:
 
 
 def _first_line(error: BaseException | None) -> str:
-    """What ended the script: TensorFlow's errors have hundreds of lines."""
     if error is None:
         return "it exited before its end"
-    return "".join(traceback.format_exception_only(error)).strip().split("\n")[0]
+    return exception_sentence("".join(traceback.format_exception_only(error)).splitlines())

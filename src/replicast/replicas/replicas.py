@@ -77,7 +77,7 @@ class Replicas:
         optimizer: For a custom training loop, whose optimizer the model does not know.
         run_dir: The directory of the journal, the inbox and the files that `replicast status` reads. Default:
             the launcher's run directory (for a second model, its subdirectory `replicas-2`, and so on);
-            without a launcher, none.
+            without a launcher, none. Under `replicast run`, the first one's must be that of the launcher.
         durability: "disk": an update is committed when it is on disk. "memory": nothing is written, and a
             restarted job has lost the updates. Default: "disk" if there is a run directory.
         limits: Size limits for updates: `replicast.Limits`.
@@ -114,6 +114,8 @@ class Replicas:
             )
         launch, name = read_launch(os.environ), job.next_name("replicas")
         directory: RunDir | None = None if run_dir is None else Path(run_dir)
+        if run_dir is not None and name == "replicas-1":
+            launch.check_run_dir(Path(run_dir))
         if run_dir is None and launch.run_dir is not None:
             directory = launch.run_dir if name == "replicas-1" else below(launch.run_dir) / name
         if durability not in (None, "disk", "memory"):
