@@ -174,31 +174,6 @@ def test_one_worker_has_the_bits_of_plain_keras(case: str, pool1: Pool, plain: P
     }
 
 
-def loop(strategy: Any, name: str) -> dict[str, Any]:
-    """A custom training loop: each worker takes its rows of every batch."""
-    with strategy.scope():
-        optimizer = optimizer_of(name)
-    model = embedding_model(strategy, optimizer)
-    ids, y = batch()
-
-    def step(x: Any, target: Any) -> None:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum((model(x, training=True) - target) ** 2) / 16
-        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-
-    run = getattr(strategy, "run", lambda fn, args: fn(*args))
-    stepped = tf.function(lambda x, target: run(step, args=(x, target)))
-    for start in range(0, len(ids), 16):
-        own = slice(start + strategy.rank, start + 16, strategy.size)
-        stepped(tf.constant(ids[own]), tf.constant(y[own]))
-    return weights(model)
-
-
-@pytest.mark.parametrize("name", ["SGD", "Adagrad", "LazyAdam"])
-def test_a_custom_loop_on_a_table_has_the_numbers_of_plain_keras(name: str, pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, loop, name)
-
-
 def touched_and_others(strategy: Any, name: str) -> dict[str, Any]:
     with strategy.scope():
         optimizer = optimizer_of(name)
@@ -226,11 +201,82 @@ def test_rows_that_a_step_does_not_look_up_keep_their_bits(name: str, pool2: Poo
             assert changed.tolist() == [7]
 
 
-def sent(strategy: Any, name: str, ids: np.ndarray) -> list[list[int]]:
-    """The lengths of all tensors that this worker sends in a step whose rows have these ids."""
+class Stepping(keras.Model):
+    """A model with a custom `train_step`, which may do more with its gradients than apply them."""
+
+    how = "custom step"
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        logs = {"loss": loss}
+        match self.how:
+            case "custom step, norm in the logs":
+                logs["norm"] = tf.linalg.global_norm(gradients)
+            case "custom step, clipped":
+                gradients, _ = tf.clip_by_global_norm(gradients, 0.01)
+            case "custom step, applied in a branch":
+                tf.cond(loss > -1.0, lambda: self.applied(gradients), lambda: False)
+                return logs
+        self.applied(gradients)
+        return logs
+
+    def applied(self, gradients: list[Any]) -> bool:
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return True
+
+
+def train(strategy: Any, how: str, name: str, ids: np.ndarray, y: np.ndarray) -> dict[str, Any]:
+    """Trains a table in `fit`, with a stock step or a custom one, or in a custom training loop."""
     with strategy.scope():
         optimizer = optimizer_of(name)
-    model = embedding_model(strategy, optimizer)
+        model = embedding_model(strategy, optimizer)
+        if how.startswith("custom step"):
+            model = Stepping(model.inputs, model.outputs)
+            model.how = how
+            model.compile(optimizer, "mse")
+
+    def step(x: Any, target: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((model(x, training=True) - target) ** 2) / 16
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    if not how.startswith("loop"):
+        history = model.fit(ids, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+        return {"history": history, "weights": weights(model)}
+    run, places = getattr(strategy, "run", lambda fn, args: fn(*args)), (strategy.rank, strategy.size)
+    if how == "loop without run":
+        run, places = (lambda fn, args: fn(*args)), (0, 1)
+    stepped = tf.function(lambda x, target: run(step, args=(x, target)))
+    for start in range(0, len(ids), 16):
+        own = slice(start + places[0], start + 16, places[1])
+        stepped(tf.constant(ids[own]), tf.constant(y[own]))
+    return {"weights": weights(model)}
+
+
+OF_SUMS = ("fit", "custom step", "loop", "loop without run")
+OF_SINGLE_SLICES = ("norm in the logs", "clipped", "applied in a branch")
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        *(("custom step", name) for name in ("SGD", "Adagrad", "LazyAdam", "RowWiseAdagrad")),
+        *(("loop", name) for name in ("SGD", "Adagrad", "LazyAdam")),
+        ("loop without run", "LazyAdam"),
+        *((f"custom step, {what}", "SGD") for what in OF_SINGLE_SLICES),
+    ],
+)
+def test_every_kind_of_training_on_a_table_has_the_numbers_of_plain_keras(
+    how: str, name: str, pool2: Pool, plain: Pool
+) -> None:
+    assert_same_as_plain_keras(pool2, plain, train, how, name, *batch())
+
+
+def sent(strategy: Any, how: str, name: str, ids: np.ndarray) -> list[list[int]]:
+    """The lengths of all tensors that this worker sends in a step whose rows have these ids."""
     exchange = strategy.extended.shared._exchange
     combine, lengths = exchange.combine, []
 
@@ -240,20 +286,30 @@ def sent(strategy: Any, name: str, ids: np.ndarray) -> list[list[int]]:
 
     exchange.combine = watched
     try:
-        model.fit(ids, np.zeros((len(ids), 1), "float32"), batch_size=len(ids), verbose=0)
+        train(strategy, how, name, ids, np.zeros((len(ids), 1), "float32"))
     finally:
         exchange.combine = combine
     return lengths
 
 
-@pytest.mark.parametrize(("name", "slices"), [("SGD", 3), ("LazyAdam", 3), ("Adagrad", 8 * IDS)])
-def test_each_worker_sends_each_of_its_rows_once_unless_the_optimizer_squares_single_slices(
-    name: str, slices: int, pool2: Pool
+@pytest.mark.parametrize(
+    ("how", "name", "once"),
+    [
+        *((how, "LazyAdam", True) for how in OF_SUMS),
+        *((f"custom step, {what}", "SGD", False) for what in OF_SINGLE_SLICES),
+        *(("fit", "SGD", True), ("custom step", "SGD", True), ("custom step", "Adagrad", False)),
+        *(("fit", "Adagrad", False), ("loop", "Adagrad", False)),
+    ],
+)
+def test_each_worker_sends_each_of_its_rows_once_unless_single_slices_are_needed(
+    how: str, name: str, once: bool, pool2: Pool
 ) -> None:
     ids = np.tile(np.array([5, 9, 9, 5, 9, 11], "int32"), (16, 1))
-    for lengths in pool2.run(sent, name, ids):
-        assert any(one.count(slices) >= 2 for one in lengths), lengths  # the values and their indices
-        assert not any(8 * IDS in one for one in lengths) or slices == 8 * IDS
+    slices = 16 * IDS if how == "loop without run" else 8 * IDS  # there, each worker computes the batch
+    for lengths in pool2.run(sent, how, name, ids):
+        wanted, other = (3, slices) if once else (slices, 3)
+        assert any(one.count(wanted) >= 2 for one in lengths), lengths  # the values and their indices
+        assert not any(other in one for one in lengths), lengths
 
 
 def uses_of_tables(strategy: Any, name: str, options: dict[str, Any]) -> set[str]:

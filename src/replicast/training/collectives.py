@@ -37,9 +37,14 @@ from replicast.allreduce import SEVERAL_HOSTS, Exchange, ExchangePlan, Form, ope
 from replicast.coordination import Coordination, DirectExchange
 from replicast.errors import NotSupported
 from replicast.lifetime import Lifetime
-from replicast.training.keras_call import compiled_model, keras_looks_at_attributes, optimizer_that_sums
+from replicast.training.keras_call import (
+    compiled_model,
+    keras_looks_at_attributes,
+    optimizer_that_applies,
+    optimizer_that_sums,
+)
 from replicast.training.origins import SliceKind, kind_of, lookups_of
-from replicast.training.rows import once_for_each_row
+from replicast.training.rows import UndecidedSlices, once_for_each_row, once_if_summed
 from replicast.training.variables import creator_in_scope, replicated, sharing_seed_generator
 
 logger = logging.getLogger("replicast")
@@ -195,8 +200,10 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         self._in_keras_step = False
         self._warned = False
         self._creating = False
+        self._receive_parts: Callable[[Any], None] | None = None  # of the variable that is being created
         self.alone = False  # whether a step runs that is written for one process, and must see one replica
         self.variables_created = 0  # in the scope
+        self.decisions: list[Any] = []  # variables that graphs read: see `UndecidedSlices`
         super().__init__(container, cluster_resolver, options)
         if len(self.worker_devices) != 1:
             raise NotSupported(
@@ -272,9 +279,13 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
             kwargs["aggregation"] = tf.VariableAggregation.NONE
         self._creating = True
         try:
-            return replicated(super()._create_variable(next_creator, **kwargs))
+            variable = replicated(super()._create_variable(next_creator, **kwargs))
+            receive, self._receive_parts = self._receive_parts, None
+            if receive is not None:
+                receive(variable)
+            return variable
         finally:
-            self._creating = False
+            self._creating, self._receive_parts = False, None
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
         """As in TensorFlow, but also outside the scope, where a custom loop may first use its optimizer."""
@@ -286,7 +297,9 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
     ) -> Any:
         # TensorFlow broadcasts worker 0's initial value, but not of every dtype that Keras uses, and at most
-        # 2 GiB: a large table goes in parts.
+        # 2 GiB: a large table goes in parts. The others create the variable with a value of their own, and
+        # write the parts into it: together they would take the memory of a second table, and TensorFlow's
+        # allocator returns none.
         stock, given = super()._get_variable_creator_initial_value, kwargs["initial_value"]
         dtype = tf.as_dtype(kwargs["dtype"]) if kwargs.get("dtype") is not None else None
 
@@ -304,12 +317,19 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
                 return broadcast(value)
             rows = max(1, BROADCAST_BYTES * shape[0] // nbytes)
             parts = [slice(start, min(shape[0], start + rows)) for start in range(0, shape[0], rows)]
+
+            def receive(variable: Any) -> None:
+                for part in parts:
+                    received = broadcast(tf.zeros([part.stop - part.start, *rest], kind))
+                    for component in variable.values:
+                        component[part].assign(received)
+
             if self._container_strategy().rank == 0:
                 for part in parts:
                     broadcast(value[part])
-                return value
-            del value  # before another one takes as much memory, which TensorFlow's allocator keeps for ever
-            return tf.concat([broadcast(tf.zeros([p.stop - p.start, *rest], kind)) for p in parts], 0)
+            else:
+                self._receive_parts = receive
+            return value
 
         return initial_value
 
@@ -336,8 +356,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         # A single worker has nothing to send, and XLA cannot compile a transfer on CPUs (`jit_compile=True`).
         if self._summed_already or self._num_workers == 1:
             return value
-        optimizer = optimizer_that_sums() if self._in_keras_step else None
-        if optimizer is not None:
+        optimizer = optimizer_that_sums()
+        if self._in_keras_step and optimizer is not None:
             raise NotSupported(
                 f"An optimizer ({type(optimizer).__name__}) that train_step uses but the model does not hold",
                 reason="its gradients would be clipped on each worker before they are combined",
@@ -346,7 +366,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         reduce = super()._replica_ctx_all_reduce
         if reduce_op != tf.distribute.ReduceOp.SUM:
             return reduce(reduce_op, value, options)
-        flat = tf.nest.flatten(value)
+        flat = once_if_summed(tf.nest.flatten(value), optimizer)
         shared = self.shared_sums(flat)
 
         def add(parts: list[Any], _: list[bool]) -> list[Any]:
@@ -391,7 +411,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         if not self.in_run():
             _check_in_job(var)
             if applied and not self._summed_already:
-                args = (*self.means(args[:1], [var]), *args[1:])
+                gradients = once_if_summed(args[:1], optimizer_that_applies())
+                args = (*self.means(gradients, [var]), *args[1:])
         return super().update(var, fn, args, kwargs, group)
 
     def means(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -605,13 +626,16 @@ def _lookups(value: Any) -> list[tuple[SliceKind, Any]]:
         return [(SliceKind.ROWS, value)]
     if tf.executing_eagerly():
         return [(SliceKind.UNKNOWN, value)]
-    lists = lookups_of(value.indices)
-    if len(lists) == 1:
-        return [(kind_of(lists[0]), value)]
-    lengths = [tf.size(indices) for indices in lists]
-    pairs = zip(tf.split(value.values, lengths), tf.split(value.indices, lengths), strict=True)
-    parts = [tf.IndexedSlices(*pair, value.dense_shape) for pair in pairs]
-    return [(kind_of(indices), part) for indices, part in zip(lists, parts, strict=True)]
+    lists, parts = lookups_of(value.indices), [value]
+    if len(lists) > 1:
+        lengths = [tf.size(indices) for indices in lists]
+        pairs = zip(tf.split(value.values, lengths), tf.split(value.indices, lengths), strict=True)
+        parts = [tf.IndexedSlices(*pair, value.dense_shape) for pair in pairs]
+    kinds = [kind_of(indices) for indices in lists]
+    if isinstance(value, UndecidedSlices):
+        repeats = (SliceKind.ROWS, SliceKind.UNKNOWN)
+        parts = [value.decided(p) if k in repeats else p for k, p in zip(kinds, parts, strict=True)]
+    return list(zip(kinds, parts, strict=True))
 
 
 def _one_list_if_equal(slices: tf.IndexedSlices, workers: int) -> tf.IndexedSlices:

@@ -41,8 +41,8 @@ from tensorflow.python.framework import auto_control_deps_utils
 
 from replicast.training.collectives import ReplicatedExtended, Transfer
 from replicast.training.feeding import at_least_one_row, rows_of, with_unknown_rows
-from replicast.training.origins import CommonTensors, in_vectorized_map, is_of_some_rows
-from replicast.training.rows import once_for_each_row, sums_repeated_rows
+from replicast.training.origins import CommonTensors, in_vectorized_map, is_of_some_rows, tensors_in
+from replicast.training.rows import UndecidedSlices, once_if_summed, sums_repeated_rows
 from replicast.training.step_metrics import StepMetrics, precise, replaced
 from replicast.training.variables import added_by_keras_step, component, held_optimizers, local
 
@@ -95,6 +95,10 @@ class KerasStep:
         self._kept: list[tuple[Callable[..., Any], list[Any], Any]] = []
         self._clips_own = False
         self._common = CommonTensors()
+        optimizers = held_optimizers(model).values()
+        self._may_add_up = not tf.executing_eagerly() and any(map(sums_repeated_rows, optimizers))
+        self._adding_up: set[tf.Operation] = set()
+        self._undecided: list[tuple[UndecidedSlices, tf.IndexedSlices]] = []
 
     def __call__(self, data: Any) -> Any:
         """Runs the step on this worker's share and returns its result for the whole batch."""
@@ -120,6 +124,7 @@ class KerasStep:
                 stack.enter_context(tape_returning(self._of_the_whole_batch))
             stack.enter_context(self._extended.keras_step(alone=not self._sums_its_loss))
             logs = self._function(at_least_one_row(data, rows))
+        self._decide_what_is_sent(logs)
         states = {id(v) for v in metrics.variables}
         others = [v for v in watch.written if id(v) not in states]
         counted = [v for v in others if v.dtype not in _FLOATS]
@@ -169,28 +174,33 @@ class KerasStep:
     ) -> None:
         """Replaces `apply` of the model's optimizers."""
         gradients = list(grads)
-        if sums_repeated_rows(optimizer):  # less to send
-            gradients = [once_for_each_row(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         if self._applies_last:
-            self._kept.append((apply, gradients, trainable_variables))
+            self._kept.append((apply, once_if_summed(gradients, optimizer), trainable_variables))
             return
         self._warn_of_clipping(gradients)
-        whole = self._of_the_whole_batch(gradients, from_tape=False)
+        whole = self._of_the_whole_batch(gradients, optimizer)
+        first = len(_operations())
         with self._watch.ignoring(), self._extended.summed_already():
             apply(whole, trainable_variables)
+        if sums_repeated_rows(optimizer):
+            self._adding_up.update(_operations()[first:])
 
-    def _of_the_whole_batch(self, gradients: list[Any], *, from_tape: bool = True) -> list[Any]:
+    def _of_the_whole_batch(self, gradients: list[Any], optimizer: Any = None) -> list[Any]:
         """The gradients over the rows of all workers. Those that are common already are not sent again.
+
+        Without an optimizer, they are those that a tape returns.
 
         What was computed from common gradients and from this worker's rows is averaged: the common part has
         been summed, and its mean over the workers is itself.
         """
+        from_tape = optimizer is None
         origins = [self._common.origin(gradient, from_tape) for gradient in gradients]
         if all(origin == "common" for origin in origins):
             return gradients
         transfer = Transfer(self._extended, self._rows)
         sent: dict[int, Callable[[], list[Any]]] = {}
         rows_are_common: set[int] = set()
+        undecided: dict[int, UndecidedSlices] = {}
         for place, (gradient, origin) in enumerate(zip(gradients, origins, strict=True)):
             if origin == "mixed" and self._has_common_rows(gradient, from_tape):
                 # A sum of slices would have each of these rows once per worker.
@@ -198,7 +208,10 @@ class KerasStep:
                 sent[place] = transfer.add([gradient.values], averaged=True)
             elif origin != "common":
                 averaged = origin == "mixed" or not self._sums_its_loss
-                sent[place] = transfer.add([gradient], averaged=averaged)
+                (slices,) = once_if_summed([gradient], optimizer)
+                if from_tape and isinstance(gradient, tf.IndexedSlices) and self._may_add_up:
+                    slices = undecided[place] = UndecidedSlices(gradient)
+                sent[place] = transfer.add([slices], averaged=averaged)
         transfer.send()
         whole = list(gradients)
         for place, received in sent.items():
@@ -206,8 +219,20 @@ class KerasStep:
             if place in rows_are_common:
                 slices = gradients[place]
                 whole[place] = tf.IndexedSlices(whole[place], slices.indices, slices.dense_shape)
+        self._undecided += [(slices, whole[place]) for place, slices in undecided.items()]
         self._common.add(whole)
         return whole
+
+    def _decide_what_is_sent(self, logs: Any) -> None:
+        """Slices that only an optimizer uses which adds them up are sent once for each row."""
+        logged = {id(tensor) for tensor in tensors_in(logs)}
+        for slices, received in self._undecided:
+            tensors = [received.values, received.indices]
+            users = {user for tensor in tensors for user in tensor.consumers()}
+            if users <= self._adding_up and logged.isdisjoint(map(id, tensors)):
+                with tf.init_scope():
+                    slices.once.assign(True, read_value=False)
+            self._extended.decisions.append(slices.once)  # as long as the graph, which does not hold it
 
     def _has_common_rows(self, gradient: Any, from_tape: bool) -> bool:
         """Whether it is row-sparse, with the same rows on all workers: not a worker's own, times a factor."""
