@@ -322,7 +322,14 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
                 for part in parts:
                     received = broadcast(tf.zeros([part.stop - part.start, *rest], kind))
                     for component in variable.values:
-                        component[part].assign(received)
+                        # Not `component[part].assign`, which reads the variable first, and so makes a copy of it.
+                        tf.raw_ops.ResourceStridedSliceAssign(
+                            ref=component.handle,
+                            begin=[part.start],
+                            end=[part.stop],
+                            strides=[1],
+                            value=received,
+                        )
 
             if self._container_strategy().rank == 0:
                 for part in parts:
