@@ -25,7 +25,7 @@ from benchmarks.page import PAGE
 from benchmarks.question import Say
 from benchmarks.race import ask
 from benchmarks.results import DIRECTORY, Result, Run, versions
-from benchmarks.rows import ROWS
+from benchmarks.rows import PUSH_ROWS, ROWS
 from benchmarks.stall import STALL
 from replicast.config import shared_memory_directory
 from replicast.transport.shared import remove_leftovers
@@ -39,6 +39,7 @@ QUESTIONS = {
         *update.QUESTIONS,
         STALL,
         ROWS,
+        PUSH_ROWS,
         *hosts.QUESTIONS,
         checkpoint.CHECKPOINT,
         AUDIT,

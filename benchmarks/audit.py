@@ -22,11 +22,23 @@ TABLE_AUDIT = Contestant(
 TABLE_STEP = Contestant(
     "step of the loop with that table, SGD", "replicast", f"{MODULE}:TableStep", role="part"
 )
+TOUCHED = Contestant(
+    f"floor of digests that follow: the rows of {EVERY} steps, read and hashed",
+    "replicast",
+    f"{MODULE}:TouchedRows",
+    role="part",
+)
+TOUCHED_EACH = Contestant(
+    "floor of digests that follow: the rows of a step, read and hashed",
+    "replicast",
+    f"{MODULE}:TouchedEachStep",
+    role="part",
+)
 TABLE_AUDITS = Question(
     name="audit-table",
     title="Audits of a table of 1,000,000 × 64 that is trained by rows, 2 workers",
     unit="ms for one on the slower worker",
-    contestants=(TABLE_AUDIT, TABLE_STEP),
+    contestants=(TABLE_AUDIT, TABLE_STEP, TOUCHED, TOUCHED_EACH),
     task=Task(),
     ratios=(
         Ratio(
@@ -37,6 +49,13 @@ TABLE_AUDITS = Question(
             0.01,
             factor=1 / EVERY,
         ),
+        Ratio(
+            f"digests of the touched rows, every {EVERY} steps / {EVERY} steps",
+            TOUCHED,
+            TABLE_STEP,
+            factor=1 / EVERY,
+        ),
+        Ratio("digests of the touched rows, in every step / a step", TOUCHED_EACH, TABLE_STEP),
     ),
     notes=("A step has 128 × 20 ids. Each audit compares the next 2 MiB of the table, and all else whole.",),
     turns=2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 import replicast
@@ -97,6 +98,39 @@ class TableAudit(TableStep):
 
     def round(self, index: int) -> Times:
         return lasted(self._spent()["audit"] // AUDITS_PER_TURN)
+
+
+class TouchedRows(Implementation):
+    """What digests that follow the touched rows cannot do without: these rows are read and hashed once."""
+
+    steps = EVERY
+
+    def setup(self) -> None:
+        task = StepTask(steps=self.steps, kind="embedding", table=TABLE_ROWS, optimizer="SGD")
+        self.ids = np.unique(task.arrays()[0])
+        self.table = np.ones((TABLE_ROWS, task.width), np.float32)
+        self.rows = np.empty((len(self.ids), task.width), np.float32)
+        self.found = ""
+
+    def check(self, rounds: int) -> None:
+        if rounds and self.found != digest_array(self.table[self.ids]):
+            raise RuntimeError("The digest does not match the rows")
+
+    def arrange(self, index: int) -> None:
+        """Other rows since the last turn: they are not in the cache."""
+        self.table += 1.0
+
+    def round(self, index: int) -> Times:
+        start = time.monotonic_ns()
+        np.take(self.table, self.ids, axis=0, out=self.rows, mode="clip")
+        self.found = digest_array(self.rows)
+        return lasted(time.monotonic_ns() - start)
+
+
+class TouchedEachStep(TouchedRows):
+    """The same for the rows of one step."""
+
+    steps = 1
 
 
 class Without(Implementation):

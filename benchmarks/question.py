@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.results import TORCH_PYTHON, Bound, Comparison, Result, Role, Row, divided
 from benchmarks.runner import BaseTask
@@ -71,6 +71,7 @@ class Ratio:
         bound: On which side of the target the ratio should be.
         target: The target, if there is one.
         factor: What the ratio is multiplied with.
+        beyond: Two contestants: what the first takes more than the second is added to `above`.
     """
 
     name: str
@@ -79,10 +80,18 @@ class Ratio:
     bound: Bound = "at most"
     target: float | None = None
     factor: float = 1.0
+    beyond: tuple[Contestant, Contestant] | None = None
 
     def of(self, rows: Mapping[Contestant, Row]) -> Comparison:
         below = rows[self.below] if isinstance(self.below, Contestant) else self.below
-        return divided(self.name, rows[self.above], below, self.bound, self.target, self.factor)
+        above = rows[self.above]
+        if self.beyond is not None:
+            times = (above.times, *(rows[one].times for one in self.beyond))
+            above = replace(
+                above,
+                times=tuple(None if None in of else of[0] + of[1] - of[2] for of in zip(*times, strict=True)),
+            )
+        return divided(self.name, above, below, self.bound, self.target, self.factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,6 +113,7 @@ SCALING = Question(
     budget_secs=60.0,
 )
 
+ROWS_ALONE = "benchmarks.step_floor:TouchedRows"
 TABLE_ROWS = (10_000, 1_000_000, 10_000_000)
 TABLE_DDP = Contestant("torch DDP (gloo), sparse=True, arrays", "torch", "benchmarks.peers.ddp:TableArrays")
 TABLE_ALONE = replace(FIT_ALONE, name="plain Keras fit in each process, side by side, no exchange")
@@ -141,33 +142,60 @@ def table(optimizer: str, peers: str) -> Question:
 
 def table_sizes(optimizer: str) -> Question:
     """How the time of a step grows with the rows of the table, of which it touches as many as before."""
+    tasks = [
+        StepTask(steps=200, kind="embedding", table=rows, words=20, optimizer=optimizer)
+        for rows in TABLE_ROWS
+    ]
     sized = [
         replace(
             FIT,
-            name=f"{rows:,} rows",
-            task=StepTask(steps=200, kind="embedding", table=rows, words=20, optimizer=optimizer),
-            role="part" if rows == TABLE_ROWS[0] else None,
+            name=f"{task.table:,} rows",
+            task=task,
+            role="part" if task is tasks[0] else None,
+            at=1.0,
         )
-        for rows in TABLE_ROWS
+        for task in tasks
     ]
+    # First and by themselves: not all tables have room at once.
+    alone = [
+        replace(
+            one, name=f"floor: the touched rows alone, {one.name}", factory=ROWS_ALONE, role="floor", at=0.0
+        )
+        for one in sized
+    ]
+    (smallest, *larger), (floor, *floors) = sized, alone
     return Question(
         name=f"table-sizes-{optimizer}",
         title=f"A step on 128 × 20 ids of a larger and larger table, {optimizer}, {WORKERS} workers",
         unit="ms per step",
-        contestants=tuple(sized),
-        task=sized[0].task,
-        ratios=tuple(
-            Ratio(f"{one.name} / {sized[0].name}", one, sized[0], "at most", 1.3) for one in sized[1:]
+        contestants=(*alone, *sized),
+        task=tasks[0],
+        ratios=(
+            *(Ratio(f"{one.name} / {smallest.name}", one, smallest, "at most", 1.3) for one in larger),
+            *(
+                Ratio(
+                    f"the same if only the touched rows took longer: {one.name}",
+                    smallest,
+                    smallest,
+                    beyond=(slower, floor),
+                )
+                for one, slower in zip(larger, floors, strict=True)
+            ),
         ),
-        notes=NOTES[:1],
+        notes=(
+            *NOTES[:1],
+            "The floor: the touched rows are read and written once in each table of the optimizer, in numpy,",
+            "on both workers at once.",
+        ),
         turns=2,
-        budget_secs=90.0,
+        budget_secs=150.0,
+        staged=True,
     )
 
 
 TABLES = (
     *(table("SGD", "SGD"), table("Adagrad", "Adagrad"), table("LazyAdam", "SparseAdam"), table("Adam", "")),
-    *(table_sizes("SGD"), table_sizes("Adagrad")),
+    *(table_sizes("SGD"), table_sizes("Adagrad"), table_sizes("LazyAdam")),
 )
 QUESTIONS = (*(step(size) for size in SIZES), SCALING, *TABLES)
 QUICK = (step(replace(SIZES[0], steps=100, epochs=2, budget_secs=QUICK_SECS)),)

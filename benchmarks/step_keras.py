@@ -13,7 +13,9 @@ def model_of(task: StepTask, keras: Any) -> Any:
     """The model of a task, in Keras 3 or in tf_keras."""
     layers = keras.layers
     if task.kind == "embedding":
-        words = [keras.Input((task.words,), dtype="int32"), layers.Embedding(task.table, task.width)]
+        # Not random: TensorFlow would keep the memory of three tables to make one.
+        table = layers.Embedding(task.table, task.width, embeddings_initializer="zeros")
+        words = [keras.Input((task.words,), dtype="int32"), table]
         return keras.Sequential([*words, layers.GlobalAveragePooling1D(), layers.Dense(task.classes)])
     inputs = [keras.Input((task.features,))]
     if task.kind == "convolution":

@@ -20,10 +20,10 @@ TASK = StepTask(steps=1, batch=512, units=(512,))
 class Training:
     """The model, optimizer and step of a custom training loop."""
 
-    def __init__(self, strategy: Any) -> None:
-        self._step, self.optimizer, self.model = custom_step(strategy, TASK)
-        mine = TASK.batch // strategy.num_replicas_in_sync
-        self._share = tuple(tf.constant(array[:mine]) for array in TASK.arrays())
+    def __init__(self, strategy: Any, task: StepTask = TASK) -> None:
+        self._step, self.optimizer, self.model = custom_step(strategy, task)
+        mine = task.batch // strategy.num_replicas_in_sync
+        self._share = tuple(tf.constant(array[:mine]) for array in task.arrays())
 
     def step(self) -> None:
         """One step; returns when this worker has applied the gradients of all workers."""
