@@ -156,6 +156,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "LazyAdam, weight decay": ("LazyAdam", {"weight_decay": 0.01}, {}),
     "RowWiseAdagrad, EMA": ("RowWiseAdagrad", {"use_ema": True, "ema_overwrite_frequency": 3}, {}),
     "Adam": ("Adam", {}, {}),
+    "AdamW, decay, EMA": ("AdamW", {"weight_decay": 0.01, "use_ema": True}, {}),
+    "Adam, amsgrad": ("Adam", {"amsgrad": True}, {}),
     "SGD, momentum": ("SGD", {"momentum": 0.9}, {}),
 }
 
@@ -165,7 +167,9 @@ def test_an_optimizer_on_a_table_has_the_numbers_of_plain_keras(case: str, pool2
     assert_same_as_plain_keras(pool2, plain, fitted, *OPTIONS[case])
 
 
-@pytest.mark.parametrize("case", ["SGD", "Adagrad", "Adagrad, clipnorm", "LazyAdam", "RowWiseAdagrad"])
+@pytest.mark.parametrize(
+    "case", ["SGD", "Adagrad", "Adagrad, clipnorm", "LazyAdam", "RowWiseAdagrad", "Adam", "AdamW, decay, EMA"]
+)
 def test_one_worker_has_the_bits_of_plain_keras(case: str, pool1: Pool, plain: Pool) -> None:
     expected = plain.run(in_plain_keras, fitted, *OPTIONS[case])[0]["weights"]
     found = pool1.run(fitted, *OPTIONS[case])[0]["weights"]

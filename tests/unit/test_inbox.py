@@ -56,6 +56,17 @@ def reader_of(job: Job) -> InboxReader:
     return reader
 
 
+def test_the_job_is_woken_by_what_arrives_and_by_nothing_else(tmp_path: Path) -> None:
+    make_durably(below(tmp_path) / "inbox")
+    with contextlib.closing(inbox.Arrivals(tmp_path)) as arrivals:
+        assert not arrivals.wait(0.0)  # from now on the kernel tells
+        inbox.submit(tmp_path, update_of("first"))
+        assert arrivals.wait(DEADLINE_SECS)
+        assert not arrivals.wait(0.0)
+        inbox.note_stage(tmp_path, "first", Stage.PREPARED)  # the job's own note
+        assert not arrivals.wait(0.0)
+
+
 def test_what_is_submitted_waits_and_can_be_read(tmp_path: Path) -> None:
     assert inbox.waiting(tmp_path) == []
     path = inbox.submit(tmp_path, update_of("a"), at_step=7)

@@ -126,11 +126,15 @@ def polls(run: RunDir, timeout_secs: float) -> Iterator[SeenJob]:
 
 
 def ticks(timeout_secs: float, every_secs: float) -> Iterator[bool]:
-    """Waits between two looks at something; says whether the look is the last one, since the time is up."""
-    ends = monotonic() + timeout_secs
+    """Waits between two looks at something; says whether the look is the last one, since the time is up.
+
+    The first waits are short: a job that trains in short steps answers within milliseconds.
+    """
+    ends, wait_secs = monotonic() + timeout_secs, every_secs / 64
     yield timeout_secs <= 0
     while (left := ends - monotonic()) > 0:
-        sleep(min(every_secs, left))
+        sleep(min(wait_secs, left))
+        wait_secs = min(1.5 * wait_secs, every_secs)
         yield monotonic() >= ends
 
 

@@ -46,6 +46,7 @@ from replicast.replicas.job_checkpoints import numbers
 from replicast.replicas.position import Position, Training
 from replicast.replicas.session import Session
 from replicast.storage.claims import Fence, sees_group
+from replicast.storage.inbox import Arrivals
 from replicast.storage.run_files import (
     ENDED,
     WorkerNote,
@@ -59,6 +60,7 @@ logger = logging.getLogger("replicast")
 
 OPERATIONS = "operations.json"  # The current operations, for `replicast status`.
 LOOK_SECS = 0.2
+_REST_SECS, _STOP_SECS = 0.002, 0.05
 NOTE_SECS = 1.0
 SEES_SECS = 5.0  # A shared file system may need so long to show the run directory; then notes are sent.
 _MAX_CHARS = 4096
@@ -148,21 +150,37 @@ class RunFiles:
     def _run(self) -> None:
         noted = 0.0
         is_first = self.session.rank == 0
-        while not self.session.threads.stopping.wait(LOOK_SECS):
-            now = time.monotonic()
-            if now - noted >= NOTE_SECS:
-                noted = now
-                self._with_files(self._write_note, self._write_metrics, self._write_operations)
-                if self.group and now >= self._sends_at:
-                    self._sends_at = now + self._sends_every
-                    self._send()
-            if is_first:
-                self._with_files(
-                    self._distant.write,
-                    lambda run_dir: self.inbox.look(run_dir, training=self.training.active),
-                    self.inbox.take_outcomes,
-                    self.inbox.settle,
-                )
+        with contextlib.ExitStack() as stack:
+            arrivals = None
+            if is_first and self.run_dir is not None:
+                arrivals = stack.enter_context(contextlib.closing(Arrivals(self.run_dir)))
+            while not self._stopping_after_a_wait(arrivals):
+                now = time.monotonic()
+                if now - noted >= NOTE_SECS:
+                    noted = now
+                    self._with_files(self._write_note, self._write_metrics, self._write_operations)
+                    if self.group and now >= self._sends_at:
+                        self._sends_at = now + self._sends_every
+                        self._send()
+                if is_first:
+                    self._with_files(
+                        self._distant.write,
+                        lambda run_dir: self.inbox.look(run_dir, training=self.training.active),
+                        self.inbox.take_outcomes,
+                        self.inbox.settle,
+                    )
+
+    def _stopping_after_a_wait(self, arrivals: Arrivals | None) -> bool:
+        """Waits for a request, or until it is time to look; says whether the thread has to stop."""
+        stopping = self.session.threads.stopping
+        if arrivals is None:
+            return stopping.wait(LOOK_SECS)
+        deadline = Deadline(LOOK_SECS)
+        # However many requests arrive, the thread rests between two looks.
+        while not stopping.wait(_REST_SECS) and not deadline.has_passed():
+            if arrivals.wait(_STOP_SECS):
+                break
+        return stopping.is_set()
 
     def _beat(self) -> None:
         while not self.session.threads.stopping.wait(NOTE_SECS):

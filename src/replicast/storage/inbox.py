@@ -27,8 +27,12 @@ put back never replaces a file: an update that was submitted again with the same
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import secrets
+import select
 import shlex
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -57,6 +61,7 @@ from replicast.update.update import MAX_STEP, MAX_TENSORS, Update, checked_text
 _UPDATE, _REQUEST, _ASIDE = ".safetensors", ".request.json", ".aside"
 _ANSWER, _VALUES = ".answer.json", ".answer.tensors"  # not `.safetensors`: every such file is an update
 _TENSOR = "values"
+_CREATED, _MOVED_HERE = 0x100, 0x80  # of inotify
 _KEEP_SECS = 3600.0
 _MAX_REQUEST_BYTES = 2**20
 _MAX_ANSWER_BYTES = 64 * 2**20
@@ -334,6 +339,45 @@ def waiting(run_dir: RunDir) -> list[WaitingUpdate]:
             status = path.stat()
             found.append(WaitingUpdate(id_of(path), path, status.st_size, status.st_mtime))
     return sorted(found, key=lambda entry: (entry.submitted_at, entry.id))
+
+
+class Arrivals:
+    """Lets the job wait for requests, without looking for them all the time.
+
+    The kernel tells (inotify) what a process of this host puts into the inbox. It does not tell what comes
+    from another host on a shared file system, so the inbox has to be looked at all the same.
+    """
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._inbox = _inbox(run_dir)
+        self._libc = ctypes.CDLL(None)
+        start = getattr(self._libc, "inotify_init1", None)
+        self._queue: int = -1 if start is None else start(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._watched = -1
+
+    def wait(self, timeout_secs: float) -> bool:
+        """Blocks until a request arrives, at most so long; says whether one has."""
+        with contextlib.suppress(OSError):  # no inbox yet, or no right to read it
+            if self._queue >= 0 and self._watched < 0:
+                with self._inbox.entered() as directory:
+                    # A request is linked or renamed into place.
+                    path = f"/proc/self/fd/{directory}".encode()
+                    self._watched = self._libc.inotify_add_watch(self._queue, path, _CREATED | _MOVED_HERE)
+        if self._watched < 0:
+            time.sleep(timeout_secs)
+            return False
+        if not select.select([self._queue], [], [], timeout_secs)[0]:
+            return False
+        events, names = os.read(self._queue, 65_536), []
+        while events:
+            length = int.from_bytes(events[12:16], sys.byteorder)
+            names.append(events[16 : 16 + length].rstrip(b"\0"))
+            events = events[16 + length :]
+        return any(name.endswith((_UPDATE.encode(), _REQUEST.encode())) for name in names)
+
+    def close(self) -> None:
+        if self._queue >= 0:
+            os.close(self._queue)
 
 
 def requests(run_dir: RunDir) -> list[RunPath]:

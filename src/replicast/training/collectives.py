@@ -322,7 +322,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
                 for part in parts:
                     received = broadcast(tf.zeros([part.stop - part.start, *rest], kind))
                     for component in variable.values:
-                        # Not `component[part].assign`, which reads the variable first, and so makes a copy of it.
+                        # `component[part].assign` would read the variable first, and so copy it.
                         tf.raw_ops.ResourceStridedSliceAssign(
                             ref=component.handle,
                             begin=[part.start],

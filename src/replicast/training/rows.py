@@ -10,7 +10,9 @@ accumulator. So, for the variables of a `replicast.Strategy`:
                  earlier read of the variable, so the read would be made.
     writes       SGD without momentum writes rows already. Adagrad changes nothing in a row whose gradient is
                  zero, so it is computed on the touched rows, with the operations of Keras, to the same bits.
-                 With the other optimizers of Keras every row moves in every step: they stay as they are.
+                 With the other optimizers of Keras every row moves in every step. Adam's moments then move
+                 by a product with themselves, except in the touched rows: 9 passes over a table, where Keras
+                 makes a table of the gradient and has 14. The others stay as they are.
     exchange     if all that uses a gradient is an optimizer that adds up the slices of a repeated row
                  (`sums_repeated_rows`), each worker sends each of its rows once.
     audits       variables that are written by rows (`is_written_by_rows`) are compared in turns, slice by
@@ -21,9 +23,9 @@ quantization), with sparse indices, by `tf.nn.embedding_lookup`, in `tf.vectoriz
 regularizer or a constraint of the table.
 
 Replaced in Keras, because there is no hook: `take` of the backend, `Variable.sparse_read`, which `tf.gather`
-looks for, `update_step` of SGD and Adagrad, and `assign_add` and `assign_sub` of all optimizers: TensorFlow's
-`scatter_add` shares more than 1024 slices out to the threads of a worker, which add those of a repeated row
-in any order. The rows would then differ in their last bits from worker to worker.
+looks for, `update_step` of SGD, Adagrad and Adam, and `assign_add` and `assign_sub` of all optimizers:
+TensorFlow's `scatter_add` shares more than 1024 slices out to the threads of a worker, which add those of a
+repeated row in any order. The rows would then differ in their last bits from worker to worker.
 """
 
 from __future__ import annotations
@@ -149,6 +151,7 @@ def read_by_rows() -> None:
     every.assign_sub = _writing_in_order(every.assign_sub, tf.raw_ops.ResourceScatterNdSub)
     keras.optimizers.SGD.update_step = _sgd_step(keras.optimizers.SGD.update_step)
     keras.optimizers.Adagrad.update_step = _adagrad_step(keras.optimizers.Adagrad.update_step)
+    keras.optimizers.Adam.update_step = _adam_step(keras.optimizers.Adam.update_step)
 
 
 def _sparse_read(variable: Any) -> Callable[..., tf.Tensor]:
@@ -222,5 +225,38 @@ def _adagrad_step(stock: Callable[..., None]) -> Callable[..., None]:
         # other bits. In Keras' own graph a conditional between the two keeps it from doing so.
         change = tf.math.divide_no_nan(rate * values, tf.sqrt(accumulated + self.epsilon))
         self.assign_sub(variable, tf.IndexedSlices(change, gradient.indices))
+
+    return update_step
+
+
+def _adam_step(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def update_step(self: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        is_table = isinstance(gradient, tf.IndexedSlices) and replicated_table(variable) is not None
+        # A product with 0 or 1 would be replaced by a constant, or by the moments themselves.
+        is_usual = all(1e-6 < beta < 1 - 1e-6 for beta in (self.beta_1, self.beta_2))
+        if not is_table or not is_usual or self.amsgrad:
+            stock(self, gradient, variable, learning_rate)
+            return
+        dtype, place = variable.dtype, self._get_variable_index(variable)
+        m, v = self._momentums[place], self._velocities[place]
+        values, (indices, places) = tf.cast(gradient.values, dtype), tf.unique(gradient.indices)
+
+        def decay(average: Any, slices: tf.Tensor, beta: float) -> None:
+            # Keras adds (gradient - average) * (1 - beta). The gradient is 0 except in the touched rows.
+            before = tf.convert_to_tensor(average)
+            added = tf.math.unsorted_segment_sum(slices, places, tf.size(indices))
+            rows = (tf.gather(before, indices) - added) * (1 - beta)
+            # Unlike `tensor_scatter_nd_update`, this does not copy the product.
+            change = tf.raw_ops.InplaceUpdate(x=before * (1 - beta), i=tf.cast(indices, tf.int32), v=rows)
+            self.assign_sub(average, change)
+
+        decay(m, values, self.beta_1)
+        decay(v, tf.square(values), self.beta_2)
+        step, rate = tf.cast(self.iterations + 1, dtype), tf.cast(learning_rate, dtype)
+        powers = [tf.pow(tf.cast(beta, dtype), step) for beta in (self.beta_1, self.beta_2)]
+        rate = rate * tf.sqrt(1 - powers[1]) / (1 - powers[0])
+        ops = keras.ops
+        self.assign_sub(variable, ops.multiply(m, rate) / ops.add(ops.sqrt(v), self.epsilon))
 
     return update_step
