@@ -65,6 +65,9 @@ def test_the_job_is_woken_by_what_arrives_and_by_nothing_else(tmp_path: Path) ->
         assert not arrivals.wait(0.0)
         inbox.note_stage(tmp_path, "first", Stage.PREPARED)  # the job's own note
         assert not arrivals.wait(0.0)
+        arrivals.wake()
+        assert arrivals.wait(DEADLINE_SECS)
+    arrivals.wake()  # an outcome that comes late
 
 
 def test_what_is_submitted_waits_and_can_be_read(tmp_path: Path) -> None:

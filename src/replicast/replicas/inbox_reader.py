@@ -74,6 +74,7 @@ class InboxReader:
         self._retry_at: dict[RunPath, float] = {}
         self._arrived: dict[str, float | None] | None = None
         self._cleaned_at = -CLEAN_SECS
+        self.arrivals: inbox.Arrivals | None = None  # woken by each outcome, which has to be answered
 
     def look(self, run_dir: RunDir, *, training: bool) -> None:
         """Takes what is new, while a training runs: otherwise the script may be over."""
@@ -126,7 +127,12 @@ class InboxReader:
 
     def on_outcome(self, ticket: str, tell: Tell) -> None:
         """An update or a withdrawal has its outcome. Called by the event loop."""
-        self._outcomes.put((ticket, tell))
+        self._put((ticket, tell))
+
+    def _put(self, outcome: tuple[str, _Outcome]) -> None:
+        self._outcomes.put(outcome)
+        if self.arrivals is not None:
+            self.arrivals.wake()
 
     def ended(self, ended: Ended) -> None:
         """An operation has ended: its requests will be answered. Any thread."""
@@ -150,7 +156,7 @@ class InboxReader:
                 answer = self._answer(id_, Stage.REFUSED, step, problem)
             else:
                 continue  # an audit: `audited` has answered
-            self._outcomes.put((id_, (answer, values)))
+            self._put((id_, (answer, values)))
 
     def audited(self, run_dir: RunDir, ids: tuple[str, ...], step: int, report: Mapping[str, Any]) -> None:
         """An audit has its report. Called before a training thread raises it, which may end the process."""
@@ -169,7 +175,7 @@ class InboxReader:
             inbox.answer(run_dir, id_, answer)
         except OSError as error:
             logger.warning("an answer cannot be written, and will be retried: %s", printable(error))
-        self._outcomes.put((id_, (answer, None)))  # `settle` tries again, or finds the request gone
+        self._put((id_, (answer, None)))  # `settle` tries again, or finds the request gone
 
     def _answer(
         self, id_: str, stage: Stage, step: int, problem: str = "", details: Mapping[str, Any] = _NOTHING

@@ -151,10 +151,9 @@ class RunFiles:
         noted = 0.0
         is_first = self.session.rank == 0
         with contextlib.ExitStack() as stack:
-            arrivals = None
             if is_first and self.run_dir is not None:
-                arrivals = stack.enter_context(contextlib.closing(Arrivals(self.run_dir)))
-            while not self._stopping_after_a_wait(arrivals):
+                self.inbox.arrivals = stack.enter_context(contextlib.closing(Arrivals(self.run_dir)))
+            while not self._stopping_after_a_wait():
                 now = time.monotonic()
                 if now - noted >= NOTE_SECS:
                     noted = now
@@ -170,9 +169,9 @@ class RunFiles:
                         self.inbox.settle,
                     )
 
-    def _stopping_after_a_wait(self, arrivals: Arrivals | None) -> bool:
-        """Waits for a request, or until it is time to look; says whether the thread has to stop."""
-        stopping = self.session.threads.stopping
+    def _stopping_after_a_wait(self) -> bool:
+        """Waits for a request or an outcome, or until it is time to look; says whether to stop."""
+        stopping, arrivals = self.session.threads.stopping, self.inbox.arrivals
         if arrivals is None:
             return stopping.wait(LOOK_SECS)
         deadline = Deadline(LOOK_SECS)

@@ -33,6 +33,7 @@ import secrets
 import select
 import shlex
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -351,33 +352,45 @@ class Arrivals:
     def __init__(self, run_dir: RunDir) -> None:
         self._inbox = _inbox(run_dir)
         self._libc = ctypes.CDLL(None)
-        start = getattr(self._libc, "inotify_init1", None)
+        start = getattr(self._libc, "inotify_init1", None)  # Linux has it
         self._queue: int = -1 if start is None else start(os.O_NONBLOCK | os.O_CLOEXEC)
         self._watched = -1
+        self._woken, self._wakes = os.pipe()
+        os.set_blocking(self._wakes, False)
+        self._lock = threading.Lock()
 
     def wait(self, timeout_secs: float) -> bool:
-        """Blocks until a request arrives, at most so long; says whether one has."""
+        """Blocks until a request arrives or somebody calls `wake`, at most so long; says whether one did."""
         with contextlib.suppress(OSError):  # no inbox yet, or no right to read it
             if self._queue >= 0 and self._watched < 0:
                 with self._inbox.entered() as directory:
                     # A request is linked or renamed into place.
                     path = f"/proc/self/fd/{directory}".encode()
                     self._watched = self._libc.inotify_add_watch(self._queue, path, _CREATED | _MOVED_HERE)
-        if self._watched < 0:
-            time.sleep(timeout_secs)
-            return False
-        if not select.select([self._queue], [], [], timeout_secs)[0]:
-            return False
-        events, names = os.read(self._queue, 65_536), []
+        poll = select.poll()
+        for descriptor in (self._woken, *([self._queue] if self._watched >= 0 else [])):
+            poll.register(descriptor, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(1000 * timeout_secs)}
+        woken = self._woken in ready and bool(os.read(self._woken, 4096))
+        events, names = os.read(self._queue, 65_536) if self._queue in ready else b"", []
         while events:
             length = int.from_bytes(events[12:16], sys.byteorder)
             names.append(events[16 : 16 + length].rstrip(b"\0"))
             events = events[16 + length :]
-        return any(name.endswith((_UPDATE.encode(), _REQUEST.encode())) for name in names)
+        return woken or any(name.endswith((_UPDATE.encode(), _REQUEST.encode())) for name in names)
+
+    def wake(self) -> None:
+        """Ends the wait of the reader. Any thread, also after `close`."""
+        with self._lock, contextlib.suppress(BlockingIOError):  # a full pipe wakes too
+            if self._wakes >= 0:
+                os.write(self._wakes, b"x")
 
     def close(self) -> None:
-        if self._queue >= 0:
-            os.close(self._queue)
+        with self._lock:
+            for descriptor in (self._queue, self._woken, self._wakes):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            self._wakes = -1
 
 
 def requests(run_dir: RunDir) -> list[RunPath]:
