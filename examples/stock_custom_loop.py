@@ -13,7 +13,7 @@ import replicast
 from replicast.update.digest import digest_state
 
 BATCH_PER_REPLICA = 16
-EPOCHS = 3
+EPOCHS = 2
 
 strategy = tf.distribute.MultiWorkerMirroredStrategy()
 global_batch = BATCH_PER_REPLICA * strategy.num_replicas_in_sync

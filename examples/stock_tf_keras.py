@@ -42,6 +42,6 @@ replicas = replicast.Replicas(model)  # (1)
 replicas.restore()  # (2)
 saving = replicas.callback(save_every="epoch", audit_every=5)  # (3)
 
-model.fit(dataset, epochs=3, callbacks=[saving], verbose=2)
+model.fit(dataset, epochs=2, callbacks=[saving], verbose=2)
 
 print("digest of the weights:", digest_state({weight.name: weight.numpy() for weight in model.weights}))

@@ -5,6 +5,7 @@ The table in docs/strategies.md names these tests.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def replicas_of(model: Trained, run_dir: Path, **options: Any) -> replicast.Repl
 
 def life(strategy: Any, kind: str, run_dir: Path) -> dict[str, Any]:
     """All that can be done with replicas, once."""
+    strategy = strategy or tf.distribute.get_strategy()
     loop = Loop(strategy, kind, run_dir)
     replicas, weight, slot = loop.replicas, loop.trained.weight, loop.trained.slot
     last = replicas.rank == replicas.size - 1
@@ -88,9 +90,9 @@ def life(strategy: Any, kind: str, run_dir: Path) -> dict[str, Any]:
     seen["reverted"] = loop.parts()
 
     before = loop.all_parts()
-    if last:
+    if last and strategy.num_replicas_in_sync > 1:
         loop.flip(weight, -1)
-    if replicas.rank == 0 and replicas.size > 1:
+    if replicas.rank == 0 and strategy.num_replicas_in_sync > 2:
         loop.flip(slot, 0)
     report = replicas.audit(on_divergence="heal")
     seen["audit"] = [str(one) for one in report.differences]
@@ -135,17 +137,18 @@ def assert_all_held(kind: str, workers: list[dict[str, Any]], devices: int) -> N
         assert seen["on trial"] == [(100 * HALVES).tobytes()] * devices
         assert seen["taken back"]
         assert set(seen["history"]) == {1}
-        assert seen["healed"] == ("healed", True)
+        assert seen["healed"] == ("healed" if replicas > 1 else "equal", True)
         assert seen["audit"] == workers[0]["audit"]
         assert seen["restored step"]
     (weight, slot), first = workers[0]["names"], workers[0]["audit"]
-    last = f"worker {len(workers) - 1} (CPU:{devices - 1})"
-    why = "majority" if replicas > 2 else "no majority: worker 0's value counts"
-    assert first[0] == f"{weight}: {last} differs from worker 0 ({why})"
+    if replicas > 1:
+        last = f"worker {len(workers) - 1}" + (f" (CPU:{devices - 1})" if devices > 1 else "")
+        why = "majority" if replicas > 2 else "no majority: worker 0's value counts"
+        assert first[0] == f"{weight}: {last} differs from worker 0 ({why})"
+        (found,) = workers[0]["deviations"][0].values()
+        assert (found.count, found.of) == (1, FEATURES * OUTPUTS)
     if replicas > 2:
         assert first[1].startswith(f"{slot}: worker 0 (CPU:0) differs from worker ")
-    (found,) = workers[0]["deviations"][0].values()
-    assert (found.count, found.of) == (1, FEATURES * OUTPUTS)
     for name in workers[0]["saved"]:
         everywhere = {value for seen in workers for value in seen["saved"][name]}
         restored = {value for seen in workers for value in seen["restored"][name]}
@@ -161,9 +164,19 @@ def test_every_feature_with_two_workers_of_two_devices(kind: str, stock2x2: Pool
     assert_all_held(kind, stock2x2.run(life, kind, tmp_path), devices=2)
 
 
-@pytest.mark.parametrize("kind", ["keras 3", "tf_keras", "dict"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_feature_without_a_strategy(kind: str, plain: Pool, tmp_path: Path) -> None:
+    assert_all_held(kind, plain.run(life, kind, tmp_path), devices=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_feature_with_a_mirrored_strategy(kind: str, mirrored: Pool, tmp_path: Path) -> None:
     assert_all_held(kind, mirrored.run(life, kind, tmp_path), devices=2)
+
+
+@pytest.mark.parametrize("kind", ["tf.Module", "tf.train.Checkpoint", "dict"])
+def test_every_feature_with_our_strategy(kind: str, pool2: Pool, tmp_path: Path) -> None:
+    assert_all_held(kind, pool2.run(life, kind, tmp_path), devices=1)
 
 
 def test_every_feature_with_two_workers_of_three_devices(stock2x3: Pool, tmp_path: Path) -> None:
@@ -299,6 +312,8 @@ def fitted(strategy: Any, run_dir: Path) -> Any:
     """`fit` of tf_keras with an update in it and a bit that flips, and what another `fit` continues with."""
     import tf_keras
 
+    strategy = strategy or tf.distribute.get_strategy()
+
     def compiled() -> Any:
         tf_keras.utils.set_random_seed(3)
         with strategy.scope():
@@ -339,14 +354,28 @@ def fitted(strategy: Any, run_dir: Path) -> Any:
     return audits, applied, steps, restored is not None and restored.position.epoch, same, said
 
 
-def test_fit_of_tf_keras_has_updates_audits_and_checkpoints(stock2x2: Pool, tmp_path: Path) -> None:
-    for audits, applied, steps, epoch, same, said in stock2x2.run(fitted, tmp_path):
-        assert audits == ["out/kernel: worker 1 (CPU:1) differs from worker 0 (majority)"]
+def assert_fitted(workers: list[Any], found: list[str]) -> None:
+    for audits, applied, steps, epoch, same, said in workers:
+        assert audits == found
         assert (False, 5) in applied
-        assert any(heals for heals, _ in applied)
+        assert any(heals for heals, _ in applied) == bool(found)
         assert (steps, epoch) == (9, 2)
         assert same == (True, True)
         assert len([one for one in said if "on data from its start" in one]) <= 1
+
+
+def test_fit_of_tf_keras_has_updates_audits_and_checkpoints(stock2x2: Pool, tmp_path: Path) -> None:
+    found = "out/kernel: worker 1 (CPU:1) differs from worker 0 (majority)"
+    assert_fitted(stock2x2.run(fitted, tmp_path), [found])
+
+
+def test_fit_of_tf_keras_with_a_mirrored_strategy(mirrored: Pool, tmp_path: Path) -> None:
+    found = "out/kernel: worker 0 (CPU:1) differs from worker 0 (no majority: worker 0's value counts)"
+    assert_fitted(mirrored.run(fitted, tmp_path), [found])
+
+
+def test_fit_of_tf_keras_without_a_strategy(plain: Pool, tmp_path: Path) -> None:
+    assert_fitted(plain.run(fitted, tmp_path), [])
 
 
 def keras_3_fit(strategy: Any) -> str:
@@ -367,16 +396,16 @@ def test_fit_of_keras_3_on_a_stock_strategy_says_what_to_use(stock2x2: Pool) -> 
         assert "Write 'strategy = replicast.Strategy()' instead" in said
 
 
-def without_strategy(_: None, run_dir: Path) -> Any:
-    """Plain Keras 3, and no strategy: `fit`, an update, a checkpoint, and where a restart continues."""
+def in_one_process(strategy: Any, run_dir: Path) -> Any:
+    """`fit` of Keras 3 without our strategy: an update, a checkpoint, and where a restart continues."""
     x = np.random.default_rng(1).normal(size=(24, FEATURES)).astype("float32")
 
     def compiled() -> Any:
         keras.utils.set_random_seed(3)
-        model = keras.Sequential(
-            [keras.Input((FEATURES,)), keras.layers.Dense(OUTPUTS, name="out")], name="net"
-        )
-        model.compile("adam", "mse")
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            layers = [keras.Input((FEATURES,)), keras.layers.Dense(OUTPUTS, name="out")]
+            model = keras.Sequential(layers, name="net")
+            model.compile("adam", "mse")
         return model, replicast.Replicas(model, run_dir=run_dir)
 
     model, replicas = compiled()
@@ -396,8 +425,29 @@ def without_strategy(_: None, run_dir: Path) -> Any:
     return steps, report.equal, restored is not None and restored.step, same, replicas.step
 
 
-def test_a_keras_model_without_a_strategy_is_a_job_of_one(plain: Pool, tmp_path: Path) -> None:
-    assert plain.run(without_strategy, tmp_path) == [([3], True, 4, True, 9)]
+def test_fit_of_keras_3_without_a_strategy_continues_at_the_batch(plain: Pool, tmp_path: Path) -> None:
+    assert plain.run(in_one_process, tmp_path) == [([3], True, 4, True, 9)]
+
+
+def test_fit_of_keras_3_with_a_mirrored_strategy_continues_at_the_batch(
+    mirrored: Pool, tmp_path: Path
+) -> None:
+    assert mirrored.run(in_one_process, tmp_path) == [([3], True, 4, True, 9)]
+
+
+def of_tf_keras(strategy: Any) -> str:
+    import tf_keras
+
+    with strategy.scope():
+        model = tf_keras.Sequential([tf_keras.layers.Input((FEATURES,)), tf_keras.layers.Dense(OUTPUTS)])
+    with pytest.raises(replicast.NotSupported) as refused:
+        replicast.Replicas(model)
+    return str(refused.value)
+
+
+def test_a_tf_keras_model_in_the_scope_of_our_strategy_is_refused(pool1: Pool) -> None:
+    (said,) = pool1.run(of_tf_keras)
+    assert "Create it in the scope of a tf.distribute.MultiWorkerMirroredStrategy" in said
 
 
 def exported(strategy: Any, kind: str, path: Path) -> bool:

@@ -305,7 +305,8 @@ class Replicas:
         position = restored.position
         worker.checkpoints.named = step
         worker.training.restored(position)
-        self._job.start_data_at(self.model, position.epoch, position.batch, restored.step)
+        if self._source.is_keras_3:
+            self._job.start_data_at(self.model, position.epoch, position.batch, restored.step)
         if restored.left_out and self.rank == 0:
             left_out = ", ".join(restored.left_out)
             logger.warning("not restored, because the checkpoint has no matching variable: %s", left_out)
