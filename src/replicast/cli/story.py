@@ -6,7 +6,6 @@ the demo fails unless they are as it says, whatever the commands print.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import re
@@ -96,10 +95,8 @@ class DemoJob:
     """A `replicast run …` of train.py. On exit it is stopped, if it still runs."""
 
     def __init__(self, directory: Path, run: str, command: str) -> None:
-        self._logs = directory / run / "logs"
-        self._output = directory / "run.log"
-        self._command = command
-        self._deadline = time.monotonic() + JOB_SECS
+        self._logs, self._output = directory / run / "logs", directory / "run.log"
+        self._command, self._deadline = command, time.monotonic() + JOB_SECS
         with self._output.open("wb") as file:
             self._process = subprocess.Popen(
                 # With bootstrap.py, the launcher ends with us.
@@ -134,22 +131,17 @@ class DemoJob:
         return found
 
     def wait_until(self, happens: Callable[[], bool], claim: str) -> None:
+        """Waits for something that the job does while it runs."""
         while not happens():
-            if self._process.poll() is not None or time.monotonic() > self._deadline:
-                raise self._failed(claim)
+            code = self._process.poll()
+            if code is not None or time.monotonic() > self._deadline:
+                state = f"still running after {JOB_SECS:.0f} s" if code is None else f"exit code {code}"
+                said = self._output.read_text(encoding="utf-8", errors="replace")
+                raise Failed(f"{claim}. Received: {state}. Output of `{self._command}`:\n{said}")
             time.sleep(LOOK_SECS)
 
     def finish(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, self._deadline - time.monotonic()))
-        if self._process.returncode != 0:
-            raise self._failed("The job should end with exit code 0")
-
-    def _failed(self, claim: str) -> Failed:
-        code = self._process.poll()
-        state = f"still running after {JOB_SECS:.0f} s" if code is None else f"exit code {code}"
-        said = self._output.read_text(encoding="utf-8", errors="replace")
-        return Failed(f"{claim}. Received: {state}. Output of `{self._command}`:\n{said}")
+        self.wait_until(lambda: self._process.poll() == 0, "The job should end with exit code 0")
 
 
 def _argv(command: str) -> list[str]:

@@ -31,7 +31,6 @@ from replicast.update.trial import Trial, TrialOutcome
 
 _WIDEST = 120  # Longer lines are hard to read, however wide the terminal.
 _UNLIMITED = 100_000
-_REFRESH_SECS = 0.1
 _RANDOM_ID = re.compile(r"[0-9a-f]{32}")
 _BEFORE_FACTOR = {EditKind.SCALE: "by ", EditKind.BLEND: "with weight "} | dict.fromkeys(RESETS, "to ")
 _STYLES = dict.fromkeys(Stage, "yellow") | {
@@ -170,25 +169,13 @@ def facts_table(facts: Iterable[tuple[str, str | Text]]) -> Table:
 
 
 @contextlib.contextmanager
-def progress_bar(doing: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal, removed afterwards; None where there is no terminal."""
+def progress_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, removed afterwards; elsewhere nothing is shown."""
     console = make_console(stderr=True)
-    if not is_live(console):
-        yield None
-        return
     columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn()
-    # Drawn by this thread alone: nothing is left behind after Ctrl-C.
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
-        task, drawn = bar.add_task(printable(doing), total=None), 0.0
-
-        def progress(done: int, total: int) -> None:
-            nonlocal drawn
-            now = time.monotonic()
-            if now - drawn >= _REFRESH_SECS or done == total:
-                drawn = now
-                bar.update(task, completed=done, total=total, refresh=True)
-
-        yield progress
+    with Progress(*columns, console=console, transient=True, disable=not is_live(console)) as bar:
+        task = bar.add_task(printable(doing), total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def updates_table(views: Iterable[UpdateView]) -> Table:
