@@ -275,6 +275,33 @@ def test_hostile_names_in_the_inbox_are_shown_without_control_characters(run: Pa
     assert json.loads(invoke("status", run, "--json").output)["refused"]
 
 
+def test_runs_are_listed_with_how_they_are_and_what_is_no_run_is_not(run: Path) -> None:
+    (run.parent / "other").mkdir()
+    assert has(output_of(0, "list", run.parent), "run", "2  Training at step 5")
+    assert json.loads(invoke("list", run.parent, "--json").output)["step"] == 5
+    assert "There is no run in other" in output_of(0, "list", "other")
+
+
+def test_logs_prints_the_last_lines_and_follows_what_comes_and_a_restart(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(attempt: int, *lines: str) -> None:
+        path = run / "logs" / f"attempt-{attempt}" / "worker-1.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.writelines(f"{line}\n" for line in lines)
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    write(0, "one", "two", "three \x1b[31mred\x1b[2J")
+    assert output_of(0, "logs", run, 1, "--lines", 2) == "two\nthree red\n"
+    assert "There is no log" in output_of(1, "logs", run, 0)
+    later = iter([lambda: None, lambda: write(0, "four"), lambda: write(1, "again"), stop])
+    monkeypatch.setattr(runs.time, "sleep", lambda _secs: next(later)())
+    assert output_of(0, "logs", run, 1, "--lines", 3, "-f") == "one\ntwo\nthree red\nfour\nagain\n"
+
+
 def test_inspect_says_what_a_plain_file_would_do(run: Path) -> None:
     path = tensors("delta", dense__bias=BIAS, embeddings=np.zeros((10, 2), "f4").astype(BFLOAT16))
     result = output_of(0, "inspect", path, "--as", "add", "--run", run)

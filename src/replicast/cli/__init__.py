@@ -37,8 +37,10 @@ COMMANDS = {
     "run": ("launch", "Start the workers of a job on this machine and supervise them."),
     "push": ("push", "Change the weights of a running job, on every worker."),
     "status": ("runs", "Show the workers, the metrics and the updates of a run."),
+    "list": ("runs", "List the runs in a directory."),
     "log": ("runs", "List the updates that a run has committed."),
     "show": ("runs", "Show everything about one update."),
+    "logs": ("runs", "Print the last lines of a worker's log; -f follows it."),
     "inspect": ("push", "Show what a file would do; list the variables of a run."),
     "revert": ("push", "Undo a committed update with a new one."),
     "pull": ("push", "Write the live values of one variable to a file."),
@@ -81,7 +83,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"replicast.cli.{COMMANDS[cmd_name][0]}"), cmd_name)
+        name = {"list": "list_runs"}.get(cmd_name, cmd_name)
+        command: click.Command = getattr(import_module(f"replicast.cli.{COMMANDS[cmd_name][0]}"), name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

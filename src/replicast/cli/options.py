@@ -29,6 +29,9 @@ _METAVARS = {
     "which": "NUMBER|ID",
     "update_id": "ID",
     "rows": "1,5,10:20",
+    "worker": "WORKER",
+    "lines": "N",
+    "attempt": "N",
     "timeout": "SECS",
     "last": "N",
     "at_step": "N",
@@ -143,16 +146,16 @@ def asks(*operations: str) -> Callable[[_Command], _Command]:
 
 def _parameter(one: Parameter) -> Callable[[_Command], _Command]:
     metavar, kind = _METAVARS.get(one.name), None
-    if one.default is inspect.Parameter.empty:
-        return click.argument(one.name, metavar=metavar)
-    names = [f"--{one.name.replace('_', '-')}", *(["-n"] if one.name == "last" else [])]
-    if one.kind is bool:
-        return click.option(*names, is_flag=True, help=one.help)
     for annotated in (one.kind, *get_args(one.kind)):
         if get_origin(annotated) is Annotated and get_args(annotated)[0] in (int, float):
             # A number that is not too small; what is too large, the job refuses.
             base, limits = get_args(annotated)
             kind = (click.IntRange if base is int else click.FloatRange)(min=limits.ge)
+    if one.default is inspect.Parameter.empty:
+        return click.argument(one.name, type=kind, metavar=metavar)
+    names = [f"--{one.name.replace('_', '-')}", *(["-n"] if one.name == "last" else [])]
+    if one.kind is bool:
+        return click.option(*names, is_flag=True, help=one.help)
     return click.option(
         *names,
         type=Parsed("rows", rows_of) if one.name == "rows" else kind,

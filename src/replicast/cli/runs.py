@@ -1,4 +1,4 @@
-"""Commands about a run: status, log, show, audit, stop, report."""
+"""Commands about runs: status, list, log, show, logs, audit, stop, report."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from replicast.cli.options import PATH, asks, json_option
 from replicast.client import Run
 from replicast.client.directory import DirectoryRun
 from replicast.client.examination import EditView
+from replicast.client.notes import runs_below
 from replicast.client.run import Overview
 from replicast.core.records import Stage
 from replicast.errors import UpdateRefused, printable
+from replicast.files import below
 from replicast.page.assets import report as make_report
 from replicast.storage.claims import read_chain
 from replicast.storage.journal import UpdateView
 from replicast.storage.run_files import ENDED, JobState, WorkerNote, absent_secs, age
 
 WATCH_SECS = 1.0
+_MOST_NEW = 1000  # Lines in that time.
 _MOST_LINES = 10  # Of each audit in the list: two for a variable that differs on one worker.
 _YELLOW = (JobState.NEVER_STARTED, JobState.STARTING, JobState.RESTARTING, JobState.STOPPED, JobState.ENDING)
 _STATE_STYLES = dict.fromkeys(_YELLOW, "yellow") | {JobState.FAILED: "red", JobState.LOST: "red"}
@@ -76,6 +79,61 @@ def _watch(run: Run, as_json: bool) -> None:
                 console.print(_overview(seen))
             else:
                 live.update(_overview(seen), refresh=True)
+            time.sleep(WATCH_SECS)
+
+
+@click.command("list")
+@click.argument("path", type=click.Path(exists=True, path_type=Path), metavar="DIR", default="runs")
+@json_option("One object per line: a run in short.")
+def list_runs(path: Path, as_json: bool) -> None:
+    """List the runs in DIR, by default in runs: the newest first.
+
+    \b
+    Examples:
+      replicast list
+      replicast list /shared/runs --json | jq 'select(.state == "failed") | .run'
+
+    Exit code: 0.
+    """
+    briefs = [(place.name, DirectoryRun(place).brief()) for place in runs_below(below(path))]
+    if as_json:
+        texts.print_json(*(brief for _, brief in briefs))
+    elif not briefs:
+        click.echo(f"There is no run in {printable(path)}.")
+    else:
+        rows = ((printable(name), str(one.workers), one_line(one.sentence)) for name, one in briefs)
+        texts.print_table("run", ">workers", "how it is", rows=rows)
+
+
+@click.command()
+@asks("log_lines")
+@click.option(
+    "-f", "--follow", is_flag=True, help="Go on as it prints more, also after a restart, until Ctrl-C."
+)
+def logs(run: Run, worker: int, lines: int, attempt: int | None, follow: bool) -> None:
+    """Print the last lines that worker WORKER has printed, as a terminal shows them.
+
+    \b
+    Examples:
+      replicast logs runs/first 0
+      replicast logs runs/first 1 --lines 1000 --attempt 0
+      replicast logs https://host:8080/first 0 -f
+
+    Exit code: 0; 1 when there is no such log.
+    """
+    known: list[str] | None = None
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            found = run.log_lines(worker, max(lines, _MOST_NEW) if follow else lines, attempt)
+            start = max(0, len(found) - lines)
+            if known is not None:  # What is known comes first; all is new if nothing is, as after a restart.
+                sizes = range(min(len(known), len(found)), 0, -1)
+                start = next((size for size in sizes if found[:size] == known[-size:]), 0)
+            for line in found[start:]:
+                click.echo(printable(line))
+            if not follow:
+                return
+            known = found
             time.sleep(WATCH_SECS)
 
 

@@ -15,6 +15,7 @@ server's clock, and need not have the right to; and some file systems take the t
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from replicast.storage.run_files import FILE as STATES
 from replicast.update.schema import Schema
 
 POLL_SECS = 0.1
+MOST_RUNS = 500
 _READ_NOTES_SECS = 1.0
 LISTEN_SECS = run_files.ABSENT_SECS
 """A running worker writes a note every second, but worker 0 reads a large update in between."""
@@ -173,6 +175,22 @@ def schema_of(run: RunDir) -> Schema:
 
 def is_run(run: RunDir) -> bool:
     return (below(run) / STATES).is_file() or is_described(run)
+
+
+def runs_below(root: RunPath) -> list[RunPath]:
+    """The run at a path, or else the runs in the directory that it names: the newest ones first.
+
+    Each is a path below this directory, so that no later access follows a link in its place either.
+    """
+    if is_run(root):
+        return [root]
+    found = []
+    with contextlib.suppress(OSError):
+        for path in root.iterdir():
+            with contextlib.suppress(OSError):  # One that cannot be read hides no other.
+                if not path.name.startswith(".") and path.is_dir() and is_run(path):
+                    found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)[:MOST_RUNS]]
 
 
 def is_described(run: RunDir) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -15,8 +14,9 @@ from typing import Any, TypeVar
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from replicast.client import Run, is_run
+from replicast.client import Run
 from replicast.client.directory import DirectoryRun
+from replicast.client.notes import runs_below
 from replicast.files import RunPath
 from replicast.page.web_server import MAX_FILES, MAX_STREAMS, HttpError, Threads, dumped, http_error
 
@@ -220,7 +220,6 @@ async def events(watch: RunWatch) -> AsyncIterator[bytes]:
 
 # Which runs are served: one run directory, or all in a directory. Only what is listed can be named.
 
-MOST_RUNS = 500
 _READERS = 8
 _ACTORS = 16
 
@@ -266,22 +265,7 @@ def runs_in(path: Path) -> Find:
     opened: dict[RunPath, Run] = {}
 
     def find() -> dict[str, Run]:
-        root = RunPath(path.resolve())
-        places = [root] if is_run(root) else _children(root)
+        places = runs_below(RunPath(path.resolve()))
         return {place.name: opened.setdefault(place, DirectoryRun(place)) for place in places}
 
     return find
-
-
-def _children(root: RunPath) -> list[RunPath]:
-    """The runs in a directory, the newest ones if there are very many.
-
-    Each is a path below this directory, so that no later access follows a link in its place either.
-    """
-    found = []
-    with contextlib.suppress(OSError):
-        for path in root.iterdir():
-            with contextlib.suppress(OSError):  # One that cannot be read hides no other.
-                if not path.name.startswith(".") and path.is_dir() and is_run(path):
-                    found.append((path.stat().st_mtime, path))
-    return [path for _, path in sorted(found, reverse=True)[:MOST_RUNS]]
