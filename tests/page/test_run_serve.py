@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from replicast.errors import LaunchRefused
-from replicast.launcher.launcher import PageAddress
+from replicast.launcher.launcher import parse_page_address
 from replicast.testing.job import eventually
 from tests.page.live import Serving
 
@@ -99,9 +99,9 @@ def test_a_page_that_cannot_be_served_does_the_job_no_harm(tmp_path: Path) -> No
 
 
 def test_an_address_without_a_host_is_on_this_machine() -> None:
-    assert PageAddress.parse("8080") == PageAddress("127.0.0.1", 8080)
-    assert PageAddress.parse("[::1]:80") == PageAddress("::1", 80)
-    assert PageAddress.parse("0.0.0.0:80") == PageAddress("0.0.0.0", 80)
+    assert parse_page_address("8080") == ("127.0.0.1", 8080)
+    assert parse_page_address("[::1]:80") == ("::1", 80)
+    assert parse_page_address("0.0.0.0:80") == ("0.0.0.0", 80)
     for wrong in ("", "http", "host:", "1:99999", "9" * 4301):
         with pytest.raises(LaunchRefused, match="--serve expects"):
-            PageAddress.parse(wrong)
+            parse_page_address(wrong)

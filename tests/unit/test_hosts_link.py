@@ -64,7 +64,6 @@ PART = Part(
     next_attempt=0,
     run_name="the-run",
 )
-IDENTITY = PART.identity()
 ORDER = LaunchOrder(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=0, hosts=("a", "b"))
 
 
@@ -180,8 +179,8 @@ def test_a_group_that_must_end_as_soon_as_it_is_started_is_told_so() -> None:
 
 def hello_of(hosts: tuple[str, ...] = (), node: int = 1, **changes: Any) -> Hello:
     """What a launcher of a job on these hosts says first."""
-    identity = replace(IDENTITY, hosts=hosts, **changes)
-    return Hello(node=node, session="s", address="127.0.0.1", identity=identity)
+    job = dataclasses.replace(PART.job, hosts=hosts, node_rank=node, **changes)
+    return dataclasses.replace(PART, job=job).hello("127.0.0.1")
 
 
 def test_strangers_who_say_nothing_keep_no_launcher_out(listener: socket.socket) -> None:
@@ -373,7 +372,7 @@ def test_a_launcher_says_when_no_dns_server_answers(
     "theirs",
     [
         pytest.param(
-            hello_of(("127.0.0.2", "127.0.0.1"), 0, port=IDENTITY.port + 1), id="a job on other ports"
+            hello_of(("127.0.0.2", "127.0.0.1"), 0, port=PART.job.port + 1), id="a job on other ports"
         ),
         pytest.param(hello_of(("127.0.0.3", "127.0.0.4"), 0), id="a job on other hosts"),
         pytest.param(hello_of(("127.0.0.1", "127.0.0.2"), 0), id="its own, passed on"),
@@ -519,7 +518,7 @@ def test_strangers_do_not_hide_the_refusal_of_a_launcher_that_knows_the_secret(
     listener: socket.socket,
 ) -> None:
     port = listener.getsockname()[1]
-    hello = hello_of(port=IDENTITY.port + 1)
+    hello = hello_of(port=PART.job.port + 1)
     with first_of(listener) as link:
         for number in range(2, 10):
             with socket.create_connection(
@@ -567,11 +566,11 @@ def test_an_address_in_use_is_refused_in_sentences_that_end_once() -> None:
 
 
 def test_a_command_of_any_length_fits_into_a_message() -> None:
-    def program(*files: str) -> tuple[str, ...]:
+    def program(*files: str) -> str:
         job = JobPlan(argv=("python", "train.py", *files))
-        return dataclasses.replace(PART, job=job).identity().program
+        return dataclasses.replace(PART, job=job).identity()["program, or its arguments"]
 
     files = tuple(f"data/part-{number:05}.tfrecord" for number in range(20_000))
-    assert sum(map(len, program(*files))) < 4096
-    assert program(*files)[0] == "train.py"
+    assert len(program(*files)) < 4096
+    assert program(*files).startswith("train.py with 20000 arguments of the digest ")
     assert program(*files) != program(*files[:-1], "other")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import signal
 from pathlib import Path
@@ -348,12 +347,16 @@ def test_durations_are_readable(secs: float, expected: str) -> None:
 
 def test_a_line_without_an_end_does_not_fill_the_screen_when_its_worker_fails() -> None:
     failure = with_details(ended(0, 1), below("/none") / "log", ["x" * 65536, "the reason"])
-    box = failure_box(failure, Hosts(), io.StringIO())
+    box = failure_box(failure, Hosts())
     assert "the reason" in box
     assert "x" * 20 in box
     assert len(box) < 5000
 
 
 def test_the_box_counts_its_lines() -> None:
-    for tail, said in ((("why",), "worker 0: the last line "), (("a", "b"), "worker 0: the last 2 lines ")):
-        assert said in failure_box(replace(ended(0, 1), lines=tail), Hosts(), io.StringIO())
+    for tail, box in (
+        (("\x1b[31mwhy\x1b[0m",), "╭─ worker 0: the last line\n│ why\n╰─"),
+        (("a", "b"), "╭─ worker 0: the last 2 lines\n│ a\n│ b\n╰─"),
+        ((), "╭─ worker 0\n│ (no output)\n╰─"),
+    ):
+        assert failure_box(replace(ended(0, 1), lines=tail), Hosts()) == box

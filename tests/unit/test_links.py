@@ -28,7 +28,7 @@ from replicast.files import (
     write_quickly,
 )
 from replicast.launcher.failure import raised_in
-from replicast.launcher.launcher import PageAddress, locked, make_attempt_dir, next_attempt, page_beside
+from replicast.launcher.launcher import locked, make_attempt_dir, next_attempt, page_beside
 from replicast.launcher.screen import Output
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
@@ -218,7 +218,7 @@ def write_log(run: Path) -> None:
 
 
 def serve(run: Path) -> None:
-    with page_beside(PageAddress("127.0.0.1", 0), run, below(run) / "logs", {}) as said:
+    with page_beside(("127.0.0.1", 0), run, below(run) / "logs", {}) as said:
         raise OSError(said)
 
 

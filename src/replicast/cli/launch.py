@@ -163,7 +163,7 @@ def run(
     secret = plan.read_secret(os.environ, secret_file) if job.endpoint is not None else b""
     heartbeat_secs = config.heartbeat_timeout_secs(os.environ) if heartbeat is None else heartbeat
     shown = plan.parse_tee(tee, job)
-    page = None if serve is None else launcher.PageAddress.parse(serve)
+    page = None if serve is None else launcher.parse_page_address(serve)
     if job.fixed_ports is not None:
         # Refused before a run directory is made. After a kill -9 of the launcher before this one, its workers
         # may take a moment to give back their memory, and hold their ports until then.

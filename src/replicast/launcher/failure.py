@@ -17,11 +17,10 @@ import itertools
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TextIO
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -317,7 +316,7 @@ def report(order: LaunchOrder, end: GroupEnd | None, hosts: Hosts, screen: Scree
     failure = order.failure
     is_told = failure is not None and failure.was_told_to and end is not None
     if failure is not None and failure.worker is not None and not is_told and not order.repeats:
-        screen.tell(failure_box(failure, hosts, sys.stderr))
+        screen.tell(failure_box(failure, hosts))
     for line in report_lines(order, end, hosts, told_by):
         screen.tell(f"replicast: {line}")
 
@@ -394,21 +393,13 @@ def fault_line(faults: Sequence[Fault]) -> str:
     return warning + ", ".join(shown) if faults else ""
 
 
-def failure_box(failure: WorkerExit, hosts: Hosts, stream: TextIO) -> str:
-    """The exception of the failed worker, or its last lines, in a box for a stream; does not write to it."""
-    from rich.console import Console  # Takes time to import: only when something has failed.
-    from rich.panel import Panel
-    from rich.text import Text
-
-    count = len(failure.lines)
-    text = Text.from_ansi("\n".join(failure.lines)) if count else Text("(no output)", style="dim")
-    title = f"worker {failure.worker}{hosts.on(failure.host)}"
+def failure_box(failure: WorkerExit, hosts: Hosts) -> str:
+    """The exception of the failed worker, or its last lines. Long ones are not wrapped: paths stay whole."""
+    title, count = f"worker {failure.worker}{hosts.on(failure.host)}", len(failure.lines)
     if count and not failure.why:
         title += ": the last line" if count == 1 else f": the last {count} lines"
-    console = Console(file=stream)
-    with console.capture() as captured:
-        console.print(Panel(text, title=title, title_align="left", border_style="red"))
-    return captured.get().rstrip("\n")
+    lines = [f"│ {without_colours(line)}" for line in failure.lines or ("(no output)",)]
+    return "\n".join([f"╭─ {title}", *lines, "╰─"])
 
 
 def duration(secs: float) -> str:

@@ -60,28 +60,13 @@ class HostTimeouts:
 # --- Messages --------------------------------------------------------------------------------------------
 
 
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be the same on all hosts of a job.
-
-    Another version may send more: what differs is then said, so this and `Hello` allow unknown fields.
-    """
-
-    version: str
-    program: tuple[str, ...]
-    workers: int
-    nodes: int
-    hosts: tuple[str, ...]
-    port: int
-    max_restarts: int
-
-
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The first message of a launcher to the first one, and of that one to see whether it is the only one."""
 
     node: int
     session: str
     address: str
-    identity: Identity
+    identity: dict[str, str]  # What must be the same on all hosts, by the words for it.
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="report"):
@@ -126,43 +111,28 @@ def sent_from(host: int, failure: WorkerExit) -> WorkerExit:
     return replace(failure, host=host, reported_by=host, lines=lines)
 
 
-_DIFFERENCES = {
-    "version": "a different version of replicast",
-    "program": "a different program or different arguments",
-    "workers": "a different number of workers (-n)",
-    "nodes": "a different number of hosts",
-    "hosts": "different hosts (--hosts)",
-    "port": "a different --port",
-    "max_restarts": "a different --max-restarts",
-}
-
-
-def difference(ours: Identity, theirs: Identity) -> str:
+def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """The first thing in which two launchers differ; empty if they belong together."""
-    for name, what in _DIFFERENCES.items():
-        mine, other = getattr(ours, name), getattr(theirs, name)
+    for what, mine in ours.items():
+        other = theirs.get(what, "")
         if mine != other:
-            return f"{what}: {_shown(mine)} on the first host, {_shown(other)} on the other"
+            shown = f"{mine[:200] or 'none'} on the first host, {other[:200] or 'none'} on the other"
+            return f"a different {what}: {shown}"
     return ""
 
 
-def two_firsts(ours: Identity, theirs: Identity) -> str:
+def two_firsts(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """Says that two launchers of one job take themselves for the first one; empty if they do not.
 
     Theirs may be a job of its own, on other ports or hosts; or this launcher's own hello, which a stranger
     has passed on.
     """
-    if not ours.hosts or not theirs.hosts or ours.hosts == theirs.hosts or ours.port != theirs.port:
+    one, other = (identity.get("--hosts", "").split(",") for identity in (ours, theirs))
+    same_port = ours.get("--port") == theirs.get("--port")
+    if one == other or not same_port or one[0] not in other or other[0] not in one:
         return ""
-    if ours.hosts[0] not in theirs.hosts or theirs.hosts[0] not in ours.hosts:
-        return ""
-    lists = f"one with --hosts {_shown(ours.hosts, ',')}, the other with --hosts {_shown(theirs.hosts, ',')}"
+    lists = f"one with --hosts {','.join(one)[:200]}, the other with --hosts {','.join(other)[:200]}"
     return f"both act as the launcher of the first host, {lists}"
-
-
-def _shown(value: object, separator: str = " ") -> str:
-    text = separator.join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return text[:200] or "none"
 
 
 # --- What the main thread of a launcher learns -----------------------------------------------------------

@@ -50,7 +50,6 @@ from replicast.launcher.hosts_leader import (
     Command,
     Hello,
     HostTimeouts,
-    Identity,
     Leader,
     Member,
     Message,
@@ -248,21 +247,20 @@ class Part:
         member.report = replace(member.report, facts=self.facts)
         return member
 
-    def identity(self) -> Identity:
-        job = self.job
-        program, text = job.argv[1:], "\0".join(job.argv[1:])
-        if len(text) > _MAX_PROGRAM:  # Replaced by its digest, so that it fits into a message.
-            digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
-            program = (program[0][:200], f"({len(program) - 1} arguments with the digest {digest})")
-        return Identity(
-            version=metadata.version("replicast"),
-            program=program,
-            workers=job.workers,
-            nodes=job.nodes,
-            hosts=job.hosts,
-            port=job.port,
-            max_restarts=self.max_restarts,
-        )
+    def identity(self) -> dict[str, str]:
+        job, program = self.job, " ".join(self.job.argv[1:])
+        if len(program) > _MAX_PROGRAM:  # Replaced by its digest, so that it fits into a message.
+            digest = hashlib.sha256(program.encode(errors="surrogateescape")).hexdigest()
+            program = f"{job.argv[1][:200]} with {len(job.argv) - 2} arguments of the digest {digest}"
+        return {
+            "version of replicast": metadata.version("replicast"),
+            "program, or its arguments": program,
+            "number of workers (-n)": str(job.workers),
+            "number of hosts": str(job.nodes),
+            "--hosts": ",".join(job.hosts),
+            "--port": str(job.port),
+            "--max-restarts": str(self.max_restarts),
+        }
 
     def hello(self, address: str = "") -> Hello:
         return Hello(node=self.job.node_rank, session=self.session, address=address, identity=self.identity())
@@ -482,7 +480,7 @@ class First(Link):
 
     def _add(self, connected: socket.socket, hello: Hello | None = None) -> None:
         try:
-            connection = Connection(connected, self._part.secret, self._identity.nodes, hello)
+            connection = Connection(connected, self._part.secret, self._part.job.nodes, hello)
             self._connections.append(connection)
         except OSError:
             connected.close()

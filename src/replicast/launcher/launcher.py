@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple, cast
+from typing import IO, TYPE_CHECKING, cast
 
 from replicast.config import ANY, JOB_SECRET, SECRETS, TAKE_OVER, shared_memory_directory, without
 from replicast.errors import ClusterError, FileDamaged, LaunchRefused, printable
@@ -82,7 +82,7 @@ class Settings:
     secret: bytes = b""
     host_timeouts: HostTimeouts = field(default_factory=HostTimeouts)
     take_over: bool = False
-    page: PageAddress | None = None
+    page: tuple[str, int] | None = None  # the address of `--serve`
 
     def logs(self, run_dir: RunDir) -> RunPath:
         return below(run_dir) / "logs" if self.log_dir is None else self.log_dir
@@ -444,22 +444,17 @@ def what_is_taken_over(run_dir: RunDir) -> str:
 # --- The page beside a job: `replicast serve` as a child. It ends with the launcher, and does no harm ------
 
 
-class PageAddress(NamedTuple):
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> PageAddress:
-        """The address in `--serve [HOST:]PORT`."""
-        host, _, port = text.rpartition(":")
-        if not is_integer(port, 0, 65535):
-            raise LaunchRefused(f"--serve expects [HOST:]PORT. Received: {text}", remedy="For example: 8080")
-        return cls(host.strip("[]") if host else "127.0.0.1", int(port))
+def parse_page_address(text: str) -> tuple[str, int]:
+    """The address in `--serve [HOST:]PORT`."""
+    host, _, port = text.rpartition(":")
+    if not is_integer(port, 0, 65535):
+        raise LaunchRefused(f"--serve expects [HOST:]PORT. Received: {text}", remedy="For example: 8080")
+    return host.strip("[]") if host else "127.0.0.1", int(port)
 
 
 @contextlib.contextmanager
 def page_beside(
-    address: PageAddress, run_dir: RunDir, log_dir: RunPath, environ: Mapping[str, str]
+    address: tuple[str, int], run_dir: RunDir, log_dir: RunPath, environ: Mapping[str, str]
 ) -> Iterator[str]:
     """Serves the page of a run as long as the context lasts; yields what to say of it.
 
@@ -467,7 +462,7 @@ def page_beside(
     job.
     """
     log = log_dir / "serve.log"
-    options = ["--host", address.host, "--port", str(address.port)]
+    options = ["--host", address[0], "--port", str(address[1])]
     try:
         make_durably(log_dir)
         with os.fdopen(log.open(os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as errors:
