@@ -138,7 +138,7 @@ def _pools(item: pytest.Item) -> list[str]:
 
 def _group(item: pytest.Item) -> str:
     pools = _pools(item)
-    if not pools:
+    if not pools:  # also where a test asks for one by `request.getfixturevalue`, which starts another
         return str(item.path)
     if set(pools) & {"mirrored", "stock2x2", "stock2x3"}:
         return "stock"

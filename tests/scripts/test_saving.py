@@ -195,10 +195,11 @@ def saved_without_being_compiled(strategy: Any, directory: Path) -> dict[str, An
             layer.saves = 0
             save(directory / f"{number} {name}")
             asked[name] = layer.saves
-            if name.endswith((".keras", "imported.h5")):  # at once, on every worker
+            if name.endswith((".keras", "imported.h5")) or name == "folder":  # at once, on every worker
                 loaded = keras.models.load_model(directory / f"{number} {name}", compile=False)
                 assert np.array_equal(loaded.get_weights()[0], encoder.get_weights()[0])
     encoder.load_weights(directory / "2 a.weights.h5")
+    model.load_weights(directory / "2 shards.weights.json")
     archive = keras.export.ExportArchive()
     archive.add_endpoint("serve", encoder.__call__, [tf.TensorSpec((None, 6))])
     archive.track(encoder)

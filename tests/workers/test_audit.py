@@ -102,8 +102,8 @@ def flipped(strategy: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_one_flipped_bit_is_found_located_and_healed(size: int, request: pytest.FixtureRequest) -> None:
-    results = request.getfixturevalue(f"pool{size}").run(flipped)
+def test_one_flipped_bit_is_found_located_and_healed(size: int, pool2: Pool, pool3: Pool) -> None:
+    results = (pool2 if size == 2 else pool3).run(flipped)
     equal, history = results[0][1:]
     assert equal.equal
     assert equal.last_equal == equal.step
@@ -249,19 +249,26 @@ def test_a_plan_that_makes_no_sense_is_refused(every: Any) -> None:
         AuditPlan(5, "ignore")  # type: ignore[arg-type]
 
 
-def different_plans(strategy: Any) -> str:
-    with replicas_of(audited(strategy)) as replicas:
-        different = replicas.callback(audit_every=5 + strategy.rank)
-        with pytest.raises(replicast.ClusterError) as caught:
-            fit(replicas.model, [different], 2)
+def different_plans(strategy: Any, run_dir: Path) -> list[str]:
+    said = []
+    with replicas_of(audited(strategy), run_dir=run_dir) as replicas:
+        for different in ({"audit_every": 5 + strategy.rank}, {"save_every": None if strategy.rank else 1}):
+            with pytest.raises(replicast.ClusterError) as caught:
+                fit(replicas.model, [replicas.callback(**different)], 2)
+            said.append(str(caught.value))
         fit(replicas.model, [replicas.callback(audit_every=1, on_divergence="raise")], 2)
-        return str(caught.value)
+    return said
 
 
-def test_workers_with_different_plans_are_told(pool2: Pool) -> None:
-    first, second = pool2.run(different_plans)
+def test_workers_with_different_plans_are_told_before_one_waits_for_the_other(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    first, second = pool2.run(different_plans, tmp_path)
     assert first == second
-    assert first.startswith("Worker 1 has different audit settings than worker 0.")
+    of_audits, of_saves = first
+    assert of_audits.startswith("Worker 1 has different audit settings than worker 0.")
+    assert of_saves.startswith("Worker 1 has a different save_every than worker 0.")
+    assert "Received: None, worker 0: 1" in of_saves
 
 
 # Raise, and ask from outside.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
-import os
 import re
 import threading
 import time
@@ -143,25 +141,6 @@ def test_fit_saves_when_it_was_asked_to(
     assert places_in(tmp_path) == places
 
 
-def saved_by_worker_0_only(strategy: Any, run_dir: Path) -> str:
-    model = perceptron(strategy)
-    x, y = arrays(4 * 8)
-    with replicas_of(model, run_dir=run_dir) as replicas:
-        different = replicas.callback(save_every=1 if strategy.rank == 0 else None)
-        with pytest.raises(replicast.ClusterError) as caught:
-            model.fit(x, y, batch_size=8, verbose=0, callbacks=[different])
-        return str(caught.value)
-
-
-def test_workers_that_save_at_different_steps_are_told_before_one_waits_for_the_other(
-    pool2: Pool, tmp_path: Path
-) -> None:
-    first, second = pool2.run(saved_by_worker_0_only, tmp_path)
-    assert first == second
-    assert first.startswith("Worker 1 has a different save_every than worker 0.")
-    assert "Received: None, worker 0: 1" in first
-
-
 def saved_in_time(strategy: Any, run_dir: Path) -> list[str]:
     with replicas_of(perceptron(strategy), run_dir=run_dir) as replicas:
         for fewest in (1, 2):  # a second training goes on with it
@@ -179,83 +158,6 @@ def test_a_checkpoint_is_made_after_a_time_at_one_boundary_and_one_thread_keeps_
     assert len(steps_in(tmp_path)) >= 2
     assert first == ["replicast-save-timer"]
     assert second == []
-
-
-def busy(strategy: Any, run_dir: Path, when_busy: str) -> bool:
-    """The second checkpoint comes while the first is being written; the third when all is quiet."""
-    written, go_on = CheckpointStore.write, threading.Event()
-
-    def slow(*given: Any) -> Any:
-        assert go_on.wait(WAIT_SECS)
-        return written(*given)
-
-    with (
-        replicas_of(perceptron(strategy), run_dir=run_dir) as replicas,
-        mock.patch.object(CheckpointStore, "write", slow),
-    ):
-        training = Driven(replicas, save_every=1, when_busy=when_busy)
-        training.step()
-        if when_busy == "wait":
-            threading.Timer(0.3, go_on.set).start()
-        training.step()
-        had_to_wait = go_on.is_set()
-        go_on.set()
-        training.end()
-        training = Driven(replicas, save_every=1, when_busy=when_busy)
-        training.step()
-        training.end()
-    return had_to_wait if strategy.rank == 0 else False
-
-
-@pytest.mark.parametrize(("when_busy", "steps"), [("wait", [1, 2, 3]), ("skip", [1, 3])])
-def test_a_checkpoint_that_is_due_while_another_is_written_waits_or_is_skipped(
-    pool2: Pool, tmp_path: Path, when_busy: str, steps: list[int]
-) -> None:
-    had_to_wait = pool2.run(busy, tmp_path, when_busy)
-    assert had_to_wait == [when_busy == "wait", False]
-    assert steps_in(tmp_path) == steps
-
-
-def disk_full(strategy: Any, run_dir: Path) -> str:
-    """The disk is full for the checkpoint of step 2, and then no more."""
-    original, fired, said = os.fsync, 0, ""
-
-    def fails(descriptor: int) -> None:
-        nonlocal fired
-        if "/checkpoints/" not in f"{Path(f'/proc/self/fd/{descriptor}').readlink()}/":
-            return original(descriptor)
-        fired += 1
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with replicas_of(perceptron(strategy), run_dir=run_dir) as replicas:
-        training = Driven(replicas, save_every=4)
-        training.step()
-        training.step()
-        with mock.patch("os.fsync", fails):
-            assert replicas.save().wait(WAIT_SECS)
-        if strategy.rank == 0:
-            assert fired > 0
-            assert list((run_dir / "checkpoints").iterdir()) == []
-            with pytest.raises(CheckpointError, match="No space left on device") as caught:
-                training.step()
-            assert isinstance(caught.value.__cause__, OSError)
-            said = str(caught.value)
-        else:
-            training.step()
-        training.step()
-        training.end()
-    return said
-
-
-def test_a_checkpoint_that_could_not_be_written_is_told_at_the_next_boundary_and_only_there(
-    pool2: Pool, tmp_path: Path
-) -> None:
-    first, second = pool2.run(disk_full, tmp_path)
-    assert first.startswith("The checkpoint of step 2 could not be written. Checkpoint: ")
-    assert "checkpoints/00000002" in first
-    assert "Free disk space" in first
-    assert second == ""
-    assert steps_in(tmp_path) == [4]
 
 
 def trained_until_told(training: Driven) -> replicast.ReplicasDiverged:

@@ -6,11 +6,12 @@ import contextlib
 import errno
 import itertools
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -200,6 +201,46 @@ def test_a_job_told_to_exit_does_not_wait_forever_for_a_disk_that_does_not_answe
     assert "the state is not saved. The previous checkpoint is still being written" in first
 
 
+# A full disk.
+
+
+def test_a_checkpoint_that_could_not_be_written_is_told_at_the_next_boundary_and_only_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full for the checkpoint of step 2, and then no more."""
+    sync, fired = os.fsync, list[Path]()
+
+    def full(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if "checkpoints" not in path.parts:
+            return sync(descriptor)
+        fired.append(path)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with saving_job(2, tmp_path, SavePlan(every=4)) as (job, made):
+
+        def step(worker: Worker) -> str:
+            try:
+                made[worker.rank].step()
+            except CheckpointError as error:
+                return f"{type(error.__cause__).__name__}: {error}"
+            return ""
+
+        assert [job.on_all(step) for _ in range(2)] == [["", ""]] * 2
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            assert saved(job, made).wait(DEADLINE_SECS)
+        assert fired
+        assert list((tmp_path / "checkpoints").iterdir()) == []
+        said, other = job.on_all(step)
+        assert said.startswith("OSError: The checkpoint of step 2 could not be written. Checkpoint: ")
+        assert all(part in said for part in ("checkpoints/00000002", "No space left", "Free disk space"))
+        assert other == ""
+        assert job.on_all(step) == ["", ""]
+        job.on_all(lambda worker: made[worker.rank].checkpoints.settle(DEADLINE_SECS))
+    assert CheckpointStore(tmp_path).steps() == [4]
+
+
 # Nobody waits in vain.
 
 
@@ -338,6 +379,27 @@ def test_what_is_written_is_what_was_compared(tmp_path: Path, monkeypatch: pytes
             saved(job, made).result(DEADLINE_SECS)
     assert CheckpointStore(tmp_path).steps() == []
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize(("when_busy", "steps"), [("wait", [1, 2, 3]), ("skip", [1, 3])])
+def test_a_checkpoint_that_is_due_while_another_is_written_waits_or_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when_busy: Literal["wait", "skip"], steps: list[int]
+) -> None:
+    goes_on = threading.Event()
+    with saving_job(2, tmp_path, SavePlan(1, keep=9, when_busy=when_busy)) as (job, made):
+        slow = SlowStore(monkeypatch, goes_on.is_set)
+        job.on_all(lambda worker: made[worker.rank].step())
+        job.on_all(lambda worker: made[worker.rank].checkpoints.report())
+        assert slow.begun.wait(DEADLINE_SECS)
+        if when_busy == "wait":
+            threading.Timer(0.3, goes_on.set).start()
+        job.on_all(lambda worker: made[worker.rank].step())
+        assert goes_on.is_set() == (when_busy == "wait")
+        goes_on.set()
+        job.on_all(lambda worker: made[worker.rank].checkpoints.settle(DEADLINE_SECS))
+        job.on_all(lambda worker: made[worker.rank].step())
+        job.on_all(lambda worker: made[worker.rank].checkpoints.settle(DEADLINE_SECS))
+    assert sorted(CheckpointStore(tmp_path).steps()) == steps
 
 
 def test_a_checkpoint_that_is_skipped_leaves_the_one_that_is_being_written_alone(

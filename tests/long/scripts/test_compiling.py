@@ -10,7 +10,6 @@ import pytest
 from tests.pool import Pool
 from tests.scripts.compare import assert_same_as_plain_keras, weights
 from tests.scripts.models import data, values
-from tests.scripts.test_compiling import frozen_and_compiled_again
 
 
 def fitted(model: keras.Model) -> Any:
@@ -21,10 +20,6 @@ def fitted(model: keras.Model) -> Any:
 def regression(strategy: Any) -> keras.Model:
     with strategy.scope():
         return keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)])
-
-
-def by_name(strategy: Any) -> Any:
-    return frozen_and_compiled_again(strategy, optimizer="adam", loss="mse", metrics=["mae"])
 
 
 def and_trained_on_a_batch(strategy: Any) -> Any:
@@ -76,7 +71,6 @@ def with_a_rate_that_was_changed(strategy: Any) -> Any:
 @pytest.mark.parametrize(
     "script",
     [
-        by_name,
         and_trained_on_a_batch,
         with_a_schedule,
         with_accumulation_and_averages,

@@ -11,7 +11,6 @@ import tensorflow as tf
 from tests.pool import Pool
 from tests.scripts.compare import assert_same_as_plain_keras, weights
 from tests.scripts.test_data import (
-    TwoTowers,
     assert_nobody_warns,
     assert_worker_0_warns_once,
     heard,
@@ -103,37 +102,3 @@ def normalized(strategy: Any) -> Any:
 
 def test_synchronized_normalization_trains_as_on_the_whole_batch(pool2: Pool, plain: Pool) -> None:
     assert_same_as_plain_keras(pool2, plain, normalized, rtol=1e-3, atol=1e-4)
-
-
-class Contrast(TwoTowers):
-    """Tells the two views of a row from all other rows, in both directions, as CLIP does."""
-
-    def compute_loss(
-        self,
-        x: Any = None,
-        y: Any = None,
-        y_pred: Any = None,
-        sample_weight: Any = None,
-        training: Any = True,
-    ) -> Any:
-        users, items = y_pred
-        straight = super().compute_loss(y_pred=(users, items))
-        return (straight + super().compute_loss(y_pred=(items, users))) / 2
-
-
-def contrasted(strategy: Any) -> Any:
-    random = np.random.default_rng(5)
-    views = tuple(random.normal(size=(48, 6)).astype("float32") for _ in range(2))
-    pairs = tf.data.Dataset.from_tensor_slices((views,)).batch(12, drop_remainder=True)
-    with strategy.scope():
-        model = Contrast()
-        model.compile(keras.optimizers.SGD(0.1))
-    history = model.fit(pairs, epochs=3, verbose=0).history
-    return {"history": history, "weights": weights(model)}
-
-
-def test_contrastive_losses_in_both_directions_train_as_on_the_whole_batch(
-    pool2: Pool, pool3: Pool, plain: Pool
-) -> None:
-    assert_same_as_plain_keras(pool2, plain, contrasted)
-    assert_same_as_plain_keras(pool3, plain, contrasted)

@@ -77,14 +77,6 @@ def evaluated_before_it_is_trained(strategy: Any) -> Any:
     return {"evaluated": evaluated, "history": fitted(model, *data(48, FEATURES, CODE))}
 
 
-def trained_inside_the_scope(strategy: Any) -> Any:
-    with strategy.scope():
-        model = Autoencoder()
-        model.compile(keras.optimizers.Adam(0.01))
-        history = fitted(model, *data(48, FEATURES, CODE))
-    return {"history": history, "values": values(model.trainable_variables, model.optimizer.variables)}
-
-
 def optimizers_made_outside(strategy: Any) -> Any:
     with strategy.scope():
         model = Adversaries()
@@ -168,7 +160,6 @@ def called_on_something_other_than_the_data(strategy: Any) -> Any:
         run_eagerly,
         several_steps_per_execution,
         evaluated_before_it_is_trained,
-        trained_inside_the_scope,
         optimizers_made_outside,
         batches_that_do_not_divide,
         weights_assigned_by_the_step,

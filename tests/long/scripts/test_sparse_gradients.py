@@ -8,6 +8,7 @@ import keras
 import pytest
 
 from tests.pool import Pool
+from tests.scripts import test_rows as rows
 from tests.scripts.compare import assert_same_as_plain_keras
 from tests.scripts.test_sparse_gradients import OPTIMIZERS, lookups, sparse_inputs
 
@@ -70,3 +71,8 @@ def several_steps(strategy: Any) -> Any:
 
 def test_lookups_train_as_in_plain_keras_with_several_steps_per_execution(pool2: Pool, plain: Pool) -> None:
     assert_same_as_plain_keras(pool2, plain, several_steps)
+
+
+@pytest.mark.parametrize("case", rows.IN_LONG)
+def test_an_optimizer_on_a_table_has_the_numbers_of_plain_keras(case: str, pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, rows.fitted, *rows.OPTIONS[case])

@@ -210,14 +210,3 @@ def test_data_of_unknown_length_is_counted_as_often_as_it_is_used(pool1: Pool, p
     assert_equal_on_all(results)
     assert results[0]["steps"] == 20
     assert_close(results[0], pool1.run(of_unknown_length)[0], rtol=1e-4, atol=1e-6)
-
-
-def trained_in_two_fits(strategy: Any) -> Any:
-    model = compiled(strategy)
-    repeated = rows_of(2).shuffle(40, seed=5).repeat().batch(8)
-    histories = [model.fit(repeated, steps_per_epoch=5, epochs=2, verbose=0).history for _ in range(2)]
-    return {"histories": histories, "weights": weights(model)}
-
-
-def test_a_second_fit_on_repeated_data_sees_what_it_sees_in_plain_keras(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, trained_in_two_fits)
