@@ -35,9 +35,8 @@ from tests.workers.recipes import arrays, perceptron
 
 SOURCE = Path(replicast.__file__).parent
 OURS = ("training", "coordination.py")  # where private APIs may be used
-NOT_PRIVATE = frozenset(
-    {"_exit", "_getframe", "_replace", "_value_"}
-)  # names with an underscore that Python documents
+# Names with an underscore that Python documents, and what `python -m` itself calls.
+NOT_PRIVATE = frozenset({"_exit", "_getframe", "_replace", "_run_module_as_main", "_value_"})
 
 
 @dataclass(frozen=True)
@@ -173,6 +172,8 @@ training/collectives.py
       refuses to work in a scope outside of strategy.run
   keras.optimizers.LossScaleOptimizer._common_apply(self, grads, trainable_variables):
       applies the gradients if they are finite
+training/schedules.py
+  keras.optimizers.Optimizer._get_current_learning_rate(self): what every step takes as its learning rate
 training/step.py
   tensorflow.python.framework.auto_control_deps_utils.get_read_write_resource_inputs(op):
       tells which variables an operation writes
@@ -217,6 +218,8 @@ REDUCTION, OPTIMIZER, DATASET, SEEDED = "CollectiveAllReduce", "Optimizer", "Dat
 
 # Fields of objects, which `objects` makes.
 FIELDS = _table("""
+training/schedules.py
+  Optimizer._learning_rate: the stored rate, a schedule, or a function
 training/step_metrics.py
   MeanMetricWrapper._fn: the function whose values it averages
   keras.Model._loss_tracker: the metric that Keras weights by its first input

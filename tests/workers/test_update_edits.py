@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import replicast
 from replicast.training import Source, TensorFlowState
 from replicast.training.state import as_tensor
 from replicast.training.variables import component
@@ -211,14 +210,6 @@ def nested() -> keras.Model:
     model = keras.Model(inputs, keras.layers.Dense(3, name="same")(block(inputs)), name="outer")
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     return model
-
-
-@equal_on_all("pool1")
-def test_a_learning_rate_that_is_computed_is_explained(strategy: Any) -> None:
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
-    found = schema_of(strategy, lambda: dense_model(keras.optimizers.SGD(schedule)))
-    with pytest.raises(replicast.UpdateRefused, match="computed by a schedule"):
-        found.resolve("optimizer/learning_rate")
 
 
 @equal_on_all("pool1")

@@ -11,7 +11,8 @@ attribute have the name of that attribute as their prefix. A duplicate name gets
 `optimizer/kernel#2`.
 
 What is not part of the state, and why, is in the schema's hints. An update that names it is refused with
-the hint: constants, a learning rate that a schedule computes, sums to which each replica adds its part.
+the hint: constants, a learning rate that a schedule of tf_keras computes, sums to which each replica adds
+its part.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import keras
 import tensorflow as tf
 
 from replicast.errors import NotSupported
+from replicast.training.schedules import steer, steered_rate
 from replicast.training.variables import (
     global_seed_generator,
     held_optimizers,
@@ -132,6 +134,9 @@ class Source:
                     optimizer.build(trainable)
             else:
                 optimizer._create_all_weights(trainable)  # private: a legacy one of tf_keras has no `build`
+            steered = isinstance(optimizer, keras.optimizers.Optimizer) and steer(optimizer)
+            if steered and hasattr(self.model, "train_function"):
+                self.model.train_function = None  # one that was traced before does not read the variable
 
     def variables(self) -> tuple[list[NamedVariable], dict[str, str]]:
         """All variables of the state, weights first; and hints, about names that are not variables of it."""
@@ -149,8 +154,12 @@ class Source:
                 if id(variable) in owned:
                     owner, fill = owned[id(variable)]
                     slots.setdefault(owner, []).append((name, fill))
-            if f"{prefix}/learning_rate" not in found:
-                hints[f"{prefix}/learning_rate"] = "The learning rate is computed by a schedule, not stored"
+            rate, steered = f"{prefix}/learning_rate", steered_rate(optimizer)
+            if steered is not None:
+                found[rate] = NamedVariable(rate, steered.variable, "optimizer")
+                of_optimizers.append(found[rate])
+            elif rate not in found:
+                hints[rate] = "The learning rate is computed by a schedule, not stored"
         named = []
         for own_name, variable in weights:
             if why_not := _outside_of_state(variable):
