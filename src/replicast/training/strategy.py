@@ -196,16 +196,16 @@ class Strategy(Job, tf.distribute.MultiWorkerMirroredStrategy):
             heartbeat_secs=heartbeat_secs,
             trained_alone=_a_model_was_trained,
         )
-        self._writing = Writing(self.coordination, self._rank, self.lifetime)
-        self._callbacks = Callbacks(self._rank, self._size, self._writing)
+        self._writing = Writing(self.coordination, self.rank, self.lifetime)
+        self._callbacks = Callbacks(self.rank, self.size, self._writing)
         self._inputs = feeding.Inputs(self, self.lifetime.turns)
-        self._functions = Functions(self._rank, self.coordination, self.lifetime.turns, extended.keys)
-        if self._size > 1:
+        self._functions = Functions(self.rank, self.coordination, self.lifetime.turns, extended.keys)
+        if self.size > 1:
             write_once(self._writing)
-            report_from_first_worker(self._rank)
+            report_from_first_worker(self.rank)
             extended.next_turn = self.lifetime.turns.take
             if sum_through_shared_memory(
-                extended, self.coordination, self._rank, self.lifetime, wanted=all_reduce == "auto"
+                extended, self.coordination, self.rank, self.lifetime, wanted=all_reduce == "auto"
             ):
                 self.all_reduce = "shared memory"
                 shared = extended.shared
@@ -255,23 +255,23 @@ class Strategy(Job, tf.distribute.MultiWorkerMirroredStrategy):
         model, predicting = getattr(fn, "__self__", None), predicting_model()
         step, is_step = fn, predicting is None and isinstance(model, Trainer)
         traced = None
-        if self._size > 1:
+        if self.size > 1:
             traced = self._traced(fn if predicting is None else predicting.predict_step, args)
         if is_step:
             self._refuse_what_cannot_work(model)
-            if self._size == 1:
+            if self.size == 1:
                 step = fed_as_by_keras(model, fn)
             else:
                 if not is_built(model):
                     trace_once(functools.partial(super().run, creating_in_scope(self, fn)), (args,))
                 step = KerasStep(self.extended, model, fn, self.statistics == "mean")
-        elif predicting is not None and self._size > 1:
+        elif predicting is not None and self.size > 1:
             step = feeding.predicting_all_rows(fn)
         if is_step or predicting is not None:
             step = creating_in_scope(self, step)
         outputs = super().run(step, args, kwargs, options)
         self._functions.compare(traced, outputs)
-        return keras.tree.map_structure(Agreed, outputs) if is_step and self._size > 1 else outputs
+        return keras.tree.map_structure(Agreed, outputs) if is_step and self.size > 1 else outputs
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # TensorFlow has no types
     def _traced(self, fn: Any, args: Any) -> Step | None:
@@ -329,20 +329,20 @@ class Strategy(Job, tf.distribute.MultiWorkerMirroredStrategy):
         self._warn_of_losses(model)
 
     def _warn_of_losses(self, model: Any) -> None:
-        if self._size > 1 and self._rank == 0:
+        if self.size > 1 and self.rank == 0:
             for name, warning in feeding.losses_that_mix_rows(getattr(model, "loss", None)).items():
                 self._inputs.warn_once(model, name, warning)
 
     def _prepare(self, call: KerasCall) -> None:
         self._refuse_what_cannot_work(call.model)
         self._warn_of_losses(call.model)
-        if self._size > 1:
+        if self.size > 1:
             self._callbacks.prepare(call.callbacks, call.method)
         for tell in self.on_fit if call.method == "fit" else ():
             tell(call.model, call.callbacks)
 
     def _refuse_what_cannot_work(self, model: Any) -> None:
-        on_cpus = self._size > 1 and self.extended._local_device_type == "CPU"
+        on_cpus = self.size > 1 and self.extended._local_device_type == "CPU"
         if getattr(model, "jit_compile", False) is True and on_cpus:
             raise NotSupported(
                 "jit_compile=True",
