@@ -38,6 +38,12 @@ def test_of_one_number_both_values_are_told(dtype: Any) -> None:
     assert str(Effect("rate", (), before=0.001, after=0.0005)) == "0.001 → 0.0005"
 
 
+def test_a_learning_rate_that_a_schedule_computes_is_told_in_words() -> None:
+    rate = "optimizer/learning_rate"
+    assert str(Effect(rate, (), before=-1.0, after=-0.5)) == "the schedule → 0.5 × the schedule"
+    assert str(Effect(rate, (), before=-0.5, after=0.01)) == "0.5 × the schedule → 0.01"
+
+
 def test_a_scaled_learning_rate_says_from_what_to_what() -> None:
     (found,) = done(Update().scale("lr", 0.5), {"lr": np.array(0.001, np.float32)})
     assert str(found) == "0.001 → 0.0005"

@@ -33,7 +33,7 @@ class Effect(Record):
 
     def __str__(self) -> str:
         if self.before is not None or self.after is not None:
-            return f"{_short(self.before)} → {_short(self.after)}"
+            return f"{self._short(self.before)} → {self._short(self.after)}"
         shape = "×".join(map(str, self.shape))
         text = shape if self.rows is None else f"{self.rows} row{'' if self.rows == 1 else 's'} of {shape}"
         if self.norm is None or self.change is None:
@@ -41,6 +41,8 @@ class Effect(Record):
         part = "" if self.relative is None else f" ({100 * self.relative:.3g} %)"
         return f"{text}, norm {self.norm:.4g}, changed by {self.change:.4g}{part}"
 
-
-def _short(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.6g}"
+    def _short(self, value: float | None) -> str:
+        if value is not None and value < 0 and self.variable.endswith("/learning_rate"):
+            # `training/schedules.py`: a rate below 0 is that many times what the schedule computes.
+            return "the schedule" if value == -1 else f"{-value:.6g} × the schedule"
+        return "not finite" if value is None else f"{value:.6g}"
