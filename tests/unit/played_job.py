@@ -76,7 +76,10 @@ class PlayedJob:
     def withdraw(self) -> None:
         """What a job does that is asked to withdraw updates, and can."""
         for path in inbox.requests(self.run):
-            self.withdraw_one(inbox.read_request(path).name)
+            request = inbox.read_request(path)
+            update = path.with_name(f"{request.name}.safetensors")
+            inbox.note_end(self.run, update, Stage.WITHDRAWN, withdrawn_by=request.author)
+            self.withdraw_one(request.name)
             inbox.answer(self.run, inbox.id_of(path), InboxAnswer(Stage.WITHDRAWN, time.time(), 7))
 
     def withdraw_one(self, update_id: str) -> None:

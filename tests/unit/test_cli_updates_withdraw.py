@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from replicast.client.directory import this_user
 from replicast.core.records import Stage
 from replicast.processes import this_process
 from replicast.storage import inbox
 from replicast.storage.run_files import ENDED
 from replicast.update.update import Update
 from tests.unit.logs import log_of
-from tests.unit.played_job import LONG_AGO, PlayedJob, flat, heard_of, invoke, meanwhile, output_of
+from tests.unit.played_job import LONG_AGO, PlayedJob, flat, has, heard_of, invoke, meanwhile, output_of
 
 PUSH = ("--set", "learning_rate=0.1", "--id")
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
@@ -29,6 +31,20 @@ def scheduled(run: Path, stops_at: Stage | None) -> PlayedJob:
     return job
 
 
+def test_what_no_job_has_taken_keeps_who_what_why_and_when(run: Path) -> None:
+    invoke("push", run, *PUSH, "x", "--author", "ann", "--note", "slower", "--next-start")
+    invoke("withdraw", run, "x", "--note", "too slow")
+    told = flat(output_of(0, "show", run, "x"))
+    for part in ("ann", "slower", "assign learning_rate", f"by {this_user()}", "too slow"):
+        assert part in told
+    assert has(output_of(0, "log", run), "refused or withdrawn", "ann: slower", "too slow")
+    seen = json.loads(invoke("status", run, "--json").output)["refused"]
+    assert [(one["id"], one["stage"], one["author"]) for one in seen] == [("x", "withdrawn", "ann")]
+    assert not (run / "refused" / "x.safetensors").exists(), "its values are gone"
+    invoke("push", run, *PUSH, "x", "--next-start")
+    assert json.loads(invoke("status", run, "--json").output)["refused"] == [], "it is pushed again"
+
+
 @pytest.mark.parametrize("stage", [Stage.PREPARED, Stage.SCHEDULED])
 def test_what_a_job_has_taken_and_not_committed_is_withdrawn_by_the_job(
     run: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch
@@ -36,7 +52,9 @@ def test_what_a_job_has_taken_and_not_committed_is_withdrawn_by_the_job(
     job = scheduled(run, stage)
     meanwhile(monkeypatch, lambda _secs: job.withdraw())
     assert "withdrawn x: it will not be applied" in output_of(0, "withdraw", run, "x")
-    assert "withdrawn" in output_of(0, "show", run, "x")
+    told = "assign optimizer/learning_rate to 0.1", f"withdrawn by {this_user()}"
+    for command in (["show", run, "x"], ["status", run], ["log", run]):
+        assert has(output_of(0, *command), "withdrawn", *told[: 1 if command[0] == "show" else 2])
     assert "scheduled" not in invoke("status", run).output
     assert "x was withdrawn: there is nothing" in output_of(1, "withdraw", run, "x")
 

@@ -183,7 +183,7 @@ def test_a_plain_file_dropped_in_is_refused_with_the_command_that_would_work(tmp
     inbox.refuse(run_dir, path, raised.value)
     moved = run_dir / "refused" / "delta.safetensors"
     assert moved.exists()
-    assert f"replicast push '{run_dir}' --add '{moved}'" in str(inbox.refusals(run_dir)["delta"])
+    assert f"replicast push '{run_dir}' --add '{moved}'" in str(inbox.ended(run_dir)["delta"].refusal)
 
 
 def test_a_refusal_reaches_its_author_with_every_field(tmp_path: Path) -> None:
@@ -192,10 +192,14 @@ def test_a_refusal_reaches_its_author_with_every_field(tmp_path: Path) -> None:
         "Wrong", variable="x", expected="1", received="2", worker=3, remedy="Try again with another"
     )
     inbox.refuse(tmp_path, path, error)
-    found = inbox.refusals(tmp_path)
+    found = inbox.ended(tmp_path)
     assert list(found) == ["a"]
-    assert found["a"].to_json() == error.to_json()
-    assert str(found["a"]) == str(error)
+    refusal, view = found["a"].refusal, found["a"]
+    assert refusal is not None
+    assert (refusal.to_json(), str(refusal)) == (error.to_json(), str(error))
+    assert (view.stage, view.author, view.note) == (Stage.REFUSED, update_of("a").author, update_of("a").note)
+    assert (len(view.edits), view.nbytes, view.path) == (1, view.path.stat().st_size, view.path)  # type: ignore[union-attr]
+    assert time.time() - view.at < 60
     assert inbox.waiting(tmp_path) == []
     inbox.refuse(tmp_path, path, error)
 
@@ -203,7 +207,7 @@ def test_a_refusal_reaches_its_author_with_every_field(tmp_path: Path) -> None:
 def test_a_second_try_after_a_refusal_starts_anew(tmp_path: Path) -> None:
     inbox.refuse(tmp_path, inbox.submit(tmp_path, update_of("a")), UpdateRefused("Disk full"))
     inbox.submit(tmp_path, update_of("a", 2.0))
-    assert inbox.refusals(tmp_path) == {}
+    assert inbox.ended(tmp_path) == {}
     assert stage_of(tmp_path, "a") == Stage.PROPOSED
 
 
@@ -232,17 +236,17 @@ def test_hostile_files_are_refused_without_being_read_as_a_whole_or_waiting_for_
         patched.setattr(os, "fsync", lambda _: pytest.fail("it waits for the disk"))
         reader_of(job).look(tmp_path, training=True)
     assert list(directory.iterdir()) == []
-    assert (len(inbox.refusals(tmp_path)), (tmp_path / "whole").exists()) == (count, True)
+    assert (len(inbox.ended(tmp_path)), (tmp_path / "whole").exists()) == (count, True)
 
 
 @pytest.mark.parametrize("content", ['{"reason": 3}', "", "[" * 1000])
 def test_a_damaged_reason_is_said_and_hides_no_other(tmp_path: Path, content: str) -> None:
     inbox.refuse(tmp_path, inbox.submit(tmp_path, update_of("b")), UpdateRefused("Wrong"))
     (tmp_path / "refused" / "a.json").write_text(content)
-    found = inbox.refusals(tmp_path)
+    found = inbox.ended(tmp_path)
     assert list(found) == ["a", "b"]
-    assert "a.json" in str(found["a"])
-    assert found["b"].problem == "Wrong"
+    assert "The reason cannot be read" in str(found["a"].refusal)
+    assert str(found["b"].refusal) == "Wrong."
 
 
 def made_pending(run: Path, id_: str) -> FileJournal:
@@ -340,7 +344,7 @@ def test_what_a_header_or_the_size_on_disk_shows_to_be_wrong_is_refused_without_
         reader.look(tmp_path, training=True)
         reader.look(tmp_path, training=True)
         assert peak() < 2**23
-    refused = {id_: str(error) for id_, error in inbox.refusals(tmp_path).items()}
+    refused = {id_: str(error) for id_, error in inbox.ended(tmp_path).items()}
     assert "has holes" in refused.pop("holes")
     assert "Wrong shape of value" in refused.pop("shape")
     assert "perhaps dense/bias" in refused.pop("name")

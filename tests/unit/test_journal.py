@@ -170,7 +170,7 @@ def test_a_number_is_read_back_although_its_author_gave_an_integer(tmp_path: Pat
 def test_text_that_is_not_valid_unicode_is_escaped(tmp_path: Path) -> None:
     writer(tmp_path).write(Refused("u1", ("file \udcff",), "no file \udcff"))
     run = Updates(tmp_path)
-    assert run.refused == {"u1": "no file \\udcff"}
+    assert str(run.ended["u1"].refusal) == "no file \\udcff."
     assert run.history.refused == {"file \\udcff"}
     assert not run.damaged
 
@@ -437,9 +437,20 @@ def test_all_that_is_known_of_an_update_is_joined(tmp_path: Path) -> None:
     assert [edit["operation"] for edit in update.edits] == ["add", "scale"]
     assert update.nbytes == (folder(tmp_path) / "000003.safetensors").stat().st_size
     assert Updates(tmp_path).history.withdrawn == {"u2"}
-    assert Updates(tmp_path).refused == {}
-    journal.write(Refused("u3", ("c",), "too late"))
-    assert Updates(tmp_path).refused == {"u3": "too late"}
+    assert [(one.id, one.stage) for one in Updates(tmp_path).ended.values()] == [("u2", Stage.WITHDRAWN)]
+
+
+def test_the_journal_tells_who_what_and_when_of_what_was_refused_or_withdrawn(tmp_path: Path) -> None:
+    journal = writer(tmp_path)
+    for number in (1, 2):
+        write(journal, payload_of(update_of(number)))
+    journal.write(Withdrawn("u1"))
+    journal.write(Refused("u2", ("c",), "too late"))
+    withdrawn, refused = Updates(tmp_path).ended.values()
+    for one in (withdrawn, refused):
+        assert (one.author, one.note, len(one.edits), one.at > 0) == ("me", "why", 2, True)
+    assert (withdrawn.stage, refused.stage) == (Stage.WITHDRAWN, Stage.REFUSED)
+    assert str(refused.refusal) == "too late."
 
 
 def test_what_is_scheduled_waits_until_it_is_committed_withdrawn_or_refused(tmp_path: Path) -> None:

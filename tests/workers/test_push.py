@@ -175,7 +175,7 @@ def bad_updates_in_the_inbox_are_refused_by_the_job(job: subprocess.Popen[str], 
     for name, complete in {"torn": content[:-1], "\x1b[31mevil": content}.items():
         (directory / "copy").write_bytes(complete)
         (directory / "copy").rename(run / "inbox" / f"{name}.safetensors")
-    eventually(lambda: len(inbox.refusals(run)) == 4 and not inbox.waiting(run), job, "not all were refused")
+    eventually(lambda: len(inbox.ended(run)) == 4 and not inbox.waiting(run), job, "not all were refused")
 
 
 def the_step_can_be_chosen(job: subprocess.Popen[str], directory: Path) -> None:

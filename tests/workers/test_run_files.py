@@ -213,7 +213,7 @@ def test_an_entry_that_was_set_aside_is_tried_again(
     (tmp_path / "refused" / "bad.safetensors" / "part").rmdir()
     (tmp_path / "refused" / "bad.safetensors").rmdir()
     eventually(lambda: not bad.exists())
-    assert isinstance(inbox.refusals(tmp_path)["bad"], UpdateRefused)
+    assert isinstance(inbox.ended(tmp_path)["bad"].refusal, UpdateRefused)
 
 
 def put(run: Path, update: Update, trial: object) -> Path:
@@ -229,7 +229,7 @@ def test_an_entry_with_an_absurd_number_is_refused_and_the_job_continues(job: Jo
     inbox.submit(tmp_path, bias(1.0, id="good"))
     keeping_of(job, tmp_path).start()
     train_until(job, lambda: stage_of(tmp_path, "good") == Stage.VERIFIED)
-    assert list(inbox.refusals(tmp_path)) == ["absurd"]
+    assert list(inbox.ended(tmp_path)) == ["absurd"]
     eventually(lambda: inbox.waiting(tmp_path) == [])
 
 
@@ -250,8 +250,8 @@ def test_an_entry_that_causes_an_unexpected_error_is_refused_with_it_and_the_job
     put(tmp_path, bias(1.0, id="a-bad"), None)
     monkeypatch.setattr(where, faulty)
     keeping_of(job, tmp_path).start()
-    eventually(lambda: "a-bad" in inbox.refusals(tmp_path))
-    assert "ZeroDivisionError: nobody foresaw this" in str(inbox.refusals(tmp_path)["a-bad"])
+    eventually(lambda: "a-bad" in inbox.ended(tmp_path))
+    assert "ZeroDivisionError: nobody foresaw this" in str(inbox.ended(tmp_path)["a-bad"].refusal)
     put(tmp_path, bias(1.0, id="good"), None)
     train_until(job, lambda: stage_of(tmp_path, "good") == Stage.VERIFIED)
     eventually(lambda: inbox.waiting(tmp_path) == [])
@@ -267,7 +267,7 @@ def test_the_name_of_an_entry_puts_no_line_and_no_colour_into_the_log(
     (tmp_path / "inbox").mkdir()
     (tmp_path / "inbox" / "a\nroot ALL=(ALL) NOPASSWD: ALL\x1b[2J.safetensors").write_bytes(b"x")
     keeping_of(job, tmp_path).start()
-    eventually(lambda: inbox.refusals(tmp_path))
+    eventually(lambda: inbox.ended(tmp_path))
     messages = [record.getMessage() for record in caplog.records]
     assert any("a\\nroot ALL" in text for text in messages)
     assert not any("\n" in text or "\x1b" in text for text in messages)
@@ -289,7 +289,7 @@ def test_an_update_that_a_job_has_taken_for_a_later_step_is_given_back_when_it_i
     asked = inbox.ask(tmp_path, "withdraw", author="me", timeout_secs=600.0, name="later")
     train_until(job, lambda: stage_of(tmp_path, "later") == Stage.WITHDRAWN)
     eventually(lambda: not path.exists())
-    assert inbox.refusals(tmp_path) == {}
+    assert inbox.ended(tmp_path) == {}
     eventually(lambda: stage_of(tmp_path, asked.id) == Stage.WITHDRAWN)
     eventually(lambda: inbox.requests(tmp_path) == [])
 

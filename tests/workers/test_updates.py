@@ -491,7 +491,7 @@ def test_bad_updates_are_refused_and_training_ends_with_the_same_weights_as_with
     assert refused.keys() == EXPECTED.keys()
     for kind, words in EXPECTED.items():
         assert all(word in refused[kind] for word in words), f"{kind}: {refused[kind]}"
-    assert sorted(inbox.refusals(tmp_path / "run-True")) == ["cut", "hostile", "pickled", "stranger"]
+    assert sorted(inbox.ended(tmp_path / "run-True")) == ["cut", "hostile", "pickled", "stranger"]
     assert not list((tmp_path / "run-True" / "inbox").glob("*.safetensors"))
     assert [record.id for record in committed_updates(tmp_path / "run-True")] == ["known"]
 

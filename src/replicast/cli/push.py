@@ -131,7 +131,7 @@ def revert(run: Run, which: str, wait: bool, timeout: float, **how: Any) -> int:
 
 @click.command()
 @asks("withdraw")
-def withdraw(run: Run, update_id: str) -> None:
+def withdraw(run: Run, update_id: str, note: str) -> None:
     """Withdraw an update of RUN that is not committed yet.
 
     It may wait in the inbox, behind a trial, or for the step that it is scheduled for. A running job is
@@ -139,12 +139,12 @@ def withdraw(run: Run, update_id: str) -> None:
 
     \b
     Examples:
-      replicast withdraw runs/first 3f2a91c4
+      replicast withdraw runs/first 3f2a91c4 --note "wrong sign"
       replicast withdraw https://host:8080/first 3f2a91c4
 
     Exit code: 0 when it is withdrawn and will not be applied; 1 when it is too late or there is none.
     """
-    click.echo(f"withdrawn {printable(run.withdraw(update_id).id)}: it will not be applied.")
+    click.echo(f"withdrawn {printable(run.withdraw(update_id, note).id)}: it will not be applied.")
 
 
 def _file_or_run(text: str) -> Path | Run:

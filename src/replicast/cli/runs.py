@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from replicast.client.examination import EditView
 from replicast.client.notes import runs_below
 from replicast.client.run import Overview
 from replicast.core.records import Stage
-from replicast.errors import UpdateRefused, printable
+from replicast.errors import printable
 from replicast.files import below
 from replicast.page.assets import report as make_report
 from replicast.storage.claims import read_chain
@@ -30,6 +30,7 @@ from replicast.storage.run_files import ENDED, JobState, WorkerNote, absent_secs
 
 WATCH_SECS = 1.0
 _MOST_NEW = 1000  # Lines in that time.
+_LAST_ENDED = 5  # So many of the updates that were refused or withdrawn are in `status`.
 _MOST_LINES = 10  # Of each audit in the list: two for a variable that differs on one worker.
 _YELLOW = (JobState.NEVER_STARTED, JobState.STARTING, JobState.RESTARTING, JobState.STOPPED, JobState.ENDING)
 _STATE_STYLES = dict.fromkeys(_YELLOW, "yellow") | {JobState.FAILED: "red", JobState.LOST: "red"}
@@ -143,6 +144,8 @@ def logs(run: Run, worker: int, lines: int, attempt: int | None, follow: bool) -
 def log(run: Run, as_json: bool, last: int | None) -> None:
     """List the updates that a run has committed, in the order in which they are applied.
 
+    Below are the last ones that were refused or withdrawn, with the reason.
+
     \b
     Examples:
       replicast log runs/first
@@ -158,6 +161,8 @@ def log(run: Run, as_json: bool, last: int | None) -> None:
         texts.make_console().print(texts.updates_table(views))
     else:
         click.echo(f"The journal is empty: {texts.no_updates(journaled=seen.journaled)}.")
+    for part in () if as_json else _ended(seen.refused):
+        texts.make_console().print(part)
     if seen.problem:
         raise Failed(printable_lines(seen.problem))
 
@@ -315,15 +320,27 @@ def _overview(seen: Overview) -> Iterator[RenderableType]:
             yield _title(f"{len(views)} {title}{'' if seen.running else ', for the next start that trains'}")
             rows = (_pending_cells(view, now) for view in views)
             yield texts.make_table("id", "=stage", ">step", "what", ">size", "=since", rows=rows)
-    if seen.refused:
-        yield _title("refused")
-        rows = ((texts.short_id(one.id), _reason(one.refusal), texts.when(one.at)) for one in seen.refused)
-        yield texts.make_table("id", "why", "=when", rows=rows)
+    yield from _ended(seen.refused[-_LAST_ENDED:])
 
 
-def _reason(refusal: UpdateRefused | None) -> str:
+def _ended(views: Sequence[UpdateView]) -> Iterator[RenderableType]:
+    """What was refused or withdrawn: what it would have done, by whom, why not, and when."""
+    if views:
+        yield _title("refused or withdrawn")
+        rows = (
+            (texts.short_id(one.id), texts.stage_cell(one.stage), _end_cell(one), texts.when(one.at))
+            for one in views
+        )
+        yield texts.make_table("id", "=stage", "what, and why not", "=when", rows=rows)
+
+
+def _end_cell(view: UpdateView) -> Text:
+    cell, refusal = texts.what_cell(view), view.refusal
     variable = "" if refusal is None or refusal.variable is None else f" ({refusal.variable})"
-    return "" if refusal is None else one_line(f"{refusal.problem}{variable}")
+    problem = "" if refusal is None else f"{refusal.problem}{variable}"
+    by = f"withdrawn by {view.withdrawn_by}" if view.withdrawn_by else ""
+    why = one_line(problem or ": ".join(text for text in (by, view.reason) if text))
+    return cell.append("\n" if cell and why else "").append(why, style="yellow")
 
 
 def _title(text: str) -> Text:
@@ -406,4 +423,5 @@ def _facts(view: UpdateView) -> Iterator[tuple[str, str | Text]]:
     if view.refusal is not None:
         for name, value in view.refusal.to_json().items():
             yield name, "" if value is None else one_line(value)
+    yield "withdrawn", f"by {one_line(view.withdrawn_by)}" if view.withdrawn_by else ""
     yield "reason", one_line(view.reason)

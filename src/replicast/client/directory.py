@@ -45,7 +45,7 @@ from replicast.update.schema import Schema, Variable, planned
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
-_LAST = 5  # So many of the last updates, and of the last refusals, are in an overview.
+_LAST, _LAST_ENDED = 5, 20  # In an overview: of the last updates, and of those refused or withdrawn.
 _LAST_CHANGES = 50
 _MAX_LOG_LINES = 10_000
 _MAX_OPERATIONS_BYTES = 2**20
@@ -143,12 +143,12 @@ class DirectoryRun(Run):
             updates = self._committed(journal, _order(journal)[-_LAST:])
             known = journal.history.by_id.keys() | journal.history.scheduled.keys()
             waiting = self._waiting(known)
-            refused = self._refused(journal, known | {view.id for view in waiting})
+            ended = self._ended(journal, known | {view.id for view in waiting})
             return {
                 "updates": tuple(updates),
                 "scheduled": tuple(journal.scheduled()),
                 "waiting": tuple(waiting),
-                "refused": tuple(refused[-_LAST:]),
+                "refused": tuple(ended[-_LAST_ENDED:]),
                 "problem": _damage_text(journal),
             }
         except FileDamaged as error:
@@ -273,8 +273,7 @@ class DirectoryRun(Run):
         views = [*self._committed(journal, numbers), *journal.scheduled()]
         known = {view.id for view in views}
         views += self._waiting(known)
-        views += [UpdateView(id=one, stage=Stage.WITHDRAWN) for one in sorted(journal.history.withdrawn)]
-        views += self._refused(journal, known)
+        views += self._ended(journal, known)
         return [view for view in views if matches(view.id)]
 
     def _committed(self, journal: Updates, sequences: Iterable[int]) -> list[UpdateView]:
@@ -311,19 +310,20 @@ class DirectoryRun(Run):
                 found.append(structs.replace(view, at=at, path=entry.path, nbytes=nbytes))
         return found
 
-    def _refused(self, journal: Updates, known: Collection[str]) -> list[UpdateView]:
-        """What was refused, the oldest first, without the ids that were accepted or submitted again since."""
-        found = []
-        reasons = {id_: UpdateRefused(problem) for id_, problem in journal.refused.items()}
-        reasons |= inbox.refusals(self.path)
-        for update_id in reasons.keys() - known:
-            view = UpdateView(id=update_id, stage=Stage.REFUSED, refusal=reasons[update_id])
-            path = self.path / "refused" / f"{update_id}.safetensors"
-            with contextlib.suppress(OSError):
-                view = structs.replace(view, at=path.with_name(f"{update_id}.json").stat().st_mtime)
-                view = structs.replace(view, nbytes=path.stat().st_size, path=path)
-            found.append(view)
-        return sorted(found, key=lambda view: (view.at, view.id))
+    def _ended(self, journal: Updates, known: Collection[str]) -> list[UpdateView]:
+        """What was refused or withdrawn, the oldest first, without what was accepted or submitted again.
+
+        The journal knows what was stored of an update, a file of the inbox who has withdrawn it and why.
+        """
+        found = dict(journal.ended)
+        for id_, view in inbox.ended(self.path).items():
+            stored = found.get(id_)
+            if stored is not None and stored.edits:
+                told = {name: getattr(stored, name) for name in ("author", "note", "edits", "nbytes")}
+                view = structs.replace(view, **told)
+            found[id_] = view
+        views = (view for id_, view in found.items() if id_ not in known)
+        return sorted(views, key=lambda view: (view.at, view.id))
 
     def _noted(self, update_id: str) -> UpdateView | None:
         """An update as its note says, which is cheap to read; None without a note.
@@ -425,16 +425,17 @@ class DirectoryRun(Run):
             ) from error
         return warning
 
-    def do_withdraw(self, update_id: str) -> UpdateView:
+    def do_withdraw(self, update_id: str, note: str, author: str) -> UpdateView:
         """Blocks until the job has answered, if one has taken it."""
         with contextlib.suppress(OSError):  # Then the update is not found or not removed, which is told.
             inbox.put_back(self.path)  # Of a withdrawal that was killed.
         view = self._find(update_id)
         if view.stage in (Stage.REFUSED, Stage.WITHDRAWN):
             raise UpdateRefused(f"Update {view.id} was {view.stage}: there is nothing to withdraw")
-        withdrawn = UpdateView(id=view.id, stage=Stage.WITHDRAWN)
+        by = author or this_user()
+        withdrawn = UpdateView(id=view.id, stage=Stage.WITHDRAWN, withdrawn_by=by, reason=note)
         try:
-            if inbox.withdraw(self.path, view.id, job_is_running=lambda: see(self.path).running):
+            if inbox.withdraw(self.path, view.id, lambda: see(self.path).running, by=by, why=note):
                 return withdrawn
         except OSError as error:
             raise UpdateRefused(
@@ -443,7 +444,7 @@ class DirectoryRun(Run):
         problem = "It was taken by a job"
         if self._find(view.id).stage in _WITHDRAWABLE:
             try:
-                self._ask("withdraw", _WITHDRAWAL_SECS, name=view.id)
+                self._ask("withdraw", _WITHDRAWAL_SECS, by, name=view.id, note=note)
                 return withdrawn
             except (NoAnswer, RequestRefused) as error:
                 problem = str(error)
@@ -525,6 +526,7 @@ class DirectoryRun(Run):
         name: str = "",
         variable: Variable | None = None,
         rows: Rows = (),
+        note: str = "",
     ) -> tuple[InboxAnswer, Array | None]:
         """Asks the job for something and waits for its answer, at most `timeout_secs`; a pull has values."""
         seen, what = see(self.path), _WHAT[kind]
@@ -533,6 +535,7 @@ class DirectoryRun(Run):
                 f"The job is not running: {seen.state.sentence}. Only a running job can be asked for {what}."
             )
         named = {"author": author or this_user(), "name": name if variable is None else variable.name}
+        named["note"] = note
         try:
             id_ = inbox.ask(self.path, kind, timeout_secs=timeout_secs, now=seen.now, rows=rows, **named).id
         except OSError as error:

@@ -557,7 +557,7 @@ class Run:
             thoroughly: Read the journal in any case: a job that died may not have written its last note.
 
         Raises:
-            NotFound: Nothing is known of it: it was withdrawn before a job took it, or has another id.
+            NotFound: Nothing is known of it: it has another id.
         """
 
     @operation("GET", "/audits", key="audits")
@@ -608,11 +608,13 @@ class Run:
         """
 
     @operation("POST", "/updates/{update_id}/withdraw", takes_secs=30.0)
-    def withdraw(self, update_id: str) -> UpdateView:
+    def withdraw(self, update_id: str, note: Text = "", author: Text = "") -> UpdateView:
         """Takes back an update that is not committed yet; a running job is asked, for at most 30 s.
 
         Args:
             update_id: Its id, or the beginning of it.
+            note: Why.
+            author: Who. Default: the user of this process.
 
         Raises:
             NotFound: There is no such update.
@@ -784,7 +786,6 @@ class Pushed:
             UpdateRefused: The update was refused or withdrawn; no replica has changed.
             ReplicasDiverged: The update was applied, and the replicas are not equal.
             UpdatePending: The timeout has expired.
-            NotFound: It was withdrawn before a job took it.
         """
         limit = FOREVER_SECS if timeout is None else timeout
         for view, brief in self.run.follow(self.id, limit):
@@ -820,7 +821,8 @@ def progress_of(view: UpdateView, brief: Brief, *, moving: bool) -> str:
 def _receipt_of(view: UpdateView) -> Receipt:
     receipt = view.receipt
     if view.stage is Stage.WITHDRAWN:
-        raise UpdateRefused("It was withdrawn")
+        by = f" by {view.withdrawn_by}" if view.withdrawn_by else ""
+        raise UpdateRefused(f"It was withdrawn{by}" + (f": {view.reason}" if view.reason else ""))
     if view.stage is Stage.REFUSED:
         raise UpdateRefused("It was refused; no reason is known") if view.refusal is None else view.refusal
     if view.stage is Stage.FAILED:

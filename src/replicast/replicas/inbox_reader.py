@@ -322,6 +322,10 @@ class InboxReader:
             stage, problem = Stage.WITHDRAWN, ""
             if outcome.stage is not Stage.WITHDRAWN:
                 stage, problem = Stage.REFUSED, _refusal(outcome).problem
+            else:
+                request, update = taken.request, path.with_name(f"{taken.request.name}.safetensors")
+                who, why = request.author, request.note
+                inbox.note_end(run_dir, update, Stage.WITHDRAWN, withdrawn_by=who, why=why)
             id_ = taken.request.id
             inbox.answer(run_dir, id_, self._answer(id_, stage, self.session.step, problem))
         else:
@@ -336,6 +340,7 @@ class InboxReader:
                 logger.error("%s", error)
                 inbox.note_stage(run_dir, tell.id, tell.stage, step=tell.step, problem=str(error))
             case Stage.WITHDRAWN, _:
+                inbox.note_end(run_dir, path, Stage.WITHDRAWN)
                 inbox.note_stage(run_dir, tell.id, Stage.WITHDRAWN)
             case _:
                 inbox.refuse(run_dir, path, _refusal(tell))

@@ -5,7 +5,8 @@
     inbox/<id>.answer.json      an `InboxAnswer`: how far the request is, and in the end what came of it
     inbox/<id>.answer.tensors   the values that were pulled, as safetensors; written before the answer
     inbox/<id>.<random>.aside   an update while somebody withdraws it
-    refused/<id>.json           why an update was refused; its file is next to it
+    refused/<id>.json           an `EndedUpdate`: who, what, why, when, of one refused or withdrawn;
+                                the file of a refused one is next to it
 
 **Life of a request.** It is renamed into place when it is complete, and stays until it has its outcome, so
 that the next attempt answers what a job that died has left. First the answer is written, then the request is
@@ -43,6 +44,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from replicast import files
 from replicast.codec import json_line
@@ -52,8 +54,8 @@ from replicast.errors import FileDamaged, UpdateIdInUse, UpdateRefused, refusal_
 from replicast.files import RunDir, RunPath, below, write_durably
 from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.storage.journal import Updates, UpdateView, summary
-from replicast.strictjson import described, json_bytes, parse_object
+from replicast.storage.journal import EditSummary, Updates, UpdateView, summary
+from replicast.strictjson import described, parse_object
 from replicast.tensorfiles import TensorFile, outline_of, parse_tensors, read_tensor_bytes, tensor_chunks
 from replicast.update.schema import Variable
 from replicast.update.trial import Trial
@@ -66,6 +68,7 @@ _CREATED, _MOVED_HERE = 0x100, 0x80  # of inotify
 _KEEP_SECS = 3600.0
 _MAX_REQUEST_BYTES = 2**20
 _MAX_ANSWER_BYTES = 64 * 2**20
+_SMALL_BYTES = 2**16  # Of an update that is shown with the numbers that it sets.
 _MAX_SHOWN_BYTES = 2**20  # Of a header: a status reads those of many updates each time.
 _MAX_AUTHOR = 200
 _MOST_RANGES = 10_000
@@ -101,6 +104,7 @@ class InboxRequest(msgspec.Struct, frozen=True):
     name: str = ""  # the variable to pull, or the id of the update to withdraw
     rows: Annotated[Rows, msgspec.Meta(max_length=_MOST_RANGES)] = ()
     id: str = ""
+    note: str = ""  # why
 
 
 class InboxAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -123,6 +127,24 @@ class InboxAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def done_at(self) -> int:
         return 0 if self.step is None else self.step
+
+
+class EndedUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An update that is never applied."""
+
+    stage: Stage = Stage.REFUSED
+    at: float = 0.0
+    reason: dict[str, Any] = {}  # The `UpdateRefused`.
+    withdrawn_by: str = ""
+    why: str = ""
+    author: str = ""
+    note: str = ""
+    edits: tuple[EditSummary, ...] = ()
+    nbytes: int | None = None
+
+
+_KEPT = ("author", "note", "edits", "nbytes")
+_TOLD = ("reason", "withdrawn_by", "why", *_KEPT)
 
 
 # The author's side.
@@ -185,9 +207,11 @@ def ask(
     now: float | None = None,
     name: str = "",
     rows: Rows = (),
+    note: str = "",
 ) -> InboxRequest:
     now = time.time() if now is None else now
-    request = InboxRequest(kind, author[:_MAX_AUTHOR], now, now + timeout_secs, name, rows, uuid.uuid4().hex)
+    author, id_ = author[:_MAX_AUTHOR], uuid.uuid4().hex
+    request = InboxRequest(kind, author, now, now + timeout_secs, name, rows, id_, note)
     _check(request)
     files.make_durably(_inbox(run_dir))
     files.write_quickly(_inbox(run_dir) / f"{request.id}{_REQUEST}", msgspec.json.encode(request).decode())
@@ -242,46 +266,82 @@ def stopped_by(run_dir: RunDir, attempt: int) -> InboxAnswer | None:
     return None
 
 
-def refusals(run_dir: RunDir) -> dict[str, UpdateRefused]:
-    """Why updates were refused, by id. A damaged file yields an error that says so, and hides no other."""
+def ended(run_dir: RunDir) -> dict[str, UpdateView]:
+    """The updates that were refused or withdrawn, by id. A damaged file says so, and hides no other."""
     paths = sorted(_refused(run_dir).glob("*.json"))
-    found = dict[str, UpdateRefused]()
-    for path in (path for path in paths if not path.name.startswith(".")):
-        try:
-            reason = files.read_json(path, max_bytes=_MAX_ANSWER_BYTES).get("reason")
-            why = UpdateRefused(f"The reason cannot be read: {path} has none")
-            found[path.name.removesuffix(".json")] = (
-                UpdateRefused.from_json(reason) if isinstance(reason, dict) else why
-            )
-        except FileDamaged as error:
-            found[path.name.removesuffix(".json")] = UpdateRefused(f"The reason cannot be read: {error}")
-    return found
+    return {path.name.removesuffix(".json"): _end(path) for path in paths if not path.name.startswith(".")}
+
+
+def _end(path: RunPath) -> UpdateView:
+    id_, one, refusal, stage = path.name.removesuffix(".json"), EndedUpdate(), None, Stage.WITHDRAWN
+    try:
+        one = _read_end(path)
+        if one.stage is not Stage.WITHDRAWN:  # Anybody may write here.
+            stage, refusal = Stage.REFUSED, UpdateRefused.from_json(one.reason)
+    except (FileDamaged, ValueError) as error:
+        stage, refusal = Stage.REFUSED, UpdateRefused(f"The reason cannot be read: {error}")
+    fields = {name: getattr(one, name) for name in (*_KEPT, "at", "withdrawn_by")}
+    view = UpdateView(id=id_, stage=stage, reason=one.why, refusal=refusal, **fields)
+    with contextlib.suppress(OSError):
+        view = replace(view, at=one.at or path.stat().st_mtime)
+        update = path.with_name(f"{id_}{_UPDATE}")
+        view = replace(view, nbytes=update.stat().st_size, path=update)
+    return view
+
+
+def _read_end(path: RunPath) -> EndedUpdate:
+    return described(EndedUpdate, "record", files.read_json(path, max_bytes=_MAX_ANSWER_BYTES))
+
+
+def note_end(run_dir: RunDir, path: RunPath, stage: Stage, *, durably: bool = True, **fields: Any) -> None:
+    """Writes down who, what, why and when of an update that is never applied, which may be in this file.
+
+    It may be told in two steps: by who has withdrawn it, and by the job.
+    """
+    record = _refused(run_dir) / f"{id_of(path)}.json"
+    with contextlib.suppress(Exception):  # What is in the file may be why it is refused.
+        if (told := describe(path)) is not None:
+            fields |= {name: getattr(told, name) for name in _KEPT}
+    with contextlib.suppress(FileDamaged, ValueError):
+        if (before := _read_end(record)).stage is stage:
+            fields = {name: fields.get(name) or getattr(before, name) for name in _TOLD}
+    files.make_durably(record.parent)
+    write_durably(record, [json_line(EndedUpdate(stage, time.time(), **fields))], sync=durably)
 
 
 # Withdrawing an update that no job has taken.
 
 
-def withdraw(run_dir: RunDir, update_id: str, *, job_is_running: Callable[[], bool]) -> bool:
-    """Removes a waiting update, unless a job has taken it already."""
+def withdraw(
+    run_dir: RunDir, update_id: str, job_is_running: Callable[[], bool], *, by: str = "", why: str = ""
+) -> bool:
+    """Removes a waiting update, unless a job has taken it already. Who, what, why and when is kept."""
     if Path(update_id).name != update_id:
         return False
     path = _inbox(run_dir) / f"{update_id}{_UPDATE}"
-    aside = _aside(path, update_id)
+    aside, record = _aside(path, update_id), _refused(run_dir) / f"{update_id}.json"
+    if not path.exists():
+        return False
+    # First: if it is not withdrawn, or this process is killed, it still waits or is applied, and that counts.
+    note_end(run_dir, path, Stage.WITHDRAWN, withdrawn_by=by, why=why)
     try:
         path.rename(aside)
     except FileNotFoundError:
+        record.unlink(missing_ok=True)
         return False
     taken = True
     try:
         taken = _is_taken(run_dir, update_id, job_is_running=job_is_running)
     finally:
         if taken:
+            record.unlink(missing_ok=True)
             _put_back(aside)
     if taken:
         return False
     try:
         aside.unlink()
     except FileNotFoundError:  # It was put back, and may be taken by now.
+        record.unlink(missing_ok=True)
         return False
     (_inbox(run_dir) / f"{update_id}{_ANSWER}").unlink(missing_ok=True)
     files.sync_directory(path.parent)
@@ -326,7 +386,7 @@ def _is_taken(run_dir: RunDir, update_id: str, *, job_is_running: Callable[[], b
     if journal.has_promised(update_id):
         return True
     pending = {one.proposal.id for manifest in CheckpointStore(run_dir).list() for one in manifest.pending}
-    return update_id in pending and update_id not in journal.refused
+    return update_id in pending and update_id not in journal.ended
 
 
 # What waits.
@@ -441,10 +501,15 @@ def _submitted(path: RunPath, file: TensorFile) -> Submitted:
 
 
 def describe(path: RunPath) -> UpdateView | None:
-    """An update in the inbox, by the header of its file alone; None if it is gone, too long or no update."""
+    """An update in the inbox, by the header of its file; None if it is gone, too long or no update."""
     with contextlib.suppress(OSError, FileDamaged, UpdateRefused):
         nbytes = path.stat().st_size
-        found = _submitted(path, outline_of(path, max_tensors=MAX_TENSORS, max_bytes=_MAX_SHOWN_BYTES))
+        is_small = nbytes <= _SMALL_BYTES  # Then its values are known too.
+        found = (
+            read(path, _SMALL_BYTES)
+            if is_small
+            else _submitted(path, outline_of(path, max_tensors=MAX_TENSORS, max_bytes=_MAX_SHOWN_BYTES))
+        )
         return UpdateView(
             id=found.update.id,
             stage=Stage.PROPOSED,
@@ -452,7 +517,7 @@ def describe(path: RunPath) -> UpdateView | None:
             nbytes=nbytes,
             author=found.update.author,
             note=found.update.note,
-            edits=tuple(summary(edit, outline=True) for edit in found.update.edits),
+            edits=tuple(summary(edit, outline=not is_small) for edit in found.update.edits),
             scheduled=found.at_step is not None,
             reverts=found.reverts,
             trial=found.trial,
@@ -471,7 +536,7 @@ def read_request(path: RunPath) -> InboxRequest:
         raise
     except (OSError, ValueError) as error:
         raise UpdateRefused(f"Not a valid request: {error}") from error
-    request = msgspec.structs.replace(request, id=id_of(path))
+    request = replace(request, id=id_of(path))
     _check(request)
     return request
 
@@ -508,9 +573,7 @@ def note_stage(run_dir: RunDir, update_id: str, stage: Stage, **fields: Any) -> 
 
 def refuse(run_dir: RunDir, path: RunPath, error: Exception, *, durably: bool = True) -> None:
     refused = _refused(run_dir)
-    files.make_durably(refused)
-    reason = json_bytes({"reason": refusal_of(error).to_json(), "refused_at": time.time()})
-    write_durably(refused / f"{id_of(path)}.json", [reason], sync=durably)
+    note_end(run_dir, path, Stage.REFUSED, durably=durably, reason=refusal_of(error).to_json())
     with contextlib.suppress(FileNotFoundError):
         path.rename(refused / path.name)
         if durably:
@@ -568,6 +631,7 @@ def _check(request: InboxRequest) -> None:
     checked_text("name of the file", request.id)  # It is part of messages and answers.
     checked_text("author", request.author, _MAX_AUTHOR)
     checked_text("name", request.name, 1000)
+    checked_text("note", request.note)
 
 
 def _checked_step(value: Any) -> int | None:

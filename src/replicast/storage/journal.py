@@ -124,7 +124,7 @@ def stored_path(run_dir: RunDir, line: LogLine) -> RunPath:
     return claims.group_directory(run_dir, line.group) / getattr(line.entry, "file", "")
 
 
-class _EditSummary(TypedDict):
+class EditSummary(TypedDict):
     operation: EditKind
     variable: str
     shape: list[int] | None
@@ -134,7 +134,7 @@ class _EditSummary(TypedDict):
 def _summaries(line: LogLine) -> tuple[Mapping[str, Any], ...]:
     edits = line.entry.edits if isinstance(line.entry, Payload) else _NO_EDITS
     try:
-        return msgspec.json.decode(edits, type=tuple[_EditSummary, ...])
+        return msgspec.json.decode(edits, type=tuple[EditSummary, ...])
     except (ValueError, RecursionError):  # A line with a valid seal may still have anything here.
         return ()
 
@@ -597,6 +597,7 @@ class UpdateView(View, frozen=True, kw_only=True):
     receipts: tuple[Receipt, ...] = ()
     outcome: TrialOutcome | None = None
     refusal: UpdateRefused | None = None
+    withdrawn_by: str = ""
     path: RunPath | None = None
     reason: str = ""
     waits_for: str = ""
@@ -646,14 +647,16 @@ class Updates:
         self.journal = StoredJournal(run_dir)
         self.damaged = self.journal.damaged
         self.history = self.journal.history()
-        self.refused: dict[str, str] = {}  # The reasons, by id, without updates accepted later.
+        self.ended: dict[str, UpdateView] = {}  # Refused, without those accepted later, and withdrawn; by id.
         self._chosen: set[str] = set()  # Updates with a step that their author chose.
         self._committed_at: dict[int, float] = {}
         self._receipts: dict[int, list[Receipt]] = {}
+        digests: dict[str, str] = {}
         for line in self.journal.lines:
             match line.entry:
-                case Payload(id_):
-                    self.refused.pop(id_, None)
+                case Payload(id_, digest):
+                    digests[id_] = digest
+                    self.ended.pop(id_, None)
                 case Scheduled(id_):
                     self._chosen.add(id_)
                 case Committed(sequence):
@@ -661,7 +664,12 @@ class Updates:
                 case Receipt(sequence) as receipt:
                     self._receipts.setdefault(sequence, []).append(receipt)
                 case Refused(id_, _, problem, whole=True):
-                    self.refused[id_] = problem
+                    told = self._payload(id_, digests.get(id_, ""))
+                    refusal, at = UpdateRefused(problem), line.written_at
+                    self.ended[id_] = UpdateView(stage=Stage.REFUSED, at=at, refusal=refusal, **told)
+                case Withdrawn(id_):
+                    told = self._payload(id_, digests.get(id_, ""))
+                    self.ended[id_] = UpdateView(stage=Stage.WITHDRAWN, at=line.written_at, **told)
 
     def check_whole(self) -> None:
         if self.damaged:

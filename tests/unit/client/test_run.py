@@ -140,12 +140,18 @@ def test_a_push_that_ends_badly_raises_as_a_ticket_does(
 
 def test_what_waits_can_be_withdrawn_by_the_beginning_of_its_id(run: Run, directory: Path) -> None:
     pushed = run.push(slower())
-    withdrawn = run.withdraw("slow")
+    withdrawn = run.withdraw("slow", "wrong sign", "bob")
     assert (withdrawn.id, withdrawn.stage) == ("slower", Stage.WITHDRAWN)
+    view = run.show("slower")
+    assert (view.withdrawn_by, view.reason, view.texts) == (
+        "bob",
+        "wrong sign",
+        ("assign learning_rate to 0.5",),
+    )
     assert inbox.waiting(directory) == []
     with pytest.raises(NotFound, match="no update nothing"):
         run.withdraw("nothing")
-    with pytest.raises(NotFound, match="Nothing is known of update slower"):
+    with pytest.raises(UpdateRefused, match="It was withdrawn by bob: wrong sign"):
         pushed.result(timeout=120)
 
 

@@ -14,7 +14,7 @@ export class Updates {
     this.node = card("updates", "Updates");
     this.body = el("div", { class: "body" });
     this.node.append(this.body);
-    this.groups = new Map(["under way", "waiting", "applied", "refused"].map((name) => [name, this.group(name)]));
+    this.groups = new Map(["under way", "waiting", "applied", "refused or withdrawn"].map((name) => [name, this.group(name)]));
     this.more = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => actions.more() }, "Show more");
     this.groups.get("applied").node.append(this.more);
     this.empty = el("p", { class: "empty", hidden: true }, "No update yet. Upload one, or: replicast push RUN --set optimizer/learning_rate=0.0005");
@@ -35,7 +35,7 @@ export class Updates {
     this.fill("under way", others, (one) => `${one.kind}-${one.id}`, operation);
     this.fill("waiting", [...status.waiting, ...status.scheduled].map((view) => ({ ...view, allowed })), (view) => view.id, (view) => this.entry(view));
     this.fill("applied", applied.slice().reverse().map((view) => ({ ...view, allowed, ago: ago(view.verified_at ?? view.committed_at ?? view.at) })), (view) => view.id, (view) => this.entry(view));
-    this.fill("refused", status.refused.slice().reverse().map((view) => ({ ...view, ago: ago(view.at) })), (view) => view.id, (view) => this.entry(view));
+    this.fill("refused or withdrawn", status.refused.slice().reverse().map((view) => ({ ...view, ago: ago(view.at) })), (view) => view.id, (view) => this.entry(view));
     const all = Math.max(0, ...applied.map((view) => view.sequence)); // They are numbered from 1.
     setText(this.groups.get("applied").title, all > applied.length ? `applied: the last ${count(applied.length)} of ${count(all)}${applied.length < MOST ? "" : "; all of them: replicast log RUN"}` : "applied");
     this.more.hidden = all <= applied.length || applied.length >= MOST;
@@ -76,6 +76,7 @@ export class Updates {
       view.reverted_by ? el("span", { class: "meta reason" }, `reverted by update ${view.reverted_by}`) : null,
       view.waits_for ? el("span", { class: "meta" }, `waits for ${view.waits_for}`) : null,
       view.refusal && what !== view.refusal.problem ? el("span", { class: "meta reason" }, view.refusal.problem) : null,
+      view.withdrawn_by ? el("span", { class: "meta" }, `withdrawn by ${view.withdrawn_by}`) : null,
       view.reason ? el("span", { class: "meta reason" }, view.reason) : null);
     return el("li", {}, el("details", { class: "entry" }, summary, el("div", { class: "more" }, this.details(view), this.buttons(view))));
   }
