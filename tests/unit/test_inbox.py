@@ -351,16 +351,6 @@ def test_what_a_header_or_the_size_on_disk_shows_to_be_wrong_is_refused_without_
     assert not refused
 
 
-def test_a_file_with_holes_is_not_read_even_if_it_fits(tmp_path: Path) -> None:
-    path = sparse_file(tmp_path, update_of("a"), {"0.value": (2**27,)})
-    with (
-        traced_memory() as peak,
-        pytest.raises(FileDamaged, match=r"has holes.*53687\d+ bytes on disk.*bytes on disk"),
-    ):
-        inbox.take(tmp_path, path)
-    assert peak() < 2**23
-
-
 def test_who_submits_an_id_that_waits_already_does_not_read_a_larger_file(tmp_path: Path) -> None:
     sparse_file(tmp_path, update_of("a"), {"0.value": (2**23,)})
     with traced_memory() as peak, pytest.raises(UpdateRefused, match="Another update with this id"):

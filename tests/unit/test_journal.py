@@ -175,12 +175,6 @@ def test_text_that_is_not_valid_unicode_is_escaped(tmp_path: Path) -> None:
     assert not run.damaged
 
 
-def test_what_has_only_a_payload_is_not_committed(journal: Journal) -> None:
-    write(journal, payload_of(update_of(1)))
-    assert journal.history().committed == {}
-    assert load(journal, 1).id == "u1"
-
-
 def test_a_payload_without_its_update_and_a_checkpoint_are_mistakes(journal: Journal) -> None:
     with pytest.raises(ValueError, match="Received: None"):
         journal.write(payload_of(update_of(1)))
@@ -199,17 +193,6 @@ def test_an_update_has_the_next_number_or_is_not_written(tmp_path: Path) -> None
         with pytest.raises(ValueError, match="The next update is 2"):
             journal.write(committed_of(sequence))
     assert list(writer(tmp_path).history().committed.values()) == [record]
-
-
-def test_another_process_sees_what_was_written(tmp_path: Path) -> None:
-    commit(writer(tmp_path), 1)
-    (update,) = committed_updates(tmp_path)
-    assert (update.id, update.workers, update.author, update.note) == ("u1", 2, "me", "why")
-    assert load_update(tmp_path, 1).content_digest() == update.content_digest
-    assert sorted(path.name for path in folder(tmp_path).iterdir()) == [
-        "000001.safetensors",
-        "log.jsonl",
-    ]
 
 
 def test_what_the_first_update_of_a_run_is_reached_by_is_on_disk_too(

@@ -404,16 +404,6 @@ def trained(run: Path) -> None:
         assert ticket.result(DEADLINE_SECS).sequence == 1
 
 
-def test_a_job_trains_on_beside_a_damaged_receipt(tmp_path: Path) -> None:
-    trained(tmp_path)
-    damage(tmp_path, "receipt", cut)
-    with Job(2, started(tmp_path), attempt=1) as job:
-        ticket = job.workers[0].session.propose(bias(2.0, "second"))
-        job.train(6)
-        assert ticket.result(DEADLINE_SECS).sequence == 2
-        assert [float(worker.state.values["dense/bias"][0]) for worker in job.workers] == [3.0, 3.0]
-
-
 @pytest.mark.parametrize("name", ["log.jsonl", "000001.safetensors"])
 def test_a_job_whose_values_are_damaged_ends_with_their_file_named(tmp_path: Path, name: str) -> None:
     trained(tmp_path)
@@ -540,18 +530,6 @@ def test_what_every_kept_checkpoint_contains_is_removed_and_the_rest_can_be_appl
         again = [[reader.load(one.id, one.digest).id for one in history.after(holds)] for holds in kept]
         assert again == [["u4", "u5"], ["u4"]]
     assert committed_updates(tmp_path) == before
-
-
-def test_a_start_that_needs_what_was_removed_is_told_what_to_do(tmp_path: Path) -> None:
-    commit(started(tmp_path), 1, 2)
-    started(tmp_path).remove_payloads({1}, None)
-    journal = started(tmp_path)
-    (first, _) = journal.history().after(frozenset())
-    with pytest.raises(PayloadRemoved, match=r"Call replicas\.restore\(\) before training"):
-        journal.load(first.id, first.digest)
-    with pytest.raises(PayloadRemoved, match=r"Call replicas\.restore\(\) before training"):
-        load_update(tmp_path, 1)
-    assert load_update(tmp_path, 2).id == "u2"
 
 
 def test_what_was_refused_or_withdrawn_is_removed_and_what_waits_is_not(tmp_path: Path) -> None:

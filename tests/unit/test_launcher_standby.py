@@ -143,14 +143,6 @@ def test_a_script_sees_the_same_in_a_standby_as_in_a_cold_start(
     assert json.loads(here.log(1)) == json.loads(here.log(0))
 
 
-def test_a_standby_is_the_worker_of_the_next_attempt(place: Make) -> None:
-    here = place("import os; print(os.getpid(), os.environ['TF_CONFIG'])")
-    here.run(0, TF_CONFIG="first")
-    standby = here.prepare()
-    here.run(1, TF_CONFIG="second")
-    assert here.log(1) == f"{standby} second\n"
-
-
 def test_a_standby_starts_only_once_the_job_trains_and_waits_without_a_file_of_the_run(place: Make) -> None:
     here = place("")
     here.trains = False

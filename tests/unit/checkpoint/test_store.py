@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import shutil
 import weakref
 from collections.abc import Iterator
@@ -31,7 +30,6 @@ from replicast.storage.checkpoints import (
 )
 from replicast.storage.claims import Fence
 from replicast.update.digest import digest_array, digest_state
-from replicast.update.schema import Schema, Variable
 from replicast.update.trial import Trial
 from tests.unit.checkpoint.samples import assert_holds, draft_of, flip, schema_of, state_of, written
 
@@ -63,12 +61,6 @@ def test_the_order_in_which_variables_come_changes_no_byte(store: CheckpointStor
         assert (store.path(1200).as_path() / name).read_bytes() == (
             other.path(1200).as_path() / name
         ).read_bytes()
-
-
-def test_the_directory_holds_three_files_and_nothing_is_left_beside_it(store: CheckpointStore) -> None:
-    written(store, 7)
-    assert sorted(os.listdir(store.path(7).as_path())) == ["COMMITTED", "manifest.json", "state.safetensors"]  # noqa: PTH208
-    assert [path.name for path in store.path(7).as_path().parent.iterdir()] == ["00000007"]
 
 
 def test_another_tool_can_read_the_state(store: CheckpointStore) -> None:
@@ -345,13 +337,6 @@ def test_a_closed_reader_leaves_no_descriptor_behind(store: CheckpointStore) -> 
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_an_empty_schema_and_one_of_hints_have_the_same_file(tmp_path: Path) -> None:
-    schema = Schema([Variable("x", (2,), "float32", "trainable")], {"y": "is computed"})
-    store = CheckpointStore(tmp_path)
-    store.write(draft_of({}, schema=schema), [("x", np.zeros(2, np.float32))])
-    assert store.manifest(1200).schema.to_json() == schema.to_json()
-
-
 def pending_of(id_: str, *tickets: str, at_step: int | None = None, trial: Trial | None = None) -> Pending:
     proposal = Proposal(id_, "d" * 32, (id_, "d" * 32), at_step, trial, author="me", note="why")
     return Pending(proposal, tickets)
@@ -559,10 +544,6 @@ def test_one_that_is_seen_to_be_damaged_is_passed_over_and_remembered(
     assert chosen(three, None, damaged) == 10
     assert list(damaged) == [15]
     assert "is damaged" in damaged[15]
-
-
-def test_one_that_a_worker_found_damaged_is_passed_over(three: CheckpointStore) -> None:
-    assert chosen(three, None, {15: "worker 1 reads other bytes"}) == 10
 
 
 def test_an_uncommitted_checkpoint_is_skipped_with_a_warning(

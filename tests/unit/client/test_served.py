@@ -21,7 +21,7 @@ from replicast.storage import inbox
 from replicast.update.update import Update
 from tests.page.live import TOKEN, served_run
 from tests.page.prompt_run import PromptRun
-from tests.unit.played_job import BIAS, PlayedJob, heard_of_always, invoke, meanwhile, output_of, tensors
+from tests.unit.played_job import BIAS, heard_of_always, invoke, meanwhile, tensors
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
 
@@ -245,15 +245,6 @@ def test_commands_take_the_address_of_a_run(address: str, monkeypatch: pytest.Mo
     refused = invoke("push", address, "--add", delta)
     told = f"Error: {address} does not accept this token: set REPLICAST_TOKEN, or name a file with it in "
     assert (refused.exit_code, refused.output) == (1, f"{told}REPLICAST_TOKEN_FILE\n")
-
-
-def test_a_push_to_an_address_is_waited_for_until_it_is_verified(
-    address: str, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("REPLICAST_TOKEN", TOKEN)
-    meanwhile(monkeypatch, PlayedJob(directory).act)
-    told = output_of(0, "push", address, "--set", "learning_rate=0.1", "--wait")
-    assert "verified: number 1, applied at step 7" in told
 
 
 def test_a_client_loads_neither_tensorflow_nor_what_the_command_line_needs(directory: Path) -> None:
