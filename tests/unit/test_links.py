@@ -351,6 +351,7 @@ _ALLOWED = {
     "replicas/worker_notes.py": _OWN,
     "rendezvous.py": "the user's script",
     "lifetime.py": _OWN,
+    "launcher/function.py": "a directory that only its user can enter, with the owner checked",
     "launcher/checks.py": "shared memory and Keras' settings",
     "launcher/plan.py": "the file of a secret, and " + _OWN,
     "launcher/prepared.py": "the user's script",

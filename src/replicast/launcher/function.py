@@ -29,6 +29,7 @@ from typing import Any
 
 from replicast.config import read_launch, without
 from replicast.errors import JobFailed, LaunchRefused
+from replicast.files import RunDir
 from replicast.launcher.launcher import RUNS
 from replicast.launcher.plan import bootstrapped
 
@@ -134,7 +135,7 @@ def _follow(command: list[str]) -> tuple[int, str]:
     return process.returncode, last
 
 
-def _failure(private: Path, run_dir: Path, code: int) -> JobFailed:
+def _failure(private: Path, run_dir: RunDir, code: int) -> JobFailed:
     from replicast.storage.run_files import changes
 
     found = [change for change in changes(run_dir) if change.worker is not None]
