@@ -14,23 +14,14 @@ from replicast.launcher.checks import (
     check_address,
     check_backend,
     check_cluster,
-    check_free_ports,
     check_machine,
     check_package,
-    check_python,
     check_shared_memory,
     release,
 )
 from replicast.launcher.plan import Machine
 
 GOOD, NOTE, BROKEN = Verdict.GOOD, Verdict.NOTE, Verdict.BROKEN
-
-
-@pytest.mark.parametrize(
-    ("version", "verdict"), [((3, 11, 0), GOOD), ((3, 14, 1), GOOD), ((3, 10, 9), BROKEN)]
-)
-def test_python(version: tuple[int, ...], verdict: Verdict) -> None:
-    assert check_python(version).verdict is verdict
 
 
 TWO = {"tensorflow": "2.21.0", "tensorflow-cpu": "2.21.0"}
@@ -115,10 +106,6 @@ def test_an_address_that_answers_and_one_that_does_not(monkeypatch: pytest.Monke
     assert check_address("127.0.0.1:1").verdict is NOTE
     monkeypatch.setattr(socket, "getaddrinfo", unknown_name)
     assert check_address("no-such-host:1").verdict is BROKEN
-
-
-def test_free_ports_are_found() -> None:
-    assert check_free_ports().verdict is GOOD
 
 
 def test_shared_memory(tmp_path: Path) -> None:

@@ -45,14 +45,14 @@ class Check:
 
 
 def all_checks(environ: Mapping[str, str]) -> list[Check]:
-    return [*machine_checks(environ), *check_cluster(environ), check_free_ports()]
+    return [*machine_checks(environ), *check_cluster(environ)]
 
 
 def machine_checks(environ: Mapping[str, str]) -> list[Check]:
     """What a machine is, whatever the job."""
     shared_memory = Path(environ.get(SHM_DIR) or "/dev/shm")
     return [
-        check_python(sys.version_info[:3]),
+        Check("Python", Verdict.GOOD, ".".join(map(str, sys.version_info[:3]))),  # pip has checked it
         check_package("TensorFlow"),
         check_package("Keras"),
         check_backend(environ),
@@ -60,13 +60,6 @@ def machine_checks(environ: Mapping[str, str]) -> list[Check]:
         check_shared_memory(shared_memory, lambda place: shutil.disk_usage(place).free),
         check_machine(this_machine(environ)),
     ]
-
-
-def check_python(version: Sequence[int]) -> Check:
-    found = ".".join(map(str, version))
-    if tuple(version[:2]) >= (3, 11):
-        return Check("Python", Verdict.GOOD, found)
-    return Check("Python", Verdict.BROKEN, found, "Python 3.11 or newer is needed")
 
 
 # The distributions that bring a package, the oldest version that works, the first one that was not tested,
@@ -155,14 +148,6 @@ def check_address(address: str) -> Check:
         return Check(address, Verdict.BROKEN, "its name has no address", remedy)
     except OSError as error:
         return Check(address, Verdict.NOTE, f"does not answer now ({error.strerror or error})")
-
-
-def check_free_ports() -> Check:
-    try:
-        with hold_ports([0, 0]) as ports:
-            return Check("Free ports", Verdict.GOOD, "for example " + ", ".join(map(str, ports.numbers)))
-    except (OSError, ClusterError) as error:
-        return Check("Free ports", Verdict.BROKEN, str(error), "Let this user open ports for listening")
 
 
 def check_exposure(environ: Mapping[str, str], addresses: Sequence[str]) -> Check:

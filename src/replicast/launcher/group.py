@@ -91,7 +91,7 @@ class WorkerProcess:
         self._started = time.monotonic()
         env, called, inherited = {**environ, **plan.env}, None, []
         if standbys is not None:
-            inherited = [standbys.memory_of(plan.rank)]
+            inherited = [standbys.memories[plan.rank]]
             env[CHANGES_FD] = str(inherited[0])
             called = standbys.call(plan, env, output.writing_end)
         self._process = called or subprocess.Popen(

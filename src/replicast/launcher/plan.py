@@ -89,38 +89,40 @@ class JobPlan:
         return None
 
 
+def refuse_if(wrong: object, what: str, remedy: str = "", received: object = None) -> None:
+    if wrong:
+        raise ClusterError(what, remedy=remedy, received=received)
+
+
 def check_job(job: JobPlan) -> None:
-    given, listed = job.given, ",".join(job.hosts)
-    if job.workers < 1:
-        raise ClusterError("-n must be at least 1", remedy="Try -n 2", received=job.workers)
-    if given is not None and (job.workers > 1 or job.hosts or job.nnodes > 1):
-        raise ClusterError(
+    given, listed, alone = job.given, ",".join(job.hosts), not job.hosts and job.nnodes == 1
+    refuse_if(job.workers < 1, "-n must be at least 1", "Try -n 2", job.workers)
+    if given is not None:
+        refuse_if(
+            job.workers > 1 or not alone,
             f"TF_CONFIG already describes a cluster of {given.size} in which this process is worker "
             f"{given.rank}, so exactly one worker is started here",
-            remedy="Leave out -n and --hosts, or unset TF_CONFIG to start a separate group. For several "
+            "Leave out -n and --hosts, or unset TF_CONFIG to start a separate group. For several "
             "workers in each task, one per GPU, add --from-tf-config",
-            received=f"--hosts {listed}" if job.hosts else f"-n {job.workers}",
+            f"--hosts {listed}" if job.hosts else f"-n {job.workers}",
         )
-    if any(not host or ":" in host or host != host.strip() for host in job.hosts):
-        what = "--hosts must be names or IPv4 addresses separated by commas, without ports"
-        raise ClusterError(
-            what, remedy="Give the port of each host's first worker with --port", received=listed
-        )
-    if len(set(job.hosts)) != len(job.hosts):
-        remedy = "List every host once and use -n for the number of workers on each"
-        raise ClusterError("--hosts names a host twice", remedy=remedy, received=listed)
-    if not job.hosts and job.nnodes == 1:
-        if job.node_rank != 0:
-            remedy = "For example: --hosts h1,h2 --node-rank 1"
-            raise ClusterError("--node-rank needs --hosts or --nnodes", remedy=remedy)
+    refuse_if(
+        any(not host or ":" in host or host != host.strip() for host in job.hosts),
+        "--hosts must be names or IPv4 addresses separated by commas, without ports",
+        "Give the port of each host's first worker with --port",
+        listed,
+    )
+    remedy = "List every host once and use -n for the number of workers on each"
+    refuse_if(len(set(job.hosts)) != len(job.hosts), "--hosts names a host twice", remedy, listed)
+    if alone:
+        remedy = "For example: --hosts h1,h2 --node-rank 1"
+        refuse_if(job.node_rank != 0, "--node-rank needs --hosts or --nnodes", remedy)
         return
-    if not 0 <= job.node_rank < job.nodes:
-        what = f"--node-rank must be from 0 to {job.nodes - 1}: the job has {job.nodes} hosts"
-        remedy = "It is the index of this machine in --hosts, from 0"
-        raise ClusterError(what, remedy=remedy, received=job.node_rank)
-    if not 0 < job.port <= 65536 - job.workers:
-        what = f"--port must leave room for {job.workers} ports from 1 to 65535"
-        raise ClusterError(what, received=job.port)
+    what = f"--node-rank must be from 0 to {job.nodes - 1}: the job has {job.nodes} hosts"
+    remedy = "It is the index of this machine in --hosts, from 0"
+    refuse_if(not 0 <= job.node_rank < job.nodes, what, remedy, job.node_rank)
+    what = f"--port must leave room for {job.workers} ports from 1 to 65535"
+    refuse_if(not 0 < job.port <= 65536 - job.workers, what, received=job.port)
 
 
 def spread_over_devices(job: JobPlan, count: int) -> JobPlan:
@@ -128,17 +130,16 @@ def spread_over_devices(job: JobPlan, count: int) -> JobPlan:
     if job.given is None:
         remedy = "Leave out --from-tf-config; -n is the number of workers on this machine"
         raise ClusterError("--from-tf-config needs a TF_CONFIG, and there is none", remedy=remedy)
-    if count < 1:
-        raise ClusterError("-n must be at least 1", remedy="Try -n 2", received=count)
+    refuse_if(count < 1, "-n must be at least 1", "Try -n 2", count)
     tasks = [address.rpartition(":") for address in job.given.addresses]
     spread = [f"{host}:{int(port) + local}" for host, _, port in tasks for local in range(count)]
     used = sorted({one for one in spread if spread.count(one) > 1})
-    if used or max(int(port) for _, _, port in tasks) + count > 65536:
-        raise ClusterError(
-            f"--from-tf-config needs {count} ports for each task of TF_CONFIG",
-            received=f"{used[0]} for two workers" if used else "ports above 65535",
-            remedy=f"Give tasks on one host ports that are {count} apart, or give -n 1",
-        )
+    refuse_if(
+        used or max(int(port) for _, _, port in tasks) + count > 65536,
+        f"--from-tf-config needs {count} ports for each task of TF_CONFIG",
+        f"Give tasks on one host ports that are {count} apart, or give -n 1",
+        f"{used[0]} for two workers" if used else "ports above 65535",
+    )
     return replace(job, workers=count, given=Cluster(tuple(spread), job.given.rank * count))
 
 
@@ -149,9 +150,8 @@ def parse_tee(text: str | None, job: JobPlan) -> frozenset[int]:
     if text in ("all", "none"):
         return frozenset(job.ranks if text == "all" else ())
     parts = [part.strip() for part in text.split(",")]
-    if not all(is_integer(part, 0, job.world_size - 1) for part in parts):
-        what = f'--tee must be "all", "none" or workers from 0 to {job.world_size - 1} separated by commas'
-        raise ClusterError(what, received=text)
+    what = f'--tee must be "all", "none" or workers from 0 to {job.world_size - 1} separated by commas'
+    refuse_if(not all(is_integer(part, 0, job.world_size - 1) for part in parts), what, received=text)
     return frozenset(int(part) for part in parts) & frozenset(job.ranks)
 
 
@@ -169,32 +169,27 @@ def place_on_hosts(
     listed = tuple(hosts.split(",")) if hosts is not None else ()
     count = parse_nnodes(nnodes) if nnodes is not None else max(1, len(listed))
     endpoint = parse_endpoint(rdzv_endpoint) if rdzv_endpoint is not None else None
-    if listed and count != len(listed):
-        raise ClusterError(
-            f"--nnodes {count} does not fit --hosts, which lists {len(listed)}", remedy="Give one of them"
-        )
-    if count > 1 and not listed and endpoint is None:
-        remedy = "For example: --nnodes 2 --node-rank 0 --rdzv-endpoint h1:29400"
-        raise ClusterError("--nnodes needs --rdzv-endpoint, the address of the first launcher", remedy=remedy)
+    what = f"--nnodes {count} does not fit --hosts, which lists {len(listed)}"
+    refuse_if(listed and count != len(listed), what, "Give one of them")
+    what = "--nnodes needs --rdzv-endpoint, the address of the first launcher"
+    remedy = "For example: --nnodes 2 --node-rank 0 --rdzv-endpoint h1:29400"
+    refuse_if(count > 1 and not listed and endpoint is None, what, remedy)
     job = replace(job, hosts=listed, nnodes=count, node_rank=0 if node_rank is None else node_rank)
     check_job(job)
     if count == 1:
         return job
     if node_rank is None:
-        if not listed:
-            raise ClusterError("--nnodes needs --node-rank, the index of this machine, from 0")
+        refuse_if(not listed, "--nnodes needs --node-rank, the index of this machine, from 0")
         job = replace(job, node_rank=own_node(listed))
     if endpoint is None:
-        if job.port < 2:
-            raise ClusterError("--port must leave room for the launcher's port before it", received=job.port)
+        what = "--port must leave room for the launcher's port before it"
+        refuse_if(job.port < 2, what, received=job.port)
         endpoint = (listed[0], job.port - 1)
     port, last = endpoint[1], job.port + job.workers - 1
-    if job.port <= port <= last:
-        workers = f"ports {job.port} to {last}" if job.workers > 1 else f"port {job.port}"
-        raise ClusterError(
-            f"The launchers cannot meet at port {port}: the workers of the first host use {workers}",
-            remedy=f"Choose another port for one of them, for example --port {port + 1}",
-        )
+    workers = f"ports {job.port} to {last}" if job.workers > 1 else f"port {job.port}"
+    what = f"The launchers cannot meet at port {port}: the workers of the first host use {workers}"
+    remedy = f"Choose another port for one of them, for example --port {port + 1}"
+    refuse_if(job.port <= port <= last, what, remedy)
     return replace(job, endpoint=endpoint)
 
 
@@ -203,21 +198,17 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     if not colon or text.endswith("]"):
         host, port = text, str(DEFAULT_RDZV_PORT)
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not is_integer(port, 1, 65535):
-        what = "--rdzv-endpoint must be the host and port of the first launcher"
-        raise ClusterError(what, remedy="For example: --rdzv-endpoint h1:29400", received=text)
+    what = "--rdzv-endpoint must be the host and port of the first launcher"
+    remedy = "For example: --rdzv-endpoint h1:29400"
+    refuse_if(not host or not is_integer(port, 1, 65535), what, remedy, text)
     return host, int(port)
 
 
 def parse_nnodes(text: str) -> int:
-    if ":" in text and all(part.isdigit() for part in text.split(":")):
-        raise ClusterError(
-            "--nnodes must be one number: a job has the same hosts until it ends",
-            remedy="To continue with fewer or more hosts, start it again with the same --run-dir",
-            received=text,
-        )
-    if not is_integer(text, 1, MAX_INTEGER):
-        raise ClusterError("--nnodes must be a number, at least 1", received=text)
+    what = "--nnodes must be one number: a job has the same hosts until it ends"
+    remedy = "To continue with fewer or more hosts, start it again with the same --run-dir"
+    refuse_if(":" in text and all(part.isdigit() for part in text.split(":")), what, remedy, text)
+    refuse_if(not is_integer(text, 1, MAX_INTEGER), "--nnodes must be a number, at least 1", received=text)
     return int(text)
 
 

@@ -10,6 +10,7 @@ only once the job trains, so that they do not slow down its start. They end with
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import signal
@@ -66,15 +67,14 @@ class Standby:
 
     def call(self, environ: Mapping[str, str], output: int) -> bool:
         """Makes it a worker; returns False if it is not fit for that, and then ends it."""
-        if is_frozen(self.process.pid) or self.process.poll() is not None:
-            self.end()
-            return False
         try:
             with tempfile.TemporaryFile() as file:
                 file.writelines(os.fsencode(f"{name}={value}\0") for name, value in environ.items())
                 file.flush()
+                if is_frozen(self.process.pid) or self.process.poll() is not None:
+                    raise ProcessLookupError
                 socket.send_fds(self._control, [b"c"], [output, file.fileno()])
-        except OSError:  # It has just died.
+        except OSError:  # It is stopped, has died, or dies just now.
             self.end()
             return False
         self._control.close()
@@ -108,7 +108,8 @@ class StandbySet:
         self._imports = imports
         self._waiting: dict[int, Standby] = {}
         self._environs: dict[int, dict[str, str]] = {}
-        self._memories: dict[int, int] = {}
+        # The descriptors that workers inherit, to tell what their scripts have set in the environment.
+        self.memories = collections.defaultdict[int, int](make_memory)
         self._wanted: list[int] = []
         self._imported_with: dict[int, dict[str, str]] = {}
         self._attempt, self._since, self._looked, self._told = 0, 0.0, 0.0, False
@@ -128,9 +129,7 @@ class StandbySet:
             if not standby.look():
                 del self._waiting[rank]
                 standby.end()
-                self._screen.tell(
-                    f"replicast: standby: the process for worker {rank} has died; it is not replaced"
-                )
+                self._screen.tell(f"replicast: standby: the process for worker {rank} has died")
         if not all(standby.is_ready for standby in self._waiting.values()):
             return
         if self._wanted:
@@ -141,12 +140,6 @@ class StandbySet:
             self._told = True
             waits = "1 process waits" if len(self._waiting) == 1 else f"{len(self._waiting)} processes wait"
             self._screen.tell(f"replicast: standby: {waits} for a restart")
-
-    def memory_of(self, rank: int) -> int:
-        """The descriptor that a worker inherits, to tell what its script changes in the environment."""
-        if rank not in self._memories:
-            self._memories[rank] = make_memory()
-        return self._memories[rank]
 
     def call(
         self, plan: WorkerPlan, environ: Mapping[str, str], output: int
@@ -168,13 +161,14 @@ class StandbySet:
             standby.kill()
         for standby in self._waiting.values():
             standby.end()
-        for memory in self._memories.values():
+        for memory in self.memories.values():
             os.close(memory)
-        self._waiting, self._wanted, self._memories = {}, [], {}
+        self._waiting, self._wanted = {}, []
+        self.memories.clear()
 
     def _start(self, rank: int) -> None:
         self._imported_with[rank] = relevant(self._environs[rank])
-        memory = self.memory_of(rank)
+        memory = self.memories[rank]
         of_now = without(self._environs[rank], "TF_CONFIG", FAULTS)  # of the attempt that runs now
         environ = as_told(of_now, memory)
         try:
