@@ -366,6 +366,10 @@ def exception_sentence(lines: Iterable[str]) -> str:
     """The class of an exception and the one sentence of its reason, from the lines that Python prints."""
     lines = itertools.dropwhile(lambda line: line[:1].isspace(), lines)  # the place of a SyntaxError
     kind, colon, text = next(lines, "").partition(": ")
+    if text == "in user code:":  # The traceback of a `tf.function` follows, indented, with its exception.
+        within = [line[4:] for line in itertools.takewhile(lambda line: not line[:1].strip(), lines)]
+        raised = [line for line in within if line[:1].strip() and not line.startswith("File ")]
+        return exception_sentence(raised[-1:]) if raised else f"{kind}: {text}"
     if _BEFORE_REASON.fullmatch(text):
         first_of_several = re.compile(r"\s+\(0\) [A-Z_]+: +")
         for line in lines:

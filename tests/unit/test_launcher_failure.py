@@ -102,6 +102,31 @@ def test_an_error_of_a_graph_is_its_reason_and_the_users_own_line(tmp_path: Path
     assert globals()["reason"](failed) == f"{failed.why} ({failed.where})", "in status and on the page"
 
 
+TRACED = """Traceback (most recent call last):
+  File "/x/train.py", line 11, in <module>
+    step(x)
+  File "/tmp/__autograph_generated_filefkffdhq1.py", line 12, in tf__step
+    retval_ = ag__.converted_call(ag__.ld(inner), (ag__.ld(x),), None, fscope)
+ValueError: in user code:
+
+    File "/x/train.py", line 8, in step  *
+        return inner(x) + 1
+    File "/x/train.py", line 4, in inner  *
+        raise ValueError("my own reason")
+
+    ValueError: my own reason
+
+replicast: the job ends
+"""
+
+
+def test_an_error_in_a_function_of_tensorflow_is_that_of_the_users_code(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(TRACED)
+    failed = with_details(ended(0, 1), below(tmp_path) / "log", [])
+    assert failed.why == "ValueError: my own reason"
+    assert failed.where == '/x/train.py:4: raise ValueError("my own reason")'
+
+
 @pytest.mark.parametrize(
     ("printed", "sentence"),
     [

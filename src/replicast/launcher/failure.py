@@ -40,8 +40,9 @@ _READ_BYTES = 256 * 1024
 _BEFORE_LINES, _FIRST_LINES, _LAST_LINES = 5, 1, 18
 _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*|$)")
-_FRAME = re.compile(r'  File "(.+)", line (\d+), in ')
+_FRAME = re.compile(r' +File "(.+)", line (\d+), in ')
 _LIBRARIES = (str(Path(os.__file__).parent), str(Path(__file__).parents[1]), "<")
+_GENERATED = re.compile(r"-packages/|__autograph_generated_file")
 _BLAMES = re.compile(r"replicast: (worker \d+ .+)")
 
 # What a message of another launcher may hold; checked when it is read.
@@ -172,12 +173,11 @@ def order_after(
 
 
 # Exceptions whose cause may be gone in the next attempt: of the machine, the network or another worker.
-_PASSING = {"ResourceExhaustedError", "UnavailableError", "AbortedError", "CancelledError", "InternalError"}
-_PASSING |= {"DeadlineExceededError", "UnknownError", "DataLossError", "ClusterError", "JobFailed"}
-_PASSING |= {
-    name
-    for name, one in vars(builtins).items()
-    if isinstance(one, type) and issubclass(one, (OSError, EOFError, MemoryError))
+_OF_MACHINE = (OSError, EOFError, MemoryError)
+_PASSING = {
+    *("ResourceExhaustedError", "UnavailableError", "AbortedError", "CancelledError", "InternalError"),
+    *("DeadlineExceededError", "UnknownError", "DataLossError", "ClusterError", "JobFailed", "FaultInjected"),
+    *(name for name, one in vars(builtins).items() if isinstance(one, type) and issubclass(one, _OF_MACHINE)),
 }
 
 
@@ -223,7 +223,10 @@ def raised_in(log: RunPath) -> tuple[str, str, list[str]]:
         if end is None or not _EXCEPTION.match(lines[end]):
             continue
         found, most = lines[start : end + 1], _FIRST_LINES + _LAST_LINES
-        why, where = exception_sentence(lines[end:]), _own_line(found)
+        why, of_function = exception_sentence(lines[end:]), list[str]()
+        if lines[end].endswith(": in user code:"):  # The lines of a `tf.function`.
+            of_function = [*itertools.takewhile(lambda line: not line[:1].strip(), lines[end + 1 :])]
+        where = _own_line(found + of_function)
         if len(found) > most + 1:
             left_out = f"  … {len(found) - most} lines: see the log"
             found = [*found[:_FIRST_LINES], left_out, *found[-_LAST_LINES:]]
@@ -237,7 +240,7 @@ def _own_line(traceback: Sequence[str]) -> str:
     """The deepest line of a traceback that is in no library: its file, its number and its text."""
     for line, source in reversed([*itertools.pairwise(traceback)]):
         frame = _FRAME.match(line)
-        if frame and not frame[1].startswith(_LIBRARIES) and "-packages/" not in frame[1]:
+        if frame and not frame[1].startswith(_LIBRARIES) and not _GENERATED.search(frame[1]):
             text = "" if _FRAME.match(source) else f": {source.strip()}"
             return f"{short_path(frame[1])}:{frame[2]}{text}"
     return ""

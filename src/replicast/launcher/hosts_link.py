@@ -458,10 +458,18 @@ class First(Link):
     def close(self) -> None:
         self._listener.close()  # Also when nothing is accepted for now.
         super().close()
+        self._close_rivals()
 
     def _look(self, host: str) -> None:
         with contextlib.suppress(OSError):  # Nothing listens there, as it should be.
             self._rivals.put(Dialer(host, self._listener.getsockname()[1]).connect(NAMES_SECS))
+            if self._listener.fileno() < 0:  # Nobody takes it any more.
+                self._close_rivals()
+
+    def _close_rivals(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._rivals.get_nowait().close()
 
     def _accept(self) -> list[Event]:
         now = time.monotonic()
