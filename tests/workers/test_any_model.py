@@ -246,6 +246,16 @@ def test_a_legacy_optimizer_of_tf_keras_has_slots_too() -> None:
     assert state.read(["optimizer/learning_rate"]) == {"optimizer/learning_rate": np.float32(0.5)}
 
 
+def test_the_scale_of_a_loss_is_part_of_the_state() -> None:
+    import tf_keras
+
+    optimizer = tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.SGD(0.5))
+    source = Source({"w": tf.Variable([1.0, 2.0], name="w")}, optimizer)
+    source.build_optimizers()
+    names = {one.name for one in source.variables()[0]}
+    assert {"optimizer/learning_rate", "optimizer/current_loss_scale", "optimizer/good_steps"} <= names
+
+
 # What is wrong with a model is said.
 
 

@@ -287,14 +287,18 @@ def _optimizer_variables(prefix: str, optimizer: Any) -> Iterator[tuple[str, Any
     theirs = {} if inner is None else {id(v): v for _, v in _optimizer_variables(prefix, inner)}
     if inner is not None:
         yield from _optimizer_variables(prefix, inner)
+    within = prefix if inner is None else f"{prefix}/loss_scale"
     given = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
-    rate = None if isinstance(optimizer, keras.optimizers.Optimizer) else optimizer.learning_rate
-    for variable in [*given, *([rate] if isinstance(rate, tf.Variable) else [])]:
-        if id(variable) in theirs:
-            continue
-        theirs[id(variable)] = variable
-        within = prefix if inner is None else f"{prefix}/loss_scale"
-        yield f"{within}/{_name_in(optimizer, variable)}", variable
+    named = [(_name_in(optimizer, variable), variable) for variable in given]
+    if not isinstance(
+        optimizer, keras.optimizers.Optimizer
+    ):  # tf_keras: the learning rate, the scale of a loss
+        parts = ((path.rpartition("/")[2].lstrip("_"), part) for path, part in _parts(optimizer))
+        named += [(name, part) for name, part in parts if isinstance(part, tf.Variable)]
+    for name, variable in named:
+        if id(variable) not in theirs:
+            theirs[id(variable)] = variable
+            yield f"{within}/{name}", variable
 
 
 def _name_in(optimizer: Any, variable: Any) -> str:
