@@ -231,7 +231,7 @@ def test_a_state_that_is_not_the_same_everywhere_is_not_saved_and_the_variable_w
 )
 def test_what_makes_no_sense_is_refused_at_once(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        replicast.Replicas.callback(mock.create_autospec(replicast.Replicas), **asked)
+        replicast.callbacks.ReplicasCallback(mock.Mock(), **asked)
 
 
 # A checkpoint among updates.
