@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import resource
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -160,10 +163,15 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest
     append_audit(tmp_path, report())
     path = tmp_path / "audits.jsonl"
     path.write_bytes(b"\xff" * 10_000_000 + b"\n" + path.read_bytes())
-    monkeypatch.setattr(runfiles, "_PIECE_BYTES", 1000)
-    lines = lines_from_the_end(path)
-    assert next(lines).startswith(b'{"number": 3')
+    opened, fdopen = [], os.fdopen
+
+    def noted(descriptor: int, mode: str) -> Any:
+        opened.append(mock.Mock(wraps=fdopen(descriptor, mode)))
+        return contextlib.closing(opened[-1])
+
+    monkeypatch.setattr(os, "fdopen", noted)
     assert last_audits(tmp_path, 1) == [report()]
+    assert [len(file.read.call_args_list) for file in opened] == [1], "it looks for no line before that"
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 5, 64])

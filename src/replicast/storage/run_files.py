@@ -209,9 +209,8 @@ def append_audit(run_dir: RunDir, report: AuditReport) -> None:
 def last_audits(run_dir: RunDir, last: int) -> list[AuditReport]:
     """The last reports, oldest first. Reads only the end of the file; a damaged line is skipped."""
     found: list[AuditReport] = []
-    for line in lines_from_the_end(below(run_dir) / "audits.jsonl"):
-        if len(found) >= last:
-            break
+    lines = lines_from_the_end(below(run_dir) / "audits.jsonl")
+    while len(found) < last and (line := next(lines, None)) is not None:
         with contextlib.suppress(ValueError, AttributeError):
             found.append(AuditReport.from_json(parse_object(line)))
     return found[::-1]
