@@ -107,9 +107,9 @@ def test_the_page_follows_the_job_without_reloading_and_marks_who_is_slow(page: 
     expect(page.locator(".chart .scatterlayer .trace path.js-line").first).to_be_visible()
     expect(page.locator(".chart")).to_have_attribute("aria-label", re.compile("loss .* at step"))
     lines = page.locator(".chart .scatterlayer .trace path.js-line")
-    expect(lines).to_have_count(6)  # Three metrics, each as measured and smooth.
+    expect(lines).to_have_count(5)  # Two metrics as measured and smooth, and one of a validation.
     page.get_by_label("Time of a step").check()
-    expect(lines).to_have_count(8)
+    expect(lines).to_have_count(7)
     page.get_by_label("Losses on a log scale").check()
     eventually(lambda: page.evaluate("document.querySelector('.chart').layout.yaxis.type") == "log")
     page.get_by_label("Smooth").uncheck()

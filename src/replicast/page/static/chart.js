@@ -126,7 +126,7 @@ export class Chart {
       line: { color, width: 1.8, dash: name.startsWith("val_") ? "dot" : "solid" }, yaxis: panel === 1 ? "y" : `y${panel}`,
       hovertemplate: `${harmless(name)} %{y:.5g}<extra></extra>`,
     };
-    if (!this.smooth.checked || values.length < LEAST_SMOOTHED) return [measured];
+    if (!this.smooth.checked || values.length < LEAST_SMOOTHED || name.startsWith("val_")) return [measured];
     return [
       { ...measured, opacity: 0.35, line: { ...measured.line, width: 1 }, showlegend: false },
       { ...measured, y: this.smoothed(one.steps, values), hoverinfo: "skip", hovertemplate: null },
