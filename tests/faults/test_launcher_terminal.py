@@ -103,5 +103,5 @@ def test_at_80_columns_the_bar_shows_the_loss_below_the_log_lines_that_come_mean
 
 
 def test_two_real_workers_reduce_over_ports_that_the_launcher_holds() -> None:
-    check = check_two_workers(deadline_secs=DEADLINE_SECS)
+    check = check_two_workers()
     assert check.verdict is Verdict.GOOD, check

@@ -1,6 +1,5 @@
 import json
 import socket
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -9,7 +8,6 @@ from click.testing import CliRunner
 
 from replicast.cli import main
 from replicast.launcher.checks import (
-    Check,
     Verdict,
     check_address,
     check_backend,
@@ -145,16 +143,3 @@ def test_the_command_ends_with_1_and_the_way_out_when_something_is_broken(
     assert "✗  TF_CONFIG" in result.output
     assert "unset TF_CONFIG" in result.output
     assert result.output.endswith("Fix first: TF_CONFIG.\n")
-
-
-def test_the_deep_check_shows_that_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    def checked(waiting: Callable[[float], object]) -> Check:
-        for secs in (0.0, 1.0, 9.99, 11.0, 20.0):
-            waiting(secs)
-        return Check("Two workers", GOOD, "an all-reduce is right")
-
-    monkeypatch.setattr("replicast.cli.launch.check_two_workers", checked)
-    result = CliRunner().invoke(main, ["doctor", "--deep"])
-    lines = [line for line in result.stderr.splitlines() if "Two workers are starting" in line]
-    assert lines == [f"Two workers are starting: {secs} s" for secs in (0, 10, 20)]
-    assert "an all-reduce is right" in result.stdout

@@ -286,7 +286,9 @@ def doctor(
         chosen = None if run_dir is None else run_dir.absolute()
         checks = check_hosts(job, secret=secret, timeout_secs=timeout, run_dir=chosen, environ=os.environ)
     if deep:
-        checks.append(check_two_workers(waiting=_say_that_it_starts))
+        os.environ.pop("TF_CONFIG", None)  # A job of its own.
+        os.environ.setdefault(config.START_TIMEOUT, "120")
+        checks.append(check_two_workers())
     from rich.text import Text
 
     from replicast.cli import texts
@@ -301,9 +303,3 @@ def doctor(
     well = f"All is well.{try_deep}" if hosts is None else "These hosts can run a job together."
     click.echo(f"Fix first: {', '.join(broken)}." if broken else well)
     return 1 if broken else 0
-
-
-def _say_that_it_starts(secs: float) -> None:
-    """TensorFlow takes its time to start."""
-    if round(secs) % 10 == 0:
-        click.echo(f"Two workers are starting: {secs:.0f} s", err=True)

@@ -9,22 +9,18 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from replicast.config import SECRETS, SHM_DIR, TRUSTED_NETWORKS, read_cluster, trusted_networks, without
-from replicast.errors import ClusterError
+from replicast.config import SHM_DIR, TRUSTED_NETWORKS, read_cluster, trusted_networks
+from replicast.errors import ClusterError, ReplicastError
 from replicast.launcher.plan import Machine, hold_ports, outside_addresses, shown_addresses, this_machine
 
-# By its name: run as a script, its neighbours would hide modules of Python.
-_PROBE = "replicast.launcher.probe"
-_DEEP_SECS, _END_SECS, _CONNECT_SECS = 120.0, 30.0, 1.0
+_CONNECT_SECS = 1.0
 _LITTLE_SHARED_MEMORY = 256 * 2**20
 
 
@@ -190,33 +186,28 @@ def check_machine(machine: Machine) -> Check:
     return Check("Cores and GPUs", verdict, f"{machine.cores} and {len(machine.gpus) or 'none'}: {fit}")
 
 
-def check_two_workers(
-    deadline_secs: float = _DEEP_SECS, waiting: Callable[[float], object] = lambda _secs: None
-) -> Check:
-    """Starts two real workers that sum a number; blocks at most for the deadline and the end of a group."""
-    subject, started = "Two workers", time.monotonic()
-    with contextlib.ExitStack() as stack:
-        run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="replicast-doctor-"))
-        command = [sys.executable, "-m", "replicast", "run", "-n", "2", "--run-dir", run_dir, "--grace", "5"]
-        launcher = stack.enter_context(
-            subprocess.Popen(
-                [*command, "-m", _PROBE],
-                env=without(os.environ, "TF_CONFIG", *SECRETS),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                errors="replace",
-            )
-        )
-        stack.callback(launcher.kill)  # No effect when it has ended; else its workers go with it.
-        while (taken := time.monotonic() - started) < deadline_secs:
-            waiting(taken)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                _, messages = launcher.communicate(timeout=min(1.0, deadline_secs - taken))
-                if launcher.returncode != 0:
-                    return Check(subject, Verdict.BROKEN, "the all-reduce failed", messages.strip())
-                return Check(subject, Verdict.GOOD, "an all-reduce over two local workers is right")
-        launcher.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            launcher.communicate(timeout=_END_SECS)
-    remedy = "Look for a firewall on the loopback, or an overloaded machine"
-    return Check(subject, Verdict.BROKEN, f"no sum after {deadline_secs:.0f} s", remedy)
+def sum_of_ones() -> float:
+    """What each of two workers calls: it gives 1, and all receive the sum."""
+    import tensorflow as tf
+
+    import replicast
+
+    strategy = replicast.Strategy()
+    total = tf.function(lambda: strategy.reduce("SUM", strategy.run(lambda: tf.constant(1.0)), axis=None))
+    return float(total().numpy())
+
+
+def check_two_workers() -> Check:
+    """Starts two real workers that sum a number; `REPLICAST_START_TIMEOUT` limits how long they wait."""
+    from replicast.launcher.function import launch
+
+    subject = "Two workers"
+    with tempfile.TemporaryDirectory(prefix="replicast-doctor-") as run_dir:
+        try:
+            received = launch(sum_of_ones, workers=2, run_dir=run_dir, tee="none")
+        except ReplicastError as error:
+            remedy = f"{error} Look for a firewall on the loopback, or an overloaded machine"
+            return Check(subject, Verdict.BROKEN, "the all-reduce failed", remedy)
+    if received != 2.0:
+        return Check(subject, Verdict.BROKEN, f"the sum of two ones is {received}")
+    return Check(subject, Verdict.GOOD, "an all-reduce over two local workers is right")
