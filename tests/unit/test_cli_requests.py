@@ -203,8 +203,18 @@ def test_rows_and_ranges_of_rows_can_be_pulled(run: Path, monkeypatch: pytest.Mo
     meanwhile(monkeypatch, job.act)
     output_of(0, "pull", run, "embeddings", "--rows", "1,5,7:9", "-o", "rows.safetensors")
     assert job.asked[0].rows == ((1, 2), (5, 6), (7, 9))
-    (array,) = safetensors.numpy.load_file("rows.safetensors").values()
-    assert array.shape == (4, 2)
+    written = safetensors.numpy.load_file("rows.safetensors")
+    name = "model/table/embeddings"
+    assert (written[name].shape, written[f"{name}.indices"].tolist()) == ((4, 2), [1, 5, 7, 8])
+    heard_of(run)
+    output_of(0, "push", run, "--assign-rows", "rows.safetensors", "--id", "back")
+    (back,) = inbox.read(inbox.waiting(run)[0].path).update.edits
+    assert (back.operation, back.variable, back.arrays["indices"].tolist()) == (
+        "assign_rows",
+        name,
+        [1, 5, 7, 8],
+    )
+    assert back.arrays["rows"].tobytes() == rows.tobytes(), "what was pulled can be pushed back"
     job.values = np.ones((10, 2), ml_dtypes.bfloat16)
     assert invoke("pull", run, "embeddings", "-o", "rows.npy").exit_code == 2
 

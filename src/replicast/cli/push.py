@@ -224,6 +224,7 @@ def pull(run: Run, name: str, rows: tuple[int, ...] | None, output: Path, timeou
     Examples:
       replicast pull runs/first dense/bias -o bias.npy
       replicast pull runs/first embeddings --rows 1,5,10:20 -o rows.safetensors
+      replicast push runs/first --assign-rows rows.safetensors
 
     Exit code: 0 when the file is written; 1 when there is no such variable or row, or the job refuses it; 3
     when --timeout has passed; 4 when the file is written and the workers have different values: it has those
@@ -239,7 +240,7 @@ def pull(run: Run, name: str, rows: tuple[int, ...] | None, output: Path, timeou
         with output.open("wb") as file:
             np.save(file, array, allow_pickle=False)
     else:
-        write_durably(output, tensor_chunks({pulled.name: array}, {"step": str(pulled.step)}))
+        write_durably(output, tensor_chunks(pulled.tensors(), {"step": str(pulled.step)}))
     click.echo(
         f"{printable(pulled.name)}: {texts.shape(array.shape)} {array.dtype.name} "
         f"at step {pulled.step}, from the {pulled.source}, digest {pulled.digest}"

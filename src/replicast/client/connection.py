@@ -108,7 +108,7 @@ class ServedRun(Run):
         target += _query(sent | {"format": "safetensors"})
         content = self._ask("GET", target, wait_secs, accept=_FILE, retry_secs=_RETRY_SECS)
         with _understood():
-            file = parse_tensors(memoryview(content), "the answer", max_tensors=1)
+            file = parse_tensors(memoryview(content), "the answer", max_tensors=2)
             told = parse_object(file.metadata[PULLED])
             told["array"] = file.tensors[told["name"]]
             pulled = msgspec.convert(told, Pulled, str_keys=True, dec_hook=lambda _, array: array)

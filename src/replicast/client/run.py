@@ -42,6 +42,7 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast, get_args, 
 from urllib.parse import quote
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct
 
 from replicast.client.examination import Examination, check_types, examine
@@ -490,9 +491,14 @@ class Pulled(View, frozen=True, eq=False):
         del made["array"]
         return made | {"shape": list(self.array.shape), "dtype": self.array.dtype.name}
 
+    def tensors(self) -> dict[str, Array]:
+        """What `push --assign` reads; of rows, with their indices, what `push --assign-rows` reads."""
+        indices = {} if self.rows is None else {f"{self.name}.indices": np.array(self.rows, np.int64)}
+        return {self.name: self.array, **indices}
+
     def file_chunks(self) -> Iterator[bytes | memoryview]:
-        """The values as a safetensors file, piece by piece; its metadata has everything else."""
-        return tensor_chunks({self.name: self.array}, {PULLED: json.dumps(self.to_json())})
+        """The same as a safetensors file, piece by piece; its metadata has everything else."""
+        return tensor_chunks(self.tensors(), {PULLED: json.dumps(self.to_json())})
 
 
 # The table.
