@@ -228,8 +228,11 @@ def test_log_status_and_show_tell_from_what_to_what_a_value_was_set(run: Path) -
     job.act_all()
     assert "scale optimizer/learning_rate by 0.5" in flat(output_of(0, "log", run)), "before it is applied"
     job.replay()
+    steps = ((step, time.time() + step - 7, {"loss": 2.0 if step <= 7 else 1.0}) for step in range(1, 40))
+    append_metrics(run, *steps)
     for command in (["log", run], ["status", run], ["show", run, 1]):
         assert has(output_of(0, *command), "scale optimizer/learning_rate 0.001", "→ 0.0005")
+        assert has(output_of(0, *command), "loss 2 ± 0 (7 steps) → 1 ± 0 (20 steps)")
     told = json.loads(invoke("log", run, "--json").output)
     assert told["texts"] == ["scale optimizer/learning_rate 0.001 → 0.0005"]
     assert told["receipts"][-1]["effects"][0]["after"] == 0.0005

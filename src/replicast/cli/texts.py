@@ -209,6 +209,8 @@ def what_cell(view: UpdateView) -> Text:
         cell.append(f"\ntrial: {outcome(view.outcome)}", style=style)
     elif view.trial is not None:
         cell.append(f"\non trial: {trial(view.trial)}", style="cyan")
+    if view.around is not None:
+        cell.append(f"\n{one_line(view.around)}")
     who = ": ".join(one_line(text) for text in (view.author, view.note) if text)
     return cell.append(f"\n{who}", style="dim") if who else cell
 

@@ -51,6 +51,7 @@ _MAX_LOG_LINES = 10_000
 _MAX_OPERATIONS_BYTES = 2**20
 _MOST_RESTARTS = 50
 _MOST_DAMAGED = 5
+_MOST_AROUND = 200  # For so many updates of a list the metrics around them are read.
 _MOST_DESCRIBED = 50  # So many waiting updates are described: a status reads their files each time.
 _DESCRIBED = ("author", "note", "edits", "scheduled", "trial", "reverts")
 _OPERATION = ("id", "kind", "stage", "step", "waits_for", "author", "note")
@@ -294,6 +295,11 @@ class DirectoryRun(Run):
                     stage = Stage.APPLIED if applied else view.stage
                     view = structs.replace(view, stage=stage, reason=note.problem)
             views.append(view)
+        for place in range(max(0, len(views) - _MOST_AROUND), len(views)):
+            receipt, step = views[place].receipt, views[place].step or 0
+            if receipt is not None and not receipt.checkpoint:
+                around = run_files.metrics_around(self.path, step, receipt.verified_at)
+                views[place] = structs.replace(views[place], around=around)
         return views
 
     def _waiting(self, known: Collection[str]) -> list[UpdateView]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
+from statistics import fmean
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,7 +26,7 @@ from replicast.files import RunDir, RunPath, below
 from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage import claims
 from replicast.storage.claims import Fence
-from replicast.strictjson import described, json_bytes, json_value, parse_json, parse_object, sealed
+from replicast.strictjson import View, described, json_bytes, json_value, parse_json, parse_object, sealed
 from replicast.update.audit_report import AuditReport
 from replicast.update.schema import Schema
 
@@ -36,6 +39,7 @@ WITHOUT_CALLBACK = "a boundary: its fit has no replicas.callback()"
 ENDED = "nothing: it has ended"  # What a worker waits for after it has ended.
 _SENT_SECS, _MOST_SENT_PER_SEC = 2.0, 50  # By each worker; by all together, the more the less often each.
 _PIECE_BYTES = 64 * 1024
+_AROUND_BYTES = 128 * 1024  # of metrics: some hundred lines
 _MAX_LINE_BYTES = 4 * 2**20
 _MAX_BACK_BYTES = 256 * 2**20
 _MAX_NOTE_BYTES = 64 * 1024
@@ -161,6 +165,109 @@ def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
             values = {str(name): float(value) for name, value in found["values"].items()}
             return {"step": int(found["step"]), "time": float(found["time"]), "values": values}
     return None
+
+
+# A metric around an update: what it was in the steps before and after it, and how much it varied there, so
+# that an effect can be told from noise.
+
+
+class Sample(View, frozen=True):
+    mean: float
+    spread: float  # the standard deviation
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4g} ± {self.spread:.2g} ({self.steps} step{'' if self.steps == 1 else 's'})"
+
+
+class Around(View, frozen=True):
+    metric: str
+    before: Sample
+    after: Sample
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.before} → {self.after}"
+
+
+class _MetricsLine(msgspec.Struct, gc=False):
+    step: int
+    time: float
+    values: dict[str, float | str]
+
+
+def metrics_around(run_dir: RunDir, step: int, at: float, most: int = 20) -> Around | None:
+    """The loss, or else the first metric, in the steps before and after one that ended about this time.
+
+    None if nothing was measured on one side. The place is found by the times of the lines, which only grow;
+    steps are repeated after a restart. So little is read, however long the file is.
+    """
+    try:
+        descriptor = files.open_plain(below(run_dir) / "metrics.jsonl")
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb"):
+        low, high = 0, os.fstat(descriptor).st_size
+        while high - low > _AROUND_BYTES:
+            middle = (low + high) // 2
+            there = _metrics_in(os.pread(descriptor, _PIECE_BYTES, middle))
+            if there and there[0].time < at:
+                low = middle
+            else:
+                high = middle
+        start = max(0, low - _AROUND_BYTES)
+        lines = _metrics_in(os.pread(descriptor, high - start + _AROUND_BYTES, start), whole=start == 0)
+    names = list(dict.fromkeys(name for one in lines for name in one.values))
+    if not names:
+        return None
+    metric = "loss" if "loss" in names else names[0]
+    lines = [one for one in lines if metric in one.values]
+    ends = [
+        place
+        for place, (one, next_) in enumerate(itertools.pairwise(lines), 1)
+        if one.step <= step < next_.step
+    ]
+    if not ends:
+        return None
+    place = min(ends, key=lambda place: abs(lines[place].time - at))
+    before = _growing(reversed(lines[:place]), -1)
+    samples = [_sample(side, metric) for side in (before[:most], _growing(lines[place:], 1)[:most])]
+    return Around(metric, *samples)
+
+
+def _metrics_in(content: bytes, *, whole: bool = False) -> list[_MetricsLine]:
+    """The complete lines in a part of the file; damaged ones are skipped."""
+    found = []
+    for line in content.split(b"\n")[0 if whole else 1 : -1]:
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append(_METRICS_LINE.decode(line))
+    return found
+
+
+def _growing(lines: Iterable[_MetricsLine], sign: int) -> list[_MetricsLine]:
+    """The first lines, as long as their steps grow, or fall: what follows is of another attempt."""
+    found = list[_MetricsLine]()
+    for one in lines:
+        if found and sign * (one.step - found[-1].step) < 0:
+            break
+        found.append(one)
+    return found
+
+
+def _sample(lines: Sequence[_MetricsLine], metric: str) -> Sample:
+    values = [_float(one.values[metric]) for one in lines]
+    mean = fmean(values)
+    return Sample(mean, math.sqrt(fmean((value - mean) * (value - mean) for value in values)), len(values))
+
+
+def _float(value: float | str) -> float:
+    """A value as `append_metrics` wrote it; NaN for any other text."""
+    try:
+        return float(value)
+    except ValueError:
+        return math.nan
+
+
+_METRICS_LINE = msgspec.json.Decoder(_MetricsLine)
 
 
 def append_line(path: RunPath, line: bytes) -> None:

@@ -86,16 +86,6 @@ export class Chart {
     return [...this.series.keys()];
   }
 
-  /** The mean of a metric over the points next to a step, before and after it. */
-  around(name, step, most = 5) {
-    const one = this.series.get(name);
-    if (!one) return null;
-    let at = 0;
-    while (at < one.steps.length && one.steps[at] <= step) at += 1;
-    const mean = (values) => (values.length ? values.reduce((sum, value) => sum + Number(value), 0) / values.length : null);
-    return { before: mean(one.values.slice(Math.max(0, at - most), at)), after: mean(one.values.slice(at, at + most)) };
-  }
-
   soon() {
     this.changed = true;
     if (this.planned || document.hidden) return;

@@ -69,7 +69,6 @@ class RunPage {
       allowed: () => this.actions.allowed(),
       withdraw: (view) => this.actions.withdraw(view),
       revert: (view) => this.actions.revert(view),
-      around: (step) => this.around(step),
       more: () => { this.most += MORE; this.refresh(); },
     });
     this.chip = el("span");
@@ -166,12 +165,6 @@ class RunPage {
       ...this.checkpoints.map((one) => ({ kind: "checkpoint", step: one.step, text: `checkpoint of step ${count(one.step)}` })),
     ];
     return marks.map((mark) => ({ ...mark, text: plain(mark.text) }));
-  }
-
-  around(step) {
-    const name = this.chart.names().find((one) => one === "loss") ?? this.chart.names()[0];
-    const found = name ? this.chart.around(name, step) : null;
-    return found ? { name, ...found } : null;
   }
 }
 

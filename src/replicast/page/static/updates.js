@@ -7,7 +7,7 @@ import { stageChip } from "./state.js";
 const MOST = 1000; // That the server lists.
 
 export class Updates {
-  /** @param actions {allowed(), withdraw(view), revert(view), around(step), more()} */
+  /** @param actions {allowed(), withdraw(view), revert(view), more()} */
   constructor(actions) {
     this.actions = actions;
     this.open = new Set();
@@ -86,7 +86,6 @@ export class Updates {
     const same = new Set(digests.map(([, digest]) => digest)).size === 1;
     const patched = (view.receipts ?? []).at(-1)?.checkpoint;
     const alone = patched ? `applied to the checkpoint ${patched}, by no worker` : "on the only worker";
-    const around = view.sequence ? this.actions.around(view.step) : null;
     const refusal = view.refusal ?? {};
     return pairs([
       ["id", el("span", { class: "mono" }, view.id)],
@@ -96,7 +95,7 @@ export class Updates {
       ["content", view.content_digest ? el("span", { class: "mono" }, view.content_digest) : null],
       ["sha256", view.sha256 ? el("span", { class: "mono" }, view.sha256) : null],
       ["on trial", view.trial ? trialText(view.trial) : null],
-      ["before and after", trialNumbers(view) ?? (around && around.before !== null && around.after !== null ? `${around.name} ${number(around.before)} → ${number(around.after)}` : null)],
+      ["before and after", trialNumbers(view) ?? aroundText(view.around)],
       ["took", view.propose_to_applied_secs ? `${seconds(view.propose_to_applied_secs)}; training paused for ${seconds(view.stall_secs)}` : null],
       ["committed", view.committed_at ? moment(view.committed_at) : null],
       ["attempts", (view.receipts ?? []).length > 1 ? `applied in ${counted(view.receipts.length, "attempt")}; the last one counts` : null],
@@ -117,6 +116,12 @@ export class Updates {
 function trialNumbers(view) {
   const outcome = view.outcome;
   return outcome && outcome.before !== null && outcome.during !== null ? `${outcome.metric} ${number(outcome.before)} → ${number(outcome.during)} in the trial` : null;
+}
+
+/** What a metric was before and after an update, and how much it varied. */
+function aroundText(around) {
+  const sample = (one) => `${number(one.mean)} ± ${number(one.spread)} (${counted(one.steps, "step")})`;
+  return around ? `${around.metric} ${sample(around.before)} → ${sample(around.after)}` : null;
 }
 
 function operation(one) {
