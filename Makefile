@@ -164,7 +164,7 @@ docs: $(DOCS_STAMP) ## Build the documentation into site/
 $(DOCS_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(DOCS)/bin/python -m pip install --quiet --group docs
+	$(DOCS)/bin/python -m pip install --quiet --editable '.[page]' --group docs  # mkdocs_reference.py reads the commands and the table
 	@touch $@
 
 wheel: ## Build the wheel into dist/ and test it as users get it, in an environment of its own

@@ -2,7 +2,7 @@
 # Two machines with two workers each; resumes after preemption, a failed node and the time limit:
 #   sbatch examples/slurm.sh                                    trains examples/restart.py
 #   sbatch --nodes=4 examples/slurm.sh train.py --epochs 90     another script with its arguments
-# To end it for good: scancel JOB. See docs/schedulers.md.
+# To end it for good: scancel JOB. See docs/hosts.md.
 #SBATCH --job-name=digits
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

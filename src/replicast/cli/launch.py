@@ -69,7 +69,7 @@ secret_option = click.option(
     type=_SECS,
     default=EndTimeouts().stop_secs,
     metavar="SECS",
-    help="Time for the last checkpoint, before workers are killed; docs/schedulers.md says how much.",
+    help="Time for the last checkpoint, before workers are killed; docs/hosts.md says how much.",
 )
 @click.option(
     "--heartbeat",

@@ -190,7 +190,7 @@ class Division:
             remedy="Give y one entry per row: (x, y), also for predict. Add a first axis of 1 to an array "
             "that is not rows, if its first dimension may equal their number. For batches whose rows belong "
             "together, such as one large graph, turn off auto_shard_policy and give each worker its own "
-            "batches (docs/training.md)",
+            "batches (docs/train.md)",
         )
 
 
@@ -291,7 +291,7 @@ def losses_that_mix_rows(loss: Any) -> dict[str, str]:
             found[name] = (
                 f"The loss {name} compares the rows of a batch with each other. Each worker computes it from "
                 f"its own rows, so training differs from one process. To avoid that, {_MIXING[name]} "
-                "(docs/training.md, losses and layers that mix rows of a batch)."
+                "(docs/train.md, losses and layers that mix rows of a batch)."
             )
     return found
 
@@ -859,7 +859,7 @@ class Inputs:
                     "one process, TensorFlow reads ahead, and what it has read when a pass ends decides the "
                     "order of the next one: that depends on timing. So this pass may have another order than "
                     "in one process%s. Shuffle after repeat instead: dataset.repeat().shuffle(n, seed=1) "
-                    "(docs/training.md, steps).",
+                    "(docs/train.md, steps).",
                     what,
                     f", and on another worker, since the pipeline itself reads ahead ({', '.join(stages)})"
                     if stages
@@ -890,7 +890,7 @@ class Inputs:
                 f"has no data but counts, once per pass: {'; '.join(differing)}. replicast counts only "
                 "batches that exist. For the numbers of one process, tell the length: "
                 "dataset.apply(tf.data.experimental.assert_cardinality(n)), or pass the number of steps "
-                "(docs/training.md, numbers).",
+                "(docs/train.md, numbers).",
             )
 
     def _comparison(self, call: KerasCall, sample: Sample) -> DataComparison:

@@ -74,6 +74,17 @@ def test_the_figures_in_docs_performance_are_those_of_its_results_file() -> None
     assert document.generated(page) == document.section(run), "run: make bench, or --document FILE"
 
 
+def test_the_figures_in_the_readme_are_those_of_docs_performance() -> None:
+    """Its table: time of a step by torch DDP's, of `fit` on arrays and of a loop."""
+    page, readme = document.PAGE.read_text(), (document.REPOSITORY / "README.md").read_text()
+    shown = re.findall(r"^\| (\S+) M \| (\S+) \| (\S+) \|$", readme, re.MULTILINE)
+    assert len(shown) == 3
+    for parameters, fit, loop in shown:
+        section = page.partition(f"({parameters}M parameters)")[2].partition("\n### ")[0]
+        assert f"replicast fit / torch DDP, both on arrays: {fit} (" in section
+        assert f"replicast loop / torch DDP, both on a constant batch: {loop} (" in section
+
+
 def test_every_colour_of_a_picture_has_its_counterpart_for_a_dark_theme() -> None:
     for path in document.PICTURES.glob("*.svg"):
         drawing, style = path.read_text(), path.read_text().split("</style>")[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from replicast.client import Run, connect
+from replicast.client import connect
 from replicast.storage import inbox
 from replicast.storage.run_files import append_metrics
 from tests.page.live import TOKEN, served_run
@@ -41,10 +41,3 @@ def test_the_documented_examples_run(
     ):
         assert text in said, text
     assert {one.id for one in inbox.waiting(run)} == {"slower", "from-elsewhere"}
-
-
-def test_every_method_of_a_run_is_documented() -> None:
-    text = DOCUMENT.read_text()
-    methods = [name for name, one in vars(Run).items() if callable(one) and not name.startswith("_")]
-    unknown = [name for name in methods if f"`{name}(" not in text and f" {name}(" not in text]
-    assert set(unknown) <= {"look", "follow", "perform", "schema"}
