@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +161,8 @@ def log(run: Run, as_json: bool, last: int | None) -> None:
         texts.make_console().print(texts.updates_table(views))
     else:
         click.echo(f"The journal is empty: {texts.no_updates(journaled=seen.journaled)}.")
-    for part in () if as_json else _ended(seen.refused):
-        texts.make_console().print(part)
+    if seen.refused and not as_json:
+        texts.make_console().print(_title("refused or withdrawn"), texts.updates_table(seen.refused))
     if seen.problem:
         raise Failed(printable_lines(seen.problem))
 
@@ -318,29 +318,10 @@ def _overview(seen: Overview) -> Iterator[RenderableType]:
     for title, views in (("scheduled", seen.scheduled), ("in the inbox", seen.waiting)):
         if views:
             yield _title(f"{len(views)} {title}{'' if seen.running else ', for the next start that trains'}")
-            rows = (_pending_cells(view, now) for view in views)
-            yield texts.make_table("id", "=stage", ">step", "what", ">size", "=since", rows=rows)
-    yield from _ended(seen.refused[-_LAST_ENDED:])
-
-
-def _ended(views: Sequence[UpdateView]) -> Iterator[RenderableType]:
-    """What was refused or withdrawn: what it would have done, by whom, why not, and when."""
-    if views:
+            yield texts.updates_table(views)
+    if seen.refused:
         yield _title("refused or withdrawn")
-        rows = (
-            (texts.short_id(one.id), texts.stage_cell(one.stage), _end_cell(one), texts.when(one.at))
-            for one in views
-        )
-        yield texts.make_table("id", "=stage", "what, and why not", "=when", rows=rows)
-
-
-def _end_cell(view: UpdateView) -> Text:
-    cell, refusal = texts.what_cell(view), view.refusal
-    variable = "" if refusal is None or refusal.variable is None else f" ({refusal.variable})"
-    problem = "" if refusal is None else f"{refusal.problem}{variable}"
-    by = f"withdrawn by {view.withdrawn_by}" if view.withdrawn_by else ""
-    why = one_line(problem or ": ".join(text for text in (by, view.reason) if text))
-    return cell.append("\n" if cell and why else "").append(why, style="yellow")
+        yield texts.updates_table(seen.refused[-_LAST_ENDED:])
 
 
 def _title(text: str) -> Text:
@@ -372,17 +353,6 @@ def _operation_cells(said: Mapping[str, Any]) -> tuple[str | Text, ...]:
     who = ": ".join(one[name] for name in ("author", "note") if one[name])
     what = f"{one['kind']} {texts.short_id(one['id'])}".strip()
     return what, one["stage"], one["step"], one["waits_for"], Text(who, style="dim")
-
-
-def _pending_cells(view: UpdateView, now: float) -> tuple[str | Text, ...]:
-    what = texts.what_cell(view)
-    if view.waits_for:
-        what.append("\n" if what else "")
-        what.append(f"waits for {one_line(view.waits_for)}", style="yellow")
-    step = "" if view.step is None else str(view.step)
-    since = f"{age(now - view.at)} ago" if view.at else ""
-    size = texts.size(view.nbytes or 0)
-    return texts.short_id(view.id), texts.stage_cell(view.stage), step, what, size, since
 
 
 def _facts(view: UpdateView) -> Iterator[tuple[str, str | Text]]:

@@ -178,13 +178,16 @@ def progress_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def updates_table(views: Iterable[UpdateView]) -> Table:
-    """Committed updates, each with its author and note in a second line."""
-    table = make_table(">#", ">step", "=stage", "what", ">size", ">took", "=when")
-    for view in views:
-        took = 0.0 if view.receipt is None else view.receipt.propose_to_applied_secs
-        numbers = (size(view.nbytes or 0), seconds(took) if took else "", when(view.committed_at or 0.0))
-        table.add_row(str(view.sequence), str(view.step), stage_cell(view.stage), what_cell(view), *numbers)
+def updates_table(views: Sequence[UpdateView]) -> Table:
+    """Updates in any stage, by number or id; each with what became of it, and by whom it is."""
+    took = [0.0 if view.receipt is None else view.receipt.propose_to_applied_secs for view in views]
+    table = make_table("#", ">step", "=stage", "what", ">size", *([">took"] if any(took) else []), "=when")
+    for view, secs in zip(views, took, strict=True):
+        name = short_id(view.id) if view.sequence is None else str(view.sequence)
+        step, at = "" if view.step is None else str(view.step), view.committed_at or view.at
+        numbers = [size(view.nbytes) if view.nbytes else ""]
+        numbers += [seconds(secs) if secs else ""] if any(took) else []
+        table.add_row(name, step, stage_cell(view.stage), what_cell(view), *numbers, when(at))
     return table
 
 
@@ -193,7 +196,7 @@ def stage_cell(stage: Stage) -> Text:
 
 
 def what_cell(view: UpdateView) -> Text:
-    """What an update does in a few words; then its trial, and who proposed it and why."""
+    """What an update does in a few words; then what became of it, and who proposed it and why."""
     cell = Text(one_line(view.words()))
     if view.sequence is not None and not view.nbytes:
         cell = Text("not known: its entry is damaged", style="red")
@@ -211,6 +214,13 @@ def what_cell(view: UpdateView) -> Text:
         cell.append(f"\non trial: {trial(view.trial)}", style="cyan")
     if view.around is not None:
         cell.append(f"\n{one_line(view.around)}")
+    refusal, withdrawn = view.refusal, f"withdrawn by {view.withdrawn_by}" if view.withdrawn_by else ""
+    variable = "" if refusal is None or refusal.variable is None else f" ({refusal.variable})"
+    problem = "" if refusal is None else f"{refusal.problem}{variable}"
+    waits = f"waits for {view.waits_for}" if view.waits_for else ""
+    reason = "" if refusal is not None or view.sequence is not None else view.reason
+    for why in filter(None, (waits, problem, ": ".join(filter(None, (withdrawn, reason))))):
+        cell.append("\n" if cell else "").append(one_line(why), style="yellow")
     who = ": ".join(one_line(text) for text in (view.author, view.note) if text)
     return cell.append(f"\n{who}", style="dim") if who else cell
 
