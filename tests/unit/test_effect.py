@@ -87,7 +87,7 @@ def test_of_rows_only_the_touched_ones_are_measured(operation: str) -> None:
 
 
 def test_a_large_variable_is_measured_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicast.update.distance._PIECE_BYTES", 64)
+    monkeypatch.setattr("replicast.update.distance._AT_ONCE", 64)
     monkeypatch.setattr("replicast.update.distance._EXACT", 0)
     value = np.linspace(-1, 1, 1000, dtype=np.float32).reshape(20, 50)
     for update in (Update().add("x", value * 1e-3), Update().assign("x", value * 1.001)):

@@ -90,7 +90,8 @@ def _largest(left: Array, right: Array) -> tuple[int, float, float]:
 # What edits have done to a variable.
 
 MEASURED_BYTES = 2**28  # of what an update touches: the effects of a larger one are not measured
-_EXACT = 2**20  # elements: so many are measured in float64, which takes about three times as long
+_EXACT = 2**16  # elements: so many are measured in float64, which takes about three times as long
+_AT_ONCE = 2**13  # elements: they stay in the cache, and are too few for the threads of a matrix library
 
 
 def effects(
@@ -119,17 +120,12 @@ def _effect(edits: Sequence[Edit], variable: Variable, before: Array | None, aft
     undone = before is None and all(edit.operation in _UNDO for edit in edits)
     if before is None and not undone:
         return found
-    if rows is not None:  # as edits of a table that has these rows alone
-        edits = [
-            dataclasses.replace(
-                edit, arrays={**edit.arrays, "indices": np.searchsorted(rows, edit.arrays["indices"])}
-            )
-            for edit in edits
-        ]
+    if rows is not None and undone:  # as edits of a table that has these rows alone
+        edits = [_of_touched(edit, rows) for edit in edits]
     wide = np.float64 if after.size <= _EXACT else np.float32
     squares = changed = 0.0
     with np.errstate(all="ignore"):
-        for part in slices_of(after.shape, _PIECE_BYTES // 8):
+        for part in slices_of(after.shape, _AT_ONCE):
             new: Array = in_slice(after, part).astype(wide)
             old: Array = new if before is None else in_slice(before, part).astype(wide)
             for edit in reversed(edits) if undone else ():
@@ -141,6 +137,14 @@ def _effect(edits: Sequence[Edit], variable: Variable, before: Array | None, aft
     if after.size == 1:
         return replace(found, before=_finite(old.item()), after=_finite(new.item()))
     return replace(found, norm=_finite(math.sqrt(squares)), change=_finite(math.sqrt(changed)))
+
+
+def _of_touched(edit: Edit, rows: Array) -> Edit:
+    """An edit of rows as one of a table that has only the touched ones, in order."""
+    places = np.searchsorted(rows, edit.arrays["indices"])
+    if len(places) == len(rows):
+        return Edit(EditKind.ADD, edit.variable, {"value": edit.arrays["rows"][np.argsort(places)]})
+    return dataclasses.replace(edit, arrays={**edit.arrays, "indices": places})
 
 
 def _without_rows(value: Array, cut: Edit) -> Array:
