@@ -10,7 +10,7 @@ import numpy as np
 
 from replicast.errors import UpdateRefused
 from replicast.strictjson import View
-from replicast.update.edits import RESETS, Array, Edit, EditKind, refused
+from replicast.update.edits import RESETS, Array, Edit, EditKind, low_rank_norm, refused
 from replicast.update.schema import Schema, planned
 from replicast.update.trial import Trial
 from replicast.update.update import Update
@@ -163,8 +163,6 @@ def _low_rank_values(a: Array, b: Array) -> Values:
     first, second = values_of(a), values_of(b)
     norm = math.nan
     if a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0]:
-        with np.errstate(all="ignore"):
-            wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
-            norm = math.sqrt(max(0.0, float(np.sum((wide_a.T @ wide_a) * (wide_b @ wide_b.T)))))
+        norm = low_rank_norm(a, b)
     extremes = min(first.minimum, second.minimum), max(first.maximum, second.maximum)
     return Values(first.size + second.size, first.nonfinite + second.nonfinite, *extremes, norm)

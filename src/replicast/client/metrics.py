@@ -12,20 +12,20 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from replicast.files import RunPath, open_plain
+from replicast.storage.run_files import MAX_METRICS_STEP, METRICS_LINE, MetricsLine
 from replicast.strictjson import View, json_value
 
 MAX_POINTS = 10_000  # Of a series: the most that can be asked for.
 MAX_SERIES = 100
 _KEPT_POINTS = 2 * MAX_POINTS
 _PER_BUCKET = 5
-_MAX_STEP = 2**62  # Sums and differences of two fit into 64 bits.
 _PIECE_BYTES = 4 * 2**20
 _BEGIN_BYTES = 256
 _MAX_ANSWER_POINTS = 100_000  # Of all series together: about 5 MB of JSON.
@@ -98,15 +98,6 @@ class Metrics(View, frozen=True):
     damaged: int = 0
 
 
-class _MetricsLine(msgspec.Struct, gc=False):
-    step: Annotated[int, msgspec.Meta(ge=0, lt=_MAX_STEP)]
-    time: float
-    values: dict[str, float | str]
-
-
-_LINE = msgspec.json.Decoder(_MetricsLine)
-
-
 @dataclass(slots=True)
 class MetricsFile:
     """Reads metrics.jsonl once, and later only what was appended. For any number of threads.
@@ -161,23 +152,23 @@ class _Seen:
     def read(self, file: BinaryIO) -> None:
         for piece in _pieces(file, self.position):
             try:
-                lines = _LINE.decode_lines(piece)
+                lines = METRICS_LINE.decode_lines(piece)
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 lines = list(self._whole_lines(piece))
             self.position += len(piece)
             if lines:
                 self._add(lines)
 
-    def _whole_lines(self, piece: bytes) -> Iterator[_MetricsLine]:
+    def _whole_lines(self, piece: bytes) -> Iterator[MetricsLine]:
         """The lines of a piece without those that are damaged."""
         for line in piece.split(b"\n"):
             if line.strip():
                 try:
-                    yield _LINE.decode(line)
+                    yield METRICS_LINE.decode(line)
                 except (msgspec.MsgspecError, UnicodeDecodeError):
                     self.damaged += 1
 
-    def _add(self, lines: list[_MetricsLine]) -> None:
+    def _add(self, lines: list[MetricsLine]) -> None:
         steps = np.array([line.step for line in lines], np.int64)
         places = _counting(steps).tolist()
         kept = [lines[place] for place in places]
@@ -190,11 +181,11 @@ class _Seen:
             if name in self.series or len(self.series) < MAX_SERIES:
                 self._extend(name, [line for line in kept if name in line.values])
 
-    def _extend(self, name: str, lines: list[_MetricsLine]) -> None:
+    def _extend(self, name: str, lines: list[MetricsLine]) -> None:
         """Adds the lines that have a value of this name; of those with the same step, the last one counts."""
         steps = np.array([line.step for line in lines], np.int64)
-        values = np.array([_number(line.values[name]) for line in lines])
-        is_last = np.diff(steps, append=_MAX_STEP) > 0
+        values = np.array([line.number(name) for line in lines])
+        is_last = np.diff(steps, append=MAX_METRICS_STEP) > 0
         new = Series(steps, np.array([line.time for line in lines]), values)._chosen(np.flatnonzero(is_last))
         known = self.series.get(name)
         joined = new if known is None else known.before(int(steps[0])).followed_by(new)
@@ -212,11 +203,6 @@ def _counting(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def _firsts(bucket: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Of some places, in order, the first one in each bucket."""
     return np.compress(np.diff(bucket[places], prepend=-1) != 0, places)
-
-
-def _number(value: float | str) -> float:
-    """A value as `append_metrics` wrote it; NaN for any other text."""
-    return value if isinstance(value, float) else {"inf": np.inf, "-inf": -np.inf}.get(value, np.nan)
 
 
 def _pieces(file: BinaryIO, position: int) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -39,6 +39,7 @@ WITHOUT_CALLBACK = "a boundary: its fit has no replicas.callback()"
 ENDED = "nothing: it has ended"  # What a worker waits for after it has ended.
 _SENT_SECS, _MOST_SENT_PER_SEC = 2.0, 50  # By each worker; by all together, the more the less often each.
 _PIECE_BYTES = 64 * 1024
+MAX_METRICS_STEP = 2**62  # Sums and differences of two fit into 64 bits.
 _AROUND_BYTES = 128 * 1024  # of metrics: some hundred lines
 _MAX_LINE_BYTES = 4 * 2**20
 _MAX_BACK_BYTES = 256 * 2**20
@@ -189,10 +190,22 @@ class Around(View, frozen=True):
         return f"{self.metric} {self.before} → {self.after}"
 
 
-class _MetricsLine(msgspec.Struct, gc=False):
-    step: int
+class MetricsLine(msgspec.Struct, gc=False):
+    """One step of `metrics.jsonl`."""
+
+    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_METRICS_STEP)]
     time: float
     values: dict[str, float | str]
+
+    def number(self, metric: str) -> float:
+        """A value as `append_metrics` wrote it; NaN for any other text."""
+        value = self.values[metric]
+        return (
+            value if isinstance(value, float) else {"inf": math.inf, "-inf": -math.inf}.get(value, math.nan)
+        )
+
+
+METRICS_LINE = msgspec.json.Decoder(MetricsLine)
 
 
 def metrics_around(run_dir: RunDir, step: int, at: float, most: int = 20) -> Around | None:
@@ -234,18 +247,18 @@ def metrics_around(run_dir: RunDir, step: int, at: float, most: int = 20) -> Aro
     return Around(metric, *samples)
 
 
-def _metrics_in(content: bytes, *, whole: bool = False) -> list[_MetricsLine]:
+def _metrics_in(content: bytes, *, whole: bool = False) -> list[MetricsLine]:
     """The complete lines in a part of the file; damaged ones are skipped."""
     found = []
     for line in content.split(b"\n")[0 if whole else 1 : -1]:
         with contextlib.suppress(ValueError, RecursionError):
-            found.append(_METRICS_LINE.decode(line))
+            found.append(METRICS_LINE.decode(line))
     return found
 
 
-def _growing(lines: Iterable[_MetricsLine], sign: int) -> list[_MetricsLine]:
+def _growing(lines: Iterable[MetricsLine], sign: int) -> list[MetricsLine]:
     """The first lines, as long as their steps grow, or fall: what follows is of another attempt."""
-    found = list[_MetricsLine]()
+    found = list[MetricsLine]()
     for one in lines:
         if found and sign * (one.step - found[-1].step) < 0:
             break
@@ -253,21 +266,10 @@ def _growing(lines: Iterable[_MetricsLine], sign: int) -> list[_MetricsLine]:
     return found
 
 
-def _sample(lines: Sequence[_MetricsLine], metric: str) -> Sample:
-    values = [_float(one.values[metric]) for one in lines]
+def _sample(lines: Sequence[MetricsLine], metric: str) -> Sample:
+    values = [one.number(metric) for one in lines]
     mean = fmean(values)
     return Sample(mean, math.sqrt(fmean((value - mean) * (value - mean) for value in values)), len(values))
-
-
-def _float(value: float | str) -> float:
-    """A value as `append_metrics` wrote it; NaN for any other text."""
-    try:
-        return float(value)
-    except ValueError:
-        return math.nan
-
-
-_METRICS_LINE = msgspec.json.Decoder(_MetricsLine)
 
 
 def append_line(path: RunPath, line: bytes) -> None:

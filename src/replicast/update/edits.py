@@ -114,6 +114,13 @@ def touched_rows(edits: Sequence[Edit]) -> npt.NDArray[np.int64] | None:
     return rows
 
 
+def low_rank_norm(a: Array, b: Array) -> float:
+    """The norm of a @ b without computing the product: by the sum of (aᵀa) ∘ (b bᵀ)."""
+    with np.errstate(all="ignore"):
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        return math.sqrt(max(0.0, float(np.sum((a.T @ a) * (b @ b.T)))))
+
+
 def dtype_named(name: str) -> np.dtype[Any]:
     """The dtype with this name, which numpy does not know for bfloat16."""
     return BFLOAT16 if name == "bfloat16" else np.dtype(name)

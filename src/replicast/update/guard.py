@@ -22,6 +22,7 @@ from replicast.update.edits import (
     by_variable,
     dtype_named,
     factor_as,
+    low_rank_norm,
     refused,
     touched_rows,
 )
@@ -183,9 +184,7 @@ def _norm_of_change(edits: list[Edit], live: Callable[[], Array]) -> float:
         if only in (EditKind.ADD, EditKind.ADD_ROWS):  # additions alone need not be compared with live values
             squares = sum(_squares(arrays[only.arrays[-1]]))
         elif only is EditKind.ADD_LOW_RANK:
-            # The squared norm of a @ b without computing the product: the sum of (aᵀa) ∘ (b bᵀ).
-            a, b = arrays["a"].astype(np.float64), arrays["b"].astype(np.float64)
-            squares = max(0.0, float(np.sum((a.T @ a) * (b @ b.T)))) if a.size and b.size else 0.0
+            return low_rank_norm(arrays["a"], arrays["b"])
         else:  # together: one edit may undo another
             rows = touched_rows(edits)
             before = after = _rows(live(), rows)
