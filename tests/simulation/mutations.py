@@ -32,11 +32,7 @@ from replicast.core.operation import (
 )
 from replicast.core.operations import attempt as attempt_module
 from replicast.core.operations import revert
-from replicast.core.operations.attempt import Begin, TakeSnapshot
-from replicast.core.operations.audit import Audit, DeliverReport
-from replicast.core.operations.pull import Pull, PulledRows, TakeRows
-from replicast.core.operations.revert import Keep
-from replicast.core.operations.update import (
+from replicast.core.operations.apply import (
     Apply,
     BeginTrial,
     Discard,
@@ -45,6 +41,10 @@ from replicast.core.operations.update import (
     Prepare,
     UpdateOperation,
 )
+from replicast.core.operations.attempt import Begin, TakeSnapshot
+from replicast.core.operations.audit import Audit, DeliverReport
+from replicast.core.operations.pull import Pull, PulledRows, TakeRows
+from replicast.core.operations.revert import Keep
 from replicast.core.records import Applied, Pending, ReportId, Stage
 from replicast.core.worker import WorkerMachine
 from replicast.update import audit_report

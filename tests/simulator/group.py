@@ -15,8 +15,8 @@ from replicast.core import events as e
 from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Payload, Saved
 from replicast.core.messages import OUTSIDE, Answer, Propose, Tell
+from replicast.core.operations.apply import Apply, BeginTrial, Load, Prepare
 from replicast.core.operations.attempt import Exit, TakeSnapshot
-from replicast.core.operations.update import Apply, BeginTrial, Load, Prepare
 from replicast.core.records import Proposal, Refusal, Refuse, ReportId, Snapshot
 from replicast.core.worker import WorkerMachine
 from tests.simulator.model import needs_before

@@ -9,11 +9,7 @@ from msgspec import Struct
 from replicast.core import entries as n
 from replicast.core import messages as m
 from replicast.core.operation import Outcome
-from replicast.core.operations.attempt import Exit, TakeSnapshot
-from replicast.core.operations.audit import Compare, DeliverReport, Digest, Examine, Expected, Publish
-from replicast.core.operations.pull import TakeRows
-from replicast.core.operations.revert import Invert, WriteBefore
-from replicast.core.operations.update import (
+from replicast.core.operations.apply import (
     Apply,
     BeginTrial,
     Compute,
@@ -23,6 +19,10 @@ from replicast.core.operations.update import (
     Measure,
     Prepare,
 )
+from replicast.core.operations.attempt import Exit, TakeSnapshot
+from replicast.core.operations.audit import Compare, DeliverReport, Digest, Examine, Expected, Publish
+from replicast.core.operations.pull import TakeRows
+from replicast.core.operations.revert import Invert, WriteBefore
 from replicast.core.records import Applied, Proposal, Published, Refusal, ReportId, SeenDigests, Snapshot
 from replicast.update.audit_report import AuditReport
 from tests.simulator.replica import InMemory

@@ -31,7 +31,7 @@ What the runtime must guarantee:
 Where to look:
 
     an update comes in, waits, is refused; whose turn it is     `coordinator.py`
-    its script, and the workers' part of it                     `operations/update.py`
+    its script, and the workers' part of it                     `operations/apply.py`
     all training threads stop                                   `worker.py`, `Meeting` in `operation.py`
     entries of the journal, and which of them are valid         `entries.py`
     what passes between the machines and the runtime            `messages.py`, `events.py`

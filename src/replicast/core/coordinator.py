@@ -68,11 +68,11 @@ from replicast.core.operation import (
     Reserve,
     Timeouts,
 )
+from replicast.core.operations.apply import Function, UpdateOperation
 from replicast.core.operations.attempt import Barrier, Begin, Close, Leave, Save
 from replicast.core.operations.audit import Audit, Sync
 from replicast.core.operations.pull import Pull
 from replicast.core.operations.revert import Keep, Revert
-from replicast.core.operations.update import Function, UpdateOperation
 from replicast.core.records import JobEnds, Pending, Proposal, Refusal, Refuse, ReportId, Stage
 
 AHEAD = 4  # replayed updates that are prepared in advance: each holds its bytes

@@ -53,9 +53,9 @@ from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Committed, Decided, Entry, Payload, Receipt, Saved
 from replicast.core.messages import Answer, Request, Tell
 from replicast.core.operation import Outcome, Timeouts
+from replicast.core.operations.apply import Apply, BeginTrial, EndTrial
 from replicast.core.operations.attempt import Exit, TakeSnapshot
 from replicast.core.operations.revert import WriteBefore
-from replicast.core.operations.update import Apply, BeginTrial, EndTrial
 from replicast.core.records import Refusal, Refuse, ReportId, Stage
 from replicast.core.worker import WorkerMachine
 from replicast.errors import ClusterError, FileDamaged, JobFailed, ReplicastError, UpdateRefused

@@ -40,7 +40,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy.typing as npt
@@ -77,12 +77,11 @@ Kind: TypeAlias = Literal["withdraw", "audit", "save", "leave", "pull"]
 Rows: TypeAlias = tuple[tuple[int, int], ...]  # ranges, each from its first row to the one behind its last
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingUpdate:
+class WaitingUpdate(NamedTuple):
+    submitted_at: float
     id: str
     path: RunPath
     nbytes: int
-    submitted_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,8 +397,8 @@ def waiting(run_dir: RunDir) -> list[WaitingUpdate]:
     for path in _named(run_dir, _UPDATE):
         with contextlib.suppress(FileNotFoundError):  # It was removed in the meantime.
             status = path.stat()
-            found.append(WaitingUpdate(id_of(path), path, status.st_size, status.st_mtime))
-    return sorted(found, key=lambda entry: (entry.submitted_at, entry.id))
+            found.append(WaitingUpdate(status.st_mtime, id_of(path), path, status.st_size))
+    return sorted(found)
 
 
 class Arrivals:
@@ -504,12 +503,10 @@ def describe(path: RunPath) -> UpdateView | None:
     """An update in the inbox, by the header of its file; None if it is gone, too long or no update."""
     with contextlib.suppress(OSError, FileDamaged, UpdateRefused):
         nbytes = path.stat().st_size
-        is_small = nbytes <= _SMALL_BYTES  # Then its values are known too.
-        found = (
-            read(path, _SMALL_BYTES)
-            if is_small
-            else _submitted(path, outline_of(path, max_tensors=MAX_TENSORS, max_bytes=_MAX_SHOWN_BYTES))
-        )
+        if is_small := nbytes <= _SMALL_BYTES:
+            found = read(path, _SMALL_BYTES)  # Its values can be told too.
+        else:
+            found = _submitted(path, outline_of(path, max_tensors=MAX_TENSORS, max_bytes=_MAX_SHOWN_BYTES))
         return UpdateView(
             id=found.update.id,
             stage=Stage.PROPOSED,

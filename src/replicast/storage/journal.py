@@ -53,8 +53,8 @@ from replicast.core.entries import (
     Scheduled,
     Withdrawn,
 )
+from replicast.core.operations.apply import outcome_of
 from replicast.core.operations.revert import why_not
-from replicast.core.operations.update import outcome_of
 from replicast.core.records import Content, Stage
 from replicast.errors import FileDamaged, PayloadRemoved, ReplicastError, UpdateRefused
 from replicast.files import RunDir, RunPath, below, remove_leftovers, write_durably

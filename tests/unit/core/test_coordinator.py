@@ -10,7 +10,7 @@ from replicast.core import events as e
 from replicast.core import messages as m
 from replicast.core.coordinator import Coordinator
 from replicast.core.entries import History, Payload, Scheduled, Withdrawn
-from replicast.core.operations.update import Load, UpdateOperation
+from replicast.core.operations.apply import Load, UpdateOperation
 from replicast.core.records import Proposal, Refusal, ReportId, SeenDigests, Snapshot, Stage
 
 ADD = Proposal("add", "digest", (("add", "d", 5),))

@@ -20,7 +20,7 @@ from replicast.core.operation import (
     Persist,
     Script,
 )
-from replicast.core.operations.update import under_way
+from replicast.core.operations.apply import under_way
 from replicast.core.records import JobEnds, Refusal, Refuse, ReportId, Snapshot, Stage
 from replicast.update.audit_report import agree
 
@@ -36,7 +36,7 @@ class Begin(Operation):
         each pending proposal of the checkpoint               is proposed again: the script does not repeat it
         then the proposals of this attempt, and training begins
 
-    A replayed update runs the same script as every update (`update.py`), but its record is not written again.
+    A replayed update runs the same script as every update (`apply.py`), but its record is not written again.
     It gets a receipt of this attempt.
     """
 

@@ -47,7 +47,7 @@ from replicast.core.operation import (
     Persist,
     Script,
 )
-from replicast.core.operations.update import (
+from replicast.core.operations.apply import (
     Apply,
     Prepare,
     committed,

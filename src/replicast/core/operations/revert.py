@@ -30,7 +30,7 @@ from replicast.core.operation import (
     Persist,
     Script,
 )
-from replicast.core.operations.update import UpdateOperation, applied
+from replicast.core.operations.apply import UpdateOperation, applied
 from replicast.core.records import Content, Proposal, Published, Refuse, Stage
 
 
