@@ -560,11 +560,11 @@ class CheckpointStore:
 
     def list(self) -> _Manifests:
         """The committed checkpoints by step, without damaged ones. The last of them need not be `last`."""
-        return [found for found in self._look().values() if isinstance(found, Manifest)]
+        return [found for _, found in sorted(self._look().items()) if isinstance(found, Manifest)]
 
     def problems(self) -> _Problems:
         """What is wrong with the checkpoints that `list` omits. Damaged bytes are only found by `verify`."""
-        return [found for found in self._look().values() if isinstance(found, FileDamaged)]
+        return [found for _, found in sorted(self._look().items()) if isinstance(found, FileDamaged)]
 
     def last(self) -> Manifest | None:
         """The committed checkpoint that training would go on from: of the latest step of the current line."""
@@ -572,10 +572,8 @@ class CheckpointStore:
 
     def last_and_skipped(self) -> tuple[Manifest | None, _Problems]:
         """What `last` returns, and what is wrong with checkpoints that may be later."""
-        looked = self._look()
         skipped: _Problems = []
-        for step in self._latest_first(looked):
-            found = looked[step]
+        for found in self._look().values():
             if isinstance(found, Manifest):
                 return found, skipped
             skipped.append(found)
@@ -583,7 +581,7 @@ class CheckpointStore:
 
     def steps(self) -> _Steps:
         """The steps that have a checkpoint, intact or not; the latest, in the sense of `last`, first."""
-        return self._latest_first(self._look())
+        return list(self._look())
 
     def manifest(self, step: int) -> Manifest:
         with self.open(step) as reader:
@@ -759,6 +757,7 @@ class CheckpointStore:
         return None
 
     def _look(self) -> dict[int, Manifest | FileDamaged]:
+        """What is there by step, the latest in the sense of `last` first."""
         looked: dict[int, Manifest | FileDamaged] = {}
         for step, paths in sorted(self._counting().items()):
             try:
@@ -771,17 +770,13 @@ class CheckpointStore:
             except Exception as error:  # An unexpected error in one must not hide the others.
                 said = f"unexpected error while reading it ({type(error).__name__}: {str(error)[:200]})"
                 looked[step] = FileDamaged(paths[-1], f"{said}. {advice(paths[-1])}")
-        return looked
-
-    @staticmethod
-    def _latest_first(looked: Mapping[int, Manifest | FileDamaged]) -> _Steps:
         ordered = latest_first(found for found in looked.values() if isinstance(found, Manifest))
         steps = [manifest.step for manifest in ordered]
         # The line of an unreadable one is not known. It is placed before all lower steps: it may be the last.
         for step in sorted(set(looked) - set(steps)):
             lower = (place for place, other in enumerate(steps) if other < step)
             steps.insert(next(lower, len(steps)), step)
-        return steps
+        return {step: looked[step] for step in steps}
 
 
 # Chooses the checkpoint from which a job resumes, when some of them may be damaged.
