@@ -18,7 +18,7 @@ from replicast.core import operations
 from replicast.core import records as r
 from replicast.core.entries import Receipt
 from replicast.core.operation import Outcome
-from replicast.core.operations import attempt, audit, pull, revert, update
+from replicast.core.operations import apply, attempt, audit, pull, revert
 from replicast.replicas.channel import Note
 from replicast.transport import Parcel, Piece
 from replicast.update.audit_report import AuditReport, Declared, Difference
@@ -57,18 +57,18 @@ REPORT = AuditReport(
     1, 20, 1e9, 20, 10, "healed", (DIFFERENCE,), (Declared("seed", True),), (4,), 0.01, ("request-1",)
 )
 ORDERS: list[Any] = [
-    update.Load("fix", "digest"),
-    update.Prepare("fix", "digest", PARCEL),
-    update.Apply("fix", "digest", 3),
-    update.Discard(("fix", "other")),
-    update.Compute("f"),
+    apply.Load("fix", "digest"),
+    apply.Prepare("fix", "digest", PARCEL),
+    apply.Apply("fix", "digest", 3),
+    apply.Discard(("fix", "other")),
+    apply.Compute("f"),
     audit.Digest(("dense/bias",)),
     audit.Publish("sync-1", ("dense/bias",)),
     attempt.TakeSnapshot("save-step-4"),
     attempt.Exit("the disk is full"),
-    update.Measure(TRIAL),
-    update.BeginTrial("fix", "digest", 3),
-    update.EndTrial(kept=False, sequence=7),
+    apply.Measure(TRIAL),
+    apply.BeginTrial("fix", "digest", 3),
+    apply.EndTrial(kept=False, sequence=7),
     audit.Examine(),
     audit.Expected(("dense/bias",)),
     audit.Compare("heal-1", "digest", ("dense/bias",)),
