@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import replicast
+from replicast.core.records import Stage
 from replicast.testing.job import eventually
 from tests import devices, jobs
 from tests.workers.test_examples import EXAMPLES, digests_in_logs
@@ -32,7 +33,8 @@ def push(directory: Path, variable: str) -> None:
     run = directory / "run"
     eventually(lambda: any(run.glob("groups/*/run.json")))
     update = replicast.Update(note="from outside").assign(variable, np.full(10, 0.25, np.float32))
-    replicast.connect(run).push(update, at_step=UPDATED)
+    pushed = replicast.connect(run).push(update, at_step=UPDATED)
+    eventually(lambda: pushed.view().stage is Stage.SCHEDULED)
     (directory / "pushed").touch()
 
 
