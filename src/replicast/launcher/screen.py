@@ -246,12 +246,12 @@ class Outlet:
         self._queue: list[str] = []
         self._queue_size = self._omitted = self._bytes_written = 0
         self._bottom = self._drawn = ""
-        self._closing = self._ended = False
+        self._closing = False
 
     def put(self, lines: Sequence[str], bottom: str = "", *, must_appear: bool = False) -> None:
         """Enqueues lines to write above the bottom line. Omits and counts them if the queue is full."""
         with self._changed:
-            if self._ended or self._closing:
+            if self._closing:
                 return
             self._bottom = bottom
             if lines and not must_appear and (self._omitted or self._queue_size >= self._capacity):
@@ -271,20 +271,17 @@ class Outlet:
                 self._writer.start()
             self._changed.notify_all()
 
-    def close(self, *, stalled_secs: float = _STALLED_SECS, at_most_secs: float = _CLOSE_SECS) -> None:
+    def close(self, *, stalled_secs: float = _STALLED_SECS) -> None:
         """Waits until everything is written, unless nobody reads."""
-        end = time.monotonic() + at_most_secs
+        end = time.monotonic() + _CLOSE_SECS
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            while self._writer is not None and not self._ended:
-                written, remaining = self._bytes_written, end - time.monotonic()
-                if remaining <= 0 or not self._changed.wait_for(
-                    lambda written=written: self._ended or self._bytes_written != written,  # type: ignore[misc]
-                    min(stalled_secs, remaining),
-                ):
-                    return  # The thread is a daemon: it ends with the process.
-        if self._writer is not None:
+        written = -1
+        while self._writer is not None and self._writer.is_alive() and time.monotonic() < end:
+            if self._bytes_written == written:
+                return  # The thread is a daemon: it ends with the process.
+            written = self._bytes_written
             self._writer.join(stalled_secs)
 
     def _note_omitted(self) -> None:
@@ -321,15 +318,9 @@ class Outlet:
                         select.select([], [descriptor], [])
                         continue
                     data = data[count:]
-                    with self._changed:
-                        self._bytes_written += count
-                        self._changed.notify_all()
+                    self._bytes_written += count
         except OSError:  # `replicast run … | head`: the logs still get everything.
-            pass
-        finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+            self._closing = True
 
 
 class Screen:
