@@ -152,15 +152,15 @@ def test_the_first_cause_stays_the_first_though_its_host_is_lost_then() -> None:
 
 
 def test_the_same_error_on_any_host_without_a_checkpoint_in_between_ends_the_job() -> None:
-    for saved, phase in ((0, Phase.OVER), (20, Phase.WAIT)):
+    for then, phase in (((0, 7), Phase.OVER), ((20, 21), Phase.WAIT)):
         leader = Leader(("a", "b"), "first", 9, HostTimeouts(), 0.0)
         join(leader)
-        for attempt, step in ((0, 0), (1, saved)):
+        for attempt, progress in ((0, (0, 7)), (1, then)):
             failure = WorkerExit(host=1, worker=1, code=1, why="ValueError: x", where="t.py:1", reported_by=1)
-            ended = Report(next_attempt=attempt + 1, attempt=attempt, saved=step)
-            for node, report in ((0, ended), (1, replace(ended, failure=failure, saved=None))):
+            ended = Report(next_attempt=attempt + 1, attempt=attempt, progress=progress)
+            for node, report in ((0, ended), (1, replace(ended, failure=failure, progress=None))):
                 leader.on_report(node, replace(report, running=True), 1.0)
-            for node, report in ((0, ended), (1, replace(ended, failure=failure, saved=None))):
+            for node, report in ((0, ended), (1, replace(ended, failure=failure, progress=None))):
                 leader.on_report(node, report, 1.0)
         assert (leader.order.phase is Phase.OVER) == (phase is Phase.OVER), leader.order
         assert leader.order.repeats == (phase is Phase.OVER)

@@ -279,24 +279,28 @@ RAISES = replace(ended(0, 1), why="ValueError: label 255", where="train.py:10: m
 
 
 @pytest.mark.parametrize(
-    ("failure", "saved", "repeats"),
+    ("failure", "progress", "repeats"),
     [
-        pytest.param(replace(RAISES, worker=1, why="ValueError: label 7"), 40, True, id="other numbers"),
-        pytest.param(RAISES, 60, False, id="it has saved more"),
-        pytest.param(replace(RAISES, where="train.py:12: save()"), 40, False, id="another line"),
-        pytest.param(replace(RAISES, why="TypeError: label 255"), 40, False, id="another error"),
-        pytest.param(replace(RAISES, why=""), 40, False, id="an exit without an exception"),
-        pytest.param(replace(RAISES, code=-9), 40, False, id="killed"),
-        pytest.param(replace(RAISES, code=PEER_FAILED), 40, False, id="because of another worker"),
-        pytest.param(replace(RAISES, worker=None), 40, False, id="a lost host"),
+        pytest.param(
+            replace(RAISES, worker=1, why="ValueError: label 7"), (40, 47), True, id="other numbers"
+        ),
+        pytest.param(RAISES, (60, 61), False, id="it has saved more"),
+        pytest.param(RAISES, (40, 48), False, id="it came further"),
+        pytest.param(RAISES, (40, 45), True, id="it came less far"),
+        pytest.param(replace(RAISES, where="train.py:12: save()"), (40, 47), False, id="another line"),
+        pytest.param(replace(RAISES, why="TypeError: label 255"), (40, 47), False, id="another error"),
+        pytest.param(replace(RAISES, why=""), (40, 47), False, id="an exit without an exception"),
+        pytest.param(replace(RAISES, code=-9), (40, 47), False, id="killed"),
+        pytest.param(replace(RAISES, code=PEER_FAILED), (40, 47), False, id="because of another worker"),
+        pytest.param(replace(RAISES, worker=None), (40, 47), False, id="a lost host"),
     ],
 )
 def test_the_same_error_from_the_same_state_is_not_tried_a_third_time(
-    failure: WorkerExit, saved: int, repeats: bool
+    failure: WorkerExit, progress: tuple[int, int], repeats: bool
 ) -> None:
-    first = order_after(replace(FIRST, max_restarts=3), RAISES, None, left_behind=False, saved=40)
+    first = order_after(replace(FIRST, max_restarts=3), RAISES, None, left_behind=False, progress=(40, 47))
     assert (first.phase, first.repeats) == (Phase.WAIT, False)
-    then = order_after(first, failure, None, left_behind=False, saved=saved)
+    then = order_after(first, failure, None, left_behind=False, progress=progress)
     assert (then.phase is Phase.OVER, then.repeats) == (repeats, repeats)
 
 

@@ -125,8 +125,9 @@ class LaunchOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     session: str = ""  # of the first launcher
     run_name: str = ""  # the name of its run directory
     facts: tuple[str, ...] = ()  # of each host, for `replicast doctor`
-    saved: Index | None = None  # From which step a restart continues; None if there are no `Replicas`.
-    repeats: bool = False  # The failure is that of the attempt before, and nothing was saved in between.
+    # The step of the last checkpoint, and the last step of the attempt before; None without `Replicas`.
+    progress: tuple[Index, Index] | None = None
+    repeats: bool = False  # The failure is that of the attempt before, without progress.
 
     @property
     def is_last_attempt(self) -> bool:
@@ -148,26 +149,29 @@ def order_after(
     signum: int | None,
     *,
     left_behind: bool,
-    saved: int | None = None,
+    progress: tuple[int, int] | None = None,
 ) -> LaunchOrder:
     """What follows an attempt: the next one, or the job is over. `before` has the failure of the one before.
 
     No restart after SIGTERM, not even one to a worker: they have saved their state, the machine is needed.
     Nor after an exception that the attempt before has raised at the same line, if both began with the same
-    state: it would be raised again. A job without `Replicas` that runs for long may have saved by itself.
+    state and the second came no further: it would be raised again. A job without `Replicas` that runs for
+    long may have saved by itself.
     """
     code = UNKILLABLE if left_behind else 0
     if signum is not None:
         code = 128 + signum
     elif failure is not None:
         code = failure.shell_code
-    over = replace(before, phase=Phase.OVER, code=code, failure=failure, signal=signum, saved=saved)
+    over = replace(before, phase=Phase.OVER, code=code, failure=failure, signal=signum)
+    over = replace(over, progress=progress)
     is_over = failure is None or signum is not None or left_behind or failure.was_told_to
     if is_over or before.restarts >= before.max_restarts:
         return over
     if failure is not None and before.failure is not None and _same_error(before.failure, failure):
         is_short = max(before.failure.ran_secs, failure.ran_secs) < _SHORT_SECS
-        if saved == before.saved and (saved is not None or is_short):
+        known = before.progress
+        if is_short if progress is None or known is None else progress <= known:
             return replace(over, repeats=True)
     return replace(over, phase=Phase.WAIT, attempt=before.attempt + 1, restarts=before.restarts + 1)
 
@@ -347,8 +351,8 @@ def report_lines(
         if order.repeats:
             left = order.max_restarts - order.restarts
             yield (
-                "this is the error of the attempt before, and nothing was saved in between: a restart would "
-                f"repeat it, so {left} of {order.max_restarts} are not used"
+                "this is the error of the attempt before, without a step or a checkpoint more: a restart "
+                f"would repeat it, so {left} of {order.max_restarts} are not used"
             )
     if failure is not None and end is not None:
         others = sorted(end.exits, key=lambda one: one.worker or 0)

@@ -78,7 +78,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     signal: StopSignal | None = None
     left_behind: bool = False
     facts: str = ""  # of `replicast doctor`
-    saved: Index | None = None  # as in an order; the first host knows it
+    progress: tuple[Index, Index] | None = None  # as in an order; the first host knows it
 
 
 class RefusedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="refused"):
@@ -371,9 +371,10 @@ class Leader:
                 unreached = tuple(node for node in range(len(self._hosts)) if node not in reports)
                 order = replace(order, unreached=unreached)
             left = self._left_behind() or order.failure is None
-            saved = reports[0].saved if 0 in reports else None
+            progress = reports[0].progress if 0 in reports else None
             before = replace(order, failure=self._failed_before)
-            self._conclude(order_after(before, order.failure, order.signal, left_behind=left, saved=saved))
+            cause, signum = order.failure, order.signal
+            self._conclude(order_after(before, cause, signum, left_behind=left, progress=progress))
 
     def _left_behind(self) -> bool:
         return any(report.left_behind for report in self._reports().values())
@@ -491,7 +492,7 @@ class Member:
         *,
         left_behind: bool,
         facts: str = "",
-        saved: int | None = None,
+        progress: tuple[int, int] | None = None,
     ) -> list[Command]:
         attempt = self.report.attempt
         self.report = replace(
@@ -501,7 +502,7 @@ class Member:
             left_behind=left_behind,
             next_attempt=self.report.next_attempt if attempt is None else attempt + 1,
             facts=facts or self.report.facts,
-            saved=saved,
+            progress=progress,
         )
         self._ended_at = self._next_tell = now
         return self._finish(self._order) if self._order.phase is Phase.OVER else []

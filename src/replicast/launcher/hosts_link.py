@@ -37,6 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from typing import Any, Self
 
@@ -692,13 +693,12 @@ class HostsAttempts:
             self.hosts = Hosts(order.hosts, self._job.node_rank)
         return order
 
-    def decide(self, end: GroupEnd, facts: str = "", saved: int | None = None) -> LaunchOrder:
+    def decide(self, end: GroupEnd, facts: str = "", progress: tuple[int, int] | None = None) -> LaunchOrder:
         """Waits until the workers of all hosts have exited."""
         first, left = end.first_failure, bool(end.left_behind)
         failure = None if first is None else sent_from(self._job.node_rank, first)
-        self._link.post(
-            lambda member, now: member.on_group_end(failure, now, left_behind=left, facts=facts, saved=saved)
-        )
+        told = partial(Member.on_group_end, left_behind=left, facts=facts, progress=progress)
+        self._link.post(lambda member, now: told(member, failure, now))
         order = self._wait_for(Phase.WAIT)
         if order.failure is None:
             order = replace(order, failure=failure)

@@ -194,11 +194,11 @@ class _Supervision:
             if order.phase is not Phase.OVER:
                 end = self._run_attempt(order)
                 failure, left, signum = end.first_failure, bool(end.left_behind), end.interrupted_by
-                saved = None if failure is None else self._saved_step()
+                progress = None if failure is None else self._progress(attempt)
                 if self.peers is None:
-                    order = order_after(order, failure, signum, left_behind=left, saved=saved)
+                    order = order_after(order, failure, signum, left_behind=left, progress=progress)
                 else:
-                    order = self.peers.decide(end, saved=saved)
+                    order = self.peers.decide(end, progress=progress)
                 if any(ended.code for ended in end.exits):  # Killed workers leave their shared memory.
                     from replicast.transport.shared import remove_leftovers
 
@@ -212,15 +212,16 @@ class _Supervision:
             self._note("restarting", order.attempt, order.failure, why)
             self.screen.tell(restart_line(order, self.hosts))
 
-    def _saved_step(self) -> int | None:
-        """From which step a restart would continue; None if there are no `Replicas`, or nobody can say."""
+    def _progress(self, attempt: int) -> tuple[int, int] | None:
+        """The step of the last checkpoint, and that of the attempt; None if nobody here can say."""
         if 0 not in self.job.ranks or not (below(self.run_dir) / "groups").is_dir():
             return None
         from replicast.storage.checkpoints import CheckpointStore  # Imports numpy: not at start-up.
 
         with contextlib.suppress(OSError, FileDamaged):
             last = CheckpointStore(self.run_dir).last()
-            return 0 if last is None else last.step
+            steps = [note.step for note in _notes(self.run_dir, attempt)]
+            return 0 if last is None else last.step, max(steps, default=0)
         return None
 
     def _run_attempt(self, order: LaunchOrder) -> GroupEnd:
