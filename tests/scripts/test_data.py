@@ -221,6 +221,17 @@ def lookups(kind: str) -> Any:
 
 
 @same_as_plain_keras("pool2")
+def test_a_worker_without_rows_adds_nothing_to_a_sum_of_losses(strategy: Any) -> Any:
+    x, y = columns(17)
+    y = y.reshape(17, -1)[:, :1].astype("float32")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), keras.losses.MeanSquaredError(reduction="sum"))
+    model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return weights(model)
+
+
+@same_as_plain_keras("pool2")
 def test_an_array_of_a_batch_that_is_not_rows_is_given_whole_to_every_worker(strategy: Any) -> Any:
     """Batches of 8, 8 and 5 rows, and of 7, 7 and 4: some do not divide evenly, nor does a table of 7."""
     found = {}

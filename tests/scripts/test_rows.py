@@ -288,6 +288,12 @@ def test_every_kind_of_training_on_a_table_has_the_numbers_of_plain_keras(
     assert_same_as_plain_keras(pool2, plain, train, how, name, *batch())
 
 
+@pytest.mark.parametrize("how", ["fit", "custom step"])
+def test_a_worker_without_rows_touches_no_row_of_a_table(how: str, pool2: Pool, plain: Pool) -> None:
+    # The last batch has one row: the other worker computes a row of zeros, whose ids are 0.
+    assert_same_as_plain_keras(pool2, plain, train, how, "LazyAdam", *batch(33))
+
+
 def sent(strategy: Any, how: str, name: str, ids: np.ndarray) -> list[list[int]]:
     """The lengths of all tensors that this worker sends in a step whose rows have these ids."""
     exchange = strategy.extended.shared.exchange

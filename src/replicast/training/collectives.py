@@ -391,7 +391,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
                 return shared.combine(parts, means, weight)
             return _weighted_with(functools.partial(reduce, tf.distribute.ReduceOp.SUM), parts, means, weight)
 
-        return sum_over_workers(values, averaged, self._num_workers, combine, self._gather)
+        # A worker without rows has computed a row of zeros, which would touch a row of a table: its number 0.
+        return sum_over_workers(values, averaged, self._num_workers, combine, self._gather, weight > 0)
 
     def gather_rows(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """The rows of all workers, in their order: each tensor joined along its first axis."""
@@ -585,11 +586,22 @@ def sum_over_workers(
     workers: int,
     all_reduce: Callable[[list[Any], list[bool]], list[Any]],
     all_gather: Callable[[tf.Tensor], tf.Tensor],
+    has_rows: tf.Tensor | None = None,
 ) -> list[Any]:
-    """The sums, or means, of tensors and row-sparse gradients over all workers, in one `all_reduce`."""
+    """The sums, or means, of tensors and row-sparse gradients over all workers, in one `all_reduce`.
+
+    A worker that has no rows of the batch has no slices that come from rows.
+    """
     if not any(isinstance(value, tf.IndexedSlices) for value in values):
         return list(all_reduce(values, averaged))
-    parts = [_lookups(value) for value in values]
+
+    def own(kind: SliceKind, part: Any) -> Any:
+        if has_rows is None or kind is SliceKind.SHARED or not isinstance(part, tf.IndexedSlices):
+            return part
+        length = tf.where(has_rows, tf.size(part.indices), 0)
+        return tf.IndexedSlices(part.values[:length], part.indices[:length], part.dense_shape)
+
+    parts = [[(kind, own(kind, part)) for kind, part in _lookups(value)] for value in values]
     sent = [part.values if kind is SliceKind.SHARED else part for value in parts for kind, part in value]
     means = [mean for value, mean in zip(parts, averaged, strict=True) for _ in value]
     received = iter(all_reduce(sent, means))

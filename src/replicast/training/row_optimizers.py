@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replicast.training.rows import mark_written_by_rows, once_for_each_row
+from replicast.training.rows import once_for_each_row
 
 
 @keras.saving.register_keras_serializable(package="replicast")
@@ -41,7 +41,6 @@ class LazyAdam(keras.optimizers.Adam):
         momentum, velocity = self._momentums[place], self._velocities[place]
         rows = once_for_each_row(gradient)
         values, indices = tf.cast(rows.values, dtype), rows.indices
-        mark_written_by_rows(variable, momentum, velocity)
 
         step = tf.cast(self.iterations + 1, dtype)
         bias_1 = 1 - tf.pow(tf.cast(self.beta_1, dtype), step)
@@ -52,7 +51,6 @@ class LazyAdam(keras.optimizers.Adam):
         v = self._moved(velocity, indices, tf.square(values), self.beta_2)
         if self.amsgrad:
             largest = self._velocity_hats[place]
-            mark_written_by_rows(largest)
             v = tf.maximum(v, tf.gather(largest.value, indices))
             self.assign(largest, tf.IndexedSlices(v, indices))
         self.assign_sub(variable, tf.IndexedSlices(m * rate / (tf.sqrt(v) + self.epsilon), indices))
@@ -142,7 +140,6 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
         if isinstance(gradient, tf.IndexedSlices):
             rows = once_for_each_row(gradient)
             values, indices = tf.cast(rows.values, dtype), rows.indices
-            mark_written_by_rows(variable, accumulator)
             accumulated = tf.gather(accumulator.value, indices) + mean_square(values)
             self.assign(accumulator, tf.IndexedSlices(accumulated, indices))
             self.assign_sub(variable, tf.IndexedSlices(change(values, accumulated), indices))

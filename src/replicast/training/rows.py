@@ -23,15 +23,16 @@ quantization), with sparse indices, by `tf.nn.embedding_lookup`, in `tf.vectoriz
 regularizer or a constraint of the table.
 
 Replaced in Keras, because there is no hook: `take` of the backend, `Variable.sparse_read`, which `tf.gather`
-looks for, `update_step` of SGD, Adagrad and Adam, and `assign_add` and `assign_sub` of all optimizers:
-TensorFlow's `scatter_add` shares more than 1024 slices out to the threads of a worker, which add those of a
-repeated row in any order. The rows would then differ in their last bits from worker to worker.
+looks for, `update_step` of Adagrad and Adam, and `assign`, `assign_add` and `assign_sub` of all optimizers:
+they note which variables are written by rows. And TensorFlow's `scatter_add` shares more than 1024 slices out
+to the threads of a worker, which add those of a repeated row in any order: the rows would then differ in
+their last bits from worker to worker.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -73,13 +74,6 @@ def container_of(variable: Any) -> Any:
     return None if container is None else container()
 
 
-def mark_written_by_rows(*variables: Any) -> None:
-    for variable in variables:
-        container = container_of(variable)
-        if container is not None:
-            container.written_by_rows = True
-
-
 def is_written_by_rows(variable: Any) -> bool:
     """Whether training writes this variable by rows; known once its step was traced, on all workers alike."""
     return bool(getattr(container_of(variable), "written_by_rows", False))
@@ -92,7 +86,7 @@ def once_for_each_row(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
-def once_if_summed(gradients: Sequence[Any], optimizer: Any) -> list[Any]:
+def once_if_summed(gradients: Iterable[Any], optimizer: Any) -> list[Any]:
     """The gradients to send for this optimizer: it may need every slice of a row, or their sum."""
     if optimizer is None or not sums_repeated_rows(optimizer):
         return list(gradients)
@@ -147,9 +141,9 @@ def read_by_rows() -> None:
     keras_numpy.take = _taking_rows(keras_numpy.take)
     keras_core.Variable.sparse_read = property(_sparse_read)
     every = keras.optimizers.Optimizer
-    every.assign_add = _writing_in_order(every.assign_add, tf.raw_ops.ResourceScatterNdAdd)
-    every.assign_sub = _writing_in_order(every.assign_sub, tf.raw_ops.ResourceScatterNdSub)
-    keras.optimizers.SGD.update_step = _sgd_step(keras.optimizers.SGD.update_step)
+    every.assign = _writing_rows(every.assign, tf.raw_ops.ResourceScatterNdUpdate)
+    every.assign_add = _writing_rows(every.assign_add, tf.raw_ops.ResourceScatterNdAdd)
+    every.assign_sub = _writing_rows(every.assign_sub, tf.raw_ops.ResourceScatterNdSub)
     keras.optimizers.Adagrad.update_step = _adagrad_step(keras.optimizers.Adagrad.update_step)
     keras.optimizers.Adam.update_step = _adam_step(keras.optimizers.Adam.update_step)
 
@@ -181,27 +175,18 @@ def _taking_rows(stock: Callable[..., Any]) -> Callable[..., Any]:
     return take
 
 
-def _writing_in_order(stock: Callable[..., None], scatter: Callable[..., Any]) -> Callable[..., None]:
+def _writing_rows(stock: Callable[..., None], scatter: Callable[..., Any]) -> Callable[..., None]:
     @functools.wraps(stock)
     def assign(self: Any, variable: Any, value: Any) -> None:
         container = container_of(variable)
         if container is None or not isinstance(value, tf.IndexedSlices):
             stock(self, variable, value)
             return
+        container.written_by_rows = True
         indices, values = tf.expand_dims(value.indices, 1), tf.cast(value.values, container.dtype)
         scatter(ref=container.handle, indices=indices, updates=values)
 
     return assign
-
-
-def _sgd_step(stock: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(stock)
-    def update_step(self: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        if isinstance(gradient, tf.IndexedSlices) and self.momentum == 0:
-            mark_written_by_rows(variable)
-        stock(self, gradient, variable, learning_rate)
-
-    return update_step
 
 
 def _adagrad_step(stock: Callable[..., None]) -> Callable[..., None]:
@@ -216,7 +201,6 @@ def _adagrad_step(stock: Callable[..., None]) -> Callable[..., None]:
             stock(self, gradient, variable, learning_rate)
             return
         accumulator = self._accumulators[self._get_variable_index(variable)]
-        mark_written_by_rows(variable, accumulator)
         values = tf.cast(gradient.values, variable.dtype)
         rate = tf.cast(learning_rate, variable.dtype)
         self.assign_add(accumulator, tf.IndexedSlices(tf.square(values), gradient.indices))

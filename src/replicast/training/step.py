@@ -175,7 +175,8 @@ class KerasStep:
         """Replaces `apply` of the model's optimizers."""
         gradients = list(grads)
         if self._applies_last:
-            self._kept.append((apply, once_if_summed(gradients, optimizer), trainable_variables))
+            own = once_if_summed(map(self._of_rows, gradients), optimizer)
+            self._kept.append((apply, own, trainable_variables))
             return
         self._warn_of_clipping(gradients)
         whole = self._of_the_whole_batch(gradients, optimizer)
@@ -208,9 +209,9 @@ class KerasStep:
                 sent[place] = transfer.add([gradient.values], averaged=True)
             elif origin != "common":
                 averaged = origin == "mixed" or not self._sums_its_loss
-                (slices,) = once_if_summed([gradient], optimizer)
-                if from_tape and isinstance(gradient, tf.IndexedSlices) and self._may_add_up:
-                    slices = undecided[place] = UndecidedSlices(gradient)
+                (slices,) = once_if_summed([gradient if averaged else self._of_rows(gradient)], optimizer)
+                if from_tape and isinstance(slices, tf.IndexedSlices) and self._may_add_up:
+                    slices = undecided[place] = UndecidedSlices(slices)
                 sent[place] = transfer.add([slices], averaged=averaged)
         transfer.send()
         whole = list(gradients)
@@ -222,6 +223,15 @@ class KerasStep:
         self._undecided += [(slices, whole[place]) for place, slices in undecided.items()]
         self._common.add(whole)
         return whole
+
+    def _of_rows(self, gradient: Any) -> Any:
+        """A sum of losses counts each row; a worker without rows has computed a row of zeros instead."""
+        if gradient is None or not self._sums_its_loss:
+            return gradient
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        values = gradient.values if is_sparse else gradient
+        values = tf.where(self._rows > 0, values, tf.zeros_like(values))
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if is_sparse else values
 
     def _decide_what_is_sent(self, logs: Any) -> None:
         """Slices that only an optimizer uses which adds them up are sent once for each row."""
