@@ -129,6 +129,7 @@ def _opened(browser: Browser, address: str, width: int, height: int, scheme: str
     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
     page.goto(f"{address}/first")
     page.locator("#metrics .key").get_by_text("restart").wait_for()
+    page.get_by_label("Losses on a log scale").check()  # The first loss is 100 times the last one.
     page.wait_for_timeout(1500)
     return page
 
