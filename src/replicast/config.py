@@ -184,8 +184,17 @@ class _TfConfig(msgspec.Struct):
     task: _Task | None = None
 
 
+def is_evaluator(environ: Mapping[str, str]) -> bool:
+    """Whether this process does not train, but evaluates the checkpoints of the job."""
+    described = decoded(environ, "TF_CONFIG", _TfConfig, _EXAMPLE)
+    return described is not None and described.task is not None and described.task.type == "evaluator"
+
+
 def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
+    """The workers of the job; None for a job of one, and for an evaluator, which is not one of them."""
     described = decoded(environ, "TF_CONFIG", _TfConfig, _EXAMPLE) or _TfConfig()
+    if is_evaluator(environ):
+        return None
     if "ps" in described.cluster:
         raise ClusterError(
             "TF_CONFIG describes parameter servers, which MultiWorkerMirroredStrategy does not use",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import safetensors.numpy
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, expect
 
 from replicast.client import connect
-from replicast.storage.run_files import Change, JobState, write_change
+from replicast.storage.run_files import EVALUATIONS, Change, JobState, append_metrics, write_change
 from replicast.testing.job import eventually
 from replicast.update.update import Update
 from tests.page.browser import Watched, chromium
@@ -114,6 +115,10 @@ def test_the_page_follows_the_job_without_reloading_and_marks_who_is_slow(page: 
     eventually(lambda: page.evaluate("document.querySelector('.chart').layout.yaxis.type") == "log")
     page.get_by_label("Smooth").uncheck()
     expect(lines).to_have_count(4)
+    evaluated = [(step, time.time(), {"loss": 0.5 - step / 100}) for step in (1, 9)]
+    append_metrics(run.path, *evaluated, file=EVALUATIONS)
+    expect(lines).to_have_count(5)
+    expect(page.locator(".chart .legend")).to_contain_text("evaluator loss")
     expect(page.locator(".facts")).to_contain_text("none yet")
     connect(run.path).push(Update().assign("learning_rate", 0.0005)).result(120)
     expect(page.locator(".facts")).to_contain_text(

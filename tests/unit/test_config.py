@@ -58,10 +58,10 @@ def test_a_chief_is_worker_0(task: object, rank: int) -> None:
         (described({"worker": ["a:1", "a:1"]}, worker(0)), "same address"),
         (described({"worker": TWO}), '"task" is missing'),
         (described({"worker": TWO}, {"type": "worker"}), "missing required field `index`"),
-        (described({"worker": TWO}, {"type": "evaluator", "index": 0}), "'evaluator' is not in"),
+        (described({"worker": TWO}, {"type": "master", "index": 0}), "'master' is not in"),
         (
-            described({"worker": TWO, "evaluator": ["e:1"]}, {"type": "evaluator", "index": 0}),
-            "'evaluator', which takes no part in the training",
+            described({"worker": TWO, "master": ["e:1"]}, {"type": "master", "index": 0}),
+            "'master', which takes no part in the training",
         ),
         (described({"worker": TWO}, worker(2)), "from 0 to 1"),
         (described({"worker": TWO}, worker(-1)), "from 0 to 1"),

@@ -358,6 +358,7 @@ _ALLOWED = {
     "transport/shared.py": "shared memory, with O_NOFOLLOW and the owner checked (SECURITY.md)",
 }
 _LEAVES = {
+    "replicas/follower.py": "asked as somebody outside asks",
     "replicas/joined_worker.py": "compared with the launcher's, not opened",
     "replicas/replicas.py": "for users: replicas.run_dir",
     "storage/checkpoint_tools.py": "written down as where a patched checkpoint comes from",

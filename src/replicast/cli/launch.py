@@ -154,6 +154,9 @@ def run(
             "--standby keeps processes for restarts, and there are none", remedy="Add --max-restarts K"
         )
     argv = (sys.executable, *(["-m"] if module else []), program, *arguments)
+    if config.is_evaluator(os.environ):  # It is no worker: there is nothing to supervise.
+        place = {} if run_dir is None else {config.RUN_DIR: str(run_dir.absolute())}
+        os.execve(sys.executable, argv, config.without(os.environ, *config.SECRETS) | place)
     given = config.read_cluster(os.environ)
     count = workers if workers is not None and not from_tf_config else 1
     job = plan.place_on_hosts(plan.JobPlan(argv=argv, workers=count, port=port, given=given), **placed)

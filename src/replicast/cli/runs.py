@@ -300,6 +300,10 @@ def _overview(seen: Overview) -> Iterator[RenderableType]:
     if seen.metrics is not None:
         ago = f"  (step {seen.metrics['step']}, {age(now - seen.metrics['time'])} ago)"
         yield Text(f"\n{texts.metrics(seen.metrics['values'])}").append(ago, style="dim")
+    if seen.evaluations:
+        last = seen.evaluations[-1]
+        ago = f"  (the evaluator, step {last['step']}, saved {age(now - last['time'])} ago)"
+        yield Text(texts.metrics(last["values"])).append(ago, style="dim")
     if seen.audit is not None:
         line = Text(one_line(seen.audit), style=_AUDIT_STYLES.get(seen.audit.outcome, "red"))
         attempt = seen.audit.attempt

@@ -47,6 +47,7 @@ from replicast.update.update import Update
 
 _LAST, _LAST_ENDED = 5, 20  # In an overview: of the last updates, and of those refused or withdrawn.
 _LAST_CHANGES = 50
+_LAST_EVALUATIONS = 200
 _MAX_LOG_LINES = 10_000
 _MAX_OPERATIONS_BYTES = 2**20
 _MOST_RESTARTS = 50
@@ -114,6 +115,7 @@ class DirectoryRun(Run):
         # A former, larger job may have left notes of workers that this one does not have.
         seen = replace(seen, notes=[note for note in seen.notes if note.rank < _size(info, now)])
         brief, told = self._brief(info, seen, now), run_files.changes(self.path)
+        evaluations = run_files.measured_in(self.path, run_files.EVALUATIONS)
         updates = self._updates()
         problems = [text for text in (updates.pop("problem"), run_files.damage(self.path)) if text]
         return Overview(
@@ -128,6 +130,7 @@ class DirectoryRun(Run):
             journaled=info is None or info.journaled,
             workers=tuple(seen.notes),
             metrics=cast("Any", run_files.last_metrics(self.path)),
+            evaluations=cast("Any", tuple(islice(evaluations, _LAST_EVALUATIONS))[::-1]),
             audit=next(iter(run_files.last_audits(self.path, 1)), None),
             operations=tuple(self._operations()) if brief.running else (),
             changes=tuple(asdict(one) for one in told[-_LAST_CHANGES:]),

@@ -383,6 +383,7 @@ class Overview(View, frozen=True, kw_only=True):
         waiting: Those that wait in the inbox.
         refused: The last ones that were refused.
         changes: What became of the job: the last lines of states.jsonl.
+        evaluations: What the evaluator has found for the last checkpoints, oldest first, as `metrics`.
         restarts: When the job was started again; the last ones, oldest first.
         restarted: How often the launcher has restarted the job.
         problem: What is wrong with the journal or states.jsonl: what damaged files said is missing above.
@@ -406,6 +407,7 @@ class Overview(View, frozen=True, kw_only=True):
     waiting: tuple[UpdateView, ...] = ()
     refused: tuple[UpdateView, ...] = ()
     changes: tuple[Mapping[str, Any], ...] = ()
+    evaluations: tuple[LastMetrics, ...] = ()
     restarts: tuple[Restart, ...] = ()
     restarted: int = 0
     problem: str = ""

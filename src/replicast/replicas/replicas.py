@@ -21,13 +21,14 @@ import keras
 import numpy.typing as npt
 import tensorflow as tf
 
-from replicast.config import read_launch
+from replicast.config import read_launch, start_timeout_secs
 from replicast.core.entries import Receipt
 from replicast.core.operation import Timeouts
 from replicast.core.records import Refusal
 from replicast.errors import CheckpointError, ClusterError, NotSupported
 from replicast.files import RunDir, below
 from replicast.replicas.callback import ReplicasCallback
+from replicast.replicas.follower import Follower
 from replicast.replicas.job_audits import AuditPlan
 from replicast.replicas.job_checkpoints import (
     Restore,
@@ -148,7 +149,7 @@ class Replicas:
         self._restores = 0
         self._model_files = 0
         job.on_fit.append(self._fit_begins)
-        if source.is_built:
+        if source.is_built and not job.is_evaluator:
             self._open()
 
     # What can be read, by any thread. Nothing here waits or changes anything.
@@ -226,8 +227,43 @@ class Replicas:
             On worker 0 the callback, on the others one that does nothing.
         """
         if self.rank != 0:
-            return keras.callbacks.Callback()
+            library = sys.modules["tf_keras"] if self._source.is_tf_keras else keras
+            return library.callbacks.Callback()
         return callback if hasattr(callback, "on_train_begin") else callback()
+
+    def follow(
+        self, evaluate: Callable[[], Mapping[str, float]], *, start_timeout: float | None = None
+    ) -> dict[int, dict[str, float]]:
+        """Evaluates each new checkpoint until the job has ended. For the evaluator in `TF_CONFIG`.
+
+        Every checkpoint is read into the model, each variable compared with its digest, before `evaluate` is
+        called. What it returns is shown by `replicast status` and on the page. Checkpoints that were
+        evaluated before this process was started are left out.
+
+            if strategy.is_evaluator:
+                replicas.follow(lambda: model.evaluate(x, y, verbose=0, return_dict=True))
+
+        Args:
+            evaluate: Returns the metrics by name. Called with the weights of a checkpoint in the model.
+            start_timeout: How many seconds to wait for a job that is not running. Default:
+                `REPLICAST_START_TIMEOUT`, an hour.
+
+        Returns:
+            The metrics by step.
+
+        Raises:
+            JobFailed: The job has failed, or is not running for longer than `start_timeout`.
+            CheckpointError: A checkpoint is of another model.
+        """
+        if self._worker is not None or self._run_dir is None:
+            raise NotSupported(
+                "follow in a worker" if self._run_dir is not None else "follow without a run directory",
+                reason="it is for a process that reads the checkpoints of other processes",
+                remedy='Call it where strategy.is_evaluator (task type "evaluator" in TF_CONFIG), and give '
+                "Replicas the run_dir of the job",
+            )
+        secs = start_timeout_secs(os.environ) if start_timeout is None else start_timeout
+        return Follower(self._source, self._run_dir).run(evaluate, secs)
 
     def callback(
         self,
@@ -499,12 +535,20 @@ class Replicas:
 
     def _open(self) -> JoinedWorker:
         """Joins the other workers. All of them call it, each with a built model."""
+        if self._job.is_evaluator:
+            raise NotSupported(
+                "Training, or an operation of the workers, in the evaluator",
+                reason="it is not one of them: it evaluates the checkpoints that they make",
+                remedy="if strategy.is_evaluator: replicas.follow(evaluate), and nothing else of replicas",
+            )
         self._worker = self._join()
         self._job.before_leaving(self._close_at_the_end, always=self._abandon)
         return self._worker
 
     def _opened(self) -> JoinedWorker:
         if self._worker is None:
+            if self._job.is_evaluator:
+                self._open()  # It says what an evaluator can do.
             raise NotSupported(
                 "A model that is not built",
                 reason="its variables do not exist yet, so they have no names",

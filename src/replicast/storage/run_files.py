@@ -34,6 +34,7 @@ _Record = TypeVar("_Record")
 
 FORMAT = 2
 RUN_FILE = "run.json"
+METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 # What a worker waits for while its model is trained without boundaries. Updates wait too.
 WITHOUT_CALLBACK = "a boundary: its fit has no replicas.callback()"
 ENDED = "nothing: it has ended"  # What a worker waits for after it has ended.
@@ -147,7 +148,9 @@ def _decoded(kind: type[_Record], content: bytes) -> _Record:
         raise ValueError("it is nested too deeply") from error
 
 
-def append_metrics(run_dir: RunDir, *measured: tuple[int, float, Mapping[str, float]]) -> None:
+def append_metrics(
+    run_dir: RunDir, *measured: tuple[int, float, Mapping[str, float]], file: str = METRICS
+) -> None:
     """Appends a line for each step, its time and its values."""
     rows = []
     for step, at, values in measured:  # Seven digits tell a float32, and microseconds a step.
@@ -156,16 +159,20 @@ def append_metrics(run_dir: RunDir, *measured: tuple[int, float, Mapping[str, fl
             for name, value in values.items()
         }
         rows.append({"step": step, "time": round(at, 6), "values": numbers})
-    append_line(below(run_dir) / "metrics.jsonl", msgspec.json.Encoder().encode_lines(rows)[:-1])
+    append_line(below(run_dir) / file, msgspec.json.Encoder().encode_lines(rows)[:-1])
 
 
 def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
-    for line in lines_from_the_end(below(run_dir) / "metrics.jsonl"):
+    return next(measured_in(run_dir, METRICS), None)
+
+
+def measured_in(run_dir: RunDir, file: str) -> Iterator[dict[str, Any]]:
+    """What was measured, the last one first; damaged lines are left out."""
+    for line in lines_from_the_end(below(run_dir) / file):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             found = parse_json(line)
             values = {str(name): float(value) for name, value in found["values"].items()}
-            return {"step": int(found["step"]), "time": float(found["time"]), "values": values}
-    return None
+            yield {"step": int(found["step"]), "time": float(found["time"]), "values": values}
 
 
 # A metric around an update: what it was in the steps before and after it, and how much it varied there, so

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from replicast.config import HEARTBEAT_SECS, Cluster, read_cluster
+from replicast.config import HEARTBEAT_SECS, Cluster, is_evaluator, read_cluster
 from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination
 from replicast.errors import NotSupported
 from replicast.lifetime import Lifetime
@@ -53,6 +53,8 @@ class Job:
         trained_alone: Callable[[], bool] = lambda: False,
     ) -> None:
         self._rank, self._size = (0, 1) if cluster is None else (cluster.rank, cluster.size)
+        # Whether this process is the evaluator in `TF_CONFIG`, and no worker: see `Replicas.follow`.
+        self.is_evaluator = is_evaluator(os.environ)
         # How many transfers this worker has started: the same on all workers at the same line of the script.
         self.transfers_started = transfers_started
         # For each open `Replicas`, the part that lets the job leave; in the same order on all workers.

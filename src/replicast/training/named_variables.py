@@ -45,7 +45,7 @@ _NO_MOMENT = (
 _LOOK_SHARE = 1000  # looking for changes of the model takes at most this part of the time of a training
 
 
-_GLOBAL_SEED = "keras_random/seed_generator_state"  # exists once a step draws without a seed
+GLOBAL_SEED = "keras_random/seed_generator_state"  # exists once a step draws without a seed
 
 
 class Changes(NamedTuple):
@@ -185,7 +185,7 @@ class Source:
         known = {id(variable) for variable in self._known.values()}
         there = {id(variable) for variable in weights.values()}
         new = [
-            name for name, variable in weights.items() if id(variable) not in known and name != _GLOBAL_SEED
+            name for name, variable in weights.items() if id(variable) not in known and name != GLOBAL_SEED
         ]
         lost = [name for name, variable in self._known.items() if id(variable) not in there]
         same = len(optimizers) == len(self._held) and all(map(operator.is_, optimizers, self._held))
@@ -229,7 +229,7 @@ def _of_keras(layer: Any) -> Iterator[tuple[str, Any]]:
         yield own_name(variable), variable
     generator = global_seed_generator() if isinstance(layer, keras.layers.Layer) else None
     if generator is not None and is_distributed(generator.state):  # like the generators of layers
-        yield _GLOBAL_SEED, generator.state
+        yield GLOBAL_SEED, generator.state
 
 
 def _parts(root: Any) -> Iterator[tuple[str, Any]]:

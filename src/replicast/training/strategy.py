@@ -28,7 +28,14 @@ import keras
 import tensorflow as tf
 
 from replicast import rendezvous
-from replicast.config import HEARTBEAT_SECS, Cluster, heartbeat_timeout_secs, read_cluster, start_timeout_secs
+from replicast.config import (
+    HEARTBEAT_SECS,
+    Cluster,
+    heartbeat_timeout_secs,
+    is_evaluator,
+    read_cluster,
+    start_timeout_secs,
+)
 from replicast.coordination import unregistered_workers
 from replicast.errors import ClusterError, NotSupported
 from replicast.port_filter import port_limit
@@ -82,9 +89,13 @@ def _connect(
         heartbeat_secs = rendezvous.meet(cluster, timeout_secs, tell, own_heartbeat, rendezvous.main_script())
     try:
         with _kept(signal.SIGTERM), _ended_by_ctrl_c():
+            resolvers = tf.distribute.cluster_resolver
             extended = ReplicatedExtended(
                 strategy,
-                tf.distribute.cluster_resolver.TFConfigClusterResolver(),
+                # The resolver of TF_CONFIG would connect an evaluator with the workers.
+                resolvers.SimpleClusterResolver(tf.train.ClusterSpec({}))
+                if is_evaluator(os.environ)
+                else resolvers.TFConfigClusterResolver(),
                 options or tf.distribute.experimental.CommunicationOptions(),
                 heartbeat_secs,
             )

@@ -36,6 +36,7 @@ export class Chart {
     this.pace = el("input", { type: "checkbox", onchange: () => this.soon() });
     this.controls = el("div", { class: "controls" }, el("label", { class: "check small" }, this.smooth, "Smooth"), el("label", { class: "check small" }, this.logarithmic, "Losses on a log scale"), el("label", { class: "check small" }, this.pace, "Time of a step"));
     this.series = new Map();
+    this.evaluations = [];
     this.position = null;
     this.marks = [];
     this.changed = false;
@@ -46,7 +47,7 @@ export class Chart {
 
   /** Shows everything that the server has. */
   setAll(metrics) {
-    this.series = new Map(Object.entries(metrics.series));
+    this.series = new Map([...Object.entries(metrics.series), ...this.evaluations]);
     this.position = metrics.position;
     const wait = this.plot.querySelector(".wait");
     if (wait && !this.series.size) setText(wait, "No metrics yet");
@@ -67,6 +68,19 @@ export class Chart {
     }
     this.soon();
     return true;
+  }
+
+  /** Series of their own for what the evaluator has found: it is behind the training. */
+  setEvaluations(found) {
+    if (JSON.stringify(found) === this.evaluated) return;
+    this.evaluated = JSON.stringify(found);
+    const names = [...new Set(found.flatMap((one) => Object.keys(one.values)))];
+    this.evaluations = names.map((name) => {
+      const with_it = found.filter((one) => name in one.values).sort((a, b) => a.step - b.step);
+      return [`evaluator ${name}`, { steps: with_it.map((one) => one.step), times: with_it.map((one) => one.time), values: with_it.map((one) => one.values[name]) }];
+    });
+    for (const [name, one] of this.evaluations) this.series.set(name, one);
+    this.soon();
   }
 
   /** The first step that was measured after a moment; null if none was. */

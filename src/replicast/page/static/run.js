@@ -64,7 +64,7 @@ class RunPage {
     this.auditList = new Audits();
     this.checkpointList = new Checkpoints();
     this.logs = new Logs(this.base);
-    this.actions = new Actions(this.base, { run: this.run, metrics: () => this.chart.names(), changed: () => this.refresh(), status: () => this.status });
+    this.actions = new Actions(this.base, { run: this.run, metrics: () => this.chart.names().filter((name) => !name.startsWith("evaluator ")), changed: () => this.refresh(), status: () => this.status });
     this.updates = new Updates({
       allowed: () => this.actions.allowed(),
       withdraw: (view) => this.actions.withdraw(view),
@@ -130,6 +130,7 @@ class RunPage {
     this.checkpointList.show(this.checkpoints, status.running);
     this.logs.setSize(status.size);
     this.actions.show(status);
+    this.chart.setEvaluations(status.evaluations ?? []);
     this.chart.setMarks(this.marks());
   }
 
