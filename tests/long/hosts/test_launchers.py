@@ -107,7 +107,7 @@ def test_the_standbys_of_both_hosts_take_over(two: Machines, undisturbed: tuple[
     pids = job.pids(0)
     for launched in job.launched:
         launched.wait_for("replicast: standby: ", SECS)
-        launched.wait_for(" for a restart: ", SECS)
+        launched.wait_for(" for a restart", SECS)
     os.kill(pids[-1], signal.SIGKILL)
     assert job.codes() == [0, 0]
     assert job.bits() == bits
