@@ -29,7 +29,7 @@ def test_a_waiting_update_is_shown_with_what_it_does_who_proposed_it_and_why(tmp
     assert (view.author, view.note, view.step, view.trial) == ("ana", "why", 7, Trial(50, "loss", 0.05))
     assert view.edits == (
         {"operation": "add", "variable": "x", "shape": [2, 3]},
-        {"operation": "scale", "variable": "my_y", "shape": None},
+        {"operation": "scale", "variable": "my_y", "shape": None, "value": 0.5},
     )
     inbox.submit(tmp_path, Update(id="undo"), reverts=3)
     assert {one.id: one.reverts for one in DirectoryRun(tmp_path)._waiting(())} == {
