@@ -86,6 +86,18 @@ class Source:
                 reason="its variables have no names",
                 remedy="Pass a Keras model, a tf.Module, a tf.train.Checkpoint, or a dict of variables",
             )
+        named = (keras.Variable, tf.Variable, tf.Tensor)
+        wrong = [
+            f"{key!r}: {type(value).__name__}"
+            for key, value in (model.items() if isinstance(model, Mapping) else ())
+            if not isinstance(key, str) or not isinstance(value, named)
+        ]
+        if wrong or (isinstance(model, Mapping) and not model):
+            raise NotSupported(
+                "Replicas of a dict that does not map names to variables",
+                reason=f"it has {', '.join(wrong[:3]) or 'no entry'}",
+                remedy="Pass one such as {'w': variable}; for nested ones, a tf.Module",
+            )
         # Held, so that no other object can have the identity of one of them.
         self._known: dict[str, Any] = {}
         self._held: list[Any] = []
