@@ -85,12 +85,12 @@ class Ratio:
     def of(self, rows: Mapping[Contestant, Row]) -> Comparison:
         below = rows[self.below] if isinstance(self.below, Contestant) else self.below
         above = rows[self.above]
-        if self.beyond is not None:
-            times = (above.times, *(rows[one].times for one in self.beyond))
-            above = replace(
-                above,
-                times=tuple(None if None in of else of[0] + of[1] - of[2] for of in zip(*times, strict=True)),
-            )
+        medians = [] if self.beyond is None else [rows[one].median() for one in self.beyond]
+        if None in medians:
+            above = replace(above, times=(None,) * len(above.times))
+        elif medians:  # not round by round: the two may have been measured in another stage
+            more = medians[0] - medians[1]
+            above = replace(above, times=tuple(None if time is None else time + more for time in above.times))
         return divided(self.name, above, below, self.bound, self.target, self.factor)
 
 

@@ -90,3 +90,13 @@ def test_no_contestant_always_follows_the_same_one() -> None:
     three = (OURS, PEER, FLOOR)
     orders = {order_of_round(three, number) for number in range(6)}
     assert len(orders) == 6
+
+
+def test_what_the_floors_differ_by_is_added_even_if_they_had_other_numbers_of_rounds() -> None:
+    ours, slow, floor = (
+        one.row((ms,) * rounds, None) for one, ms, rounds in ((OURS, 2.0, 2), (SLOW, 8.0, 3), (FLOOR, 6.0, 3))
+    )
+    rows = {OURS: ours, SLOW: slow, FLOOR: floor}
+    assert Ratio("if only the floor grew", OURS, OURS, beyond=(SLOW, FLOOR)).of(rows).median() == 2.0
+    rows[FLOOR] = FLOOR.row((None,), "worker 1: no such thing")
+    assert Ratio("unknown", OURS, OURS, beyond=(SLOW, FLOOR)).of(rows).median() is None
