@@ -116,3 +116,16 @@ def test_a_strategy_of_one_process_is_refused_in_a_job_of_several(make: Any) -> 
 def test_replicas_of_something_without_names_is_refused() -> None:
     with pytest.raises(replicast.NotSupported, match="Replicas of a list"):
         replicast.Replicas([tf.Variable(1.0)])
+
+
+@pytest.mark.parametrize("kind", ["empty", "nested", "number", "key"])
+def test_a_dict_that_does_not_map_names_to_variables_is_refused(kind: str) -> None:
+    variable = tf.Variable(1.0)
+    dicts: dict[str, Any] = {
+        "empty": {},
+        "nested": {"net": {"w": variable}},
+        "number": {"w": 1.0},
+        "key": {1: variable},
+    }
+    with pytest.raises(replicast.NotSupported, match="a dict that does not map names to variables"):
+        replicast.Replicas(dicts[kind])

@@ -24,6 +24,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +91,21 @@ def launch(
         return pickle.loads(_read(private / _RESULT)) if (private / _RESULT).exists() else None
 
 
-def _pickled(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+def _dumps(value: Any) -> bytes:
+    """Both ways alike: a class of the main script is the same class again where it came from."""
     try:
         from cloudpickle import dumps
     except ImportError:
         dumps = pickle.dumps
-        if getattr(function, "__module__", None) == "__main__":
-            what = "A function of a notebook or of the main script needs cloudpickle"
-            raise LaunchRefused(what, remedy="pip install cloudpickle, or move it into a module") from None
+    return bytes(dumps(value))
+
+
+def _pickled(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    if getattr(function, "__module__", None) == "__main__" and not find_spec("cloudpickle"):
+        what = "A function of a notebook or of the main script needs cloudpickle"
+        raise LaunchRefused(what, remedy="pip install cloudpickle, or move it into a module")
     try:
-        return bytes(dumps((function, tuple(args))))
+        return _dumps((function, tuple(args)))
     except Exception as error:  # Whatever a foreign object raises when it is pickled.
         raise LaunchRefused(
             f"The function cannot be sent to the workers ({type(error).__name__}: {str(error)[:300]})",
@@ -155,7 +161,7 @@ def _write(path: Path, value: Any) -> None:
     """Writes a whole file that only this user can read."""
     descriptor = os.open(path.with_suffix(".new"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        pickle.dump(value, file)
+        file.write(_dumps(value))
     path.with_suffix(".new").rename(path)
 
 
@@ -183,7 +189,7 @@ def main(private: Path) -> None:
     except Exception as error:
         said = "".join(traceback.format_exception(error))
         try:
-            sent = pickle.dumps(error)
+            sent = _dumps(error)
         except Exception:  # The text remains.
             sent = b""
         _write(private / _ERROR.format(rank), (said, sent))
