@@ -1,8 +1,8 @@
 """The job of the restart table: two workers with a state of 100 MB, one of which kills itself once with -9.
 
 Run by `replicast run -m`, with the path of its notes as the argument: lines with the name of an event and a
-time of `time.monotonic_ns`, which is the same clock in all processes of a machine. It trains until a file of
-the same name with the suffix `.go` exists, and then kills a worker.
+time of `time.monotonic_ns`, which is the same clock in all processes of a machine. It trains until a
+checkpoint is durable, and then kills a worker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_STEPS = 10_000
 
 
 class Story(keras.callbacks.Callback):
-    """Notes the first step; kills a worker some steps after the checkpoint, when it is told to."""
+    """Notes the first step; kills a worker once the checkpoint is durable."""
 
     def __init__(self, replicas: replicast.Replicas, notes: Path, restarted: bool) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Story(keras.callbacks.Callback):
             return
         if self._replicas.step == SAVE_AT:
             self._replicas.save()
-        if last and self._notes.with_suffix(".go").exists() and self._is_saved():
+        if last and self._is_saved():
             self._note(KILLED)
             os.kill(os.getpid(), signal.SIGKILL)
 

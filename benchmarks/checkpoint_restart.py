@@ -21,8 +21,6 @@ BUDGET_SECS = 150.0
 TIMEOUT_SECS = 180.0
 FIRST_STEP, KILLED = "first-step", "killed"
 """The events in the job's notes."""
-TRAINS, READY = "replicast: 2 workers, attempt 0", "replicast: standby: 2 processes wait"
-"""The lines of the launcher after which a worker may be killed: without standby processes, and with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,64 +33,49 @@ class JobTimes:
 
 
 def measure(rounds: int, say: Say) -> Result:
-    """Starts jobs, one after the other, by turns without and with standby processes. Each is killed once.
+    """Starts jobs, one after the other. Each is killed once.
 
     Args:
-        rounds: How many jobs of each kind, if time allows.
+        rounds: How many jobs, if time allows.
         say: Called with a progress message.
     """
     begun = time.monotonic()
-    plain: list[JobTimes] = []
-    standby: list[JobTimes] = []
-    while len(plain) < rounds and (not plain or time.monotonic() - begun < BUDGET_SECS):
-        say(f"checkpoint: restart, round {len(plain) + 1} of {rounds}")
-        plain.append(_job())
-        standby.append(_job("--standby"))
-        if plain[-1].problem is not None or standby[-1].problem is not None:
+    jobs: list[JobTimes] = []
+    while len(jobs) < rounds and (not jobs or time.monotonic() - begun < BUDGET_SECS):
+        say(f"checkpoint: restart, round {len(jobs) + 1} of {rounds}")
+        jobs.append(_job())
+        if jobs[-1].problem is not None:
             break
-    return table(plain, standby)
+    return table(jobs)
 
 
-def table(plain: list[JobTimes], standby: list[JobTimes]) -> Result:
-    """The table of jobs without and with standby processes.
-
-    Args:
-        plain: The jobs without.
-        standby: The jobs with them, as many.
-    """
-
-    def row(name: str, jobs: list[JobTimes], field: str, role: Role = "part") -> Row:
+def table(jobs: list[JobTimes]) -> Result:
+    def row(name: str, field: str, role: Role = "part") -> Row:
         return Row(name, tuple(getattr(job, field) for job in jobs), jobs[-1].problem, role)
 
-    restarted = row("kill -9 to the next step", plain, "restarted", "ours")
-    cold = row("cold start: command to the first step", plain, "cold")
-    called = row("kill -9 to the next step, --standby", standby, "restarted", "ours")
-    cold_too = row("cold start: command to the first step, --standby", standby, "cold")
+    restarted = row("kill -9 to the next step", "restarted", "ours")
+    cold = row("cold start: command to the first step", "cold")
     return Result(
         name="restart",
         title=f"Restart of a job of {WORKERS} workers with a state of 100 MB",
-        unit=f"ms, {len(plain)} jobs of each kind, by turns",
-        rows=(restarted, cold, called, cold_too),
-        ratios=(
-            divided("kill to next step / cold start", restarted, cold, "at most", 1.2),
-            divided("kill to next step / cold start, --standby", called, cold_too, "at most", 0.5),
-        ),
+        unit=f"ms, {len(jobs)} jobs",
+        rows=(restarted, cold),
+        ratios=(divided("kill to next step / cold start", restarted, cold, "at most", 1.2),),
         notes=(
             "A ratio is of two times of one job: the launcher detects the exit, ends the group, restarts it.",
             "The next step is the first one of the new group, including compilation as in a cold start.",
-            "With --standby, the kill comes when the standby processes wait.",
         ),
     )
 
 
-def _job(*options: str) -> JobTimes:
+def _job() -> JobTimes:
     with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
         notes = Path(directory) / "notes"
         arguments = ["-n", str(WORKERS), "--max-restarts", "1", "--run-dir", f"{directory}/run"]
         start = time.monotonic_ns()
         launcher = subprocess.Popen(
             [
-                *(sys.executable, "-m", "replicast", "run", *arguments, "--tee", "none", *options),
+                *(sys.executable, "-m", "replicast", "run", *arguments, "--tee", "none"),
                 *("-m", "benchmarks.checkpoint_job", notes),
             ],
             cwd=REPOSITORY,
@@ -104,12 +87,8 @@ def _job(*options: str) -> JobTimes:
         )
         timer = threading.Timer(TIMEOUT_SECS, launcher.terminate)
         timer.start()
-        said = ""
-        with launcher:
-            for line in launcher.stderr or ():
-                said += line
-                if line.startswith(READY if options else TRAINS):
-                    notes.with_suffix(".go").touch()
+        said = "" if launcher.stderr is None else launcher.stderr.read()
+        launcher.wait()
         timer.cancel()
         if launcher.returncode != 0:
             return JobTimes(None, None, f"exit code {launcher.returncode}: {said.strip()[-200:]}")

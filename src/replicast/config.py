@@ -26,7 +26,6 @@ from replicast.strictjson import is_integer
 RUN_DIR = "REPLICAST_RUN_DIR"
 ATTEMPT = "REPLICAST_ATTEMPT"
 LAUNCHED = "REPLICAST_LAUNCHED"  # a launcher on the same host watches their exit codes
-CHANGES_FD = "REPLICAST_CHANGES_FD"  # with --standby: the memory of `import_environment.tell_launcher`
 # Set by users.
 FAULTS = "REPLICAST_FAULTS"
 HEARTBEAT_TIMEOUT = "REPLICAST_HEARTBEAT_TIMEOUT"

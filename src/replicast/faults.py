@@ -135,7 +135,7 @@ def set_plan(
 
 
 def take_plan(environ: Mapping[str, str]) -> FaultPlan | None:
-    """Makes the plan in the environment of a worker this process's; a standby does so once it is a worker.
+    """Makes the plan in the environment of a worker this process's.
 
     The launcher and the other commands share that environment, and ignore the plan.
     """

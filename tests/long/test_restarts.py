@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
@@ -22,9 +21,8 @@ from tests.pool.checks import assert_equal_on_all
 KINDS = ["arrays", "dataset", "endless", "executions", "reshuffled"]
 
 TRAIN = """
-import json, os, signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
-os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"    # what a standby has imported without knowing
 import keras, numpy as np, tensorflow as tf, replicast
 from replicast.storage import inbox
 from replicast.storage.journal import Updates
@@ -97,23 +95,15 @@ class Act(keras.callbacks.Callback):
         if step == 10 and rank == 0:
             outside = Update(id="outside", reset_slots=True).scale("dense_1/kernel", -0.5)
             inbox.submit(replicas.run_dir, outside, at_step=16)
-        if what == "standby" and step in (int(at_step) - 2, int(at_step) - 1):
-            wait_until(self.is_noted)    # so that the launcher sees that the job trains
         if step == int(at_step):
             self.suffer()
         if step == 12 and rank == 0:    # a step takes no time here: the inbox would be looked into too late
             wait_until(lambda: Updates(replicas.run_dir).has_promised("outside"))
 
-    def is_noted(self):
-        noted = replicas.run_dir / "workers" / f"{rank}.json"
-        return noted.exists() and json.loads(noted.read_text())["step"] == replicas.step
-
     def suffer(self):
-        if what in ("kill", "standby"):
+        if what == "kill":
             last = replicas.step // 4 * 4
             if rank == int(who):
-                if what == "standby":
-                    wait_until(Path(f"standby-{attempt}").exists)
                 wait_until(lambda: any(replicas.run_dir.glob(f"checkpoints/{last:08d}-*/COMMITTED")))
                 Path(f"killed-{attempt}").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -153,15 +143,12 @@ class Job:
     def run_dir(self) -> Path:
         return self.directory / "run"
 
-    def start(
-        self, kinds: str, *plan: str, workers: int = 2, restarts: int = 0, standby: bool = False
-    ) -> subprocess.Popen[str]:
+    def start(self, kinds: str, *plan: str, workers: int = 2, restarts: int = 0) -> subprocess.Popen[str]:
         """Starts it on some `KINDS` of data; `plan` says what happens in each attempt.
 
-        "kill,STEP,WORKER"; "standby,STEP,WORKER", a kill once the file standby-ATTEMPT is there; or
-        "terminate,STEP,WORKER".
+        "kill,STEP,WORKER" or "terminate,STEP,WORKER".
         """
-        options = ("--max-restarts", str(restarts), *(["--standby"] if standby else []))
+        options = ("--max-restarts", str(restarts))
         process = start(self.directory, TRAIN, *options, arguments=(kinds, *plan), workers=workers)
         self.started.append(process)
         return process
@@ -260,55 +247,6 @@ def test_a_job_whose_workers_are_killed_within_an_epoch_ends_with_the_bits_of_an
         assert (killed.directory / f"killed-{attempt}").exists(), "nobody was killed"
         assert killed.restored(attempt + 1) == [f"restored {step // 4 * 4}"] * 2
     assert_same_end(killed, undisturbed, kind)
-
-
-def read_until(process: subprocess.Popen[str], text: str) -> None:
-    """Reads what the launcher says until it says this."""
-    assert process.stderr is not None
-    lines = []
-    while text not in (lines[-1] if lines else ""):
-        lines.append(process.stderr.readline())
-        assert lines[-1], "".join(lines)
-
-
-def standbys_of(launcher: subprocess.Popen[str]) -> list[int]:
-    """The processes of a launcher that wait to become workers."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"prepared.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def assert_untouched(pid: int, directory: Path) -> None:
-    """A standby has no port, no shared memory and no file of the run."""
-    opened = [str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()]
-    maps = Path(f"/proc/{pid}/maps").read_text()
-    assert len([name for name in opened if name.startswith("socket:")]) == 1, "only that to the launcher"
-    assert not [name for name in [*opened, *maps.split()] if name.startswith(("/dev/shm", str(directory)))]
-
-
-def test_with_standby_a_killed_job_ends_with_the_same_bits_also_when_a_standby_was_killed(
-    job: Jobs, undisturbed: Job
-) -> None:
-    killed = job("standby")
-    launcher = killed.start("arrays", "standby,10,1", "standby,14,0", restarts=2, standby=True)
-    read_until(launcher, "standby: 2 processes wait")
-    first = standbys_of(launcher)
-    for standby in first:
-        assert_untouched(standby, killed.directory)
-    (killed.directory / "standby-0").touch()
-    read_until(launcher, "standby: 2 processes wait")
-    pids = [int((killed.directory / f"pid-1-{rank}").read_text()) for rank in range(2)]
-    assert sorted(pids) == sorted(first), "the next attempt is run by the processes that waited"
-    second = sorted({*standbys_of(launcher)} - {*first})  # Those of the first set are workers now.
-    os.kill(second[0], signal.SIGKILL)
-    (killed.directory / "standby-1").touch()
-    code, said = finish(launcher)
-    assert code == 0, said
-    pids = [int((killed.directory / f"pid-2-{rank}").read_text()) for rank in range(2)]
-    assert len({*pids} & {*second}) == 1, "one had waited, the other is started anew"
-    assert killed.restored(1) == ["restored 8"] * 2
-    assert killed.restored(2) == ["restored 12"] * 2
-    assert_same_end(killed, undisturbed, "arrays")
-    assert not any(is_alive(pid) for pid in (*first, *second))
 
 
 def test_sigterm_to_one_worker_saves_at_one_boundary_and_a_later_start_continues_to_the_same_bits(

@@ -48,7 +48,7 @@ def test_no_worker_gets_the_token_or_the_secret_and_the_page_gets_its_token_alon
 ) -> None:
     monkeypatch.setenv("REPLICAST_TOKEN", TOKEN)
     monkeypatch.setenv("REPLICAST_JOB_SECRET", SECRET)
-    with launched(tmp_path, "--serve", "0", "--standby", "--max-restarts", "1") as process:
+    with launched(tmp_path, "--serve", "0") as process:
         assert "http://127.0.0.1" in first_line(process)
         eventually((tmp_path / "environ").exists)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

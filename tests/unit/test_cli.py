@@ -138,7 +138,6 @@ def test_help_lists_every_command_and_another_is_a_usage_error() -> None:
             "--rdzv-endpoint must be the host and port",
         ),
         (["--nnodes=2", "--node_rank=0", "--rdzv_endpoint=a:29500", "train.py"], "cannot meet at port 29500"),
-        (["--standby", "--max_restarts", "0", "train.py"], "Add --max-restarts K"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(arguments: list[str], expected: str) -> None:

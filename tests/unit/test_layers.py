@@ -21,7 +21,6 @@ LAYERS = [
         "strictjson",
         "files",
         "tensorfiles",
-        "import_environment",
         "names",
         "mapped_memory",
     },

@@ -342,7 +342,6 @@ _ALLOWED = {
     "cli/story.py": "a new directory of the demo, which only its owner can enter",
     "faults.py": "only in tests; one name below the run directory, with O_NOFOLLOW; files.py imports it",
     "files.py": "RunPath itself, what is relative to its descriptors, and `open_plain` for " + _USERS,
-    "import_environment.py": _OWN,
     "page/app.py": _OWN,
     "page/assets.py": _OWN,
     "page/web_server.py": "the files of a token and a certificate",
@@ -354,7 +353,6 @@ _ALLOWED = {
     "launcher/function.py": "a directory that only its user can enter, with the owner checked",
     "launcher/checks.py": "shared memory and Keras' settings",
     "launcher/plan.py": "the file of a secret, and " + _OWN,
-    "launcher/prepared.py": "the user's script",
     "transport/shared.py": "shared memory, with O_NOFOLLOW and the owner checked (SECURITY.md)",
 }
 _LEAVES = {

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from replicast import config
-from replicast.errors import LaunchRefused, ServeRefused
+from replicast.errors import ServeRefused
 from replicast.files import below
 from replicast.launcher import launcher, plan
 from replicast.launcher.checks import Verdict, all_checks, check_two_workers
@@ -57,12 +57,6 @@ secret_option = click.option(
 @click.option("--run-dir", type=_DIR, metavar="DIR", help="The run directory. [default: runs/TIME-PROGRAM]")
 @click.option("--log-dir", type=_DIR, metavar="DIR", help="For attempt-K/worker-R.log. [default: in the run]")
 @click.option("--max-restarts", type=_COUNT, default=0, metavar="K", help="Restarts after a failure.")
-@click.option(
-    "--standby",
-    is_flag=True,
-    help="Keep a second set of processes, TensorFlow imported, for restarts: about 0.3 GB of memory and once "
-    "5 s of one core per worker, no core while they wait.",
-)
 @click.option("--tee", metavar="WHO", help='Workers to show: "all", "none" or 0,2. [default: the first here]')
 @click.option(
     "--grace",
@@ -110,7 +104,6 @@ def run(
     run_dir: Path | None,
     log_dir: Path | None,
     max_restarts: int,
-    standby: bool,
     tee: str | None,
     grace: float,
     heartbeat: float | None,
@@ -149,10 +142,6 @@ def run(
     not come; 2 when nothing was started.
     """
     (plan.check_module if module else plan.check_script)(program)
-    if standby and not max_restarts:
-        raise LaunchRefused(
-            "--standby keeps processes for restarts, and there are none", remedy="Add --max-restarts K"
-        )
     argv = (sys.executable, *(["-m"] if module else []), program, *arguments)
     if config.is_evaluator(os.environ):  # It is no worker: there is nothing to supervise.
         place = {} if run_dir is None else {config.RUN_DIR: str(run_dir.absolute())}
@@ -183,7 +172,6 @@ def run(
         tee=shown,
         max_restarts=max_restarts,
         timeouts=EndTimeouts(stop_secs=grace, frozen_secs=heartbeat_secs),
-        standby=standby,
         secret=secret,
         host_timeouts=HostTimeouts(join_secs=join_timeout, silent_secs=silent_secs),
         take_over=take_over,

@@ -129,10 +129,6 @@ class LaunchOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     progress: tuple[Index, Index] | None = None
     repeats: bool = False  # The failure is that of the attempt before, without progress.
 
-    @property
-    def is_last_attempt(self) -> bool:
-        return self.restarts >= self.max_restarts
-
 
 def first_cause(exits: Iterable[WorkerExit]) -> WorkerExit | None:
     """Who is to blame: a frozen worker, one that failed by itself, a lost host, else the first one."""

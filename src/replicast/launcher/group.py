@@ -24,13 +24,12 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from replicast.config import CHANGES_FD, PEER_FAILED, TOLD_TO_END
+from replicast.config import PEER_FAILED, TOLD_TO_END
 from replicast.launcher.failure import GroupEnd, WorkerExit, first_cause, stopping_line, with_details
 from replicast.launcher.hosts_link import HostsAttempts
 from replicast.launcher.interruptions import STOP_SIGNALS, Interruptions
 from replicast.launcher.plan import WorkerPlan, bootstrapped
 from replicast.launcher.screen import LOG_LEVEL, Output, Screen
-from replicast.launcher.standby import StandbySet
 from replicast.processes import is_frozen
 
 _POLL_SECS = 1.0  # How often the group looks for frozen workers.
@@ -81,26 +80,18 @@ class WorkerProcess:
     its tree cannot reach an unrelated process.
     """
 
-    def __init__(
-        self, plan: WorkerPlan, output: Output, environ: Mapping[str, str], standbys: StandbySet | None = None
-    ) -> None:
+    def __init__(self, plan: WorkerPlan, output: Output, environ: Mapping[str, str]) -> None:
         self.plan = plan
         self.output = output
         self.stopped = False
         self.blamed_as_frozen = False  # The group ends because this worker was stopped by a signal.
         self._started = time.monotonic()
-        env, called, inherited = {**environ, **plan.env}, None, []
-        if standbys is not None:
-            inherited = [standbys.memories[plan.rank]]
-            env[CHANGES_FD] = str(inherited[0])
-            called = standbys.call(plan, env, output.writing_end)
-        self._process = called or subprocess.Popen(
+        self._process = subprocess.Popen(
             bootstrapped(plan.argv),
-            env=env,
+            env={**environ, **plan.env},
             stdin=subprocess.DEVNULL,
             stdout=output.writing_end,
             stderr=subprocess.STDOUT,
-            pass_fds=inherited,
             start_new_session=True,
         )
         try:
@@ -159,7 +150,6 @@ class Group:
     tee: frozenset[int]
     timeouts: EndTimeouts
     interruptions: Interruptions
-    standbys: StandbySet | None = None
     peers: HostsAttempts | None = None
 
     _workers: dict[int, WorkerProcess] = field(default_factory=dict, init=False)
@@ -203,7 +193,7 @@ class Group:
             chatter = LOG_LEVEL in environ
             output = Output(plan.rank, plan.log, screen=teed, columns=columns, chatter=chatter)
             try:
-                worker = WorkerProcess(plan, output, environ, self.standbys)
+                worker = WorkerProcess(plan, output, environ)
             except BaseException:
                 output.close()
                 raise
@@ -215,8 +205,6 @@ class Group:
         remaining = self._deadline - time.monotonic()
         ready = [key for key, _ in selector.select(max(0.0, min(_POLL_SECS, remaining)))]
         self._take_frozen()
-        if self.standbys is not None and self._ending is Ending.RUNNING:
-            self.standbys.poll()
         for key in ready:
             source = key.data
             if isinstance(source, Output):

@@ -1,6 +1,6 @@
 """Runs a job on this host, from top to bottom: one attempt after another, until it is over.
 
-    lock the run directory → is another host's job alive in it? → catch signals → [standbys] → [other hosts]
+    lock the run directory → is another host's job alive in it? → catch signals → [other hosts]
         ┌→ begin: which attempt → reserve ports → start the workers → wait until all have exited ─┐
         └──────────────── a restart is left ←── decide, say who failed, note it in states.jsonl ←─┘→ exit code
 
@@ -60,7 +60,6 @@ from replicast.launcher.plan import (
     this_machine,
 )
 from replicast.launcher.screen import Screen, make_screen, without_colours
-from replicast.launcher.standby import StandbySet
 from replicast.strictjson import is_integer
 
 if TYPE_CHECKING:
@@ -78,7 +77,6 @@ class Settings:
     tee: frozenset[int]
     max_restarts: int = 0
     timeouts: EndTimeouts = field(default_factory=EndTimeouts)
-    standby: bool = False
     secret: bytes = b""
     host_timeouts: HostTimeouts = field(default_factory=HostTimeouts)
     take_over: bool = False
@@ -90,7 +88,7 @@ class Settings:
 
 def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> int:
     """Runs a job to its end and reports on standard error. Only in the main thread."""
-    of_page, environ = environ, without(environ, *SECRETS)  # No worker and no standby needs them.
+    of_page, environ = environ, without(environ, *SECRETS)  # No worker needs them.
     faults, run_dir, peers = read_faults(environ), settings.run_dir, None
     with contextlib.ExitStack() as stack:
 
@@ -128,14 +126,6 @@ def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> i
             run_dir = make_run_dir(RUNS / Path(order.run_name).name)
             use(run_dir)
             peers.ready(next_attempt(settings.logs(run_dir), job.ranks))
-        standbys = None
-        if settings.standby:
-
-            def trains(attempt: int) -> bool:
-                return any(note.stepped_at is not None for note in _notes(run_dir, attempt))
-
-            standbys = StandbySet(job.argv[1:], screen, trains)
-            stack.enter_context(contextlib.closing(standbys))
         for line in (
             secret_line(job, settings.secret),
             fault_line(faults),
@@ -145,7 +135,7 @@ def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> i
             if line:
                 screen.tell(line)
         supervision = _Supervision(
-            job, settings, run_dir, settings.logs(run_dir), environ, screen, interruptions, standbys, peers
+            job, settings, run_dir, settings.logs(run_dir), environ, screen, interruptions, peers
         )
         return supervision.run()
 
@@ -175,7 +165,6 @@ class _Supervision:
     environ: Mapping[str, str]
     screen: Screen
     interruptions: Interruptions
-    standbys: StandbySet | None
     peers: HostsAttempts | None
     began: float = field(default_factory=time.monotonic)
     has_started: bool = False
@@ -238,30 +227,23 @@ class _Supervision:
                 machine=this_machine(self.environ),
                 environ=self.environ,
             )
-            logs, more = short_path(attempt_dir), ""
-            if self.standbys is not None:
-                processes = "1 more process" if job.workers == 1 else f"{job.workers} more processes"
-                more = f"; --standby: {processes} once it trains, about 0.3 GB each, no core while they wait"
-            start = f"attempt {order.attempt}, logs in {logs}; starting, which takes some seconds"
-            self.screen.tell(f"replicast: {_who(job)}, {start}{more}")
+            start = f"logs in {short_path(attempt_dir)}; starting, which takes some seconds"
+            self.screen.tell(f"replicast: {_who(job)}, attempt {order.attempt}, {start}")
             group = Group(
                 plans,
                 screen=self.screen,
                 tee=self.settings.tee,
                 timeouts=self.settings.timeouts,
                 interruptions=self.interruptions,
-                standbys=self.standbys,
                 peers=self.peers,
             )
             return group.run(self.environ, lambda: self._started(order))
 
     def _started(self, order: LaunchOrder) -> None:
-        """The workers were started: this loads numpy or starts processes, for which they need not wait."""
+        """The workers were started: this loads numpy, for which they need not wait."""
         if not self.has_started:
             self._note("starting", order.attempt)
         self.has_started = True
-        if self.standbys is not None:
-            self.standbys.begin(order.attempt, is_last=order.is_last_attempt)
 
     def _finish(self, attempt: int, order: LaunchOrder, end: GroupEnd | None) -> None:
         """Says how the job ended, and notes it; `end` is None if nothing ran."""

@@ -36,7 +36,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from replicast import import_environment
 from replicast.deadline import Deadline
 from replicast.errors import FileDamaged, JobFailed, ReplicastError, printable
 from replicast.files import RunDir, below, write_quickly
@@ -108,15 +107,6 @@ class RunFiles:
 
     def start(self) -> None:
         """Starts the threads: if this worker or worker 0 has a run directory, or a scheduler wants a file."""
-        # Before the first note: once that says that the job trains, the launcher starts standby processes.
-        import_environment.tell_launcher()
-        late = import_environment.without_effect()
-        if late:
-            logger.warning(
-                "This worker was a standby and had imported TensorFlow before the script set %s: too late "
-                "for the imports. Set it in the environment of `replicast run`",
-                ", ".join(late),
-            )
         if self.run_dir is not None or self.group:
             self.session.threads.start("run-files", self._run)
         if self.heartbeat is not None:

@@ -99,21 +99,6 @@ def test_a_worker_that_is_killed(two: Machines, undisturbed: tuple[int, str], ho
     assert job.finals()[0].startswith("from 40 to 120 in attempt 1")
 
 
-def test_the_standbys_of_both_hosts_take_over(two: Machines, undisturbed: tuple[int, str]) -> None:
-    workers, bits = undisturbed
-    job = Job(two, workers, "--standby")
-    job.hold(0)
-    job.start()
-    pids = job.pids(0)
-    for launched in job.launched:
-        launched.wait_for("replicast: standby: ", SECS)
-        launched.wait_for(" for a restart", SECS)
-    os.kill(pids[-1], signal.SIGKILL)
-    assert job.codes() == [0, 0]
-    assert job.bits() == bits
-    assert job.finals()[0].startswith("from 40 to 120 in attempt 1")
-
-
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_launcher_that_is_killed_and_started_again(
     two: Machines, undisturbed: tuple[int, str], host: int
