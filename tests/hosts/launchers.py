@@ -57,7 +57,7 @@ class Machines:
     def hosts(self) -> list[Host]:
         return self.network.hosts
 
-    def launch(self, node: int, *options: str, secret: str | None = SECRET, command: str = "run") -> Launched:
+    def launch(self, node: int, *options: str, secret: str | None = SECRET) -> Launched:
         """Start `replicast run` on a machine; nsenter execs it, so its pid is the launcher's."""
         environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
         if secret is not None:
@@ -65,7 +65,7 @@ class Machines:
         output = self.directory / f"launcher-{node}-{len(self.launched)}.txt"
         with output.open("wb") as file:
             process = self.hosts[node].start(
-                [sys.executable, "-m", "replicast", command, *options], env=environ, stdout=file
+                [sys.executable, "-m", "replicast", "run", *options], env=environ, stdout=file
             )
         launched = Launched(process, output, self.hosts[node])
         self.launched.append(launched)

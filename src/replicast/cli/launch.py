@@ -1,5 +1,5 @@
 """Commands that start something: `run` hands a job to the launcher, `serve` its page to a web server, and
-`doctor` checks whether machines can run a job.
+`doctor` checks whether this machine can run one.
 
 They start without numpy and rich: these are loaded while the workers start, or for a table.
 """
@@ -30,21 +30,6 @@ _PORTS_SECS = 5.0
 _NEEDED = ("starlette", "uvicorn", "plotly")
 _STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
 
-hosts_option = click.option("--hosts", metavar="H1,H2", help="All machines, in the same order on each.")
-node_rank_option = click.option(
-    "--node-rank",
-    type=int,
-    metavar="I",
-    help="The index of this machine, from 0. [default: found by its address in --hosts]",
-)
-port_option = click.option("--port", default=plan.DEFAULT_PORT, help="With --hosts: the first worker's port.")
-secret_option = click.option(
-    "--secret-file",
-    type=_FILE,
-    metavar="FILE",
-    help=f"The secret of a job on several machines. [default: ${config.JOB_SECRET}]",
-)
-
 
 @click.command(context_settings={"allow_interspersed_args": False, "show_default": True})
 @click.option("-n", "--workers", type=int, metavar="N", help="Workers on this machine. [default: 1]")
@@ -72,9 +57,14 @@ secret_option = click.option(
     help="After so long without a sign of life a worker is lost. More survives longer pauses of the network, "
     f"and notices a lost host later. [default: {config.HEARTBEAT_TIMEOUT}, else 10]",
 )
-@hosts_option
+@click.option("--hosts", metavar="H1,H2", help="All machines, in the same order on each.")
 @click.option("--nnodes", metavar="N", help="Instead of --hosts: how many machines; with --rdzv-endpoint.")
-@node_rank_option
+@click.option(
+    "--node-rank",
+    type=int,
+    metavar="I",
+    help="The index of this machine, from 0. [default: found by its address in --hosts]",
+)
 @click.option(
     "--rdzv-endpoint",
     metavar="HOST:PORT",
@@ -87,8 +77,13 @@ secret_option = click.option(
     metavar="SECS",
     help="How long to wait for a machine that is not there, at the start and after a failure.",
 )
-@secret_option
-@port_option
+@click.option(
+    "--secret-file",
+    type=_FILE,
+    metavar="FILE",
+    help=f"The secret of a job on several machines. [default: ${config.JOB_SECRET}]",
+)
+@click.option("--port", default=plan.DEFAULT_PORT, help="With --hosts: the first worker's port.")
 @click.option("--serve", metavar="[HOST:]PORT", help="Serve the page of the job too; see `replicast serve`.")
 @click.option(
     "--take-over",
@@ -236,46 +231,17 @@ def serve(path: Path, token_file: Path | None, max_upload: int, **options: Any) 
 
 @click.command(context_settings={"show_default": True})
 @click.option("--deep", is_flag=True, help="Also start two tiny workers that sum a number; takes seconds.")
-@hosts_option
-@node_rank_option
-@port_option
-@click.option("--run-dir", type=_DIR, metavar="DIR", help="With --hosts: is it seen by all?")
-@click.option("--timeout", type=_SECS, default=60.0, metavar="SECS", help="How long to wait for the others.")
-@secret_option
-def doctor(
-    deep: bool,
-    hosts: str | None,
-    node_rank: int | None,
-    port: int,
-    run_dir: Path | None,
-    timeout: float,
-    secret_file: Path | None,
-) -> int:
-    """Check this machine, or the machines of a job, and say how to fix what is wrong.
-
-    With --hosts, start the same command on each machine at the same time, as you would start `replicast run`.
-    They meet at the first one, and each prints the same table: names, ports, clocks, versions, shared memory,
-    and who sees the run directory. A machine that does not join is named.
+def doctor(deep: bool) -> int:
+    """Check this machine, and say how to fix what is wrong.
 
     \b
     Examples:
       replicast doctor
       replicast doctor --deep
-      replicast doctor --hosts gpu1,gpu2 --run-dir /shared/first            (the same on gpu1 and gpu2)
-      for h in gpu1 gpu2; do ssh $h replicast doctor --hosts gpu1,gpu2 & done; wait
 
     Exit code: 0 when nothing is broken, 1 when something must be fixed first, 2 when the command is wrong.
     """
-    if hosts is None:
-        checks = all_checks(os.environ)
-    else:
-        from replicast.launcher.hosts_doctor import check_hosts
-
-        program = ("replicast", "doctor")  # A launcher of a job does not join it.
-        job = plan.place_on_hosts(plan.JobPlan(argv=program, port=port), hosts=hosts, node_rank=node_rank)
-        secret = plan.read_secret(os.environ, secret_file)
-        chosen = None if run_dir is None else run_dir.absolute()
-        checks = check_hosts(job, secret=secret, timeout_secs=timeout, run_dir=chosen, environ=os.environ)
+    checks = all_checks(os.environ)
     if deep:
         os.environ.pop("TF_CONFIG", None)  # A job of its own.
         os.environ.setdefault(config.START_TIMEOUT, "120")
@@ -291,6 +257,5 @@ def doctor(
     texts.print_table("", "what", "found", "how to fix", rows=rows)
     broken = [check.subject for check in checks if check.verdict is Verdict.BROKEN]
     try_deep = "" if deep else " `replicast doctor --deep` tries two real workers."
-    well = f"All is well.{try_deep}" if hosts is None else "These hosts can run a job together."
-    click.echo(f"Fix first: {', '.join(broken)}." if broken else well)
+    click.echo(f"Fix first: {', '.join(broken)}." if broken else f"All is well.{try_deep}")
     return 1 if broken else 0

@@ -41,11 +41,6 @@ class Check:
 
 
 def all_checks(environ: Mapping[str, str]) -> list[Check]:
-    return [*machine_checks(environ), *check_cluster(environ)]
-
-
-def machine_checks(environ: Mapping[str, str]) -> list[Check]:
-    """What a machine is, whatever the job."""
     shared_memory = Path(environ.get(SHM_DIR) or "/dev/shm")
     return [
         Check("Python", Verdict.GOOD, ".".join(map(str, sys.version_info[:3]))),  # pip has checked it
@@ -55,6 +50,7 @@ def machine_checks(environ: Mapping[str, str]) -> list[Check]:
         check_exposure(environ, outside_addresses()),
         check_shared_memory(shared_memory, lambda place: shutil.disk_usage(place).free),
         check_machine(this_machine(environ)),
+        *check_cluster(environ),
     ]
 
 

@@ -124,7 +124,6 @@ class LaunchOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     unreached: tuple[Index, ...] = ()  # hosts of whose workers nothing is known
     session: str = ""  # of the first launcher
     run_name: str = ""  # the name of its run directory
-    facts: tuple[str, ...] = ()  # of each host, for `replicast doctor`
     # The step of the last checkpoint, and the last step of the attempt before; None without `Replicas`.
     progress: tuple[Index, Index] | None = None
     repeats: bool = False  # The failure is that of the attempt before, without progress.

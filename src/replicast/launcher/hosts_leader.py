@@ -7,8 +7,7 @@
 
 A report and an order hold the whole state of their side, and are sent again every second: a lost connection
 needs no repetition, and silence is noticed. The first launcher has a `Leader`, and every launcher, the first
-one included, a `Member`, so that all hosts act alike. `replicast doctor --hosts` is such a job too, in which
-each host looks around once. What holds, whatever is lost, cut or started again:
+one included, a `Member`, so that all hosts act alike. What holds, whatever is lost, cut or started again:
 
 - No two attempts run at the same time: the leader starts one when every host has said that nothing runs
   there, and a member that loses the leader ends its workers by itself.
@@ -77,7 +76,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     failure: WorkerExit | None = None
     signal: StopSignal | None = None
     left_behind: bool = False
-    facts: str = ""  # of `replicast doctor`
     progress: tuple[Index, Index] | None = None  # as in an order; the first host knows it
 
 
@@ -322,7 +320,7 @@ class Leader:
                 self.order = replace(self.order, phase=Phase.END)
             elif all(host.has_ended(self.order.attempt) for host in self._hosts):
                 # Without the failure of the attempt before.
-                self._conclude(order_after(self.order, None, None, left_behind=self._left_behind()))
+                self.order = order_after(self.order, None, None, left_behind=self._left_behind())
         if self.order.phase is Phase.END:
             self._end()
         if self.order.phase is Phase.WAIT:
@@ -330,7 +328,7 @@ class Leader:
 
     def _wait(self, now: float) -> None:
         if self.order.signal is not None:  # All have reported the failure before it.
-            self._conclude(order_after(self.order, None, self.order.signal, left_behind=False))
+            self.order = order_after(self.order, None, self.order.signal, left_behind=False)
             return
         missing = tuple(node for node, host in enumerate(self._hosts) if not host.is_ready(now))
         self.order = replace(self.order, missing=missing)
@@ -374,18 +372,14 @@ class Leader:
             progress = reports[0].progress if 0 in reports else None
             before = replace(order, failure=self._failed_before)
             cause, signum = order.failure, order.signal
-            self._conclude(order_after(before, cause, signum, left_behind=left, progress=progress))
+            self.order = order_after(before, cause, signum, left_behind=left, progress=progress)
 
     def _left_behind(self) -> bool:
         return any(report.left_behind for report in self._reports().values())
 
     def _fail(self, node: int, why: str) -> None:
         failure = WorkerExit(host=node, why=why)
-        self._conclude(replace(self.order, phase=Phase.OVER, code=failure.code, failure=failure))
-
-    def _conclude(self, order: LaunchOrder) -> None:
-        facts = tuple("" if host.report is None else host.report.facts for host in self._hosts)
-        self.order = replace(order, facts=facts)
+        self.order = replace(self.order, phase=Phase.OVER, code=failure.code, failure=failure)
 
 
 # --- Every launcher --------------------------------------------------------------------------------------
@@ -491,7 +485,6 @@ class Member:
         now: float,
         *,
         left_behind: bool,
-        facts: str = "",
         progress: tuple[int, int] | None = None,
     ) -> list[Command]:
         attempt = self.report.attempt
@@ -501,7 +494,6 @@ class Member:
             failure=self.report.failure if failure is None else failure,
             left_behind=left_behind,
             next_attempt=self.report.next_attempt if attempt is None else attempt + 1,
-            facts=facts or self.report.facts,
             progress=progress,
         )
         self._ended_at = self._next_tell = now

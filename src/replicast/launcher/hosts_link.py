@@ -239,14 +239,11 @@ class Part:
     max_restarts: int = 0
     next_attempt: int | None = None  # None: the name of the run directory must come from the first launcher.
     run_name: str = ""
-    facts: str = ""
     session: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def member(self) -> Member:
         node, now = self.job.node_rank, time.monotonic()
-        member = Member(node, self.next_attempt, self.max_restarts, self.timeouts, now)
-        member.report = replace(member.report, facts=self.facts)
-        return member
+        return Member(node, self.next_attempt, self.max_restarts, self.timeouts, now)
 
     def identity(self) -> dict[str, str]:
         job, program = self.job, " ".join(self.job.argv[1:])
@@ -693,11 +690,11 @@ class HostsAttempts:
             self.hosts = Hosts(order.hosts, self._job.node_rank)
         return order
 
-    def decide(self, end: GroupEnd, facts: str = "", progress: tuple[int, int] | None = None) -> LaunchOrder:
+    def decide(self, end: GroupEnd, progress: tuple[int, int] | None = None) -> LaunchOrder:
         """Waits until the workers of all hosts have exited."""
         first, left = end.first_failure, bool(end.left_behind)
         failure = None if first is None else sent_from(self._job.node_rank, first)
-        told = partial(Member.on_group_end, left_behind=left, facts=facts, progress=progress)
+        told = partial(Member.on_group_end, left_behind=left, progress=progress)
         self._link.post(lambda member, now: told(member, failure, now))
         order = self._wait_for(Phase.WAIT)
         if order.failure is None:
