@@ -88,6 +88,22 @@ def test_status_shows_workers_metrics_updates_and_what_waits(run: Path) -> None:
     assert seen["refused"][0]["refusal"]["worker"] == 1
 
 
+def test_notes_and_tags_are_kept_and_shown_by_every_view(run: Path) -> None:
+    filled(run)
+    assert (
+        output_of(0, "note", run, "--note", "a baseline\x1b[2J", "--tag", "may")
+        == "#may a baseline\\x1b[2J\n"
+    )
+    output_of(0, "note", run, "1", "--tag", "good", "--tag", "kept")
+    assert has(output_of(0, "status", run), "2 workers\n#may a baseline", "#good #kept")
+    assert has(output_of(0, "log", run), "#good #kept")
+    assert has(output_of(0, "show", run, "first"), "noted", "#good #kept")
+    assert has(output_of(0, "list", "."), "#may a baseline")
+    assert output_of(0, "note", run, "--tag", "") == "a baseline\\x1b[2J\n"
+    assert has(output_of(2, "note", run), "Give --note or --tag")
+    assert has(output_of(1, "note", run, "nothing", "--tag", "x"), "There is no update nothing")
+
+
 @pytest.mark.parametrize(
     ("attempt", "secs_ago", "waiting_for", "said"),
     [

@@ -45,6 +45,7 @@ COMMANDS = {
     "revert": ("push", "Undo a committed update with a new one."),
     "pull": ("push", "Write the live values of one variable to a file."),
     "withdraw": ("push", "Withdraw an update that is not committed yet."),
+    "note": ("runs", "Keep a note and tags with a run or an update."),
     "audit": ("runs", "Show whether the replicas are equal; --now compares them."),
     "report": ("runs", "Write a report on a run into one HTML file."),
     "checkpoint": ("checkpoint", "List, verify, compare and patch checkpoints; make one now."),

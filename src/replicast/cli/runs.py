@@ -1,4 +1,4 @@
-"""Commands about runs: status, list, log, show, logs, audit, stop, report."""
+"""Commands about runs: status, list, log, show, logs, note, audit, stop, report."""
 
 from __future__ import annotations
 
@@ -102,8 +102,11 @@ def list_runs(path: Path, as_json: bool) -> None:
     elif not briefs:
         click.echo(f"There is no run in {printable(path)}.")
     else:
-        rows = ((printable(name), str(one.workers), one_line(one.sentence)) for name, one in briefs)
-        texts.print_table("run", ">workers", "how it is", rows=rows)
+        rows = (
+            (printable(name), str(one.workers), one_line(one.sentence), one_line(one.annotation))
+            for name, one in briefs
+        )
+        texts.print_table("run", ">workers", "how it is", "notes", rows=rows)
 
 
 @click.command()
@@ -199,6 +202,30 @@ def show(run: Run, which: str, as_json: bool) -> None:
 
 
 @click.command()
+@asks()
+@click.argument("which", metavar="[NUMBER|ID]", required=False)
+@click.option("--note", metavar="TEXT", help="In place of the note before; '' removes it.")
+@click.option(
+    "--tag", "tags", metavar="TAG", multiple=True, help="In place of the tags before; '' removes them."
+)
+def note(run: Run, which: str | None, note: str | None, tags: tuple[str, ...]) -> None:
+    """Keep a note and tags with a run, or with one of its updates; also when the job has ended.
+
+    Everybody who sees the run sees them: in `list`, `status`, `log` and `show`, and on the page.
+
+    \b
+    Examples:
+      replicast note runs/first --note "baseline of May" --tag baseline --tag paper
+      replicast note runs/first 12 --note "too large: reverted by 13"
+
+    Exit code: 0; 1 when there is no such update, or the note is too long.
+    """
+    if note is None and not tags:
+        raise click.UsageError("Give --note or --tag.")
+    click.echo(one_line(run.annotate(which, note, tags or None)))
+
+
+@click.command()
 @asks("audits", "audit")
 @json_option("One object per line: everything about an audit.")
 @click.option("--now", is_flag=True, help="Ask the running job for an audit, and show what it finds.")
@@ -289,6 +316,8 @@ def _overview(seen: Overview) -> Iterator[RenderableType]:
     """The overview, part by part, for a screen of 80 columns."""
     head = Text(printable(seen.sentence), style=f"bold {_STATE_STYLES.get(JobState(seen.state), 'green')}")
     head.append(f"\n{printable(seen.run)}: {texts.counted(seen.size, 'worker')}", style="bold")
+    if noted := one_line(seen.annotation):
+        head.append(f"\n{noted}", style="dim")
     if seen.state == JobState.FAILED and seen.changes:
         for line in seen.changes[-1]["last_lines"]:
             head.append(f"\n  {printable(line.rstrip())}", style="dim")
@@ -369,6 +398,7 @@ def _facts(view: UpdateView) -> Iterator[tuple[str, str | Text]]:
     yield "step", f"{step}, chosen by its author" if view.scheduled else step
     yield "author", one_line(view.author)
     yield "note", one_line(view.note)
+    yield "noted", one_line(view.annotation)
     yield "reverts", "" if view.reverts is None else f"update {view.reverts}"
     yield "reverted", "" if view.reverted_by is None else f"by update {view.reverted_by}"
     yield "edits", one_line(view.words(most=20))

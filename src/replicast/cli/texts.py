@@ -222,7 +222,9 @@ def what_cell(view: UpdateView) -> Text:
     for why in filter(None, (waits, problem, ": ".join(filter(None, (withdrawn, reason))))):
         cell.append("\n" if cell else "").append(one_line(why), style="yellow")
     who = ": ".join(one_line(text) for text in (view.author, view.note) if text)
-    return cell.append(f"\n{who}", style="dim") if who else cell
+    for line in filter(None, (who, one_line(view.annotation))):
+        cell.append(f"\n{line}", style="dim")
+    return cell
 
 
 def edits_table(edits: Iterable[EditView]) -> Table:

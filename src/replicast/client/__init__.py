@@ -8,8 +8,10 @@ from replicast.client.metrics import Metrics, Series
 from replicast.client.notes import is_run
 from replicast.client.run import Brief, CheckpointView, Overview, Pulled, Pushed, Run
 from replicast.storage.journal import UpdateView
+from replicast.storage.run_files import Annotation
 
 __all__ = [
+    "Annotation",
     "Brief",
     "CheckpointView",
     "EditView",

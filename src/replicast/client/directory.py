@@ -14,6 +14,7 @@ import contextlib
 import getpass
 import os
 import socket
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
@@ -36,6 +37,7 @@ from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import group_numbers, read_claim
 from replicast.storage.inbox import InboxAnswer, Kind, Rows
 from replicast.storage.journal import Updates, UpdateView, load_update, undo
+from replicast.storage.run_files import Annotation
 from replicast.strictjson import parse_integer
 from replicast.update.audit_report import AuditReport, workers_text
 from replicast.update.digest import digest_array
@@ -107,6 +109,7 @@ class DirectoryRun(Run):
             workers=_size(info, now),
             heard_at=max((note.time for note in notes), default=None),
             waits_for=run_files.WITHOUT_CALLBACK if waits else "",
+            annotation=run_files.read_annotations(self.path, [None])[0],
         )
 
     def do_status(self) -> Overview:
@@ -136,6 +139,7 @@ class DirectoryRun(Run):
             changes=tuple(asdict(one) for one in told[-_LAST_CHANGES:]),
             restarts=tuple(self._restarts()),
             restarted=sum(one.state is run_files.JobState.RESTARTING for one in told),
+            annotation=brief.annotation,
             problem="\n".join(problems),
             **updates,
         )
@@ -149,10 +153,10 @@ class DirectoryRun(Run):
             waiting = self._waiting(known)
             ended = self._ended(journal, known | {view.id for view in waiting})
             return {
-                "updates": tuple(updates),
-                "scheduled": tuple(journal.scheduled()),
-                "waiting": tuple(waiting),
-                "refused": tuple(ended[-_LAST_ENDED:]),
+                "updates": self._annotated(updates),
+                "scheduled": self._annotated(journal.scheduled()),
+                "waiting": self._annotated(waiting),
+                "refused": self._annotated(ended[-_LAST_ENDED:]),
                 "problem": _damage_text(journal),
             }
         except FileDamaged as error:
@@ -210,10 +214,11 @@ class DirectoryRun(Run):
     def do_log(self, last: int | None) -> list[UpdateView]:
         journal = Updates(self.path)
         order = _order(journal)
-        return self._committed(journal, order if last is None else order[max(0, len(order) - last) :])
+        chosen = order if last is None else order[max(0, len(order) - last) :]
+        return list(self._annotated(self._committed(journal, chosen)))
 
     def do_show(self, which: str | int, max_bytes: int | None) -> UpdateView:
-        view, update = self._find(which), None
+        (view,), update = self._annotated([self._find(which)]), None
         if max_bytes is not None and (view.nbytes or 0) > max_bytes:
             return view
         try:
@@ -248,6 +253,33 @@ class DirectoryRun(Run):
                 f"Nothing is known of update {update_id} in {self.path}: it may have been withdrawn."
             )
         return noted
+
+    def do_annotate(
+        self, which: str | int | None, note: str | None, tags: Sequence[str] | None, author: str
+    ) -> Annotation:
+        """Of two at the same time, the one that writes last counts."""
+        update_id = None if which is None else self._find(which).id
+        known = run_files.read_annotations(self.path, [update_id])[0]
+        fields = {
+            "note": known.note if note is None else note.strip(),
+            "tags": known.tags if tags is None else list(dict.fromkeys(filter(None, map(str.strip, tags)))),
+            "author": author or this_user(),
+            "time": time.time(),
+        }
+        try:
+            made = Annotation.from_json(fields)
+            str(made).encode()
+        except ValueError as error:
+            raise RequestRefused(str(error)) from error
+        run_files.write_annotation(self.path, update_id, made)
+        return made
+
+    def _annotated(self, views: Sequence[UpdateView]) -> tuple[UpdateView, ...]:
+        noted = run_files.read_annotations(self.path, [view.id for view in views])
+        return tuple(
+            structs.replace(view, annotation=one) if one.time else view
+            for view, one in zip(views, noted, strict=True)
+        )
 
     def _find(self, which: str | int) -> UpdateView:
         """The update that a person means: by its number, by its id, or by the beginning of its id.

@@ -53,14 +53,14 @@ from replicast.core.records import Stage
 from replicast.errors import NotFound, ReplicasDiverged, UpdateFailed, UpdatePending, UpdateRefused
 from replicast.files import RunPath
 from replicast.storage.journal import UpdateView
-from replicast.storage.run_files import WorkerNote, absent_secs
+from replicast.storage.run_files import Annotation, Tags, Text, WorkerNote, absent_secs
 from replicast.strictjson import View, described, json_value, parse_integer
 from replicast.tensorfiles import tensor_chunks
 from replicast.update.audit_report import AuditReport
 from replicast.update.edits import Array
 from replicast.update.schema import Schema
 from replicast.update.trial import MAX_INCREASE, MAX_METRIC_NAME, MAX_STEPS, Trial
-from replicast.update.update import MAX_STEP, MAX_TEXT, Update
+from replicast.update.update import MAX_STEP, Update
 
 FOREVER_SECS = 10 * 365 * 86_400.0  # The timeout of `Pushed.result` without one.
 MAX_LOG = 1000  # Updates in one answer of a server.
@@ -76,7 +76,6 @@ def clipped(least: float, most: float) -> Meta:
 
 Secs = Annotated[float, clipped(0, 300)]
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP - 1)]
-Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 UpdateId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Rank = Annotated[int, Meta(ge=0, le=10**6)]
 # `rows_of` checks it, with a better message than that it does not match a pattern.
@@ -323,6 +322,7 @@ class Brief(View, frozen=True):
         workers: How many the job has.
         heard_at: When a worker was last heard of, in seconds since 1970.
         waits_for: Why no update is applied although the job trains, if that is so.
+        annotation: What people have noted about the run.
     """
 
     run: str
@@ -333,6 +333,7 @@ class Brief(View, frozen=True):
     workers: int
     heard_at: float | None
     waits_for: str = ""
+    annotation: Annotation = Annotation()
 
 
 class Restart(View, frozen=True):
@@ -367,7 +368,7 @@ class LastMetrics(TypedDict):
 class Overview(View, frozen=True, kw_only=True):
     """A run at one moment: what its workers last said, its metrics, its last audit, and its updates.
 
-    `run`, `state`, `sentence`, `running` and `step` are those of `Brief`.
+    `run`, `state`, `sentence`, `running`, `step` and `annotation` are those of `Brief`.
 
     Attributes:
         time: The moment, in seconds since 1970, by the clock of the job.
@@ -410,6 +411,7 @@ class Overview(View, frozen=True, kw_only=True):
     evaluations: tuple[LastMetrics, ...] = ()
     restarts: tuple[Restart, ...] = ()
     restarted: int = 0
+    annotation: Annotation = Annotation()
     problem: str = ""
 
     @property
@@ -654,6 +656,27 @@ class Run:
             NotFound: There is no such update.
             UpdateRefused: It was not applied, or cannot be undone, later updates have changed the same
                 variables, or the job is not running.
+        """
+
+    @operation("POST", "/annotation")
+    def annotate(
+        self,
+        which: str | int | None = None,
+        note: Text | None = None,
+        tags: Tags | None = None,
+        author: Text = "",
+    ) -> Annotation:
+        """Keeps a note and tags with the run, or with one of its updates; also when no job is running.
+
+        Args:
+            which: The update, as in `show`. Default: the run itself.
+            note: The note, in place of the one before. Default: that one stays.
+            tags: At most 20, in place of the ones before. Default: those stay.
+            author: Who. Default: the user of this process.
+
+        Raises:
+            NotFound: There is no such update.
+            RequestRefused: The note or a tag is too long, or there are too many tags.
         """
 
     @operation("GET", "/variables/{name}", local=("max_bytes",), options=PullOptions, stops_workers=True)

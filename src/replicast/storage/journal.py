@@ -62,7 +62,7 @@ from replicast.mapped_memory import copied
 from replicast.storage import claims
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import GROUPS, Claim, DamagedLines, Fence, LogLine
-from replicast.storage.run_files import Around
+from replicast.storage.run_files import Annotation, Around
 from replicast.strictjson import View, parse_integer
 from replicast.tensorfiles import read_bytes
 from replicast.update.edits import RESETS, Edit, EditKind
@@ -600,6 +600,7 @@ class UpdateView(View, frozen=True, kw_only=True):
     refusal: UpdateRefused | None = None
     withdrawn_by: str = ""
     around: Around | None = None  # the loss before and after it
+    annotation: Annotation = Annotation()  # what people have noted about it since
     path: RunPath | None = None
     reason: str = ""
     waits_for: str = ""

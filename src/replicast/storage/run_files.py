@@ -29,6 +29,7 @@ from replicast.storage.claims import Fence
 from replicast.strictjson import View, described, json_bytes, json_value, parse_json, parse_object, sealed
 from replicast.update.audit_report import AuditReport
 from replicast.update.schema import Schema
+from replicast.update.update import MAX_TEXT
 
 _Record = TypeVar("_Record")
 
@@ -44,7 +45,7 @@ MAX_METRICS_STEP = 2**62  # Sums and differences of two fit into 64 bits.
 _AROUND_BYTES = 128 * 1024  # of metrics: some hundred lines
 _MAX_LINE_BYTES = 4 * 2**20
 _MAX_BACK_BYTES = 256 * 2**20
-_MAX_NOTE_BYTES = 64 * 1024
+_MAX_NOTE_BYTES, _MAX_ANNOTATION_BYTES = 64 * 1024, 128 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +278,48 @@ def _sample(lines: Sequence[MetricsLine], metric: str) -> Sample:
     values = [one.number(metric) for one in lines]
     mean = fmean(values)
     return Sample(mean, math.sqrt(fmean((value - mean) * (value - mean) for value in values)), len(values))
+
+
+# What people have noted about a run, or about one of its updates, also after its end. No job reads it.
+
+ANNOTATIONS, _OF_RUN = "annotations", "_run"  # No id of an update begins so.
+Tag = Annotated[str, msgspec.Meta(min_length=1, max_length=50)]
+Tags = Annotated[tuple[Tag, ...], msgspec.Meta(max_length=20)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+
+
+class Annotation(View, frozen=True):
+    """A note and tags: who wrote them last, and when, in seconds since 1970; 0 if nobody has."""
+
+    note: Text = ""
+    tags: Tags = ()
+    author: Text = ""
+    time: float = 0.0
+
+    def __str__(self) -> str:
+        return " ".join([*(f"#{tag}" for tag in self.tags), *([self.note] if self.note else [])])
+
+
+def write_annotation(run_dir: RunDir, update_id: str | None, annotation: Annotation) -> None:
+    """Replaces the one of an update, or of the run."""
+    directory = below(run_dir) / ANNOTATIONS
+    files.make_durably(directory)
+    files.remove_leftovers(directory)
+    name = f"{_OF_RUN if update_id is None else update_id}.json"
+    files.write_durably(directory / name, [json_bytes(annotation.to_json())])
+
+
+def read_annotations(run_dir: RunDir, ids: Sequence[str | None]) -> list[Annotation]:
+    """Those of updates, or of the run (None); an empty one where there is none or its file is damaged."""
+    found, present = [], dict[str, RunPath]()
+    with contextlib.suppress(OSError):  # A link, or a directory that this user may not read.
+        present = {path.name: path for path in (below(run_dir) / ANNOTATIONS).glob("*.json")} if ids else {}
+    for update_id in ids:
+        found.append(Annotation())
+        if path := present.get(f"{_OF_RUN if update_id is None else update_id}.json"):
+            with contextlib.suppress(OSError, ValueError):
+                found[-1] = _decoded(Annotation, files.read_small(path, max_bytes=_MAX_ANNOTATION_BYTES))
+    return found
 
 
 def append_line(path: RunPath, line: bytes) -> None:

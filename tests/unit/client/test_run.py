@@ -17,6 +17,8 @@ from replicast.errors import (
     NoAnswer,
     NotFound,
     ReplicasDiverged,
+    RequestFailed,
+    RequestRefused,
     UpdatePending,
     UpdateRefused,
 )
@@ -26,7 +28,7 @@ from replicast.storage.run_files import append_audit, append_metrics
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 from tests.page.live import TOKEN, served_run
-from tests.unit.played_job import BIAS, PlayedJob, heard_of, meanwhile
+from tests.unit.played_job import BIAS, LONG_AGO, PlayedJob, heard_of, meanwhile
 from tests.unit.test_audit import report
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
@@ -223,6 +225,59 @@ def test_status_tells_workers_metrics_and_updates(run: Run, directory: Path, job
     brief = run.brief()
     assert (brief.run, brief.running, brief.step, brief.workers) == (run.where, True, 5, 2)
     assert run.checkpoints() == []
+
+
+def test_a_run_and_its_updates_take_notes_and_tags_also_when_nothing_runs(
+    run: Run, directory: Path, job: PlayedJob
+) -> None:
+    run.push(slower()).result(timeout=120)
+    run.push(Update(id="waits").assign("learning_rate", 0.1))
+    heard_of(directory, LONG_AGO)
+    run.annotate(note=" the baseline ", tags=["paper", "paper", "may"])
+    run.annotate(1, note="too large")
+    run.annotate("slow", tags=["bad"], author="ada")
+    run.annotate("waits", tags=["next"])
+    brief, seen = run.brief().annotation, run.status()
+    assert brief == seen.annotation
+    assert (brief.note, brief.tags, "@" in brief.author) == ("the baseline", ("paper", "may"), True)
+    (view,) = run.log()
+    noted = view.annotation
+    assert (noted.note, noted.tags, noted.author, str(noted)) == (
+        "too large",
+        ("bad",),
+        "ada",
+        "#bad too large",
+    )
+    assert run.show("slower").annotation == noted == seen.updates[0].annotation
+    assert seen.waiting[0].annotation.tags == ("next",)
+    run.annotate(note="", tags=[])
+    assert str(run.brief().annotation) == ""
+
+
+def test_notes_and_tags_have_limits_and_need_an_update(run: Run, directory: Path) -> None:
+    with pytest.raises(NotFound):
+        run.annotate("unknown", note="x")
+    for given in ({"note": "x" * 10_001}, {"tags": ["x" * 51]}, {"tags": [str(n) for n in range(21)]}):
+        with pytest.raises((RequestRefused, RequestFailed), match="length"):
+            run.annotate(**given)
+    assert not (directory / "annotations").exists()
+
+
+def test_an_annotation_that_others_have_damaged_hides_nothing(run: Run, directory: Path) -> None:
+    run.annotate(note="mine")
+    path = directory / "annotations" / "_run.json"
+    for content in (b"{", b'{"note": 1}', b'{"tags": ["' + b"x" * 200_000 + b'"]}'):
+        path.write_bytes(content)
+        assert str(run.brief().annotation) == ""
+    path.unlink()
+    path.symlink_to("/etc/hostname")
+    assert str(run.brief().annotation) == ""
+    (directory / "annotations").rename(directory / "elsewhere")
+    (directory / "annotations").symlink_to("elsewhere")
+    assert str(run.brief().annotation) == ""
+    if isinstance(run, DirectoryRun):
+        with pytest.raises(OSError, match="link"):
+            run.annotate(note="mine")
 
 
 def test_an_examination_tells_every_problem_and_pushes_nothing(run: Run, directory: Path) -> None:
