@@ -436,8 +436,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 def job(tmp_path: Path) -> Iterator[Job]:
     with Job(2, FileJournal(tmp_path, Fence(tmp_path, attempt=0))) as job:
         first = job.workers[0]
-        first.hooks.expected_fingerprints = lambda names: expectation.expected_fingerprints(
-            first.state, tmp_path, first.session.replica.holds, names, durable=True
+        first.hooks.expected_digests = lambda names: expectation.expected_digests(
+            tmp_path, first.session.replica.holds, names, durable=True
         )
         yield job
 

@@ -705,24 +705,6 @@ def test_a_restore_for_which_worker_0_has_no_memory_is_refused_on_all_and_has_ch
         assert job.values() == before
 
 
-def restored_for_a_custom_loop(strategy: Any, run_dir: Path) -> Any:
-    model = perceptron(strategy, adam)
-    with replicas_of(model, run_dir=run_dir) as replicas:
-        replicas.training_begins()
-        replicas.boundary()
-        replicas.save().result(60)
-    with replicas_of(model, run_dir=run_dir) as replicas:
-        assert replicas.restore().step == 1
-        replicas.boundary()
-    return strategy.take_start(model)
-
-
-def test_a_restored_custom_loop_leaves_no_position_for_a_later_fit_of_something_else(
-    pool1: Pool, tmp_path: Path
-) -> None:
-    assert pool1.run(restored_for_a_custom_loop, tmp_path) == [None]
-
-
 # Files of a model: exported by one worker, imported by all.
 
 FILES = ["model.keras", "model.weights.h5", "tensorflow/checkpoint"]

@@ -22,7 +22,7 @@ from replicast.storage.checkpoints import CheckpointStore, Draft
 from replicast.storage.run_files import EVALUATIONS, measured_in
 from replicast.testing.job import eventually
 from replicast.training.named_variables import Source
-from replicast.training.state import TensorFlowState
+from replicast.training.tensorflow_state import TensorFlowState
 from tests.pool import Pool
 from tests.unit.played_job import output_of
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from replicast import NotSupported
 from replicast.training.feeding import (
     Division,
-    Sample,
+    Excerpt,
     differing_parts,
     epoch_order,
     losses_that_mix_rows,
@@ -182,20 +182,23 @@ def test_samples_of_arrays_see_the_first_row_the_last_row_and_rows_between() -> 
     for row in (0, 999, *range(0, 1000, 999 // 3)):
         changed = rows.copy()
         changed[row] = -1.0
-        samples = {0: Sample.of_arrays("training data", rows), 1: Sample.of_arrays("training data", changed)}
+        samples = {
+            0: Excerpt.of_arrays("training data", rows),
+            1: Excerpt.of_arrays("training data", changed),
+        }
         assert differing_parts(samples) == {1: ["x"]}
 
 
 def test_samples_of_batches_in_another_order_are_not_compared() -> None:
-    samples = {0: Sample("training data", order="a", digests={"x": "1"})}
-    samples[1] = Sample("training data", order="b", digests={"x": "2"})
+    samples = {0: Excerpt("training data", order="a", digests={"x": "1"})}
+    samples[1] = Excerpt("training data", order="b", digests={"x": "2"})
     assert differing_parts(samples) == {}
 
 
 def test_only_lengths_that_are_known_are_compared() -> None:
-    refuse_other_lengths({0: Sample("training data", length=5), 1: Sample("training data")})
+    refuse_other_lengths({0: Excerpt("training data", length=5), 1: Excerpt("training data")})
     with pytest.raises(NotSupported, match="worker 0 has 5 batches, worker 2 has 6 batches"):
-        refuse_other_lengths({0: Sample("training data", length=5), 2: Sample("training data", length=6)})
+        refuse_other_lengths({0: Excerpt("training data", length=5), 2: Excerpt("training data", length=6)})
 
 
 def spec(*shape: int | None) -> tf.TensorSpec:

@@ -247,7 +247,7 @@ training/resuming.py
   EpochIterator._distributed_dataset: what the strategy made of it
   keras.Model._initial_epoch: fit begins with it, read after on_train_begin
   tf_keras.Model._training_state: its fit asks it where to begin, after on_train_begin
-training/job.py
+training/strategy_job.py
   Strategy.extended._collective_keys: from which a key is drawn for each transfer
   CollectiveKeys._instance_key_table: the last key of each group and device
 training/named_variables.py

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from replicast.training import Source, TensorFlowState
-from replicast.training.state import as_tensor
+from replicast.training.tensorflow_state import as_tensor
 from replicast.training.variables import component
 from replicast.update.edits import DTYPES, FLOAT_DTYPES, Edit, apply_edit
 from replicast.update.schema import Schema, planned

@@ -18,7 +18,6 @@ from replicast.replicas.job_checkpoints import SaveEvery, SavePlan, WhenBusy
 from replicast.replicas.joined_worker import JoinedWorker
 from replicast.replicas.position import Fit, Position
 from replicast.training import start_at_epoch
-from replicast.training.job import StockJob
 from replicast.training.resuming import (
     ResumedEpoch,
     callbacks_of,
@@ -27,6 +26,7 @@ from replicast.training.resuming import (
     skip_fit,
     start_tf_keras_at,
 )
+from replicast.training.strategy_job import StockJob
 from replicast.update.audit_report import Policy
 
 logger = logging.getLogger("replicast")
@@ -121,7 +121,6 @@ class ReplicasCallback(keras.callbacks.Callback):
         self._resume_fit()
 
     def _skip_fit(self) -> None:
-        self._worker.job.take_start(self.model)
         if self._is_keras_3:
             skip_fit(self.model, self._resumed.epoch, self._warn)
         else:
@@ -129,7 +128,6 @@ class ReplicasCallback(keras.callbacks.Callback):
 
     def _resume_fit(self) -> None:
         epoch, batch = self._resumed.epoch, self._resumed.batch
-        self._worker.job.take_start(self.model)  # for a `fit` without the callback
         if self._is_keras_3:
             self._resumed_epoch = resume_fit(self.model, epoch, batch, self._warn)
         elif epoch or batch:
@@ -153,7 +151,7 @@ class ReplicasCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch = epoch
-        self._worker.job.begin_epoch(epoch)
+        self._worker.job.epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes where the execution starts. All callbacks are done with the previous boundary."""
@@ -188,7 +186,7 @@ class ReplicasCallback(keras.callbacks.Callback):
             start_at_epoch(self.model, 0)
         else:
             start_tf_keras_at(self.model, 0)
-        self._worker.job.begin_epoch(None)
+        self._worker.job.epoch = None
         training = self._worker.training
         others = callbacks_of(self.model) if self._is_keras_3 else None
         if others is not None and self._after_others in others:

@@ -21,7 +21,7 @@ from replicast.replicas.job_checkpoints import numbers
 from replicast.storage.checkpoints import CheckpointStore, Manifest
 from replicast.storage.run_files import EVALUATIONS, JobState, append_metrics, measured_in
 from replicast.training.named_variables import GLOBAL_SEED, Source
-from replicast.training.state import TensorFlowState
+from replicast.training.tensorflow_state import TensorFlowState
 from replicast.update.edits import Edit, EditKind
 
 logger = logging.getLogger("replicast")

@@ -38,9 +38,9 @@ from replicast.update.audit_report import (
     groups_of,
     seats_text,
 )
+from replicast.update.digest import digest_array
 from replicast.update.edits import FLOAT_DTYPES, apply_edit
 from replicast.update.schema import Schema
-from replicast.update.state import State
 
 logger = logging.getLogger("replicast")
 
@@ -201,10 +201,7 @@ def compare_at_start(
     """
     strict = [one.name for one in state.schema if one.name not in may_differ]
     digests = state.digests(strict)
-    said = exchange.agree("state", json.dumps([state.on_accelerator, joined(digests)]), secs).values()
-    told = [json.loads(one) for one in said]
-    state.fingerprints_on_device = any(accelerated for accelerated, _ in told)  # same kind: comparable
-    if agree(digest for _, digest in told):
+    if agree(exchange.agree("state", joined(digests), secs).values()):
         return
     by_rank = exchange.agree("digests", json.dumps([digests, state.devices]), secs)
     each = {rank: json.loads(one) for rank, one in by_rank.items()}
@@ -244,8 +241,8 @@ def declared(schema: Schema, patterns: Sequence[str], *, local_statistics: bool)
     return frozenset(found)
 
 
-def expected_fingerprints(
-    state: State, run_dir: RunDir, holds: AbstractSet[int], names: Sequence[str], *, durable: bool
+def expected_digests(
+    run_dir: RunDir, holds: AbstractSet[int], names: Sequence[str], *, durable: bool
 ) -> dict[str, str]:
     """The values according to the last checkpoint and the journal: they decide an audit without a majority.
 
@@ -276,7 +273,7 @@ def expected_fingerprints(
                 for sequence in touching:
                     for edit in load_update(run_dir, sequence).edits:
                         value = apply_edit(edit, value) if edit.variable == name else value
-                found[name] = state.fingerprint_of(value)
+                found[name] = digest_array(value)
     except (ReplicastError, OSError) as error:
         logger.warning("expected values cannot be read from checkpoint and journal: %s", error)
     return found

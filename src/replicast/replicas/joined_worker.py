@@ -25,7 +25,7 @@ from replicast.errors import FileDamaged, JobFailed, NotSupported, ReplicastErro
 from replicast.files import RunDir, below
 from replicast.replicas.channel import Channel
 from replicast.replicas.departure import Departure, leave_on_sigterm
-from replicast.replicas.job_audits import AuditPlan, Audits, compare_at_start, declared, expected_fingerprints
+from replicast.replicas.job_audits import AuditPlan, Audits, compare_at_start, declared, expected_digests
 from replicast.replicas.job_checkpoints import Checkpoints
 from replicast.replicas.position import Training
 from replicast.replicas.replica import WorkerHooks
@@ -46,7 +46,7 @@ from replicast.storage.run_files import (
     write_change,
     write_run_info,
 )
-from replicast.training import Job, Source, TensorFlowState
+from replicast.training import Source, StrategyJob, TensorFlowState
 from replicast.training.named_variables import Changes
 from replicast.transport import open_transport
 from replicast.update.guard import Guard
@@ -61,7 +61,7 @@ class JoinedWorker:
     def __init__(
         self,
         source: Source,
-        job: Job,
+        job: StrategyJob,
         *,
         name: str,
         run_dir: RunDir | None,
@@ -166,7 +166,7 @@ class JoinedWorker:
                 trained=job.transfers_started,
                 take_snapshot=self.checkpoints.take_snapshot,
                 write_checkpoint=self.checkpoints.write,
-                expected_fingerprints=self._expected_fingerprints,
+                expected_digests=self._expected_digests,
                 on_report=self.audits.on_report,
                 on_leave=self.departure.leave,
                 on_long_wait=job.lifetime.turns.report_wait,
@@ -198,7 +198,6 @@ class JoinedWorker:
             self.training.has_begun = True
         self.session.arrive(self.session.step)
         self.training.active = True
-        self.job.take_start(self._source.model)  # the restored position is for this `fit`, not a later one
 
     def _notice_changes(self, changes: Changes) -> None:
         """What is gone from the model cannot be updated any more, and what is new is not kept equal."""
@@ -308,11 +307,11 @@ class JoinedWorker:
 
     # What the session asks and tells, where it is not one part alone that answers.
 
-    def _expected_fingerprints(self, names: Sequence[str]) -> dict[str, str]:
+    def _expected_digests(self, names: Sequence[str]) -> dict[str, str]:
         if self._run_dir is None or self.session.rank != 0:
             return {}
         holds = self.session.replica.holds
-        return expected_fingerprints(self.state, self._run_dir, holds, names, durable=self._durable)
+        return expected_digests(self._run_dir, holds, names, durable=self._durable)
 
     def _on_ended(self, ended: Ended) -> None:
         if ended.kind in ("save", "leave"):

@@ -407,7 +407,7 @@ class WorkerHooks:
     # Worker 0, lane "saver".
     write_checkpoint: Callable[[Saved], WriteOutcome] = lambda saved: WriteOutcome.DURABLE
     # Worker 0, training thread, all workers stopped: those known by checkpoint and journal.
-    expected_fingerprints: Callable[[Sequence[str]], dict[str, str]] = lambda names: {}
+    expected_digests: Callable[[Sequence[str]], dict[str, str]] = lambda names: {}
     # Training thread: this worker has applied an update.
     on_applied: Callable[[str], None] = lambda id_: None
     # Training thread: the report of an audit for which all workers stopped, and whether it is raised.
@@ -638,10 +638,12 @@ class StateReplica:
         by_rows = frozenset() if turn is None else self.state.written_by_rows()
         large = [one for one in self.state.schema if one.name in by_rows and one.nbytes > SLICE_BYTES]
         partly = rows_in_turn({one.name: (one.shape[0], one.nbytes) for one in large}, turn or 0)
-        digests = self.state.fingerprints(one.name for one in self.state.schema if one not in large)
+        digests = self.state.digests(one.name for one in self.state.schema if one not in large)
         for one in partly:
             if one.stop:
-                digests[one.variable] = self.state.fingerprint_of_rows(one.variable, one.start, one.stop)
+                digests[one.variable] = digest_array(
+                    self.state.read_rows(one.variable, np.arange(one.start, one.stop))
+                )
         secs = time.monotonic() - started
         free = {name: digests.pop(name) for name in [*digests] if name in self.may_differ}
         trained, devices = self.hooks.trained(), self.state.devices
@@ -653,7 +655,7 @@ class StateReplica:
         return replace(seen, digests={"": joined(seen.digests)})
 
     def expected(self, names: tuple[str, ...]) -> dict[str, str]:
-        return self.hooks.expected_fingerprints(names)
+        return self.hooks.expected_digests(names)
 
     def deviations(self, id_: str, digest: str, names: tuple[str, ...]) -> Mapping[str, Any]:
         found = {}

@@ -44,8 +44,8 @@ from replicast.replicas.proposals import Ticket, checked_worker, refused
 from replicast.replicas.replica import Function
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.training import Source, Strategy, job_of
-from replicast.training.job import StockJob
 from replicast.training.resuming import Batches
+from replicast.training.strategy_job import StockJob
 from replicast.training.writing import writing_alone
 from replicast.update.audit_report import AuditReport, Policy
 from replicast.update.guard import Guard, checked_guard
@@ -341,8 +341,6 @@ class Replicas:
         position = restored.position
         worker.checkpoints.named = step
         worker.training.restored(position)
-        if self._source.is_keras_3:
-            self._job.start_data_at(self.model, position.epoch, position.batch, restored.step)
         if restored.left_out and self.rank == 0:
             left_out = ", ".join(restored.left_out)
             logger.warning("not restored, because the checkpoint has no matching variable: %s", left_out)

@@ -16,21 +16,21 @@ use says why in a comment, and `tests/workers/test_private_apis.py` fails when o
     row_optimizers `LazyAdam` and `RowWiseAdagrad`
     writing        files that one worker writes for all; callbacks that write files
     resuming       where `fit`, or a custom training loop, continues after a restore
-    job            the job of a strategy, ours or TensorFlow's: its workers, and how they reach each other
+    strategy_job   the job of a strategy, ours or TensorFlow's: its workers, and how they reach each other
     named_variables  what a user gives to `Replicas`: the names of its variables, the slots of its optimizers
-    state          named variables on this worker, with all its replicas: how edits change them, their digests
+    tensorflow_state named variables on this worker, with all its replicas: how edits change them, their digests
 """
 
 import gc
 
 from replicast.training.functions import per_worker
-from replicast.training.job import Job, job_of
 from replicast.training.named_variables import Source
 from replicast.training.resuming import start_at_epoch
-from replicast.training.state import TensorFlowState
 from replicast.training.strategy import Strategy
+from replicast.training.strategy_job import StrategyJob, job_of
+from replicast.training.tensorflow_state import TensorFlowState
 
-__all__ = ["Job", "Source", "Strategy", "TensorFlowState", "job_of", "per_worker", "start_at_epoch"]
+__all__ = ["Source", "Strategy", "StrategyJob", "TensorFlowState", "job_of", "per_worker", "start_at_epoch"]
 
 # What the imports made lives as long as the process. Without this, Python's last collection walks through
 # all that TensorFlow and Keras have made: 1 s of processor time at the end of each worker.

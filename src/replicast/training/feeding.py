@@ -6,7 +6,7 @@ each: worker r of N gets rows B*r//N to B*(r+1)//N of a batch of B rows. So each
 the last short batch, and all workers run out of data at the same step without communication.
 
 All workers must have the same batches; otherwise training would silently use wrong examples. So they compare
-samples of their data (`Sample`, `DataComparison`).
+samples of their data (`Excerpt`, `DataComparison`).
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def losses_that_mix_rows(loss: Any) -> dict[str, str]:
 # meet to open it. The first batch of a pipeline is reported from the pipeline's own thread when it is read.
 
 
-class Sample(msgspec.Struct, frozen=True):
+class Excerpt(msgspec.Struct, frozen=True):
     """A description of one worker's data for the other workers."""
 
     what: str
@@ -318,7 +318,7 @@ class Sample(msgspec.Struct, frozen=True):
     labelled: bool = False  # the targets identify the examples
 
     @staticmethod
-    def of_arrays(what: str, arrays: Any) -> Sample:
+    def of_arrays(what: str, arrays: Any) -> Excerpt:
         rows = int(tf.nest.flatten(arrays)[0].shape[0])
         some = np.unique(np.linspace(0, max(rows - 1, 0), ROWS_OF_ARRAYS).astype(np.int64))[:rows]
 
@@ -327,15 +327,15 @@ class Sample(msgspec.Struct, frozen=True):
 
         parts = _parts_of(arrays).items()
         digests = {name: _digest([some_of(leaf) for leaf in tf.nest.flatten(part)]) for name, part in parts}
-        return Sample(what, length=rows, unit="rows", digests=digests)
+        return Excerpt(what, length=rows, unit="rows", digests=digests)
 
     @staticmethod
-    def of_batch(what: str, parts: Mapping[str, Sequence[np.ndarray[Any, Any]]], order: str = "") -> Sample:
+    def of_batch(what: str, parts: Mapping[str, Sequence[np.ndarray[Any, Any]]], order: str = "") -> Excerpt:
         labelled = any(
             target.ndim > 0 and bool(np.any(target != target[:1])) for target in parts.get("y", ())
         )
         digests = {name: _digest(part) for name, part in parts.items()}
-        return Sample(what, order=order, digests=digests, labelled=labelled)
+        return Excerpt(what, order=order, digests=digests, labelled=labelled)
 
 
 def _parts_of(batch: Any) -> dict[str, Any]:
@@ -359,7 +359,7 @@ class DataComparison:
 
     def __init__(
         self,
-        own: Sample,
+        own: Excerpt,
         strategy: Any,
         meet: Callable[[str], dict[int, str]],
         warn: Callable[[str], None],
@@ -379,7 +379,7 @@ class DataComparison:
             return
         self._compared = True
         heard = self._meet(msgspec.json.encode(self._own).decode())
-        decode = functools.partial(msgspec.json.decode, type=Sample)
+        decode = functools.partial(msgspec.json.decode, type=Excerpt)
         samples = {worker: decode(text) for worker, text in sorted(heard.items()) if text}
         refuse_other_lengths(samples)
         self._compare(samples, "a sample of its rows" if self._own.unit == "rows" else "its first batch")
@@ -389,7 +389,7 @@ class DataComparison:
         self.first_rows = next((len(a) for part in parts.values() for a in part if a.ndim), None)
         rank, coordination = self._strategy.rank, self._strategy.coordination
         try:
-            sample = Sample.of_batch(self._own.what, parts, self._own.order)
+            sample = Excerpt.of_batch(self._own.what, parts, self._own.order)
             coordination.put(f"{self._key}/{rank}", msgspec.json.encode(sample).decode())
             if rank == 0:
                 self._compare({0: sample, **self._reported()}, "its first batch")
@@ -398,7 +398,7 @@ class DataComparison:
         except Exception:  # a value that cannot be digested: training continues without the comparison
             logger.warning("Could not compare the first batch with the other workers'", exc_info=True)
 
-    def _reported(self) -> dict[int, Sample]:
+    def _reported(self) -> dict[int, Excerpt]:
         ends = time.monotonic() + FIRST_BATCH_SECS
         coordination, found = self._strategy.coordination, {}
         for worker in range(1, self._strategy.size):
@@ -407,7 +407,7 @@ class DataComparison:
                 self._strategy.lifetime.check()
                 text = coordination.get(f"{self._key}/{worker}", 1.0)
             if text is not None:
-                found[worker] = msgspec.json.decode(text, type=Sample)
+                found[worker] = msgspec.json.decode(text, type=Excerpt)
                 continue
             logger.warning(
                 "Worker %d did not read its first batch of %s within %.0f s: it is not compared",
@@ -419,7 +419,7 @@ class DataComparison:
             coordination.delete(f"{self._key}/{worker}")
         return found
 
-    def _compare(self, samples: Mapping[int, Sample], compared: str) -> None:
+    def _compare(self, samples: Mapping[int, Excerpt], compared: str) -> None:
         found = differing_parts(samples)
         if self._strategy.rank != 0 or not found:
             return
@@ -434,7 +434,7 @@ class DataComparison:
         )
 
 
-def differing_parts(samples: Mapping[int, Sample]) -> dict[int, list[str]]:
+def differing_parts(samples: Mapping[int, Excerpt]) -> dict[int, list[str]]:
     """The parts of each worker's sample that differ from worker 0's, if that means different examples.
 
     If only the inputs differ and the targets identify examples, these are the same examples with random
@@ -452,7 +452,7 @@ def differing_parts(samples: Mapping[int, Sample]) -> dict[int, list[str]]:
     return found
 
 
-def refuse_other_lengths(samples: Mapping[int, Sample]) -> None:
+def refuse_other_lengths(samples: Mapping[int, Excerpt]) -> None:
     known = {worker: sample for worker, sample in samples.items() if sample.length is not None}
     if len({(sample.length, sample.unit, sample.what) for sample in known.values()}) < 2:
         return
@@ -502,14 +502,6 @@ def sampled(
 # The shares.
 
 
-class Start(NamedTuple):
-    """Where a pass over the data continues."""
-
-    epoch: int
-    batch: int
-    batches: int
-
-
 class DataPosition(NamedTuple):
     """The position of a training in its data, in terms of Keras' iterators."""
 
@@ -550,7 +542,7 @@ class Share(tf.data.Dataset):
         rank: int,
         size: int,
         *,
-        opened: Callable[[], Start | None],
+        opened: Callable[[], None],
         first_batch: Any = None,
         ahead: bool = True,
         report: Callable[[Any], None] | None = None,
@@ -589,26 +581,17 @@ class Share(tf.data.Dataset):
     def __iter__(self) -> Iterator[Any]:
         if only_looks_at_shapes() and self._shapes is not None:
             return iter([self._shapes])
-        start = self._opened()
-        if start is None:
-            share, self._first_share = self._first_share, self._share
-            return self._pass_over(share)
-        # A `fit` without the callback, which starts with its first epoch.
-        if self.is_infinite():
-            return self._rest(0, start.batches)
-        # If the length is known, Keras creates two iterators per epoch and uses the first.
-        per_epoch = 2 if self._share.cardinality() != tf.data.UNKNOWN_CARDINALITY else 1
-        return self._rest(per_epoch * start.epoch, start.batch)
+        self._opened()
+        share, self._first_share = self._first_share, self._share
+        return self._pass_over(share)
 
     def at(self, position: DataPosition) -> Iterator[Any]:
         """The rest of a pass. Skipped batches are read and discarded; skipped passes draw their shuffles."""
         self._opened()
-        return self._rest(position.passes, position.batches)
-
-    def _rest(self, passes: int, batches: int) -> Iterator[Any]:
-        for _ in range(passes):
+        for _ in range(position.passes):
             iter(self._share)  # draws the order of its pass
-        return self._pass_over(self._share.skip(batches) if batches else self._share)
+        done = position.batches
+        return self._pass_over(self._share.skip(done) if done else self._share)
 
     def _pass_over(self, share: tf.data.Dataset) -> Iterator[Any]:
         return iter(share) if self._shapes is None else DataPass(share, self._shapes)
@@ -666,7 +649,7 @@ class ArrayShare:
         rank: int,
         size: int,
         seed: tuple[int, ...],
-        opened: Callable[[], Start | None],
+        opened: Callable[[], None],
         in_graph: bool,
         epoch: Callable[[], int | None],
     ) -> None:
@@ -691,11 +674,11 @@ class ArrayShare:
         if only_looks_at_shapes():
             rows = min(self._rows, self._batch_size)
             return iter([tf.nest.map_structure(lambda tensor: tensor[:rows], self._tensors)])
-        start, told = self._opened(), self._epoch_told()
+        self._opened()
+        told = self._epoch_told()
         epoch = self._epoch if told is None else told
         self._epoch += 1
-        # Keras accepts an early end of a pass only from a TensorFlow iterator.
-        return self._rest(epoch, start.batch, ahead=True) if start is not None else self._rest(epoch, 0)
+        return self._rest(epoch, 0)
 
     def at(self, position: DataPosition) -> Iterator[Any]:
         """The rest of a pass."""
@@ -703,11 +686,11 @@ class ArrayShare:
         self._epoch += position.passes + 1
         return self._rest(position.epoch, position.batches)
 
-    def _rest(self, epoch: int, done: int, *, ahead: bool = False) -> Iterator[Any]:
+    def _rest(self, epoch: int, done: int) -> Iterator[Any]:
         order = epoch_order(self._rows, self._batch_size, self._shuffle, (*self._seed, epoch))
         shares = shares_of_order(order, self._batch_size, self._rank, self._size)
         rest = itertools.islice(shares, done, None)
-        return iter(self._pipeline(list(rest))) if ahead or self._ahead else map(self._gather, rest)
+        return iter(self._pipeline(list(rest))) if self._ahead else map(self._gather, rest)
 
     def _gather(self, rows: Any) -> Any:
         with tf.device("CPU:0"):
@@ -770,7 +753,7 @@ class Inputs:
 
     def share_of_arrays(self, call: KerasCall) -> ArrayShare:
         adapter, strategy = call.adapter, self._strategy
-        sample = Sample.of_arrays(call.data_name, adapter._inputs)
+        sample = Excerpt.of_arrays(call.data_name, adapter._inputs)
         compared = self._comparison(call, sample)
         self._explain_errors(call, lambda: min(sample.length or 0, adapter.batch_size))
         return ArrayShare(
@@ -778,7 +761,7 @@ class Inputs:
             rank=self._rank,
             size=self._size,
             seed=self._seeds.next(),
-            opened=self._opening(call, compared),
+            opened=compared.open_pass,
             epoch=(lambda: strategy.epoch) if call.method == "fit" else (lambda: None),
             in_graph=getattr(call.model, "steps_per_execution", 1) > 1,
         )
@@ -798,15 +781,20 @@ class Inputs:
         if first_batch is not None:
             parts = _parts_of(first_batch).items()
             arrays = {name: tf.nest.flatten(part, expand_composites=True) for name, part in parts}
-            sample = Sample.of_batch(what, {name: [*map(np.asarray, part)] for name, part in arrays.items()})
+            sample = Excerpt.of_batch(what, {name: [*map(np.asarray, part)] for name, part in arrays.items()})
         else:
             # The order that Keras will draw for the batches of a PyDataset, with Python's generator.
             shuffled = isinstance(adapter, PyDatasetAdapter) and adapter.shuffle
             order = xxhash.xxh3_64_hexdigest(repr(random.getstate()).encode()) if shuffled else ""
             length = adapter.num_batches if call.steps is None else None
-            sample = Sample(what, length=length, order=order, divided=divided)
+            sample = Excerpt(what, length=length, order=order, divided=divided)
         compared = self._comparison(call, sample)
         count_pass = self._pass_counter(dataset, what) if not ahead else lambda: None
+
+        def opened() -> None:
+            compared.open_pass()
+            count_pass()
+
         if not divided:
             if dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY and adapter.num_batches is None:
                 self._warn_of_unknown_length(call, dataset.element_spec)
@@ -818,7 +806,7 @@ class Inputs:
             dataset,
             0 if divided else self._rank,
             1 if divided else self._size,
-            opened=self._opening(call, compared, count_pass),
+            opened=opened,
             first_batch=first_batch,
             ahead=ahead,
             report=compared.report_first_batch
@@ -893,21 +881,9 @@ class Inputs:
                 "(docs/train.md, numbers).",
             )
 
-    def _comparison(self, call: KerasCall, sample: Sample) -> DataComparison:
+    def _comparison(self, call: KerasCall, sample: Excerpt) -> DataComparison:
         warn = functools.partial(self.warn_once, call.model, call.method)
         return DataComparison(sample, self._strategy, self._meet, warn)
-
-    def _opening(
-        self, call: KerasCall, compared: DataComparison, count_pass: Callable[[], None] = lambda: None
-    ) -> Callable[[], Start | None]:
-        model = call.model if call.method == "fit" else None  # not the call, whose iterator holds the share
-
-        def opened() -> Start | None:
-            compared.open_pass()
-            count_pass()
-            return None if model is None else self._strategy.take_start(model)
-
-        return opened
 
     def _explain_errors(self, call: KerasCall, rows_of_batch: Callable[[], int | None]) -> None:
         """Adds to an error in a step of this call that the batch was divided.

@@ -20,7 +20,6 @@ import signal
 import sys
 import threading
 import types
-import weakref
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -42,7 +41,6 @@ from replicast.port_filter import port_limit
 from replicast.training import feeding
 from replicast.training.collectives import REGISTER_SECS, ReplicatedExtended, sum_through_shared_memory
 from replicast.training.functions import Functions, Step
-from replicast.training.job import Job
 from replicast.training.keras_call import (
     KerasCall,
     Trainer,
@@ -54,6 +52,7 @@ from replicast.training.keras_call import (
 )
 from replicast.training.rows import read_by_rows
 from replicast.training.step import Agreed, KerasStep, fed_as_by_keras
+from replicast.training.strategy_job import StrategyJob
 from replicast.training.variables import (
     SummedVariable,
     creating_in_scope,
@@ -144,7 +143,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-class Strategy(Job, tf.distribute.MultiWorkerMirroredStrategy):
+class Strategy(StrategyJob, tf.distribute.MultiWorkerMirroredStrategy):
     """Synchronous training on several workers, one replica each, with Keras 3 or a custom training loop.
 
     Reads the workers from `TF_CONFIG`; without it, the same script runs as a job with one worker. Create the
@@ -199,8 +198,6 @@ class Strategy(Job, tf.distribute.MultiWorkerMirroredStrategy):
         self.statistics = statistics
         # How steps sum over the workers: the same on all of them.
         self.all_reduce: Literal["shared memory", "tensorflow"] = "tensorflow"
-        self._start: tuple[weakref.ref[keras.Model], feeding.Start] | None = None
-        self.epoch: int | None = None  # the current one of `fit`, if it is known: its shuffle follows from it
         self.join(
             cluster,
             extended.transfers_started,
@@ -221,18 +218,6 @@ class Strategy(Job, tf.distribute.MultiWorkerMirroredStrategy):
                 self.all_reduce = "shared memory"
                 shared = extended.shared
                 self.waited_secs = lambda: 0.0 if shared is None else shared.exchange.waited_secs
-
-    def start_data_at(self, model: keras.Model, epoch: int, batch: int, batches: int) -> None:
-        self._start = (weakref.ref(model), feeding.Start(epoch, batch, batches))
-
-    def begin_epoch(self, epoch: int | None) -> None:
-        self.epoch = epoch
-
-    def take_start(self, model: keras.Model) -> feeding.Start | None:
-        if self._start is None or self._start[0]() is not model:
-            return None
-        start, self._start = self._start[1], None
-        return start
 
     def wait_for_device(self) -> None:
         if self.extended._local_device_type != "CPU":

@@ -59,21 +59,9 @@ class State(abc.ABC):
     def digests(self, names: Iterable[str]) -> dict[str, str]:
         """The digest of each of these variables."""
 
-    def fingerprints(self, names: Iterable[str]) -> dict[str, str]:
-        """What workers of one job compare: the digests, or values that their devices compute."""
-        return self.digests(names)
-
     def written_by_rows(self) -> frozenset[str]:
         """The variables of which training writes single rows: the same on all workers at a boundary."""
         return frozenset()
-
-    def fingerprint_of_rows(self, name: str, start: int, stop: int) -> str:
-        """As `fingerprints`, of some rows of a variable."""
-        return self.fingerprint_of(self.read_rows(name, np.arange(start, stop)))
-
-    def fingerprint_of(self, value: npt.NDArray[Any]) -> str:
-        """What `fingerprints` would return for a variable with this value."""
-        return digest_array(value)
 
     @abc.abstractmethod
     def snapshot(self, buffers: Arrays, replica: int | None = None) -> None:

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-import xxhash
 
 from replicast.mapped_memory import ALIGNMENT
 from replicast.training.named_variables import NamedVariable
@@ -30,14 +28,7 @@ from replicast.update.state import Arrays, Held, State, of_replicas, touched_par
 
 # Dtypes for which Python's buffer protocol has no format.
 _NOT_IN_BUFFERS = frozenset({tf.bfloat16.as_numpy_dtype, tf.float16.as_numpy_dtype})
-# See "Digests on an accelerator" below.
 _SLICE_ELEMENTS = 2**20  # of a table, at a time
-CHUNK = 2**20  # elements at a time, so that the integers of a large variable take only a few megabytes
-STEP = 0x9E3779B97F4A7C15
-OFFSETS = (0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
-ODDS = (0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
-MIXINGS = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
-_AS_INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 class TensorFlowState(State):
@@ -71,10 +62,9 @@ class TensorFlowState(State):
             name: begun_digest(np.dtype(each[0].dtype.as_numpy_dtype), each[0].shape)
             for name, each in self._components.items()
         }
-        self.on_accelerator = any(
+        self._on_accelerator = any(
             "CPU" not in one.device for each in self._components.values() for one in each
         )
-        self.fingerprints_on_device = self.on_accelerator  # the same on all workers of a job
 
     def apply(self, edits: Sequence[Edit]) -> None:
         for edit in edits:
@@ -103,14 +93,10 @@ class TensorFlowState(State):
         return digest
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
-        return self._of_all_replicas([*names], self._digests_of)
-
-    def _of_all_replicas(
-        self, names: Sequence[str], digests_of: Callable[[Sequence[str], int], dict[str, str]]
-    ) -> dict[str, str]:
-        found = digests_of(names, 0)
+        names = [*names]
+        found = self._digests_of(names, 0)
         for place, handles in enumerate(self._handles[1:], 1):
-            others = digests_of([name for name in names if name in handles], place)
+            others = self._digests_of([name for name in names if name in handles], place)
             found.update({name: f"{found[name]},{other}" for name, other in others.items()})
         return (
             {name: of_replicas(digest.split(",")) for name, digest in found.items()}
@@ -119,7 +105,7 @@ class TensorFlowState(State):
         )
 
     def _digests_of(self, names: Sequence[str], place: int) -> dict[str, str]:
-        if self.on_accelerator:  # copied to the host one at a time
+        if self._on_accelerator:  # copied to the host one at a time
             return {name: digest_array(as_array(self._value(name, place))) for name in names}
         # Prepare everything before the first byte is hashed: hashing megabytes evicts all other code and data
         # from the processor's cache, which would be fetched again for each variable.
@@ -147,19 +133,6 @@ class TensorFlowState(State):
         for start in range(0, size, rows):
             part = slice(start, min(size, start + rows))
             yield part, self._rows(name, np.arange(part.start, part.stop), place)
-
-    def fingerprints(self, names: Iterable[str]) -> dict[str, str]:
-        if not self.fingerprints_on_device:
-            return self.digests(names)
-        return self._of_all_replicas(
-            [*names],
-            lambda chosen, place: device_digests({name: self._value(name, place) for name in chosen}),
-        )
-
-    def fingerprint_of(self, value: npt.NDArray[Any]) -> str:
-        if not self.fingerprints_on_device:
-            return digest_array(value)
-        return device_digests({"value": tf.constant(value)})["value"]
 
     def snapshot(self, buffers: Arrays, replica: int | None = None) -> None:
         by_rows, place = self.written_by_rows(), replica or 0
@@ -311,87 +284,3 @@ def _describe(named: NamedVariable, component: tf.Variable) -> Variable:
 
 def _is_local(variable: Any) -> bool:
     return bool(tf_variable(variable).synchronization == tf.VariableSynchronization.ON_READ)
-
-
-# Digests on an accelerator: 16 bytes per variable are copied to the host.
-#
-# The bits of each element, as an integer w, and its index i in row-major order give two 64-bit numbers:
-#
-#     x = (w + offset) * (2 * i * step + odd)        every index has a different odd multiplier
-#     x = (x ^ x >>> 32) * mixing; x = x ^ x >>> 29
-#
-# Each is a bijection of w, so a change of one element always changes the digest, and a change of several
-# almost certainly does. The numbers are summed with wrap-around, so the result does not depend on the order
-# in which the hardware adds. The name of the dtype and the shape are mixed in as in `update/digest.py`. These
-# digests are not xxh3: workers of one job compare them with each other; they are not for files.
-
-
-def device_digests(tensors: Mapping[str, tf.Tensor]) -> dict[str, str]:
-    """Digests each tensor on its device. Equal bits give equal digests on all devices."""
-    lanes = {name: _lanes(tensor) for name, tensor in tensors.items()}
-    found = dict.fromkeys(tensors, "")
-    # All computations start before the first result is read, and each device copies its results at once.
-    for device in sorted({each.device for each in lanes.values()}):
-        names = [name for name, each in lanes.items() if each.device == device]
-        with tf.device(device):
-            together = tf.stack([lanes[name] for name in names])
-        for name, sums in zip(names, together.numpy(), strict=True):
-            head = f"{tensors[name].dtype.name}{tensors[name].shape.as_list()}".encode()
-            found[name] = xxhash.xxh3_128(head + sums.astype("<i8").tobytes()).hexdigest()
-    return found
-
-
-def _lanes(tensor: tf.Tensor) -> tf.Tensor:
-    """The two sums of a tensor, as a tensor of shape [2] on the same device."""
-    with tf.device(tensor.device):
-        flat = tf.reshape(tensor, [-1])
-        length = int(flat.shape[0])
-        places = _places(tensor.device)
-        sums = tf.zeros([2], tf.int64)
-        for start in range(0, length, CHUNK):
-            chunk = flat if length <= CHUNK else flat[start : start + CHUNK]
-            begin = tf.constant(_wrapped(2 * start * STEP), tf.int64)
-            # The bits of each element as a signed integer: accelerators lack operations for unsigned ones.
-            bits = chunk if chunk.dtype == tf.bool else tf.bitcast(chunk, _AS_INTEGERS[chunk.dtype.size])
-            sums += _lanes_of_chunk(tf.cast(bits, tf.int64), places, begin)
-        return sums
-
-
-@cache
-def _places(device: str) -> tf.Tensor:
-    """What each index of a chunk adds to the multiplier. Cached, because `tf.range` computes on the host."""
-    with np.errstate(over="ignore"):
-        steps = np.arange(CHUNK, dtype=np.int64) * np.int64(_wrapped(2 * STEP))
-    with tf.device(device):
-        return tf.identity(tf.constant(steps))
-
-
-def _sums(words: tf.Tensor, places: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
-    multipliers = places[: tf.size(words)] + begin
-    sums = []
-    for offset, odd, mixing in zip(OFFSETS, ODDS, MIXINGS, strict=True):
-        mixed = (words + _wrapped(offset)) * (multipliers + _wrapped(odd))
-        mixed = _shifted(mixed, 32) * tf.constant(_wrapped(mixing), tf.int64)
-        sums.append(tf.reduce_sum(_shifted(mixed, 29)))
-    return tf.stack(sums)
-
-
-_lanes_of_chunk = tf.function(
-    _sums,
-    input_signature=[tf.TensorSpec(shape, tf.int64) for shape in ([None], [None], [])],
-    autograph=False,
-)
-
-
-def _shifted(numbers: tf.Tensor, bits: int) -> tf.Tensor:
-    """Each number xor itself shifted right, without the sign bits that an arithmetic shift copies."""
-    shifted = tf.bitwise.right_shift(numbers, tf.constant(bits, tf.int64))
-    return tf.bitwise.bitwise_xor(
-        numbers, tf.bitwise.bitwise_and(shifted, tf.constant((1 << (64 - bits)) - 1, tf.int64))
-    )
-
-
-def _wrapped(number: int) -> int:
-    """A number as a signed 64-bit integer, wrapped around."""
-    number &= 2**64 - 1
-    return number - 2**64 if number >= 2**63 else number

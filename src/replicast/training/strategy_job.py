@@ -1,6 +1,6 @@
 """The job that a strategy makes, as `Replicas` needs it: who the workers are, and how they reach each other.
 
-replicast.Strategy                     is a `Job` itself, and offers what only its `fit` can
+replicast.Strategy                     is a `StrategyJob` itself, and offers what only its `fit` can
 a stock MultiWorkerMirroredStrategy    is given a `StockJob`: its coordination service runs already
 MirroredStrategy, no strategy          are given one too: a job of one worker
 """
@@ -36,13 +36,15 @@ _NOT_SERVED = {
 }
 
 
-class Job:
+class StrategyJob:
     """The workers of a job, seen from one of them. `join` makes it one."""
 
     # Whether moving statistics are the same on all workers, or each replica keeps its own.
     statistics: Literal["mean", "local"] = "local"
     # How long this worker has waited for others within steps, if that is known.
     waited_secs: Callable[[], float] | None = None
+    # The current epoch of `fit`, if it is known: the shuffle of arrays follows from it.
+    epoch: int | None = None
 
     def join(
         self,
@@ -107,20 +109,6 @@ class Job:
             atexit.register(always)
             atexit.register(act)  # the last one registered is the first one called
 
-    # What `fit` of a `replicast.Strategy` knows of its data; nothing elsewhere.
-
-    def start_data_at(self, model: Any, epoch: int, batch: int, batches: int) -> None:
-        """Makes the next pass of this model's `fit` continue at a position in its data.
-
-        `batch` batches of `epoch` were used, and `batches` in total, which counts for infinite data.
-        """
-
-    def take_start(self, model: Any) -> Any:
-        """Returns the position at which this model's data continues, and clears it: only one pass uses it."""
-
-    def begin_epoch(self, epoch: int | None) -> None:
-        """Sets the current epoch of `fit`, from which its shuffle is derived; None if it is unknown."""
-
     scope: Any  # that of the strategy
 
     def wait_for_device(self) -> None:
@@ -128,7 +116,7 @@ class Job:
         raise NotImplementedError
 
 
-class StockJob(Job):
+class StockJob(StrategyJob):
     """The job of a strategy of TensorFlow."""
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
@@ -164,9 +152,9 @@ def _cluster_of(strategy: Any) -> Cluster | None:
     return Cluster((*chiefs, *workers), first + resolver.task_id, len(chiefs))
 
 
-def job_of(strategy: tf.distribute.Strategy) -> Job:
+def job_of(strategy: tf.distribute.Strategy) -> StrategyJob:
     """The job of a strategy: always the same one."""
-    if isinstance(strategy, Job):
+    if isinstance(strategy, StrategyJob):
         return strategy
     for name, reason in _NOT_SERVED.items():
         if any(name in kind.__name__ for kind in type(strategy).__mro__):
