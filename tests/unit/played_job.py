@@ -23,7 +23,7 @@ from replicast.storage.claims import Fence
 from replicast.storage.inbox import InboxAnswer
 from replicast.storage.journal import FileJournal, undo
 from replicast.storage.run_files import FORMAT, RunInfo, WorkerNote, write_run_info, write_worker_note
-from replicast.update.effect import Effect
+from replicast.update.effect import Effect, Histogram
 from replicast.update.schema import Schema, Variable, planned
 from replicast.update.trial import TrialOutcome
 from replicast.update.update import Update
@@ -95,7 +95,10 @@ class PlayedJob:
     def receipt(self, update_id: str, sequence: int, step: int) -> Receipt:
         digests = {0: "a" * 32, 1: ("b" if self.fate is Stage.FAILED else "a") * 32}
         times = 0.25, 0.003, time.time()
-        done = (Effect("optimizer/learning_rate", (), before=0.001, after=0.0005),)
+        done = (
+            Effect("optimizer/learning_rate", (), before=0.001, after=0.0005),
+            Effect("dense/bias", (3,), norm=2.0, change=1.0, histogram=Histogram(-1.0, 2.0, (1, 0, 2))),
+        )
         applied = sequence, update_id, step, digests, *times, self.fate, self.outcome, self.attempt
         return Receipt(*applied, effects=done)
 

@@ -231,6 +231,7 @@ def test_show_tells_everything_of_a_committed_update_and_the_receipt_of_every_at
     receipts = [f"at step 7, attempt {attempt}: verified" for attempt in (0, 1)]
     digests = ("worker 0", "worker 1", "a" * 32, "equal")
     assert has(by_number, "verified", "ann@box", "sha256", *receipts, *digests, "3.0 ms", "2.236")
+    assert has(by_number, "change", "dense/bias -1 ▄ █ 2")
     scheduled = invoke("show", run, 2).output
     assert "4000, chosen by its author" in scheduled
     assert "assign rows (2)" in scheduled

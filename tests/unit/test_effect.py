@@ -8,10 +8,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+from msgspec import UNSET
 
 from replicast.update.distance import effects
 from replicast.update.edits import RESETS
-from replicast.update.effect import Effect
+from replicast.update.effect import Effect, Histogram
 from replicast.update.inverse import parts_to_keep
 from replicast.update.schema import Schema, Variable, planned
 from replicast.update.state import MemoryState, touched_parts
@@ -70,6 +71,39 @@ def test_the_norms_are_those_of_the_values_and_of_their_difference(update: Updat
     assert found.norm == pytest.approx(np.linalg.norm(value), rel=1e-6)
     assert found.change == pytest.approx(np.linalg.norm(state.values["x"] - value), rel=1e-6)
     assert found.relative == pytest.approx((found.change or 0) / (found.norm or 1))
+
+
+def test_the_histogram_counts_the_changes_between_the_least_and_the_greatest() -> None:
+    delta = np.zeros((8, 8), np.float32)
+    delta[0, :3], delta[7, 7] = -1.0, 3.0
+    (found,) = done(Update().add("x", delta), {"x": np.ones((8, 8), np.float32)})
+    told = found.histogram
+    assert isinstance(told, Histogram)
+    assert (told.least, told.greatest, len(told.counts)) == (-1.0, 3.0, 32)
+    assert {place: count for place, count in enumerate(told.counts) if count} == {0: 3, 8: 60, 31: 1}
+    assert str(told) == "-1 ▁       █                      ▁ 3"
+
+
+@pytest.mark.parametrize("delta", [0.5, np.nan, np.inf])
+def test_a_change_that_is_the_same_everywhere_has_one_bin_and_one_that_is_not_finite_none(
+    delta: float,
+) -> None:
+    (found,) = done(Update(allow_nonfinite=True).add("x", np.full(9, delta, "f4")), {"x": np.ones(9, "f4")})
+    assert found.histogram == (Histogram(0.5, 0.5, (9,)) if delta == 0.5 else UNSET)
+
+
+def test_of_many_values_an_even_sample_is_counted_and_of_many_variables_the_first_have_histograms() -> None:
+    delta = np.random.default_rng(1).normal(size=300_001).astype(np.float32)
+    values = {f"x{number}": np.zeros(2, np.float32) for number in range(20)} | {"x0": np.zeros_like(delta)}
+    update = Update().add("x0", delta)
+    for name in list(values)[1:]:
+        update = update.assign(name, np.ones(2, np.float32))
+    found = done(update, values)
+    told = found[0].histogram
+    assert isinstance(told, Histogram)
+    assert (told.least, told.greatest) == (delta.min(), delta.max())
+    assert 2**15 < sum(told.counts) <= 2**16 + 100
+    assert [bool(one.histogram) for one in found] == [True] * 16 + [False] * 4
 
 
 @pytest.mark.parametrize("operation", ["add_rows", "assign_rows"])

@@ -423,6 +423,9 @@ def _facts(view: UpdateView) -> Iterator[tuple[str, str | Text]]:
         if took := receipt.propose_to_applied_secs:
             yield "took", f"{texts.seconds(took)} from the proposal until all applied it"
         yield "stall", f"training paused for {texts.seconds(receipt.stall_secs)}"
+    for effect in view.effects:
+        if effect.histogram:
+            yield "change", one_line(f"{effect.variable} {effect.histogram}")
     yield "metric", "" if view.around is None else one_line(view.around)
     yield "outcome", "" if view.outcome is None else texts.outcome(view.outcome)
     if view.refusal is not None:

@@ -28,6 +28,7 @@ from replicast.client.examination import Examination, examine, views_of, warning
 from replicast.client.metrics import Metrics, MetricsFile
 from replicast.client.notes import POLL_SECS, SeenJob, described_run, polls, running_beside, schema_of, see
 from replicast.client.run import Brief, CheckpointView, Overview, Pulled, Pushed, Restart, Run, ranges_of
+from replicast.core.entries import Receipt
 from replicast.core.records import Stage
 from replicast.errors import FileDamaged, NoAnswer, NotFound, RequestRefused, UpdateRefused
 from replicast.files import RunDir, RunPath, below, read_json
@@ -153,7 +154,7 @@ class DirectoryRun(Run):
             waiting = self._waiting(known)
             ended = self._ended(journal, known | {view.id for view in waiting})
             return {
-                "updates": self._annotated(updates),
+                "updates": self._listed(updates),
                 "scheduled": self._annotated(journal.scheduled()),
                 "waiting": self._annotated(waiting),
                 "refused": self._annotated(ended[-_LAST_ENDED:]),
@@ -215,7 +216,7 @@ class DirectoryRun(Run):
         journal = Updates(self.path)
         order = _order(journal)
         chosen = order if last is None else order[max(0, len(order) - last) :]
-        return list(self._annotated(self._committed(journal, chosen)))
+        return list(self._listed(self._committed(journal, chosen)))
 
     def do_show(self, which: str | int, max_bytes: int | None) -> UpdateView:
         (view,), update = self._annotated([self._find(which)]), None
@@ -279,6 +280,13 @@ class DirectoryRun(Run):
         return tuple(
             structs.replace(view, annotation=one) if one.time else view
             for view, one in zip(views, noted, strict=True)
+        )
+
+    def _listed(self, views: Sequence[UpdateView]) -> tuple[UpdateView, ...]:
+        """As they are told in a list: only `show` has the histograms, which are most of a long answer."""
+        return tuple(
+            structs.replace(view, receipts=tuple(_without_histograms(one) for one in view.receipts))
+            for view in self._annotated(views)
         )
 
     def _find(self, which: str | int) -> UpdateView:
@@ -602,6 +610,11 @@ class DirectoryRun(Run):
         finally:
             if kind != "leave" or answer is None:  # otherwise the launcher reads who has stopped the job
                 inbox.forget(self.path, id_)
+
+
+def _without_histograms(receipt: Receipt) -> Receipt:
+    plain = (structs.replace(one, histogram=msgspec.UNSET) for one in receipt.effects or ())
+    return structs.replace(receipt, effects=tuple(plain)) if receipt.effects else receipt
 
 
 @contextlib.contextmanager

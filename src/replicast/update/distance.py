@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from replicast.update.audit_report import Deviation
@@ -22,7 +23,7 @@ from replicast.update.edits import (
     slices_of,
     touched_rows,
 )
-from replicast.update.effect import Effect
+from replicast.update.effect import Effect, Histogram
 from replicast.update.schema import Schema, Variable
 
 _PIECE_BYTES = 2**20  # In float64 and with temporary arrays, a piece takes up to forty times its size.
@@ -91,6 +92,8 @@ def _largest(left: Array, right: Array) -> tuple[int, float, float]:
 
 MEASURED_BYTES = 2**28  # of what an update touches: the effects of a larger one are not measured
 _EXACT = 2**16  # elements: so many are measured in float64, which takes about three times as long
+_SAMPLED, _BINS = 2**16, 32  # elements in a histogram: of more values, as many as there are strides
+_MOST_HISTOGRAMS = 16  # of one update: each takes some hundred bytes of its receipt
 _AT_ONCE = 2**13  # elements: they stay in the cache, and are too few for the threads of a matrix library
 
 
@@ -106,11 +109,13 @@ def effects(
         after: What they touched: variables, or of those with edits of rows these rows, each once.
     """
     asked = by_variable(edit for edit in edits if edit.operation not in RESETS)
-    return tuple(
+    found = [
         _effect(several, schema.resolve(name), before.get(name), after[name])
         for name, several in asked.items()
         if name in after
-    )
+    ]
+    rest = (replace(effect, histogram=UNSET) for effect in found[_MOST_HISTOGRAMS:])
+    return (*found[:_MOST_HISTOGRAMS], *rest)
 
 
 def _effect(edits: Sequence[Edit], variable: Variable, before: Array | None, after: Array) -> Effect:
@@ -124,6 +129,7 @@ def _effect(edits: Sequence[Edit], variable: Variable, before: Array | None, aft
         edits = [_of_touched(edit, rows) for edit in edits]
     wide = np.float64 if after.size <= _EXACT else np.float32
     squares = changed = 0.0
+    least, greatest, stride, sampled = math.inf, -math.inf, -(-after.size // _SAMPLED), list[Array]()
     with np.errstate(all="ignore"):
         for part in slices_of(after.shape, _AT_ONCE):
             new: Array = in_slice(after, part).astype(wide)
@@ -134,9 +140,17 @@ def _effect(edits: Sequence[Edit], variable: Variable, before: Array | None, aft
             difference = (new - old).reshape(-1)
             squares += float(np.dot(old.reshape(-1), old.reshape(-1)))
             changed += float(np.dot(difference, difference))
+            # Of what is not finite, both are NaN or infinite from here on.
+            least, greatest = np.minimum(least, difference.min()), np.maximum(greatest, difference.max())
+            sampled.append(difference[::stride].copy())
     if after.size == 1:
         return replace(found, before=_finite(old.item()), after=_finite(new.item()))
-    return replace(found, norm=_finite(math.sqrt(squares)), change=_finite(math.sqrt(changed)))
+    found = replace(found, norm=_finite(math.sqrt(squares)), change=_finite(math.sqrt(changed)))
+    if not sampled or not math.isfinite(greatest - least):
+        return found
+    values, span = np.concatenate(sampled).astype(np.float64), (float(least), float(greatest))
+    counts = np.histogram(values, _BINS, span)[0] if least < greatest else np.array([values.size])
+    return replace(found, histogram=Histogram(*span, tuple(counts.tolist())))
 
 
 def _of_touched(edit: Edit, rows: Array) -> Edit:

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+from msgspec import UNSET, UnsetType
+
 from replicast.codec import Record
+
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+class Histogram(Record):
+    """By how much the touched values have changed: from the least change to the greatest, in equal bins.
+
+    Of very many values, an even sample is counted.
+    """
+
+    least: float
+    greatest: float
+    counts: tuple[int, ...]
+
+    def __str__(self) -> str:
+        most = max(self.counts)
+        bars = "".join(_BARS[-(-(len(_BARS) - 1) * count // most)] for count in self.counts)
+        return f"{self.least:.3g} {bars} {self.greatest:.3g}"
 
 
 class Effect(Record):
@@ -16,6 +36,7 @@ class Effect(Record):
         after: Its value afterwards.
         norm: The L2 norm of the touched values before.
         change: The L2 norm of their change.
+        histogram: How their changes are distributed; for the first variables of an update.
     """
 
     variable: str
@@ -25,6 +46,7 @@ class Effect(Record):
     after: float | None = None
     norm: float | None = None
     change: float | None = None
+    histogram: Histogram | UnsetType = UNSET
 
     @property
     def relative(self) -> float | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import UNSET, structs
 
 from replicast.client import Run, connect
 from replicast.client.directory import DirectoryRun
@@ -25,6 +26,7 @@ from replicast.errors import (
 from replicast.storage import inbox
 from replicast.storage.inbox import InboxAnswer
 from replicast.storage.run_files import append_audit, append_metrics
+from replicast.update.effect import Histogram
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 from tests.page.live import TOKEN, served_run
@@ -195,7 +197,9 @@ def test_log_and_show_tell_the_same_of_an_update(run: Run, job: PlayedJob) -> No
     assert (first.sequence, first.author, second.trial) == (1, "ann", Trial(5))
     assert run.log(last=1) == [second]
     shown = run.show("bo")
-    assert (shown.id, shown.receipts, shown.sha256) == (first.id, first.receipts, first.sha256)
+    assert (shown.id, shown.around, shown.sha256) == (first.id, first.around, first.sha256)
+    assert shown.effects[1].histogram == Histogram(-1.0, 2.0, (1, 0, 2))
+    assert first.effects == tuple(structs.replace(one, histogram=UNSET) for one in shown.effects), "shorter"
     assert shown.detailed
     assert [(one["variable"], one["operation"]) for one in shown.edits][:2] == [
         ("model/dense/bias", "add"),
