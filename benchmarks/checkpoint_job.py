@@ -52,7 +52,7 @@ class Story(keras.callbacks.Callback):
 
     def _is_saved(self) -> bool:
         """Whether a checkpoint is durable: worker 0 writes it in the background."""
-        return any((self._notes.parent / "run" / "checkpoints").glob("*/COMMITTED"))
+        return any((self._notes.parent / "run" / "checkpoints").glob("*/manifest.json"))
 
     def _note(self, word: str) -> None:
         with self._notes.open("a") as file:

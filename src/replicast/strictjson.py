@@ -73,6 +73,11 @@ def sealed(body: bytes) -> tuple[bytes, str]:
     return body[:-1] + _sealing(seal), seal
 
 
+def sealed_json(value: object) -> bytes:
+    """The content of a file that is read by people too, with its seal."""
+    return sealed(json_bytes(value).rstrip())[0]
+
+
 def unsealed(line: bytes) -> tuple[bytes, str]:
     body = line[:-_SEAL_BYTES] + b"}"
     seal = hashlib.sha256(body).hexdigest()
@@ -99,6 +104,12 @@ def described(
         return msgspec.convert(
             fields, kind, strict=strict, str_keys=True, dec_hook=lambda type_, value: type_.from_json(value)
         )
+
+
+def check_format(expected: int, what: str, fields: Mapping[str, Any]) -> None:
+    if (found := fields.get("format")) != expected:
+        must = f"This version of replicast reads format {expected} of {what}. Use the version that wrote it"
+        raise ValueError(f"{must}. Received: {found!r}")
 
 
 class View(msgspec.Struct, frozen=True):

@@ -55,23 +55,30 @@ class TensorFile:
     tensors: Mapping[str, Array]
 
 
-def tensor_chunks(tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of a safetensors file piece by piece, without copying the arrays.
+def header_of(
+    tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[str]]:
+    """The header of a safetensors file, and the names in the order of their bytes.
 
     Wide dtypes come first, so that every tensor is aligned to its element size.
     """
-    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     offset = 0
     for name in order:
-        array = tensors[name]
-        end = offset + array.nbytes
-        dtype = _DTYPE_NAMES[array.dtype]
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, end]}
+        dtype, shape = tensors[name]
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
-    yield len(encoded).to_bytes(8, "little") + encoded
+    return len(encoded).to_bytes(8, "little") + encoded, order
+
+
+def tensor_chunks(tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of a safetensors file piece by piece, without copying the arrays."""
+    header, order = header_of({name: (one.dtype, one.shape) for name, one in tensors.items()}, metadata)
+    yield header
     for name in order:
         if tensors[name].nbytes:
             yield np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data

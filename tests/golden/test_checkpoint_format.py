@@ -6,12 +6,12 @@ import ml_dtypes
 import numpy as np
 
 from replicast.core.records import Pending, Proposal
-from replicast.storage.checkpoints import CheckpointStore, Draft, open_checkpoint
+from replicast.storage.checkpoints import CheckpointStore, Manifest, open_checkpoint
 from replicast.update.schema import Schema, Variable
 from replicast.update.trial import Trial
 
 FOLDER = Path(__file__).parent / "files" / "checkpoint"
-FILES = ("COMMITTED", "manifest.json", "state.safetensors")
+FILES = ("manifest.json", "state.safetensors")
 
 
 def arrays() -> dict[str, np.ndarray]:
@@ -25,7 +25,7 @@ def arrays() -> dict[str, np.ndarray]:
     }
 
 
-def draft() -> Draft:
+def draft() -> Manifest:
     kinds = {"optimizer/m": "optimizer", "optimizer/iteration": "optimizer", "mask": "non_trainable"}
     variables = [
         Variable(
@@ -37,7 +37,7 @@ def draft() -> Draft:
         )
         for name, array in arrays().items()
     ]
-    return Draft(
+    return Manifest(
         step=1200,
         sequence=42,
         epoch=3,

@@ -36,7 +36,7 @@ class Kill(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if attempt < len(kills) and replicas.step == kills[attempt] and strategy.rank == 0:
             last = replicas.step // steps_between * steps_between
-            while not any(replicas.run_dir.glob(f"checkpoints/{last:08d}-*/COMMITTED")):
+            while not any(replicas.run_dir.glob(f"checkpoints/{last:08d}-*/manifest.json")):
                 time.sleep(0.002)
             os.kill(os.getpid(), signal.SIGKILL)
 

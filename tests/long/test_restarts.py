@@ -104,7 +104,7 @@ class Act(keras.callbacks.Callback):
         if what == "kill":
             last = replicas.step // 4 * 4
             if rank == int(who):
-                wait_until(lambda: any(replicas.run_dir.glob(f"checkpoints/{last:08d}-*/COMMITTED")))
+                wait_until(lambda: any(replicas.run_dir.glob(f"checkpoints/{last:08d}-*/manifest.json")))
                 Path(f"killed-{attempt}").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         elif what == "terminate":

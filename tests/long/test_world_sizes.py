@@ -52,7 +52,7 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with subprocess.Popen(command(2, run, notes), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as job:
         try:
             eventually(lambda: all((notes / f"pid-0-{rank}").exists() for rank in range(2)))
-            eventually(lambda: any(run.glob("checkpoints/00000040-*/COMMITTED")))
+            eventually(lambda: any(run.glob("checkpoints/00000040-*/manifest.json")))
             os.kill(int((notes / "pid-0-1").read_text()), signal.SIGKILL)
             job.communicate(timeout=DEADLINE_SECS)
         finally:

@@ -103,11 +103,10 @@ def test_a_run_without_checkpoints_says_so(run: Path) -> None:
 
 
 def test_damaged_checkpoints_are_named_in_the_list_and_when_they_are_skipped(run: Path) -> None:
-    (at(run, 200) / "COMMITTED").write_text("torn")
+    flip(at(run, 200) / "manifest.json", 5)
     result = invoke("checkpoint", "list", run)
     assert (result.exit_code, result.stdout.splitlines()[-1].split()[0]) == (1, "100")
     assert "Damaged: run/checkpoints/00000200/manifest.json" in result.stderr
-    flip(at(run, 200) / "manifest.json", 5)
     result = invoke("checkpoint", "show", run)
     assert f"Skipped: {at(run, 200) / 'manifest.json'} is damaged" in result.stderr
     assert (result.exit_code, "00000100" in result.stdout) == (0, True), "the last that can be used"
@@ -161,9 +160,9 @@ def test_whole_checkpoints_are_verified_and_one_that_is_not_committed_is_named(r
         ["00000100", "intact:"],
         ["00000200", "intact:"],
     ]
-    (at(run, 100) / "COMMITTED").unlink()
+    (at(run, 100) / "manifest.json").unlink()
     result = invoke("checkpoint", "verify", run)
-    assert (result.exit_code, "not committed" in result.stderr) == (1, True)
+    assert (result.exit_code, "not complete" in result.stderr) == (1, True)
     assert invoke("checkpoint", "verify", at(run, 100)).exit_code == 1
 
 

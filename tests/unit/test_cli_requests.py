@@ -21,7 +21,7 @@ from replicast.core.records import Stage
 from replicast.errors import NotFound, RequestRefused
 from replicast.launcher.launcher import what_is_taken_over
 from replicast.storage import inbox
-from replicast.storage.checkpoints import CheckpointStore, Draft
+from replicast.storage.checkpoints import CheckpointStore, Manifest
 from replicast.storage.claims import Fence
 from replicast.storage.inbox import InboxAnswer
 from replicast.storage.journal import FileJournal
@@ -236,7 +236,7 @@ def saved(run: Path, step: int = 40) -> dict[str, np.ndarray]:
         one.name: (random.normal(size=one.shape) * 9).astype(dtypes.get(one.dtype, one.dtype))
         for one in SCHEMA
     }
-    draft = Draft(step=step, epoch=0, batch=0, created_at=1.0, workers=2, attempt=0, schema=SCHEMA)
+    draft = Manifest(step=step, epoch=0, batch=0, created_at=1.0, workers=2, attempt=0, schema=SCHEMA)
     CheckpointStore(run).write(draft, arrays.items())
     return arrays
 

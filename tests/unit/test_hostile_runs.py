@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -25,6 +24,7 @@ from replicast.storage.run_files import (
     read_worker_notes,
     write_worker_note,
 )
+from replicast.strictjson import sealed_json, unsealed
 from replicast.update.update import Update
 from tests.unit.checkpoint.samples import assert_holds, state_of, written
 from tests.unit.played_job import invoke, made_run
@@ -34,11 +34,9 @@ NOTE = WorkerNote(0, 100, "host", 3, 0, 2.5, training=True, waiting_for="")
 
 def manifest_with_shape(path: Path, shape: list[Any]) -> None:
     """Gives the first variable of a checkpoint another shape, and the manifest the checksum that fits."""
-    described = json.loads((path / "manifest.json").read_bytes())
+    described = json.loads(unsealed((path / "manifest.json").read_bytes())[0])
     described["schema"]["variables"][0]["shape"] = shape
-    content = json.dumps(described).encode()
-    (path / "manifest.json").write_bytes(content)
-    (path / "COMMITTED").write_text(hashlib.sha256(content).hexdigest() + "\n")
+    (path / "manifest.json").write_bytes(sealed_json(described))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +76,7 @@ def test_a_checkpoint_that_is_truncated_while_it_is_open_is_damaged_and_ends_no_
             reader.read(name)
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "COMMITTED", "state.safetensors"])
+@pytest.mark.parametrize("file", ["manifest.json", "state.safetensors"])
 def test_a_pipe_or_a_device_in_a_checkpoint_is_damage(tmp_path: Path, file: str) -> None:
     store = CheckpointStore(tmp_path)
     good = written(store, 4)

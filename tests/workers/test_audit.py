@@ -19,7 +19,7 @@ from replicast.replicas import job_audits as auditing
 from replicast.replicas import job_audits as expectation
 from replicast.replicas.job_audits import AuditPlan, Audits
 from replicast.storage import inbox
-from replicast.storage.checkpoints import CheckpointStore, Draft
+from replicast.storage.checkpoints import CheckpointStore, Manifest
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, committed_updates
 from replicast.storage.run_files import append_audit, last_audits
@@ -445,7 +445,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 def save(job: Job, run_dir: Path) -> None:
     worker = job.workers[0]
     step, holds = worker.session.step, frozenset(worker.session.replica.holds)
-    draft = Draft(
+    draft = Manifest(
         step=step,
         epoch=0,
         batch=0,

@@ -18,7 +18,7 @@ import pytest
 from replicast.client import connect
 from replicast.errors import CheckpointError, JobFailed
 from replicast.replicas.follower import Follower
-from replicast.storage.checkpoints import CheckpointStore, Draft
+from replicast.storage.checkpoints import CheckpointStore, Manifest
 from replicast.storage.run_files import EVALUATIONS, measured_in
 from replicast.testing.job import eventually
 from replicast.training.named_variables import Source
@@ -123,7 +123,7 @@ def followed(_: None, directory: Path) -> dict[str, Any]:
     values = state.read([one.name for one in state.schema])
     for step in (3, 5):
         moved = {name: value + step for name, value in values.items()}
-        draft = Draft(
+        draft = Manifest(
             step=step, epoch=0, batch=step, created_at=step, workers=1, attempt=0, schema=state.schema
         )
         store.write(draft, moved.items())

@@ -25,7 +25,7 @@ from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged
 from replicast.replicas.departure import Departure
 from replicast.replicas.job_checkpoints import Checkpoints, SavePlan, Saving
 from replicast.replicas.position import Position, Training
-from replicast.storage.checkpoints import CheckpointStore, Draft, Manifest
+from replicast.storage.checkpoints import CheckpointStore, Manifest
 from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
 from replicast.update.update import Update
 
@@ -91,7 +91,7 @@ class SlowStore:
         self.begun = threading.Event()
         write = CheckpointStore.write
 
-        def slowly(store: CheckpointStore, draft: Draft, arrays: Arrays, *more: Any) -> Manifest:
+        def slowly(store: CheckpointStore, draft: Manifest, arrays: Arrays, *more: Any) -> Manifest:
             def paced() -> Iterator[tuple[str, Any]]:
                 for place, each in enumerate(arrays):
                     if place == 1:

@@ -18,7 +18,7 @@ from replicast.files import RunDir, RunPath, below
 from replicast.storage.checkpoint_tools import Equality
 from replicast.storage.checkpoint_tools import diff as compare
 from replicast.storage.checkpoint_tools import patch as patch_checkpoint
-from replicast.storage.checkpoints import COMMITTED, MANIFEST, STATE, CheckpointStore, open_checkpoint
+from replicast.storage.checkpoints import MANIFEST, STATE, CheckpointStore, open_checkpoint
 from replicast.storage.journal import NotWritten, PerhapsWritten
 
 _NONE_YET = "The run has no checkpoints yet."
@@ -301,7 +301,7 @@ def patch(
 
 def _is_checkpoint(path: RunDir) -> bool:
     """Whether a directory looks like a checkpoint, complete or not."""
-    return any((below(path) / name).exists() for name in (COMMITTED, MANIFEST, STATE))
+    return any((below(path) / name).exists() for name in (MANIFEST, STATE))
 
 
 def _the_checkpoint(path: Path, step: int | None, *, strict: bool = False) -> RunPath:

@@ -35,13 +35,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from replicast import faults
 from replicast.codec import Record, decode, encode
@@ -68,7 +69,6 @@ from replicast.storage.checkpoint_tools import differences
 from replicast.storage.checkpoints import (
     CheckpointReader,
     CheckpointStore,
-    Draft,
     Manifest,
     advice,
     choose,
@@ -182,7 +182,7 @@ class Saving:
 
 @dataclass(slots=True)
 class _StateCopy:
-    draft: Draft
+    draft: Manifest
     arrays: Arrays
     digests: dict[str, str]
     measured: MetricHistory
@@ -432,7 +432,7 @@ class Checkpoints:
         of_all = joined(self.session.state.digests(strict)) if self.session.state.devices else ""
         with self._copying:
             self.session.state.snapshot(self._buffers)
-        draft = Draft(
+        draft = Manifest(
             step=step,
             epoch=self.training.position.epoch,
             batch=self.training.position.batch,
@@ -441,7 +441,7 @@ class Checkpoints:
             attempt=self.session.attempt,
             schema=self.session.state.schema,
             metrics=numbers(self.training.metrics),
-            versions=versions(),
+            versions=dict(versions()),
             script=self.training.position.script(),
         )
         self._current = saving

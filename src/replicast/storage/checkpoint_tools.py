@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from replicast.errors import CheckpointError
 from replicast.files import RunDir, RunPath
 from replicast.storage import checkpoints
-from replicast.storage.checkpoints import CheckpointReader, Draft, Manifest, Pieces, Progress, open_checkpoint
+from replicast.storage.checkpoints import CheckpointReader, Manifest, Pieces, Progress, open_checkpoint
 from replicast.storage.claims import checkpoint_parts
 from replicast.strictjson import json_value
 from replicast.update.distance import distance
@@ -69,11 +70,11 @@ def _check_destination(destination: RunPath, manifest: Manifest) -> None:
         )
 
 
-def patched_draft(reader: CheckpointReader, update: Update) -> Draft:
+def patched_draft(reader: CheckpointReader, update: Update) -> Manifest:
     """The draft of the checkpoint that an update makes of another one, whose place it has in the journal."""
     manifest = reader.manifest
     parent = {"step": manifest.step, "path": str(reader.path.as_path().resolve()), "update_id": update.id}
-    return Draft(**manifest.known() | {"parent": parent, "created_at": time.time(), "metrics": {}})
+    return replace(manifest, parent=parent, created_at=time.time(), metrics={})
 
 
 def patched_variables(

@@ -1,10 +1,10 @@
 """The checkpoints of a run: `RUN/checkpoints/00001200-3/`, of step 1200 and the third group of workers.
 
-    .tmp-<random>/    state.safetensors, manifest.json, COMMITTED: each fsynced, then the directory
+    .tmp-<random>/    state.safetensors, then manifest.json: each fsynced, then the directory
     00001200-3/       the same directory, renamed; then its parent is fsynced
 
-So a checkpoint is complete and durable under its final name, or not there at all. COMMITTED has the SHA-256
-of the manifest, which has the digest of every variable. Damaged data is an error, never a value.
+So a checkpoint is complete and durable under its final name, or not there at all. The manifest ends with its
+own checksum, and has the digest of every variable. Damaged data is an error, never a value.
 
 One process writes; any process may read. No name is written twice: a second checkpoint of a step is written
 next to the first, which is removed once the second is durable. Checkpoints of a group that was presumed dead
@@ -14,20 +14,19 @@ do not count (`claims.py`).
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import math
 import os
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from xxhash import xxh3_128
 
 from replicast import faults, files
@@ -36,8 +35,18 @@ from replicast.core.records import Pending
 from replicast.errors import CheckpointError, FileDamaged
 from replicast.files import TEMPORARY, RunDir, RunPath, below
 from replicast.storage.claims import CHECKPOINTS, Fence, checkpoint_name, last_claim, named_checkpoints
-from replicast.strictjson import described, json_bytes, json_value, parse_object, reading
-from replicast.tensorfiles import tensor_chunks
+from replicast.strictjson import (
+    View,
+    check_format,
+    described,
+    json_bytes,
+    json_value,
+    parse_object,
+    reading,
+    sealed_json,
+    unsealed,
+)
+from replicast.tensorfiles import header_of
 from replicast.update.digest import begun_digest, digest_of_digests
 from replicast.update.edits import Array, dtype_named
 from replicast.update.schema import Schema, Variable
@@ -46,16 +55,15 @@ logger = logging.getLogger("replicast")
 
 # The manifest of a checkpoint: where in the training it was made, and the digests of its variables.
 
-FORMAT = 2
+FORMAT = 3
 MAX_SEQUENCE = 2**24  # The largest to accept: a restart counts up to it, and a file may contain anything.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Draft:
-    """What the caller knows about a checkpoint before it is written."""
+class Manifest(View, frozen=True, kw_only=True):
+    """What a checkpoint says of itself. Before it is written, without what its bytes tell: a draft."""
 
     step: int
-    sequence: int = 0
+    sequence: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)] = 0
     missing: tuple[int, ...] = ()
     epoch: int
     batch: int
@@ -64,72 +72,45 @@ class Draft:
     attempt: int
     schema: Schema
     pending: tuple[Pending, ...] = ()  # Without their content: the journal has it.
-    script: Mapping[str, Any] | None = None
+    script: dict[str, Any] | None = None
     measured: str = "[]"
     run: str = ""
     line: int = 0
-    parent: Mapping[str, Any] | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
+    parent: dict[str, Any] | None = None
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+    digests: dict[str, str] = msgspec.field(default_factory=dict)
+    state_digest: str = ""
+    nbytes: int = 0
+    format: int = FORMAT
 
-    def known(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(Draft)}
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Manifest) and self.to_json() == other.to_json()
 
-    def to_json(self) -> dict[str, Any]:
-        metrics = {name: json_value(float(value)) for name, value in self.metrics.items()}
-        encoded = msgspec.json.encode(replace(self, metrics={}), enc_hook=_json_of_schema)
-        made: dict[str, Any] = msgspec.json.decode(encoded)
-        return made | {"metrics": metrics}
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        check_format(FORMAT, "a checkpoint", fields)
+        with reading("manifest", fields):  # A metric that is not finite is text.
+            metrics = {name: float(value) for name, value in fields["metrics"].items()}
+        made = described(cls, "manifest", {**fields, "metrics": metrics})
+        if set(made.digests) != {variable.name for variable in made.schema}:
+            raise ValueError(f"its digests do not match its variables. Received: {list(made.digests)[:5]}")
+        return made
 
-    def with_updates(self, saved: Saved) -> Draft:
+    def with_updates(self, saved: Saved) -> Manifest:
         """The draft with the updates that the state contains according to the core, and the pending ones."""
         latest = max(saved.holds, default=0)
         missing = tuple(sequence for sequence in range(1, latest) if sequence not in saved.holds)
         pending = tuple(_pending(one, content=None, source=None, proposed_at=0.0) for one in saved.pending)
         return replace(self, sequence=latest, missing=missing, pending=pending)
 
-    def position(self) -> bytes:
-        """Everything but the state that determines how training resumes from here, as comparable JSON."""
+    def position(self) -> list[Any]:
+        """Everything but the state that determines how training resumes from here."""
         names = ("step", "sequence", "missing", "epoch", "batch", "pending", "script", "measured", "line")
-        known = self.to_json()
-        return json_bytes([known[name] for name in names])
+        return [json_value(getattr(self, name)) for name in names]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Manifest(Draft):
-    digests: Mapping[str, str]
-    state_digest: str
-    nbytes: int
-    format: int = FORMAT
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sequence <= MAX_SEQUENCE:
-            raise ValueError(f"sequence must be from 0 to {MAX_SEQUENCE}. Received: {self.sequence}")
-        if set(self.digests) != {variable.name for variable in self.schema}:
-            raise ValueError("its digests do not match its variables")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Manifest) and self.to_json() == other.to_json()
-
-    @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Manifest:
-        if given.get("format") != FORMAT:
-            raise ValueError(
-                f"This version of replicast reads format {FORMAT} of a checkpoint. Use the version that "
-                f"wrote it. Received: {given.get('format')!r}"
-            )
-        with reading("manifest", given):
-            metrics = {name: float(value) for name, value in given["metrics"].items()}
-        return described(cls, "manifest", {**given, "metrics": metrics})
-
-
-def _json_of_schema(value: object) -> dict[str, Any]:
-    if isinstance(value, Schema):
-        return value.to_json()
-    raise TypeError(f"A checkpoint cannot contain this type. Received: {type(value).__name__}")
-
-
-def saved_of(manifest: Draft) -> Saved:
+def saved_of(manifest: Manifest) -> Saved:
     """A checkpoint as the core knows it. Its state is its step."""
     holds = frozenset(range(1, manifest.sequence + 1)) - set(manifest.missing)
     # The content of a payload in the journal is the tuple of its id and digest.
@@ -138,7 +119,7 @@ def saved_of(manifest: Draft) -> Saved:
 
 
 def _pending(one: Pending, **changes: Any) -> Pending:
-    return Pending(msgspec.structs.replace(one.proposal, **changes), one.tickets)
+    return Pending(replace(one.proposal, **changes), one.tickets)
 
 
 # The layout of `state.safetensors`: a function of the schema, known before a byte is written.
@@ -173,18 +154,12 @@ def layout_of(schema: Schema) -> Layout:
         raise CheckpointError(
             "A variable has a name that safetensors reserves", variable=_RESERVED, remedy="Rename it"
         )
-    shapes: dict[str, Array] = {
-        variable.name: np.broadcast_to(np.zeros((), dtype_named(variable.dtype)), variable.shape)
-        for variable in schema
-    }
-    header = bytes(next(tensor_chunks(shapes, METADATA)))  # Only the header: there are no arrays yet.
-    entries = json.loads(header[8:])
-    del entries[_RESERVED]
-    variables, spans, size = {variable.name: variable for variable in schema}, dict[str, Span](), len(header)
-    for name, entry in entries.items():  # Their bytes follow each other in this order.
-        start, stop = entry["data_offsets"]
-        spans[name] = Span(variables[name], len(header) + start, stop - start)
-        size += stop - start
+    variables = {variable.name: variable for variable in schema}
+    header, names = header_of({one.name: (dtype_named(one.dtype), one.shape) for one in schema}, METADATA)
+    spans, size = dict[str, Span](), len(header)
+    for name in names:  # Their bytes follow each other in this order.
+        spans[name] = Span(variables[name], size, variables[name].nbytes)
+        size += variables[name].nbytes
     return Layout(header, MappingProxyType(spans), size)
 
 
@@ -193,7 +168,7 @@ def file_order(schema: Schema) -> tuple[str, ...]:
     return tuple(layout_of(schema).spans)
 
 
-STATE, MANIFEST, COMMITTED = "state.safetensors", "manifest.json", "COMMITTED"
+STATE, MANIFEST = "state.safetensors", "manifest.json"
 PIECE_BYTES = 4 * 2**20  # Written and digested while it is in the processor's cache.
 
 Pieces = Iterable[memoryview]
@@ -211,7 +186,7 @@ def temporary_directory(parent: RunPath) -> Iterator[RunPath]:
         path.rmtree()
 
 
-def write_contents(directory: RunPath, draft: Draft, variables: Iterable[tuple[str, Pieces]]) -> Manifest:
+def write_contents(directory: RunPath, draft: Manifest, variables: Iterable[tuple[str, Pieces]]) -> Manifest:
     json_bytes(draft.to_json())  # A draft that is not valid JSON should fail before much is written.
     layout, digests = layout_of(draft.schema), dict[str, str]()
     with _new_file(directory / STATE) as descriptor:
@@ -228,12 +203,9 @@ def write_contents(directory: RunPath, draft: Draft, variables: Iterable[tuple[s
                 "A variable of the model is missing", variable=missing[0], received=f"none of {missing[:5]}"
             )
     in_order, digest = {name: digests[name] for name in layout.spans}, digest_of_digests(digests)
-    manifest = Manifest(**draft.known(), digests=in_order, state_digest=digest, nbytes=layout.nbytes)
-    described = json_bytes(manifest.to_json())
-    committed = f"{hashlib.sha256(described).hexdigest()}\n".encode()
-    for name, content in ((MANIFEST, described), (COMMITTED, committed)):
-        with _new_file(directory / name) as descriptor:
-            files.write_all(descriptor, content)
+    manifest = replace(draft, digests=in_order, state_digest=digest, nbytes=layout.nbytes)
+    with _new_file(directory / MANIFEST) as descriptor:
+        files.write_all(descriptor, sealed_json(manifest.to_json()))
     files.sync_directory(directory)
     return manifest
 
@@ -311,7 +283,6 @@ def _write_at(descriptor: int, piece: memoryview, place: int) -> None:
 
 
 Progress = Callable[[int, int], None]  # Called with the number of bytes done, and the total.
-_MAX_COMMITTED = 1000
 
 
 class CheckpointReader:
@@ -450,8 +421,8 @@ def _readable(file: RunPath) -> Iterator[None]:
 def open_checkpoint(path: RunDir, *, verify: bool = False) -> CheckpointReader:
     """Opens a committed checkpoint by its directory.
 
-    Checks everything but the variables' bytes: that it is committed, that the manifest is intact, and that
-    the state's file has the expected header and size.
+    Checks everything but the variables' bytes: that the manifest is there and intact, and that the state's
+    file has the expected header and size.
     """
     path = below(path)
     with contextlib.ExitStack() as stack:
@@ -483,25 +454,18 @@ def open_checkpoint(path: RunDir, *, verify: bool = False) -> CheckpointReader:
 
 
 def _read_manifest(path: RunPath, directory: int) -> Manifest:
-    with _readable(path / COMMITTED):
+    with _readable(path / MANIFEST):
         try:
-            committed = files.read_small(COMMITTED, max_bytes=_MAX_COMMITTED, directory=directory)
+            content = files.read_small(MANIFEST, max_bytes=files.MAX_JSON_BYTES, directory=directory)
         except FileNotFoundError:
             raise CheckpointError(
-                "The checkpoint is not committed: its writer did not finish, or it is not a checkpoint",
+                "The checkpoint is not complete, or it is not a checkpoint",
                 path=path,
-                expected=f"a file {COMMITTED}",
+                expected=f"a file {MANIFEST}",
                 received="none",
             ) from None
-    with _readable(path / MANIFEST):
-        content = files.read_small(MANIFEST, max_bytes=files.MAX_JSON_BYTES, directory=directory)
-    sha256 = hashlib.sha256(content).hexdigest()
-    if committed != f"{sha256}\n".encode():
-        said = committed[:100].decode("utf-8", "replace").strip()
-        problem = f"its sha256 does not match {COMMITTED}, which has {said!r}. Received: {sha256}"
-        raise _damaged(path / MANIFEST, problem)
     try:
-        return Manifest.from_json(parse_object(content))
+        return Manifest.from_json(parse_object(unsealed(content)[0]))
     except ValueError as error:
         raise _damaged(path / MANIFEST, f"it is not a valid manifest: {error}") from error
 
@@ -604,7 +568,7 @@ class CheckpointStore:
         return reader
 
     def write(
-        self, draft: Draft, arrays: Iterable[tuple[str, Array]], digests: Mapping[str, str] | None = None
+        self, draft: Manifest, arrays: Iterable[tuple[str, Array]], digests: Mapping[str, str] | None = None
     ) -> Manifest:
         """Writes a checkpoint. When this returns, it is committed and durable.
 
@@ -632,7 +596,7 @@ class CheckpointStore:
         return manifest
 
     def replace(
-        self, draft: Draft, variables: Iterable[tuple[str, Pieces]], commit: Callable[[], None]
+        self, draft: Manifest, variables: Iterable[tuple[str, Pieces]], commit: Callable[[], None]
     ) -> Manifest:
         """Writes a checkpoint that replaces the one of its step once `commit` has returned."""
         with temporary_directory(self.directory) as temporary:
@@ -727,7 +691,7 @@ class CheckpointStore:
                 path.rename(aside)
             aside.rmtree()
 
-    def _placed(self, draft: Draft) -> Draft:
+    def _placed(self, draft: Manifest) -> Manifest:
         """The draft of a checkpoint that is the last one of this run once it is written."""
         last = max(self.list(), key=_age, default=None)
         line = 0 if last is None else last.line + (draft.step < last.step)
@@ -797,18 +761,12 @@ def choose(store: CheckpointStore, step: int | None, damaged: dict[int, str]) ->
             logger.warning("the checkpoint of step %d is skipped. %s", candidate, error)
     if not damaged:
         return None
-    newest, whole = max(damaged), None
-    for other in store.steps() if step is not None else []:  # Reads all bytes until it finds an intact one.
-        with contextlib.suppress(CheckpointError, FileDamaged):
-            if other != newest and whole is None:
-                store.open(other, verify=True).close()
-                whole = other
-    begin = f"remove {store.directory} to start from scratch"
+    newest = max(damaged)
+    problem = "No checkpoint is intact. Step" if step is None else "The checkpoint cannot be restored. Step"
     raise CheckpointError(
-        f"The checkpoint of step {newest} is damaged: {damaged[newest]}"
-        if step is not None
-        else f"No checkpoint is intact. Step {newest}: {damaged[newest]}",
+        f"{problem} {newest}: {damaged[newest]}",
         path=store.path(newest),
         step=newest,
-        remedy=f"restore(step={whole}) is intact" if whole is not None else f"No other is intact; {begin}",
+        remedy=f"Choose another (replicast checkpoint verify tells which are intact), or remove "
+        f"{store.directory} to start from scratch",
     )

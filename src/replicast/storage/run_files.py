@@ -26,7 +26,16 @@ from replicast.files import RunDir, RunPath, below
 from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage import claims
 from replicast.storage.claims import Fence
-from replicast.strictjson import View, described, json_bytes, json_value, parse_json, parse_object, sealed
+from replicast.strictjson import (
+    View,
+    check_format,
+    described,
+    json_bytes,
+    json_value,
+    parse_json,
+    parse_object,
+    sealed_json,
+)
 from replicast.update.audit_report import AuditReport
 from replicast.update.schema import Schema
 from replicast.update.update import MAX_TEXT
@@ -62,11 +71,7 @@ class RunInfo:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> RunInfo:
-        if fields.get("format") != FORMAT:
-            raise ValueError(
-                f"This version of replicast reads format {FORMAT} of a run. Use the version that wrote it. "
-                f"Received: {fields.get('format')!r}"
-            )
+        check_format(FORMAT, "a run", fields)
         return described(cls, "run", fields)
 
 
@@ -106,7 +111,7 @@ def clean_run(run_dir: RunDir) -> None:
 
 
 def write_run_info(fence: Fence, info: RunInfo) -> None:
-    files.write_durably(fence.directory / RUN_FILE, [sealed(json_bytes(info.to_json()).rstrip())[0]])
+    files.write_durably(fence.directory / RUN_FILE, [sealed_json(info.to_json())])
     fence.check()
 
 

@@ -88,7 +88,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(cluster: Slurm, tmp_path: Pat
     cluster.run("scancel", job)
     cluster.wait(lambda: ended(cluster, job, "CANCELLED"), "end of the cancelled job", SECS)
     checkpoints = tmp_path / "runs" / job / "checkpoints"
-    cluster.wait(lambda: any(checkpoints.glob("*/COMMITTED")), "last checkpoint", SECS)
+    cluster.wait(lambda: any(checkpoints.glob("*/manifest.json")), "last checkpoint", SECS)
     assert cluster.field(job, "Restarts") == "0"
 
 
@@ -96,7 +96,7 @@ def test_a_job_that_reaches_its_time_limit_saves_and_requeues_itself(cluster: Sl
     job = submit(cluster, tmp_path, 5.0, "--time=2", "--signal=TERM@75")  # Slurm counts in minutes
     cluster.wait(lambda: cluster.field(job, "Restarts") == "1", "requeue", SECS)
     checkpoints = tmp_path / "runs" / job / "checkpoints"
-    assert any(checkpoints.glob("*/COMMITTED")), output(tmp_path)
+    assert any(checkpoints.glob("*/manifest.json")), output(tmp_path)
     cluster.run("scancel", job)
 
 

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from replicast.storage.checkpoints import CheckpointStore, Draft, Manifest
+from replicast.storage.checkpoints import CheckpointStore, Manifest
 from replicast.update.schema import Schema, Variable
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -39,7 +39,7 @@ def schema_of(arrays: Mapping[str, npt.NDArray[Any]]) -> Schema:
     )
 
 
-def draft_of(arrays: Mapping[str, npt.NDArray[Any]], step: int = 1200, **fields: Any) -> Draft:
+def draft_of(arrays: Mapping[str, npt.NDArray[Any]], step: int = 1200, **fields: Any) -> Manifest:
     known: dict[str, Any] = {
         "step": step,
         "sequence": 3,
@@ -53,7 +53,7 @@ def draft_of(arrays: Mapping[str, npt.NDArray[Any]], step: int = 1200, **fields:
         "versions": {"replicast": "0.1.0"},
         "script": {"fits": [[3, 20, None]], "inside": "fit"},
     }
-    return Draft(**known | fields)
+    return Manifest(**known | fields)
 
 
 def written(store: CheckpointStore, step: int, seed: int = 0, **fields: Any) -> Manifest:

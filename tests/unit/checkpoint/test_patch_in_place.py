@@ -19,7 +19,7 @@ from replicast.client.patching import patch_in_place
 from replicast.core.entries import History, Saved
 from replicast.core.records import Stage
 from replicast.errors import UpdateRefused
-from replicast.storage.checkpoints import CheckpointStore, Draft, saved_of
+from replicast.storage.checkpoints import CheckpointStore, Manifest, saved_of
 from replicast.storage.claims import Fence, read_chain
 from replicast.storage.journal import FileJournal, Updates, committed_updates, undo
 from replicast.storage.run_files import FORMAT, RunInfo, check_free, write_run_info
@@ -81,8 +81,8 @@ def first_job(run: Path) -> CheckpointStore:
     return store
 
 
-def draft_at(step: int, schema: Schema) -> Draft:
-    return Draft(step=step, epoch=0, batch=0, created_at=1.0, workers=2, attempt=0, schema=schema)
+def draft_at(step: int, schema: Schema) -> Manifest:
+    return Manifest(step=step, epoch=0, batch=0, created_at=1.0, workers=2, attempt=0, schema=schema)
 
 
 def last_saved(run: Path) -> Saved:

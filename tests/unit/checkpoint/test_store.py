@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import shutil
@@ -29,6 +28,7 @@ from replicast.storage.checkpoints import (
     saved_of,
 )
 from replicast.storage.claims import Fence
+from replicast.strictjson import sealed_json, unsealed
 from replicast.update.digest import digest_array, digest_state
 from replicast.update.trial import Trial
 from tests.unit.checkpoint.samples import assert_holds, draft_of, flip, schema_of, state_of, written
@@ -57,7 +57,7 @@ def test_the_order_in_which_variables_come_changes_no_byte(store: CheckpointStor
     other = CheckpointStore(tmp_path / "other")
     store.write(draft_of(arrays), arrays.items())
     other.write(draft_of(arrays), reversed(arrays.items()))
-    for name in ("state.safetensors", "manifest.json", "COMMITTED"):
+    for name in ("state.safetensors", "manifest.json"):
         assert (store.path(1200).as_path() / name).read_bytes() == (
             other.path(1200).as_path() / name
         ).read_bytes()
@@ -322,7 +322,7 @@ def test_a_checkpoint_is_opened_by_its_path(store: CheckpointStore, tmp_path: Pa
         assert reader.manifest == manifest
     with pytest.raises(CheckpointError, match="no checkpoint here"):
         open_checkpoint(tmp_path / "none")
-    with pytest.raises(CheckpointError, match="not committed"):
+    with pytest.raises(CheckpointError, match="not complete"):
         open_checkpoint(tmp_path)
 
 
@@ -390,7 +390,7 @@ def test_a_copy_of_another_runs_checkpoint_contains_none_of_this_runs_updates(tm
 
 def test_a_flipped_byte_anywhere_in_any_file_is_found(store: CheckpointStore) -> None:
     written(store, 5)
-    for name in ("state.safetensors", "manifest.json", "COMMITTED"):
+    for name in ("state.safetensors", "manifest.json"):
         path = store.path(5).as_path() / name
         size = path.stat().st_size
         for place in range(0, size, max(1, size // 200)):
@@ -403,7 +403,7 @@ def test_a_flipped_byte_anywhere_in_any_file_is_found(store: CheckpointStore) ->
 
 def test_every_truncated_or_longer_file_is_found_without_verifying(store: CheckpointStore) -> None:
     written(store, 5)
-    for name in ("state.safetensors", "manifest.json", "COMMITTED"):
+    for name in ("state.safetensors", "manifest.json"):
         path = store.path(5).as_path() / name
         content = path.read_bytes()
         for size in range(0, len(content), 7):
@@ -418,23 +418,22 @@ def test_every_truncated_or_longer_file_is_found_without_verifying(store: Checkp
 
 def test_damaged_ones_are_left_out_and_named(store: CheckpointStore) -> None:
     good = written(store, 1)
-    for step in range(2, 8):
+    for step in range(2, 7):
         written(store, step)
     (store.path(2).as_path() / "state.safetensors").unlink()
     (store.path(3).as_path() / "manifest.json").unlink()
-    (store.path(4).as_path() / "COMMITTED").write_text("")
-    (store.path(5).as_path() / "COMMITTED").unlink()
-    store.path(6).as_path().rename(store.path(8).as_path())
-    (store.path(7).as_path() / "state.safetensors").write_bytes(b"")
+    (store.path(4).as_path() / "manifest.json").write_text("")
+    (store.path(5).as_path() / "state.safetensors").write_bytes(b"")
+    store.path(6).as_path().rename(store.path(7).as_path())
     assert store.list() == [good]
     assert store.last() == good
     assert [
         problem.path.relative_to(store.path(0).as_path().parent).parts[0] for problem in store.problems()
-    ] == [f"{step:08d}" for step in (2, 3, 4, 5, 7, 8)]
-    with pytest.raises(CheckpointError, match="not committed"):
-        store.open(5)
+    ] == [f"{step:08d}" for step in (2, 3, 4, 5, 7)]
+    with pytest.raises(CheckpointError, match="not complete"):
+        store.open(3)
     with pytest.raises(FileDamaged, match=r"another step\. Received: 6"):
-        store.open(8)
+        store.open(7)
     store.remove(4)
 
 
@@ -454,10 +453,10 @@ def test_a_damaged_one_is_never_offered(store: CheckpointStore) -> None:
 
 def test_what_is_said_of_damage_is_for_people_and_ends_with_what_to_do(store: CheckpointStore) -> None:
     written(store, 5)
-    (store.path(5).as_path() / "COMMITTED").write_text("9489\n")
+    flip(store.path(5).as_path() / "manifest.json", 5)
     with pytest.raises(FileDamaged) as found:
         store.open(5)
-    assert "does not match COMMITTED, which has '9489'. Received: " in str(found.value)
+    assert "its checksum does not match its content" in str(found.value)
     assert str(found.value).endswith(
         "Use another checkpoint, or replace this one with a backup copy; "
         f"remove {store.path(5).as_path()} to discard it."
@@ -504,9 +503,7 @@ def test_a_manifest_of_another_kind_is_refused_although_its_sum_is_right(
 ) -> None:
     written(store, 5)
     path = store.path(5).as_path() / "manifest.json"
-    content = json.dumps(json.loads(path.read_text()) | change).encode()
-    path.write_bytes(content)
-    (store.path(5).as_path() / "COMMITTED").write_text(hashlib.sha256(content).hexdigest() + "\n")
+    path.write_bytes(sealed_json(json.loads(unsealed(path.read_bytes())[0]) | change))
     with pytest.raises(FileDamaged, match="Received: "):
         store.open(5)
 
@@ -535,7 +532,7 @@ def test_the_last_one_or_the_one_that_was_asked_for_is_chosen(three: CheckpointS
     assert choose(CheckpointStore(tmp_path / "nothing yet"), None, {}) is None
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "COMMITTED", "state.safetensors"])
+@pytest.mark.parametrize("file", ["manifest.json", "state.safetensors"])
 def test_one_that_is_seen_to_be_damaged_is_passed_over_and_remembered(
     three: CheckpointStore, file: str
 ) -> None:
@@ -546,22 +543,20 @@ def test_one_that_is_seen_to_be_damaged_is_passed_over_and_remembered(
     assert "is damaged" in damaged[15]
 
 
-def test_an_uncommitted_checkpoint_is_skipped_with_a_warning(
+def test_an_incomplete_checkpoint_is_skipped_with_a_warning(
     three: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (5, 10, 15):
-        (three.path(step).as_path() / "COMMITTED").unlink()
+        (three.path(step).as_path() / "manifest.json").unlink()
     with caplog.at_level(logging.WARNING):
         assert choose(three, None, {}) is None
     assert [f"step {step} is skipped" in caplog.text for step in (5, 10, 15)] == [True] * 3
 
 
-def test_a_damaged_one_that_was_asked_for_is_refused_with_one_that_is_whole(three: CheckpointStore) -> None:
-    flip(three.path(10).as_path() / "state.safetensors", -1)
-    with pytest.raises(CheckpointError) as refused:
+def test_a_damaged_one_that_was_asked_for_is_refused(three: CheckpointStore) -> None:
+    with pytest.raises(CheckpointError, match="checkpoint verify tells which are intact") as refused:
         choose(three, 15, {15: "worker 1 reads other bytes."})
-    assert str(refused.value).startswith("The checkpoint of step 15 is damaged: worker 1 reads other bytes. ")
-    assert str(refused.value).endswith("restore(step=5) is intact."), "that of step 10 is damaged too"
+    assert "cannot be restored. Step 15: worker 1 reads other bytes. " in str(refused.value)
     assert (refused.value.step, refused.value.path) == (15, three.path(15).as_path())
 
 
