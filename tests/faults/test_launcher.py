@@ -22,8 +22,8 @@ from replicast.launcher.group import EndTimeouts
 from replicast.launcher.launcher import Settings, supervise
 from replicast.launcher.plan import JobPlan, hold_ports
 from replicast.storage.run_files import changes
-from replicast.testing.job import eventually
 from tests.jobs import environ, is_alive
+from tests.threads import eventually
 
 DEADLINE_SECS = 120.0
 

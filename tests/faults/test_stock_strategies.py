@@ -12,8 +12,8 @@ import pytest
 
 import replicast
 from replicast.core.records import Stage
-from replicast.testing.job import eventually
 from tests import devices, jobs
+from tests.threads import eventually
 from tests.workers.test_examples import EXAMPLES, digests_in_logs
 
 UPDATED = 8  # the step at which the update from outside is applied

@@ -14,8 +14,8 @@ import pytest
 
 from replicast.storage import inbox
 from replicast.storage.journal import committed_updates
-from replicast.testing.job import eventually
 from replicast.update.update import Update
+from tests.threads import eventually
 
 SCRIPT = Path(__file__).parents[1] / "hosts" / "launched.py"
 DEADLINE_SECS = 240.0

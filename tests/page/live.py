@@ -18,7 +18,7 @@ from replicast.client import Run
 from replicast.page.app import App
 from replicast.page.live import RunWatch
 from replicast.page.web_server import PageServer, PageSettings, configured, listen
-from replicast.testing.job import eventually
+from tests.threads import eventually
 
 TOKEN = "0123456789abcdef-the-token"
 

@@ -14,11 +14,11 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, e
 
 from replicast.client import connect
 from replicast.storage.run_files import EVALUATIONS, Change, JobState, append_metrics, write_change
-from replicast.testing.job import eventually
 from replicast.update.update import Update
 from tests.page.browser import Watched, chromium
 from tests.page.live import Serving
 from tests.page.played_run import PlayedRun
+from tests.threads import eventually
 
 TOKEN = "0123456789abcdef-the-token"
 SECS = 120_000

@@ -15,8 +15,8 @@ import pytest
 
 from replicast.errors import LaunchRefused
 from replicast.launcher.launcher import parse_page_address
-from replicast.testing.job import eventually
 from tests.page.live import Serving
+from tests.threads import eventually
 
 ASKS = """
 import json, os, pathlib, sys, time

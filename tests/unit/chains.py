@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from replicast.coordination import DirectExchange, MemoryCoordination
-from replicast.testing.job import DEADLINE_SECS
 from replicast.transport import ChainTransport, SharedMemoryTransport
 from replicast.transport.chain import open_ends
+from tests.threads import DEADLINE_SECS
 
 
 def environment(

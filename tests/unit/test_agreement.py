@@ -11,7 +11,7 @@ import pytest
 
 from replicast.coordination import MOST_NAMED, DirectExchange, MemoryCoordination
 from replicast.errors import JobFailed
-from replicast.testing.job import DEADLINE_SECS, eventually
+from tests.threads import DEADLINE_SECS, eventually
 from tests.unit.slow_service import SlowService
 
 

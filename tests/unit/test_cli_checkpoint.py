@@ -18,8 +18,8 @@ from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
 from replicast.storage.run_files import ENDED
 from replicast.update.digest import digest_state
 from replicast.update.schema import planned
-from replicast.update.state import MemoryState
 from replicast.update.update import Update
+from tests.threads import MemoryState
 from tests.unit.checkpoint.samples import Arrays, draft_of, flip
 from tests.unit.played_job import (
     BIAS,

@@ -20,7 +20,7 @@ import replicast
 from replicast.cli import Failed, main, story
 from replicast.cli.story import DemoJob, Story
 from replicast.storage.run_files import WorkerNote
-from replicast.testing.job import eventually
+from tests.threads import eventually
 from tests.unit.clock import Clock
 from tests.unit.played_job import made_run
 

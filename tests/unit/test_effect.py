@@ -15,8 +15,9 @@ from replicast.update.edits import RESETS
 from replicast.update.effect import Effect, Histogram
 from replicast.update.inverse import parts_to_keep
 from replicast.update.schema import Schema, Variable, planned
-from replicast.update.state import MemoryState, touched_parts
+from replicast.update.state import touched_parts
 from replicast.update.update import Update
+from tests.threads import MemoryState
 
 Arrays = dict[str, npt.NDArray[Any]]
 

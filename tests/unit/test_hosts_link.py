@@ -50,7 +50,7 @@ from replicast.launcher.launcher import Settings, supervise
 from replicast.launcher.plan import JobPlan, own_node
 from replicast.launcher.screen import make_screen
 from replicast.names import Dialer
-from replicast.testing.job import eventually
+from tests.threads import eventually
 from tests.unit.clock import Clock
 
 SECS = 120.0

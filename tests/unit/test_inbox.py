@@ -32,9 +32,9 @@ from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence
 from replicast.storage.inbox import InboxAnswer, Kind
 from replicast.storage.journal import FileJournal
-from replicast.testing.job import DEADLINE_SECS, Job, eventually
 from replicast.update.trial import Trial
 from replicast.update.update import Update
+from tests.threads import DEADLINE_SECS, Job, eventually
 from tests.unit.checkpoint.samples import draft_of, state_of
 
 BIAS, TABLE = "dense/bias", "table/embeddings"

@@ -12,8 +12,8 @@ from replicast.errors import UpdateRefused
 from replicast.update.edits import Edit, EditKind, apply_edit
 from replicast.update.inverse import bytes_to_keep, disturbs, inverse, meaning, parts_to_keep, update_before
 from replicast.update.schema import Schema, Variable, planned
-from replicast.update.state import MemoryState
 from replicast.update.update import Update
+from tests.threads import MemoryState
 
 FLOATS = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 

@@ -32,9 +32,9 @@ from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, MemoryJournal, Updates, committed_updates, load_update
-from replicast.testing.job import DEADLINE_SECS, Job
 from replicast.update.trial import Trial
 from replicast.update.update import Update
+from tests.threads import DEADLINE_SECS, Job
 from tests.unit.checkpoint.samples import written as saved_state
 from tests.unit.logs import (
     Damage,

@@ -33,7 +33,6 @@ LAYERS = [
     {"training", "optimizers"},
     {"launcher", "client"},
     {"replicas", "callbacks"},
-    {"testing"},
     {"page"},
     {"__main__", "cli", "demo"},
 ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from replicast.replicas.departure import on_sigterm
-from replicast.testing.job import DEADLINE_SECS, eventually
+from tests.threads import DEADLINE_SECS, eventually
 
 
 @pytest.fixture(autouse=True)

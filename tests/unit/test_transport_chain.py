@@ -26,7 +26,6 @@ from hypothesis import strategies as st
 from replicast.coordination import DirectExchange, MemoryCoordination
 from replicast.errors import ClusterError, UpdateRefused
 from replicast.mapped_memory import aligned
-from replicast.testing.job import DEADLINE_SECS
 from replicast.transport import (
     ChainTransport,
     Parcel,
@@ -46,6 +45,7 @@ from replicast.transport.chain import (
 )
 from replicast.transport.shared import SharedFile
 from replicast.update.digest import BLOCK_BYTES, digest_block
+from tests.threads import DEADLINE_SECS
 from tests.unit.chains import chain_of, environment
 
 SECRET = b"s" * 32

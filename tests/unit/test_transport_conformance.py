@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from replicast.codec import decode, encode
 from replicast.coordination import Coordination, MemoryCoordination
 from replicast.errors import UpdateRefused
-from replicast.transport import MemoryTransport, Parcel, SharedMemoryTransport, Transport
+from replicast.transport import Parcel, SharedMemoryTransport, Transport
+from tests.threads import MemoryTransport
 from tests.unit.chains import chain_of
 
 WAIT_SECS = 120.0

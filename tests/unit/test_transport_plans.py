@@ -14,10 +14,10 @@ from replicast.codec import decode, encode
 from replicast.config import host_id, shared_memory_directory
 from replicast.coordination import DirectExchange, MemoryCoordination
 from replicast.errors import ClusterError, JobFailed, UpdateRefused
-from replicast.testing.job import DEADLINE_SECS
 from replicast.transport import ChainTransport, Parcel, SharedMemoryTransport, Transport, open_transport
 from replicast.transport.base import aligned_buffer, arrays_in, check_share, lay_out, write_out
 from replicast.update.digest import BLOCK_BYTES, blocks_of, digest_block, digest_of_blocks
+from tests.threads import DEADLINE_SECS
 from tests.unit.chains import environment
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -23,11 +23,11 @@ from replicast.storage.checkpoints import CheckpointStore, Manifest
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, committed_updates
 from replicast.storage.run_files import append_audit, last_audits
-from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.schema import Schema
 from replicast.update.update import Update
 from tests.pool import Pool
 from tests.scripts.compare import heard
+from tests.threads import DEADLINE_SECS, Job, Worker, eventually
 from tests.workers.changing import flip
 from tests.workers.recipes import CLASSES, FEATURES, arrays
 from tests.workers.test_updates import WAIT_SECS, AtStep, Meeting, Until, adam, replicas_of

@@ -27,7 +27,6 @@ from replicast.storage import inbox
 from replicast.storage.checkpoint_tools import patch
 from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
 from replicast.storage.journal import committed_updates
-from replicast.testing.job import Job, Worker, start_values
 from replicast.training.variables import component
 from replicast.update.digest import digest_state
 from replicast.update.edits import DTYPES
@@ -35,6 +34,7 @@ from replicast.update.update import Update
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
 from tests.pool.scripts import equal_on_all
+from tests.threads import Job, Worker, start_values
 from tests.workers.changing import scramble
 from tests.workers.recipes import CLASSES, FEATURES, arrays, perceptron
 from tests.workers.test_update_edits import values_of

@@ -21,7 +21,7 @@ from replicast.replicas.position import Training
 from replicast.replicas.worker_notes import DistantNotes, RunFiles
 from replicast.storage.claims import Fence
 from replicast.storage.run_files import ENDED, WorkerNote, read_worker_notes, write_worker_note
-from replicast.testing.job import Job, eventually
+from tests.threads import Job, eventually
 
 NOTE = WorkerNote(1, 100, "far", 7, 0, 2.5, training=True, waiting_for="")
 

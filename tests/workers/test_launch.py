@@ -18,7 +18,7 @@ from nbclient.exceptions import CellExecutionError
 
 import replicast
 from replicast.errors import JobFailed, LaunchRefused
-from replicast.testing.job import eventually
+from tests.threads import eventually
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"

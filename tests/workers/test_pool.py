@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast.testing.job import eventually
 from tests.jobs import is_alive
 from tests.pool import Pool, WorkerFailed
 from tests.pool.checks import assert_equal_on_all, digest, rank
 from tests.pool.messages import Died, Raised, Returned, Stuck
+from tests.threads import eventually
 
 
 @pytest.fixture(scope="module")

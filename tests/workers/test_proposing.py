@@ -10,8 +10,8 @@ import pytest
 from replicast.core.records import Stage
 from replicast.errors import UpdateRefused
 from replicast.replicas.proposals import Proposals, Ticket, checked_step, checked_worker
-from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.update import Update
+from tests.threads import DEADLINE_SECS, Job, Worker, eventually
 
 
 def propose(proposing: Proposals, what: object) -> Ticket:

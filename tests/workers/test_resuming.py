@@ -20,14 +20,13 @@ from replicast.errors import CheckpointError
 from replicast.replicas.callback import ReplicasCallback
 from replicast.replicas.job_checkpoints import Checkpoints, SavePlan
 from replicast.replicas.position import Fit, Fits, FrozenVariables, Position, Training
-from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.training import resuming
 from replicast.training.feeding import DataPosition
 from replicast.training.resuming import Lengths, data_position, read_to
 from replicast.update.edits import Edit, EditKind
-from replicast.update.state import MemoryState
 from replicast.update.update import Update
 from tests.pool import Pool
+from tests.threads import DEADLINE_SECS, Job, MemoryState, Worker, eventually
 from tests.workers.recipes import arrays, perceptron
 
 BATCHES, EPOCHS = 5, 3

@@ -25,9 +25,9 @@ from replicast.storage import inbox
 from replicast.storage.claims import Fence
 from replicast.storage.run_files import WorkerNote, last_metrics, read_worker_notes, write_worker_note
 from replicast.strictjson import parse_object
-from replicast.testing.job import Job, Worker, eventually
 from replicast.update.update import Update
 from tests.pool import Pool
+from tests.threads import Job, Worker, eventually
 from tests.workers.recipes import perceptron
 from tests.workers.test_updates import replicas_of
 

@@ -26,8 +26,8 @@ from replicast.replicas.departure import Departure
 from replicast.replicas.job_checkpoints import Checkpoints, SavePlan, Saving
 from replicast.replicas.position import Position, Training
 from replicast.storage.checkpoints import CheckpointStore, Manifest
-from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
 from replicast.update.update import Update
+from tests.threads import DEADLINE_SECS, QUICK, Job, Worker, eventually
 
 Arrays = Iterable[tuple[str, np.ndarray[Any, Any]]]
 

@@ -13,13 +13,13 @@ import pytest
 import replicast
 from replicast.errors import NotSupported, UpdateRefused
 from replicast.storage.run_files import last_metrics, read_worker_notes
-from replicast.testing.job import eventually
 from replicast.transport import ChainTransport
 from replicast.update.update import Update
 from tests.pool import Pool, WorkerFailed
 from tests.pool.checks import assert_equal_on_all, state
 from tests.pool.scripts import equal_on_all
 from tests.scripts.compare import heard
+from tests.threads import eventually
 from tests.workers.recipes import CLASSES, FEATURES, arrays, perceptron
 from tests.workers.test_updates import WAIT_SECS, adam, quietly, replicas_of, transports_opened
 

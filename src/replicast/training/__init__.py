@@ -18,7 +18,7 @@ use says why in a comment, and `tests/workers/test_private_apis.py` fails when o
     resuming       where `fit`, or a custom training loop, continues after a restore
     strategy_job   the job of a strategy, ours or TensorFlow's: its workers, and how they reach each other
     named_variables  what a user gives to `Replicas`: the names of its variables, the slots of its optimizers
-    tensorflow_state named variables on this worker, with all its replicas: how edits change them, their digests
+    tensorflow_state named variables on this worker, with all its replicas: how edits change them, digests
 """
 
 import gc

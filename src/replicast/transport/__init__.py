@@ -1,13 +1,12 @@
 """Moves bytes between workers: one small interface, a transport for one host, and one for several."""
 
-from replicast.transport.base import Inspect, MemoryTransport, Parcel, Piece, Transport
+from replicast.transport.base import Inspect, Parcel, Piece, Transport
 from replicast.transport.chain import ChainTransport, open_transport
 from replicast.transport.shared import SharedMemoryTransport
 
 __all__ = [
     "ChainTransport",
     "Inspect",
-    "MemoryTransport",
     "Parcel",
     "Piece",
     "SharedMemoryTransport",

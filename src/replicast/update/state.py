@@ -1,7 +1,6 @@
 """The state as the protocol uses it: named variables that can be changed by edits and digested.
 
-`replicast.training.TensorFlowState` has variables of TensorFlow; `MemoryState` has numpy arrays, for tests in
-which threads act as workers.
+`replicast.training.TensorFlowState` has variables of TensorFlow; its twin in the tests, numpy arrays.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from replicast.update.digest import digest_array, digest_state
-from replicast.update.edits import Edit, EditKind, apply_edit, by_variable, touched_rows
-from replicast.update.schema import Schema, Variable
+from replicast.update.edits import Edit, EditKind, by_variable, touched_rows
+from replicast.update.schema import Schema
 
 Arrays = dict[str, npt.NDArray[Any]]
 Held: TypeAlias = Callable[[], tuple[Arrays, Arrays]]
@@ -87,32 +85,3 @@ def touched_parts(edits: Sequence[Edit]) -> tuple[list[str], Arrays]:
     rows = {name: touched_rows(several) for name, several in sorted(by_variable(edits).items())}
     whole = [name for name, indices in rows.items() if indices is None]
     return whole, {name: indices for name, indices in rows.items() if indices is not None}
-
-
-class MemoryState(State):
-    """Variables that are numpy arrays."""
-
-    def __init__(self, values: Mapping[str, npt.NDArray[Any]], schema: Schema | None = None) -> None:
-        self.values: Arrays = {name: np.array(value) for name, value in values.items()}
-        self.schema = schema or Schema(
-            Variable(name, value.shape, value.dtype.name, "trainable") for name, value in self.values.items()
-        )
-
-    def apply(self, edits: Sequence[Edit]) -> None:
-        for edit in edits:
-            self.values[edit.variable] = apply_edit(edit, self.values[edit.variable])
-
-    def digest(self, edits: Sequence[Edit]) -> str:
-        whole, rows = touched_parts(edits)
-        parts = {name: self.values[name] for name in whole}
-        parts.update({f"{name}[rows]": self.values[name][indices] for name, indices in rows.items()})
-        return digest_state(parts)
-
-    def read(self, names: Iterable[str], devices: Sequence[str] = ()) -> Arrays:
-        return {name: self.values[name].copy() for name in names}
-
-    def digests(self, names: Iterable[str]) -> dict[str, str]:
-        return {name: digest_array(self.values[name]) for name in names}
-
-    def snapshot(self, buffers: Arrays, replica: int | None = None) -> None:
-        buffers.update(self.read(self.values))

@@ -23,9 +23,9 @@ from replicast.storage.checkpoints import CheckpointStore, Manifest, saved_of
 from replicast.storage.claims import Fence, read_chain
 from replicast.storage.journal import FileJournal, Updates, committed_updates, undo
 from replicast.storage.run_files import FORMAT, RunInfo, check_free, write_run_info
-from replicast.testing.job import Job, Worker, eventually
 from replicast.update.schema import Schema
 from replicast.update.update import Update
+from tests.threads import Job, Worker, eventually
 from tests.unit.checkpoint.samples import draft_of, schema_of, state_of
 from tests.unit.runtime.playing import scheduled
 

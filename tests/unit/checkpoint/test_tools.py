@@ -30,8 +30,8 @@ from replicast.storage.checkpoint_tools import (
 from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
 from replicast.update.edits import RESETS, Edit, EditKind, apply_edit, apply_to_slice, slices_of
 from replicast.update.schema import Variable, planned
-from replicast.update.state import MemoryState
 from replicast.update.update import Update
+from tests.threads import MemoryState
 from tests.unit.checkpoint.samples import BFLOAT16, Arrays, flip, made, schema_of, state_of
 
 

@@ -12,8 +12,8 @@ import pytest
 from replicast.core.records import Stage
 from replicast.errors import UpdatePending, UpdateRefused
 from replicast.replicas.proposals import Ticket
-from replicast.testing.job import DEADLINE_SECS, Worker, eventually
 from replicast.update.update import Update
+from tests.threads import DEADLINE_SECS, Worker, eventually
 
 
 def own_threads() -> set[threading.Thread]:

@@ -13,8 +13,8 @@ import pytest
 from replicast.core.entries import Payload
 from replicast.errors import ReplicasDiverged, UpdateRefused
 from replicast.storage.journal import MemoryJournal, NotWritten
-from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.audit_report import AuditReport
+from tests.threads import DEADLINE_SECS, Job, Worker, eventually
 from tests.unit.runtime.playing import flip
 
 

@@ -11,7 +11,7 @@ from replicast.core.messages import Release, Request
 from replicast.errors import JobFailed
 from replicast.replicas.channel import Channel
 from replicast.replicas.proposals import Ticket
-from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
+from tests.threads import DEADLINE_SECS, Job, Worker, eventually
 from tests.unit.runtime.playing import bias
 
 

@@ -16,8 +16,8 @@ from replicast.core.records import Stage
 from replicast.errors import JobFailed
 from replicast.replicas.proposals import Ticket
 from replicast.storage.journal import MemoryJournal, NotWritten, PerhapsWritten
-from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.update import Update
+from tests.threads import DEADLINE_SECS, Job, Worker, eventually
 from tests.unit.runtime.playing import adding, bias, bias_of, refusal
 
 FULL = "No space left on device"

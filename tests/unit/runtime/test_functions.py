@@ -11,8 +11,8 @@ import pytest
 from replicast.errors import UpdateRefused
 from replicast.replicas.proposals import Ticket
 from replicast.replicas.session import Session
-from replicast.testing.job import DEADLINE_SECS, QUICK, Job, eventually
 from replicast.update.update import Update
+from tests.threads import DEADLINE_SECS, QUICK, Job, eventually
 from tests.unit.clock import Clock
 from tests.unit.runtime.playing import adding, bias, bias_of, refusal
 

@@ -18,8 +18,8 @@ from replicast.replicas.lanes import WorkerThreads
 from replicast.replicas.proposals import Ticket
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, Journal, MemoryJournal
-from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.trial import Trial
+from tests.threads import DEADLINE_SECS, Job, Worker, eventually
 from tests.unit.runtime.playing import bias, bias_of, loss_of_bias, pending, scheduled
 
 

@@ -13,10 +13,10 @@ from replicast.errors import UpdateRefused
 from replicast.replicas.proposals import Ticket
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, Updates, committed_updates, undo
-from replicast.testing.job import Job, eventually, start_values
 from replicast.update.schema import Limits, Schema, Variable
 from replicast.update.trial import Trial
 from replicast.update.update import Update
+from tests.threads import Job, eventually, start_values
 
 KERNEL, BIAS, TABLE = "dense/kernel", "dense/bias", "table/embeddings"
 DELTA = np.array([0.5, -1.25, 3.0], np.float32)

@@ -22,11 +22,10 @@ from hypothesis import strategies as st
 from replicast.core.records import Stage
 from replicast.errors import UpdatePending, UpdateRefused
 from replicast.replicas.proposals import Ticket
-from replicast.testing.job import QUICK, Job, Worker, eventually, start_values
 from replicast.update.edits import apply_edit
 from replicast.update.schema import planned
-from replicast.update.state import MemoryState
 from replicast.update.update import Update
+from tests.threads import QUICK, Job, MemoryState, Worker, eventually, start_values
 from tests.unit.runtime.playing import own_threads
 
 STEPS = 12

@@ -18,9 +18,9 @@ from replicast.replicas.replica import MOST_BOUNDARIES as MOST
 from replicast.replicas.replica import MetricHistory, RecentMetrics, mean_history
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, committed_updates
-from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.trial import Trial, TrialOutcome, judged
 from replicast.update.update import Update
+from tests.threads import DEADLINE_SECS, Job, Worker, eventually
 from tests.unit.runtime.playing import bias, bias_of, flip, loss_of_bias, refusal, scheduled
 
 TRIAL = Trial(steps=5, max_increase=0.1)

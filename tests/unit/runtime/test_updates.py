@@ -14,12 +14,11 @@ from replicast.replicas.proposals import Ticket
 from replicast.replicas.replica import Parcels
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, committed_updates
-from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.transport import SharedMemoryTransport
 from replicast.transport.shared import KEPT_BYTES
 from replicast.update.guard import Guard
-from replicast.update.state import MemoryState
 from replicast.update.update import Update
+from tests.threads import DEADLINE_SECS, Job, MemoryState, Worker, eventually
 from tests.unit.runtime.playing import bias, bias_of, refusal, scheduled
 
 

@@ -14,8 +14,8 @@ from replicast.core.records import Stage
 from replicast.errors import ClusterError, JobFailed, UpdatePending
 from replicast.replicas import session
 from replicast.replicas.proposals import Ticket
-from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
 from replicast.update.trial import Trial
+from tests.threads import DEADLINE_SECS, QUICK, Job, Worker, eventually
 from tests.unit.runtime.playing import bias, pending, scheduled
 
 TRIAL = Trial(steps=5, max_increase=0.1)

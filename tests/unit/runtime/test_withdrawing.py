@@ -9,9 +9,9 @@ from typing import Any
 from replicast.core.records import Stage
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, MemoryJournal
-from replicast.testing.job import DEADLINE_SECS, Job, eventually
 from replicast.transport import Parcel
 from replicast.update.update import Update
+from tests.threads import DEADLINE_SECS, Job, eventually
 from tests.unit.runtime.playing import bias, bias_of, refusal, scheduled
 
 

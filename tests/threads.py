@@ -1,6 +1,6 @@
 """A job of N workers as N threads, with in-memory state, transport, journal and coordination service.
 
-For your own tests, without TensorFlow: it has the runtime and the core of a real job.
+Without TensorFlow: it has the runtime and the core of a real job.
 
     with Job(3) as job:
         ticket = job.workers[2].session.propose(Update().add("dense/bias", delta))
@@ -16,7 +16,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -30,23 +30,131 @@ from replicast.core.messages import Tell
 from replicast.core.operation import Timeouts
 from replicast.core.records import Snapshot
 from replicast.errors import FileDamaged, JobFailed, ReplicasDiverged
+from replicast.mapped_memory import Bytes
 from replicast.replicas.channel import Channel
 from replicast.replicas.replica import WorkerHooks
 from replicast.replicas.session import Session
 from replicast.storage.journal import Journal, MemoryJournal
-from replicast.transport import MemoryTransport
+from replicast.transport import Inspect, Parcel, Transport
+from replicast.transport.base import (
+    aligned_buffer,
+    arrays_in,
+    check_share,
+    lay_out,
+    no_inspection,
+    no_room,
+    not_arrived,
+    path_part,
+    write_out,
+)
 from replicast.update.audit_report import AuditReport
+from replicast.update.digest import digest_array, digest_state
+from replicast.update.edits import Edit, apply_edit
 from replicast.update.guard import Guard
-from replicast.update.schema import Limits, Schema
-from replicast.update.state import MemoryState
+from replicast.update.schema import Limits, Schema, Variable
+from replicast.update.state import Arrays, State, touched_parts
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
+Values = npt.NDArray[Any]
 DEADLINE_SECS = 120.0
 # Long enough for a machine with much to do, and short enough for a test that hangs.
 QUICK = Timeouts(
     prepare_secs=90, answer_secs=60, meet_secs=90, decide_secs=110, compute_secs=60, join_secs=60
 )
+
+
+class MemoryState(State):
+    """Variables that are numpy arrays."""
+
+    def __init__(self, values: Mapping[str, npt.NDArray[Any]], schema: Schema | None = None) -> None:
+        self.values: Arrays = {name: np.array(value) for name, value in values.items()}
+        self.schema = schema or Schema(
+            Variable(name, value.shape, value.dtype.name, "trainable") for name, value in self.values.items()
+        )
+
+    def apply(self, edits: Sequence[Edit]) -> None:
+        for edit in edits:
+            self.values[edit.variable] = apply_edit(edit, self.values[edit.variable])
+
+    def digest(self, edits: Sequence[Edit]) -> str:
+        whole, rows = touched_parts(edits)
+        parts = {name: self.values[name] for name in whole}
+        parts.update({f"{name}[rows]": self.values[name][indices] for name, indices in rows.items()})
+        return digest_state(parts)
+
+    def read(self, names: Iterable[str], devices: Sequence[str] = ()) -> Arrays:
+        return {name: self.values[name].copy() for name in names}
+
+    def digests(self, names: Iterable[str]) -> dict[str, str]:
+        return {name: digest_array(self.values[name]) for name in names}
+
+    def snapshot(self, buffers: Arrays, replica: int | None = None) -> None:
+        buffers.update(self.read(self.values))
+
+
+class MemoryTransport(Transport):
+    class Board:
+        """Holds parcels until their source releases them; tests inject faults here."""
+
+        def __init__(self) -> None:
+            self.buffers: dict[str, Bytes] = {}
+            self.room: int | None = None
+            self.changed = threading.Condition()
+            self.to_corrupt: set[str] = set()
+
+        def corrupt(self, parcel_id: str) -> None:
+            """Changes one bit of a parcel, before the next worker receives it."""
+            self.to_corrupt.add(parcel_id)
+
+    def __init__(self, board: Board, rank: int = 0) -> None:
+        self._board = board
+        self._rank = rank
+        self._published: set[str] = set()
+
+    def publish(self, parcel_id: str, arrays: Sequence[Values], *, to_read: bool = False) -> Parcel:
+        pieces, nbytes = lay_out(arrays)
+        if self._board.room is not None:
+            with self._board.changed:
+                free = max(0, self._board.room - sum(map(len, self._board.buffers.values())))
+            if nbytes > free:
+                raise no_room(nbytes, free, "memory", self._rank, "Propose a smaller update")
+        buffer = aligned_buffer(nbytes)
+        blocks = write_out(arrays, pieces, buffer)
+        with self._board.changed:
+            self._board.buffers[path_part(parcel_id)] = buffer
+            self._board.changed.notify_all()
+        self._published.add(parcel_id)
+        return Parcel(parcel_id, self._rank, nbytes, pieces, blocks, to_read=to_read)
+
+    def receive(self, parcel: Parcel, timeout_secs: float, inspect: Inspect = no_inspection) -> list[Values]:
+        board = self._board
+        with board.changed:
+            if not board.changed.wait_for(lambda: parcel.id in board.buffers, timeout_secs):
+                raise not_arrived(parcel, timeout_secs, self._rank, waited_for=parcel.source)
+            buffer = board.buffers[parcel.id]
+            if parcel.id in board.to_corrupt:
+                board.to_corrupt.remove(parcel.id)
+                buffer[0] ^= 1
+        if not parcel.to_read:
+            private = aligned_buffer(parcel.nbytes)
+            private[:] = buffer
+            buffer = private
+        arrays = arrays_in(buffer, parcel.arrays)
+        check_share(parcel, arrays, self._rank, [self._rank], inspect)
+        return arrays
+
+    def release(self, parcel_id: str, *, reuse: bool = False) -> None:
+        if parcel_id in self._published:
+            self._published.discard(parcel_id)
+            with self._board.changed:
+                buffer = self._board.buffers.pop(parcel_id, None)
+            if reuse and buffer is not None:
+                buffer[:] = 0xFF  # stands for reuse: a worker that still reads it gets NaN
+
+    def close(self) -> None:
+        for parcel_id in list(self._published):
+            self.release(parcel_id)
 
 
 class Worker:

@@ -1,1 +1,0 @@
-"""A job of N threads, for the tests of users."""
