@@ -1,14 +1,27 @@
-"""Identifies processes by pid, host and start time: the kernel reuses a pid once it is free."""
+"""Identifies processes by pid, host and start time: the kernel reuses a pid once it is free.
+
+Also says how this one was started.
+"""
 
 from __future__ import annotations
 
 import errno
 import functools
 import os
+import platform
+import re
 import socket
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+_PACKAGES = ("replicast", "tensorflow", "keras", "tf_keras", "numpy")
+_SECRET = re.compile(r"(.*[-_.])?(pass(word|wd|phrase)?|secret|token|key|credentials?)", re.IGNORECASE)
+_LOGIN = re.compile(r"://[^/@\s]+@")
+_GIT_SECS = 2.0  # A large repository on a slow disk must not keep a job from starting.
+_MOST_ARGUMENTS, _MAX_ARGUMENT = 200, 500
 
 
 def this_process() -> dict[str, Any]:
@@ -77,3 +90,37 @@ def _stat(pid: int) -> list[bytes]:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return []
+
+
+@functools.cache
+def this_start() -> dict[str, Any]:
+    """The command of this process, the versions of what it has imported, and the commit of its script.
+
+    Others may read it: nothing is taken from the environment, and secrets are left out of the arguments.
+    """
+    imported = {name: getattr(sys.modules.get(name), "__version__", "") for name in _PACKAGES}
+    versions = {"python": platform.python_version(), **{name: one for name, one in imported.items() if one}}
+    arguments = (text[:_MAX_ARGUMENT] for text in without_secrets(sys.argv[:_MOST_ARGUMENTS]))
+    return {"command": tuple(arguments), "versions": versions, "commit": commit_of(Path(sys.argv[0]).parent)}
+
+
+def without_secrets(arguments: Iterable[str]) -> Iterator[str]:
+    """Arguments as others may read them: no value of `--api-key`, `wandb.token=` or `https://user:…@`."""
+    hides = False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        is_secret = _SECRET.fullmatch(name) is not None
+        hidden = f"{name}=…" if is_secret and equals else _LOGIN.sub("://…@", argument)
+        yield "…" if hides and not argument.startswith("-") else hidden
+        hides = is_secret and not equals and name.startswith("-")
+
+
+def commit_of(folder: Path) -> str:
+    """The commit that git has there, with `-dirty` if files were changed; empty where git does not say it."""
+    describe = "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+    command = ["git", "-C", str(folder), "--no-optional-locks", "-c", "core.fsmonitor=false", *describe]
+    try:
+        told = subprocess.run(command, capture_output=True, timeout=_GIT_SECS, check=True).stdout
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ""
+    return told.decode(errors="replace").strip()

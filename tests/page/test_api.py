@@ -72,12 +72,12 @@ def test_a_new_run_under_the_name_of_a_removed_one_shows_nothing_of_it(serve: Se
             append_metrics(tmp_path / "first", (step, time.time(), {"loss": loss}))
         found = client.get(f"{FIRST}/metrics", params={"points": 1000 + points}).json()
         assert found["series"]["loss"]["values"] == [loss] * points
-        restarts = connect(tmp_path / "first").status().restarts
+        starts = connect(tmp_path / "first").status().starts
         if attempts == 3:
-            assert len(client.get(f"{FIRST}/status").json()["restarts"]) == len(restarts) == 2
+            assert len(client.get(f"{FIRST}/status").json()["starts"]) == len(starts) == 3
             shutil.rmtree(tmp_path / "first")
             client.post(f"{FIRST}/audit", headers=BEARER)  # An action: what was read before is forgotten.
-    assert client.get(f"{FIRST}/status").json()["restarts"] == [one.to_json() for one in restarts]
+    assert client.get(f"{FIRST}/status").json()["starts"] == [one.to_json() for one in starts]
 
 
 def push(client: Client, body: bytes, **query: object) -> httpx.Response:

@@ -36,10 +36,9 @@ model.fit(x, y, batch_size=16, epochs=100_000, verbose=0, callbacks=[replicas.ca
 def test_a_real_job_is_followed_and_takes_what_the_page_pushes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "replicast", "run", "-n", "2", "--run-dir", "first", "--serve", "0"]
+    command += ["train.py", "--secret-key", "abc"]
     environ = {**os.environ, "REPLICAST_TOKEN": TOKEN}
-    with subprocess.Popen(
-        [*command, "train.py"], cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             found = re.search(r"http://127\.0\.0\.1:\d+/", process.stderr.readline())
@@ -52,6 +51,9 @@ def test_a_real_job_is_followed_and_takes_what_the_page_pushes(tmp_path: Path) -
     assert loss.steps.tolist() == [*range(1, len(loss) + 1)], "every step"
     assert all(np.diff(loss.values[:20]) < 0), "a mean over an epoch jumps at its end"
     (view,) = connect(tmp_path / "first").log()
+    (start,) = connect(tmp_path / "first").status().starts
+    assert (start.command[0].rpartition("/")[2], start.command[1:]) == ("train.py", ("--secret-key", "…"))
+    assert start.versions.keys() == {"python", "replicast", "tensorflow", "keras", "numpy"}
     assert (view.author, view.note, len(view.receipts[0].digests)) == ("ana", "slower", 2)
 
 

@@ -30,6 +30,11 @@ from replicast.update.update import Update
 
 LONG_AGO = 2 * 86_400.0
 """A job that was heard of so many seconds ago is dead, and no clock is so wrong that one would listen."""
+START = {
+    "command": ("train.py", "--lr", "0.1"),
+    "versions": {"python": "3.12.3", "keras": "3.10.0"},
+    "commit": "0123456789abcdef0123456789abcdef01234567-dirty",
+}
 BIAS = np.arange(3, dtype=np.float32)
 SCHEMA = Schema(
     [
@@ -59,7 +64,7 @@ class PlayedJob:
         self.outcome: TrialOutcome | None = None
         self.step = 7
         self._acts: Iterator[None] | None = None
-        self.fence = Fence(run, attempt)
+        self.fence = Fence(run, attempt, START)
         self._journal = FileJournal(run, self.fence)
 
     def act(self, _secs: float = 0.0) -> None:

@@ -20,11 +20,14 @@ from replicast.storage import inbox
 from replicast.storage.claims import Fence
 from replicast.storage.run_files import (
     ENDED,
+    Change,
+    JobState,
     WorkerNote,
     age,
     append_audit,
     append_metrics,
     read_run_info,
+    write_change,
     write_run_info,
     write_worker_note,
 )
@@ -32,7 +35,19 @@ from replicast.update.audit_report import Deviation, Difference
 from replicast.update.edits import BFLOAT16
 from replicast.update.schema import Schema, Variable
 from replicast.update.update import Update
-from tests.unit.played_job import BIAS, SCHEMA, PlayedJob, flat, has, heard_of, invoke, output_of, tensors
+from tests.unit.played_job import (
+    BIAS,
+    SCHEMA,
+    START,
+    PlayedJob,
+    flat,
+    has,
+    heard_of,
+    invoke,
+    made_run,
+    output_of,
+    tensors,
+)
 from tests.unit.test_audit import report
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
@@ -102,6 +117,31 @@ def test_notes_and_tags_are_kept_and_shown_by_every_view(run: Path) -> None:
     assert output_of(0, "note", run, "--tag", "") == "a baseline\\x1b[2J\n"
     assert has(output_of(2, "note", run), "Give --note or --tag")
     assert has(output_of(1, "note", run, "nothing", "--tag", "x"), "There is no update nothing")
+
+
+def test_runs_are_listed_with_loss_and_time_those_that_failed_first(run: Path) -> None:
+    filled(run)
+    note(run, 0)
+    broken = made_run(run.with_name("broken"))
+    append_metrics(broken, (5, time.time(), {"mae": 0.25}))
+    write_change(broken, Change(JobState.FAILED, 0, reason="ValueError: no data"))
+    output = output_of(0, "list", ".")
+    assert output.split()[:8] == ["run", "loss", "ran", "workers", "how", "it", "is", "notes"]
+    first, second = output.index("broken"), output.index("Training at")
+    assert first < second
+    assert has(output[first:second], "0.25", "ValueError")
+    assert has(output[second - 40 :], "0.125", "Training at step")
+    listed = [json.loads(line) for line in invoke("list", ".", "--json").output.splitlines()]
+    assert [one["metrics"]["values"].get("mae") for one in listed] == [0.25, None]
+    assert all(abs(one["began_at"] - time.time()) < 600 for one in listed)
+
+
+def test_status_says_how_the_job_was_started(run: Path) -> None:
+    PlayedJob(run, attempt=1)
+    first, last = json.loads(invoke("status", run, "--json").output)["starts"]
+    assert (first["attempt"], first["command"], last["attempt"]) == (0, [], 1)
+    assert {name: last[name] for name in START} == {**START, "command": list(START["command"])}
+    assert has(output_of(0, "status", run), "train.py --lr 0.1, commit 01234567")
 
 
 @pytest.mark.parametrize(

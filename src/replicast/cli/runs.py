@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from replicast.client import Run
 from replicast.client.directory import DirectoryRun
 from replicast.client.examination import EditView
 from replicast.client.notes import runs_below
-from replicast.client.run import Overview
+from replicast.client.run import Brief, Overview
 from replicast.core.records import Stage
 from replicast.errors import printable
 from replicast.files import below
@@ -33,6 +34,7 @@ _MOST_NEW = 1000  # Lines in that time.
 _LAST_ENDED = 5  # So many of the updates that were refused or withdrawn are in `status`.
 _MOST_LINES = 10  # Of each audit in the list: two for a variable that differs on one worker.
 _YELLOW = (JobState.NEVER_STARTED, JobState.STARTING, JobState.RESTARTING, JobState.STOPPED, JobState.ENDING)
+_LOOK_FIRST = (JobState.FAILED, JobState.LOST)
 _STATE_STYLES = dict.fromkeys(_YELLOW, "yellow") | {JobState.FAILED: "red", JobState.LOST: "red"}
 _AUDIT_STYLES = {"equal": "green", "healed": "yellow"}
 
@@ -87,7 +89,7 @@ def _watch(run: Run, as_json: bool) -> None:
 @click.argument("path", type=click.Path(exists=True, path_type=Path), metavar="DIR", default="runs")
 @json_option("One object per line: a run in short.")
 def list_runs(path: Path, as_json: bool) -> None:
-    """List the runs in DIR, by default in runs: the newest first.
+    """List the runs in DIR, by default in runs: first those that failed, then those that run.
 
     \b
     Examples:
@@ -97,16 +99,23 @@ def list_runs(path: Path, as_json: bool) -> None:
     Exit code: 0.
     """
     briefs = [(place.name, DirectoryRun(place).brief()) for place in runs_below(below(path))]
+    briefs.sort(key=lambda named: (named[1].state not in _LOOK_FIRST, not named[1].running))
     if as_json:
         texts.print_json(*(brief for _, brief in briefs))
     elif not briefs:
         click.echo(f"There is no run in {printable(path)}.")
     else:
-        rows = (
-            (printable(name), str(one.workers), one_line(one.sentence), one_line(one.annotation))
-            for name, one in briefs
-        )
-        texts.print_table("run", ">workers", "how it is", "notes", rows=rows)
+        rows = (_brief_cells(name, brief) for name, brief in briefs)
+        texts.print_table("run", ">loss", ">ran", ">workers", "how it is", "notes", rows=rows)
+
+
+def _brief_cells(name: str, one: Brief) -> tuple[str, ...]:
+    """As in the page's list of runs: the loss, or else the first metric, and for how long it has run."""
+    values = {} if one.metrics is None else one.metrics["values"]
+    loss = values.get("loss", next(iter(values.values()), None))
+    ran = age(one.heard_at - one.began_at) if one.began_at and one.heard_at else ""
+    rest = str(one.workers), one_line(one.sentence), one_line(one.annotation)
+    return printable(name), texts.number(loss), ran, *rest
 
 
 @click.command()
@@ -318,6 +327,10 @@ def _overview(seen: Overview) -> Iterator[RenderableType]:
     head.append(f"\n{printable(seen.run)}: {texts.counted(seen.size, 'worker')}", style="bold")
     if noted := one_line(seen.annotation):
         head.append(f"\n{noted}", style="dim")
+    if seen.starts and seen.starts[-1].command:
+        start = seen.starts[-1]
+        commit = f", commit {start.commit}" if start.commit else ""
+        head.append(f"\n{one_line(shlex.join(start.command) + commit)}", style="dim")
     if seen.state == JobState.FAILED and seen.changes:
         for line in seen.changes[-1]["last_lines"]:
             head.append(f"\n  {printable(line.rstrip())}", style="dim")

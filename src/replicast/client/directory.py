@@ -27,7 +27,7 @@ from replicast import errors
 from replicast.client.examination import Examination, examine, views_of, warnings_of
 from replicast.client.metrics import Metrics, MetricsFile
 from replicast.client.notes import POLL_SECS, SeenJob, described_run, polls, running_beside, schema_of, see
-from replicast.client.run import Brief, CheckpointView, Overview, Pulled, Pushed, Restart, Run, ranges_of
+from replicast.client.run import Brief, CheckpointView, Overview, Pulled, Pushed, Run, Start, ranges_of
 from replicast.core.entries import Receipt
 from replicast.core.records import Stage
 from replicast.errors import FileDamaged, NoAnswer, NotFound, RequestRefused, UpdateRefused
@@ -53,7 +53,7 @@ _LAST_CHANGES = 50
 _LAST_EVALUATIONS = 200
 _MAX_LOG_LINES = 10_000
 _MAX_OPERATIONS_BYTES = 2**20
-_MOST_RESTARTS = 50
+_MOST_STARTS = 50
 _MOST_DAMAGED = 5
 _MOST_AROUND = 200  # For so many updates of a list the metrics around them are read.
 _MOST_DESCRIBED = 50  # So many waiting updates are described: a status reads their files each time.
@@ -110,6 +110,8 @@ class DirectoryRun(Run):
             workers=_size(info, now),
             heard_at=max((note.time for note in notes), default=None),
             waits_for=run_files.WITHOUT_CALLBACK if waits else "",
+            began_at=next((start.at for start in self._starts(1)), None),
+            metrics=cast("Any", run_files.last_metrics(self.path)),
             annotation=run_files.read_annotations(self.path, [None])[0],
         )
 
@@ -133,12 +135,12 @@ class DirectoryRun(Run):
             attempt=now.attempt if info is None else max(info.attempt, now.attempt),
             journaled=info is None or info.journaled,
             workers=tuple(seen.notes),
-            metrics=cast("Any", run_files.last_metrics(self.path)),
+            metrics=brief.metrics,
             evaluations=cast("Any", tuple(islice(evaluations, _LAST_EVALUATIONS))[::-1]),
             audit=next(iter(run_files.last_audits(self.path, 1)), None),
             operations=tuple(self._operations()) if brief.running else (),
             changes=tuple(asdict(one) for one in told[-_LAST_CHANGES:]),
-            restarts=tuple(self._restarts()),
+            starts=tuple(self._starts()),
             restarted=sum(one.state is run_files.JobState.RESTARTING for one in told),
             annotation=brief.annotation,
             problem="\n".join(problems),
@@ -173,12 +175,14 @@ class DirectoryRun(Run):
             if isinstance(one, dict):
                 yield {name: one.get(name) for name in _OPERATION}
 
-    def _restarts(self) -> Iterator[Restart]:
-        """The last restarts, oldest first; without those whose claim cannot be read."""
-        for group in sorted(group_numbers(self.path))[1:][-_MOST_RESTARTS:]:
+    def _starts(self, first: int | None = None) -> Iterator[Start]:
+        """The first start and the last ones, or only the first ones; without those that cannot be read."""
+        groups = sorted(group_numbers(self.path))
+        for group in groups[:first] if first else [*groups[:1], *groups[1:][-_MOST_STARTS:]]:
             with contextlib.suppress(FileDamaged):
                 claim = read_claim(self.path, group)
-                yield Restart(claim.attempt, claim.claimed_at)
+                told = claim.command, claim.versions, claim.commit
+                yield Start(claim.attempt, claim.claimed_at, str(claim.process.get("host", "")), *told)
 
     def do_schema(self) -> Schema:
         return schema_of(self.path)

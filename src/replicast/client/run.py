@@ -322,6 +322,8 @@ class Brief(View, frozen=True):
         workers: How many the job has.
         heard_at: When a worker was last heard of, in seconds since 1970.
         waits_for: Why no update is applied although the job trains, if that is so.
+        began_at: When its first attempt began, in seconds since 1970.
+        metrics: The last ones: `step`, `time`, `values`.
         annotation: What people have noted about the run.
     """
 
@@ -333,14 +335,29 @@ class Brief(View, frozen=True):
     workers: int
     heard_at: float | None
     waits_for: str = ""
+    began_at: float | None = None
+    metrics: LastMetrics | None = None
     annotation: Annotation = Annotation()
 
 
-class Restart(View, frozen=True):
-    """A later start of a job: its attempt, and when worker 0 took over the run, in seconds since 1970."""
+class Start(View, frozen=True):
+    """One start of a job, by its launcher or by hand.
+
+    Attributes:
+        attempt: Its number.
+        at: When worker 0 took over the run, in seconds since 1970.
+        host: The host of worker 0.
+        command: The script and its arguments; `…` is in place of what may be a secret.
+        versions: Of Python and of the packages that matter.
+        commit: Of the git repository of the script, with `-dirty` if files in it were changed; "" if unknown.
+    """
 
     attempt: int
     at: float
+    host: str = ""
+    command: tuple[str, ...] = ()
+    versions: Mapping[str, str] = {}
+    commit: str = ""
 
 
 class SlowWorker(View, frozen=True):
@@ -385,7 +402,7 @@ class Overview(View, frozen=True, kw_only=True):
         refused: The last ones that were refused.
         changes: What became of the job: the last lines of states.jsonl.
         evaluations: What the evaluator has found for the last checkpoints, oldest first, as `metrics`.
-        restarts: When the job was started again; the last ones, oldest first.
+        starts: How the job was started: the first time, and the last ones, oldest first.
         restarted: How often the launcher has restarted the job.
         problem: What is wrong with the journal or states.jsonl: what damaged files said is missing above.
     """
@@ -409,7 +426,7 @@ class Overview(View, frozen=True, kw_only=True):
     refused: tuple[UpdateView, ...] = ()
     changes: tuple[Mapping[str, Any], ...] = ()
     evaluations: tuple[LastMetrics, ...] = ()
-    restarts: tuple[Restart, ...] = ()
+    starts: tuple[Start, ...] = ()
     restarted: int = 0
     annotation: Annotation = Annotation()
     problem: str = ""

@@ -23,6 +23,7 @@ from replicast.core.events import Ended
 from replicast.core.operation import Timeouts
 from replicast.errors import FileDamaged, JobFailed, NotSupported, ReplicastError, exception_sentence
 from replicast.files import RunDir, below
+from replicast.processes import this_start
 from replicast.replicas.channel import Channel
 from replicast.replicas.departure import Departure, leave_on_sigterm
 from replicast.replicas.job_audits import AuditPlan, Audits, compare_at_start, declared, expected_digests
@@ -116,7 +117,7 @@ class JoinedWorker:
         if rank == 0 and run_dir is not None:
             # Again: the others may have let this worker wait, and another job may have begun.
             check_free(run_dir, watched, tell=logger.warning)
-            fence = Fence(run_dir, attempt)
+            fence = Fence(run_dir, attempt, this_start())
             _warn_if_other_size(run_dir, size)
             info = RunInfo(FORMAT, self.state.schema, size, attempt, time.time(), journaled=durable)
             write_run_info(fence, info)

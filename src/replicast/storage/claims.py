@@ -60,8 +60,8 @@ _CLAIM_REMEDY = (
 _CHECKPOINT = re.compile(r"([0-9]{8,})(?:-([0-9]+)(?:-([0-9]+))?)?")
 
 
-class Claim(Record):
-    """What one group found when it took over a run directory."""
+class Claim(Record, omit_defaults=True):
+    """What one group found when it took over a run directory, and how its script was started."""
 
     group: int
     counted: tuple[tuple[int, int], ...]  # The earlier groups with entries that count, and how many.
@@ -70,6 +70,9 @@ class Claim(Record):
     process: Mapping[str, Any]
     run: str
     claimed_at: float
+    command: tuple[str, ...] = ()
+    versions: Mapping[str, str] = {}
+    commit: str = ""
 
     def counts(self, checkpoint: str) -> bool:
         group = checkpoint_parts(checkpoint)[1]
@@ -317,10 +320,10 @@ def read_chain(run_dir: RunDir) -> Chain:
 class Fence:
     """One group's claim on a run directory, and the end of its log. Created by its worker 0.
 
-    A job that runs there is ended by it: call `run_files.check_free` before.
+    A job that runs there is ended by it: call `run_files.check_free` before. `start`: `processes.this_start`.
     """
 
-    def __init__(self, run_dir: RunDir, attempt: int) -> None:
+    def __init__(self, run_dir: RunDir, attempt: int, start: Mapping[str, Any] | None = None) -> None:
         self._run_dir = below(run_dir)
         self.entries = 0
         groups = self._run_dir / GROUPS
@@ -340,6 +343,7 @@ class Fence:
         sync_directory(groups)
         # Only now: an earlier group will not act on anything that it writes from here on.
         claim, self._previous = _taken_over(self._run_dir, self.number, attempt)
+        claim = msgspec.structs.replace(claim, **(start or {}))
         self.run = claim.run
         content, seal = self._sealed(0, claim, claim.claimed_at)
         try:

@@ -162,7 +162,7 @@ class RunPage {
     const who = (view) => [view.author, view.note].filter(Boolean).join(": ");
     const marks = [
       ...this.applied.map((view) => ({ kind: view.trial ? "trial" : "update", step: view.step, text: `update ${view.sequence}${who(view) ? `, ${who(view)}` : ""}${view.outcome ? `, ${view.outcome.outcome}` : ""}` })),
-      ...this.status.restarts.map((one) => ({ ...restartMark(this.status, one), step: this.chart.stepAfter(one.at) })),
+      ...this.status.starts.slice(1).map((one) => ({ ...restartMark(this.status, one), step: this.chart.stepAfter(one.at) })),
       ...this.checkpoints.map((one) => ({ kind: "checkpoint", step: one.step, text: `checkpoint of step ${count(one.step)}` })),
     ];
     return marks.map((mark) => ({ ...mark, text: plain(mark.text) }));
