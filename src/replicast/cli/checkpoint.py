@@ -10,16 +10,15 @@ from rich.text import Text
 
 from replicast.cli import STOPPED, Failed, one_line, texts
 from replicast.cli.options import PATH, EditCommand, asks, directory_of, json_option, update_of
-from replicast.client import Run, connect
+from replicast.client import Run
 from replicast.client.examination import examine
 from replicast.client.patching import check_patch, patch_in_place
-from replicast.errors import CheckpointError, FileDamaged, JobFailed, printable
+from replicast.errors import CheckpointError, FileDamaged, printable
 from replicast.files import RunDir, RunPath, below
 from replicast.storage.checkpoint_tools import Equality
 from replicast.storage.checkpoint_tools import diff as compare
 from replicast.storage.checkpoint_tools import patch as patch_checkpoint
 from replicast.storage.checkpoints import MANIFEST, STATE, CheckpointStore, open_checkpoint
-from replicast.storage.journal import NotWritten, PerhapsWritten
 
 _NONE_YET = "The run has no checkpoints yet."
 path_argument = click.argument("path", type=PATH, metavar="PATH|RUN")
@@ -226,7 +225,7 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
 @path_argument
 @step_argument
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="The new checkpoint; must not exist yet.")
-@click.option("--in-place", is_flag=True, help="Replace the checkpoint of RUN, as an update of its journal.")
+@click.option("--in-place", is_flag=True, help="Have the next start of RUN apply it to its last checkpoint.")
 @click.pass_context
 def patch(
     context: click.Context,
@@ -237,31 +236,31 @@ def patch(
     in_place: bool,
     **options: Any,
 ) -> int:
-    """Apply an update to a checkpoint: into a new one, or in place.
+    """Apply an update to a checkpoint: into a new one, or at the next start.
 
-    The new checkpoint has the bits that every replica would have had if the update had been applied at that
+    A new checkpoint has the bits that every replica would have had if the update had been applied at that
     step; it names the one it was made from. Operations and files are those of `replicast push`, in the order
     in which they are given. Memory is needed for the update, not for the checkpoint.
 
     With --in-place, the update becomes part of the journal of RUN: `replicast log` shows it, and the next
-    start continues from the patched checkpoint, that of STEP or the last one. No job may be running.
+    start, which continues from the last checkpoint, applies it there on every worker. No job may be running.
 
     \b
     Examples:
       replicast checkpoint patch runs/first --in-place --add delta.safetensors --note "fix drifted bias"
-      replicast checkpoint patch runs/first 1200 --in-place --set learning_rate=1e-4 --dry-run
+      replicast checkpoint patch runs/first --in-place --set learning_rate=1e-4 --dry-run
       replicast checkpoint patch runs/first/checkpoints/00001200-1 --add delta.safetensors -o patched
       replicast checkpoint patch old/00001200-1 --update fix.safetensors -o runs/second/checkpoints/00001200
 
     Exit code: 0; 1 when the update is refused, the checkpoint is damaged, OUT exists, or a job is running.
     """
     if in_place and output is not None:
-        raise click.UsageError("--in-place replaces the checkpoint of the run: leave -o out.")
+        raise click.UsageError("--in-place writes no checkpoint: leave -o out.")
     if in_place and _is_checkpoint(path):
         raise click.UsageError(f"--in-place needs a run, and {printable(path)} is a checkpoint.")
     if not in_place and output is None and not options["dry_run"]:
         raise click.UsageError("Missing option '-o' / '--output' for the new checkpoint, or --in-place.")
-    source = _the_checkpoint(path, step, strict=in_place)
+    source = _the_checkpoint(path, step)
     with open_checkpoint(source) as reader:
         before = reader.manifest
     update = update_of(context, options, lambda: before.schema)
@@ -273,29 +272,25 @@ def patch(
         return code
     if texts.print_problems(found):
         return 1
+    if output is None:
+        done = patch_in_place(path, before.step, update)
+        click.echo(f"update {done.sequence} of the journal ({printable(update.id)})")
+        click.echo(f"  the next start of the job applies it at step {done.step}, where it continues")
+        return 0
     try:
         with texts.progress_bar(f"patching {source.name}") as progress:
-            if output is None:
-                done = patch_in_place(path, before.step, update, progress=progress)
-                patched, after = done.path.as_path(), done.after
-            else:
-                patched, after = output, patch_checkpoint(source, update, output, progress=progress)
-    except (OSError, JobFailed, NotWritten, PerhapsWritten, KeyboardInterrupt) as error:
-        reason = one_line(error.strerror if isinstance(error, OSError) else str(error) or "Stopped")
-        fate = "Nothing has changed." if output is None else f"Nothing is left at {printable(output)}."
-        if output is None and any(view.id == update.id for view in connect(path).log()):
-            fate = "The journal has the update: the next start applies it, at its step or at once."
+            after = patch_checkpoint(source, update, output, progress=progress)
+    except (OSError, KeyboardInterrupt) as error:
+        reason = one_line(error.strerror if isinstance(error, OSError) else "Stopped")
+        fate = f"Nothing is left at {printable(output)}."
         raise Failed(
-            f"The checkpoint of step {before.step} is not patched: {reason.rstrip('.')}. {fate}",
+            f"The checkpoint of step {before.step} is not patched: {reason}. {fate}",
             STOPPED if isinstance(error, KeyboardInterrupt) else 1,
         ) from error
     changed = sum(after.digests[name] != digest for name, digest in before.digests.items())
     of = f"{changed} of {texts.counted(len(after.digests), 'variable')} changed"
-    click.echo(f"patched {printable(patched)}: {of}, {texts.size(after.nbytes)}, step {after.step}")
+    click.echo(f"patched {printable(output)}: {of}, {texts.size(after.nbytes)}, step {after.step}")
     click.echo(f"  state {after.state_digest}")
-    if output is None:
-        click.echo(f"  update {done.sequence} of the journal ({printable(update.id)})")
-        click.echo("  the next start of the job continues from it")
     return 0
 
 
@@ -304,11 +299,8 @@ def _is_checkpoint(path: RunDir) -> bool:
     return any((below(path) / name).exists() for name in (MANIFEST, STATE))
 
 
-def _the_checkpoint(path: Path, step: int | None, *, strict: bool = False) -> RunPath:
-    """The directory of the checkpoint that is meant: of a run, that of the step, or the last.
-
-    If strict, a damaged one behind the last is an error: a start would go on from it if it were whole.
-    """
+def _the_checkpoint(path: Path, step: int | None) -> RunPath:
+    """The directory of the checkpoint that is meant: of a run, that of the step, or the last."""
     if _is_checkpoint(path):
         if step is not None:
             raise click.UsageError(f"{printable(path)} is a checkpoint itself: leave the step out.")
@@ -317,8 +309,6 @@ def _the_checkpoint(path: Path, step: int | None, *, strict: bool = False) -> Ru
     if step is not None:
         return store.find(step)
     last, skipped = store.last_and_skipped()
-    if strict and skipped:
-        raise skipped[0]
     for problem in skipped:
         click.echo(f"Skipped: {printable(problem)}", err=True)
     if last is None:

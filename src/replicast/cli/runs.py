@@ -424,11 +424,6 @@ def _facts(view: UpdateView) -> Iterator[tuple[str, str | Text]]:
     yield "waits for", one_line(view.waits_for)
     yield "file", printable(view.path or "")
     for receipt in view.receipts:
-        if receipt.checkpoint:
-            where = f"the checkpoint {printable(receipt.checkpoint)} of step {receipt.step}"
-            yield "applied", f"to {where}, while no job was running"
-            yield "digest", ", ".join(map(printable, receipt.digests.values()))
-            continue
         yield "applied", f"at step {receipt.step}, attempt {receipt.attempt}: {receipt.stage}"
         for rank, digest in sorted(receipt.digests.items()):
             yield f"worker {rank}", printable(digest)

@@ -205,8 +205,6 @@ def what_cell(view: UpdateView) -> Text:
         cell.append(f"reverts update {view.reverts}", style="yellow")
     if view.reverted_by is not None:
         cell.append(f"\nreverted by update {view.reverted_by}", style="yellow")
-    if view.receipt is not None and view.receipt.checkpoint:
-        cell.append("\napplied to the checkpoint, by no worker", style="yellow")
     if view.outcome is not None:
         style = "green" if view.outcome.outcome == "kept" else "yellow"
         cell.append(f"\ntrial: {outcome(view.outcome)}", style=style)

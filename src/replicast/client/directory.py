@@ -344,7 +344,7 @@ class DirectoryRun(Run):
             views.append(view)
         for place in range(max(0, len(views) - _MOST_AROUND), len(views)):
             receipt, step = views[place].receipt, views[place].step or 0
-            if receipt is not None and not receipt.checkpoint:
+            if receipt is not None:
                 around = run_files.metrics_around(self.path, step, receipt.verified_at)
                 views[place] = structs.replace(views[place], around=around)
         return views

@@ -108,8 +108,6 @@ class Receipt(Record):
         trial: How its trial ended, if it had one.
         attempt: The attempt that applied it.
         trained: How far each worker had trained, by rank, if they report it; they must agree.
-        checkpoint: The name of the checkpoint that it was applied to while no job ran; empty if the workers
-            applied it. Its digest then stands under 0.
         effects: What it has done to each variable, as worker 0 measured it.
     """
 
@@ -124,7 +122,6 @@ class Receipt(Record):
     trial: TrialOutcome | None = None
     attempt: int = 0
     trained: tuple[int, ...] = ()
-    checkpoint: str = ""
     effects: tuple[Effect, ...] | UnsetType = UNSET  # an old log has none
 
 

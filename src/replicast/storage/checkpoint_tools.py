@@ -38,8 +38,10 @@ def patch(
         _check_destination(target, reader.manifest)
         plan = planned(update, reader.manifest.schema)
         with checkpoints.temporary_directory(target.parent) as temporary:
-            variables = patched_variables(reader, plan, progress)
-            manifest = checkpoints.write_contents(temporary, patched_draft(reader, update), variables)
+            before, path = reader.manifest, str(reader.path.as_path().resolve())
+            parent = {"step": before.step, "path": path, "update_id": update.id}
+            draft = replace(before, parent=parent, created_at=time.time(), metrics={})
+            manifest = checkpoints.write_contents(temporary, draft, _patched(reader, plan, progress))
             _check_destination(target, manifest)  # It may exist by now.
             checkpoints.put_in_place(temporary, target)
     return manifest
@@ -70,14 +72,7 @@ def _check_destination(destination: RunPath, manifest: Manifest) -> None:
         )
 
 
-def patched_draft(reader: CheckpointReader, update: Update) -> Manifest:
-    """The draft of the checkpoint that an update makes of another one, whose place it has in the journal."""
-    manifest = reader.manifest
-    parent = {"step": manifest.step, "path": str(reader.path.as_path().resolve()), "update_id": update.id}
-    return replace(manifest, parent=parent, created_at=time.time(), metrics={})
-
-
-def patched_variables(
+def _patched(
     reader: CheckpointReader, plan: Update, progress: Progress | None
 ) -> Iterator[tuple[str, Pieces]]:
     of_each = by_variable(plan.edits)

@@ -40,7 +40,6 @@ from replicast.strictjson import (
     check_format,
     described,
     json_bytes,
-    json_value,
     parse_object,
     reading,
     sealed_json,
@@ -103,11 +102,6 @@ class Manifest(View, frozen=True, kw_only=True):
         missing = tuple(sequence for sequence in range(1, latest) if sequence not in saved.holds)
         pending = tuple(_pending(one, content=None, source=None, proposed_at=0.0) for one in saved.pending)
         return replace(self, sequence=latest, missing=missing, pending=pending)
-
-    def position(self) -> list[Any]:
-        """Everything but the state that determines how training resumes from here."""
-        names = ("step", "sequence", "missing", "epoch", "batch", "pending", "script", "measured", "line")
-        return [json_value(getattr(self, name)) for name in names]
 
 
 def saved_of(manifest: Manifest) -> Saved:
@@ -572,8 +566,8 @@ class CheckpointStore:
     ) -> Manifest:
         """Writes a checkpoint. When this returns, it is committed and durable.
 
-        An existing checkpoint of that step is kept if it is equivalent, and replaced otherwise. The written
-        checkpoint is the last one from then on, even if there are checkpoints of later steps.
+        It replaces an existing checkpoint of that step, and is the last one from then on, even if there are
+        checkpoints of later steps.
         """
         if draft.step < 0:
             raise ValueError(f"A step is counted from 0. Received: {draft.step}")
@@ -590,18 +584,6 @@ class CheckpointStore:
                         expected=f"digest {known.get(name)}",
                         received=digest,
                     )
-            if (existing := self._same(manifest)) is not None:
-                return existing
-            self._put_in_place(temporary, draft.step)
-        return manifest
-
-    def replace(
-        self, draft: Manifest, variables: Iterable[tuple[str, Pieces]], commit: Callable[[], None]
-    ) -> Manifest:
-        """Writes a checkpoint that replaces the one of its step once `commit` has returned."""
-        with temporary_directory(self.directory) as temporary:
-            manifest = write_contents(temporary, self._placed(draft), variables)
-            commit()
             self._put_in_place(temporary, draft.step)
         return manifest
 
@@ -706,19 +688,6 @@ class CheckpointStore:
         # Only now: the new name is durable, and counts for a group that takes over the run.
         with contextlib.suppress(OSError):  # A leftover only uses disk space: no one reads it any more.
             self._remove(replaced)
-
-    def _same(self, manifest: Manifest) -> Manifest | None:
-        """The existing checkpoint of that step, if it is equivalent and its bytes are intact."""
-        with contextlib.suppress(CheckpointError, FileDamaged), self.open(manifest.step) as reader:
-            existing = reader.manifest
-            if (existing.state_digest, existing.schema.digest(), existing.position()) == (
-                manifest.state_digest,
-                manifest.schema.digest(),
-                manifest.position(),
-            ):
-                reader.verify()
-                return existing
-        return None
 
     def _look(self) -> dict[int, Manifest | FileDamaged]:
         """What is there by step, the latest in the sense of `last` first."""

@@ -201,14 +201,6 @@ def test_other_bytes_than_those_of_the_digests_are_not_put_in_place(store: Check
     assert [path.name for path in store.path(5).as_path().parent.iterdir()] == ["00000005"]
 
 
-def test_the_same_checkpoint_again_is_left_as_it_is(store: CheckpointStore) -> None:
-    first = written(store, 5, created_at=1.0, attempt=0)
-    inode = store.path(5).stat().st_ino
-    assert written(store, 5, created_at=2.0, attempt=1) == first
-    assert store.path(5).stat().st_ino == inode
-    assert [path.name for path in store.path(5).as_path().parent.iterdir()] == ["00000005"]
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -626,14 +618,6 @@ def test_the_one_that_was_asked_for_by_its_step_stays(went_back: CheckpointStore
     for step in (1100, 1200, 1300, 1400):
         there = saved(went_back, step, named=1000)
     assert there == [500, 1000, 1200, 1300, 1400]
-
-
-def test_the_same_bits_of_a_line_that_was_given_up_are_written_again(went_back: CheckpointStore) -> None:
-    written(went_back, 1000, 1000, metrics={"loss": 0.5})
-    assert chosen(went_back) == 1000
-    inode = went_back.path(1000).stat().st_ino
-    written(went_back, 1000, 1000, metrics={"loss": 0.5})
-    assert went_back.path(1000).stat().st_ino == inode, "that one is the last: it is left as it is"
 
 
 def test_should_the_last_one_be_damaged_what_it_came_from_is_taken(went_back: CheckpointStore) -> None:

@@ -25,14 +25,13 @@ export function reportCards() {
       el("p", { class: "dim small" }, `The chain has the updates and their receipts. Metrics, audits, checkpoints, and starts and ends are as the job wrote them: a change to them does not show here. Keep a copy of the hash elsewhere: it shows later whether an old record was changed. Written on ${moment(status.time)}.`))),
     table("receipts", "Receipts", "What each worker reported, in each attempt that applied the update. Part of the chain.",
       ["#", "attempt", "step", "what", "outcome", "digests by worker", "paused", "verified"],
-      receipts.map((one) => [one.sequence, one.attempt, count(one.step), one.what, one.stage, digests(one), one.checkpoint ? "" : seconds(one.stall_secs), moment(one.verified_at)])),
+      receipts.map((one) => [one.sequence, one.attempt, count(one.step), one.what, one.stage, digests(one), seconds(one.stall_secs), moment(one.verified_at)])),
     table("changes", "Starts, restarts and ends", WRITTEN, ["time", "state", "attempt", "worker", "step", "reason"],
       report.changes.map((one) => [moment(one.time), one.state, one.attempt, one.worker ?? "", count(one.step), one.reason ?? ""])),
   ];
 }
 
 function digests(receipt) {
-  if (receipt.checkpoint) return `applied to the checkpoint ${receipt.checkpoint}, by no worker: ${Object.values(receipt.digests).join(", ")}`;
   return Object.entries(receipt.digests).map(([rank, digest]) => el("div", { class: "mono small" }, `${rank}: ${digest}`));
 }
 

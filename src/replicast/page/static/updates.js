@@ -84,14 +84,12 @@ export class Updates {
   details(view) {
     const digests = Object.entries(view.digests ?? {});
     const same = new Set(digests.map(([, digest]) => digest)).size === 1;
-    const patched = (view.receipts ?? []).at(-1)?.checkpoint;
-    const alone = patched ? `applied to the checkpoint ${patched}, by no worker` : "on the only worker";
     const refusal = view.refusal ?? {};
     return pairs([
       ["id", el("span", { class: "mono" }, view.id)],
       ["author", view.author], ["note", view.note],
       ["edits", (view.texts ?? []).length > 2 ? editsText(view, 20) : null],
-      ["digest", digests.length ? el("span", { class: "mono" }, same ? `${digests[0][1]}, ${digests.length > 1 ? `the same on ${digests.length} workers` : alone}` : digests.map(([rank, digest]) => `worker ${rank}: ${digest}`).join("; ")) : null],
+      ["digest", digests.length ? el("span", { class: "mono" }, same ? `${digests[0][1]}, ${digests.length > 1 ? `the same on ${digests.length} workers` : "on the only worker"}` : digests.map(([rank, digest]) => `worker ${rank}: ${digest}`).join("; ")) : null],
       ["content", view.content_digest ? el("span", { class: "mono" }, view.content_digest) : null],
       ["sha256", view.sha256 ? el("span", { class: "mono" }, view.sha256) : null],
       ["on trial", view.trial ? trialText(view.trial) : null],
