@@ -13,33 +13,25 @@ host has them a few segments after the second one, however many are between.
 A segment is verified before it is served. What is missing after a connection broke is asked for again. A
 host that has to refuse says why, and the hosts after it repeat that; the hosts before it have the parcel.
 
-Two hosts first show each other that they know the secret of the job, without sending it. A proof is
-HMAC-SHA256. Each side has chosen a nonce, so no proof can be used again, and the two directions differ, so
-none can be sent back. What follows is neither encrypted nor signed.
+Two hosts first show each other that they know the secret of the job (`connections.py`). What follows is
+neither encrypted nor signed.
 
 ```
  host that connects: `ChainLink`, `Fetch`             host that listens: `Server`
-                        ◄── version, nonce of 32 bytes ──
-             nonce, proof of both nonces ──►            closes the connection if the proof is wrong
-                        ◄──────── proof, the other way ──
  ask for segment 7 of a parcel  ──────────────►
  ask for segment 8              ──────────────►
                                 ◄──────────────  WAITING, for worker 3     every second until it is there
                                 ◄══════════════  SEGMENT, and its bytes
                                 ◄──────────────  REFUSED, and why
 ```
-A process that does not know the secret gets a nonce and nothing else: a connection has `HANDSHAKE_SECS` to
-show that it does, in 64 bytes, and of those that have not yet, only the newest `MAX_STRANGERS` stay.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import hmac
 import json
 import logging
-import math
 import os
 import secrets
 import select
@@ -57,12 +49,20 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from replicast.config import host_and_port, host_id, read_cluster, shared_memory_directory
+from replicast.connections import (
+    HANDSHAKE_SECS,
+    HostServer,
+    introduce,
+    limit,
+    receive_bytes,
+    receive_into,
+    shut,
+)
 from replicast.coordination import DirectExchange
 from replicast.deadline import Deadline
 from replicast.errors import ClusterError, JobFailed, UpdateRefused
 from replicast.mapped_memory import Bytes
 from replicast.names import Dialer
-from replicast.processes import accept_problem
 from replicast.tensorfiles import Array
 from replicast.transport.base import Inspect, Parcel, Transport, damaged_block, no_inspection, not_arrived
 from replicast.transport.shared import SharedFile, SharedMemoryTransport
@@ -78,21 +78,14 @@ SEGMENT_BYTES = 1 << 20
 MAX_DAMAGED = 3  # How often one segment may arrive damaged before the parcel is refused.
 # So many parcels that are gone are remembered, to refuse them at once instead of waiting for them.
 REMEMBERED = 1000
-HANDSHAKE_SECS = 5.0  # All of it, however slowly the other side sends.
 SILENT_SECS = 5.0  # A connection on which no byte moves for this long is closed, and opened again.
 BEAT_SECS = 1.0  # How often a host that has nothing to send yet says for whom it waits.
 MAX_REFUSAL_BYTES = 1 << 16
-# Connections that have not shown that they know the secret. One more closes the oldest of them.
-MAX_STRANGERS = 16
-MAX_PEERS = 64  # Connections that have. One more is closed: the other side tries again.
+MAX_PEERS = 64  # Connections of hosts. One more is closed: the other side tries again.
 IDLE_SECS = 60.0  # A connection over which nothing is asked for this long is closed.
 SEGMENT_SECS = 60.0  # A segment that is not taken within this time is given up, and its connection closed.
 IN_FLIGHT = 2  # So many segments are asked for before the first of them has arrived.
 _PAUSES_SECS = (0.05, 0.2, 1.0)  # Before a broken connection is opened again; the last one is repeated.
-_CLOSE_SECS = 5.0
-_NO_ACCEPT_SECS = 0.1
-_VERSION = b"replicast-chain-2"
-_NONCE = _PROOF = 32
 _REQUEST = struct.Struct("!IH")
 _ANSWER = struct.Struct("!BQ")
 _MAX_ID = 100
@@ -478,71 +471,6 @@ class Kind(enum.IntEnum):
     REFUSED = 2  # The number of bytes of JSON that follow.
 
 
-def limit(connection: socket.socket, secs: float) -> None:
-    """Makes every later call raise `BlockingIOError` if no byte moves for this long.
-
-    With Python's own timeouts, a call would return with the first bytes that are there, not with all.
-    """
-    connection.settimeout(None)
-    secs = max(0.001, secs)  # 0 would be no limit
-    timeout = struct.pack("ll", int(secs), int(secs % 1 * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-
-
-def receive_into(
-    connection: socket.socket,
-    view: memoryview,
-    deadline: Deadline | None = None,
-    silent_secs: float = math.inf,
-) -> None:
-    """Fills the view; in time, and without a silence this long, if there is a deadline."""
-    while view:
-        if deadline is not None:
-            if deadline.has_passed():
-                raise TimeoutError("the time is over")
-            limit(connection, deadline.left(silent_secs))
-        count = connection.recv_into(view, 0, socket.MSG_WAITALL)
-        if count == 0:
-            raise ConnectionError("closed by the other side")
-        view = view[count:]
-
-
-def receive_bytes(connection: socket.socket, count: int, deadline: Deadline | None = None) -> bytes:
-    found = bytearray(count)
-    receive_into(connection, memoryview(found), deadline)
-    return bytes(found)
-
-
-def introduce(connection: socket.socket, secret: bytes, deadline: Deadline) -> None:
-    """The handshake, on the side that connects."""
-    greeting = receive_bytes(connection, len(_VERSION) + _NONCE, deadline)
-    if not greeting.startswith(_VERSION):
-        raise ConnectionError("there is another program, or another version of replicast")
-    theirs, mine = greeting[len(_VERSION) :], secrets.token_bytes(_NONCE)
-    connection.sendall(mine + _proof(secret, b"connects", theirs, mine))
-    answer = receive_bytes(connection, _PROOF, deadline)
-    if not hmac.compare_digest(answer, _proof(secret, b"listens", theirs, mine)):
-        raise ConnectionError("it does not know the secret of this job")
-
-
-def admit(connection: socket.socket, secret: bytes) -> None:
-    """The handshake, on the side that listens."""
-    deadline = Deadline(HANDSHAKE_SECS)
-    mine = secrets.token_bytes(_NONCE)
-    limit(connection, HANDSHAKE_SECS)
-    connection.sendall(_VERSION + mine)
-    said = receive_bytes(connection, _NONCE + _PROOF, deadline)
-    theirs, proof = said[:_NONCE], said[_NONCE:]
-    if not hmac.compare_digest(proof, _proof(secret, b"connects", mine, theirs)):
-        raise ConnectionError("wrong secret")
-    connection.sendall(_proof(secret, b"listens", mine, theirs))
-
-
-def _proof(secret: bytes, role: bytes, listener: bytes, caller: bytes) -> bytes:
-    return hmac.digest(secret, role + listener + caller, "sha256")
-
-
 def send_request(connection: socket.socket, parcel_id: str, segment: int) -> None:
     name = parcel_id.encode()
     connection.sendall(_REQUEST.pack(segment, len(name)) + name)
@@ -586,90 +514,28 @@ def receive_answer(connection: socket.socket) -> tuple[Kind, int]:
 # --- The side that listens -------------------------------------------------------------------------------
 
 
-class Server:
+class Server(HostServer):
     """Sends segments to the host that comes next, which asks for them. At one address, until `close`.
 
-    Threads: `replicast-chain-accept`, and one `replicast-chain-send` for each connection. `close` ends them.
-    If one that sends fails, its connection is closed and the other side connects again. If the one that
+    If a thread that sends fails, its connection is closed and the other side connects again. If the one that
     accepts fails, the port is closed: updates that the next host needs are refused, and training goes on.
     """
 
     def __init__(self, host: str, secret: bytes, holdings: Holdings) -> None:
-        self._secret = secret
         self._holdings = holdings
-        self._strangers: dict[socket.socket, threading.Thread] = {}
-        self._peers: dict[socket.socket, threading.Thread] = {}
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._listener = _listening(host)
-        self.port: int = self._listener.getsockname()[1]
-        self._accepting = threading.Thread(target=self._accept, name="replicast-chain-accept", daemon=True)
-        self._accepting.start()
+        super().__init__(_listening(host), secret, name="replicast-chain", max_peers=MAX_PEERS)
 
     def close(self) -> None:
-        """Closes all connections and ends all threads; waits at most 5 s. A second call does nothing."""
-        self._closing.set()
+        self.closing.set()
         self._holdings.stop_waiting()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        deadline = Deadline(_CLOSE_SECS)
-        self._accepting.join(_CLOSE_SECS)
-        with self._lock:
-            threads = {**self._strangers, **self._peers}
-            for connection in threads:
-                _shut(connection)
-        for thread in threads.values():
-            thread.join(deadline.left())
+        super().close()
 
-    def _accept(self) -> None:
-        has_warned = False
-        with self._listener:
-            while not self._closing.is_set():
-                try:
-                    connection, _ = self._listener.accept()
-                except OSError as error:  # the listener is closed, or can accept nothing for now
-                    problem = "" if self._closing.is_set() else accept_problem(error)
-                    if problem and not has_warned:
-                        has_warned = True
-                        logger.warning("The next host, which waits for updates, cannot connect: %s", problem)
-                    self._closing.wait(_NO_ACCEPT_SECS)
-                    continue
-                self._begin(connection)
+    def serve(self, connection: socket.socket) -> None:
+        while not self.closing.is_set():
+            self._answer(connection)
 
-    def _begin(self, connection: socket.socket) -> None:
-        thread = threading.Thread(
-            target=self._serve, args=(connection,), name="replicast-chain-send", daemon=True
-        )
-        with self._lock:
-            if len(self._strangers) >= MAX_STRANGERS:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                _shut(oldest)
-            self._strangers[connection] = thread
-        try:
-            thread.start()
-        except RuntimeError:  # no more threads for now: the other side tries again
-            with self._lock, connection:
-                self._strangers.pop(connection, None)
-
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            with connection:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                admit(connection, self._secret)
-                with self._lock:
-                    thread = self._strangers.pop(connection, None)
-                    if thread is None or len(self._peers) >= MAX_PEERS:
-                        return
-                    self._peers[connection] = thread
-                while not self._closing.is_set():
-                    self._answer(connection)
-        except OSError as error:
-            logger.debug("a connection has ended: %s", error)
-        finally:
-            with self._lock:
-                self._strangers.pop(connection, None)
-                self._peers.pop(connection, None)
+    def cannot_accept(self, problem: str) -> None:
+        logger.warning("The next host, which waits for updates, cannot connect: %s", problem)
 
     def _answer(self, connection: socket.socket) -> None:
         connection.settimeout(IDLE_SECS)
@@ -677,7 +543,7 @@ class Server:
         connection.settimeout(SILENT_SECS)
         try:
             while isinstance(found := self._holdings.find(parcel_id, number, BEAT_SECS), int):
-                if self._closing.is_set():
+                if self.closing.is_set():
                     return
                 send_answer(connection, Kind.WAITING, found)
         except UpdateRefused as refusal:
@@ -723,12 +589,6 @@ def _listening(host: str) -> socket.socket:
     raise problem
 
 
-def _shut(connection: socket.socket) -> None:
-    """Wakes the thread of a connection, which closes it."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
 # --- The side that connects ------------------------------------------------------------------------------
 
 
@@ -754,7 +614,6 @@ class ChainLink:
                     raise UpdateRefused(f"Worker {self.rank} has closed its connections", worker=self.rank)
                 self._open.add(connection)
             try:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 introduce(connection, self._secret, deadline)
                 limit(connection, SILENT_SECS)
                 yield connection
@@ -767,7 +626,7 @@ class ChainLink:
         with self._lock:
             self._closed = True
             for connection in self._open:
-                _shut(connection)
+                shut(connection)
 
 
 class Fetch:

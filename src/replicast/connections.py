@@ -1,0 +1,213 @@
+"""TCP connections between the hosts of a job: both sides show that they know its secret, without sending it.
+
+A proof is HMAC-SHA256. Each side has chosen a nonce, so no proof can be used again, and the two directions
+differ, so none can be sent back. What follows is neither encrypted nor signed.
+
+```
+ host that connects                                     host that listens
+                        ◄── version, nonce of 32 bytes ──
+             nonce, proof of both nonces ──►            closes the connection if the proof is wrong
+                        ◄──────── proof, the other way ──
+```
+A process that does not know the secret gets a nonce and nothing else: a connection has `HANDSHAKE_SECS` to
+show that it does, in 64 bytes, and of those that have not yet, only the newest `MAX_STRANGERS` stay.
+
+This module has no numpy: the launchers use it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import math
+import secrets
+import socket
+import struct
+import threading
+
+from replicast.deadline import Deadline
+from replicast.processes import accept_problem
+
+logger = logging.getLogger("replicast")
+
+HANDSHAKE_SECS = 5.0  # All of it, however slowly the other side sends.
+# Connections that have not shown that they know the secret. One more closes the oldest of them.
+MAX_STRANGERS = 16
+_CLOSE_SECS = 5.0
+_NO_ACCEPT_SECS = 0.1
+_VERSION = b"replicast-hosts-3"
+_NONCE = _PROOF = 32
+
+
+class WrongSecret(ConnectionError):  # noqa: N818 - reads as a sentence
+    """The two sides have different secrets."""
+
+
+def limit(connection: socket.socket, secs: float) -> None:
+    """Makes every later call raise `BlockingIOError` if no byte moves for this long.
+
+    With Python's own timeouts, a call would return with the first bytes that are there, not with all.
+    """
+    connection.settimeout(None)
+    secs = max(0.001, secs)  # 0 would be no limit
+    timeout = struct.pack("ll", int(secs), int(secs % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+
+
+def receive_into(
+    connection: socket.socket,
+    view: memoryview,
+    deadline: Deadline | None = None,
+    silent_secs: float = math.inf,
+) -> None:
+    """Fills the view; in time, and without a silence this long, if there is a deadline."""
+    while view:
+        if deadline is not None:
+            if deadline.has_passed():
+                raise TimeoutError("the time is over")
+            limit(connection, deadline.left(silent_secs))
+        count = connection.recv_into(view, 0, socket.MSG_WAITALL)
+        if count == 0:
+            raise ConnectionError("closed by the other side")
+        view = view[count:]
+
+
+def receive_bytes(connection: socket.socket, count: int, deadline: Deadline | None = None) -> bytes:
+    found = bytearray(count)
+    receive_into(connection, memoryview(found), deadline)
+    return bytes(found)
+
+
+def introduce(connection: socket.socket, secret: bytes, deadline: Deadline) -> None:
+    """The handshake, on the side that connects."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    greeting = receive_bytes(connection, len(_VERSION) + _NONCE, deadline)
+    if not greeting.startswith(_VERSION):
+        raise ConnectionError("there is another program, or another version of replicast")
+    theirs, mine = greeting[len(_VERSION) :], secrets.token_bytes(_NONCE)
+    connection.sendall(mine + _proof(secret, b"connects", theirs, mine))
+    try:
+        answer = receive_bytes(connection, _PROOF, deadline)
+    except ConnectionError:
+        raise WrongSecret("it does not accept this host's secret") from None
+    if not hmac.compare_digest(answer, _proof(secret, b"listens", theirs, mine)):
+        raise WrongSecret("it does not know the secret of this job")
+
+
+def admit(connection: socket.socket, secret: bytes) -> None:
+    """The handshake, on the side that listens."""
+    deadline = Deadline(HANDSHAKE_SECS)
+    mine = secrets.token_bytes(_NONCE)
+    limit(connection, HANDSHAKE_SECS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(_VERSION + mine)
+    said = receive_bytes(connection, _NONCE + _PROOF, deadline)
+    theirs, proof = said[:_NONCE], said[_NONCE:]
+    if not hmac.compare_digest(proof, _proof(secret, b"connects", mine, theirs)):
+        raise WrongSecret("it does not know the secret of this job")
+    connection.sendall(_proof(secret, b"listens", mine, theirs))
+
+
+def _proof(secret: bytes, role: bytes, listener: bytes, caller: bytes) -> bytes:
+    return hmac.digest(secret, role + listener + caller, "sha256")
+
+
+def shut(connection: socket.socket) -> None:
+    """Wakes the thread of a connection, which closes it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class HostServer:
+    """Serves the hosts that show that they know the secret, until `close`. What it serves is `serve`.
+
+    Threads: `NAME-accept`, and one `NAME-serve` for each connection. `close` ends them.
+    """
+
+    def __init__(self, listener: socket.socket, secret: bytes, *, name: str, max_peers: int) -> None:
+        self._secret, self._name, self._max_peers = secret, name, max_peers
+        self._strangers: dict[socket.socket, threading.Thread] = {}
+        self._peers: dict[socket.socket, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self.closing = threading.Event()
+        self._listener = listener
+        self.port: int = listener.getsockname()[1]
+        self._accepting = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
+        self._accepting.start()
+
+    def serve(self, connection: socket.socket) -> None:
+        """Talks with a host that knows the secret, until it returns or raises an `OSError`."""
+        raise NotImplementedError
+
+    def cannot_accept(self, problem: str) -> None:
+        """No connection can be accepted for now. Called once."""
+        raise NotImplementedError
+
+    def refused(self, host: str) -> None:
+        """A process at this address has another secret."""
+
+    def close(self) -> None:
+        """Closes all connections and ends all threads; waits at most 5 s. A second call does nothing."""
+        self.closing.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        deadline = Deadline(_CLOSE_SECS)
+        self._accepting.join(_CLOSE_SECS)
+        with self._lock:
+            threads = {**self._strangers, **self._peers}
+            for connection in threads:
+                shut(connection)
+        for thread in threads.values():
+            thread.join(deadline.left())
+
+    def _accept(self) -> None:
+        has_warned = False
+        with self._listener:
+            while not self.closing.is_set():
+                try:
+                    connection, (host, *_) = self._listener.accept()
+                except OSError as error:  # the listener is closed, or can accept nothing for now
+                    problem = "" if self.closing.is_set() else accept_problem(error)
+                    if problem and not has_warned:
+                        has_warned = True
+                        self.cannot_accept(problem)
+                    self.closing.wait(_NO_ACCEPT_SECS)
+                    continue
+                self._begin(connection, str(host))
+
+    def _begin(self, connection: socket.socket, host: str) -> None:
+        thread = threading.Thread(
+            target=self._run, args=(connection, host), name=f"{self._name}-serve", daemon=True
+        )
+        with self._lock:
+            if len(self._strangers) >= MAX_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                shut(oldest)
+            self._strangers[connection] = thread
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads for now: the other side tries again
+            with self._lock, connection:
+                self._strangers.pop(connection, None)
+
+    def _run(self, connection: socket.socket, host: str) -> None:
+        try:
+            with connection:
+                admit(connection, self._secret)
+                with self._lock:
+                    thread = self._strangers.pop(connection, None)
+                    if thread is None or len(self._peers) >= self._max_peers:
+                        return
+                    self._peers[connection] = thread
+                self.serve(connection)
+        except WrongSecret:
+            self.refused(host)
+        except OSError as error:
+            logger.debug("a connection has ended: %s", error)
+        finally:
+            with self._lock:
+                self._strangers.pop(connection, None)
+                self._peers.pop(connection, None)
