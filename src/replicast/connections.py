@@ -25,6 +25,7 @@ import secrets
 import socket
 import struct
 import threading
+from collections.abc import Callable
 
 from replicast.deadline import Deadline
 from replicast.processes import accept_problem
@@ -121,13 +122,27 @@ def shut(connection: socket.socket) -> None:
 
 
 class HostServer:
-    """Serves the hosts that show that they know the secret, until `close`. What it serves is `serve`.
+    """Serves the hosts that show that they know the secret, until `close`.
+
+    `serve` talks with such a host, until it returns or raises an `OSError`. `warn` is told once if no
+    connection can be accepted for now, and `refused` each address at which a process has another secret.
 
     Threads: `NAME-accept`, and one `NAME-serve` for each connection. `close` ends them.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, *, name: str, max_peers: int) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        serve: Callable[[socket.socket], None],
+        *,
+        name: str,
+        max_peers: int,
+        warn: Callable[[str], None],
+        refused: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._secret, self._name, self._max_peers = secret, name, max_peers
+        self._serve, self._warn, self._refused = serve, warn, refused
         self._strangers: dict[socket.socket, threading.Thread] = {}
         self._peers: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
@@ -136,17 +151,6 @@ class HostServer:
         self.port: int = listener.getsockname()[1]
         self._accepting = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
         self._accepting.start()
-
-    def serve(self, connection: socket.socket) -> None:
-        """Talks with a host that knows the secret, until it returns or raises an `OSError`."""
-        raise NotImplementedError
-
-    def cannot_accept(self, problem: str) -> None:
-        """No connection can be accepted for now. Called once."""
-        raise NotImplementedError
-
-    def refused(self, host: str) -> None:
-        """A process at this address has another secret."""
 
     def close(self) -> None:
         """Closes all connections and ends all threads; waits at most 5 s. A second call does nothing."""
@@ -172,7 +176,7 @@ class HostServer:
                     problem = "" if self.closing.is_set() else accept_problem(error)
                     if problem and not has_warned:
                         has_warned = True
-                        self.cannot_accept(problem)
+                        self._warn(problem)
                     self.closing.wait(_NO_ACCEPT_SECS)
                     continue
                 self._begin(connection, str(host))
@@ -202,9 +206,9 @@ class HostServer:
                     if thread is None or len(self._peers) >= self._max_peers:
                         return
                     self._peers[connection] = thread
-                self.serve(connection)
+                self._serve(connection)
         except WrongSecret:
-            self.refused(host)
+            self._refused(host)
         except OSError as error:
             logger.debug("a connection has ended: %s", error)
         finally:

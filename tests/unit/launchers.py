@@ -8,18 +8,8 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from msgspec import to_builtins
-
 from replicast.launcher.failure import LaunchOrder, Phase, WorkerExit
-from replicast.launcher.hosts_leader import (
-    Command,
-    HostTimeouts,
-    Leader,
-    Member,
-    Report,
-    Waiting,
-    read_message,
-)
+from replicast.launcher.hosts_leader import HostTimeouts, Leader, Member, Report
 
 TICK_SECS = 0.25
 
@@ -35,7 +25,9 @@ class Launcher:
     alive: bool = True
     connected_to: str = ""
     running: int | None = None
-    said: list[Command] = field(default_factory=list)
+    is_ending: bool = False  # It has told its workers to end.
+    has_run: bool = False  # It waits to hear what follows an attempt.
+    said: list[LaunchOrder] = field(default_factory=list)
     over: LaunchOrder | None = None
     ends_in_secs: float = 0.3
     connected_at: float = 0.0
@@ -142,16 +134,10 @@ class World:
         by_node = {launcher.node: launcher.code for launcher in [*self.ended, *self.present()]}
         return [by_node.get(node) for node in range(self.hosts)]
 
-    def said(self, node: int) -> list[Command]:
-        everyone = [*self.ended, *self.present()]
-        return [one for it in everyone if it.node == node for one in it.said]
-
     def orders(self, node: int, phase: Phase) -> list[LaunchOrder]:
-        """What a host was told: RUN starts an attempt, WAIT announces a restart, OVER ends the job."""
-        return [one for one in self.said(node) if isinstance(one, LaunchOrder) and one.phase is phase]
-
-    def waits(self, node: int) -> list[Waiting]:
-        return [one for one in self.said(node) if isinstance(one, Waiting)]
+        """What a host has learned: RUN starts an attempt, WAIT announces a restart, OVER ends the job."""
+        everyone = [*self.ended, *self.present()]
+        return [one for it in everyone if it.node == node for one in it.said if one.phase is phase]
 
     def reached(self, one: int, other: int) -> bool:
         return one == other or not {one, other} & self.cut
@@ -166,10 +152,11 @@ class World:
             launcher.leader.on_report(0, launcher.member.report, self.now)
             launcher.leader.on_time(self.now)
             self._broadcast(launcher)
-            self._do(launcher, launcher.member.on_order(launcher.leader.order, self.now))
+            launcher.member.on_order(launcher.leader.order, self.now)
+            self._act(launcher)
         elif launcher.alive:
             self._connect(launcher)
-            self._do(launcher, launcher.member.on_time(self.now))
+            self._act(launcher)
             self._send_report(launcher)
 
     def _connect(self, launcher: Launcher) -> None:
@@ -193,15 +180,12 @@ class World:
         if not session or not due:
             return
         launcher.sent, launcher.sent_at = report, self.now
-        text = to_builtins(report)
 
         def arrives() -> None:
             first = self.launchers[0]
             is_there = first is not None and first.session == session and launcher.connected_to == session
             if is_there and self.reached(launcher.node, 0) and first is not None and first.leader:
-                received = read_message(text, self.hosts)
-                assert isinstance(received, Report)
-                first.leader.on_report(launcher.node, received, self.now)
+                first.leader.on_report(launcher.node, report, self.now)
                 self._poll(first)
 
         self._deliver(launcher, "up", arrives)
@@ -219,9 +203,8 @@ class World:
     def _send_order(self, launcher: Launcher, session: str, order: LaunchOrder) -> None:
         def arrives() -> None:
             if launcher.alive and launcher.connected_to == session and self.reached(launcher.node, 0):
-                received = read_message(to_builtins(order), self.hosts)
-                assert isinstance(received, LaunchOrder)
-                self._do(launcher, launcher.member.on_order(received, self.now))
+                launcher.member.on_order(order, self.now)
+                self._act(launcher)
                 self._send_report(launcher)
 
         self._deliver(launcher, "down", arrives)
@@ -254,26 +237,35 @@ class World:
             launcher.member.on_closed(self.now)
             first.leader.on_closed(node, launcher.session, self.now)
 
-    def _do(self, launcher: Launcher, commands: list[Command]) -> None:
-        for command in commands:
-            launcher.said.append(command)
-            if isinstance(command, LaunchOrder) and command.phase is Phase.END:
-                self._end_later(launcher, launcher.member.report.failure)
-            elif isinstance(command, LaunchOrder) and command.phase is Phase.RUN:
-                self._start(launcher, command.attempt)
-            elif isinstance(command, LaunchOrder) and command.phase is Phase.OVER:
-                assert launcher.running is None, "a launcher left its workers"
-                launcher.over = command
-                if launcher.leader is None:
-                    self._leave(launcher)
-            else:
-                assert isinstance(command, Waiting) or command.phase is Phase.WAIT
+    def _act(self, launcher: Launcher) -> None:
+        """What the main thread of a launcher does: it asks, by what it is at."""
+        member = launcher.member
+        if launcher.over is not None or not launcher.alive:
+            return
+        if launcher.running is not None:
+            if not launcher.is_ending and member.to_end(self.now) is not None:
+                launcher.is_ending = True
+                self._end_later(launcher, member.report.failure)
+            return
+        order = member.after(self.now) if launcher.has_run else member.to_start(self.now)
+        if order is None:
+            return
+        launcher.said.append(order)
+        launcher.has_run = False
+        if order.phase is Phase.RUN:
+            self._start(launcher, order.attempt)
+        elif order.phase is Phase.OVER:
+            launcher.over = order
+            if launcher.leader is None:
+                self._leave(launcher)
+        else:
+            self._act(launcher)
 
     def _start(self, launcher: Launcher, attempt: int) -> None:
         others = [one.running for one in self.present() if one.running not in (None, attempt)]
         assert not others, f"attempt {attempt} starts while {others} runs"
         assert attempt > self.last_attempts[launcher.node], "an attempt starts twice on a host"
-        launcher.running = attempt
+        launcher.running, launcher.is_ending = attempt, False
         self.last_attempts[launcher.node] = attempt
         self.starts.append((self.now, launcher.node, attempt))
 
@@ -289,8 +281,8 @@ class World:
     def _group_ends(self, launcher: Launcher, failure: WorkerExit | None) -> None:
         if not launcher.alive or launcher.running is None:
             return
-        launcher.running = None
-        self._do(launcher, launcher.member.on_group_end(failure, self.now, left_behind=False))
+        launcher.running, launcher.has_run = None, True
+        launcher.member.on_group_end(failure, left_behind=False)
         self._poll(launcher)
 
     def _leave(self, launcher: Launcher) -> None:

@@ -22,6 +22,7 @@ LAYERS = [
         "files",
         "tensorfiles",
         "names",
+        "connections",
         "mapped_memory",
     },
     {"update"},

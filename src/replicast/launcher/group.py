@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from replicast.config import PEER_FAILED, TOLD_TO_END
 from replicast.launcher.failure import GroupEnd, WorkerExit, first_cause, stopping_line, with_details
-from replicast.launcher.hosts_link import HostsAttempts
+from replicast.launcher.hosts_link import Peers
 from replicast.launcher.interruptions import STOP_SIGNALS, Interruptions
 from replicast.launcher.plan import WorkerPlan, bootstrapped
 from replicast.launcher.screen import LOG_LEVEL, Output, Screen
@@ -150,7 +150,7 @@ class Group:
     tee: frozenset[int]
     timeouts: EndTimeouts
     interruptions: Interruptions
-    peers: HostsAttempts | None = None
+    peers: Peers | None = None
 
     _workers: dict[int, WorkerProcess] = field(default_factory=dict, init=False)
     _exits: dict[int, WorkerExit] = field(default_factory=dict, init=False)  # in the order of exit
@@ -160,6 +160,8 @@ class Group:
     # The exit code of the worker, here or elsewhere, because of which the group ends.
     _first_code: int | None = field(default=None, init=False)
     _interrupted_by: signal.Signals | None = field(default=None, init=False)
+    # The signal, or none, of the order of other hosts by which the group ends; such an order is repeated.
+    _ends_for: tuple[int | None] | None = field(default=None, init=False)
 
     def run(self, environ: Mapping[str, str], started: Callable[[], None] = lambda: None) -> GroupEnd:
         """Runs the workers until all have exited. Has a time limit only after a failure or a signal."""
@@ -183,9 +185,9 @@ class Group:
         )
 
     def _start(self, selector: selectors.BaseSelector, environ: Mapping[str, str]) -> None:
-        selector.register(self.interruptions, selectors.EVENT_READ, self._take_signals)
+        selector.register(self.interruptions, selectors.EVENT_READ, self.interruptions)
         if self.peers is not None:
-            selector.register(self.peers, selectors.EVENT_READ, self._take_ends)
+            selector.register(self.peers, selectors.EVENT_READ, self.peers)
         for plan in self.plans:
             teed = self.screen if plan.rank in self.tee else None
             live = teed is not None and plan.rank == self.screen.live_rank
@@ -214,8 +216,9 @@ class Group:
             elif isinstance(source, WorkerProcess):
                 selector.unregister(key.fileobj)
                 self._take_exit(source)
-            else:
-                source()
+            elif source is self.interruptions:
+                self._take_signals()
+        self._take_end()
         if self._is_late(Ending.SETTLING):
             timeouts, killed = self.timeouts, self._first_code == -signal.SIGKILL
             secs = timeouts.stop_killed_secs if killed else timeouts.stop_failed_secs
@@ -238,21 +241,22 @@ class Group:
         worker = self._workers[ended.worker or 0]
         return with_details(ended, worker.plan.log, list(worker.output.tail)) if ended.code else ended
 
-    def _take_ends(self) -> None:
+    def _take_end(self) -> None:
         """Other hosts have failed or were told to stop: the group ends as it would because of one here."""
-        if self.peers is None:
+        end = None if self.peers is None else self.peers.to_end()
+        if self.peers is None or end is None or self._ends_for == (end.signal,):
             return
-        for end in self.peers.take_ends():
-            if end.signal is not None:
-                if self._interrupted_by is None:
-                    self._stop_because_of(end.signal, self.peers.hosts.on(end.stopped_on))
-            else:
-                for worker in self._rest():
-                    worker.blamed_as_frozen = worker.blamed_as_frozen or worker.is_frozen()
-                # After the loss of a host, the others wait in vain as after that of a killed worker.
-                failed = end.failure
-                is_of_worker = failed is not None and failed.worker is not None
-                self._settle(failed.code if failed and is_of_worker else -signal.SIGKILL)
+        self._ends_for = (end.signal,)
+        if end.signal is not None:
+            if self._interrupted_by is None:
+                self._stop_because_of(end.signal, self.peers.hosts.on(end.stopped_on))
+            return
+        for worker in self._rest():
+            worker.blamed_as_frozen = worker.blamed_as_frozen or worker.is_frozen()
+        # After the loss of a host, the others wait in vain as after that of a killed worker.
+        failed = end.failure
+        is_of_worker = failed is not None and failed.worker is not None
+        self._settle(failed.code if failed and is_of_worker else -signal.SIGKILL)
 
     def _take_signals(self) -> None:
         for signum in self.interruptions.take():

@@ -22,13 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from replicast.config import PEER_FAILED
-from replicast.errors import printable
 from replicast.launcher.failure import (
     MAX_LINES,
     Index,
@@ -52,15 +50,13 @@ class HostTimeouts:
     reconnect_secs: float = 2.0
     redial_secs: float = 5.0
     leave_secs: float = 5.0
-    tell_after_secs: float = 10.0
-    tell_again_secs: float = 30.0
 
 
 # --- Messages --------------------------------------------------------------------------------------------
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """The first message of a launcher to the first one, and of that one to see whether it is the only one."""
+    """The first message of a launcher to the first one. One of another version can be read too."""
 
     node: int
     session: str
@@ -68,7 +64,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     identity: dict[str, str]  # What must be the same on all hosts, by the words for it.
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="report"):
+class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     next_attempt: Index
     attempt: Index | None = None
     restarts: Index = 0
@@ -79,28 +75,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     progress: tuple[Index, Index] | None = None  # as in an order; the first host knows it
 
 
-class RefusedHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="refused"):
+class RefusedHost(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     """The first launcher's answer to one that does not belong to the job."""
 
     why: str
 
 
 Message = Hello | Report | LaunchOrder | RefusedHost
-
-
-def read_message(fields: Mapping[str, Any], nodes: int) -> Message:
-    """Reads a message to a job of so many hosts; raises ValueError if no launcher can have sent it."""
-    message: Message = msgspec.convert(fields, Message)
-    hosts: set[int] = set()
-    if isinstance(message, Report | LaunchOrder) and message.failure is not None:
-        hosts |= {message.failure.host, message.failure.reported_by}
-    if isinstance(message, LaunchOrder):
-        hosts |= {message.stopped_on, *message.missing, *message.unreached}
-        if len(message.hosts) != nodes:
-            raise ValueError(f"an order for {len(message.hosts)} hosts, expected {nodes}")
-    if not hosts <= set(range(nodes)):
-        raise ValueError(f"it names the hosts {sorted(hosts)} of {nodes}")
-    return message
 
 
 def sent_from(host: int, failure: WorkerExit) -> WorkerExit:
@@ -117,37 +98,6 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
             shown = f"{mine[:200] or 'none'} on the first host, {other[:200] or 'none'} on the other"
             return f"a different {what}: {shown}"
     return ""
-
-
-def two_firsts(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Says that two launchers of one job take themselves for the first one; empty if they do not.
-
-    Theirs may be a job of its own, on other ports or hosts; or this launcher's own hello, which a stranger
-    has passed on.
-    """
-    one, other = (identity.get("--hosts", "").split(",") for identity in (ours, theirs))
-    same_port = ours.get("--port") == theirs.get("--port")
-    if one == other or not same_port or one[0] not in other or other[0] not in one:
-        return ""
-    lists = f"one with --hosts {','.join(one)[:200]}, the other with --hosts {','.join(other)[:200]}"
-    return f"both act as the launcher of the first host, {lists}"
-
-
-# --- What the main thread of a launcher learns -----------------------------------------------------------
-#
-# An order itself, by its phase: RUN, start the workers of this attempt; END, end them; WAIT, the attempt
-# before has failed on all hosts, and this one follows when all are ready; OVER, the job is over. Or:
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    secs: float
-    missing: tuple[int, ...]
-    at_most_secs: float
-    why: str = ""
-
-
-Command = LaunchOrder | Waiting
 
 
 # --- Whether the other side is there ---------------------------------------------------------------------
@@ -225,7 +175,7 @@ class Leader:
         self._names = tuple(hosts)
         self._failures: dict[int, WorkerExit] = {}  # by host, in the order in which they were reported
         self._missing_since = dict.fromkeys(range(len(hosts)), now)
-        self._refused: dict[int | None, str] = {}
+        self._refused = ""
         self._has_run = False
         self._failed_before: WorkerExit | None = None  # of the attempt before
         self.order = LaunchOrder(
@@ -247,11 +197,9 @@ class Leader:
             return ""
         return f"a launcher with --node-rank {node} is already connected, from {host.address or 'this host'}"
 
-    def on_refused(self, node: int | None, what: str) -> None:
+    def on_refused(self, what: str) -> None:
         """A launcher was refused: perhaps the one that is waited for."""
-        known = node if node is not None and 0 <= node < len(self._hosts) else None
-        if known is None or not self._hosts[known].connected:  # A second one of a host is not.
-            self._refused[known] = what
+        self._refused = what
 
     def on_joined(self, node: int, session: str, address: str, now: float) -> None:
         """A launcher has connected, for the first time or again. Call `refusal` before."""
@@ -260,7 +208,6 @@ class Leader:
             self._lose(node, "its launcher was restarted")
             host.report = None
         host.session, host.address = session, address
-        self._refused.pop(node, None)
         host.hear(now)
         self._advance(now)  # What it hears first must not be to run the attempt that has just failed.
 
@@ -288,9 +235,6 @@ class Leader:
                 self._lose(node, why)
         self._advance(now)
 
-    def everybody_left(self) -> bool:
-        return not any(host.connected for host in self._hosts[1:])
-
     def _is_under_way(self) -> bool:
         return self.order.phase in (Phase.RUN, Phase.END)
 
@@ -298,11 +242,9 @@ class Leader:
         """A host will not end this attempt: its workers are taken for dead."""
         if not self._is_under_way() or self._hosts[node].report is None:
             return
-        known = self._failures.get(node)  # It keeps its place in the order.
+        known = self._failures.get(node)
         # A worker that failed by itself stays the reason; what became of its host then follows from it.
-        if known is not None and known.code != PEER_FAILED:
-            self._failures[node] = replace(known, why=f"{known.why or known.how}; then {why}")
-        else:
+        if known is None or known.code == PEER_FAILED:
             self._failures[node] = WorkerExit(host=node, why=why)
         self._hosts[node].report = None
 
@@ -337,15 +279,10 @@ class Leader:
         if not missing:
             self._start()
         elif late:
-            self._fail(late[0], self._why_late(late[0]))
-
-    def _why_late(self, node: int) -> str:
-        waited = f"it did not join within {self._timeouts.join_secs:g} s"
-        refused = self._refused.get(node) or self._refused.get(None)
-        if refused:
-            return f"{waited}. {refused}"
-        same = "the same --hosts" if self._names[node] else f"--node-rank {node}"
-        return f"{waited}. Was the command started there, with {same} and the same secret?"
+            why = f"it did not join within {self._timeouts.join_secs:g} s"
+            same = "the same --hosts in the same order" if self._names[late[0]] else f"--node-rank {late[0]}"
+            hint = self._refused or f"Was the command started there, with {same} and the same secret?"
+            self._fail(late[0], f"{why}. {hint}")
 
     def _start(self) -> None:
         reports, order = self._reports().values(), self.order
@@ -358,7 +295,7 @@ class Leader:
         attempt = max(order.attempt, *(report.next_attempt for report in reports))
         addresses = tuple(name or host.address for name, host in zip(self._names, self._hosts, strict=True))
         self._has_run = True
-        self._failures, self._refused, self._failed_before = {}, {}, order.failure
+        self._failures, self._refused, self._failed_before = {}, "", order.failure
         self.order = replace(order, phase=Phase.RUN, attempt=attempt, hosts=addresses)
 
     def _end(self) -> None:
@@ -386,10 +323,10 @@ class Leader:
 
 
 class Member:
-    """One launcher's part in the job: what it does on an order, and without any.
+    """One launcher's part in the job: what it does by the last order, and without any.
 
-    idle ── RUN ──→ running ── its workers have exited ──→ ended ── WAIT, RUN of a later attempt ──→ idle
-                       └── END, or the first launcher is lost: end them ──↗ └── OVER ──→ over
+    The launcher asks, again and again, as its own work goes on: `to_start` while nothing runs, `to_end` while
+    its workers run, `after` when they have exited. So no order can be missed: only the last one counts.
     """
 
     def __init__(
@@ -398,55 +335,28 @@ class Member:
         self._node = node
         self._timeouts = timeouts
         self._presence = Presence(timeouts)
-        self._order = LaunchOrder(phase=Phase.WAIT, max_restarts=max_restarts)
-        self._told_end: LaunchOrder | None = None
-        self._told_restart = True
-        self._unreachable = ""
-        self._ended_at = self._next_tell = now
         self._lost_since: float | None = now  # It has not come yet.
-        self._missing_since: dict[int, float] = {}
+        self._unreachable = ""
+        self._gave_up: WorkerExit | None = None  # the first host, because of which the workers here must end
+        self.order = LaunchOrder(phase=Phase.WAIT, max_restarts=max_restarts)
+        self._began = self.order  # the order with which the last attempt began here
         self.report = Report(next_attempt=0 if next_attempt is None else next_attempt)
         # One that does not know its run directory yet, nor which attempts are in it, reports nothing.
         self.is_ready = next_attempt is not None
-        self.is_over = False
 
     def on_ready(self, next_attempt: int) -> None:
         self.report, self.is_ready = replace(self.report, next_attempt=next_attempt), True
 
-    def on_order(self, order: LaunchOrder, now: float) -> list[Command]:
+    def on_order(self, order: LaunchOrder, now: float) -> None:
         self._presence.hear(now)
         self._unreachable, self._lost_since = "", None
-        if not self._missing_since.keys() >= set(order.missing):
-            self._next_tell = now  # Others are waited for than was said.
-        self._missing_since = {node: self._missing_since.get(node, now) for node in order.missing}
-        if self.is_over:
-            return []
-        if not self.is_ready:  # It waits for the name of the run directory, which is in every order.
-            return [order if order.phase is Phase.OVER else replace(order, phase=Phase.WAIT)]
-        commands: list[Command] = []
-        if self._order.session not in ("", order.session) and self.report.running:
+        self.order = order
+        if self.report.running and order.session != self._began.session:
             # The first launcher was started again: nobody knows of the attempt that runs here.
-            commands = self._end_because("its launcher was restarted")
-        self._order = order
-        if order.phase is Phase.OVER:
-            return [*commands, *self._tell_end(order), *self._finish(order)]
-        if self.report.running:
-            is_this = order.phase is Phase.RUN and order.attempt == self.report.attempt
-            return commands if is_this else [*commands, *self._tell_end(order)]
-        if order.phase is Phase.END and order.attempt != self.report.attempt:
-            self._begin(order, running=False)  # The attempt has failed before it was started here.
-        if self.report.attempt is not None and order.attempt > self.report.attempt:
-            commands += self._restart(order)
-        if order.phase is not Phase.RUN:
-            since = min(self._missing_since.values(), default=self._ended_at)
-            return [*commands, *self._wait(now, since, order.missing)]
-        # To run an attempt of which there is nothing here, by whichever launcher; else the workers here have
-        # finished, and those of other hosts have not.
-        is_new = order.attempt != self.report.attempt and order.attempt >= self.report.next_attempt
-        if is_new and self.report.signal is None:
-            self._begin(order, running=True)
-            commands.append(order)
-        return commands
+            self._give_up("its launcher was restarted")
+        if order.phase is Phase.END and not self.report.running and order.attempt != self.report.attempt:
+            # The attempt has failed before it was started here.
+            self.report = replace(self.report, attempt=order.attempt, restarts=order.restarts, failure=None)
 
     def on_closed(self, now: float) -> None:
         self._presence.close(now)
@@ -460,18 +370,6 @@ class Member:
         heard = self._presence.heard_at
         return heard is None or now - heard >= self._timeouts.redial_secs
 
-    def on_time(self, now: float) -> list[Command]:
-        """Some time has passed. Call it at least once a second."""
-        if self.is_over:
-            return []
-        is_stopping = self.report.signal is not None or self._order.signal is not None
-        why = self._presence.why_lost(now, is_stopping=is_stopping)
-        if not why or (is_stopping and self.report.running):  # They have the grace period, whatever happens.
-            return []
-        if self.report.running:
-            return self._end_because(why)
-        return self._without_leader(why, now)
-
     def on_failure(self, failure: WorkerExit) -> None:
         self.report = replace(self.report, failure=failure)
 
@@ -480,109 +378,99 @@ class Member:
             self.report = replace(self.report, signal=signum)
 
     def on_group_end(
-        self,
-        failure: WorkerExit | None,
-        now: float,
-        *,
-        left_behind: bool,
-        progress: tuple[int, int] | None = None,
-    ) -> list[Command]:
-        attempt = self.report.attempt
+        self, failure: WorkerExit | None, *, left_behind: bool, progress: tuple[int, int] | None = None
+    ) -> None:
         self.report = replace(
             self.report,
             running=False,
             failure=self.report.failure if failure is None else failure,
             left_behind=left_behind,
-            next_attempt=self.report.next_attempt if attempt is None else attempt + 1,
+            next_attempt=self._began.attempt + 1,
             progress=progress,
         )
-        self._ended_at = self._next_tell = now
-        return self._finish(self._order) if self._order.phase is Phase.OVER else []
 
-    def _begin(self, order: LaunchOrder, *, running: bool) -> None:
-        self._told_end, self._told_restart = None, False
-        self.report = replace(
-            self.report, attempt=order.attempt, restarts=order.restarts, running=running, failure=None
-        )
+    def to_start(self, now: float) -> LaunchOrder | None:
+        """While nothing runs here: an attempt to run, which begins with this answer; or the job is over."""
+        order, report = self.order, self.report
+        if order.phase is Phase.OVER:
+            return order
+        is_new = order.attempt >= report.next_attempt and order.attempt != report.attempt
+        if order.phase is Phase.RUN and is_new and self.is_ready and report.signal is None:
+            self._began, self._gave_up = order, None
+            self.report = replace(
+                report, attempt=order.attempt, restarts=order.restarts, running=True, failure=None
+            )
+            return order
+        if not self._why_lost(now) or self._lost_since is None:
+            return None
+        if report.signal is not None:
+            unreached = () if report.attempt is None else (0,)
+            return replace(
+                order,
+                phase=Phase.OVER,
+                code=128 + report.signal,
+                failure=None,
+                signal=report.signal,
+                stopped_on=self._node,
+                unreached=unreached,
+            )
+        if now - self._lost_since < self._timeouts.join_secs:
+            return None
+        problem = f" ({self._unreachable})" if self._unreachable else ""
+        why = f"it did not join within {self._timeouts.join_secs:g} s{problem}"
+        return replace(order, phase=Phase.OVER, failure=self._first_host(why), code=PEER_FAILED)
 
-    def _restart(self, order: LaunchOrder) -> list[Command]:
-        told, self._told_restart = self._told_restart, True
-        return [] if told else [replace(order, phase=Phase.WAIT)]
+    def to_end(self, now: float) -> LaunchOrder | None:
+        """While workers run here: why they must end, if they must."""
+        if self._gave_up is None and not self._is_stopping and (why := self._why_lost(now)):
+            self._give_up(why)
+        if self._gave_up is not None:
+            return LaunchOrder(phase=Phase.END, failure=self._gave_up)
+        order = self.order
+        is_this = order.phase is Phase.RUN and order.attempt == self._began.attempt
+        return None if is_this else order
 
-    def _end_because(self, why: str) -> list[Command]:
-        """The first launcher is lost. It may think otherwise, and must not take this for a good end."""
-        failure = WorkerExit(host=0, why=why, reported_by=self._node)
-        self._order = replace(self._order, failure=failure)
+    def after(self, now: float) -> LaunchOrder | None:
+        """When the workers here have exited: that a restart follows, or that the job is over."""
+        if self.order.phase is Phase.OVER:
+            return self.order
+        if self.order.attempt > self._began.attempt:
+            return replace(self.order, phase=Phase.WAIT)
+        why = self._gave_up.why if self._gave_up is not None else self._why_lost(now)
+        return self._without_leader(why, self.order.signal or self.report.signal) if why else None
+
+    def missing(self, now: float) -> tuple[tuple[int, ...], str]:
+        """The hosts for which nothing is started, and what is known of it."""
+        return ((0,), self._unreachable) if self._why_lost(now) else (self.order.missing, "")
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self.report.signal is not None or self.order.signal is not None
+
+    def _why_lost(self, now: float) -> str:
+        if self._node == 0:  # It is in this process.
+            return ""
+        # Workers that were told to stop have the grace period, whatever happens.
+        why = self._presence.why_lost(now, is_stopping=self._is_stopping)
+        if why and self._lost_since is None:
+            self._lost_since = now
+        return why
+
+    def _give_up(self, why: str) -> None:
+        """The first host is lost. It may think otherwise, and must not take this for a good end."""
+        self._gave_up = self._first_host(why)
         if self.report.failure is None:
             own = f"its launcher stopped its workers because of the first host: {why}"
             self.on_failure(WorkerExit(host=self._node, why=own, reported_by=self._node))
-        return self._tell_end(replace(self._order, signal=None))
 
-    def _tell_end(self, order: LaunchOrder) -> list[Command]:
-        known = self._told_end
-        if not self.report.running or (known is not None and known.signal == order.signal):
-            return []
-        self._told_end = replace(order, phase=Phase.END)
-        return [self._told_end]
+    def _first_host(self, why: str) -> WorkerExit:
+        return WorkerExit(host=0, why=why, reported_by=self._node)
 
-    def _without_leader(self, why: str, now: float) -> list[Command]:
-        order, own, has_run = self._order, self.report.failure, self.report.attempt is not None
-        if order.phase is Phase.OVER:
-            return self._finish(order)
-        if self.report.signal is not None:
-            order = replace(order, signal=self.report.signal, stopped_on=self._node)
-        if order.signal is not None and has_run:
-            order = replace(order, unreached=(0,))
-        lost = WorkerExit(host=0, why=why, reported_by=self._node)
-        is_told = order.signal is not None or (own is not None and own.was_told_to)
-        following = order_after(order, own if is_told else lost, order.signal, left_behind=False)
-        if following.phase is Phase.OVER and (has_run or is_told):
-            return self._finish(following)
-        if self._lost_since is None:  # Not when the workers here exited: it was not lost then.
-            self._lost_since = self._next_tell = now
-        if now - self._lost_since >= self._timeouts.join_secs:
-            problem = f" ({self._unreachable})" if self._unreachable else ""
-            lost = replace(lost, why=f"it did not join within {self._timeouts.join_secs:g} s{problem}")
-            return self._finish(replace(order, phase=Phase.OVER, failure=lost, code=PEER_FAILED))
-        commands = self._restart(following) if has_run else []
-        return [*commands, *self._wait(now, self._lost_since, (0,), self._unreachable)]
-
-    def _wait(self, now: float, since: float, missing: tuple[int, ...], why: str = "") -> list[Command]:
-        if now < max(self._next_tell, since + self._timeouts.tell_after_secs):
-            return []
-        self._next_tell = now + self._timeouts.tell_again_secs
-        return [Waiting(now - since, missing, self._timeouts.join_secs, why)]
-
-    def _finish(self, over: LaunchOrder) -> list[Command]:
-        if self.report.running:  # Its workers are being ended; `on_time` or an order comes back to this.
-            return []
-        self.is_over = True
-        return [over]
-
-
-# --- What is said of launchers that do not belong together -----------------------------------------------
-
-NOTICES_SECS, MAX_NOTICES, MAX_NOTICE_CHARACTERS = 300.0, 6, 1000
-
-
-class Notices:
-    """Decides which lines are said: each at most once in `NOTICES_SECS`, and `MAX_NOTICES` of them.
-
-    Use one for strangers and another one for launchers that know the secret: strangers must not hide a line
-    that the user needs.
-    """
-
-    def __init__(self) -> None:
-        self._said: dict[str, float] = {}
-
-    def say(self, text: str, now: float) -> list[str]:
-        """The line to show, if any; without what would move the cursor of a terminal."""
-        if len(text) > MAX_NOTICE_CHARACTERS:
-            text = f"{text[:MAX_NOTICE_CHARACTERS]}…"
-        self._said = {said: at for said, at in self._said.items() if now - at < NOTICES_SECS}
-        if len(self._said) >= MAX_NOTICES or text in self._said:
-            return []
-        self._said[text] = now
-        is_last = len(self._said) == MAX_NOTICES
-        more = f" (more lines like this are not shown for {NOTICES_SECS / 60:.0f} min)" if is_last else ""
-        return [printable(text) + more]
+    def _without_leader(self, why: str, signum: int | None) -> LaunchOrder:
+        """What follows if the first host is lost: a restart, once it is there again, or the job is over."""
+        own, before = self.report.failure, replace(self._began, failure=None)
+        if signum is not None:
+            stopped_on = self._node if self.order.signal is None else self.order.stopped_on
+            before = replace(before, stopped_on=stopped_on, unreached=(0,))
+        is_told = signum is not None or (own is not None and own.was_told_to)
+        return order_after(before, own if is_told else self._first_host(why), signum, left_behind=False)

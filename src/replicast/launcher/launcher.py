@@ -4,7 +4,7 @@
         ┌→ begin: which attempt → reserve ports → start the workers → wait until all have exited ─┐
         └──────────────── a restart is left ←── decide, say who failed, note it in states.jsonl ←─┘→ exit code
 
-On one host the decision is `local_order`; on several, the launchers decide together (`HostsAttempts`). The
+On one host the decision is `order_after`; on several, the launchers decide together (`Peers`). The
 launcher stays light and quick: it imports neither TensorFlow nor numpy before the workers have been started.
 """
 
@@ -46,7 +46,7 @@ from replicast.launcher.failure import (
 )
 from replicast.launcher.group import EndTimeouts, Group
 from replicast.launcher.hosts_leader import HostTimeouts
-from replicast.launcher.hosts_link import HostsAttempts, Part, make_link
+from replicast.launcher.hosts_link import Part, Peers, make_peers
 from replicast.launcher.interruptions import Interruptions
 from replicast.launcher.plan import (
     JobPlan,
@@ -115,7 +115,7 @@ def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> i
                 next_attempt=None if run_dir is None else next_attempt(settings.logs(run_dir), job.ranks),
                 run_name="" if run_dir is None else run_dir.name,
             )
-            peers = HostsAttempts(stack.enter_context(make_link(part)), job, screen, interruptions)
+            peers = stack.enter_context(make_peers(part, screen, interruptions))
         if run_dir is None:
             if peers is None:
                 raise ValueError("Only the launchers of other hosts have a run directory to learn")
@@ -165,7 +165,7 @@ class _Supervision:
     environ: Mapping[str, str]
     screen: Screen
     interruptions: Interruptions
-    peers: HostsAttempts | None
+    peers: Peers | None
     began: float = field(default_factory=time.monotonic)
     has_started: bool = False
 

@@ -44,6 +44,7 @@ import zlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -523,19 +524,24 @@ class Server(HostServer):
 
     def __init__(self, host: str, secret: bytes, holdings: Holdings) -> None:
         self._holdings = holdings
-        super().__init__(_listening(host), secret, name="replicast-chain", max_peers=MAX_PEERS)
+        warning = "The next host, which waits for updates, cannot connect: %s"
+        super().__init__(
+            _listening(host),
+            secret,
+            self._serve_segments,
+            name="replicast-chain",
+            max_peers=MAX_PEERS,
+            warn=partial(logger.warning, warning),
+        )
 
     def close(self) -> None:
         self.closing.set()
         self._holdings.stop_waiting()
         super().close()
 
-    def serve(self, connection: socket.socket) -> None:
+    def _serve_segments(self, connection: socket.socket) -> None:
         while not self.closing.is_set():
             self._answer(connection)
-
-    def cannot_accept(self, problem: str) -> None:
-        logger.warning("The next host, which waits for updates, cannot connect: %s", problem)
 
     def _answer(self, connection: socket.socket) -> None:
         connection.settimeout(IDLE_SECS)
