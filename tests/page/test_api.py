@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families
 
 from replicast.client import connect
 from replicast.page import app as api
@@ -367,6 +368,29 @@ def test_prometheus_can_read_it(client: Client, run: PromptRun, monkeypatch: pyt
         'replicast_restarts_total{run="first"} 1.0',
         "# TYPE replicast_restarts_total counter",
     } <= set(client.get("/metrics").text.splitlines())
+
+
+def test_prometheus_reads_how_long_the_parts_of_updates_took(client: Client, run: PromptRun) -> None:
+    for value in (0.5, 0.25):
+        client.post(f"{FIRST}/learning-rate", json={"value": value}, headers=BEARER)
+    run.job.replay()  # A restart applies an update again: that is no other one.
+    families = {one.name: one for one in text_string_to_metric_families(client.get("/metrics").text)}
+    log = run.log()
+    for part in ("prepare", "stall", "apply", "verify"):
+        family = families[f"replicast_update_{part}_seconds"]
+        assert family.type == "histogram"
+        assert family.documentation
+        samples = {(one.name[len(family.name) :], one.labels.get("le")): one.value for one in family.samples}
+        took = [ended - begun for begun, ended in (one.timings[part] for one in log)]
+        assert samples["_count", None] == len(took) == 2
+        assert samples["_sum", None] == pytest.approx(sum(took))
+        bounds = [le for name, le in samples if name == "_bucket"]
+        assert bounds[-1] == "+Inf"
+        for le in bounds:
+            assert samples["_bucket", le] == sum(one <= float(le) for one in took), le
+    assert samples["_bucket", "+Inf"] == 2
+    assert log[0].timings["stall"][1] == log[0].receipts[0].verified_at
+    assert families["replicast_update_stall_seconds"].samples[0].labels["run"] == "first"
 
 
 @pytest.mark.parametrize(

@@ -89,20 +89,34 @@ Script: TypeAlias = Part[Outcome]
 
 
 class Timeouts(Record):
-    """The timeouts of the coordinator and the workers, in seconds."""
+    """How many seconds the workers wait for each other.
 
-    prepare_secs: float = 130.0  # for every worker to fetch and check an update's bytes
-    answer_secs: float = 30.0  # for every worker's event loop to answer `Stop`
-    # For every training thread to stop at a boundary, or to report its part of a planned save or audit, once
-    # the first one has.
+    Attributes:
+        prepare_secs: For every worker to fetch and check an update; then it is refused. Raise it for large
+            updates on a slow network.
+        answer_secs: For every worker's background thread, and the others' part of a checkpoint. Then the
+            update is refused, or the checkpoint is skipped.
+        meet_secs: For all training threads to reach a boundary, once the first waits there. Then the update,
+            checkpoint or audit is refused; a committed update ends the job. Raise it if one worker evaluates
+            for longer.
+        decide_secs: For worker 0, by a worker at a boundary; then `JobFailed`. Keep it above `meet_secs` and
+            `compute_secs` together.
+        compute_secs: For work while all wait, such as a function or digests; then that is refused.
+        retry_secs: Before a refusal that could not be written is written again.
+        wait_secs: For the others to wait at the same boundary, by a training thread in `result()` without a
+            timeout; then `UpdatePending`.
+        join_secs: For all workers to create `Replicas`, or to reach the same `restore()` or `fit`; then the
+            script raises.
+    """
+
+    prepare_secs: float = 130.0
+    answer_secs: float = 30.0
     meet_secs: float = 900.0
-    decide_secs: float = 1800.0  # for a training thread that is stopped at a boundary to get a decision
-    compute_secs: float = 600.0  # for an order that runs in a training thread at a boundary
-    retry_secs: float = 10.0  # between attempts of a write that must succeed
-    # For a training thread that waits for a ticket without a timeout: how long it waits for the other workers
-    # to wait at this boundary as well.
+    decide_secs: float = 1800.0
+    compute_secs: float = 600.0
+    retry_secs: float = 10.0
     wait_secs: float = 5.0
-    join_secs: float = 600.0  # for the other workers to create their `Replicas`, or to reach the same call
+    join_secs: float = 600.0
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

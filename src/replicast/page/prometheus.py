@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from replicast.page.live import RunWatch
+from replicast.storage.journal import UpdateView
 from replicast.storage.run_files import JobState
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -26,24 +27,36 @@ _HELP = {
     "metric": "The last value of each metric of the training",
     "updates": "Updates in the journal by their stage",
     "updates_waiting": "Updates that wait in the inbox or for their step",
+    "update_prepare_seconds": "From the proposal of an update until every worker has its bytes",
+    "update_stall_seconds": "The longest time that an update stopped the training of a worker",
+    "update_apply_seconds": "From the commit of an update until every worker has applied it",
+    "update_verify_seconds": "From then, or from the end of its trial, until the digests are compared",
     "last_audit_step": "The step of the last audit",
     "last_audit_equal": "Whether all replicas were equal in the last audit",
 }
-_Sample = tuple[str, dict[str, str], Any]  # A name of `_HELP`, labels, and a number; None for no sample.
+_HISTOGRAMS = {f"update_{part}_seconds": part for part in ("prepare", "stall", "apply", "verify")}
+_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, math.inf)
+# A name of `_HELP`, labels, and a number; None for no sample, and a list for a histogram.
+_Sample = tuple[str, dict[str, str], Any]
 
 
 async def exposition(watches: Iterable[RunWatch]) -> str:
     samples: dict[str, list[str]] = {name: [] for name in _HELP}
     for watch in watches:
         for name, labels, value in await _samples(watch):
-            if value is not None:
-                told = {"run": watch.name, **labels}
-                quoted = ",".join(f'{label}="{_escaped(text)}"' for label, text in told.items())
-                samples[name].append(f"replicast_{name}{{{quoted}}} {_number(float(value))}\n")
+            told = {"run": watch.name, **labels}
+            if isinstance(value, list):
+                for bound in _BOUNDS:
+                    within = sum(one <= bound for one in value)
+                    samples[name].append(_line(f"{name}_bucket", told | {"le": _number(bound)}, within))
+                samples[name].append(_line(f"{name}_sum", told, sum(value)))
+                samples[name].append(_line(f"{name}_count", told, len(value)))
+            elif value is not None:
+                samples[name].append(_line(name, told, value))
     text = ""
     for name, lines in samples.items():
         if lines:
-            kind = "counter" if name.endswith("_total") else "gauge"
+            kind = "histogram" if name in _HISTOGRAMS else "counter" if name.endswith("_total") else "gauge"
             text += f"# HELP replicast_{name} {_HELP[name]}\n# TYPE replicast_{name} {kind}\n{''.join(lines)}"
     return text
 
@@ -51,13 +64,19 @@ async def exposition(watches: Iterable[RunWatch]) -> str:
 async def _samples(watch: RunWatch) -> list[_Sample]:
     try:
         status = await watch.status()
-        stages = await watch.read(
-            "stages", lambda: Counter(str(one.stage) for one in watch.run.log()), _COUNT_SECS
-        )
+        of_updates = await watch.read("of_updates", lambda: _of_updates(watch.run.log()), _COUNT_SECS)
     except Exception:  # The other runs are of interest all the same; the page says what is wrong with it.
         return [("running", {}, 0)]
-    updates: list[_Sample] = [("updates", {"stage": one}, count) for one, count in sorted(stages.items())]
-    return [*_of_status(status), *updates]
+    return [*_of_status(status), *of_updates]
+
+
+def _of_updates(updates: Sequence[UpdateView]) -> list[_Sample]:
+    stages = Counter(str(one.stage) for one in updates)
+    samples: list[_Sample] = [("updates", {"stage": one}, count) for one, count in sorted(stages.items())]
+    for name, part in _HISTOGRAMS.items():
+        timings = (one.timings[part] for one in updates if part in one.timings)
+        samples.append((name, {}, [ended - begun for begun, ended in timings]))
+    return samples
 
 
 def _of_status(status: Mapping[str, Any]) -> Iterator[_Sample]:
@@ -80,6 +99,11 @@ def _of_status(status: Mapping[str, Any]) -> Iterator[_Sample]:
     if (audit := status["audit"]) is not None:
         yield "last_audit_step", {}, audit["step"]
         yield "last_audit_equal", {}, audit["equal"]
+
+
+def _line(name: str, labels: Mapping[str, str], value: Any) -> str:
+    quoted = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+    return f"replicast_{name}{{{quoted}}} {_number(float(value))}\n"
 
 
 def _escaped(value: str) -> str:

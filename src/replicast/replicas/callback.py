@@ -116,6 +116,9 @@ class ReplicasCallback(keras.callbacks.Callback):
             return
         others = callbacks_of(self.model) if self._is_keras_3 else None
         if others is not None:
+            for board in others:
+                if isinstance(board, keras.callbacks.TensorBoard):
+                    self._worker.session.open_board(str(board.log_dir))
             self._after_others = _AfterOthers(self)
             others.append(self._after_others)
         self._resume_fit()

@@ -5,7 +5,8 @@
     readers            pass messages of other workers to the loop                                (`Channel`)
     outbox             publishes this worker's proposals in order, then tells the loop
     prepare            loads, fetches, checks and discards the bytes of updates, in the order of the log
-    release            frees the memory of what is applied or has its outcome; tells how operations ended
+    release            frees the memory of what is applied or has its outcome; tells how operations ended,
+                       TensorBoard and OpenTelemetry too
     files              worker 0: writes what nobody waits for: values before updates
     journal, saver     worker 0: write entries, write checkpoints
 
@@ -63,6 +64,7 @@ from replicast.replicas.channel import Channel, Note
 from replicast.replicas.lanes import WorkerThreads, wait_for
 from replicast.replicas.proposals import Proposals, Ticket, log_trial, refusal_of
 from replicast.replicas.replica import Parcels, StateReplica, WorkerHooks
+from replicast.replicas.telemetry import Telemetry
 from replicast.storage.journal import Journal, NotWritten, PerhapsWritten
 from replicast.transport import Transport
 from replicast.update.audit_report import Policy
@@ -238,6 +240,7 @@ class Session:
         if journal is not None:
             self._entries = self.threads.lane("journal")
             self._saver = self.threads.lane("saver")
+        self._telemetry = None if journal is None else Telemetry(journal, self.attempt)
         self._parcels = Parcels(self.transport, self.exchange.name, self.rank, self.state.schema)
         self.replica = StateReplica(
             self._worker,
@@ -354,6 +357,12 @@ class Session:
             if self._coordinator is not None:
                 self._coordinator.start = saved
         self.replica.holds = set(saved.holds)
+
+    def open_board(self, log_dir: str) -> None:
+        """Tells the TensorBoard of a directory of updates, from this step on. Worker 0; returns at once."""
+        if (telemetry := self._telemetry) is not None:
+            step = self.step
+            self._releasing.do(lambda: telemetry.open_board(log_dir, step))
 
     def set_audit_policy(self, policy: Policy) -> None:
         self.audit_policy = policy
@@ -569,6 +578,8 @@ class Session:
             return
 
         def then(outcome: e.WriteOutcome, problem: str) -> None:
+            if (telemetry := self._telemetry) is not None and isinstance(entry, Receipt):
+                self._releasing.do(lambda: telemetry.tell(entry.sequence))
             self._events.put(e.Written(number, outcome, problem))
 
         if isinstance(entry, Saved):

@@ -31,6 +31,7 @@ import logging
 import math
 import stat
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ from replicast import faults
 from replicast.core.entries import (
     Before,
     Committed,
+    Decided,
     Entry,
     History,
     Payload,
@@ -488,11 +490,11 @@ class FileJournal(StoredJournal):
                         path.unlink(missing_ok=True)
 
 
-class MemoryJournal:
+class MemoryJournal(StoredJournal):
     """The same without files. It keeps only the latest updates, up to `KEPT_BYTES` in total."""
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
+        self.lines, self.payloads, self.before, self.damaged = [], {}, {}, []
         self._updates: OrderedDict[tuple[str, str], Update] = OrderedDict()
         self._kept_bytes = 0
         self._staged = itertools.count(1)
@@ -507,7 +509,7 @@ class MemoryJournal:
                 arrays = [copied(array) for array in update.arrays()]
                 self._keep((entry.id, entry.digest), Update.from_parts(update.describe(), arrays))
             entry = msgspec.structs.replace(entry, content=UNSET)
-        self._entries.append(entry)
+        self._add(LogLine(0, len(self.lines) + 1, time.time(), entry, "", "", 0, 0))
 
     def load(self, id_: str, digest: str) -> Update:
         update = self._updates.get((id_, digest))
@@ -528,17 +530,14 @@ class MemoryJournal:
         return number
 
     def load_before(self, sequence: int) -> Update | None:
-        entry = self.history().before.get(sequence)
-        if entry is None:
+        line = self.before.get(sequence)
+        if line is None or not isinstance(entry := line.entry, Before):
             return None
         before = self._updates.get((_BEFORE, str(entry.content)))
         if before is None:
             gone = f"The values before update {sequence} are not kept any more: the journal is in memory"
             raise UpdateRefused(entry.problem or gone, remedy=NOT_KEPT)
         return before
-
-    def history(self) -> History:
-        return History(self._entries)
 
     def remove_payloads(self, held: Container[int], pending: Container[tuple[str, str]] | None) -> int:
         return 0  # The size is bounded.
@@ -590,6 +589,8 @@ class UpdateView(View, frozen=True, kw_only=True):
     reverted_by: int | None = None
     attempt: int | None = None
     committed_at: float | None = None
+    # From when to when it was prepared, applied and verified, and training stopped; in seconds since 1970.
+    timings: Mapping[str, tuple[float, float]] = {}
     workers: int | None = None
     content_digest: str = ""
     sha256: str = ""
@@ -644,34 +645,45 @@ class UpdateView(View, frozen=True, kw_only=True):
 
 
 class Updates:
-    """The updates of a run according to the journal, at the moment when it is read."""
+    """The updates of a run according to the journal; `read_on` adds what was written since."""
 
-    def __init__(self, run_dir: RunDir) -> None:
-        self.journal = StoredJournal(run_dir)
+    def __init__(self, journal: RunDir | StoredJournal) -> None:
+        self.journal = journal if isinstance(journal, StoredJournal) else StoredJournal(journal)
         self.damaged = self.journal.damaged
-        self.history = self.journal.history()
+        self.history = History()
         self.ended: dict[str, UpdateView] = {}  # Refused, without those accepted later, and withdrawn; by id.
         self._chosen: set[str] = set()  # Updates with a step that their author chose.
-        self._committed_at: dict[int, float] = {}
+        # Of the first `Committed`, `Decided` and `Receipt` of an update.
+        self._written_at: dict[tuple[type, int], float] = {}
         self._receipts: dict[int, list[Receipt]] = {}
-        digests: dict[str, str] = {}
-        for line in self.journal.lines:
+        self._digests: dict[str, str] = {}
+        self._read = 0
+        self.read_on()
+
+    def read_on(self) -> None:
+        lines = self.journal.lines[self._read :]
+        self._read += len(lines)
+        for line in lines:
+            if isinstance(line.entry, Claim):
+                continue
+            self.history.add(line.entry)
             match line.entry:
                 case Payload(id_, digest):
-                    digests[id_] = digest
+                    self._digests[id_] = digest
                     self.ended.pop(id_, None)
                 case Scheduled(id_):
                     self._chosen.add(id_)
-                case Committed(sequence):
-                    self._committed_at[sequence] = line.written_at
+                case Committed(sequence) | Decided(sequence):
+                    self._written_at[type(line.entry), sequence] = line.written_at
                 case Receipt(sequence) as receipt:
+                    self._written_at.setdefault((Receipt, sequence), line.written_at)
                     self._receipts.setdefault(sequence, []).append(receipt)
                 case Refused(id_, _, problem, whole=True):
-                    told = self._payload(id_, digests.get(id_, ""))
+                    told = self._payload(id_, self._digests.get(id_, ""))
                     refusal, at = UpdateRefused(problem), line.written_at
                     self.ended[id_] = UpdateView(stage=Stage.REFUSED, at=at, refusal=refusal, **told)
                 case Withdrawn(id_):
-                    told = self._payload(id_, digests.get(id_, ""))
+                    told = self._payload(id_, self._digests.get(id_, ""))
                     self.ended[id_] = UpdateView(stage=Stage.WITHDRAWN, at=line.written_at, **told)
 
     def check_whole(self) -> None:
@@ -691,9 +703,10 @@ class Updates:
         trial, decided = record.trial, self.history.decided.get(sequence)
         outcome = None if trial is None or decided is None else outcome_of(trial, record, decided)
         receipts = tuple(self._receipts.get(sequence, ()))
+        committed_at = self._written_at[Committed, sequence]
         return UpdateView(
             stage=receipts[-1].stage if receipts else Stage.COMMITTED,
-            at=receipts[-1].verified_at if receipts else self._committed_at[sequence],
+            at=receipts[-1].verified_at if receipts else committed_at,
             step=record.step,
             sequence=sequence,
             scheduled=record.id in self._chosen,
@@ -701,7 +714,8 @@ class Updates:
             reverts=record.reverts,
             reverted_by=self.history.reverted_by(sequence),
             attempt=record.attempt,
-            committed_at=self._committed_at[sequence],
+            committed_at=committed_at,
+            timings=self._timings(record),
             workers=record.workers,
             content_digest=record.digest,
             trial=trial,
@@ -711,6 +725,22 @@ class Updates:
             trial_until=record.step + trial.steps if trial is not None and not receipts else None,
             **self._payload(record.id, record.digest),
         )
+
+    def _timings(self, record: Committed) -> dict[str, tuple[float, float]]:
+        """By its first receipt. Between hosts they are as exact as the clocks agree."""
+        receipt = next(iter(self._receipts.get(record.sequence, ())), None)
+        if receipt is None:
+            return {}
+        applied_at = receipt.verified_at
+        found = {"stall": (applied_at - receipt.stall_secs, applied_at)}
+        if receipt.attempt == record.attempt:  # else a restart came between: it did not take that long
+            payload = self.journal.payloads.get((record.id, record.digest))
+            if payload is not None and receipt.propose_to_applied_secs:
+                found["prepare"] = applied_at - receipt.propose_to_applied_secs, payload.written_at
+            found["apply"] = self._written_at[Committed, record.sequence], applied_at
+            decided_at = self._written_at.get((Decided, record.sequence), applied_at)
+            found["verify"] = decided_at, self._written_at[Receipt, record.sequence]
+        return {name: (begun, max(begun, ended)) for name, (begun, ended) in found.items()}
 
     def scheduled(self) -> list[UpdateView]:
         """The updates that wait for the step that their author chose, in the order of the steps."""

@@ -167,11 +167,17 @@ def _listed(names: list[str], limit: int = _MAX_NAMES) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How large an update may be."""
+    """How large an update may be; a larger one is refused.
 
-    max_bytes: int = MAX_BYTES  # of all arrays together
-    max_edits: int = 10_000  # including resets of slots
-    # Overwritten values that are kept for a revert; a larger update is applied, and cannot be reverted.
+    Attributes:
+        max_bytes: Of all its arrays together. A `sync`, a heal and `import_weights` count too.
+        max_edits: Including resets of slots.
+        max_before_bytes: Of overwritten values that are kept for a revert. An update that overwrites more is
+            applied, and cannot be reverted.
+    """
+
+    max_bytes: int = MAX_BYTES
+    max_edits: int = 10_000
     max_before_bytes: int = 256 * 2**20
 
     def __post_init__(self) -> None:
