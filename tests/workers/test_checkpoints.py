@@ -7,6 +7,7 @@ import itertools
 import re
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import tensorflow as tf
 
 import replicast
 from replicast.client.patching import patch_in_place
-from replicast.errors import CheckpointError, UpdateRefused
+from replicast.errors import CheckpointError, JobFailed, UpdateRefused
 from replicast.replicas import job_checkpoints as restoring
 from replicast.replicas.job_checkpoints import Checkpoints
 from replicast.replicas.position import Training
@@ -649,7 +650,7 @@ def checkpoint_of_ones(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("problem", ["other values", "nothing"])
-def test_a_restore_that_one_worker_cannot_finish_has_changed_nothing_on_any(
+def test_a_restore_that_one_worker_cannot_finish_ends_the_job_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
 ) -> None:
     monkeypatch.setattr(restoring, "PARCEL_BYTES", 1)
@@ -667,37 +668,38 @@ def test_a_restore_that_one_worker_cannot_finish_has_changed_nothing_on_any(
             return values
 
         monkeypatch.setattr(transport, "receive", receive_badly)
-        before = job.values()
-
-        def refused(worker: Worker) -> str:
-            with pytest.raises(CheckpointError) as caught:
-                restored_by(worker, tmp_path)
-            return str(caught.value)
-
-        said = job.on_all(refused)
-        assert job.values() == before
+        said = job.on_all(failed_restore(tmp_path))
         assert all(each.startswith("Worker 1 has not received the checkpoint intact") for each in said)
-        job.on_all(lambda worker: restored_by(worker, tmp_path, 2))
-        assert job.values() != before
+
+
+def failed_restore(run_dir: Path) -> Callable[[Worker], str]:
+    def act(worker: Worker) -> str:
+        with pytest.raises(JobFailed) as caught:
+            restored_by(worker, run_dir)
+        return str(caught.value)
+
+    return act
+
+
+def test_a_restore_by_parcels_gives_every_worker_the_checkpoint_and_leaves_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restoring, "PARCEL_BYTES", 1)
+    checkpoint_of_ones(tmp_path)
+    with Job(3, begins=False) as job:
+        job.on_all(lambda worker: restored_by(worker, tmp_path))
         assert all(np.all(value == 1) for worker in job.workers for value in worker.state.values.values())
         assert job.board.buffers == {}
 
 
-def test_a_restore_for_which_worker_0_has_no_memory_is_refused_on_all_and_has_changed_nothing(
+def test_a_restore_for_which_worker_0_has_no_memory_ends_the_job_on_all(
     tmp_path: Path,
 ) -> None:
     checkpoint_of_ones(tmp_path)
     with Job(2, begins=False) as job:
         job.board.room = 8
-        before = job.values()
-
-        def refused(worker: Worker) -> str:
-            with pytest.raises(CheckpointError) as caught:
-                restored_by(worker, tmp_path)
-            return str(caught.value)
-
-        assert all("Worker 0 could not send the checkpoint" in each for each in job.on_all(refused))
-        assert job.values() == before
+        said = job.on_all(failed_restore(tmp_path))
+        assert all("Worker 0 could not send the checkpoint" in each for each in said)
 
 
 # Files of a model: exported by one worker, imported by all.

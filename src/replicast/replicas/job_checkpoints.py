@@ -7,24 +7,22 @@
     lane release        on worker 0: hears how each save ended, and settles one that was not written
     save-timer          on worker 0, with `save_every=timedelta`: requests saves; ends with the other threads
 
-A state that differs between workers is never saved as if it were equal. For variables that may differ, the
-mean is saved. A restarted script does not repeat what callbacks did at the boundary of a checkpoint, so their
-proposals there are part of the checkpoint.
+A state that differs between workers is never saved as if it were equal. Of what may differ (variables that
+are declared, metrics that each worker measures), worker 0's is saved. A restarted script does not repeat what
+callbacks did at the boundary of a checkpoint, so their proposals there are part of the checkpoint.
 
 A restored checkpoint becomes the state of all workers:
 
     all workers on one host, which see its directory    each reads it, into the memory of its new variables
-    otherwise                                           worker 0 reads it and sends it to all, twice
+    otherwise                                           worker 0 verifies it and sends it to all
 
-All training threads are in `restore` together, so they exchange messages and bytes directly. Every worker
-checks all that it reads or receives against the digests in the manifest, and hears that all others have,
-before any state changes: a restore that is refused has changed nothing. A damaged checkpoint is found by all
-together, and all try the one before.
+All training threads are in `restore` together, so they exchange messages and bytes directly. Every byte is
+compared with the digests in the manifest before any state changes: a restore that is refused has changed
+nothing. A damaged checkpoint is found by all together, and all try the one before.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import errno
 import functools
@@ -34,7 +32,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
@@ -42,7 +40,6 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from msgspec.structs import replace
 
 from replicast import faults
 from replicast.codec import Record, decode, encode
@@ -63,7 +60,7 @@ from replicast.errors import (
 from replicast.mapped_memory import memory_to_fill
 from replicast.replicas.lanes import LOOK_SECS, wait_for
 from replicast.replicas.position import Position, Training
-from replicast.replicas.replica import MetricHistory, joined, mean_history
+from replicast.replicas.replica import joined
 from replicast.replicas.session import Session
 from replicast.storage.checkpoint_tools import differences
 from replicast.storage.checkpoints import (
@@ -79,20 +76,19 @@ from replicast.transport import Parcel
 from replicast.transport.base import arrays_in, lay_out
 from replicast.update.audit_report import what_follows
 from replicast.update.digest import digest_array
-from replicast.update.edits import FLOAT_DTYPES, Array, Edit, EditKind, dtype_named
-from replicast.update.schema import Schema
-from replicast.update.state import Arrays, State
+from replicast.update.edits import Edit, EditKind, dtype_named
+from replicast.update.state import Arrays
 
 logger = logging.getLogger("replicast")
 
 SaveEvery = int | timedelta | Literal["epoch"]
 WhenBusy = Literal["wait", "skip"]
 
-MOST_AVERAGED_BYTES = 2**20  # they are sent as text. If there are more in total, worker 0's values are saved
 REMIND_SECS = 30.0
 PARCEL_BYTES = 1 << 28  # variables are sent in parcels of about this size: shared memory must hold one
 MOST_AT_ONCE = 1 << 31  # a larger state is not read at once: that needs memory beside the state it replaces
 _UNSEEN = "does not see the checkpoint"
+_IN_PART = ". The state may be restored in part only: start the job again"
 _MAKE_ROOM = "Free disk space, or keep fewer checkpoints: callback(keep=...)"
 _REMEDIES = {
     errno.ENOSPC: _MAKE_ROOM,
@@ -185,7 +181,6 @@ class _StateCopy:
     draft: Manifest
     arrays: Arrays
     digests: dict[str, str]
-    measured: MetricHistory
     saving: Saving
 
 
@@ -421,12 +416,9 @@ class Checkpoints:
         """Takes this worker's part of a checkpoint; the returned function finishes it in the background."""
         faults.point("snapshot")
         step, replica = self.session.step, self.session.replica
-        holds, measured = frozenset(replica.holds), replica.measures.history()
-        strict = replica.strict_names()
+        holds, strict = frozenset(replica.holds), replica.strict_names()
         if self.session.rank != 0:
-            averaged = averaged_names(self.session.state.schema, replica.may_differ)
-            details = {"values": packed(self.session.state, averaged), "measured": json.dumps(measured)}
-            snapshot = Snapshot(step, joined(self.session.state.digests(strict)), holds, details)
+            snapshot = Snapshot(step, joined(self.session.state.digests(strict)), holds, None)
             return lambda: snapshot
         # The copy is that of the first replica of this worker: the others must be equal to it.
         of_all = joined(self.session.state.digests(strict)) if self.session.state.devices else ""
@@ -441,6 +433,8 @@ class Checkpoints:
             attempt=self.session.attempt,
             schema=self.session.state.schema,
             metrics=numbers(self.training.metrics),
+            # One line of text, as it is long and not for people. A trial after a restart is compared with it.
+            measured=json.dumps(replica.measures.history()),
             versions=dict(versions()),
             script=self.training.position.script(),
         )
@@ -451,7 +445,7 @@ class Checkpoints:
                 if saving.done():  # another checkpoint has replaced it: the buffers may hold that one's copy
                     return Snapshot(step, "", holds, None)
                 digests = {name: digest_array(value) for name, value in self._buffers.items()}
-            copy = _StateCopy(draft, self._buffers, digests, measured, saving)
+            copy = _StateCopy(draft, self._buffers, digests, saving)
             digest = of_all or joined({name: digests[name] for name in strict})
             return Snapshot(step, digest, holds, copy)
 
@@ -462,11 +456,10 @@ class Checkpoints:
     def write(self, saved: Saved) -> WriteOutcome:
         """Writes a checkpoint, in the lane "saver". It is settled afterwards, even if writing failed."""
         copy: _StateCopy = saved.state[0]
-        others: Sequence[dict[str, Any]] = saved.state[1:]
         if not copy.saving.begin_writing():  # another checkpoint has replaced it and reuses its memory
             return WriteOutcome.FAILED
         try:
-            manifest = self._written(copy, others, saved)
+            manifest = self._written(copy, saved)
         except JobFailed as error:
             copy.saving.finish(error=error)
             return WriteOutcome.FENCED
@@ -477,9 +470,7 @@ class Checkpoints:
             copy.saving.finish(error=JobFailed(f"Checkpoints can no longer be written: {error}"))
             raise
         copy.saving.finish(manifest)
-        copy.arrays, copy.measured = {}, []
-        for other in others:
-            other.clear()
+        copy.arrays = {}
         return WriteOutcome.DURABLE
 
     def on_ended(self, ended: Ended) -> None:
@@ -522,20 +513,11 @@ class Checkpoints:
         failure.__cause__ = error
         return failure
 
-    def _written(self, copy: _StateCopy, others: Sequence[dict[str, Any]], saved: Saved) -> Manifest:
+    def _written(self, copy: _StateCopy, saved: Saved) -> Manifest:
         if self.store is None:
             raise no_run_dir()
-        may_differ = self.session.replica.may_differ
-        for name in averaged_names(self.session.state.schema, may_differ) if others else ():
-            values = [other["values"] for other in others]
-            np.copyto(copy.arrays[name], mean(copy.arrays[name], values, name))
-            copy.digests[name] = digest_array(copy.arrays[name])
         arrays = ((name, copy.arrays[name]) for name in file_order(copy.draft.schema))
-        # One line of text, as it is long and not for people. A trial after a restart is compared with it.
-        histories = [copy.measured, *(json.loads(other["measured"]) for other in others)]
-        measured = json.dumps(mean_history(histories))
-        draft = replace(copy.draft, measured=measured).with_updates(saved)
-        manifest = self.store.write(draft, arrays, copy.digests)
+        manifest = self.store.write(copy.draft.with_updates(saved), arrays, copy.digests)
         self._prune(self.store, manifest)
         return manifest
 
@@ -742,62 +724,43 @@ class Restore:
     def _receive_all(
         self, reader: CheckpointReader | None, what: str, manifest: Manifest, names: list[str]
     ) -> str:
-        """Worker 0 sends the checkpoint twice. The first time all workers only check it: no state changes.
+        """Worker 0 sends the checkpoint in parcels, and each worker takes them one by one.
 
-        The second time each takes what it receives. So nobody needs memory for a second state.
+        So nobody needs memory for a second state. After the first parcel the state is that of the checkpoint
+        in part: whatever goes wrong then ends the job. So worker 0 verifies the file before it sends any.
         """
-        problem = self._transfer(reader, f"{what}/check", manifest, names, lambda edits: None)
-        if problem:
+        exchange = self.session.exchange
+        if reader is not None:
+            exchange.tell(f"{what}/verified", json.dumps(_wrong_in(reader)))
+        if problem := str(json.loads(exchange.hear(f"{what}/verified", self._secs))):
             return problem
-        try:
-            problem = self._transfer(reader, f"{what}/take", manifest, names, self.session.state.apply)
-        except CheckpointError as error:
-            problem = error.problem
-        if problem:
-            raise JobFailed(
-                f"The state is restored in part only, although all workers had received the checkpoint of "
-                f"step {manifest.step} intact before: {problem}. Start the job again"
-            )
-        return ""
-
-    def _transfer(
-        self,
-        reader: CheckpointReader | None,
-        what: str,
-        manifest: Manifest,
-        all_names: list[str],
-        take: Callable[[list[Edit]], None],
-    ) -> str:
-        """Worker 0 sends all variables, in parcels; `take` gets each that all have received intact."""
-        for place, names in enumerate(self._batches(all_names)):
+        for place, batch in enumerate(self._batches(names)):
             key = f"{what}/{place}"
             if reader is not None:
-                self.session.exchange.tell(key, encode(self._published(reader, key, names)))
-            parcel: Parcel | Refusal = decode(self.session.exchange.hear(key, self._secs))
+                exchange.tell(key, encode(self._published(reader, key, batch)))
+            parcel: Parcel | Refusal = decode(exchange.hear(key, self._secs))
             if isinstance(parcel, Refusal):
-                if parcel.workers:
-                    raise CheckpointError(f"Worker 0 could not send the checkpoint: {parcel.problem}")
-                return parcel.problem
-            values, problem = self._received(parcel, names, manifest.digests)
-            verdicts = self.session.exchange.agree(key, problem, self._secs)
-            found = {rank: verdict for rank, verdict in verdicts.items() if verdict}
-            if not found:
-                pairs = zip(names, values, strict=True)
-                take([Edit(EditKind.ASSIGN, name, {"value": value}) for name, value in pairs])
+                raise JobFailed(f"Worker 0 could not send the checkpoint: {parcel.problem}{_IN_PART}")
+            values, problem = self._received(parcel, batch, manifest.digests)
+            for rank, verdict in exchange.agree(key, problem, self._secs).items():
+                if verdict:
+                    problem = f"Worker {rank} has not received the checkpoint intact: {verdict}"
+                    raise JobFailed(f"{problem}{_IN_PART}", worker=rank)
+            pairs = zip(batch, values, strict=True)
+            self.session.state.apply([Edit(EditKind.ASSIGN, name, {"value": value}) for name, value in pairs])
             self.session.transport.release(parcel.id)
-            for rank, verdict in found.items():
-                raise CheckpointError(f"Worker {rank} has not received the checkpoint intact: {verdict}")
         return ""
 
     def _published(self, reader: CheckpointReader, key: str, names: list[str]) -> Parcel | Refusal:
-        """Worker 0: a parcel with these variables; or what is wrong with the file, or why worker 0 cannot."""
+        """Worker 0: a parcel with these variables, or why it cannot send them."""
         parcel_id = f"{self.session.exchange.name}-{key.replace('/', '-')}"
         try:
             return self.session.transport.publish(parcel_id, [reader.read(name) for name in names])
-        except FileDamaged as error:
+        except (
+            FileDamaged,
+            UpdateRefused,
+        ) as error:  # it has changed meanwhile; or there is no room
             return Refusal(str(error))
-        except UpdateRefused as error:  # there is no room
-            return Refusal(str(error), (0,))
 
     def _received(
         self, parcel: Parcel, names: list[str], digests: Mapping[str, str]
@@ -822,35 +785,20 @@ class Restore:
             yield batch
 
 
+def _wrong_in(reader: CheckpointReader) -> str:
+    try:
+        reader.verify()
+    except FileDamaged as error:
+        return str(error)
+    return ""
+
+
 def _problem_of(error: Exception) -> RestoreProblem:
     if not isinstance(error, CheckpointError):
         return RestoreProblem(str(error), {})
     names = ("path", "step", "variable", "expected", "received", "remedy")
     fields = {name: getattr(error, name) for name in names}
     return RestoreProblem(error.problem, fields | {"path": error.path and str(error.path)})
-
-
-# Variables that may differ between workers, made one value for a checkpoint: the mean over the workers.
-
-
-def averaged_names(schema: Schema, may_differ: Collection[str]) -> list[str]:
-    """The variables whose mean is saved. For all others, integers included, worker 0's value is saved."""
-    floats = [v for v in schema if v.name in may_differ and v.dtype in FLOAT_DTYPES]
-    return [v.name for v in floats] if sum(v.nbytes for v in floats) <= MOST_AVERAGED_BYTES else []
-
-
-def packed(state: State, names: Iterable[str]) -> dict[str, str]:
-    values = state.read(names)
-    return {name: base64.b64encode(value.tobytes()).decode() for name, value in values.items()}
-
-
-def mean(own: Array, others: Sequence[Mapping[str, str]], name: str) -> Array:
-    """The mean of worker 0's value and the packed values of the others, in the variable's dtype."""
-    total = own.astype(np.float64)
-    for other in others:
-        total += np.frombuffer(base64.b64decode(other[name]), own.dtype).reshape(own.shape)
-    averaged: Array = (total / (len(others) + 1)).astype(own.dtype)
-    return averaged
 
 
 def numbers(logs: Mapping[str, Any]) -> dict[str, float]:

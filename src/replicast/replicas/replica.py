@@ -355,19 +355,6 @@ class RecentMetrics:
         return found
 
 
-def mean_history(histories: Sequence[MetricHistory]) -> MetricHistory:
-    """The mean of all workers' histories; each value is averaged over the workers that measured it."""
-    others = [{step: values for step, _, values in history} for history in histories]
-    found: MetricHistory = []
-    for step, steps, values in histories[0]:
-        of_all = {
-            metric: [each[step][metric] for each in others if metric in each.get(step, {})]
-            for metric in values
-        }
-        found.append((step, steps, {metric: sum(known) / len(known) for metric, known in of_all.items()}))
-    return found
-
-
 def _own_value(one: _Logs, previous: _Logs | None, metric: str) -> float | None:
     value = _number(one.logs.get(metric))
     if value is None or one.batches is None or one.batches <= one.steps:

@@ -15,7 +15,7 @@ from replicast.core.records import Refusal, Stage
 from replicast.errors import ReplicasDiverged, UpdateRefused
 from replicast.replicas.proposals import Ticket
 from replicast.replicas.replica import MOST_BOUNDARIES as MOST
-from replicast.replicas.replica import MetricHistory, RecentMetrics, mean_history
+from replicast.replicas.replica import RecentMetrics
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, committed_updates
 from replicast.update.trial import Trial, TrialOutcome, judged
@@ -308,19 +308,10 @@ def test_a_history_keeps_what_is_no_finite_number_and_omits_what_was_reverted(wr
     assert [step for step, _, _ in history] == [1, 2, 3]
     later = RecentMetrics()
     later.note(9, 1, {"loss": 7.0})
-    later.recall(json.loads(json.dumps(mean_history([history, history]))))
+    later.recall(json.loads(json.dumps(history)))
     assert later.before("loss", 1) == 3.0
     with pytest.raises(UpdateRefused, match="no finite value before"):
         later.before("loss", 2)
-
-
-def test_a_worker_that_has_measured_nothing_is_no_part_of_the_mean() -> None:
-    histories: list[MetricHistory] = [
-        [(1, 1, {"loss": 2.0}), (2, 1, {"loss": 4.0})],
-        [(2, 1, {"loss": 6.0, "other": 1.0})],
-        [],
-    ]
-    assert mean_history(histories) == [(1, 1, {"loss": 2.0}), (2, 1, {"loss": 5.0})]
 
 
 @pytest.mark.parametrize(
