@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from benchmarks.question import TURNS
 from benchmarks.report import cells, sentence
 from benchmarks.results import Result, Run
 
@@ -71,20 +72,18 @@ def section(run: Run) -> str:
 
 
 def _table(result: Result) -> list[str]:
-    lines = [
-        f"### {result.title}",
-        "",
-        f"![{result.title}](images/bench/{result.name}.svg)",
-        "",
-        f"| {result.unit} | median | lowest to highest | / best peer | / floor |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for row in result.rows:
-        name, middle, lowest, highest, by_peer, by_floor, problem = cells(result, row)
-        span = f"{lowest} to {highest}" if middle else problem
-        strong = "**" if row.role == "ours" else ""
-        lines.append(f"| {strong}{name}{strong} | {middle} | {span} | {by_peer} | {by_floor} |")
-    sentences = [sentence(ratio) for ratio in result.ratios]
+    """The picture, the figures and the ratios; of a question about growth the picture says the figures."""
+    lines = [f"### {result.title}", "", f"![{result.name}](images/bench/{result.name}.svg)", ""]
+    if result.axis is None:
+        lines += [f"| {result.unit} | median | lowest to highest |", "| --- | --- | --- |"]
+        for row in result.rows:
+            name, middle, lowest, highest, *_, problem = cells(result, row)
+            span = f"{lowest} to {highest}" if middle else problem
+            strong = "**" if row.role == "ours" else ""
+            lines.append(f"| {strong}{name}{strong} | {middle} | {span} |")
+        lines.append("")
+    shown = [one for one in result.ratios if result.axis is None or one.target is not None]
+    sentences = [sentence(ratio) for ratio in shown]
     sentences += [f"{name}: slope {value:.2f}" for name, value in result.slopes().items() if result.axis]
-    lines += ["", *(f"- {text}" for text in sentences), "", " ".join(result.notes)]
-    return lines
+    notes = " ".join(note for note in result.notes if note != TURNS)
+    return [*lines, *(f"- {text}" for text in sentences), *(["", notes] if notes else [])]

@@ -1,6 +1,6 @@
 """`Replicas` of every kind of model on TensorFlow's own strategies, with one replica per device.
 
-The table in docs/strategies.md names these tests.
+The table at the end of docs/promises.md names these tests.
 """
 
 from __future__ import annotations
