@@ -90,7 +90,14 @@ class Series:
 
 
 class Metrics(View, frozen=True):
-    """The metrics of a run, or what came since an earlier look."""
+    """The metrics of a run, or what came since an earlier look.
+
+    Attributes:
+        series: The values of each metric, by its name.
+        position: What to give as `since` at the next look.
+        since: Where these begin; None: at the beginning.
+        damaged: How many lines cannot be read.
+    """
 
     series: Mapping[str, Series]
     position: int

@@ -573,6 +573,45 @@ _GIVEN: dict[str, str] = {EditKind.ASSIGN: "to ", EditKind.SCALE: "by ", EditKin
 
 
 class UpdateView(View, frozen=True, kw_only=True):
+    """What is known of an update, as `log`, `show` and `status` tell it; None or empty where it is not.
+
+    Attributes:
+        id: Its id.
+        stage: The last stage that it has reached.
+        at: When that was, in seconds since 1970.
+        step: The boundary at which it was, or will be, applied.
+        nbytes: The size of its file.
+        sequence: Its number in the journal, from its commit on.
+        author: Who has proposed it.
+        note: Why.
+        edits: What each edit does: its operation, variable, and value or shape.
+        detailed: Whether `edits` have norms and more, as `show` finds them by reading the values.
+        scheduled: Whether its author chose its step.
+        heals: Whether an audit made it.
+        reverts: The number of the update that it reverts.
+        reverted_by: The number of the update that has reverted it.
+        attempt: The attempt that committed it.
+        committed_at: When.
+        timings: From when to when it was prepared, applied and verified, and training stopped ("prepare",
+            "apply", "verify", "stall"), in seconds since 1970.
+        workers: The number of workers then.
+        content_digest: The digest of its content.
+        sha256: That of its file.
+        trial: The trial that it was proposed with.
+        before: The metric of the trial before it.
+        receipts: One of each attempt that has applied it.
+        outcome: How its trial ended.
+        refusal: Why it was refused.
+        withdrawn_by: Who has withdrawn it.
+        around: The metric before and after it.
+        annotation: What people have noted about it since.
+        path: Its file in the inbox.
+        reason: Why it waits there.
+        waits_for: What it waits for in the job.
+        trial_until: The step at which its trial ends.
+        damage: What of it cannot be read.
+    """
+
     id: str
     stage: Stage
     at: float = 0.0
@@ -582,14 +621,13 @@ class UpdateView(View, frozen=True, kw_only=True):
     author: str = ""
     note: str = ""
     edits: tuple[Mapping[str, Any], ...] = ()
-    detailed: bool = False  # Whether `edits` are those of an examination, and not only summaries.
+    detailed: bool = False
     scheduled: bool = False
     heals: bool = False
     reverts: int | None = None
     reverted_by: int | None = None
     attempt: int | None = None
     committed_at: float | None = None
-    # From when to when it was prepared, applied and verified, and training stopped; in seconds since 1970.
     timings: Mapping[str, tuple[float, float]] = {}
     workers: int | None = None
     content_digest: str = ""
@@ -600,8 +638,8 @@ class UpdateView(View, frozen=True, kw_only=True):
     outcome: TrialOutcome | None = None
     refusal: UpdateRefused | None = None
     withdrawn_by: str = ""
-    around: Around | None = None  # the loss before and after it
-    annotation: Annotation = Annotation()  # what people have noted about it since
+    around: Around | None = None
+    annotation: Annotation = Annotation()
     path: RunPath | None = None
     reason: str = ""
     waits_for: str = ""

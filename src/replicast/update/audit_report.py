@@ -202,7 +202,26 @@ class Declared(Record):
 
 
 class AuditReport(Record):
-    """What one audit found and did. The same on every worker."""
+    """What one audit found and did. The same on every worker.
+
+    Attributes:
+        number: Its number in this attempt.
+        step: The boundary at which the replicas were compared.
+        time: When, in seconds since 1970.
+        found_at: The step of the first audit that found this difference.
+        last_equal: The step of the last audit in which all replicas were equal.
+        outcome: "equal", or what was done about a difference.
+        differences: The variables that differ: on which workers, whose value counts and why, and by how much.
+        declared: The variables that may differ.
+        healed: The numbers of the updates that have healed them.
+        digest_secs: How long the slowest worker took to compute its digests.
+        requests: The requests that it answers; empty for a planned one.
+        workers: How many workers were compared.
+        variables: How many variables.
+        nbytes: Their size on each worker.
+        attempt: The attempt of the job.
+        partly: The rows that were compared of tables that were not compared as a whole.
+    """
 
     number: int
     step: int
@@ -218,8 +237,8 @@ class AuditReport(Record):
     workers: int = 0
     variables: int = 0
     nbytes: int = 0
-    attempt: int | None = None  # audit numbers start over with each attempt
-    partly: tuple[ComparedRows, ...] = ()  # the tables that were not compared as a whole
+    attempt: int | None = None
+    partly: tuple[ComparedRows, ...] = ()
 
     @property
     def equal(self) -> bool:
