@@ -171,6 +171,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[float], object]) -
 
     monkeypatch.setattr("replicast.client.notes.LISTEN_SECS", 3.0)
     monkeypatch.setattr("replicast.client.notes.sleep", sleep)
+    monkeypatch.setattr("replicast.storage.inbox.Arrivals.wait", lambda _, secs: sleep(secs))
     monkeypatch.setattr("replicast.client.notes.monotonic", lambda: sum(moments))
     return moments
 

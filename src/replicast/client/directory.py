@@ -399,6 +399,11 @@ class DirectoryRun(Run):
             trial_until=note.trial_until,
         )
 
+    @contextlib.contextmanager
+    def _answer_to(self, id_: str) -> Iterator[Callable[[float], object] | None]:
+        with contextlib.closing(inbox.Arrivals(self.path, id_)) as arrivals:
+            yield arrivals.wait
+
     # Push, revert, withdraw.
 
     def examine(self, update: Update) -> Examination:

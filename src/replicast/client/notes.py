@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
@@ -127,15 +127,19 @@ def polls(run: RunDir, timeout_secs: float) -> Iterator[SeenJob]:
         yield seen
 
 
-def ticks(timeout_secs: float, every_secs: float) -> Iterator[bool]:
+def ticks(
+    timeout_secs: float, every_secs: float, wait: Callable[[float], object] | None = None
+) -> Iterator[bool]:
     """Waits between two looks at something; says whether the look is the last one, since the time is up.
 
-    The first waits are short: a job that trains in short steps answers within milliseconds.
+    The first waits are short: a job that trains in short steps answers within milliseconds. `wait` may end
+    earlier, when there is something to see.
     """
     ends, wait_secs = monotonic() + timeout_secs, every_secs / 64
+    wait = sleep if wait is None else wait
     yield timeout_secs <= 0
     while (left := ends - monotonic()) > 0:
-        sleep(min(wait_secs, left))
+        wait(min(wait_secs, left))
         wait_secs = min(1.5 * wait_secs, every_secs)
         yield monotonic() >= ends
 

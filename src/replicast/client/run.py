@@ -31,6 +31,7 @@ Always true:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -784,14 +785,19 @@ class Run:
     def follow(self, update_id: str, timeout: float) -> Iterator[tuple[UpdateView, Brief]]:
         """Yields the update and the state of the job, until the update has ended or the time is up."""
         looks = max(1, round(1 / self.poll_secs))  # The job itself is read about once a second.
-        for number, is_last in enumerate(ticks(timeout, self.poll_secs)):
-            is_fresh = number % looks == 0
-            if is_fresh:
-                brief = self.brief()
-            view = self.look(update_id, thoroughly=is_last or (is_fresh and not brief.running))
-            yield view, brief
-            if view.stage.is_final:
-                return
+        with self._answer_to(update_id) as wait:
+            for number, is_last in enumerate(ticks(timeout, self.poll_secs, wait)):
+                is_fresh = number % looks == 0
+                if is_fresh:
+                    brief = self.brief()
+                view = self.look(update_id, thoroughly=is_last or (is_fresh and not brief.running))
+                yield view, brief
+                if view.stage.is_final:
+                    return
+
+    def _answer_to(self, _id: str) -> contextlib.AbstractContextManager[Callable[[float], object] | None]:
+        """How to wait for an answer, at most so many seconds, if there is a better way than to sleep."""
+        return contextlib.nullcontext()
 
 
 class Pushed:

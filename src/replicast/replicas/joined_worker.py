@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from replicast.config import ATTEMPT, heartbeat_file, read_launch
+from replicast.config import ATTEMPT, heartbeat_file, host_id, read_launch
 from replicast.coordination import DirectExchange
 from replicast.core.events import Ended
 from replicast.core.operation import Timeouts
 from replicast.errors import FileDamaged, JobFailed, NotSupported, ReplicastError, exception_sentence
 from replicast.files import RunDir, below
 from replicast.processes import this_start
-from replicast.replicas.channel import Channel
+from replicast.replicas.channel import Channel, open_sockets
 from replicast.replicas.departure import Departure, leave_on_sigterm
 from replicast.replicas.job_audits import AuditPlan, Audits, compare_at_start, declared, expected_digests
 from replicast.replicas.job_checkpoints import Checkpoints
@@ -107,6 +107,7 @@ class JoinedWorker:
         compare_at_start(exchange, self.state, free, secs)
         attempt = attempt_of(run_dir, exchange, secs)
         transport = open_transport(exchange, os.environ, secs)
+        sockets = open_sockets(exchange, host_id(os.environ), secs)
 
         # Only worker 0 claims the run directory and writes.
         fence: Fence | None = None
@@ -130,7 +131,7 @@ class JoinedWorker:
         saved = [saved_of(manifest) for manifest in listed]
         self.session = Session(
             exchange,
-            Channel(job.coordination, name, rank, size),
+            Channel(job.coordination, name, rank, size, sockets),
             transport,
             self.state,
             journal=journal,

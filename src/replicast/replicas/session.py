@@ -279,6 +279,7 @@ class Session:
         self._events.put(None)  # wakes the loop up
         self.threads.stop(STOP_SECS)
         self.proposals.end(self.step)
+        self.channel.close()
         self.transport.close()
 
     def abandon(self) -> None:

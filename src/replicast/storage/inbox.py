@@ -402,14 +402,16 @@ def waiting(run_dir: RunDir) -> list[WaitingUpdate]:
 
 
 class Arrivals:
-    """Lets the job wait for requests, without looking for them all the time.
+    """Lets the job wait for requests, and an author for an answer, without looking all the time.
 
     The kernel tells (inotify) what a process of this host puts into the inbox. It does not tell what comes
     from another host on a shared file system, so the inbox has to be looked at all the same.
     """
 
-    def __init__(self, run_dir: RunDir) -> None:
+    def __init__(self, run_dir: RunDir, answer_to: str | None = None) -> None:
         self._inbox = _inbox(run_dir)
+        wanted = (_UPDATE, _REQUEST) if answer_to is None else (f"{answer_to}{_ANSWER}",)
+        self._wanted = tuple(name.encode() for name in wanted)
         self._libc = ctypes.CDLL(None)
         start = getattr(self._libc, "inotify_init1", None)  # Linux has it
         self._queue: int = -1 if start is None else start(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -417,15 +419,19 @@ class Arrivals:
         self._woken, self._wakes = os.pipe()
         os.set_blocking(self._wakes, False)
         self._lock = threading.Lock()
+        self._watch()
 
-    def wait(self, timeout_secs: float) -> bool:
-        """Blocks until a request arrives or somebody calls `wake`, at most so long; says whether one did."""
+    def _watch(self) -> None:
         with contextlib.suppress(OSError):  # no inbox yet, or no right to read it
             if self._queue >= 0 and self._watched < 0:
                 with self._inbox.entered() as directory:
-                    # A request is linked or renamed into place.
+                    # Each is linked or renamed into place.
                     path = f"/proc/self/fd/{directory}".encode()
                     self._watched = self._libc.inotify_add_watch(self._queue, path, _CREATED | _MOVED_HERE)
+
+    def wait(self, timeout_secs: float) -> bool:
+        """Blocks until one arrives or somebody calls `wake`, at most so long; says whether one did."""
+        self._watch()
         poll = select.poll()
         for descriptor in (self._woken, *([self._queue] if self._watched >= 0 else [])):
             poll.register(descriptor, select.POLLIN)
@@ -436,7 +442,7 @@ class Arrivals:
             length = int.from_bytes(events[12:16], sys.byteorder)
             names.append(events[16 : 16 + length].rstrip(b"\0"))
             events = events[16 + length :]
-        return woken or any(name.endswith((_UPDATE.encode(), _REQUEST.encode())) for name in names)
+        return woken or any(name.endswith(self._wanted) for name in names)
 
     def wake(self) -> None:
         """Ends the wait of the reader. Any thread, also after `close`."""

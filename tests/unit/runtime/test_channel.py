@@ -1,15 +1,18 @@
-"""Messages arrive in order, and are removed from the coordination service once they are read."""
+"""Messages arrive in order, and those in the coordination service are removed once they are read."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from replicast.coordination import DirectExchange, MemoryCoordination
 from replicast.core.messages import Release, Request
 from replicast.errors import JobFailed
-from replicast.replicas.channel import Channel
+from replicast.replicas.channel import Channel, open_sockets
 from replicast.replicas.proposals import Ticket
 from tests.threads import DEADLINE_SECS, Job, Worker, eventually
 from tests.unit.runtime.playing import bias
@@ -19,8 +22,32 @@ def channels(store: MemoryCoordination.Store, size: int) -> list[Channel]:
     return [Channel(MemoryCoordination(store), "test", rank, size) for rank in range(size)]
 
 
-def test_every_worker_hears_everything_in_order_and_is_heard_in_order() -> None:
-    coordinator, *workers = channels(MemoryCoordination.Store(), 3)
+@contextmanager
+def connected(*hosts: str) -> Iterator[list[Channel]]:
+    """The channels of workers on these hosts, as they open them at the start."""
+    store, size = MemoryCoordination.Store(), len(hosts)
+
+    def opened(rank: int) -> Channel:
+        coordination = MemoryCoordination(store)
+        sockets = open_sockets(DirectExchange(coordination, "start", rank, size), hosts[rank], DEADLINE_SECS)
+        return Channel(coordination, "test", rank, size, sockets)
+
+    with ThreadPoolExecutor(size) as threads:
+        found = list(threads.map(opened, range(size)))
+    try:
+        yield found
+    finally:
+        for channel in found:
+            channel.close()
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aab", "abb", "abc"])
+def test_every_worker_hears_everything_in_order_and_is_heard_in_order(hosts: str) -> None:
+    with connected(*hosts) as (coordinator, *workers):
+        check_all_is_heard(coordinator, workers)
+
+
+def check_all_is_heard(coordinator: Channel, workers: list[Channel]) -> None:
     said = [[Release(number) for number in range(count)] for count in (1, 3, 2)]
     for messages in said:
         coordinator.broadcast(messages)
@@ -31,6 +58,53 @@ def test_every_worker_hears_everything_in_order_and_is_heard_in_order() -> None:
             assert worker.receive() == messages
             heard = coordinator.receive_from(worker.rank)
             assert heard == [Request("save", (f"{worker.rank}",))] * len(messages)
+
+
+def test_workers_of_one_host_do_not_use_the_service() -> None:
+    with connected("a", "a", "a") as (coordinator, *workers):
+        for channel in (coordinator, *workers):
+            channel.coordination.put = unexpected  # type: ignore[method-assign]
+            channel.coordination.get = unexpected  # type: ignore[method-assign]
+        check_all_is_heard(coordinator, workers)
+
+
+def unexpected(*_: object) -> Any:
+    raise AssertionError("the coordination service is used")
+
+
+def test_if_one_worker_cannot_connect_all_use_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicast.replicas.channel.HANDSHAKE_SECS", 0.05)
+    monkeypatch.setattr("replicast.replicas.channel._is_of_this_user", lambda _: False)
+    with connected("a", "a", "a") as (coordinator, *workers):
+        assert not any(channel.sockets for channel in (coordinator, *workers))
+        check_all_is_heard(coordinator, workers)
+
+
+def test_who_waits_for_a_worker_that_has_ended_learns_from_the_service_which_one_was_lost() -> None:
+    with connected("a", "a") as (coordinator, worker):
+        worker.send([Request("save", ())])
+        worker.close()
+        assert coordinator.receive_from(1) == [Request("save", ())]
+        coordinator.broadcast([Release(1)])
+        assert coordinator.receive_from(1) == []
+
+        def lost(key: str, timeout_secs: float) -> str | None:
+            raise JobFailed("worker 1 was lost", worker=1)
+
+        coordinator.coordination.get = lost  # type: ignore[method-assign]
+        with pytest.raises(JobFailed, match="worker 1 was lost"):
+            coordinator.receive_from(1)
+
+
+def test_a_worker_that_takes_no_messages_is_named_and_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicast.replicas.channel.FROZEN_SECS", 0.05)
+    many = [Release(number) for number in range(100_000)]
+    with (
+        connected("a", "a") as (coordinator, _),
+        pytest.raises(JobFailed, match="Worker 1 has not") as failure,
+    ):
+        coordinator.broadcast(many)
+    assert failure.value.worker == 1
 
 
 class BrokenOnce(MemoryCoordination):
