@@ -70,12 +70,16 @@ def group_of(pool: str, workers: int) -> Group:
 
 
 def threads_of_a_worker(workers: int = 2) -> dict[str, str]:
-    """Thread settings, the same for every process: the cores divided by the number of workers of a group."""
+    """Settings that are the same for every process: the cores divided by the number of workers of a group.
+
+    And memory in huge pages, as `replicast run` sets it for its workers.
+    """
     share = str(max(1, len(os.sched_getaffinity(0)) // workers))
     return {
         "TF_NUM_INTRAOP_THREADS": share,
         "TF_NUM_INTEROP_THREADS": str(max(2, int(share))),
         "OMP_NUM_THREADS": share,
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }
 
 

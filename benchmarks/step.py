@@ -184,7 +184,7 @@ def table_sizes(optimizer: str) -> Question:
         ),
         notes=(
             *NOTES[:1],
-            "The floor: the touched rows are read and written once in each table of the optimizer, in numpy,",
+            "The floor: the gathers and scatters of the optimizer alone, in TensorFlow, on as many rows,",
             "on both workers at once.",
         ),
         turns=2,

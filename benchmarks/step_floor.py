@@ -1,37 +1,60 @@
-"""The floor of the questions about tables: the memory of the touched rows. Needs numpy only."""
+"""The floor of the questions about tables: the touched rows, in TensorFlow's own gathers and scatters."""
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
+
+import tensorflow as tf
 
 from benchmarks.step_task import Training
 
-TABLES = {"SGD": 1, "Adagrad": 2, "LazyAdam": 3}
-"""The table, and the variables of the optimizer that have as many rows."""
-
 
 class TouchedRows(Training):
-    """Reads and writes the rows that a step touches, and computes next to nothing.
+    """Reads and writes the rows that a step touches as the optimizer has to, and computes next to nothing.
 
-    One table stands for all of them, at other places: the accesses are as random, and there is room for it.
+    One table stands for those of the optimizer, at other places: the accesses are as random, and there is
+    room for it. Each worker looks up its share of the ids, and writes the rows of all.
     """
 
     def setup(self) -> None:
-        ids, _ = self.task.arrays()
-        self.ids = ids.reshape(self.task.steps, -1).astype(np.intp)
-        self.table = np.ones((self.task.table, self.task.width), np.float32)
-        self.rows = np.empty((self.ids.shape[1], self.task.width), np.float32)
+        task = self.task
+        ids, _ = task.arrays()
+        self.ids = tf.constant(ids.reshape(task.steps, -1))
+        self.table = tf.Variable(tf.zeros((task.table, task.width)))
         self.steps = 0
+        self.train_steps = tf.function(self._train_steps)
+
+    def _train_steps(self, ids: Any) -> None:
+        values = tf.ones((ids.shape[1], self.task.width))
+        own = ids.shape[1] // self.workers
+        for of_step in ids:
+            values = values + 0.0 * self._touched(of_step, values, own)
 
     def train(self) -> None:
-        tables = TABLES[self.task.optimizer]
-        for of_step in self.ids:
-            for number in range(tables):
-                ids = (of_step + number * self.task.table // tables) % self.task.table
-                np.take(self.table, ids, axis=0, out=self.rows, mode="clip")
-                self.rows += 1.0
-                self.table[ids] = self.rows
-            self.steps += 1
+        self.train_steps(self.ids)
+        self.steps += self.task.steps
 
     def trained(self) -> int:
         return self.steps
+
+    def _touched(self, ids: Any, values: Any, own: int) -> Any:
+        """The passes of the optimizers in `training/rows.py` and `training/row_optimizers.py`."""
+        handle, optimizer = self.table.handle, self.task.optimizer
+        of_moments = [(ids + number * self.task.table // 3) % self.task.table for number in (1, 2)]
+
+        def read(places: Any) -> Any:
+            return tf.raw_ops.ResourceGather(resource=handle, indices=places, dtype=tf.float32)
+
+        def write(scatter: Any, places: Any) -> None:
+            scatter(ref=handle, indices=places[:, tf.newaxis], updates=values)
+
+        looked_up = read(ids[:own])
+        if optimizer == "Adagrad":
+            write(tf.raw_ops.ResourceScatterNdAdd, of_moments[0])
+            read(of_moments[0])
+        if optimizer == "LazyAdam":
+            for places in of_moments:
+                read(places)
+                write(tf.raw_ops.ResourceScatterNdUpdate, places)
+        write(tf.raw_ops.ResourceScatterNdSub, ids)
+        return tf.reduce_sum(looked_up)

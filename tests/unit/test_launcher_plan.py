@@ -161,6 +161,12 @@ def test_workers_share_the_cores_unless_the_user_says_otherwise(
     assert "OMP_NUM_THREADS" not in planned(environ={"OMP_NUM_THREADS": "3"})[0].env
 
 
+def test_workers_have_large_memory_in_huge_pages_unless_the_user_says_otherwise() -> None:
+    assert planned()[0].env["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    own = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+    assert planned(environ=own)[0].env["GLIBC_TUNABLES"] == own["GLIBC_TUNABLES"]
+
+
 @pytest.mark.parametrize(
     ("setting", "nodes", "expected"),
     [

@@ -45,6 +45,10 @@ _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_GRPC_PROXY = "no_grpc_proxy"
 _PYTHON = re.compile(r"python[0-9.]*t?")
 _DEVICES = Path("/dev")
+_TUNABLES = "GLIBC_TUNABLES"
+# Large memory in pages of 2 MiB, where the kernel gives them on request. With pages of 4 KiB every row misses
+# the TLB: the gathers and scatters of a step on a table of 10,000,000 rows took 1.3 times as long.
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
 _MIN_INTEROP_THREADS = 2  # With one, a collective that waits for another worker could block the step.
 _PORT_PAUSE_SECS = 0.1
 _SIOCGIFADDR = 0x8915
@@ -388,6 +392,7 @@ def plan_workers(
         RUN_DIR: str(run_dir),
         ATTEMPT: str(attempt),
         LAUNCHED: "1",
+        _TUNABLES: environ.get(_TUNABLES, _HUGE_PAGES),
         **thread_settings(machine.cores, job.workers, environ),
         **_proxy_settings(addresses, environ),
     }
