@@ -232,6 +232,35 @@ def test_a_worker_without_rows_adds_nothing_to_a_sum_of_losses(strategy: Any) ->
 
 
 @same_as_plain_keras("pool2")
+def test_the_logs_have_the_sum_of_losses_of_all_rows(strategy: Any) -> Any:
+    """Of batches of 8, 8 and 5 rows: one output, two and a regularizer, and an array beside the rows."""
+    x, y = (part.astype("float32") for part in np.split(columns(21, 3)[0], [2], axis=1))
+    found = {}
+    for kind in ("one", "two", "beside"):
+        keras.utils.set_random_seed(6)
+        total = keras.losses.MeanSquaredError(reduction="sum")
+        with strategy.scope():
+            if kind == "beside":
+                model: keras.Model = Lookup()
+                model.compile(keras.optimizers.SGD(0.001), total)
+            else:
+                given = keras.Input((2,))
+                layers = [keras.layers.Dense(1, kernel_regularizer="l2", name=name) for name in "ab"]
+                outputs = [layer(given) for layer in layers]
+                model = keras.Model(given, outputs if kind == "two" else outputs[0])
+                model.compile(keras.optimizers.SGD(0.001), [total, total] if kind == "two" else total)
+        if kind == "beside":
+            history = model.fit(lookups("of batches"), epochs=2, verbose=0).history
+        else:
+            labels = [y[:, :1], y[:, :1]] if kind == "two" else y[:, :1]
+            history = model.fit(x, labels, batch_size=8, epochs=2, verbose=0, shuffle=False).history
+            evaluated = model.evaluate(x, labels, batch_size=8, verbose=0, return_dict=True)
+            history |= {f"evaluated {name}": value for name, value in evaluated.items()}
+        found[kind] = {"history": history, "weights": weights(model)}
+    return found
+
+
+@same_as_plain_keras("pool2")
 def test_an_array_of_a_batch_that_is_not_rows_is_given_whole_to_every_worker(strategy: Any) -> Any:
     """Batches of 8, 8 and 5 rows, and of 7, 7 and 4: some do not divide evenly, nor does a table of 7."""
     found = {}

@@ -223,6 +223,7 @@ training/schedules.py
 training/step_metrics.py
   MeanMetricWrapper._fn: the function whose values it averages
   keras.Model._loss_tracker: the metric that Keras weights by its first input
+  keras.Model._compile_loss: the metrics of the losses of several outputs
   Tensor._keras_mask: the mask of what a model returns
 training/feeding.py
   ArrayDataAdapter._inputs: the arrays, which each worker slices
@@ -531,6 +532,7 @@ SAYS: list[tuple[Any, str]] = [
     (keras.Model.make_train_function, "self._make_function(self.train_step)"),
     (keras.Model.make_predict_function, "def one_step_on_data_distributed("),
     (keras.Model.compile, "self._loss_tracker = metrics_module.Mean"),
+    (keras.Model.compile, "self._compile_loss = CompileLoss("),
     (_FIT, "self._maybe_symbolic_build(iterator=epoch_iterator)"),
     (_FIT, "self._initial_epoch or initial_epoch"),
     (saving_lib.get_attr_skipset, "ref_obj = Optimizer(1.0)"),

@@ -109,7 +109,9 @@ class KerasStep:
     def _run(self, data: Any) -> Any:
         rows = rows_of(data)
         self._rows = tf.cast(rows, tf.float32) / ROWS_UNIT
-        metrics = StepMetrics(self._model, data, self._extended.gather_rows, self._means)
+        metrics = StepMetrics(
+            self._model, data, self._extended.gather_rows, self._means, sums_its_loss=self._sums_its_loss
+        )
         self._watch = watch = Writes([*metrics.variables, *self._assignable()])
         with contextlib.ExitStack() as stack:
             stack.enter_context(watch)

@@ -10,6 +10,7 @@ How a metric gets there depends on how `update_state` uses rows, which is decide
 - So does a function that returns one number for its rows instead of one for each row.
 - A scalar that is not weighted, such as a loss, is taken as a mean over rows: what it adds to a
   `keras.metrics.Mean` is averaged over the workers, weighted by rows.
+- The losses in the logs of a model whose loss is a sum over rows are added up, and then weighted as by Keras.
 
 Between steps, every worker holds the state of the whole job: reading and resetting are local, and decisions
 that depend on a metric are the same everywhere. A `train_step` may return the results of its metrics under
@@ -61,8 +62,11 @@ class StepMetrics:
         data: Any,
         gather: Callable[[list[tf.Tensor]], list[tf.Tensor]],
         mean: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+        *,
+        sums_its_loss: bool,
     ) -> None:
         self._model = model
+        self._sums_its_loss = sums_its_loss
         self._data = data
         self._rows = rows_of(data)
         self._gather = gather
@@ -113,6 +117,7 @@ class StepMetrics:
         tracker = getattr(self._model, "_loss_tracker", None)
         tracked = set() if tracker is None or whole_first is None else {id(v) for v in tracker.variables}
         flags = transfer.add([tf.cast(whole_first & (rows > 0), tf.int32)] if tracked else [])
+        sums = {id(metric.total): metric for metric in self._losses()} if self._sums_its_loss else {}
 
         def state_of(variable: keras.Variable) -> Callable[[], tf.Tensor]:
             before, total = self._before[id(variable)]
@@ -122,6 +127,8 @@ class StepMetrics:
                 value = tf.cast(value, tf.int32) if value.dtype == tf.bool else value
                 first = transfer.add([tf.where(is_first, value, tf.zeros_like(value))])
                 return lambda: first()[0]
+            if id(variable) in sums:
+                return by_sum(before, total, after, sums[id(variable)])
             if variable.aggregation != "sum":
                 mean = transfer.add([tf.cast(after, tf.float32)], averaged=True)
                 return lambda: mean()[0]
@@ -138,6 +145,20 @@ class StepMetrics:
             mean = transfer.add([precise(_difference(before, after))], averaged=True)
             return lambda: total + parts()[0] + tf.cast(mean()[0], total.dtype)
 
+        def by_sum(
+            before: tf.Tensor, total: tf.Tensor, after: tf.Tensor, metric: keras.metrics.Metric
+        ) -> Callable[[], tf.Tensor]:
+            # Keras has multiplied it by the number of workers, and by the weight: a number of rows, or of
+            # those of an input that is the same on all workers, or none.
+            by_rows = tf.constant(id(metric) in self._summed)
+            if whole_first is not None and id(metric.total) in tracked:
+                by_rows &= ~whole_first
+            number = tf.where(by_rows, tf.cast(rows, tf.float32), 0.0)
+            factor = tf.maximum(number, 1.0) * tf.distribute.get_strategy().num_replicas_in_sync
+            parts = transfer.add([_difference(total, before)])  # zero, unless each worker holds a part
+            added = transfer.add([precise(_difference(before, after)) / factor, number])
+            return lambda: total + parts()[0] + tf.cast(added()[0] * tf.maximum(added()[1], 1.0), total.dtype)
+
         found = [(variable, state_of(variable)) for variable in written]
 
         def assign() -> None:
@@ -147,6 +168,13 @@ class StepMetrics:
                     variable.value.mark_whole()
 
         return assign
+
+    def _losses(self) -> list[keras.metrics.Metric]:
+        """The metrics in which Keras keeps the loss, and with several outputs that of each."""
+        # Private: there is no other way to them.
+        compiled = getattr(self._model, "_compile_loss", None)
+        found = [getattr(self._model, "_loss_tracker", None), *(compiled.metrics if compiled else ())]
+        return [metric for metric in found if metric is not None]
 
     def _recording(self, metric: keras.metrics.Metric) -> Callable[[], Any]:
         result = metric.result
