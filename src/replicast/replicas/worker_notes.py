@@ -153,10 +153,10 @@ class RunFiles:
                         self._send()
                 if is_first:
                     self._with_files(
-                        self._distant.write,
-                        lambda run_dir: self.inbox.look(run_dir, training=self.training.active),
                         self.inbox.take_outcomes,
                         self.inbox.settle,
+                        self._distant.write,
+                        lambda run_dir: self.inbox.look(run_dir, training=self.training.active),
                     )
 
     def _stopping_after_a_wait(self) -> bool:

@@ -91,8 +91,8 @@ def _largest(left: Array, right: Array) -> tuple[int, float, float]:
 # What edits have done to a variable.
 
 MEASURED_BYTES = 2**28  # of what an update touches: the effects of a larger one are not measured
-_EXACT = 2**16  # elements: so many are measured in float64, which takes about three times as long
-_SAMPLED, _BINS = 2**16, 32  # elements in a histogram: of more values, as many as there are strides
+_EXACT = 2**13  # elements: so many are measured in float64, which takes about three times as long
+_SAMPLED, _BINS = 2**13, 32  # elements in a histogram: 0.2 ms, which an author waits for; 2.5 of 2**16
 _MOST_HISTOGRAMS = 16  # of one update: each takes some hundred bytes of its receipt
 _AT_ONCE = 2**13  # elements: they stay in the cache, and are too few for the threads of a matrix library
 
