@@ -44,12 +44,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """secs = start + line · bytes / bandwidth + (hosts - 2) · (fill · segment / bandwidth + hop)
+    """secs = start + line · bytes / bandwidth + (hosts - 2) · (fill · block / bandwidth + hop)
 
     Attributes:
         start: Seconds before the first byte, on two hosts.
         line: How many bytes go over the line per byte of the update.
-        fill: How many segments a host receives before the next one receives the first.
+        fill: How many blocks a host receives before the next one receives the first.
         hop: Seconds that a host adds, whatever the bandwidth.
     """
 

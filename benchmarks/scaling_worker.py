@@ -20,7 +20,7 @@ from tests.hosts.transfer import FileCoordination
 
 WAIT_SECS = 120.0
 ARRAY_BYTES = 2_000_000
-"""As in the other questions: 100 MB in 50 variables. An array of this size is one segment."""
+"""As in the other questions: 100 MB in 50 variables. An array of this size is one block."""
 ROWS, COLUMNS = 200_000, 64
 """The embedding whose updates are compared."""
 

@@ -1,4 +1,4 @@
-"""A job of N workers as N threads, with in-memory state, transport, journal and coordination service.
+"""A job of N workers as N threads, with state, journal and coordination service in the memory of the process.
 
 Without TensorFlow: it has the runtime and the core of a real job.
 
@@ -13,16 +13,20 @@ Without TensorFlow: it has the runtime and the core of a real job.
 from __future__ import annotations
 
 import itertools
+import os
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from replicast.config import shared_memory_directory
 from replicast.coordination import DirectExchange, MemoryCoordination
 from replicast.core.entries import Saved
 from replicast.core.events import Ended, WriteOutcome
@@ -30,23 +34,11 @@ from replicast.core.messages import Tell
 from replicast.core.operation import Timeouts
 from replicast.core.records import Snapshot
 from replicast.errors import FileDamaged, JobFailed, ReplicasDiverged
-from replicast.mapped_memory import Bytes
 from replicast.replicas.channel import Channel
 from replicast.replicas.replica import WorkerHooks
 from replicast.replicas.session import Session
 from replicast.storage.journal import Journal, MemoryJournal
-from replicast.transport import Inspect, Parcel, Transport
-from replicast.transport.base import (
-    aligned_buffer,
-    arrays_in,
-    check_share,
-    lay_out,
-    no_inspection,
-    no_room,
-    not_arrived,
-    path_part,
-    write_out,
-)
+from replicast.transport import Transport
 from replicast.update.audit_report import AuditReport
 from replicast.update.digest import digest_array, digest_state
 from replicast.update.edits import Edit, apply_edit
@@ -93,70 +85,6 @@ class MemoryState(State):
         buffers.update(self.read(self.values))
 
 
-class MemoryTransport(Transport):
-    class Board:
-        """Holds parcels until their source releases them; tests inject faults here."""
-
-        def __init__(self) -> None:
-            self.buffers: dict[str, Bytes] = {}
-            self.room: int | None = None
-            self.changed = threading.Condition()
-            self.to_corrupt: set[str] = set()
-
-        def corrupt(self, parcel_id: str) -> None:
-            """Changes one bit of a parcel, before the next worker receives it."""
-            self.to_corrupt.add(parcel_id)
-
-    def __init__(self, board: Board, rank: int = 0) -> None:
-        self._board = board
-        self._rank = rank
-        self._published: set[str] = set()
-
-    def publish(self, parcel_id: str, arrays: Sequence[Values], *, to_read: bool = False) -> Parcel:
-        pieces, nbytes = lay_out(arrays)
-        if self._board.room is not None:
-            with self._board.changed:
-                free = max(0, self._board.room - sum(map(len, self._board.buffers.values())))
-            if nbytes > free:
-                raise no_room(nbytes, free, "memory", self._rank, "Propose a smaller update")
-        buffer = aligned_buffer(nbytes)
-        blocks = write_out(arrays, pieces, buffer)
-        with self._board.changed:
-            self._board.buffers[path_part(parcel_id)] = buffer
-            self._board.changed.notify_all()
-        self._published.add(parcel_id)
-        return Parcel(parcel_id, self._rank, nbytes, pieces, blocks, to_read=to_read)
-
-    def receive(self, parcel: Parcel, timeout_secs: float, inspect: Inspect = no_inspection) -> list[Values]:
-        board = self._board
-        with board.changed:
-            if not board.changed.wait_for(lambda: parcel.id in board.buffers, timeout_secs):
-                raise not_arrived(parcel, timeout_secs, self._rank, waited_for=parcel.source)
-            buffer = board.buffers[parcel.id]
-            if parcel.id in board.to_corrupt:
-                board.to_corrupt.remove(parcel.id)
-                buffer[0] ^= 1
-        if not parcel.to_read:
-            private = aligned_buffer(parcel.nbytes)
-            private[:] = buffer
-            buffer = private
-        arrays = arrays_in(buffer, parcel.arrays)
-        check_share(parcel, arrays, self._rank, [self._rank], inspect)
-        return arrays
-
-    def release(self, parcel_id: str, *, reuse: bool = False) -> None:
-        if parcel_id in self._published:
-            self._published.discard(parcel_id)
-            with self._board.changed:
-                buffer = self._board.buffers.pop(parcel_id, None)
-            if reuse and buffer is not None:
-                buffer[:] = 0xFF  # stands for reuse: a worker that still reads it gets NaN
-
-    def close(self) -> None:
-        for parcel_id in list(self._published):
-            self.release(parcel_id)
-
-
 class Worker:
     """One worker: its session, its state, and what it has applied.
 
@@ -170,7 +98,7 @@ class Worker:
         self.rank = rank
         self.job = job
         self.coordination = MemoryCoordination(job.store)
-        self.transport = MemoryTransport(job.board, rank)
+        self.transport = Transport(job.name, rank, directory=job.directory)
         start = job.checkpoints[-1] if job.checkpoints else None
         self.state = MemoryState(job.start if start is None else start.state[0], job.schema)
         self.failure: JobFailed | None = None
@@ -308,7 +236,7 @@ class Job:
         self.options: dict[str, Any] = {"timeouts": timeouts, "guard": guard, "audit_policy": audit_policy}
         self.options |= {} if limits is None else {"limits": limits}
         self.store = MemoryCoordination.Store()
-        self.board = MemoryTransport.Board()
+        self.name, self.directory = uuid.uuid4().hex, shared_memory_directory(os.environ)
         self.journal = journal or MemoryJournal()
         self.gone: set[int] = set()
         self.ended: list[Ended] = []
@@ -422,6 +350,10 @@ class Job:
                 raise
 
         self.on_all(loop_or_let_go)
+
+    def files(self) -> list[Path]:
+        """The shared memory that holds updates."""
+        return sorted(self.directory.glob(f"*-{self.name}-*"))
 
     def values(self) -> list[dict[str, bytes]]:
         """The bits of every variable of each worker."""

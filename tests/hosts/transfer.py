@@ -76,8 +76,8 @@ def main(rank: int, size: int, directory: Path) -> None:
     transport = open_transport(DirectExchange(coordination, "transfer", rank, size), os.environ, 60.0)
     arrived = Holdings.arrived
 
-    def noted(holdings: Holdings, parcel_id: str, segment: int) -> None:
-        arrived(holdings, parcel_id, segment)
+    def noted(holdings: Holdings, parcel_id: str, here: int) -> None:
+        arrived(holdings, parcel_id, here)
         coordination.put(f"arrived/{rank}", "")
 
     Holdings.arrived = noted  # type: ignore[method-assign]

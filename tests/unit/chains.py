@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from replicast.coordination import DirectExchange, MemoryCoordination
-from replicast.transport import ChainTransport, SharedMemoryTransport
+from replicast.transport import ChainTransport
 from replicast.transport.chain import open_ends
 from tests.threads import DEADLINE_SECS
 
@@ -35,9 +35,9 @@ def chain_of(
     def open_one(rank: int) -> ChainTransport:
         exchange = DirectExchange(MemoryCoordination(store), "chain", rank, len(hosts))
         environ = environment(rank, hosts, directory)
-        ends = open_ends(exchange, environ, DEADLINE_SECS, hosts, b"s" * 32)
-        shared = SharedMemoryTransport(f"job-{hosts[rank]}", rank, directory=directory)
-        return ChainTransport(shared, exchange, hosts, ends)
+        transport = ChainTransport(f"job-{hosts[rank]}", exchange, hosts, directory=directory)
+        transport.ends = open_ends(exchange, environ, DEADLINE_SECS, hosts, b"s" * 32)
+        return transport
 
     with ThreadPoolExecutor(len(hosts)) as threads:
         return list(threads.map(open_one, range(len(hosts))))

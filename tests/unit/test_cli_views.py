@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from replicast.cli import runs, texts
 from replicast.core.records import Stage
@@ -362,14 +361,6 @@ def test_logs_prints_the_last_lines_and_follows_what_comes_and_a_restart(
     assert output_of(0, "logs", run, 1, "--lines", 3, "-f") == "one\ntwo\nthree red\nfour\nagain\n"
 
 
-def test_inspect_says_what_a_plain_file_would_do(run: Path) -> None:
-    path = tensors("delta", dense__bias=BIAS, embeddings=np.zeros((10, 2), "f4").astype(BFLOAT16))
-    result = output_of(0, "inspect", path, "--as", "add", "--run", run)
-    assert fits(result)
-    assert has(result, "model/dense/bias", "model/table/embeddings", "52 B", "2.236", "bfloat16")
-    assert "with weight 0.5" in flat(output_of(0, "inspect", path, "--as", "blend", "--weight", 0.5))
-
-
 def test_inspect_lists_the_variables_of_a_run_by_the_names_that_an_update_may_use(run: Path) -> None:
     result = output_of(0, "inspect", run)
     assert fits(result)
@@ -377,42 +368,24 @@ def test_inspect_lists_the_variables_of_a_run_by_the_names_that_an_update_may_us
         line = next(line for line in result.splitlines() if line.startswith(f"{variable.name} "))
         assert variable.dtype in line
     assert result.splitlines()[-1].startswith("6 variables, ")
-    output_of(2, "inspect", run, "--as", "add")
     assert "is not a run directory. Perhaps: " in output_of(2, "inspect", run.parent)
 
 
-def test_inspect_lists_problems_and_tensors_when_it_is_not_told_what_to_do(run: Path) -> None:
-    path = tensors("delta", dense__bias=BIAS * np.nan, dense__kernel=BIAS, nothing=BIAS)
-    for more, problems in (((), 1), (("--run", run), 3)):
-        output = output_of(1, "inspect", path, "--as", "assign", *more)
-        assert (output.count("Refused: "), "3 not" in output) == (problems, True)
-    listed = output_of(0, "inspect", path)
-    assert ("dense/bias" in listed, "--as" in listed) == (True, True)
-    assert invoke("inspect", path, "--run", run).exit_code == 2
+def test_inspect_lists_the_tensors_of_a_plain_file(run: Path) -> None:
+    path = tensors("delta", dense__bias=BIAS, embeddings=np.zeros((10, 2), "f4").astype(BFLOAT16))
+    result = output_of(0, "inspect", path)
+    assert fits(result)
+    assert has(result, "dense/bias", "10×2", "40 B", "2.236", "bfloat16")
     assert "There is no file or run nowhere" in output_of(2, "inspect", "nowhere")
-    assert "Expected one of add, assign, scale, blend, add_rows" in flat(
-        output_of(2, "inspect", path, "--as", "sum")
-    )
-    assert output_of(1, "inspect", path, "--as", "assign_rows") == output_of(
-        1, "inspect", path, "--as", "assign-rows"
-    )
 
 
 def test_inspect_takes_saved_updates_and_payloads_of_the_journal(run: Path) -> None:
     filled(run)
     payload = next(run.glob("groups/*/000001.safetensors"))
-    assert "reset to 0" in output_of(0, "inspect", payload, "--run", run)
+    assert "reset to 0" in output_of(0, "inspect", payload)
     Update().save("empty.safetensors")
     Path("rubbish.safetensors").write_bytes(b"rubbish")
-    safetensors.numpy.save_file({}, "none.safetensors")
-    for code, *words in (
-        (0, payload),
-        (2, payload, "--as", "add"),
-        (2, payload, "--weight", 1),
-        (1, "rubbish.safetensors"),
-        (1, "none.safetensors", "--as", "add", "--run", run),
-    ):
-        output_of(code, "inspect", *words)
+    output_of(1, "inspect", "rubbish.safetensors")
     assert "no edits" in invoke("inspect", "empty.safetensors").output
 
 

@@ -17,8 +17,7 @@ from msgspec.structs import replace
 from replicast.codec import decode, encode
 from replicast.coordination import Coordination, MemoryCoordination
 from replicast.errors import UpdateRefused
-from replicast.transport import Parcel, SharedMemoryTransport, Transport
-from tests.threads import MemoryTransport
+from replicast.transport import Parcel, Transport
 from tests.unit.chains import chain_of
 
 WAIT_SECS = 120.0
@@ -249,7 +248,6 @@ PROMISES: list[Callable[[Worker], Any]] = [
     damaged_bytes_are_refused_by_every_worker,
     a_parcel_that_never_comes_is_refused_in_time,
 ]
-MAKERS: list[str] = ["memory", "shared"]
 CHAINS = ["ab", "abc", "aab", "abb", "aba"]
 """The host of each worker."""
 
@@ -272,18 +270,9 @@ def run_on_threads(promise: Callable[[Worker], Any], transports: Sequence[Transp
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
-def test_transport(promise: Callable[[Worker], Any], kind: str, size: int, tmp_path: Path) -> None:
-    board = MemoryTransport.Board()
-    transports: list[Transport] = [
-        MemoryTransport(board, rank)
-        if kind == "memory"
-        else SharedMemoryTransport("job", rank, directory=tmp_path)
-        for rank in range(size)
-    ]
-    run_on_threads(promise, transports)
-    assert not board.buffers, "something is left behind"
+def test_transport(promise: Callable[[Worker], Any], size: int, tmp_path: Path) -> None:
+    run_on_threads(promise, [Transport("job", rank, directory=tmp_path) for rank in range(size)])
     assert not list(tmp_path.iterdir()), "something is left behind"
 
 

@@ -1,4 +1,4 @@
-"""The pure parts of the transports, the faults of the in-memory one, and how a job chooses its transport."""
+"""The pure parts of the transports, and how a job chooses its transport."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from replicast.codec import decode, encode
 from replicast.config import host_id, shared_memory_directory
 from replicast.coordination import DirectExchange, MemoryCoordination
 from replicast.errors import ClusterError, JobFailed, UpdateRefused
-from replicast.transport import ChainTransport, Parcel, SharedMemoryTransport, Transport, open_transport
-from replicast.transport.base import aligned_buffer, arrays_in, check_share, lay_out, write_out
+from replicast.transport import ChainTransport, Parcel, Transport, open_transport
+from replicast.transport.parcel import arrays_in, check_share, lay_out, write_out
 from replicast.update.digest import BLOCK_BYTES, blocks_of, digest_block, digest_of_blocks
 from tests.threads import DEADLINE_SECS
 from tests.unit.chains import environment
@@ -31,7 +31,7 @@ def test_arrays_come_back_from_a_buffer_as_they_went_in(kinds: list[tuple[str, t
         for number, (dtype, shape) in enumerate(kinds)
     ]
     pieces, nbytes = lay_out(arrays)
-    buffer = aligned_buffer(nbytes)
+    buffer = np.zeros(nbytes, np.uint8)
     blocks = write_out(arrays, pieces, buffer)
     assert blocks == "".join(digest_block(block.content) for block in blocks_of(arrays))
     assert nbytes % 64 == 0
@@ -47,7 +47,7 @@ def test_arrays_come_back_from_a_buffer_as_they_went_in(kinds: list[tuple[str, t
 def test_every_element_is_inspected_by_exactly_one_worker_of_the_host(local_ranks: tuple[int, ...]) -> None:
     arrays = [np.arange(BLOCK_BYTES // 2, dtype=np.float32), np.zeros(0), np.ones(3, np.int8)]
     pieces, nbytes = lay_out(arrays)
-    parcel = Parcel("p", 1, nbytes, pieces, write_out(arrays, pieces, aligned_buffer(nbytes)))
+    parcel = Parcel("p", 1, nbytes, pieces, write_out(arrays, pieces, np.zeros(nbytes, np.uint8)))
     inspected: list[tuple[int, np.ndarray]] = []
     for rank in local_ranks:
         check_share(parcel, arrays, rank, local_ranks, lambda place, part: inspected.append((place, part)))
@@ -60,7 +60,7 @@ def test_every_element_is_inspected_by_exactly_one_worker_of_the_host(local_rank
 def test_the_digests_are_those_of_the_copy() -> None:
     source = np.zeros(1000, np.uint8)
     pieces, nbytes = lay_out([source])
-    buffer = aligned_buffer(nbytes)
+    buffer = np.zeros(nbytes, np.uint8)
     blocks = write_out([source], pieces, buffer)
     source[:] = 1
     parcel = Parcel("p", 0, nbytes, pieces, blocks)
@@ -83,8 +83,8 @@ def opened(hosts: list[str], place: Path) -> list[Transport]:
 @pytest.mark.parametrize(
     ("hosts", "kind"),
     [
-        (["a"], SharedMemoryTransport),
-        (["a", "a"], SharedMemoryTransport),
+        (["a"], Transport),
+        (["a", "a"], Transport),
         (["a", "b", "a"], ChainTransport),
     ],
 )

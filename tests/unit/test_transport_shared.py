@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from replicast.errors import ClusterError, UpdateRefused
-from replicast.transport import SharedMemoryTransport, shared
+from replicast.transport import Transport, shared
 from replicast.transport.shared import KEPT_BYTES, SharedFile, remove_leftovers
 from replicast.update.digest import BLOCK_BYTES
 from tests.unit.test_transport_conformance import some
@@ -31,9 +31,9 @@ HOLD = """
 import sys
 from pathlib import Path
 import numpy as np
-from replicast.transport import SharedMemoryTransport
+from replicast.transport import Transport
 
-transport = SharedMemoryTransport(sys.argv[2], 0, directory=Path(sys.argv[1]))
+transport = Transport(sys.argv[2], 0, directory=Path(sys.argv[1]))
 transport.publish("one", [np.arange(1000)])
 print("ready", flush=True)
 sys.stdin.read()
@@ -78,10 +78,10 @@ def fails(number: int) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Iterator[SharedMemoryTransport]:
+def source(tmp_path: Path) -> Iterator[Transport]:
     """Worker 0 of a job. When it and `other` are closed, nothing is left of what they had."""
     before = open_files(tmp_path)
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+    transport = Transport("job", 0, directory=tmp_path)
     yield transport
     transport.close()
     assert files_in(tmp_path) == []
@@ -89,14 +89,14 @@ def source(tmp_path: Path) -> Iterator[SharedMemoryTransport]:
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Iterator[SharedMemoryTransport]:
-    transport = SharedMemoryTransport("job", 1, directory=tmp_path)
+def other(tmp_path: Path) -> Iterator[Transport]:
+    transport = Transport("job", 1, directory=tmp_path)
     yield transport
     transport.close()
 
 
 def test_no_room_says_how_much_is_needed_and_free_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: SharedMemoryTransport
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Transport
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", fails(errno.ENOSPC))
@@ -109,9 +109,7 @@ def test_no_room_says_how_much_is_needed_and_free_and_leaves_nothing(
     other.publish("one", [some(10)])
 
 
-def test_a_file_that_is_too_short_is_refused_before_it_is_mapped(
-    tmp_path: Path, source: SharedMemoryTransport
-) -> None:
+def test_a_file_that_is_too_short_is_refused_before_it_is_mapped(tmp_path: Path, source: Transport) -> None:
     parcel = source.publish("one", [some(10_000)])
     os.truncate(tmp_path / f"{PREFIX}job-one", 64)
     with pytest.raises(UpdateRefused, match="damaged") as caught:
@@ -120,18 +118,16 @@ def test_a_file_that_is_too_short_is_refused_before_it_is_mapped(
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "ä", "x" * 101])
-def test_an_id_that_could_lead_elsewhere_is_refused(
-    name: str, tmp_path: Path, source: SharedMemoryTransport
-) -> None:
+def test_an_id_that_could_lead_elsewhere_is_refused(name: str, tmp_path: Path, source: Transport) -> None:
     with pytest.raises(ValueError, match="Received: "):
         source.publish(name, [some(1)])
     with pytest.raises(ValueError, match="Received: "):
-        SharedMemoryTransport(name, 0, directory=tmp_path)
+        Transport(name, 0, directory=tmp_path)
     assert files_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("array", [np.array(["text"]), np.array([object()]), np.zeros(2, "i4,f4")])
-def test_only_numbers_can_be_sent(array: np.ndarray, source: SharedMemoryTransport) -> None:
+def test_only_numbers_can_be_sent(array: np.ndarray, source: Transport) -> None:
     with pytest.raises(TypeError, match="Received: dtype"):
         source.publish("one", [array])
 
@@ -141,7 +137,7 @@ def test_leftovers_of_a_killed_process_are_removed_and_those_of_a_live_one_are_n
     try:
         end(dead)
         assert (tmp_path / f"{PREFIX}dead-one").exists()
-        transport = SharedMemoryTransport("mine", 0, directory=tmp_path)
+        transport = Transport("mine", 0, directory=tmp_path)
         assert files_in(tmp_path) == [f"{PREFIX}alive-one"]
         transport.close()
     finally:
@@ -151,7 +147,7 @@ def test_leftovers_of_a_killed_process_are_removed_and_those_of_a_live_one_are_n
 
 
 def test_a_parcel_is_one_file_of_its_size_that_only_this_user_can_read(
-    tmp_path: Path, source: SharedMemoryTransport
+    tmp_path: Path, source: Transport
 ) -> None:
     parcel = source.publish("one", [some(100), some(5)])
     assert files_in(tmp_path) == [f"{PREFIX}job-one"]
@@ -161,7 +157,7 @@ def test_a_parcel_is_one_file_of_its_size_that_only_this_user_can_read(
 
 
 def test_memory_that_all_only_read_is_used_again_and_mapped_once(
-    tmp_path: Path, source: SharedMemoryTransport, other: SharedMemoryTransport
+    tmp_path: Path, source: Transport, other: Transport
 ) -> None:
     before, seen = open_files(tmp_path), []
     for seed, count in enumerate((LARGE, LARGE, LARGE - 100)):
@@ -184,8 +180,8 @@ def test_what_is_small_or_may_still_be_in_use_is_not_used_again(
     reuse: bool,
     to_read: bool,
     tmp_path: Path,
-    source: SharedMemoryTransport,
-    other: SharedMemoryTransport,
+    source: Transport,
+    other: Transport,
 ) -> None:
     parcel = source.publish("one", [some(count)], to_read=to_read)
     (kept,) = other.receive(parcel, 120.0)
@@ -196,7 +192,7 @@ def test_what_is_small_or_may_still_be_in_use_is_not_used_again(
 
 
 def test_of_two_parcels_that_are_released_one_keeps_its_memory(
-    tmp_path: Path, source: SharedMemoryTransport, other: SharedMemoryTransport
+    tmp_path: Path, source: Transport, other: Transport
 ) -> None:
     parcels = [source.publish(name, [some(LARGE)], to_read=True) for name in ("a", "b")]
     for parcel in parcels:
@@ -217,7 +213,7 @@ def test_memory_that_is_too_large_to_be_kept_is_held_by_no_worker(
     monkeypatch.setattr(os, "statvfs", lambda _: small)
     ranks = range(workers)
     source, other = (
-        SharedMemoryTransport("job", rank, directory=tmp_path, local_ranks=ranks) for rank in (0, workers - 1)
+        Transport("job", rank, directory=tmp_path, local_ranks=ranks) for rank in (0, workers - 1)
     )
     other.receive(source.publish("one", [some(LARGE)], to_read=True), 1.0)
     other.release("one")
@@ -230,7 +226,7 @@ def test_memory_that_is_too_large_to_be_kept_is_held_by_no_worker(
 
 
 def test_threads_that_release_at_once_leave_one_file_and_none_after_the_end(
-    tmp_path: Path, source: SharedMemoryTransport
+    tmp_path: Path, source: Transport
 ) -> None:
     before = open_files(tmp_path)
     names = [str(number) for number in range(8)]
@@ -252,7 +248,7 @@ def test_threads_that_release_at_once_leave_one_file_and_none_after_the_end(
 
 
 def test_what_cannot_be_named_or_mapped_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: SharedMemoryTransport
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Transport
 ) -> None:
     before = open_files(tmp_path)
     for owner, name in ((os, "link"), (shared, "map_shared")):
@@ -269,7 +265,7 @@ def test_what_cannot_be_named_or_mapped_leaves_nothing(
 
 
 def test_kept_memory_is_given_back_if_its_space_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: SharedMemoryTransport
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Transport
 ) -> None:
     before, fallocate = open_files(tmp_path), os.posix_fallocate
     source.publish("one", [some(LARGE)], to_read=True)
@@ -290,7 +286,7 @@ def test_a_flipped_bit_is_noticed_by_exactly_one_of_those_who_share_the_memory(
     size: int, tmp_path: Path
 ) -> None:
     ranks = range(size)
-    transports = [SharedMemoryTransport("job", rank, directory=tmp_path, local_ranks=ranks) for rank in ranks]
+    transports = [Transport("job", rank, directory=tmp_path, local_ranks=ranks) for rank in ranks]
     for block in range(4):
         name = f"p{block}"
         parcel = transports[0].publish(name, [np.zeros(3 * BLOCK_BYTES + 1, np.uint8)], to_read=True)
@@ -311,7 +307,7 @@ def test_a_flipped_bit_is_noticed_by_exactly_one_of_those_who_share_the_memory(
         transport.close()
 
 
-def test_arrays_that_live_on_hold_no_file_open(tmp_path: Path, source: SharedMemoryTransport) -> None:
+def test_arrays_that_live_on_hold_no_file_open(tmp_path: Path, source: Transport) -> None:
     before, kept = open_files(tmp_path), []
     for number in range(50):
         parcel = source.publish(str(number), [some(20, number)], to_read=number % 2 == 0)
@@ -322,7 +318,7 @@ def test_arrays_that_live_on_hold_no_file_open(tmp_path: Path, source: SharedMem
     assert all(array.tobytes() == some(20, number).tobytes() for number, array in enumerate(kept))
 
 
-def test_a_forked_process_changes_nothing_of_what_its_parent_received(source: SharedMemoryTransport) -> None:
+def test_a_forked_process_changes_nothing_of_what_its_parent_received(source: Transport) -> None:
     parcel = source.publish("one", [some(LARGE)])
     (mine,) = source.receive(parcel, 120.0)
     child = os.fork()
@@ -334,7 +330,7 @@ def test_a_forked_process_changes_nothing_of_what_its_parent_received(source: Sh
 
 
 def test_one_dead_worker_of_a_live_job_takes_nothing_from_the_others(
-    tmp_path: Path, other: SharedMemoryTransport
+    tmp_path: Path, other: Transport
 ) -> None:
     parcel = other.publish("two", [some(10)])
     end(held_by_another_process(tmp_path, "job"))
@@ -364,11 +360,11 @@ def test_only_files_of_this_user_with_our_name_are_removed_or_mapped(
     assert remove_leftovers(place) == [place / f"{PREFIX}pipe"], "opening the pipe must not block"
     assert files_in(place) == [f"{PREFIX}directory", f"{PREFIX}link", "replicast-notes"]
     assert files_in(elsewhere) == ["precious"]
-    transport = SharedMemoryTransport("job", 0, directory=place)
+    transport = Transport("job", 0, directory=place)
     parcel = transport.publish("one", [some(10)])
     other_user = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other_user)
-    (place / f"{PREFIX}job-one").rename(transport.path("one"))
+    (place / f"{PREFIX}job-one").rename(place / f"replicast-memory-{other_user}-job-one")
     with pytest.raises(UpdateRefused, match="waited"):
         transport.receive(parcel, 0.01)
     transport.close()
@@ -379,13 +375,13 @@ def test_a_directory_that_cannot_hold_unnamed_files_is_refused_at_the_start(
 ) -> None:
     monkeypatch.setattr(os, "open", fails(errno.EOPNOTSUPP))
     with pytest.raises(ClusterError, match=r"REPLICAST_SHM_DIR.*not supported"):
-        SharedMemoryTransport("job", 0, directory=tmp_path)
+        Transport("job", 0, directory=tmp_path)
 
 
 def test_a_release_never_raises_even_when_the_directory_is_gone(tmp_path: Path) -> None:
     place = tmp_path / "shm"
     place.mkdir()
-    transport = SharedMemoryTransport("job", 0, directory=place)
+    transport = Transport("job", 0, directory=place)
     before = open_files(tmp_path)
     transport.publish("one", [some(LARGE)])
     shutil.rmtree(place)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import os
 import re
 import threading
 import time
@@ -689,15 +691,18 @@ def test_a_restore_by_parcels_gives_every_worker_the_checkpoint_and_leaves_no_me
     with Job(3, begins=False) as job:
         job.on_all(lambda worker: restored_by(worker, tmp_path))
         assert all(np.all(value == 1) for worker in job.workers for value in worker.state.values.values())
-        assert job.board.buffers == {}
+        assert not job.files()
 
 
 def test_a_restore_for_which_worker_0_has_no_memory_ends_the_job_on_all(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     checkpoint_of_ones(tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with Job(2, begins=False) as job:
-        job.board.room = 8
         said = job.on_all(failed_restore(tmp_path))
         assert all("Worker 0 could not send the checkpoint" in each for each in said)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from replicast.coordination import DirectExchange, ServiceCoordination
-from replicast.transport import ChainTransport, SharedMemoryTransport, Transport
+from replicast.transport import ChainTransport, Transport
 from replicast.transport.chain import open_ends
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest, rank
@@ -26,11 +26,11 @@ ONE_HOST, TWO_HOSTS = ("a", "a", "a"), ("a", "b", "b")
 
 def opened(hosts: Sequence[str], job: str, directory: Path) -> Transport:
     if len(set(hosts)) == 1:
-        return SharedMemoryTransport(job, rank(), directory=directory)
-    shared = SharedMemoryTransport(f"{job}-{hosts[rank()]}", rank(), directory=directory)
+        return Transport(job, rank(), directory=directory)
     exchange = DirectExchange(ServiceCoordination(), job, rank(), len(hosts))
-    ends = open_ends(exchange, os.environ, WAIT_SECS, hosts, b"s" * 32)
-    return ChainTransport(shared, exchange, hosts, ends)
+    transport = ChainTransport(f"{job}-{hosts[rank()]}", exchange, hosts, directory=directory)
+    transport.ends = open_ends(exchange, os.environ, WAIT_SECS, hosts, b"s" * 32)
+    return transport
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from replicast.replicas.joined_worker import JoinedWorker
 from replicast.storage import inbox
 from replicast.storage.journal import committed_updates
 from replicast.training.variables import component
-from replicast.transport import SharedMemoryTransport, open_transport
+from replicast.transport import Transport, open_transport
 from replicast.update.edits import apply_edit
 from replicast.update.schema import Limits, planned
 from replicast.update.update import Update
@@ -525,7 +525,7 @@ def cannot_stage(strategy: Any) -> list[str]:
 
     with transports_opened() as opened, replicas_of(model) as replicas:
         transport = opened[0]
-        assert isinstance(transport, SharedMemoryTransport)
+        assert isinstance(transport, Transport)
         mapped, publish = transport.mapped, transport.publish
 
         def published_and_damaged(parcel_id: str, given: Any, **how: Any) -> Any:

@@ -41,7 +41,7 @@ COMMANDS = {
     "log": ("runs", "List the updates that a run has committed."),
     "show": ("runs", "Show everything about one update."),
     "logs": ("runs", "Print the last lines of a worker's log; -f follows it."),
-    "inspect": ("push", "Show what a file would do; list the variables of a run."),
+    "inspect": ("push", "List the variables of a run, or what is in a file."),
     "revert": ("push", "Undo a committed update with a new one."),
     "pull": ("push", "Write the live values of one variable to a file."),
     "withdraw": ("push", "Withdraw an update that is not committed yet."),

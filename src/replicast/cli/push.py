@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from replicast.cli import NO_ANSWER, STOPPED, Failed, one_line, printable_lines, texts
-from replicast.cli.options import PATH, RUN, EditCommand, Parsed, asks, update_of
+from replicast.cli.options import PATH, EditCommand, Parsed, asks, update_of
 from replicast.client import Pushed, Run, connect
 from replicast.client.connection import is_address
 from replicast.client.examination import examine, values_of
@@ -24,7 +24,6 @@ from replicast.errors import NotFound, UpdatePending, printable
 from replicast.files import write_durably
 from replicast.storage.journal import UpdateView
 from replicast.tensorfiles import read_tensor_bytes, tensor_chunks
-from replicast.update.edits import RESETS, EditKind
 from replicast.update.other_formats import tensors_in
 from replicast.update.trial import Trial
 from replicast.update.update import MAX_TENSORS, update_in
@@ -32,16 +31,6 @@ from replicast.update.update import MAX_TENSORS, update_in
 _DIFFER = _REVERTED = 4
 _BEFORE_COMMIT = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
 _TRIAL_OPTIONS = ("trial_metric", "max_increase", "trial_mode")
-_AS = [str(one) for one in EditKind if one not in RESETS]
-
-
-def _operation_of(text: str) -> EditKind:
-    if (name := text.replace("-", "_")) not in _AS:
-        raise ValueError(f"Expected one of {', '.join(_AS)}. Received: {text}")
-    return EditKind(name)
-
-
-_OPERATION = Parsed("operation", _operation_of)
 
 
 @click.command(cls=EditCommand, context_settings={"show_default": True})
@@ -155,31 +144,23 @@ def _file_or_run(text: str) -> Path | Run:
 
 @click.command()
 @click.argument("what", type=Parsed("file or run", _file_or_run), metavar="FILE|RUN")
-@click.option("--run", type=RUN, metavar="RUN", help="Check the file against the variables of RUN.")
-@click.option("--as", "operation", type=_OPERATION, help=f"What to do with a plain file: {', '.join(_AS)}.")
-@click.option("--weight", type=float, metavar="W", help="With --as blend.")
-def inspect(what: Path | Run, run: Run | None, operation: EditKind | None, weight: float | None) -> int:
-    """Show what a file would do as an update, or list the variables of a run.
+def inspect(what: Path | Run) -> int:
+    """List the variables of a run, the edits of a saved Update, or the tensors of a plain file.
 
-    FILE is a saved Update, or a plain safetensors file with --as; without --as, its tensors are listed. For a
-    run, all variables are listed by the names that an update may use. Nothing is sent to the job.
+    The variables of a run have the names that an update may use. What a file would do to a run says
+    `replicast push RUN --add FILE --dry-run`.
 
     \b
     Examples:
       replicast inspect runs/first
-      replicast inspect delta.safetensors --as add --run runs/first
-      replicast inspect saved-update.safetensors
+      replicast inspect delta.safetensors
       replicast inspect runs/first/groups/000001/000042.safetensors
 
-    Exit code: 0; 1 when it would be refused; 2 also when --run is given without --as.
+    Exit code: 0; 1 when the file is damaged, or no update could be made of it.
     """
-    if (operation == "blend") != (weight is not None):
-        raise click.UsageError("--as blend and --weight must be given together.")
     if isinstance(what, Run):
-        if operation is not None or run is not None:
-            raise click.UsageError(f"{printable(what.where)} is a run: --as and --run are for a file.")
         schema = what.schema()
-        rows = (
+        variables = (
             (
                 printable(one.name),
                 texts.shape(one.shape),
@@ -189,26 +170,26 @@ def inspect(what: Path | Run, run: Run | None, operation: EditKind | None, weigh
             )
             for one in schema
         )
-        texts.print_table("variable", "shape", "=dtype", ">size", "kind", rows=rows)
+        texts.print_table("variable", "shape", "=dtype", ">size", "kind", rows=variables)
         nbytes = sum(one.nbytes for one in schema)
         click.echo(f"{texts.counted(len(schema), 'variable')}, {texts.size(nbytes)}")
         return 0
     content = read_tensor_bytes(what, max_tensors=MAX_TENSORS, other_formats=True)
-    known = None if run is None else run.schema()
-    file = tensors_in(content, str(what), max_tensors=MAX_TENSORS, schema=known)
-    is_saved = "replicast" in file.metadata
-    if is_saved and operation is not None:
-        raise click.UsageError("A saved update has its own operations: leave --as out.")
-    if not is_saved and operation is None:
-        table = texts.make_table("tensor", "shape", "dtype", ">size", ">norm")
-        for name, one in file.tensors.items():
-            cells = texts.shape(one.shape), one.dtype.name, texts.size(one.nbytes)
-            table.add_row(printable(name), *cells, texts.number(values_of(one).norm))
-        texts.make_console().print(table)
-        click.echo("These are plain tensors. Say what to do with them, for example with --as add.")
-        return 0 if run is None else 2
-    update = update_in(content, str(what), operation, weight, schema=known)
-    return texts.print_examination(examine(update, None) if run is None else run.examine(update))
+    file = tensors_in(content, str(what), max_tensors=MAX_TENSORS)
+    if "replicast" in file.metadata:
+        return texts.print_examination(examine(update_in(content, str(what), None, None), None))
+    rows = (
+        (
+            printable(name),
+            texts.shape(one.shape),
+            one.dtype.name,
+            texts.size(one.nbytes),
+            texts.number(values_of(one).norm),
+        )
+        for name, one in file.tensors.items()
+    )
+    texts.print_table("tensor", "shape", "=dtype", ">size", ">norm", rows=rows)
+    return 0
 
 
 @click.command()

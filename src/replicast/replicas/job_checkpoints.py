@@ -73,7 +73,7 @@ from replicast.storage.checkpoints import (
     saved_of,
 )
 from replicast.transport import Parcel
-from replicast.transport.base import arrays_in, lay_out
+from replicast.transport.parcel import arrays_in, lay_out
 from replicast.update.audit_report import what_follows
 from replicast.update.digest import digest_array
 from replicast.update.edits import Edit, EditKind, dtype_named

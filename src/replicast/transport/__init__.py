@@ -1,15 +1,7 @@
-"""Moves bytes between workers: one small interface, a transport for one host, and one for several."""
+"""Moves bytes between workers: shared memory within one host, a chain over TCP between several."""
 
-from replicast.transport.base import Inspect, Parcel, Piece, Transport
 from replicast.transport.chain import ChainTransport, open_transport
-from replicast.transport.shared import SharedMemoryTransport
+from replicast.transport.parcel import Inspect, Parcel, Piece
+from replicast.transport.shared import Transport
 
-__all__ = [
-    "ChainTransport",
-    "Inspect",
-    "Parcel",
-    "Piece",
-    "SharedMemoryTransport",
-    "Transport",
-    "open_transport",
-]
+__all__ = ["ChainTransport", "Inspect", "Parcel", "Piece", "Transport", "open_transport"]

@@ -1,4 +1,4 @@
-"""The transport within one host: one copy of the bytes in shared memory, which each worker maps.
+"""Moves parcels of arrays between workers; within one host by one copy in shared memory, which each maps.
 
 **One file, one owner.** A file is created without a name, locked by its creator, and only then linked to its
 name. The kernel releases the lock when the process dies, even by kill -9. So a named file whose lock can be
@@ -8,8 +8,8 @@ taken has no owner any more, and the next process that starts removes it.
 the bytes. So parcels that workers only read (`to_read`) use the same memory, one after the other: the source
 keeps a file once no worker uses it any more, and the others keep their mapping of it. Other parcels are
 mapped privately. A source that publishes a parcel in memory of an earlier one (`Parcel.memory`) knows that no
-worker of the job uses the earlier one any more. So another host that has the earlier one may write over it
-too (`chain.Mirrors`), and nothing else has to be said.
+worker of the job uses the earlier one any more. So another host may then write over the file in which it has
+received the earlier one (`SharedFile.mirrors`), and nothing else has to be said.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ from replicast.deadline import Deadline
 from replicast.errors import ClusterError
 from replicast.mapped_memory import Bytes, map_private, map_shared, map_to_read
 from replicast.tensorfiles import Array
-from replicast.transport.base import (
+from replicast.transport.parcel import (
     Inspect,
     Parcel,
-    Transport,
     arrays_in,
     check_share,
     damaged,
     lay_out,
-    no_inspection,
     no_room,
     not_arrived,
     path_part,
@@ -57,6 +55,7 @@ class SharedFile:
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self.name = ""  # of the first parcel in it, if it may be used again
+        self.mirrors = ""  # the memory of a worker of another host whose bytes it has received
         self._path: Path | None = None
         self._descriptor = _unnamed_file(directory)
         try:
@@ -140,11 +139,15 @@ def _unnamed_file(directory: Path) -> int:
     return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
 
 
-# --- Within one host -------------------------------------------------------------------------------------
+class Transport:
+    """Carries parcels from one worker to all workers of its host. To those of other hosts: `ChainTransport`.
 
-
-class SharedMemoryTransport(Transport):
-    """One worker's end. Opening it removes the files that dead processes of this user left behind."""
+    ```
+    source:  publish ──► describe to all ──► receive ──► all have it ──► release
+    others:              description ──────► receive ──► confirm     ──► release
+    ```
+    All methods may be called from any thread, including `receive` for several parcels at once, in any order.
+    """
 
     def __init__(
         self, job: str, rank: int, *, directory: Path, local_ranks: Sequence[int] | None = None
@@ -153,9 +156,10 @@ class SharedMemoryTransport(Transport):
         self._local_ranks = (rank,) if local_ranks is None else tuple(local_ranks)
         self._directory = directory
         self._job = path_part(job)
-        self._published: dict[str, SharedFile] = {}
+        self._files: dict[str, SharedFile] = {}  # what this worker has published or received for its host
         self._to_read: dict[str, list[Array]] = {}
-        self._kept: SharedFile | None = None
+        # To be used again: "" for what this worker publishes, otherwise the memory of another host's worker.
+        self._kept: dict[str, SharedFile] = {}
         self._mapped: dict[int, tuple[str, Bytes]] = {}  # by source: its memory that was read last
         self._closed = False
         self._lock = threading.Lock()
@@ -167,94 +171,95 @@ class SharedMemoryTransport(Transport):
                 received=str(error),
                 remedy="Set REPLICAST_SHM_DIR to a directory in a tmpfs, such as /dev/shm",
             ) from error
-        remove_leftovers(directory)
+        remove_leftovers(directory)  # of dead processes of this user
 
     def publish(self, parcel_id: str, arrays: Sequence[Array], *, to_read: bool = False) -> Parcel:
+        """Makes the arrays available to all workers. Only on the source.
+
+        The arrays are copied before this returns and may be changed afterwards.
+        """
         path_part(parcel_id)
         pieces, nbytes = lay_out(arrays)
-        file = self.reserve(nbytes, to_read=to_read)
-        try:
+        with self._filled(parcel_id, nbytes, "" if to_read else None) as file:
             blocks = write_out(arrays, pieces, file.buffer)
-            if not file.name:
-                file.complete(self.path(parcel_id))
-                file.name = parcel_id if to_read else ""
-        except BaseException:
-            file.remove()
-            raise
-        self._published[parcel_id] = file
         if to_read:
             self._to_read[parcel_id] = arrays_in(file.buffer, pieces)
         return Parcel(parcel_id, self._rank, nbytes, pieces, blocks, file.name, to_read)
 
-    def receive(self, parcel: Parcel, timeout_secs: float, inspect: Inspect = no_inspection) -> list[Array]:
+    def receive(
+        self, parcel: Parcel, timeout_secs: float, inspect: Inspect = lambda index, chunk: None
+    ) -> list[Array]:
+        """Receives the arrays. On every worker, the source included.
+
+        Blocks until the bytes have arrived, at most `timeout_secs`. Unless the parcel was published
+        `to_read`, the arrays are private to this worker: they are writable, no other worker sees the writes,
+        and they stay valid after any release or close.
+
+        Workers that share memory also share the verification: each verifies some of the blocks, and damage
+        found by one counts for all. So a parcel is intact once all workers have received it.
+        """
         arrays = self._to_read.get(parcel.id)
         if arrays is None:
-            arrays = arrays_in(self.mapped(parcel, timeout_secs), parcel.arrays)
+            arrays = arrays_in(self._bytes_of(parcel, timeout_secs), parcel.arrays)
         check_share(parcel, arrays, self._rank, self._local_ranks, inspect)
         return arrays
 
     def release(self, parcel_id: str, *, reuse: bool = False) -> None:
+        """Releases the parcel on this worker. Never raises; a second call does nothing.
+
+        Call it when every worker has received the parcel or given up. The memory is freed when the source
+        releases the parcel; on other hosts, when the worker that received the bytes for that host does. With
+        `reuse`, no worker reads it any more: the source may use its memory for the next one.
+        """
         self._to_read.pop(parcel_id, None)
-        file = self._published.pop(parcel_id, None)
+        file = self._files.pop(parcel_id, None)
         if file is None:
             return
-        if reuse and file.name and self.is_worth_keeping(file.nbytes):
+        given_back = [file]
+        if (reuse or file.mirrors) and file.name and self._is_worth_keeping(file.nbytes):
             with self._lock:
                 if not self._closed:
-                    file, self._kept = self._kept, file
-        if file is not None:
-            file.remove()
+                    # One of its own, and one of another host's worker.
+                    same = [memory for memory in self._kept if bool(memory) is bool(file.mirrors)]
+                    given_back = [self._kept.pop(memory) for memory in same]
+                    self._kept[file.mirrors] = file
+        for one in given_back:
+            one.remove()
 
     def close(self) -> None:
+        """Releases everything but the received arrays. A second call does nothing."""
         with self._lock:
             self._closed = True
-            kept, self._kept = self._kept, None
+            kept = list(self._kept.values())
+            self._kept.clear()
             self._mapped.clear()
-        if kept is not None:
-            kept.remove()
-        for parcel_id in list(self._published):
+        for file in kept:
+            file.remove()
+        for parcel_id in list(self._files):
             self.release(parcel_id)
 
-    def mapped(self, parcel: Parcel, timeout_secs: float) -> Bytes:
-        """Waits for the bytes of a parcel and maps them; does not verify them."""
-        with self._lock:
-            name, known = self._mapped.get(parcel.source, ("", None))
-        if known is not None and name == parcel.memory:
-            return known
-        with self.waited_for(parcel, timeout_secs) as descriptor:
-            if not parcel.memory:
-                return map_private(descriptor, parcel.nbytes)
-            found = map_to_read(descriptor, os.fstat(descriptor).st_size)
-        if self.is_worth_keeping(len(found)):  # else the source frees it, and a mapping would hold it
-            with self._lock:
-                self._mapped[parcel.source] = parcel.memory, found
-        return found
-
     @contextlib.contextmanager
-    def waited_for(self, parcel: Parcel, timeout_secs: float) -> Iterator[int]:
-        """The file of a parcel, once its source has completed it."""
-        path = self.path(parcel.memory or parcel.id)
-        deadline = Deadline(timeout_secs)
-        with contextlib.ExitStack() as stack:
-            while True:
-                try:
-                    descriptor = stack.enter_context(opened(path))
-                    break
-                except FileNotFoundError:
-                    if deadline.has_passed():
-                        raise not_arrived(parcel, timeout_secs, self._rank, parcel.source) from None
-                time.sleep(_POLL_SECS)
-            size = os.fstat(descriptor).st_size
-            if size < parcel.nbytes:  # reading past the end would kill this process
-                raise damaged(parcel, f"{parcel.nbytes:,} bytes", f"{size:,} bytes", self._rank)
-            yield descriptor
+    def _filled(self, parcel_id: str, nbytes: int, memory: str | None) -> Iterator[SharedFile]:
+        """A file for a parcel, which the caller fills; others can map it afterwards.
 
-    def reserve(self, nbytes: int, *, to_read: bool = False) -> SharedFile:
-        """A file for a parcel, which the caller completes or removes."""
+        It is used again for what comes into the same memory, if there is one (`_kept`).
+        """
+        file = self._reserved(nbytes, memory)
+        try:
+            yield file
+            if not file.name:
+                file.complete(self._path(parcel_id))
+                file.name, file.mirrors = ("", "") if memory is None else (parcel_id, memory)
+        except BaseException:
+            file.remove()
+            raise
+        self._files[parcel_id] = file
+
+    def _reserved(self, nbytes: int, memory: str | None) -> SharedFile:
         with self._lock:
-            kept, self._kept = self._kept, None
+            kept = self._kept.pop(memory or "", None)
         if kept is not None:
-            if to_read and nbytes <= kept.nbytes:
+            if memory is not None and nbytes <= kept.nbytes:
                 return kept
             kept.remove()  # first, because its space may be needed
         status = os.statvfs(self._directory)
@@ -270,7 +275,41 @@ class SharedMemoryTransport(Transport):
             )
             raise no_room(nbytes, free, str(self._directory), self._rank, remedy) from error
 
-    def is_worth_keeping(self, nbytes: int) -> bool:
+    def _bytes_of(self, parcel: Parcel, timeout_secs: float) -> Bytes:
+        """Waits for the bytes of a parcel and maps them; does not verify them."""
+        with self._lock:
+            name, known = self._mapped.get(parcel.source, ("", None))
+        if known is not None and name == parcel.memory:
+            return known
+        with self._waited_for(parcel, timeout_secs) as descriptor:
+            if not parcel.memory:
+                return map_private(descriptor, parcel.nbytes)
+            found = map_to_read(descriptor, os.fstat(descriptor).st_size)
+        if self._is_worth_keeping(len(found)):  # else the source frees it, and a mapping would hold it
+            with self._lock:
+                self._mapped[parcel.source] = parcel.memory, found
+        return found
+
+    @contextlib.contextmanager
+    def _waited_for(self, parcel: Parcel, timeout_secs: float) -> Iterator[int]:
+        """The file of a parcel, once its source has completed it."""
+        path = self._path(parcel.memory or parcel.id)
+        deadline = Deadline(timeout_secs)
+        with contextlib.ExitStack() as stack:
+            while True:
+                try:
+                    descriptor = stack.enter_context(opened(path))
+                    break
+                except FileNotFoundError:
+                    if deadline.has_passed():
+                        raise not_arrived(parcel, timeout_secs, self._rank, parcel.source) from None
+                time.sleep(_POLL_SECS)
+            size = os.fstat(descriptor).st_size
+            if size < parcel.nbytes:  # reading past the end would kill this process
+                raise damaged(parcel, f"{parcel.nbytes:,} bytes", f"{size:,} bytes", self._rank)
+            yield descriptor
+
+    def _is_worth_keeping(self, nbytes: int) -> bool:
         """Whether files of this size together may be kept by one worker of this host."""
         try:
             status = os.statvfs(self._directory)
@@ -279,5 +318,5 @@ class SharedMemoryTransport(Transport):
         shared = status.f_blocks * status.f_frsize // (KEPT_PART * len(self._local_ranks))
         return KEPT_BYTES[0] <= nbytes <= min(KEPT_BYTES[1], shared)
 
-    def path(self, parcel_id: str) -> Path:
+    def _path(self, parcel_id: str) -> Path:
         return self._directory / f"{name_prefix()}{self._job}-{parcel_id}"

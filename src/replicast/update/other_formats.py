@@ -227,7 +227,7 @@ def _with_keras_names(
     model; the outermost names are left out where the variables do not have them.
     """
     if schema is None:
-        remedy = "Update.from_tensors(…, schema=run.schema()); for inspect, --run RUN"
+        remedy = "Update.from_tensors(…, schema=run.schema()), or replicast push RUN --assign FILE"
         raise FileDamaged(source, verdict="has Keras weights, whose names depend on the model", remedy=remedy)
     of_layer: dict[str, list[str]] = {}
     for kind in ("trainable", "non_trainable"):

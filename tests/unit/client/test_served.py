@@ -239,7 +239,6 @@ def test_commands_take_the_address_of_a_run(address: str, monkeypatch: pytest.Mo
     ):
         result = invoke(*words)
         assert result.exit_code == 0, result.output
-    assert invoke("inspect", delta, "--as", "add", "--run", address).exit_code == 0
     assert "withdrawn x" in invoke("withdraw", address, "x").output
     monkeypatch.setenv("REPLICAST_TOKEN", "wrong")
     refused = invoke("push", address, "--add", delta)

@@ -127,7 +127,7 @@ def test_a_disk_that_is_full_makes_heal_raise_instead() -> None:
         assert (report.outcome, report.healed) == ("raised", ())
         assert report.differences[0].differing[1].count == 1
         job.train(3)
-        eventually(lambda: not job.board.buffers)
+        eventually(lambda: not job.files())
 
 
 def test_values_that_a_worker_cannot_take_are_reported_without_distances() -> None:
@@ -141,7 +141,7 @@ def test_values_that_a_worker_cannot_take_are_reported_without_distances() -> No
         report = what_an_audit_raises(job, "heal")[0]
         assert report.outcome == "raised"
         assert [(one.variable, dict(one.differing)) for one in report.differences] == [("dense/bias", {})]
-        eventually(lambda: not job.board.buffers)
+        eventually(lambda: not job.files())
 
 
 def test_workers_that_have_not_trained_equally_far_are_not_healed() -> None:

@@ -185,7 +185,7 @@ def test_a_full_disk_refuses_the_update_and_the_job_continues(entry: type[Entry]
         job.train(3)
         assert good.result(DEADLINE_SECS).sequence == 1
         assert [bias_of(worker) for worker in job.workers] == [2.0, 2.0]
-        eventually(lambda: not job.board.buffers)
+        eventually(lambda: not job.files())
 
 
 def test_a_receipt_that_cannot_be_written_is_told_all_the_same_also_in_the_next_attempt() -> None:

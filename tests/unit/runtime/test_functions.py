@@ -86,7 +86,7 @@ def test_a_function_that_gives_no_update_is_refused_and_changes_nothing(function
             assert said in str(error)
             assert error.worker == 1
         assert [worker.applied for worker in job.workers] == [[], []]
-        eventually(lambda: not job.board.buffers)
+        eventually(lambda: not job.files())
 
 
 @pytest.mark.parametrize("broken", [True, False])
@@ -210,7 +210,7 @@ def test_a_function_that_takes_too_long_is_refused_and_leaves_nothing_behind(loo
         job.train(3)
         assert later.result(DEADLINE_SECS).sequence == 1
         assert [bias_of(worker) for worker in job.workers] == [1.0, 1.0]
-        eventually(lambda: not job.board.buffers)
+        eventually(lambda: not job.files())
 
 
 def test_a_function_refused_by_a_worker_that_cannot_take_its_bytes_lets_all_continue() -> None:
@@ -228,4 +228,4 @@ def test_a_function_refused_by_a_worker_that_cannot_take_its_bytes_lets_all_cont
         again = propose_on_all(job, "g", adding(1.0), source=0)
         job.train(3)
         assert again[2].result(DEADLINE_SECS).sequence == 1
-        eventually(lambda: not job.board.buffers)
+        eventually(lambda: not job.files())

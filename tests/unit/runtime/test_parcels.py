@@ -12,7 +12,7 @@ import pytest
 from replicast.core.records import Stage
 from replicast.errors import UpdateRefused
 from replicast.replicas.replica import Parcels
-from replicast.transport import Parcel, SharedMemoryTransport
+from replicast.transport import Parcel, Transport
 from replicast.update.digest import BLOCK_BYTES
 from replicast.update.schema import Schema, Variable
 from replicast.update.update import Update
@@ -29,8 +29,7 @@ class Host:
     def __init__(self, size: int, directory: Path) -> None:
         self.directory = directory
         self.transports = [
-            SharedMemoryTransport("job", rank, directory=directory, local_ranks=range(size))
-            for rank in range(size)
+            Transport("job", rank, directory=directory, local_ranks=range(size)) for rank in range(size)
         ]
         self.workers = [
             Parcels(transport, "job", rank, SCHEMA) for rank, transport in enumerate(self.transports)

@@ -194,4 +194,4 @@ def test_whatever_is_proposed_all_replicas_end_where_the_sequential_model_does(
         eventually(lambda: story.withdrawals <= job.outcomes.keys())
         story.check()
     eventually(lambda: not own_threads() - before)
-    assert not job.board.buffers
+    assert not job.files()

@@ -161,7 +161,7 @@ def test_a_trial_that_cannot_be_judged_is_refused(trial: Trial, steps: int, loss
         assert said in str(error)
         assert error.remedy is not None or error.expected is not None
         assert not job.journal.history().committed
-        eventually(lambda: not job.board.buffers)
+        eventually(lambda: not job.files())
 
 
 def test_a_sync_and_a_save_in_a_trial_are_refused_on_all_workers_and_it_continues() -> None:

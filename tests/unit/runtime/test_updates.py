@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from replicast.replicas.proposals import Ticket
 from replicast.replicas.replica import Parcels
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, committed_updates
-from replicast.transport import SharedMemoryTransport
+from replicast.transport import Transport
 from replicast.transport.shared import KEPT_BYTES
 from replicast.update.guard import Guard
 from replicast.update.update import Update
@@ -133,7 +135,15 @@ def test_an_unexpected_error_in_publishing_refuses_that_update_and_the_job_conti
 
 def test_bytes_that_were_changed_on_their_way_are_refused_by_a_worker_that_notices() -> None:
     with Job(2) as job:
-        job.board.corrupt("test-1-1")
+        receive = job.workers[0].transport.receive
+
+        def damaging(*arguments: Any) -> Any:
+            (file,) = job.files()
+            with file.open("r+b") as content:
+                content.write(b"\1")
+            return receive(*arguments)
+
+        job.workers[0].transport.receive = damaging  # type: ignore[method-assign]
         ticket = job.workers[1].session.propose(bias(1.0))
         job.train(5)
         assert refusal(ticket).worker in (0, 1)
@@ -194,7 +204,7 @@ def test_an_update_of_what_may_differ_is_no_divergence() -> None:
 
 
 def test_what_an_update_assigns_stays_when_the_memory_is_used_again(tmp_path: Path) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+    transport = Transport("job", 0, directory=tmp_path)
     size = KEPT_BYTES[0] // 4
     schema = MemoryState({"wide": np.zeros(size, np.float32)}).schema
     parcels = Parcels(transport, "job", 0, schema)
@@ -246,22 +256,25 @@ def test_no_bytes_stay_in_memory_whatever_came_of_an_update() -> None:
             Stage.REFUSED,
         )
         eventually(lambda: {pushed, twice} <= job.outcomes.keys())
-        eventually(lambda: not job.board.buffers)
+        eventually(lambda: not job.files())
 
 
 def test_no_bytes_stay_in_memory_when_a_job_ends_in_the_middle() -> None:
     with Job(2) as job:
         scheduled(job.workers[1].session.propose(bias(1.0), at_step=50))
-        assert job.board.buffers
-    assert job.board.buffers == {}
+        assert job.files()
+    assert not job.files()
 
 
-def test_no_room_for_an_update_is_refused_with_what_is_missing() -> None:
+def test_no_room_for_an_update_is_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     with Job(2) as job:
-        job.board.room = 100
-        ticket = job.workers[1].session.propose(bias(1.0))
-        assert refusal(ticket).worker == 1
-        job.board.room = None
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", full)
+            ticket = job.workers[1].session.propose(bias(1.0))
+            assert refusal(ticket).worker == 1
         again = job.workers[1].session.propose(bias(1.0))
         job.train(3)
         assert again.result(DEADLINE_SECS).sequence == 1

@@ -44,7 +44,7 @@ def test_what_is_withdrawn_while_it_is_loaded_from_the_journal_leaves_no_bytes_b
         again.workers[1].session.propose(bias(2.0, id="next"))
         again.train(6)
         assert [bias_of(worker) for worker in again.workers] == [2.0, 2.0]
-        eventually(lambda: not again.board.buffers)
+        eventually(lambda: not again.files())
 
 
 def test_a_later_start_does_not_apply_what_was_withdrawn_and_can_withdraw_too(tmp_path: Path) -> None:

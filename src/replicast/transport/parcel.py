@@ -1,12 +1,11 @@
-"""The transport interface: parcels of arrays, what every transport guarantees."""
+"""Parcels: arrays in one buffer, with a digest of each block; and why one is refused that does not arrive."""
 
 from __future__ import annotations
 
-import abc
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import ml_dtypes  # noqa: F401 - makes bfloat16 and the 8-bit floats known to numpy by name
 import numpy as np
 
 from replicast.codec import Record
@@ -27,7 +26,7 @@ class Piece(Record):
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * _dtype_named(self.dtype).itemsize
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
 class Parcel(Record):
@@ -38,59 +37,13 @@ class Parcel(Record):
     nbytes: int
     arrays: tuple[Piece, ...]
     blocks: str
-    memory: str = ""
+    memory: str = ""  # the first parcel in this memory of the source, if it may be used again
     to_read: bool = False
 
     @property
     def digest(self) -> str:
         """One digest of the bytes of all arrays; independent of their offsets."""
         return digest_of_blocks(self.blocks)
-
-
-def no_inspection(index: int, chunk: Array) -> None:
-    pass
-
-
-class Transport(abc.ABC):
-    """Carries parcels from one worker to all workers. Created on every worker.
-
-    ```
-    source:  publish ──► describe to all ──► receive ──► all have it ──► release
-    others:              description ──────► receive ──► confirm     ──► release
-    ```
-    All methods may be called from any thread, including `receive` for several parcels at once, in any order.
-    """
-
-    @abc.abstractmethod
-    def publish(self, parcel_id: str, arrays: Sequence[Array], *, to_read: bool = False) -> Parcel:
-        """Makes the arrays available to all workers. Only on the source.
-
-        The arrays are copied before this returns and may be changed afterwards.
-        """
-
-    @abc.abstractmethod
-    def receive(self, parcel: Parcel, timeout_secs: float, inspect: Inspect = no_inspection) -> list[Array]:
-        """Receives the arrays. On every worker, the source included.
-
-        Blocks until the bytes have arrived, at most `timeout_secs`. Unless the parcel was published
-        `to_read`, the arrays are private to this worker: they are writable, no other worker sees the writes,
-        and they stay valid after any release or close.
-
-        Workers that share memory also share the verification: each verifies some of the blocks, and damage
-        found by one counts for all. So a parcel is intact once all workers have received it.
-        """
-
-    @abc.abstractmethod
-    def release(self, parcel_id: str, *, reuse: bool = False) -> None:
-        """Releases the parcel on this worker. Never raises; a second call does nothing.
-
-        Call it when every worker has received the parcel or given up. The memory is freed when the source
-        releases the parcel; on other hosts, when the worker that received the bytes for that host does.
-        """
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Releases everything but the received arrays. A second call does nothing."""
 
 
 def damaged(parcel: Parcel, expected: str, received: str, worker: int) -> UpdateRefused:
@@ -131,7 +84,7 @@ def no_room(needed: int, free: int, place: str, worker: int, remedy: str) -> Upd
     )
 
 
-# --- The layout of arrays in one buffer, and its verification: pure functions between arrays and bytes ---
+# The layout of arrays in one buffer, and its verification: pure functions between arrays and bytes.
 
 
 def path_part(name: str) -> str:
@@ -174,9 +127,7 @@ def write_out(arrays: Sequence[Array], pieces: Sequence[Piece], buffer: Bytes) -
 def arrays_in(buffer: Bytes, pieces: Sequence[Piece]) -> list[Array]:
     """The arrays in a buffer, as views that keep it alive."""
     return [
-        buffer[piece.offset : piece.offset + piece.nbytes]
-        .view(_dtype_named(piece.dtype))
-        .reshape(piece.shape)
+        buffer[piece.offset : piece.offset + piece.nbytes].view(piece.dtype).reshape(piece.shape)
         for piece in pieces
     ]
 
@@ -196,20 +147,3 @@ def check_share(
         refusal = damaged_block(parcel, number, digest_block(content, inspected), rank)
         if refusal is not None:
             raise refusal
-
-
-def aligned_buffer(nbytes: int) -> Bytes:
-    """Zeros in private memory, with the alignment of a parcel's buffer."""
-    raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + nbytes]
-
-
-def _dtype_named(name: str) -> np.dtype[Any]:
-    try:
-        return np.dtype(name)
-    except TypeError:
-        import ml_dtypes  # bfloat16 and the 8-bit floats, which are not numpy's own
-
-        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-        return found
