@@ -14,7 +14,6 @@ import pytest
 
 DEADLINE_SECS = 240.0
 COMMAND = [sys.executable, "-m", "replicast", "demo", "--run-dir"]
-ROW = re.compile(r"^ (\S.*?) +([0-9a-f]{8}) +([0-9a-f]{8}) +(yes|NO) *$", re.MULTILINE)
 
 
 def environment() -> dict[str, str]:
@@ -28,24 +27,12 @@ def test_the_demo_shows_replicas_that_differ_that_follow_and_that_survive_a_kill
     )
     assert demo.returncode == 0, demo.stdout + demo.stderr
     assert demo.stderr == ""
-    rows = [row.groups() for row in ROW.finditer(demo.stdout)]
-    assert [(moment, equal) for moment, _, _, equal in rows] == [
-        *[("step 0", "yes"), ("step 50", "yes"), ("step 100", "NO"), ("step 150", "NO"), ("step 200", "NO")],
-        *[("step 50", "yes"), ("step 100", "yes"), ("step 300", "yes"), ("step 600", "yes")],
-        *[("restored, step 225", "yes"), ("recovered, step 600", "yes"), ("part 2, step 600", "yes")],
-    ]
-    for _, digest_0, digest_1, equal in rows:
-        assert (digest_0 == digest_1) == (equal == "yes")
-    assigned, proposed, recovered, undisturbed = rows[2], rows[6], rows[10], rows[11]
-    assert proposed[1] == assigned[2] != assigned[1]
-    assert recovered[1] == undisturbed[1] == rows[8][1]
-
     words = " ".join(demo.stdout.split())
     assert "classifier/hidden/kernel: worker 1 differs from worker 0" in words
-    assert re.findall(r"\d +(\d+) +verified", demo.stdout) == ["100", "300"]
+    assert re.findall(r"\d +(\d+) +verified", demo.stdout) == ["100", "250"]
     assert "14 variables are equal on 2 workers" in words
     assert re.search(r"\$ kill -9 \d+ ", words)
-    assert "the journal applied the updates after it again, each at its step" in words
+    assert "All 14 variables are equal, bit for bit" in words
     assert "All of this happened" in words
 
 
