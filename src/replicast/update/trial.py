@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal, get_type_hints
 
+import msgspec
+from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from replicast.strictjson import View
@@ -30,41 +32,23 @@ class Trial(View, frozen=True):
         mode: "min" if smaller is better, "max" if larger is.
     """
 
-    steps: int
-    metric: str = "loss"
-    max_increase: float = 0.0
+    steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)]
+    metric: Annotated[str, Meta(min_length=1, max_length=MAX_METRIC_NAME)] = "loss"
+    max_increase: Annotated[float, Meta(ge=-MAX_INCREASE, le=MAX_INCREASE)] = 0.0
     mode: Mode = "min"
 
     def __post_init__(self) -> None:
-        steps = self.steps
-        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MAX_STEPS:
-            raise ValueError(f"steps must be an integer from 1 to {MAX_STEPS}. Received: {repr(steps)[:200]}")
-        name = self.metric
-        if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name) <= MAX_METRIC_NAME:
-            raise ValueError(
-                "metric must be the name of a metric, such as 'loss', with at most "
-                f"{MAX_METRIC_NAME} printable characters. Received: {repr(name)[:200]}"
-            )
-        number = self.max_increase
-        # By comparison: an integer from JSON may be larger than any float, and NaN is never within bounds.
-        if (
-            isinstance(number, bool)
-            or not isinstance(number, int | float)
-            or not -MAX_INCREASE <= number <= MAX_INCREASE
-        ):
-            raise ValueError(
-                f"max_increase must be a number up to {MAX_INCREASE:.0f}, relative to the metric before: "
-                f"0.05 is 5 %. Received: {repr(number)[:200]}"
-            )
-        if self.mode not in ("min", "max"):
-            raise ValueError(
-                f'mode must be "min" (smaller is better) or "max" (larger is better). Received: {self.mode!r}'
-            )
-        # Messages and files have plain types only, and a number of numpy is a `float` too.
-        force_setattr(self, "steps", int(steps))
-        force_setattr(self, "metric", str.__str__(name))
-        force_setattr(self, "max_increase", float(number))
-        force_setattr(self, "mode", str.__str__(self.mode))
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if isinstance(value, float):  # a number of numpy is one too, and files have plain types only
+                value = float(value)
+            try:
+                value = msgspec.convert(value, kind)
+                if isinstance(value, str) and not value.isprintable():
+                    raise ValueError("Expected printable characters")
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}. Received: {repr(value)[:200]}") from None
+            force_setattr(self, name, str.__str__(value) if isinstance(value, str) else value)
 
     def allows(self, before: float, during: float) -> bool:
         """Whether an update with this effect on the metric is kept."""
@@ -75,6 +59,9 @@ class Trial(View, frozen=True):
         """The worst value of the metric with which the update is kept."""
         margin = self.max_increase * abs(before)
         return before + margin if self.mode == "min" else before - margin
+
+
+_KINDS = get_type_hints(Trial, include_extras=True)
 
 
 class TrialOutcome(View, frozen=True):
