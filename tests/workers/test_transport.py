@@ -1,4 +1,4 @@
-"""The promises of every transport, with real workers, also while they train."""
+"""Parcels between real workers: while they train, and as the memory of variables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from replicast.transport import ChainTransport, Transport
 from replicast.transport.chain import open_ends
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest, rank
-from tests.unit.test_transport_conformance import PROMISES, WAIT_SECS, Worker, assert_same, some
+from tests.unit.test_transport_conformance import WAIT_SECS, Worker, assert_same, some
 from tests.workers.recipes import arrays, perceptron
 
 ONE_HOST, TWO_HOSTS = ("a", "a", "a"), ("a", "b", "b")
@@ -42,22 +42,6 @@ def worker_on(hosts: Sequence[str], job: str, directory: Path) -> Iterator[Worke
         worker.meet()
     finally:
         transport.close()
-
-
-def run_promise(
-    _: Any, promise: Callable[[Worker], None], hosts: Sequence[str], job: str, directory: Path
-) -> None:
-    with worker_on(hosts, job, directory) as worker:
-        promise(worker)
-
-
-@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS], ids="".join)
-@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
-def test_transport(
-    pool3: Pool, promise: Callable[[Worker], None], hosts: Sequence[str], tmp_path: Path
-) -> None:
-    pool3.run(run_promise, promise, hosts, uuid.uuid4().hex, tmp_path, deadline_secs=300)
-    assert not list(tmp_path.iterdir()), "something is left behind"
 
 
 def receive_while_training(strategy: Any, hosts: Sequence[str], job: str, directory: Path) -> dict[str, str]:
