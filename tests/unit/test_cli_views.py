@@ -232,6 +232,23 @@ def test_a_scheduled_update_is_listed_until_it_is_committed(run: Path) -> None:
     assert "The journal is empty" in invoke("log", run).output
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_watching_refreshes_until_ctrl_c(
+    run: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = []
+
+    def pause(secs: float) -> None:
+        pauses.append(secs)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs.time, "sleep", pause)
+    result = invoke("status", run, "--watch", *options)
+    assert (result.exit_code, pauses) == (0, [1.0] * 3)
+    assert result.output.count("run: 2 workers" if not options else '"run": "run"') == 3
+
+
 def test_the_log_is_a_table_that_fits_or_one_object_per_line(run: Path) -> None:
     assert "The journal is empty" in invoke("log", run).output
     filled(run)

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 from rich.console import RenderableType, group
+from rich.live import Live
 from rich.text import Text
 
 from replicast.cli import Failed, one_line, printable_lines, texts
@@ -40,19 +41,24 @@ _AUDIT_STYLES = {"equal": "green", "healed": "yellow"}
 
 @click.command()
 @asks("status")
-@json_option("As one JSON object.")
-def status(run: Run, as_json: bool) -> int:
+@json_option("As one JSON object; with --watch one per line.")
+@click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C.")
+def status(run: Run, as_json: bool, watch: bool) -> int:
     """Show the workers, the metrics and the updates of a run.
 
     \b
     Examples:
       replicast status runs/first
-      watch replicast status runs/first
+      replicast status runs/first --watch
       replicast status runs/first --json | jq .workers[].step
 
     Exit code: 0 while the job starts, trains, restarts or ends, and when it has finished or was stopped; 1
     when it has failed or was lost, or a file of the run is damaged, which is named after everything else.
     """
+    if watch:
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch(run, as_json)
+        return 0
     seen = run.status()
     if as_json:
         texts.print_json(seen)
@@ -61,6 +67,22 @@ def status(run: Run, as_json: bool) -> int:
     if seen.problem:
         raise Failed(printable_lines(seen.problem))
     return 1 if seen.state in (JobState.FAILED, JobState.LOST) else 0
+
+
+def _watch(run: Run, as_json: bool) -> None:
+    console = texts.make_console()
+    # Drawn by this thread alone: nothing is left behind after Ctrl-C.
+    live = Live(console=console, auto_refresh=False) if texts.is_live(console) and not as_json else None
+    with contextlib.nullcontext() if live is None else live:
+        while True:
+            seen = run.status()
+            if as_json:
+                texts.print_json(seen)
+            elif live is None:
+                console.print(_overview(seen))
+            else:
+                live.update(_overview(seen), refresh=True)
+            time.sleep(WATCH_SECS)
 
 
 @click.command("list")
