@@ -177,10 +177,13 @@ def open_sockets(exchange: DirectExchange, host: str, timeout_secs: float) -> di
             deadline = Deadline(HANDSHAKE_SECS)
             while rank == 0 and len(found) < len(near):
                 listener.settimeout(max(0.001, deadline.left()))
-                connection = on_failure.enter_context(listener.accept()[0])
-                if _is_of_this_user(connection):
-                    (worker,) = _LENGTH.unpack(receive_bytes(connection, _LENGTH.size, deadline))
-                    found[worker] = connection
+                connection = listener.accept()[0]
+                if not _is_of_this_user(connection):
+                    connection.close()
+                    continue
+                on_failure.enter_context(connection)
+                (worker,) = _LENGTH.unpack(receive_bytes(connection, _LENGTH.size, deadline))
+                found[worker] = connection
             if rank in near:
                 connection = found[0] = on_failure.enter_context(socket.socket(socket.AF_UNIX))
                 connection.connect(told[0][1].encode())

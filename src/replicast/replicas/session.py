@@ -13,7 +13,7 @@
 **Who may call what.** Only the loop calls the state machines (`_handle`); any thread may post events to it.
 What other threads read of a machine (`step` aside, which one thread writes), they read under `_lock`. Only
 the training thread touches variables: at a boundary it stands in the gate and executes the loop's orders.
-The loop only ever waits for the coordination service; everything else that may block runs in a lane.
+The loop only ever waits while it sends a message; everything else that may block runs in a lane.
 
 **Order.** Proposals, reports and rests of one worker go through its outbox, in the order in which the script
 made them: a checkpoint contains the proposals made before it. Orders about bytes, and `DropPrepared`, run in
