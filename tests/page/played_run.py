@@ -15,6 +15,7 @@ from replicast.storage.inbox import InboxAnswer
 from replicast.storage.run_files import (
     ENDED,
     FORMAT,
+    RATE,
     RunInfo,
     WorkerNote,
     append_audit,
@@ -95,7 +96,7 @@ class PlayedRun:
             self.step += 1
             loss = 0.25 + 1.9 * math.exp(-self.step / 160) + 0.05 * math.sin(self.step / 3)
             values = {"loss": loss, "accuracy": 1 - loss / 2.4, "val_loss": loss * 1.08 + 0.02}
-            append_metrics(self.path, (self.step, time.time(), values))
+            append_metrics(self.path, (self.step, time.time(), values | {RATE: 0.0005}))
         self._take()
         for path in inbox.requests(self.path):
             id_ = inbox.id_of(path)

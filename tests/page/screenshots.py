@@ -45,6 +45,7 @@ def main() -> None:
             for scheme in ("light", "dark"):
                 _shoot(browser, serving.address, images / f"page-wide-{scheme}.png", 1600, 1180, scheme)
                 _shoot(browser, serving.address, images / f"page-phone-{scheme}.png", 390, 1500, scheme)
+            _shoot_an_update(browser, serving.address, images / "page-update.png")
             _shoot_a_push(browser, serving.address, images / "page-push.png", Path(folder))
 
 
@@ -102,6 +103,16 @@ def _until(condition: Callable[[], bool]) -> None:
 
 def _shoot(browser: Browser, address: str, path: Path, width: int, height: int, scheme: str) -> None:
     page = _opened(browser, address, width, height, scheme)
+    page.screenshot(path=path)
+    page.close()
+
+
+def _shoot_an_update(browser: Browser, address: str, path: Path) -> None:
+    """The view of the trial: what it changed, and what that did to the loss."""
+    page = _opened(browser, address, 1100, 900, "light")
+    page.locator("#updates summary").first.click()
+    page.get_by_role("link", name="Histogram").first.click()
+    page.locator("#on-workers tbody tr").first.wait_for()
     page.screenshot(path=path)
     page.close()
 

@@ -24,7 +24,7 @@ from replicast.page.app import ROWS, RUN
 from replicast.page.live import runs_in
 from replicast.page.openapi import description
 from replicast.page.web_server import MAX_FILES
-from replicast.storage.run_files import JobState, append_metrics
+from replicast.storage.run_files import Around, JobState, Sample, append_metrics
 from replicast.update.update import Update
 from tests.page.conftest import BEARER, Client, Serve
 from tests.page.played_run import PlayedRun
@@ -406,3 +406,26 @@ def test_a_wrong_value_is_told_with_the_right_ones(client: Client, path: str, bo
     error = client.post(f"{FIRST}/{path}", headers=BEARER, **given).json()["error"]
     right = "add, assign, scale, blend, add_rows, assign_rows, add_low_rank" if "sum" in path else "min, max"
     assert error["expected"] == f"one of {right}"
+
+
+def test_what_the_page_reads_of_a_million_steps_and_2000_updates_is_bounded(
+    client: Client, run: PromptRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.push(Update(id="fix", note="drift", author="ana").add("dense/bias", DELTA), None, None)
+    view = replace(run.show("fix"), others=(Around("accuracy", Sample(1.0, 0.1, 20), Sample(1.1, 0.1, 20)),))
+    views = [replace(view, id=f"{number:032}", sequence=number) for number in range(1, 2001)]
+    monkeypatch.setattr(run, "do_log", lambda last: views[-(last or 2000) :])
+    with Path(str(run.path / "metrics.jsonl")).open("w") as file:
+        for step in range(1, 1_000_001):
+            loss = 100.0 if step == 777_777 else 1 + step % 7 / 10
+            file.write(f'{{"step":{step},"time":{1.7e9 + step / 300:.6f},"values":{{"loss":{loss}}}}}\n')
+    metrics = client.get(f"{FIRST}/metrics?points=1200")
+    (series,) = metrics.json()["series"].values()
+    assert max(series["values"]) == 100.0, "every spike is visible"
+    means = [mean for mean in series["means"] if mean is not None]
+    assert np.median(means) == pytest.approx(1.3, abs=0.01), "the mean of all values, not of the extremes"
+    assert len(series["steps"]) <= 1200
+    assert len(metrics.content) < 100_000
+    assert len(client.get(f"{FIRST}/updates?last=200").content) < 500_000
+    assert len(client.get(f"{FIRST}/updates?last=1000").content) < 2_500_000
+    assert len(client.get(f"{FIRST}/status").content) < 50_000

@@ -17,7 +17,7 @@ from replicast.storage.run_files import EVALUATIONS, Change, JobState, append_me
 from replicast.update.update import Update
 from tests.page.browser import Watched, chromium
 from tests.page.live import Serving
-from tests.page.played_run import PlayedRun
+from tests.page.played_run import WORKERS, PlayedRun
 from tests.threads import eventually
 
 TOKEN = "0123456789abcdef-the-token"
@@ -79,6 +79,11 @@ def step_on(page: Page) -> Locator:
     return page.locator(".facts dd").first
 
 
+def axis_becomes(page: Page, axis: str, kind: str) -> None:
+    """Waits until the chart is drawn with an axis of this kind."""
+    eventually(lambda: page.evaluate(f"document.querySelector('.chart').layout.{axis}.type") == kind)
+
+
 def unlock(page: Page) -> None:
     """Types the token into the page."""
     page.get_by_role("button", name="Enter the token …").click()
@@ -102,28 +107,31 @@ def test_the_page_follows_the_job_without_reloading_and_marks_who_is_slow(page: 
     expect(page.locator("#sentence")).to_contain_text("step")
     before = step_on(page).inner_text()
     expect(step_on(page)).not_to_have_text(before)
-    expect(page.locator(".facts")).to_contain_text("1 of 10")
+    expect(page.locator(".facts")).to_contain_text(re.compile(r"epoch\d+ of 10"))
     expect(page.locator("#workers")).to_contain_text("gpu-2, pid 4101")
     expect(page.locator("#workers")).to_contain_text("443 MB")
     expect(page.locator(".chart .scatterlayer .trace path.js-line").first).to_be_visible()
-    expect(page.locator(".chart")).to_have_attribute("aria-label", re.compile("loss .* at step"))
+    expect(page.locator(".chart")).to_have_attribute("aria-label", re.compile("at step .*: loss "))
     lines = page.locator(".chart .scatterlayer .trace path.js-line")
-    expect(lines).to_have_count(5)  # Two metrics as measured and smooth, and one of a validation.
-    page.get_by_label("Time of a step").check()
-    expect(lines).to_have_count(7)
+    # Two metrics as measured and smooth, one of a validation, the rate; step time and memory of the workers.
+    expect(lines).to_have_count(6 + 2 * WORKERS)
     page.get_by_label("Losses on a log scale").check()
-    eventually(lambda: page.evaluate("document.querySelector('.chart').layout.yaxis.type") == "log")
-    page.get_by_label("Smooth").uncheck()
+    axis_becomes(page, "yaxis", "log")
+    page.get_by_label("Smoothing").fill("0")
+    expect(lines).to_have_count(4 + 2 * WORKERS)
+    page.get_by_label("memory", exact=True).uncheck()
+    page.get_by_label("step time", exact=True).uncheck()
     expect(lines).to_have_count(4)
     evaluated = [(step, time.time(), {"loss": 0.5 - step / 100}) for step in (1, 9)]
     append_metrics(run.path, *evaluated, file=EVALUATIONS)
     expect(lines).to_have_count(5)
-    expect(page.locator(".chart .legend")).to_contain_text("evaluator loss")
+    expect(page.locator(".chart .legend").first).to_contain_text("evaluator loss")
     expect(page.locator(".facts")).to_contain_text("none yet")
     connect(run.path).push(Update().assign("learning_rate", 0.0005)).result(120)
     expect(page.locator(".facts")).to_contain_text(
         re.compile(r"#1 at step \d+: assign optimizer/learning_rate")
     )
+    expect(page.locator(".facts")).to_contain_text("learning rate0.0005")
     run.slow_worker = 1
     slow = page.locator("#workers tbody tr").nth(1)
     expect(slow).to_contain_text("slowfor 4 min: needs 80 ms per step, the others 31 ms")
@@ -283,14 +291,25 @@ def test_of_very_many_updates_the_page_says_how_many_it_lists_and_lists_more(
         ]
         route.fulfill(json={"updates": views})
 
+    held: list[Route] = []
     page.route("**/updates?last=*", listed)
-    page.route("**/metrics?points=*", lambda _route: None)  # It never comes.
+    page.route("**/metrics?points=*", lambda route: held.append(route))
     page.reload()
     expect(page.locator(".chart")).to_contain_text("Loading")
     title = page.locator("#updates .group-title").get_by_text("applied")
     expect(title).to_have_text("applied: the last 200 of 2,000")
     page.get_by_role("button", name="Show more").click()
     expect(title).to_have_text("applied: the last 400 of 2,000")
+    series = {"steps": [1, 2000], "times": [time.time() - 2000, time.time()], "values": [1.0, 0.5]}
+    for route in held:
+        route.fulfill(json={"series": {"loss": series}, "position": 0, "since": None})
+    expect(page.locator("#metrics .key")).to_contain_text("the last 1,000 of 2,000 updates")
+    assert page.locator(".mark").count() < 100, "those that are close to each other are one mark"
+    many = page.locator("button.mark").first
+    marked = many.get_attribute("aria-label")
+    many.click()
+    expect(page.get_by_role("button", name="Reset zoom")).to_be_visible()
+    expect(page.locator(".mark").first).not_to_have_attribute("aria-label", str(marked))
 
 
 def test_a_failed_job_is_told_once_with_the_last_lines_of_its_worker(page: Page, run: PlayedRun) -> None:
@@ -360,6 +379,10 @@ def test_what_a_job_says_is_text_and_never_markup(page: Page, run: PlayedRun) ->
     expect(page.locator("#updates")).to_contain_text(f"{HOSTILE} · “{HOSTILE}”")
     page.locator("#metrics .key").get_by_text("update").wait_for()
     page.mouse.move(*centre_of(page, ".chart .nsewdrag"))
+    page.locator(".mark[data-kind=update]").hover()
+    expect(page.locator("#mark-tip")).to_contain_text(HOSTILE)
+    page.goto(f"{page.url.partition('#')[0]}#/updates/1")
+    expect(page.locator("#update")).to_contain_text(HOSTILE)
     assert page.locator("main img, .chart img, .chart image").count() == 0
     assert "taken" not in page.title()
 
@@ -393,3 +416,92 @@ def test_a_screen_reader_finds_its_way(page: Page, run: PlayedRun) -> None:
         expect(page.locator("dialog")).to_have_count(0)
     page.keyboard.press("Tab")
     assert page.locator("#sentence").get_attribute("aria-live") == "polite"
+
+
+def test_a_mark_opens_its_update_by_keyboard_with_the_change_the_effect_and_every_digest(
+    page: Page, run: PlayedRun
+) -> None:
+    update = Update(id="fix", author="ana", note="drift").add("dense/bias", np.ones(3, np.float32))
+    connect(run.path).push(update).result(120)
+    connect(run.path).push(Update().assign("learning_rate", 0.0005)).result(120)
+    unlock(page)
+    marks = page.locator(".mark")
+    expect(page.locator(".mark[data-kind=update]").last).to_be_visible()
+    page.locator(".mark[tabindex='0']").focus()
+    page.keyboard.press("Home")
+    expect(marks.first).to_be_focused()
+    expect(page.locator("#mark-tip")).to_contain_text("update 1 at step")
+    page.goto(f"{page.url.partition('#')[0]}#/updates/fix")  # An address that can be sent to others.
+    expect(page.locator("#update-title")).to_contain_text("Update 1: add model/dense/bias")
+    expect(page.locator("#update-title")).to_be_focused()
+    made = page.locator("#changes-made")
+    expect(made).to_contain_text("norm before2norm of the change1 (50 % of it)")
+    expect(made.get_by_role("img")).to_have_attribute(
+        "aria-label", re.compile("change of 3 values, from -1 to 2")
+    )
+    expect(made.locator("rect title").first).to_contain_text("1 of 3 values")
+    expect(page.locator("#effect")).to_contain_text("loss")
+    expect(page.locator("#effect")).to_contain_text("accuracy")
+    expect(page.locator("#on-workers tbody tr")).to_have_count(WORKERS)
+    expect(page.locator("#on-workers tbody tr").last).to_contain_text("equal")
+    page.get_by_role("button", name="Revert …").click()
+    page.get_by_role("button", name="Check", exact=True).click()
+    page.get_by_role("button", name="Revert on all workers").click()
+    expect(page.locator("#receipt")).to_contain_text("Verified at step")
+    page.get_by_role("button", name="Close").click()
+    expect(page.locator("#update")).to_contain_text("It was reverted by update 3.")
+    page.get_by_role("button", name="Show it in the charts").click()
+    expect(page.get_by_role("button", name="Reset zoom")).to_be_visible()
+    page.get_by_role("button", name="Reset zoom").click()
+    expect(page.get_by_role("button", name="Reset zoom")).to_be_hidden()
+
+
+def test_marks_are_links_and_their_lines_cross_all_panels_also_on_a_log_axis(
+    page: Page, run: PlayedRun
+) -> None:
+    run.kill()
+    write_change(run.path, Change(JobState.RESTARTING, 1, worker=1, reason="exit code 1"))
+    run.start()
+    mark = page.locator(".mark[data-kind=restart]")
+    expect(mark).to_have_attribute("aria-label", re.compile("restarted: attempt 1, exit code 1"))
+    for scale in ("linear", "log"):
+        page.get_by_label("Losses on a log scale").set_checked(scale == "log")
+        axis_becomes(page, "yaxis", scale)
+        line = mark.evaluate("(one) => parseFloat(getComputedStyle(one, '::after').height)")
+        panels = page.evaluate("document.querySelector('.chart')._fullLayout._size.h")
+        assert line >= panels
+    page.get_by_label("Over").select_option("time")
+    axis_becomes(page, "xaxis", "date")
+    expect(mark).to_be_visible()
+    mark.click()
+    expect(page.locator("#log-attempt")).to_have_value("0")
+    assert page.locator("#logs details").get_attribute("open") is not None
+
+
+def test_logs_are_searched_followed_and_chosen_by_worker_and_attempt(page: Page, run: PlayedRun) -> None:
+    run.kill()
+    run.start()
+    for attempt, worker in ((0, 1), (1, 0), (1, 1)):
+        log = run.path / "logs" / f"attempt-{attempt}" / f"worker-{worker}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        lines = "".join(f"line {n} of {worker} in {attempt}\n" for n in range(1000))
+        log.write_text(f"The Needle\n{lines}")
+    page.locator("#logs summary").click()
+    log = page.locator(".log")
+    expect(log).to_contain_text("line 999 of 0 in 1")
+    page.get_by_label("Worker", exact=True).select_option("1")
+    expect(log).to_contain_text("line 999 of 1 in 1")
+    page.get_by_label("Search").fill("needle")
+    expect(log).to_have_text(re.compile("^The Needle\\s*$"))
+    expect(log.locator("mark")).to_have_text("Needle")
+    expect(page.locator("#logs")).to_contain_text("1 line of the last 1,001")
+    page.get_by_label("Attempt").select_option("0")
+    expect(log).to_contain_text("The Needle")
+    page.get_by_label("Search").fill("")
+    expect(log).to_contain_text("line 999 of 1 in 0")
+    page.get_by_label("Attempt").select_option("")
+    path = run.path / "logs" / "attempt-1" / "worker-1.log"
+    with path.open("a") as file:
+        file.write("printed later\n")
+    expect(log).to_contain_text("printed later")
+    assert log.evaluate("(one) => one.scrollHeight - one.scrollTop - one.clientHeight") < 8

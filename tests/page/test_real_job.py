@@ -50,10 +50,15 @@ def test_a_real_job_is_followed_and_takes_what_the_page_pushes(tmp_path: Path) -
     loss = connect(tmp_path / "first").metrics(points=10_000).series["loss"]
     assert loss.steps.tolist() == [*range(1, len(loss) + 1)], "every step"
     assert all(np.diff(loss.values[:20]) < 0), "a mean over an epoch jumps at its end"
+    rate = connect(tmp_path / "first").metrics(points=10_000).series["learning_rate"]
+    assert list(dict.fromkeys(rate.values.tolist())) == [0.01, 0.0005]
     (view,) = connect(tmp_path / "first").log()
     (start,) = connect(tmp_path / "first").status().starts
     assert (start.command[0].rpartition("/")[2], start.command[1:]) == ("train.py", ("--secret-key", "…"))
     assert start.versions.keys() == {"python", "replicast", "tensorflow", "keras", "numpy"}
+    assert rate.steps[rate.values == 0.0005][0] == view.step + 1, "the first step with it"
+    notes = connect(tmp_path / "first").metrics(of="workers").series
+    assert {"step_secs/0", "step_secs/1", "memory_bytes/0", "memory_bytes/1"} <= notes.keys()
     assert (view.author, view.note, len(view.receipts[0].digests)) == ("ana", "slower", 2)
 
 

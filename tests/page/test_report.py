@@ -41,6 +41,13 @@ def test_a_report_shows_the_run_without_a_server_and_asks_nobody(tmp_path: Path)
         expect(page.locator("#changes")).to_contain_text(HOSTILE)
         expect(page.locator(".chart .main-svg").first).to_be_visible()
         expect(page.locator("#actions, #logs, #token-button:visible")).to_have_count(0)
+        entry.locator("summary").click()
+        entry.get_by_role("link", name="Histogram").click()
+        expect(page.locator("#update-title")).to_contain_text("Update 1: add model/dense/bias")
+        expect(page.locator("#changes-made").get_by_role("img")).to_be_visible()
+        expect(page.locator("#on-workers")).to_contain_text("equal")
+        page.get_by_role("link", name="← The run").click()
+        expect(page.locator("#chain")).to_be_visible()
         assert "taken" not in page.title()
         assert watched.complaints == []
         assert {url.partition(":")[0] for url in watched.requests} <= {"file", "data", "blob"}

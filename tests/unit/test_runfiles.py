@@ -193,26 +193,23 @@ def measured(run: Path, steps: Iterable[int], loss: Callable[[int], float], begi
 
 def test_the_loss_around_an_update_has_mean_and_spread_of_twenty_steps_on_each_side(tmp_path: Path) -> None:
     measured(tmp_path, range(1, 101), lambda step: (2.0 if step <= 50 else 1.0) + 0.1 * (-1) ** step, 1000.0)
-    around = metrics_around(tmp_path, 50, 1050.2)
-    assert around is not None
+    around, accuracy = metrics_around(tmp_path, 50, 1050.2)
+    assert str(accuracy) == "accuracy 0.5 ± 0 (20 steps) → 0.5 ± 0 (20 steps)"
     assert (around.metric, around.before.steps, around.after.steps) == ("loss", 20, 20)
     assert (around.before.mean, around.after.mean) == (pytest.approx(2.0), pytest.approx(1.0))
     assert around.before.spread == pytest.approx(0.1)
     assert str(around) == "loss 2 ± 0.1 (20 steps) → 1 ± 0.1 (20 steps)"
-    early = metrics_around(tmp_path, 3, 1003.2)
-    assert early is not None
+    early, _ = metrics_around(tmp_path, 3, 1003.2)
     assert (early.before.steps, early.after.steps) == (3, 20)
-    assert metrics_around(tmp_path, 100, 1100.2) is None, "nothing was measured after it"
+    assert not metrics_around(tmp_path, 100, 1100.2), "nothing was measured after it"
 
 
 def test_after_a_restart_the_steps_of_the_attempt_count_that_has_applied_it(tmp_path: Path) -> None:
     measured(tmp_path, range(1, 61), lambda step: 9.0, 1000.0)
     measured(tmp_path, range(31, 91), lambda step: 2.0 if step <= 50 else 1.0, 2000.0)
-    around = metrics_around(tmp_path, 50, 2050.2)
-    assert around is not None
+    around, _ = metrics_around(tmp_path, 50, 2050.2)
     assert (around.before.mean, around.after.mean, around.before.steps) == (2.0, 1.0, 20)
-    first = metrics_around(tmp_path, 40, 1040.2)
-    assert first is not None
+    first, _ = metrics_around(tmp_path, 40, 1040.2)
     assert (first.before.mean, first.after.mean) == (9.0, 9.0)
 
 
@@ -232,16 +229,14 @@ def test_little_of_a_long_file_is_read_and_damaged_lines_are_skipped(
     monkeypatch.setattr(os, "pread", counted)
     size = (tmp_path / "metrics.jsonl").stat().st_size
     for step in (30, 12_345, 39_990):
-        around = metrics_around(tmp_path, step, step + 0.5)
-        assert around is not None
+        around, _ = metrics_around(tmp_path, step, step + 0.5)
         assert around.before.mean == pytest.approx(step - 9.5)
         assert around.after.mean == pytest.approx(step + min(20, 40_000 - step) / 2 + 0.5)
     assert read < 3 * size
 
 
 def test_a_loss_that_is_not_finite_is_said_and_without_metrics_there_is_none(tmp_path: Path) -> None:
-    assert metrics_around(tmp_path, 5, 5.0) is None
+    assert not metrics_around(tmp_path, 5, 5.0)
     measured(tmp_path, range(1, 11), lambda step: 1.0 if step <= 5 else math.nan, 0.0)
-    around = metrics_around(tmp_path, 5, 5.5)
-    assert around is not None
+    around, _ = metrics_around(tmp_path, 5, 5.5)
     assert str(around) == "loss 1 ± 0 (5 steps) → nan ± nan (5 steps)"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import math
 import os
 import socket
 import time
@@ -89,7 +90,8 @@ class DirectoryRun(Run):
     def __init__(self, path: RunDir) -> None:
         self.path = below(path)
         self.where = str(path)
-        self._metrics = MetricsFile(self.path / "metrics.jsonl")
+        files = {"training": run_files.METRICS, "workers": run_files.WORKERS}
+        self._metrics = {of: MetricsFile(self.path / name) for of, name in files.items()}
 
     # The run as a whole.
 
@@ -156,7 +158,7 @@ class DirectoryRun(Run):
             waiting = self._waiting(known)
             ended = self._ended(journal, known | {view.id for view in waiting})
             return {
-                "updates": self._listed(updates),
+                "updates": self._listed(self._annotated(updates)),
                 "scheduled": self._annotated(journal.scheduled()),
                 "waiting": self._annotated(waiting),
                 "refused": self._annotated(ended[-_LAST_ENDED:]),
@@ -190,8 +192,13 @@ class DirectoryRun(Run):
     def do_audits(self, last: int) -> list[AuditReport]:
         return run_files.last_audits(self.path, last)
 
-    def do_metrics(self, since: int | None, points: int) -> Metrics:
-        return self._metrics.read(since, points)
+    def do_metrics(
+        self, since: int | None, points: int, of: str, start: float | None, end: float | None
+    ) -> Metrics:
+        file = self._metrics[of]
+        if start is None and end is None:
+            return file.read(since, points)
+        return file.between(start or 0.0, math.inf if end is None else end, points)
 
     def do_checkpoints(self) -> list[CheckpointView]:
         found = []
@@ -217,10 +224,14 @@ class DirectoryRun(Run):
     # Where each update is.
 
     def do_log(self, last: int | None) -> list[UpdateView]:
+        return list(self._listed(self.with_histograms(last)))
+
+    def with_histograms(self, last: int | None = None) -> list[UpdateView]:
+        """As `log`, with everything that their receipts say."""
         journal = Updates(self.path)
         order = _order(journal)
         chosen = order if last is None else order[max(0, len(order) - last) :]
-        return list(self._listed(self._committed(journal, chosen)))
+        return list(self._annotated(self._committed(journal, chosen)))
 
     def do_show(self, which: str | int, max_bytes: int | None) -> UpdateView:
         (view,), update = self._annotated([self._find(which)]), None
@@ -290,7 +301,7 @@ class DirectoryRun(Run):
         """As they are told in a list: only `show` has the histograms, which are most of a long answer."""
         return tuple(
             structs.replace(view, receipts=tuple(_without_histograms(one) for one in view.receipts))
-            for view in self._annotated(views)
+            for view in views
         )
 
     def _find(self, which: str | int) -> UpdateView:
@@ -345,8 +356,8 @@ class DirectoryRun(Run):
         for place in range(max(0, len(views) - _MOST_AROUND), len(views)):
             receipt, step = views[place].receipt, views[place].step or 0
             if receipt is not None:
-                around = run_files.metrics_around(self.path, step, receipt.verified_at)
-                views[place] = structs.replace(views[place], around=around)
+                around, *others = run_files.metrics_around(self.path, step, receipt.verified_at) or [None]
+                views[place] = structs.replace(views[place], around=around, others=tuple(others))
         return views
 
     def _waiting(self, known: Collection[str]) -> list[UpdateView]:

@@ -8,10 +8,12 @@ finite. A restarted job repeats steps: what the earlier attempt wrote of them is
 from __future__ import annotations
 
 import io
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, BinaryIO
 
 import msgspec
@@ -19,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replicast.files import RunPath, open_plain
-from replicast.storage.run_files import MAX_METRICS_STEP, METRICS_LINE, MetricsLine
+from replicast.storage.run_files import MAX_METRICS_STEP, METRICS_LINE, MetricsLine, places_of
 from replicast.strictjson import View, json_value
 
 MAX_POINTS = 10_000  # Of a series: the most that can be asked for.
@@ -28,18 +30,33 @@ _KEPT_POINTS = 2 * MAX_POINTS
 _PER_BUCKET = 5
 _PIECE_BYTES = 4 * 2**20
 _BEGIN_BYTES = 256
+_MOST_BETWEEN = 24 * 2**20  # Some 300,000 steps, which are read in a second.
+_LINE_BYTES = 64 * 1024  # More than any line that is not damaged.
 _MAX_ANSWER_POINTS = 100_000  # Of all series together: about 5 MB of JSON.
 
 
 class Series:
-    """One metric: its values by step, in the order of the steps."""
+    """One metric: its values by step, in the order of the steps.
+
+    Attributes:
+        means: Where points were left out, the mean of all values of each bucket, at its first point, and NaN
+            at its others: what is kept of a bucket are mostly extremes, whose mean is another one.
+        counts: Of how many values.
+    """
 
     def __init__(
-        self, steps: npt.NDArray[np.int64], times: npt.NDArray[np.float64], values: npt.NDArray[np.float64]
+        self,
+        steps: npt.NDArray[np.int64],
+        times: npt.NDArray[np.float64],
+        values: npt.NDArray[np.float64],
+        means: npt.NDArray[np.float64] | None = None,
+        counts: npt.NDArray[np.int64] | None = None,
     ) -> None:
         self.steps = steps
         self.times = times
         self.values = values
+        self.means = values if means is None else means
+        self.counts = np.isfinite(values).astype(np.int64) if counts is None else counts
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -47,7 +64,11 @@ class Series:
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
         values = [json_value(value) for value in self.values.tolist()]
-        return {"steps": self.steps.tolist(), "times": self.times.tolist(), "values": values}
+        told = {"steps": self.steps.tolist(), "times": self.times.tolist(), "values": values}
+        if not self.counts.max(initial=0) > 1:
+            return told
+        means = [None if math.isnan(mean) else float(f"{mean:.6g}") for mean in self.means.tolist()]
+        return told | {"means": means}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Series:
@@ -62,11 +83,8 @@ class Series:
         return self._chosen(slice(0, int(np.searchsorted(self.steps, step))))
 
     def followed_by(self, later: Series) -> Series:
-        return Series(
-            np.concatenate([self.steps, later.steps]),
-            np.concatenate([self.times, later.times]),
-            np.concatenate([self.values, later.values]),
-        )
+        pairs = zip(self._arrays(), later._arrays(), strict=True)
+        return Series(*(np.concatenate(pair) for pair in pairs))
 
     def decimated(self, points: int) -> Series:
         """At most so many points, with the extremes of every part."""
@@ -83,10 +101,19 @@ class Series:
             values = np.where(finite, self.values, absent)
             extremes = np.repeat(reduced.reduceat(values, starts), sizes)
             chosen.append(_firsts(bucket, np.flatnonzero(values == extremes)))
-        return self._chosen(np.unique(np.concatenate(chosen)))
+        counts, means = np.zeros(len(self), np.int64), np.full(len(self), np.nan)
+        counts[starts] = np.add.reduceat(self.counts, starts)
+        sums = np.add.reduceat(np.where(self.counts > 0, self.means, 0) * self.counts, starts)
+        np.divide(sums, counts[starts], out=sums, where=counts[starts] > 0)
+        means[starts] = np.where(counts[starts] > 0, sums, np.nan)
+        reduced_to = Series(self.steps, self.times, self.values, means, counts)
+        return reduced_to._chosen(np.unique(np.concatenate(chosen)))
+
+    def _arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        return self.steps, self.times, self.values, self.means, self.counts
 
     def _chosen(self, which: slice | npt.NDArray[np.int64]) -> Series:
-        return Series(self.steps[which], self.times[which], self.values[which])
+        return Series(*(array[which] for array in self._arrays()))
 
 
 class Metrics(View, frozen=True):
@@ -121,13 +148,30 @@ class MetricsFile:
     _seen: _Seen = field(default_factory=lambda: _Seen())
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def between(self, start: float, end: float, points: int) -> Metrics:
+        """Every step between two moments, and some beside them, from the file: `read` keeps fewer."""
+        points = min(max(points, _PER_BUCKET), MAX_POINTS)
+        with self._opened() as file:
+            if isinstance(file, io.BytesIO):
+                return Metrics({}, 0)
+            first, last = places_of(file.fileno(), start)[0], places_of(file.fileno(), end)[1]
+            if last - first > _MOST_BETWEEN:
+                return self.read(None, points)
+            file.seek(first)
+            content = file.read(last - first + _LINE_BYTES)
+        seen = _Seen()
+        seen.read(io.BytesIO(content.partition(b"\n")[2] if first else content))
+        return seen.metrics(points, None, 0)
+
+    def _opened(self) -> BinaryIO:
+        try:
+            return os.fdopen(open_plain(self.path), "rb")
+        except OSError:
+            return io.BytesIO()
+
     def read(self, since: int | None, points: int) -> Metrics:
         points = min(max(points, _PER_BUCKET), MAX_POINTS)
-        try:
-            file: BinaryIO = os.fdopen(open_plain(self.path), "rb")
-        except OSError:
-            file = io.BytesIO()
-        with file, self._lock:
+        with self._opened() as file, self._lock:
             begins, size = file.read(_BEGIN_BYTES), file.seek(0, os.SEEK_END)
             if not begins.startswith(self._begins) or self._base + size < self._last:
                 self._base, self._seen = self._last, _Seen()
@@ -184,14 +228,16 @@ class _Seen:
         goes_on = steps[0] == self.last_step and places[0] == 0
         self.series = {name: one.before(lowest + goes_on) for name, one in self.series.items()}
         self.last_step = int(steps[-1])
-        for name in dict.fromkeys(name for line in kept for name in line.values):
+        for name in dict.fromkeys(chain.from_iterable(line.values for line in kept)):
             if name in self.series or len(self.series) < MAX_SERIES:
                 self._extend(name, [line for line in kept if name in line.values])
 
     def _extend(self, name: str, lines: list[MetricsLine]) -> None:
         """Adds the lines that have a value of this name; of those with the same step, the last one counts."""
         steps = np.array([line.step for line in lines], np.int64)
-        values = np.array([line.number(name) for line in lines])
+        values = np.array([line.values[name] for line in lines])
+        if values.dtype != np.float64:  # Some are text. To ask each line takes ten times as long.
+            values = np.array([line.number(name) for line in lines])
         is_last = np.diff(steps, append=MAX_METRICS_STEP) > 0
         new = Series(steps, np.array([line.time for line in lines]), values)._chosen(np.flatnonzero(is_last))
         known = self.series.get(name)

@@ -77,6 +77,7 @@ def clipped(least: float, most: float) -> Meta:
 
 Secs = Annotated[float, clipped(0, 300)]
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP - 1)]
+Moment = Annotated[float, Meta(ge=0, le=1e12)]
 UpdateId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Rank = Annotated[int, Meta(ge=0, le=10**6)]
 # `rows_of` checks it, with a better message than that it does not match a pattern.
@@ -752,12 +753,18 @@ class Run:
         self,
         since: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None,
         points: Annotated[int, clipped(1, MAX_POINTS)] = 2000,
+        of: Literal["training", "workers"] = "training",
+        start: Moment | None = None,
+        end: Moment | None = None,
     ) -> Metrics:
         """The metrics of the training, decimated so that spikes stay visible.
 
         Args:
             since: Only what was written after this `Metrics.position`.
             points: The largest number of points of each series.
+            of: "workers": step time and memory of the first workers instead, by their rank.
+            start: Only what was measured from this moment on, in seconds since 1970: with more points.
+            end: Only what was measured until this moment.
         """
 
     @operation("GET", "/checkpoints", key="checkpoints")

@@ -91,7 +91,8 @@ def _data(run: DirectoryRun, chain: Chain) -> dict[str, Any]:
         "answers": {
             "api/runs": [{"name": name, "actions": False, **told("brief")}],
             "metrics": told("metrics"),
-            "updates": told("log"),
+            "metrics?of=workers&points=400": told("metrics", of="workers", points=400),
+            "updates": OPERATIONS["log"].encoded(run.with_histograms()),
             "audits": told("audits", last=_MOST_AUDITS),
             "checkpoints": told("checkpoints"),
         },

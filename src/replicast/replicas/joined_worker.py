@@ -223,7 +223,8 @@ class JoinedWorker:
     def boundary(self, *, steps: int, logs: Mapping[str, Any] | None, batches: int) -> None:
         """As `Replicas.boundary`."""
         session = self.session
-        self._notice_changes(self._source.changes(now=time.monotonic()))
+        now = time.monotonic()
+        self._notice_changes(self._source.changes(now=now))
         self.training.active = True
         if logs is not None:
             self.run_files.logs = logs
@@ -232,7 +233,8 @@ class JoinedWorker:
         self.training.used(batches)
         session.proposals.training_continues()
         step = session.step + steps
-        session.replica.measures.note(step, steps, logs)
+        rate = self._source.rate(now, len(session.replica.holds)) if session.rank == 0 else None
+        session.replica.measures.note(step, steps, logs, rate)
         session.arrive(step)
         self.audits.after_step(steps)
         self.checkpoints.after_step(steps)

@@ -40,6 +40,7 @@ from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
 from replicast.mapped_memory import copied
 from replicast.replicas.lanes import Lane
 from replicast.storage.journal import Journal, undo_of
+from replicast.storage.run_files import RATE
 from replicast.transport import Parcel, Transport
 from replicast.update.audit_report import SLICE_BYTES, rows_in_turn
 from replicast.update.digest import digest_array, is_finite
@@ -254,13 +255,18 @@ class RecentMetrics:
         self._taken: _Logs | None = None
         self._since: int | None = None
         self.batches: int | None = None
+        self.rate: float | None = None  # The learning rate, when it was last told.
 
-    def note(self, step: int, steps: int, logs: Mapping[str, Any] | None) -> None:
+    def note(self, step: int, steps: int, logs: Mapping[str, Any] | None, rate: float | None = None) -> None:
+        """What was measured in the last steps; of the learning rate, metrics.jsonl is told each change."""
         batches, self.batches = self.batches, None
         if logs is None:
             return
         self._last.append(_Logs(step, steps, batches, dict(logs), time=time.time()))
         self._new.append(self._last[-1])
+        if rate is not None and rate != self.rate:
+            self.rate = rate
+            self._new[-1] = self._last[-1]._replace(logs={**logs, RATE: logs.get(RATE, rate)})
         if self._since is None and len(self._last) > MOST_BOUNDARIES:
             self._last.popleft()
 

@@ -603,7 +603,8 @@ class UpdateView(View, frozen=True, kw_only=True):
         outcome: How its trial ended.
         refusal: Why it was refused.
         withdrawn_by: Who has withdrawn it.
-        around: The metric before and after it.
+        around: The loss, or else the first metric, before and after it.
+        others: The other metrics before and after it.
         annotation: What people have noted about it since.
         path: Its file in the inbox.
         reason: Why it waits there.
@@ -639,6 +640,7 @@ class UpdateView(View, frozen=True, kw_only=True):
     refusal: UpdateRefused | None = None
     withdrawn_by: str = ""
     around: Around | None = None
+    others: tuple[Around, ...] = ()
     annotation: Annotation = Annotation()
     path: RunPath | None = None
     reason: str = ""

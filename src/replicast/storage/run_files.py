@@ -44,14 +44,15 @@ _Record = TypeVar("_Record")
 
 FORMAT = 2
 RUN_FILE = "run.json"
-METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+RATE = "learning_rate"  # in metrics.jsonl, where it has changed
+METRICS, EVALUATIONS, WORKERS = "metrics.jsonl", "evaluations.jsonl", "workers.jsonl"
 # What a worker waits for while its model is trained without boundaries. Updates wait too.
 WITHOUT_CALLBACK = "a boundary: its fit has no replicas.callback()"
 ENDED = "nothing: it has ended"  # What a worker waits for after it has ended.
 _SENT_SECS, _MOST_SENT_PER_SEC = 2.0, 50  # By each worker; by all together, the more the less often each.
 _PIECE_BYTES = 64 * 1024
 MAX_METRICS_STEP = 2**62  # Sums and differences of two fit into 64 bits.
-_AROUND_BYTES = 128 * 1024  # of metrics: some hundred lines
+_AROUND_BYTES, _MOST_AROUND = 128 * 1024, 20  # of metrics: some hundred lines, and so many of them
 _MAX_LINE_BYTES = 4 * 2**20
 _MAX_BACK_BYTES = 256 * 2**20
 _MAX_NOTE_BYTES, _MAX_ANNOTATION_BYTES = 64 * 1024, 128 * 1024
@@ -221,31 +222,39 @@ class MetricsLine(msgspec.Struct, gc=False):
 METRICS_LINE = msgspec.json.Decoder(MetricsLine)
 
 
-def metrics_around(run_dir: RunDir, step: int, at: float, most: int = 20) -> Around | None:
-    """The loss, or else the first metric, in the steps before and after one that ended about this time.
+def metrics_around(run_dir: RunDir, step: int, at: float, most: int = 20) -> tuple[Around, ...]:
+    """The metrics in the steps before and after one that ended about this time, the loss first.
 
-    None if nothing was measured on one side. The place is found by the times of the lines, which only grow;
-    steps are repeated after a restart. So little is read, however long the file is.
+    Without those that were not measured on both sides. The place is found by the times of the lines, which
+    only grow; steps are repeated after a restart. So little is read, however long the file is.
     """
     try:
         descriptor = files.open_plain(below(run_dir) / "metrics.jsonl")
     except OSError:
-        return None
+        return ()
     with os.fdopen(descriptor, "rb"):
-        low, high = 0, os.fstat(descriptor).st_size
-        while high - low > _AROUND_BYTES:
-            middle = (low + high) // 2
-            there = _metrics_in(os.pread(descriptor, _PIECE_BYTES, middle))
-            if there and there[0].time < at:
-                low = middle
-            else:
-                high = middle
+        low, high = places_of(descriptor, at)
         start = max(0, low - _AROUND_BYTES)
         lines = _metrics_in(os.pread(descriptor, high - start + _AROUND_BYTES, start), whole=start == 0)
-    names = list(dict.fromkeys(name for one in lines for name in one.values))
-    if not names:
-        return None
-    metric = "loss" if "loss" in names else names[0]
+    names = sorted(dict.fromkeys(name for one in lines for name in one.values), key="loss".__ne__)
+    found = (_around(lines, metric, step, at, most) for metric in names[:_MOST_AROUND] if metric != RATE)
+    return tuple(one for one in found if one is not None)
+
+
+def places_of(descriptor: int, at: float) -> tuple[int, int]:
+    """Two places in a file of metrics, near each other; the lines of a moment begin between them."""
+    low, high = 0, os.fstat(descriptor).st_size
+    while high - low > _AROUND_BYTES:
+        middle = (low + high) // 2
+        there = _metrics_in(os.pread(descriptor, _PIECE_BYTES, middle))
+        if there and there[0].time < at:
+            low = middle
+        else:
+            high = middle
+    return low, high
+
+
+def _around(lines: Sequence[MetricsLine], metric: str, step: int, at: float, most: int) -> Around | None:
     lines = [one for one in lines if metric in one.values]
     ends = [
         place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -195,3 +196,33 @@ def test_whatever_is_written_steps_are_in_order_and_values_are_those_of_the_file
     if finite:
         kept = found.values[np.isfinite(found.values)]
         assert (kept.min(), kept.max()) == (min(finite), max(finite))
+
+
+def test_what_is_thinned_keeps_the_means_of_all_values_also_of_parts_that_were_thinned_before() -> None:
+    steps, times = np.arange(1000), np.zeros(1000)
+    values = np.where(steps % 100 == 7, 1000.0, 1.0)  # The mean of what is kept is far above that of all.
+    values[400] = math.nan
+    series = Series(steps, times, values)
+    for points in (500, 50):
+        series = series.decimated(points)
+        assert series.counts.sum() == 999
+        assert np.nansum(series.means * series.counts) == np.nansum(values)
+    told = series.to_json()
+    assert [mean for mean in told["means"] if mean is not None] == pytest.approx([10.99] * 10, rel=0.01)
+    assert "means" not in Series(steps, times, values).to_json()
+
+
+def test_between_two_moments_every_step_is_read_however_long_the_file_is(path: Path) -> None:
+    lines = (f'{{"step":{n},"time":{n}.5,"values":{{"loss":{n % 10}.0}}}}\n' for n in range(100_000))
+    path.write_text("".join(lines))
+    metrics = MetricsFile(path)
+    found = metrics.between(50_000.0, 50_100.0, MAX_POINTS).series["loss"]
+    assert set(range(50_001, 50_100)) <= set(found.steps.tolist())
+    assert len(found) < 20_000, "little beside them"
+    assert len(metrics.between(50_000.0, 50_100.0, 100).series["loss"]) <= 100
+    assert metrics.between(0.0, 1.0, 100).series["loss"].steps[0] == 0
+    assert metrics.between(99_999.0, math.inf, 100).series["loss"].steps[-1] == 99_999
+    assert (
+        not metrics.between(5.0, 1.0, 100).series or len(metrics.between(5.0, 1.0, 100).series["loss"]) <= 100
+    )
+    assert not MetricsFile(path.parent).between(0.0, 1.0, 100).series

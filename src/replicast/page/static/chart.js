@@ -1,20 +1,17 @@
-// Loss and metrics by step, with updates, trials, restarts and checkpoints marked on the curve.
+// What was measured, a panel for each quantity over one common axis, and what happened as marks above it.
 
 import { el, setText, unlessPressed } from "./dom.js";
-import { count } from "./format.js";
+import { count, number, seconds, size } from "./format.js";
+import { Marks } from "./marks.js";
 import { report } from "./report.js";
 
-const MOST_POINTS = 6000; // Then the server is asked for a decimated series again.
-const MOST_SERIES = 12;
-const MOST_LINES = 60;
+const MOST_POINTS = 3000; // Of a series that grows; then the server is asked for a thinner one again.
+const MOST_PANELS = 8, MOST_LINES = 8; // Of metrics; of one panel.
 const LEAST_SMOOTHED = 50;
-const KINDS = {
-  update: { label: "update", symbol: "triangle-up", color: "--series-2", path: "M5 0 10 10H0Z" },
-  trial: { label: "on trial", symbol: "diamond", color: "--series-3", path: "M5 0 10 5 5 10 0 5Z" },
-  restart: { label: "restart", symbol: "x", color: "--bad", path: "M1 0 5 4 9 0 10 1 6 5 10 9 9 10 5 6 1 10 0 9 4 5 0 1Z" },
-  start: { label: "start", symbol: "circle", color: "--series-4", path: "M5 0A5 5 0 0 1 5 10A5 5 0 0 1 5 0Z" },
-  checkpoint: { label: "checkpoint", symbol: "square", color: "--series-6", path: "M1 1H9V9H1Z" },
-};
+const HEIGHTS = { loss: 210, metric: 110, system: 76 };
+const LANE = 30, TITLE = 24, BOTTOM = 46;
+const RATE = "learning_rate";
+const SYSTEM = { step_secs: ["step time", "s"], memory_bytes: ["memory", "B"] };
 
 /** Resolves when plotly is there; it is large, and the page does not wait for it. */
 export const plotly = new Promise((resolve) => {
@@ -26,31 +23,50 @@ export const plotly = new Promise((resolve) => {
 const harmless = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const isLoss = (name) => /loss/i.test(name);
+const isDerived = (name) => /^(val_|evaluator )/.test(name);
+const isVisible = (node) => node.checkVisibility?.() ?? true;
+const finite = (value) => (Number.isFinite(Number(value)) && value !== null ? Number(value) : null);
 
 export class Chart {
-  constructor() {
+  /** @param read gets the metrics between two moments */
+  constructor(read) {
+    this.read = read;
+    const changed = () => this.soon(0);
     this.plot = el("div", { class: "chart", role: "img", "aria-label": "Metrics by step" }, el("p", { class: "wait empty" }, report && !window.Plotly ? "No chart: plotly was not installed where this report was made" : "Loading …"));
-    this.key = el("div", { class: "key" });
-    this.smooth = el("input", { type: "checkbox", checked: true, onchange: () => this.soon() });
-    this.logarithmic = el("input", { type: "checkbox", onchange: () => this.soon() });
-    this.pace = el("input", { type: "checkbox", onchange: () => this.soon() });
-    this.controls = el("div", { class: "controls" }, el("label", { class: "check small" }, this.smooth, "Smooth"), el("label", { class: "check small" }, this.logarithmic, "Losses on a log scale"), el("label", { class: "check small" }, this.pace, "Time of a step"));
-    this.series = new Map();
-    this.evaluations = [];
+    this.marks = new Marks(this.plot, (first, last) => this.zoom(first, last));
+    this.node = el("div", { class: "chart-area" }, this.plot, this.marks.node);
+    this.key = this.marks.key;
+    this.smoothing = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0.9, oninput: changed });
+    this.logarithmic = el("input", { type: "checkbox", onchange: changed });
+    this.axis = el("select", { onchange: () => { this.detail = null; changed(); } }, el("option", { value: "step" }, "steps"), el("option", { value: "time" }, "time"));
+    this.reset = el("button", { type: "button", class: "tiny", hidden: true, onclick: () => this.zoom(null) }, "Reset zoom");
+    this.shown = el("div", { class: "panels", role: "group", "aria-label": "Panels" });
+    this.controls = el("div", { class: "controls" },
+      el("label", { class: "check small" }, "Smoothing", this.smoothing), el("label", { class: "check small" }, this.logarithmic, "Losses on a log scale"),
+      el("label", { class: "check small" }, "Over", this.axis), this.shown, this.reset);
+    this.training = new Map();
+    this.evaluations = new Map();
+    this.workers = new Map();
+    this.hidden = new Set();
     this.position = null;
-    this.marks = [];
+    this.detail = null; // What was read of the part that the reader has zoomed to.
     this.changed = false;
     this.drawn = unlessPressed(() => this.draw());
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.soon());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
     document.addEventListener("visibilitychange", () => this.changed && this.soon());
   }
 
   /** Shows everything that the server has. */
   setAll(metrics) {
-    this.series = new Map([...Object.entries(metrics.series), ...this.evaluations]);
+    this.training = new Map(Object.entries(metrics.series));
     this.position = metrics.position;
     const wait = this.plot.querySelector(".wait");
-    if (wait && !this.series.size) setText(wait, "No metrics yet");
+    if (wait && !this.training.size) setText(wait, "No metrics yet");
+    this.soon();
+  }
+
+  setWorkers(metrics) {
+    this.workers = new Map(Object.entries(metrics.series));
     this.soon();
   }
 
@@ -59,15 +75,23 @@ export class Chart {
     if (this.position === null || metrics.since === null || metrics.since > this.position) return false;
     this.position = metrics.position;
     for (const [name, later] of Object.entries(metrics.series)) {
-      const known = this.series.get(name) ?? { steps: [], times: [], values: [] };
-      const first = later.steps[0];
-      let kept = known.steps.length; // A restarted job repeats steps: the earlier ones are dropped.
-      while (kept > 0 && known.steps[kept - 1] >= first) kept -= 1;
-      this.series.set(name, Object.fromEntries(["steps", "times", "values"].map((field) => [field, [...known[field].slice(0, kept), ...later[field]]])));
-      if (this.series.get(name).steps.length > MOST_POINTS) return false;
+      this.training.set(name, joined(this.training.get(name), later));
+      if (this.training.get(name).steps.length > MOST_POINTS) return false;
     }
     this.soon();
     return true;
+  }
+
+  /** Adds what the workers say now. */
+  addNotes(notes) {
+    for (const note of notes.filter((one) => one.training)) {
+      for (const name of Object.keys(SYSTEM)) {
+        const known = this.workers.get(`${name}/${note.rank}`), value = note[name];
+        if (finite(value) === null || (known && (known.times.at(-1) >= note.time || known.steps.length > MOST_POINTS))) continue;
+        this.workers.set(`${name}/${note.rank}`, joined(known, { steps: [note.step], times: [note.time], values: [value] }));
+      }
+    }
+    this.soon();
   }
 
   /** Series of their own for what the evaluator has found: it is behind the training. */
@@ -75,148 +99,266 @@ export class Chart {
     if (JSON.stringify(found) === this.evaluated) return;
     this.evaluated = JSON.stringify(found);
     const names = [...new Set(found.flatMap((one) => Object.keys(one.values)))];
-    this.evaluations = names.map((name) => {
+    this.evaluations = new Map(names.map((name) => {
       const with_it = found.filter((one) => name in one.values).sort((a, b) => a.step - b.step);
       return [`evaluator ${name}`, { steps: with_it.map((one) => one.step), times: with_it.map((one) => one.time), values: with_it.map((one) => one.values[name]) }];
-    });
-    for (const [name, one] of this.evaluations) this.series.set(name, one);
+    }));
     this.soon();
   }
 
-  /** The first step that was measured after a moment; null if none was. */
-  stepAfter(time) {
-    const one = this.series.get("loss") ?? [...this.series.values()][0];
-    const at = one ? one.times.findIndex((other) => other >= time) : -1;
-    return at < 0 ? null : one.steps[at];
+  /** @param marks [{key, kind, step or time, text, href}] */
+  setMarks(marks, left = "") {
+    const main = this.main();
+    if (!main) return;
+    const placed = marks.map((mark) => ({ ...mark, step: mark.step ?? between(main.times, main.steps, mark.time), time: mark.time ?? between(main.steps, main.times, mark.step) }));
+    if (this.marks.set(placed.filter((mark) => mark.step !== null && mark.time !== null), left)) this.soon();
   }
 
-  setMarks(marks) {
-    if (JSON.stringify(marks) === JSON.stringify(this.marks)) return;
-    this.marks = marks;
-    this.soon();
+  main() {
+    return this.training.get("loss") ?? [...this.training.values()][0];
   }
 
+  /** Metrics of the training that a trial can have. */
   names() {
-    return [...this.series.keys()];
+    return [...this.training.keys()].filter((name) => name !== RATE);
   }
 
-  soon() {
+  last(name) {
+    return this.training.get(name)?.values.at(-1);
+  }
+
+  /** Draws, and for what has come from the job not often: the slower drawing is here, the less, so that the page answers in between. */
+  soon(wait = Math.max(120, 8 * (this.took ?? 0))) {
     this.changed = true;
-    if (this.planned || document.hidden) return;
-    this.planned = setTimeout(() => { this.planned = null; plotly.then(this.drawn); }, 120);
+    if ((this.planned && wait) || document.hidden || !isVisible(this.node)) return;
+    clearTimeout(this.planned);
+    this.planned = setTimeout(() => { this.planned = null; plotly.then(this.drawn); }, wait);
+  }
+
+  /** Called when the chart is shown again. */
+  async resized() {
+    this.soon(0);
+    if (this.plot._fullLayout) (await plotly).Plots.resize(this.plot);
+  }
+
+  async zoom(first, last) {
+    const library = await plotly;
+    if (!this.plot._fullLayout) return;
+    const axes = Object.keys(this.plot._fullLayout).filter((name) => /^[xy]axis\d*$/.test(name));
+    if (first === null) await library.relayout(this.plot, Object.fromEntries(axes.map((name) => [`${name}.autorange`, true])));
+    else await library.relayout(this.plot, { "xaxis.range": [this.x(first.step, first.time), this.x(last.step, last.time)] });
+  }
+
+  /** Zooms to so many steps around one. */
+  async look(step, around) {
+    const main = this.main();
+    if (!main) return;
+    await (await plotly).react && this.draw();
+    const time = (at) => between(main.steps, main.times, at) ?? main.times.at(-1);
+    const [first, last] = [Math.max(0, step - around), step + around];
+    await this.zoom({ step: first, time: time(first) }, { step: last, time: time(last) });
+  }
+
+  x(step, time) {
+    return this.axis.value === "time" ? localTime(time) : step;
+  }
+
+  /** What is drawn: each panel with its lines. */
+  panels() {
+    const training = [...this.training].map(([name, one]) => [name, this.detailed(name, one)]);
+    const metrics = new Map(), all = [...training, ...this.evaluations].filter(([name]) => name !== RATE);
+    for (const [name, one] of all.sort(([a], [b]) => Number(isLoss(b)) - Number(isLoss(a)))) {
+      const title = isLoss(name) ? "loss" : name.replace(/^(val_|evaluator )/, "");
+      const panel = metrics.get(title) ?? [...metrics.values()][MOST_PANELS - 1] ?? { title, kind: isLoss(name) ? "loss" : "metric", lines: [] };
+      panel.lines.push({ name, one, smooth: !isDerived(name), dash: name.startsWith("val_") ? "dot" : "solid" });
+      metrics.set(panel.title, panel);
+    }
+    const found = [...metrics.values()];
+    const rate = this.training.get(RATE);
+    if (rate) found.push({ title: "learning rate", kind: "system", lines: [{ name: "learning rate", one: { ...rate, ...lasting(rate, this.main()) }, shape: "hv" }] });
+    for (const [field, [title, unit]] of Object.entries(SYSTEM)) {
+      const lines = [...this.workers].filter(([name]) => name.startsWith(`${field}/`)).map(([name, one]) => ({ name: `worker ${name.split("/")[1]}`, one }));
+      if (lines.length) found.push({ title, unit, kind: "system", lines });
+    }
+    for (const panel of found) panel.lines = panel.lines.slice(0, MOST_LINES);
+    this.choose(found.map((panel) => panel.title));
+    const shown = found.filter((panel) => !this.hidden.has(panel.title));
+    return shown.length ? shown : found.slice(0, 1);
+  }
+
+  /** A box for each panel, to hide it. */
+  choose(titles) {
+    if (this.shown.dataset.titles === titles.join()) return;
+    this.shown.dataset.titles = titles.join();
+    const box = (title) => el("input", { type: "checkbox", checked: !this.hidden.has(title), onchange: (event) => { if (event.target.checked) this.hidden.delete(title); else this.hidden.add(title); this.soon(0); } });
+    this.shown.replaceChildren(...titles.map((title) => el("label", { class: "check small" }, box(title), title)));
   }
 
   async draw() {
-    this.changed = false;
     const library = await plotly;
-    const names = this.names().sort((a, b) => Number(isLoss(b)) - Number(isLoss(a))).slice(0, MOST_SERIES);
-    if (!names.length || !this.plot.isConnected) return;
+    const panels = this.panels();
+    if (!panels.length || !isVisible(this.node)) return;
+    this.changed = false;
     this.plot.querySelector(".wait")?.remove();
-    const panels = 1 + (names.some(isLoss) && names.some((name) => !isLoss(name))) + this.pace.checked;
-    const lines = names.flatMap((name, at) => this.line(name, this.series.get(name), at, isLoss(name) || !names.some(isLoss) ? 1 : 2));
-    if (this.pace.checked) lines.push(...this.line("ms per step", paceOf(this.series.get(names[0])), names.length, panels));
-    const points = Object.keys(KINDS).map((kind) => this.points(kind, names[0])).filter((trace) => trace.x.length);
-    const config = { responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset", scrollZoom: false };
-    await library.react(this.plot, [...lines, ...points], this.layout(panels), config);
-    this.showKey(points.map((trace) => trace.meta));
-    this.plot.setAttribute("aria-label", this.summary(names));
+    const began = performance.now();
+    const lines = panels.flatMap((panel, at) => panel.lines.flatMap((line, place) => this.line(panel, line, at, place)));
+    await library.react(this.plot, lines, this.layout(panels), { responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset", scrollZoom: false });
+    this.took = performance.now() - began;
+    this.watch();
+    this.placeMarks();
+    this.plot.setAttribute("aria-label", summary(panels));
   }
 
-  line(name, one, at, panel) {
-    const color = css(`--series-${(at % 6) + 1}`);
-    const values = one.values.map((value) => (Number.isFinite(Number(value)) ? Number(value) : null));
+  watch() {
+    if (this.watched) return;
+    this.watched = true;
+    this.plot.on("plotly_afterplot", () => this.placeMarks());
+    this.plot.on("plotly_relayout", () => this.zoomed());
+  }
+
+  zoomed() {
+    const axes = Object.values(this.plot._fullLayout).filter((one) => one?._id && /^[xy]/.test(one._id));
+    this.reset.hidden = axes.every((one) => one.autorange);
+    this.placeMarks();
+    clearTimeout(this.asking);
+    const { xaxis } = this.plot._fullLayout, main = this.main();
+    if (xaxis.autorange || report || !main?.means) {
+      if (this.detail) { this.detail = null; this.soon(); }
+      return;
+    }
+    const [first, last] = xaxis.range.map((one) => xaxis.r2l(one));
+    const known = this.axis.value === "time" ? main.times.map(localTime) : main.steps;
+    const time = (value) => between(known, main.times, value) ?? main.times.at(-1);
+    const before = Math.max(0, known.findLastIndex((one) => one <= first));
+    this.asking = setTimeout(() => this.readDetail(main.times[before], time(last)), 200);
+  }
+
+  /** Of what the reader has zoomed to, every step. */
+  async readDetail(start, end) {
+    const found = await this.read(start, end).catch(() => null);
+    if (!found || this.plot._fullLayout.xaxis.autorange) return;
+    this.detail = found.series;
+    this.soon(0);
+  }
+
+  /** The series with what was read of a part of it. */
+  detailed(name, one) {
+    const part = this.detail?.[name];
+    if (!part?.steps.length || !one.means) return one;
+    const first = one.steps.findIndex((step) => step >= part.steps[0]), last = one.steps.findLastIndex((step) => step <= part.steps.at(-1));
+    const with_ = (field) => [...one[field].slice(0, Math.max(0, first)), ...(part[field] ?? part.values), ...one[field].slice(last + 1)];
+    return { steps: with_("steps"), times: with_("times"), values: with_("values"), means: with_("means") };
+  }
+
+  placeMarks() {
+    const { xaxis, _size: size, height } = this.plot._fullLayout;
+    this.marks.place((mark) => {
+      const place = xaxis.d2p(this.x(mark.step, mark.time));
+      return place >= -1 && place <= xaxis._length + 1 ? size.l + place : null;
+    }, height - BOTTOM);
+  }
+
+  line(panel, line, at, place) {
+    const { one, name } = line;
+    const values = one.values.map(finite);
     const measured = {
-      x: one.steps, y: values, name: harmless(name), type: "scatter", mode: one.steps.length < 3 ? "lines+markers" : "lines",
-      line: { color, width: 1.8, dash: name.startsWith("val_") ? "dot" : "solid" }, yaxis: panel === 1 ? "y" : `y${panel}`,
-      hovertemplate: `${harmless(name)} %{y:.5g}<extra></extra>`,
+      x: one.steps.map((step, index) => this.x(step, one.times[index])), y: values, name: harmless(name), type: "scatter", mode: one.steps.length < 3 ? "lines+markers" : "lines",
+      line: { color: css(`--series-${(place % 6) + 1}`), width: 1.8, dash: line.dash ?? "solid", shape: line.shape ?? "linear" }, yaxis: at ? `y${at + 1}` : "y",
+      legend: at ? `legend${at + 1}` : "legend", showlegend: panel.lines.length > 1, legendgroup: name,
+      hovertemplate: `${harmless(name)}  %{y:${panel.unit ? ".3~s" : ".4~g"}}${panel.unit ?? ""}<extra></extra>`,
     };
-    if (!this.smooth.checked || values.length < LEAST_SMOOTHED || name.startsWith("val_")) return [measured];
+    const keep = Number(this.smoothing.value);
+    if (!line.smooth || !keep || values.length < LEAST_SMOOTHED) return [measured];
     return [
-      { ...measured, opacity: 0.35, line: { ...measured.line, width: 1 }, showlegend: false },
-      { ...measured, y: this.smoothed(one.steps, values), hoverinfo: "skip", hovertemplate: null },
+      { ...measured, opacity: 0.3, line: { ...measured.line, width: 1 }, showlegend: false },
+      { ...measured, ...this.smoothed(one, values, keep), hovertemplate: measured.hovertemplate.replace("  ", ", smoothed  ") },
     ];
   }
 
-  /** The mean of the last points, the later ones counting more. It begins again at each update, whose effect must not be smoothed away. */
-  smoothed(steps, values) {
-    const updates = this.marks.filter((mark) => mark.kind === "update" || mark.kind === "trial").map((mark) => mark.step).sort((a, b) => a - b);
-    const keep = 1 - 1 / Math.max(5, values.length / 100);
+  /**
+   * The mean of the last points, the later ones counting more. It begins again at each update, whose effect must not be smoothed
+   * away. Of a series with points left out, the means of what was left out are used: those of the extremes that are kept differ.
+   */
+  smoothed(one, values, keep) {
+    const updates = this.marks.all.filter((mark) => mark.kind === "update" || mark.kind === "trial").map((mark) => mark.step).sort((a, b) => a - b);
+    const x = [], y = [];
     let sum = 0, weight = 0, at = 0;
-    return values.map((value, place) => {
-      for (; at < updates.length && updates[at] < steps[place]; at += 1) sum = weight = 0;
-      if (value === null) return null;
+    for (const [place, raw] of values.entries()) {
+      const value = one.means ? finite(one.means[place]) : raw;
+      if (value === null) continue;
+      for (; at < updates.length && updates[at] < one.steps[place]; at += 1) sum = weight = 0;
       sum = keep * sum + value;
       weight = keep * weight + 1;
-      return sum / weight;
-    });
-  }
-
-  points(kind, name) {
-    const one = this.series.get(name);
-    const marks = this.marks.filter((mark) => mark.kind === kind && mark.step !== null);
-    return {
-      x: marks.map((mark) => mark.step), y: marks.map((mark) => valueAt(one, mark.step)), text: marks.map((mark) => harmless(mark.text)),
-      type: "scatter", mode: "markers", showlegend: false, meta: kind, hovertemplate: "%{text}<extra></extra>",
-      marker: { symbol: KINDS[kind].symbol, size: kind === "checkpoint" ? 7 : 11, color: css(KINDS[kind].color), line: { color: css("--card"), width: 1 } },
-    };
+      x.push(this.x(one.steps[place], one.times[place]));
+      y.push(sum / weight);
+    }
+    return { x, y };
   }
 
   layout(panels) {
     const ink = css("--dim"), line = css("--line");
     const narrow = this.plot.clientWidth < 560;
-    const axis = { gridcolor: line, zeroline: false, linecolor: line, tickfont: { color: ink, size: 11 }, automargin: true, nticks: 6, exponentformat: "e" };
-    const shapes = this.marks.filter((mark) => mark.kind !== "checkpoint" && mark.step !== null).slice(-MOST_LINES).map((mark) => (
-      { type: "line", xref: "x", yref: "paper", x0: mark.step, x1: mark.step, y0: 0, y1: 1, layer: "below", line: { color: css(KINDS[mark.kind].color), width: 1, dash: "dot" } }));
-    return {
-      height: (narrow ? 260 : 320) + 60 * panels, margin: { l: 40, r: 10, t: 4, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { color: ink, family: getComputedStyle(document.body).fontFamily, size: 12 }, shapes, uirevision: "kept", hovermode: "x unified", hoverdistance: 30, dragmode: narrow ? false : "zoom",
-      hoverlabel: { bgcolor: css("--card"), bordercolor: line, font: { color: css("--ink"), size: 12 } },
-      legend: { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom", font: { color: ink, size: 12 } }, showlegend: true,
-      xaxis: { ...axis, title: { text: "step", font: { size: 11 }, standoff: 6 }, tickformat: ",d", spikecolor: ink, spikethickness: 1, spikedash: "solid", anchor: panels === 1 ? "y" : `y${panels}`, hoverformat: ",d" },
-      yaxis: { ...axis, type: this.logarithmic.checked ? "log" : "linear", domain: [panels === 1 ? 0 : 1 - 2 / (panels + 1) + 0.04, 1] },
-      ...(panels > 1 ? { yaxis2: { ...axis, domain: [(panels - 2) / (panels + 1) + 0.04 * (panels > 2), (panels - 1) / (panels + 1) - 0.04], anchor: "x" } } : {}),
-      ...(panels > 2 ? { yaxis3: { ...axis, domain: [0, 1 / (panels + 1) - 0.04], anchor: "x" } } : {}),
+    const inner = panels.reduce((sum, panel) => sum + TITLE + HEIGHTS[panel.kind] * (narrow ? 0.85 : 1), 0);
+    const axis = { gridcolor: line, zeroline: false, linecolor: line, tickfont: { color: ink, size: 11 }, exponentformat: "e" };
+    const layout = {
+      height: LANE + inner + BOTTOM, margin: { l: narrow ? 44 : 56, r: 12, t: LANE, b: BOTTOM }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { color: ink, family: getComputedStyle(document.body).fontFamily, size: 12 }, uirevision: this.axis.value, dragmode: narrow ? false : "zoom",
+      hovermode: "x unified", hoversubplots: "axis", hoverdistance: 30,
+      hoverlabel: { bgcolor: css("--card"), bordercolor: line, font: { color: css("--ink"), size: 12 } }, showlegend: true, annotations: [],
+      xaxis: {
+        ...axis, title: { text: this.axis.value === "time" ? "" : "step", font: { size: 11 }, standoff: 6 }, nticks: narrow ? 4 : 8, anchor: panels.length === 1 ? "y" : `y${panels.length}`, spikecolor: ink, spikethickness: 1, spikedash: "solid", spikemode: "across", showspikes: true,
+        ...(this.axis.value === "time" ? { type: "date", hoverformat: "%b %-d, %H:%M:%S" } : { type: "linear", tickformat: ",d", hoverformat: ",d" }),
+      },
     };
-  }
-
-  showKey(kinds) {
-    if (this.key.dataset.kinds === kinds.join()) return;
-    this.key.dataset.kinds = kinds.join();
-    this.key.replaceChildren(...kinds.map((kind) => el("span", {}, symbol(kind), KINDS[kind].label)));
-  }
-
-  summary(names) {
-    const said = names.map((name) => { const one = this.series.get(name); return `${name} ${one.values.at(-1)} at step ${count(one.steps.at(-1))}`; });
-    return `Metrics by step: ${said.join("; ")}`;
+    let top = 1;
+    for (const [at, panel] of panels.entries()) {
+      const number_ = at ? at + 1 : "", share = (pixels) => pixels / inner;
+      const high = top - share(TITLE), low = high - share(HEIGHTS[panel.kind] * (narrow ? 0.85 : 1));
+      const logarithmic = panel.kind === "loss" && this.logarithmic.checked;
+      layout[`yaxis${number_}`] = { ...axis, anchor: "x", domain: [Math.max(0, low), high], type: logarithmic ? "log" : "linear", nticks: panel.kind === "loss" ? 6 : 4, ...(panel.unit ? { tickformat: "~s", ticksuffix: panel.unit } : {}) };
+      layout[`legend${number_}`] = { orientation: "h", x: 1, xanchor: "right", y: high, yanchor: "bottom", font: { color: ink, size: 11 }, bgcolor: "rgba(0,0,0,0)" };
+      layout.annotations.push({ text: harmless(panel.title), xref: "paper", yref: "paper", x: 0, y: high, xanchor: "left", yanchor: "bottom", showarrow: false, align: "left", borderpad: 0, font: { size: 12, weight: 600, color: css("--ink") } });
+      top = low;
+    }
+    return layout;
   }
 }
 
-/** The time of a step between two points, in ms. What a restart or a pause takes is no step. */
-function paceOf(one) {
-  const values = one.steps.map((step, at) => (at && step > one.steps[at - 1] ? (1000 * (one.times[at] - one.times[at - 1])) / (step - one.steps[at - 1]) : null));
-  const usual = values.filter((value) => value !== null).sort((a, b) => a - b)[Math.floor(values.length / 2)] ?? 0;
-  return { steps: one.steps, times: one.times, values: values.map((value) => (value !== null && value < 100 * usual ? value : NaN)) };
+function summary(panels) {
+  const text = { B: size, s: seconds };
+  const said = panels.flatMap((panel) => panel.lines.map(({ name, one }) => `${panel.unit ? `${panel.title} of ` : ""}${name} ${(text[panel.unit] ?? number)(one.values.at(-1))}`));
+  const steps = panels[0].lines[0].one.steps;
+  return `Charts by step, at step ${count(steps.at(-1))}: ${said.join("; ")}`;
 }
 
-function symbol(kind) {
-  const space = "http://www.w3.org/2000/svg";
-  const image = document.createElementNS(space, "svg");
-  const shape = document.createElementNS(space, "path");
-  image.setAttribute("viewBox", "0 0 10 10");
-  image.setAttribute("aria-hidden", "true");
-  shape.setAttribute("d", KINDS[kind].path);
-  shape.style.fill = `var(${KINDS[kind].color})`;
-  image.append(shape);
-  return image;
+/** A series and what came later. A restarted job repeats steps: the earlier ones are dropped. */
+function joined(known = { steps: [], times: [], values: [] }, later) {
+  let kept = known.steps.length;
+  while (kept > 0 && known.steps[kept - 1] >= later.steps[0]) kept -= 1;
+  const fields = { steps: [known.steps, later.steps], times: [known.times, later.times], values: [known.values, later.values] };
+  if (known.means || later.means) fields.means = [known.means ?? known.values, later.means ?? later.values];
+  return Object.fromEntries(Object.entries(fields).map(([field, [before, after]]) => [field, [...before.slice(0, kept), ...after]]));
 }
 
-/** The value of a series at a step, between its points. */
-function valueAt(one, step) {
-  let high = one.steps.findIndex((at) => at >= step);
-  if (high < 0) high = one.steps.length - 1;
-  const low = Math.max(0, high - 1);
-  const [a, b] = [Number(one.values[low]), Number(one.values[high])];
-  const width = one.steps[high] - one.steps[low];
-  const part = width > 0 ? Math.min(1, Math.max(0, (step - one.steps[low]) / width)) : 1;
-  return Number.isFinite(a) && Number.isFinite(b) ? a + (b - a) * part : null;
+/** A value that lasts until it is told again lasts until now. */
+function lasting(one, main) {
+  if (!main || main.steps.at(-1) <= one.steps.at(-1)) return {};
+  return { steps: [...one.steps, main.steps.at(-1)], times: [...one.times, main.times.at(-1)], values: [...one.values, one.values.at(-1)] };
+}
+
+/** The `y` of the first `x` that is not below a value; null if there is none, or nothing to look for. */
+function between(x, y, value) {
+  if (value === null || value === undefined) return null;
+  let low = 0, high = x.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (x[middle] < value) low = middle + 1;
+    else high = middle;
+  }
+  return low < x.length ? y[low] : null;
+}
+
+/** Milliseconds that plotly, which knows no time zones, shows as the reader's clock. */
+function localTime(secs) {
+  return secs * 1000 - new Date(secs * 1000).getTimezoneOffset() * 60_000;
 }

@@ -9,7 +9,7 @@ export function number(value) {
   if (value === null || value === undefined) return "";
   const given = Number(value);
   if (!Number.isFinite(given)) return String(value);
-  if (given !== 0 && (Math.abs(given) < 1e-3 || Math.abs(given) >= 1e6)) return given.toExponential(2).replace("e+", "e");
+  if (given !== 0 && (Math.abs(given) < 1e-4 || Math.abs(given) >= 1e6)) return given.toExponential(2).replace(/\.?0*e\+?/, "e");
   return String(Number(given.toPrecision(4)));
 }
 

@@ -7,7 +7,18 @@ const inlined = byId("report-data");
 export const report = inlined ? JSON.parse(inlined.textContent) : null;
 
 /** What a server would answer. */
-export const answer = (path) => report.answers[path] ?? report.answers[path.split("?")[0].split("/").at(-1)];
+export function answer(path) {
+  const end = path.split("/").at(-1);
+  if (/\/updates\/[^/]*$/.test(path)) return update(decodeURIComponent(end));
+  return report.answers[path] ?? report.answers[end] ?? report.answers[end.split("?")[0]];
+}
+
+function update(which) {
+  const { scheduled, waiting, refused } = report.status;
+  const found = [...report.answers.updates.updates, ...scheduled, ...waiting, ...refused].find((view) => view.id === which || String(view.sequence) === which);
+  if (!found) throw new Error(`There is no update ${which} in this report.`);
+  return found;
+}
 
 const WRITTEN = "As the job wrote them; not part of the chain: a change to them does not show here.";
 

@@ -4,17 +4,20 @@ import { Actions } from "./actions.js";
 import { follow, get } from "./api.js";
 import { Chart } from "./chart.js";
 import { byId, card, el, setText, unlessPressed } from "./dom.js";
-import { count, duration, editsText, number, plain, setServerTime } from "./format.js";
+import { count, duration, editsText, number, plain, seconds, setServerTime } from "./format.js";
 import { Audits, Checkpoints } from "./history.js";
 import { banner, link } from "./link.js";
 import { Logs } from "./logs.js";
 import { report, reportCards } from "./report.js";
 import { stateChip } from "./state.js";
 import { askForToken, hasToken, onToken, showTokenButton } from "./token.js";
+import { addressOf, UpdatePage, verdict } from "./update.js";
 import { Updates } from "./updates.js";
 import { Workers } from "./workers.js";
 
 const MORE = 200; // Updates at first, and with each click; the server lists 1,000.
+const MOST = 1000;
+const POINTS = 1200; // Of a series: about as many as a chart has pixels.
 const SLOW_MS = 15_000; // How often what is not in the events is read again in any case.
 
 export async function showRun(run) {
@@ -26,9 +29,11 @@ export async function showRun(run) {
   if (report) {
     await page.readMetrics();
     page.event("status", report.status);
+    page.route();
     link.report();
     return;
   }
+  page.route();
   setInterval(() => page.status && !document.hidden && page.render(), 5000);
   setInterval(() => !document.hidden && page.refresh(), SLOW_MS);
   for (;;) {
@@ -49,6 +54,7 @@ class RunPage {
     this.base = base;
     this.status = null;
     this.applied = [];
+    this.known = new Map(); // All updates that were listed once, for the marks of the chart.
     this.most = MORE;
     this.audits = [];
     this.checkpoints = [];
@@ -59,7 +65,7 @@ class RunPage {
     showTokenButton();
     setText(byId("run-name"), this.run.name);
     byId("token-button").hidden = !this.run.actions && !hasToken();
-    this.chart = new Chart();
+    this.chart = new Chart((start, end) => get(`${this.base}/metrics?points=${POINTS}&start=${start}&end=${end}`));
     this.workers = new Workers();
     this.auditList = new Audits();
     this.checkpointList = new Checkpoints();
@@ -71,17 +77,49 @@ class RunPage {
       revert: (view) => this.actions.revert(view),
       more: () => { this.most += MORE; this.refresh(); },
     });
+    this.updatePage = new UpdatePage(this.base, {
+      allowed: () => this.actions.allowed(),
+      withdraw: (view) => this.actions.withdraw(view),
+      revert: (view) => this.actions.revert(view),
+      locate: (view) => this.locate(view),
+    });
     this.chip = el("span");
     this.sentence = el("h1", { id: "sentence", "aria-live": "polite" }, this.run.sentence);
     this.failure = el("pre", { class: "failure", id: "failure", tabIndex: 0, hidden: true, "aria-label": "Last lines of the worker that failed" });
-    this.facts = Object.fromEntries(["step", "epoch", "time left", "loss", "replicas", "last update"].map((name) => [name, el("dd", {}, "–")]));
-    const facts = el("dl", { class: "facts" }, Object.entries(this.facts).map(([name, node]) => el("div", {}, el("dt", {}, name), node)));
-    const metrics = card("metrics", "Metrics", this.chart.controls, el("div", { class: "body" }, this.chart.plot), this.chart.key);
-    byId("main").replaceChildren(
-      el("div", { class: "hero" }, el("div", { class: "hero-line" }, this.chip, this.sentence), this.failure, facts),
-      el("div", { class: "columns" },
+    this.facts = Object.fromEntries(["step", "epoch", "time left", "loss", "learning rate", "replicas", "last update"].map((name) => [name, el("dd", {}, "–")]));
+    this.factList = el("dl", { class: "facts" }, Object.entries(this.facts).map(([name, node]) => el("div", {}, el("dt", {}, name), node)));
+    this.done = el("progress", { class: "done", hidden: true, max: 1, "aria-label": "Part of the training that is done" });
+    const metrics = card("metrics", "Charts", this.chart.controls, el("div", { class: "body" }, this.chart.node), this.chart.key);
+    this.columns = el("div", { class: "columns" },
         el("div", { class: "stack" }, metrics, this.updates.node, report ? reportCards() : this.logs.node),
-        el("div", { class: "stack" }, this.workers.node, report ? null : this.actions.node, this.auditList.node, this.checkpointList.node)));
+        el("div", { class: "stack" }, this.workers.node, report ? null : this.actions.node, this.auditList.node, this.checkpointList.node));
+    byId("main").replaceChildren(
+      el("div", { class: "hero" }, el("div", { class: "hero-line" }, this.chip, this.sentence), this.failure, this.factList, this.done),
+      this.updatePage.node, this.columns);
+    addEventListener("hashchange", () => this.route());
+  }
+
+  /** Shows what the address names: #/updates/ID, #/logs/ATTEMPT/WORKER, #/checkpoints, or the whole run. */
+  route() {
+    const [, place, ...parts] = location.hash.split("/").map(decoded);
+    const id = place === "updates" && parts[0] ? parts[0] : null;
+    const was = this.updatePage.id;
+    this.columns.hidden = this.factList.hidden = id !== null;
+    this.updatePage.open(id).then(() => id !== null && id !== was && byId("update-title")?.focus());
+    if (id !== null) { if (id !== was) scrollTo(0, 0); return; }
+    if (was !== null) this.chart.resized();
+    if (place === "logs" && !report) this.logs.show(...parts);
+    else if (place === "checkpoints") this.checkpointList.node.scrollIntoView();
+  }
+
+  /** Shows the part of the charts around an update. */
+  async locate(view) {
+    location.hash = "#/";
+    this.route();
+    const around = view.around ? 4 * (view.around.before.steps + view.around.after.steps) : 200;
+    await this.chart.resized();
+    await this.chart.look(view.step, around);
+    this.chart.node.scrollIntoView({ block: "center" });
   }
 
   /** Called when the stream is open again: everything may have changed. */
@@ -91,13 +129,26 @@ class RunPage {
   }
 
   async readMetrics() {
-    await quietly(async () => this.chart.setAll(await get(`${this.base}/metrics?points=2000`)));
+    await Promise.all([
+      quietly(async () => this.chart.setAll(await get(`${this.base}/metrics?points=${POINTS}`))),
+      quietly(async () => this.chart.setWorkers(await get(`${this.base}/metrics?of=workers&points=400`))),
+    ]);
+  }
+
+  /** Reads the updates that are listed; the first time, when there are more, also those that the charts mark. */
+  async readUpdates() {
+    this.applied = (await get(`${this.base}/updates?last=${this.most}`)).updates;
+    const all = Math.max(0, ...this.applied.map((view) => view.sequence)); // They are numbered from 1.
+    let listed = this.applied;
+    if (all > listed.length && this.known.size < Math.min(all, MOST)) listed = (await get(`${this.base}/updates?last=${MOST}`)).updates;
+    for (const view of [...listed, ...this.applied]) this.known.set(view.id, view);
   }
 
   /** Reads what is not in the events. */
   async refresh() {
     await Promise.all([
-      quietly(async () => { this.applied = (await get(`${this.base}/updates?last=${this.most}`)).updates; }),
+      quietly(() => this.readUpdates()),
+      quietly(() => this.updatePage.read()),
       quietly(async () => { this.audits = (await get(`${this.base}/audits?last=20`)).audits; }),
       quietly(async () => { this.checkpoints = (await get(`${this.base}/checkpoints`)).checkpoints; }),
     ]);
@@ -111,6 +162,7 @@ class RunPage {
     }
     this.status = { ...(this.status ?? {}), ...data };
     if (data.time) setServerTime(data.time);
+    if (data.workers) this.chart.addNotes(data.workers);
     const lists = { updates: data.updates, audit: data.audit, refused: data.refused, attempt: data.attempt };
     if (Object.values(lists).some((part) => part !== undefined)) this.refresh();
     this.render();
@@ -128,10 +180,11 @@ class RunPage {
     this.updates.show(status, this.applied);
     this.auditList.show(this.audits, status.running);
     this.checkpointList.show(this.checkpoints, status.running);
-    this.logs.setSize(status.size);
+    this.logs.setJob(status.size, status.attempt);
     this.actions.show(status);
     this.chart.setEvaluations(status.evaluations ?? []);
-    this.chart.setMarks(this.marks());
+    const all = Math.max(0, ...[...this.known.values()].map((view) => view.sequence));
+    this.chart.setMarks(this.marks(), all > this.known.size ? `the last ${count(this.known.size)} of ${count(all)} updates` : "");
   }
 
   head(status) {
@@ -144,28 +197,61 @@ class RunPage {
     const first = status.workers.find((note) => note.rank === 0) ?? {};
     setText(this.facts.epoch, first.epoch === null || first.epoch === undefined ? "–" : `${first.epoch + 1}${first.epochs ? ` of ${first.epochs}` : ""}`);
     setText(this.facts["time left"], timeLeft(status, first));
-    this.lastMetric(status.metrics);
+    this.lastMetric(status.metrics?.values ?? {});
+    const left = first.steps_left;
+    this.done.hidden = !status.running || !left;
+    if (left) this.done.value = status.step / (status.step + left);
     setText(this.facts.replicas, equality(status));
-    setText(this.facts["last update"], lastUpdate(status));
+    this.lastUpdate(status);
     document.title = `${status.running ? `step ${count(status.step)}` : status.state} · ${this.run.name}`;
   }
 
   /** The loss, or else the first metric, as the workers last wrote it. */
-  lastMetric(metrics) {
-    const name = Object.keys(metrics?.values ?? {}).sort((a, b) => Number(b === "loss") - Number(a === "loss"))[0];
-    const node = this.facts.loss;
+  lastMetric({ learning_rate: rate, ...values }) {
+    const name = Object.keys(values).sort((a, b) => Number(b === "loss") - Number(a === "loss"))[0];
+    const node = this.facts.loss, known = rate ?? this.chart.last("learning_rate");
     setText(node.previousElementSibling, name ?? "loss");
-    setText(node, name ? number(metrics.values[name]) : "–");
+    setText(node, name ? number(values[name]) : "–");
+    setText(this.facts["learning rate"], known === undefined ? "–" : number(known));
+  }
+
+  /** "#3 at step 1,200: assign optimizer/learning_rate 0.001 → 0.0005", and what that did. */
+  lastUpdate(status) {
+    const view = status.updates.at(-1), node = this.facts["last update"];
+    const text = JSON.stringify(view ?? status.running);
+    if (node.dataset.text === text) return;
+    node.dataset.text = text;
+    if (!view) { setText(node, status.running ? "none yet" : "none"); return; }
+    node.replaceChildren(
+      el("a", { href: addressOf(view) }, `#${view.sequence} at step ${count(view.step)}${view.texts?.length ? `: ${editsText(view, 1)}` : ""}`), " ",
+      el("small", {}, done(view)));
   }
 
   marks() {
     const who = (view) => [view.author, view.note].filter(Boolean).join(": ");
+    const said = (view) => [`update ${view.sequence} at step ${count(view.step)}`, editsText(view, 1), who(view), view.outcome ? `trial ${view.outcome.outcome}` : ""].filter(Boolean).join(" · ");
     const marks = [
-      ...this.applied.map((view) => ({ kind: view.trial ? "trial" : "update", step: view.step, text: `update ${view.sequence}${who(view) ? `, ${who(view)}` : ""}${view.outcome ? `, ${view.outcome.outcome}` : ""}` })),
-      ...this.status.starts.slice(1).map((one) => ({ ...restartMark(this.status, one), step: this.chart.stepAfter(one.at) })),
-      ...this.checkpoints.map((one) => ({ kind: "checkpoint", step: one.step, text: `checkpoint of step ${count(one.step)}` })),
+      ...[...this.known.values()].map((view) => ({ key: view.id, kind: view.trial ? "trial" : "update", step: view.step, text: said(view), href: addressOf(view) })),
+      ...this.status.starts.slice(1).map((one) => ({ key: `attempt ${one.attempt}`, time: one.at, href: report ? "#changes" : `#/logs/${Math.max(0, one.attempt - 1)}`, ...restartMark(this.status, one) })),
+      ...this.checkpoints.map((one) => ({ key: `step ${one.step}`, kind: "checkpoint", step: one.step, time: one.created_at, text: `checkpoint of step ${count(one.step)}`, href: "#/checkpoints" })),
     ];
     return marks.map((mark) => ({ ...mark, text: plain(mark.text) }));
+  }
+}
+
+/** What an update did, as far as that is known. */
+function done(view) {
+  if (view.outcome) return `trial ${view.outcome.outcome}: ${view.outcome.reason}`;
+  if (view.reverted_by) return `reverted by update ${view.reverted_by}`;
+  if (view.around) return `${view.around.metric} ${number(view.around.before.mean)} → ${number(view.around.after.mean)}, ${verdict(view.around.before, view.around.after)}`;
+  return view.stage === "verified" ? `verified on all workers${view.stall_secs ? `; training paused for ${seconds(view.stall_secs)}` : ""}` : view.stage;
+}
+
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
   }
 }
 
@@ -182,13 +268,6 @@ function equality(status) {
   if (audit.equal) return `equal as of step ${count(audit.step)}`;
   if (audit.outcome === "healed") return `equal again since step ${count(audit.step)}`;
   return `differ since step ${count(audit.found_at)}`;
-}
-
-/** "#3 at step 1,200: assign optimizer/learning_rate 0.001 → 0.0005". */
-function lastUpdate(status) {
-  const view = status.updates.at(-1);
-  if (!view) return status.running ? "none yet" : "none";
-  return `#${view.sequence} at step ${count(view.step)}${view.texts?.length ? `: ${editsText(view, 1)}` : ""}`;
 }
 
 /** An attempt after the first: the launcher has restarted the job, or somebody has started it again. */

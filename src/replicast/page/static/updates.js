@@ -3,6 +3,7 @@
 import { card, el, pairs, setText, showList } from "./dom.js";
 import { ago, count, counted, editsText, moment, number, seconds, shortId, size, trialText } from "./format.js";
 import { stageChip } from "./state.js";
+import { addressOf, isRevertable, isWithdrawable } from "./update.js";
 
 const MOST = 1000; // That the server lists.
 
@@ -102,12 +103,12 @@ export class Updates {
   }
 
   buttons(view) {
-    if (!view.allowed) return null;
-    const withdrawable = ["proposed", "prepared", "scheduled"].includes(view.stage);
-    const revertable = view.sequence && view.stage === "verified" && !view.reverted_by && !view.heals;
-    if (!withdrawable && !revertable) return null;
-    const act = withdrawable ? ["Withdraw …", () => this.actions.withdraw(view)] : ["Revert …", () => this.actions.revert(view)];
-    return el("div", { class: "buttons" }, el("button", { type: "button", class: "tiny", "data-focus": `act-${view.id}`, onclick: act[1], "aria-label": `${act[0]} ${view.sequence ? `update ${view.sequence}` : view.id}` }, act[0]));
+    const name = view.sequence ? `update ${view.sequence}` : view.id;
+    const act = isWithdrawable(view) ? ["Withdraw …", () => this.actions.withdraw(view)] : ["Revert …", () => this.actions.revert(view)];
+    const button = () => el("button", { type: "button", class: "tiny", "data-focus": `act-${view.id}`, onclick: act[1], "aria-label": `${act[0]} ${name}` }, act[0]);
+    return el("div", { class: "buttons" },
+      el("a", { class: "button tiny", href: addressOf(view), "data-focus": `open-${view.id}`, "aria-label": `Histogram, effect and digests of ${name}` }, "Histogram, effect, digests"),
+      view.allowed && (isWithdrawable(view) || isRevertable(view)) ? button() : null);
   }
 }
 
