@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import replicast
 from tests.pool import Pool
+from tests.threads import eventually
 from tests.workers.recipes import arrays, perceptron
 from tests.workers.test_updates import AtStep, adam, replicas_of
 
@@ -65,6 +66,7 @@ def told(place: Path) -> tuple[dict[str, list[str]], dict[str, list[tuple[int, f
 def test_tensorboard_shows_updates_trials_and_restarts(pool2: Pool, tmp_path: Path) -> None:
     boards = Path(pool2.run(trained, tmp_path, watched=True)[0])
     assert sorted(one.name for one in boards.iterdir()) == ["replicast", "train"]
+    eventually(lambda: len(told(boards / "replicast")[0].get("replicast/updates", ())) == 4)
     texts, numbers = told(boards / "replicast")
     rate, worse, *again = texts["replicast/updates"]
     assert rate.startswith("**Update 1: verified** at step 6\n")

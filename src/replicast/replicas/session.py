@@ -5,10 +5,10 @@
     readers            pass messages of other workers to the loop                                (`Channel`)
     outbox             publishes this worker's proposals in order, then tells the loop
     prepare            loads, fetches, checks and discards the bytes of updates, in the order of the log
-    release            frees the memory of what is applied or has its outcome; tells how operations ended,
-                       TensorBoard and OpenTelemetry too
+    release            frees the memory of what is applied or has its outcome; tells how operations ended
     files              worker 0: writes what nobody waits for: values before updates
     journal, saver     worker 0: write entries, write checkpoints
+    telemetry          worker 0: tells TensorBoard and OpenTelemetry, whose disk or network may hang
 
 **Who may call what.** Only the loop calls the state machines (`_handle`); any thread may post events to it.
 What other threads read of a machine (`step` aside, which one thread writes), they read under `_lock`. Only
@@ -240,6 +240,7 @@ class Session:
         if journal is not None:
             self._entries = self.threads.lane("journal")
             self._saver = self.threads.lane("saver")
+            self._telling = self.threads.lane("telemetry")
         self._telemetry = None if journal is None else Telemetry(journal, self.attempt)
         self._parcels = Parcels(self.transport, self.exchange.name, self.rank, self.state.schema)
         self.replica = StateReplica(
@@ -363,7 +364,7 @@ class Session:
         """Tells the TensorBoard of a directory of updates, from this step on. Worker 0; returns at once."""
         if (telemetry := self._telemetry) is not None:
             step = self.step
-            self._releasing.do(lambda: telemetry.open_board(log_dir, step))
+            self._telling.do(lambda: telemetry.open_board(log_dir, step))
 
     def set_audit_policy(self, policy: Policy) -> None:
         self.audit_policy = policy
@@ -580,7 +581,7 @@ class Session:
 
         def then(outcome: e.WriteOutcome, problem: str) -> None:
             if (telemetry := self._telemetry) is not None and isinstance(entry, Receipt):
-                self._releasing.do(lambda: telemetry.tell(entry.sequence))
+                self._telling.do(lambda: telemetry.tell(entry.sequence))
             self._events.put(e.Written(number, outcome, problem))
 
         if isinstance(entry, Saved):

@@ -1,6 +1,6 @@
 """Updates, trials and restarts for the tools that people have: TensorBoard and OpenTelemetry.
 
-Worker 0 tells them once the receipt of an update is durable, in its lane "release". The training thread only
+Worker 0 tells them once the receipt of an update is durable, in a lane of its own. The training thread only
 says where TensorBoard writes, when a `fit` begins. What fails here is logged once and changes nothing else.
 """
 
@@ -20,7 +20,7 @@ _MOST_CHANGES = 20  # so many variables of an update have a curve of their own
 
 
 class Telemetry:
-    """Worker 0. Call the methods in one lane."""
+    """Worker 0. Call the methods in its lane: they may block as long as a disk or a collector does."""
 
     def __init__(self, journal: Journal, attempt: int) -> None:
         self._journal = journal

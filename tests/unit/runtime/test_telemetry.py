@@ -19,7 +19,7 @@ from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal
 from replicast.update.trial import Trial
 from replicast.update.update import Update
-from tests.threads import DEADLINE_SECS, Job
+from tests.threads import DEADLINE_SECS, Job, eventually
 from tests.unit.runtime.playing import bias, loss_of_bias, scheduled
 
 PARTS = ["replicast.prepare", "replicast.apply", "replicast.verify", "replicast.stall"]
@@ -41,12 +41,9 @@ def spans(exporter: InMemorySpanExporter) -> Iterator[InMemorySpanExporter]:
     exporter.clear()
 
 
-def settled(job: Job) -> None:
-    """Blocks until worker 0 has told of all updates that have their receipts."""
-    job.workers[0].session.wait_for_outcomes()
-
-
 def by_name(finished: InMemorySpanExporter) -> dict[str, ReadableSpan]:
+    """The spans once the last of an update has ended; each name once."""
+    eventually(lambda: "replicast.update" in {span.name for span in finished.get_finished_spans()})
     found = {span.name: span for span in finished.get_finished_spans()}
     assert len(found) == len(finished.get_finished_spans())
     return found
@@ -68,7 +65,6 @@ def test_an_update_is_one_span_with_its_parts_inside(
         receipt_of = job.workers[1].session.propose(update)
         job.train(3)
         receipt = receipt_of.result(DEADLINE_SECS)
-        settled(job)
     found = by_name(spans)
     del found["epoch"]
     whole = found.pop("replicast.update")
@@ -97,14 +93,12 @@ def test_the_span_of_a_trial_ends_with_its_decision_and_a_replay_is_no_second_on
         ticket = scheduled(job.workers[0].session.propose(bias(5.0), at_step=4, trial=Trial(steps=3)))
         job.train(12, one_step=loss_of_bias)
         assert ticket.result(DEADLINE_SECS).stage == "reverted"
-        settled(job)
     attributes: Any = by_name(spans)["replicast.update"].attributes
     assert attributes["replicast.stage"] == "reverted"
     assert attributes["replicast.trial"].startswith("loss was 1 before the update and 6 in the trial")
     count = len(spans.get_finished_spans())
     with job.next_attempt(journal=FileJournal(tmp_path, Fence(tmp_path, 1))) as again:
         again.train(12, one_step=loss_of_bias)
-        settled(again)
         assert [receipt.attempt for receipt in again.workers[0].session.receipts] == [1]
     assert len(spans.get_finished_spans()) == count
 
@@ -118,7 +112,6 @@ def test_without_the_package_nothing_is_told(
         ticket = job.workers[0].session.propose(bias(1.0))
         job.train(2)
         assert ticket.result(DEADLINE_SECS).stage == "verified"
-        settled(job)
     assert not spans.get_finished_spans()
     assert not caplog.records
 
@@ -134,7 +127,7 @@ def test_a_tracer_that_fails_is_reported_once_and_updates_are_verified(
         tickets = [job.workers[0].session.propose(bias(1.0)) for _ in range(2)]
         job.train(4)
         assert [ticket.result(DEADLINE_SECS).stage for ticket in tickets] == ["verified"] * 2
-        settled(job)
         assert np.all(job.workers[1].state.values["dense/bias"] == 2.0)
+    eventually(lambda: caplog.records)
     (record,) = caplog.records
     assert "cannot be told of updates" in record.message
