@@ -33,13 +33,10 @@ TEMPORARY = ".tmp-"
 MAX_JSON_BYTES = 256 * 2**20  # About ten times the size of a manifest of a hundred thousand variables.
 _LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WALKED = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
-_libc = ctypes.CDLL(None, use_errno=True)  # For what `os` has not; both are only in Linux.
-_renameat2 = getattr(_libc, "renameat2", None)
-_sync_file_range = getattr(_libc, "sync_file_range", None)
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Only Linux has it.
 if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 _SYNC_FILE_RANGE_WRITE = 2
-_RENAME_NOREPLACE = 1
 _LINK = "it is a symbolic link, and links in a run directory are not followed"
 
 
@@ -117,10 +114,10 @@ class RunPath:
                 if not exist_ok or not stat.S_ISDIR(_mode_of(name, directory)):
                     raise
 
-    def rename(self, target: RunPath, *, replace: bool = True) -> None:
-        """Gives it another name. What had that name, or a link, is replaced; or FileExistsError."""
+    def rename(self, target: RunPath) -> None:
+        """Gives it another name. What had that name, or a link, is replaced."""
         with self._place() as (directory, name), target._place() as (other, new):
-            (os.rename if replace else rename_new)(name, new, src_dir_fd=directory, dst_dir_fd=other)
+            os.rename(name, new, src_dir_fd=directory, dst_dir_fd=other)
 
     def unlink(self, *, missing_ok: bool = False) -> None:
         try:
@@ -202,19 +199,6 @@ def check_name(name: str) -> None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
 
-def rename_new(name: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
-    """Like os.rename, but raises FileExistsError if there is something with the new name."""
-    if _renameat2 is not None:
-        if not _renameat2(src_dir_fd, os.fsencode(name), dst_dir_fd, os.fsencode(new), _RENAME_NOREPLACE):
-            return
-        number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-            raise OSError(number, os.strerror(number), name)
-    # NFS cannot do it in one step. Killed between these two, the file has both names.
-    os.link(name, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, follow_symlinks=False)
-    os.unlink(name, dir_fd=src_dir_fd)
-
-
 def _mode_of(name: str, directory: int) -> int:
     try:
         return os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
@@ -287,8 +271,11 @@ def write_durably(
                     faults.point("write")
                     os.fsync(descriptor)
                     faults.point("rename")
-                rename = os.rename if replace else rename_new
-                rename(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+                if replace:
+                    os.rename(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+                else:  # Killed between the two, the file also has its temporary name, which is removed later.
+                    os.link(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+                    os.unlink(temporary, dir_fd=directory)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary, dir_fd=directory)

@@ -19,13 +19,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from replicast import files
 from replicast.core.entries import Committed, Payload, Refused, Saved, Scheduled
 from replicast.core.events import Ended
 from replicast.core.records import Pending, Proposal, Stage
 from replicast.errors import FileDamaged, UpdateRefused
-from replicast.files import RunPath, below, make_durably, write_durably
-from replicast.processes import this_process
+from replicast.files import below, make_durably, write_durably
 from replicast.replicas.inbox_reader import RETRY_SECS, InboxReader
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
@@ -256,7 +254,7 @@ def made_pending(run: Path, id_: str) -> FileJournal:
     journal.write(Payload(id_, digest, None), update)
     pending = Pending(Proposal(id_, digest, None), (f"inbox-{id_}",))
     draft = draft_of(arrays, 5).with_updates(Saved(5, 0, frozenset(), (pending,), None))
-    CheckpointStore(run, fence).write(draft, arrays.items())
+    CheckpointStore(run, fence).write(draft, arrays)
     return journal
 
 
@@ -404,14 +402,15 @@ def test_withdrawing_between_the_jobs_note_and_its_reading_is_too_late(
     assert happened == [False]
 
 
-def test_taking_between_the_withdrawals_rename_and_its_look_finds_nothing(
+def test_an_update_that_is_taken_while_it_is_withdrawn_is_the_jobs_to_withdraw(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = inbox.submit(run, Update(id="x").assign("learning_rate", 1))
-    happened = between(monkeypatch, "_is_taken", lambda: inbox.take(run, path))
-    assert inbox.withdraw(run, "x", job_is_running=lambda: True)
-    assert happened == [None]
-    assert inbox.take(run, path) is None
+    happened = between(monkeypatch, "note_end", lambda: inbox.take(run, path))
+    assert not inbox.withdraw(run, "x", job_is_running=lambda: True)
+    assert happened[0] is not None
+    assert inbox.waiting(run) == [], "should the job die now, the next one does not bring it back"
+    assert inbox.ended(run) == {}, "the job may have committed it"
 
 
 def test_withdrawing_between_the_jobs_look_at_the_header_and_its_note_loses_nothing(
@@ -447,61 +446,20 @@ def test_notes_of_updates_that_left_long_ago_are_removed(run: Path) -> None:
 
 _KILLED = """
 import os, signal, sys
+from replicast.files import RunPath
 from replicast.storage import inbox
-inbox.withdraw(sys.argv[1], "x", job_is_running=lambda: os.kill(os.getpid(), signal.SIGKILL))
+RunPath.unlink = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+inbox.withdraw(sys.argv[1], "x", job_is_running=lambda: False)
 """
 
 
-@pytest.fixture
-def killed(run: Path) -> Path:
-    """A run in which a withdrawal was killed between its two renames: the job has taken the update."""
+def test_an_update_whose_withdrawal_was_killed_waits_and_can_be_withdrawn_again(run: Path) -> None:
     inbox.submit(run, update_of("x"))
-    elsewhere = this_process() | {"host": "another"}
-    inbox.note_stage(run, "x", Stage.PROPOSED, taken_by=elsewhere)
-    for path in (run / "inbox").iterdir():
-        os.utime(path, (1000, 1000))  # So old that what is temporary is removed.
     ended = subprocess.run([sys.executable, "-c", _KILLED, run], check=False, timeout=60)
     assert ended.returncode == -signal.SIGKILL
-    assert inbox.waiting(run) == [], "it was not killed while the update is aside"
-    return run
-
-
-def test_an_update_whose_withdrawal_was_killed_is_taken_by_the_job(killed: Path) -> None:
-    inbox.clean(killed)
-    inbox.put_back(killed)
-    (waiting,) = inbox.waiting(killed)
-    taken = inbox.take(killed, waiting.path)
-    assert (waiting.id, taken is not None and taken.update.id) == ("x", "x")
-    assert [path.name for path in (killed / "inbox").glob("*.aside")] == []
-
-
-def test_an_update_whose_withdrawal_was_killed_can_be_withdrawn_again(killed: Path) -> None:
-    inbox.put_back(killed)
-    assert inbox.withdraw(killed, "x", job_is_running=lambda: False)
-    inbox.put_back(killed)
-    assert inbox.waiting(killed) == []
-
-
-@pytest.mark.parametrize("in_one_step", [True, False], ids=["renameat2", "link"])
-def test_what_is_put_back_does_not_replace_what_was_submitted_again_in_that_moment(
-    killed: Path, monkeypatch: pytest.MonkeyPatch, in_one_step: bool
-) -> None:
-    rename, renamed = RunPath.rename, []
-
-    def submit_just_before(path: RunPath, target: RunPath, *, replace: bool = True) -> None:
-        if not replace:
-            inbox.submit(killed, update_of("x", 2.0))
-        rename(path, target, replace=replace)
-        renamed.append(target.name)
-
-    if not in_one_step:  # as on NFS
-        monkeypatch.setattr(files, "_renameat2", None)
-    monkeypatch.setattr(RunPath, "rename", submit_just_before)
-    inbox.put_back(killed)
-    (waiting,) = inbox.waiting(killed)
-    assert inbox.read(waiting.path).update.content_digest() == update_of("x", 2.0).content_digest()
-    assert len(renamed) == 1, "the second rename was refused"
-    assert not list((killed / "inbox").glob("*.aside"))
+    assert [one.id for one in inbox.waiting(run)] == ["x"]
+    assert inbox.withdraw(run, "x", job_is_running=lambda: False)
+    assert inbox.waiting(run) == []
 
 
 @pytest.mark.parametrize(("value", "refused"), [(1.0, False), (2.0, True)])
@@ -513,18 +471,6 @@ def test_of_two_who_submit_the_same_id_at_once_the_second_replaces_nothing(
         inbox.submit(run, update_of("x", value))
     (waiting,) = inbox.waiting(run)
     assert inbox.read(waiting.path).update.content_digest() == update_of("x").content_digest()
-
-
-def test_a_withdrawal_says_that_it_is_too_late_when_the_job_puts_the_update_back(run: Path) -> None:
-    inbox.submit(run, update_of("x"))
-    inbox.note_stage(run, "x", Stage.PROPOSED, taken_by=this_process() | {"host": "another"})
-
-    def put_back() -> bool:
-        inbox.put_back(run)
-        return False
-
-    assert not inbox.withdraw(run, "x", job_is_running=put_back)
-    assert [one.id for one in inbox.waiting(run)] == ["x"]
 
 
 # The other requests.

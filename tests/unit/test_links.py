@@ -243,7 +243,6 @@ WRITES: dict[tuple[str, str], Callable[[Path], Any]] = {
     ("inbox", "push"): lambda run: inbox.submit(run, Update(id="new").add("dense/bias", ONES)),
     ("inbox", "note"): lambda run: inbox.note_stage(run, "u1", Stage.PROPOSED),
     ("inbox", "withdraw"): lambda run: inbox.withdraw(run, "u1", job_is_running=lambda: False),
-    ("inbox", "put back"): inbox.put_back,
     ("inbox", "refuse"): refuse,
     ("refused", "refuse"): refuse,
     ("inbox", "clean"): inbox.clean,

@@ -273,13 +273,6 @@ def test_the_name_of_an_entry_puts_no_line_and_no_colour_into_the_log(
     assert not any("\n" in text or "\x1b" in text for text in messages)
 
 
-def test_what_a_killed_withdrawal_has_set_aside_is_proposed(job: Job, tmp_path: Path) -> None:
-    path = inbox.submit(tmp_path, bias(1.0, id="good"))
-    path.rename(path.with_name("good.0123456789abcdef.aside"))
-    keeping_of(job, tmp_path).start()
-    train_until(job, lambda: stage_of(tmp_path, "good") == Stage.VERIFIED)
-
-
 def test_an_update_that_a_job_has_taken_for_a_later_step_is_given_back_when_it_is_asked_for(
     job: Job, tmp_path: Path
 ) -> None:

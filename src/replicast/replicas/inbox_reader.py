@@ -83,7 +83,6 @@ class InboxReader:
             self._cleaned_at = now
             inbox.clean(run_dir)
         if training:
-            inbox.put_back(run_dir)
             self._each(run_dir, (one.path for one in inbox.waiting(run_dir)), self._propose)
         paths = inbox.requests(run_dir)
         # The author's clock may be another one: a request that comes from now on has its time by the clock of

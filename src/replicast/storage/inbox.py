@@ -4,7 +4,6 @@
     inbox/<id>.request.json     withdraw, audit, save, leave or pull: an `InboxRequest`
     inbox/<id>.answer.json      an `InboxAnswer`: how far the request is, and in the end what came of it
     inbox/<id>.answer.tensors   the values that were pulled, as safetensors; written before the answer
-    inbox/<id>.<random>.aside   an update while somebody withdraws it
     refused/<id>.json           an `EndedUpdate`: who, what, why, when, of one refused or withdrawn;
                                 the file of a refused one is next to it
 
@@ -17,12 +16,9 @@ applied once, since the journal knows its id. Answers are kept for an hour, for 
 that the header and the size of a file tell is checked. Names are escaped wherever they are shown.
 
 **Taking and withdrawing an update may race.** The job first notes that it has taken the update and then opens
-the file; a withdrawal first renames the file and then reads the note. So the second sees the first.
-
-A withdrawal may be killed while the update is aside. So anybody may put it back at any time, and the job does
-before it looks for updates. One rename decides: the update is withdrawn if the withdrawal still finds it
-under its own name, which is random, and removes it; it waits if somebody else has renamed it before. What is
-put back never replaces a file: an update that was submitted again with the same id in the meantime counts.
+the file; a withdrawal first removes the file and then reads the note. So the second sees the first, and a job
+that has it already is asked to withdraw it. Who has withdrawn it and why is written down before the file is
+removed: if the withdrawal is killed between the two, the update still waits, and that counts.
 """
 
 from __future__ import annotations
@@ -30,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import secrets
 import select
 import shlex
 import sys
@@ -61,7 +56,7 @@ from replicast.update.schema import Variable
 from replicast.update.trial import Trial
 from replicast.update.update import MAX_STEP, MAX_TENSORS, Update, checked_text
 
-_UPDATE, _REQUEST, _ASIDE = ".safetensors", ".request.json", ".aside"
+_UPDATE, _REQUEST = ".safetensors", ".request.json"
 _ANSWER, _VALUES = ".answer.json", ".answer.tensors"  # not `.safetensors`: every such file is an update
 _TENSOR = "values"
 _CREATED, _MOVED_HERE = 0x100, 0x80  # of inotify
@@ -318,63 +313,19 @@ def withdraw(
     if Path(update_id).name != update_id:
         return False
     path = _inbox(run_dir) / f"{update_id}{_UPDATE}"
-    aside, record = _aside(path, update_id), _refused(run_dir) / f"{update_id}.json"
-    if not path.exists():
+    if not path.exists() or _is_taken(run_dir, update_id, job_is_running):
         return False
-    # First: if it is not withdrawn, or this process is killed, it still waits or is applied, and that counts.
     note_end(run_dir, path, Stage.WITHDRAWN, withdrawn_by=by, why=why)
-    try:
-        path.rename(aside)
-    except FileNotFoundError:
-        record.unlink(missing_ok=True)
-        return False
-    taken = True
-    try:
-        taken = _is_taken(run_dir, update_id, job_is_running=job_is_running)
-    finally:
-        if taken:
-            record.unlink(missing_ok=True)
-            _put_back(aside)
-    if taken:
-        return False
-    try:
-        aside.unlink()
-    except FileNotFoundError:  # It was put back, and may be taken by now.
-        record.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    files.sync_directory(path.parent)
+    if _is_taken(run_dir, update_id, job_is_running):  # just now: that job decides
+        (_refused(run_dir) / f"{update_id}.json").unlink(missing_ok=True)
         return False
     (_inbox(run_dir) / f"{update_id}{_ANSWER}").unlink(missing_ok=True)
-    files.sync_directory(path.parent)
     return True
 
 
-def put_back(run_dir: RunDir) -> None:
-    """Puts back what withdrawals have set aside: one that was killed has had no effect.
-
-    What cannot be put back stays: a name that is too long, or another user's file. It stops no other update.
-    """
-    for aside in _inbox(run_dir).glob(f"*{_ASIDE}"):
-        with contextlib.suppress(OSError):
-            _put_back(aside)
-
-
-def _put_back(aside: RunPath) -> None:
-    update_id = aside.name.rsplit(".", 2)[0]
-    ours = _aside(aside, update_id)
-    try:
-        aside.rename(ours)  # From now on its withdrawal does not find it, and has no effect.
-    except FileNotFoundError:  # Its withdrawal has just ended, or somebody else puts it back.
-        return
-    try:
-        ours.rename(aside.with_name(f"{update_id}{_UPDATE}"), replace=False)
-    except FileExistsError:  # Submitted again since: that one counts.
-        ours.unlink(missing_ok=True)
-
-
-def _aside(path: RunPath, update_id: str) -> RunPath:
-    return path.with_name(f"{update_id}.{secrets.token_hex(8)}{_ASIDE}")
-
-
-def _is_taken(run_dir: RunDir, update_id: str, *, job_is_running: Callable[[], bool]) -> bool:
+def _is_taken(run_dir: RunDir, update_id: str, job_is_running: Callable[[], bool]) -> bool:
     noted = answer_of(run_dir, update_id)
     if noted is not None and noted.taken_by is not None:
         alive = is_alive(noted.taken_by) if is_on_this_host(noted.taken_by) else None
