@@ -8,15 +8,9 @@ The bytes of updates are files beside the log, which a line names with their dig
     groups/000003/000017.safetensors           the update of line 17
     groups/000003/000002.before.safetensors    values that an update has overwritten, for a revert
 
-**Damage.** A line that counts and cannot be read hides no other. Readers report it and go on. A start goes on
-without it, with a warning, if it cannot matter: if no update was open there. Otherwise the start stops, and
-names the update. One rule for all kinds of entries, since the kind cannot be read either:
-
-    the records before and behind it are not consecutive    it is the record of an update
-    an update is stored before it, and neither committed
-    nor withdrawn nor refused anywhere                       it may say what became of that update
-    a trial is not decided, and the checkpoint lacks it      it may be the decision
-    an update waits in the inbox since before it             it may be its refusal
+**Damage.** A line that counts and cannot be read hides no other from readers: they report it and go on. A
+start stops, and says what to do: the line may say what became of an update, and nobody can tell of which one.
+Half a line, whose writer was killed, does not count.
 
 **Retention.** The bytes of updates that every kept checkpoint contains are removed, except the newest, which
 somebody may revert; lines are never removed.
@@ -29,13 +23,11 @@ import hashlib
 import itertools
 import logging
 import math
-import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
 import msgspec
@@ -157,56 +149,6 @@ def summary(edit: Edit, *, outline: bool = False) -> dict[str, Any]:
     return found | {"value": value} if value is not None and math.isfinite(value) else found
 
 
-# What a start of the job needs of the journal, checked before the first step.
-
-
-def _why_needed(one: DamagedLines, lines: Sequence[LogLine], damaged: Sequence[DamagedLines]) -> str:
-    """Why a damaged line may say what becomes of an update; empty if no update was open there."""
-    before, behind = 0, None
-    open_ = dict[str, None]()
-    for line in lines:
-        match line.entry:
-            case Payload(id_):
-                if line.place < one.place:
-                    open_[id_] = None
-            case Committed(sequence, id_):
-                open_.pop(id_, None)
-                if line.place < one.place:
-                    before = sequence
-                elif behind is None:
-                    behind = sequence
-            case Withdrawn(id_) | Refused(id_, whole=True):
-                open_.pop(id_, None)
-    which = f" ({', '.join(open_)})" if open_ else ""
-    if behind is not None and behind != before + 1:
-        return f"it may be the record of update {before + 1}{which}, which must be applied again"
-    if open_:
-        return f"it may say what became of update {', '.join(open_)}"
-    # One line alone cannot be both the payload and the record of an update.
-    lost = sum(each.last - each.number + 1 for each in damaged)
-    if behind is None and lost > 1:
-        return f"it may be the record of update {before + 1}, which must be applied again"
-    return ""
-
-
-def _why_needed_by_start(
-    one: DamagedLines, lines: Sequence[LogLine], history: History, holds: frozenset[int], run_dir: RunDir
-) -> str:
-    """The same for trials and for the inbox: an update that was refused must not come back from there."""
-    behind = min((line.written_at for line in lines if line.place > one.place), default=inf)
-    for line in lines:
-        match line.entry:
-            case Committed(sequence, trial=Trial()) if sequence not in history.decided:
-                if line.place < one.place and sequence not in holds:
-                    return f"the trial of update {sequence} might be decided differently"
-    for path in (below(run_dir) / "inbox").glob("*.safetensors"):
-        with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_mtime <= behind:
-                id_ = path.name.removesuffix(".safetensors")
-                return f"update {id_}, which is in the inbox, may have been withdrawn or refused"
-    return ""
-
-
 def _stopped(run_dir: RunDir, error: FileDamaged, why: str) -> FileDamaged:
     """The error of a start that needs a file: what it means, and what to do next."""
     begin, there = "start the job in a new run directory", _last_checkpoint(run_dir)
@@ -220,18 +162,6 @@ def _stopped(run_dir: RunDir, error: FileDamaged, why: str) -> FileDamaged:
         received=error.received,
         remedy=f"Restore the file from a backup, or {begin}",
     )
-
-
-def _needed(history: History, saved: Saved | None) -> Iterator[tuple[_Key, str]]:
-    for record in history.after(frozenset() if saved is None else saved.holds):
-        what = f"update {record.sequence}, committed at step {record.step}"
-        yield (record.id, record.digest), f"{what}, must be applied again"
-    for one in history.scheduled.values():
-        yield (one.id, one.digest), f"update {one.id} is scheduled for step {one.at_step}"
-    for pending in () if saved is None else saved.pending:
-        if not history.has_ended(pending):
-            proposal = pending.proposal
-            yield (proposal.id, proposal.digest), f"the checkpoint proposes update {proposal.id} again"
 
 
 def _last_checkpoint(run_dir: RunDir) -> RunPath | None:
@@ -343,9 +273,8 @@ class FileJournal(StoredJournal):
         self._committed = 0
         self._removed: set[tuple[int, int]] = set()
         super().__init__(run_dir)
-        for one in self.damaged:  # The next update follows the last record: all of them must be known.
-            if why := _why_needed(one, self.lines, self.damaged):
-                raise _stopped(self.run_dir, one.error, why)
+        for one in self.damaged:
+            raise _stopped(self.run_dir, one.error, "it may say what became of an update")
         if not self._fence.is_taken_over():
             self._remove_void()
 
@@ -416,35 +345,20 @@ class FileJournal(StoredJournal):
             return ()
 
     def check_start(self, saved: Saved | None) -> None:
-        """Checks that all is known and stored that a start has to apply, before anything is decided."""
-        history = self.history()
-        holds = frozenset[int]() if saved is None else saved.holds
-        for one in self.damaged:
-            if why := _why_needed_by_start(one, self.lines, history, holds, self.run_dir):
-                raise _stopped(self.run_dir, one.error, why)
-        for key, what in _needed(history, saved):
-            self._check_payload(key, what, saved)
-        for one in self.damaged:
-            logger.warning("%s This start does not need it; the file is left in place", one.error)
-
-    def _check_payload(self, key: _Key, what: str, saved: Saved | None) -> None:
-        line = self.payloads.get(key)
-        if line is None or not isinstance(line.entry, Payload):
-            nothing = FileDamaged(self.run_dir / GROUPS, f"the journal has no payload of update {key[0]}")
-            raise _stopped(self.run_dir, self.damaged[0].error if self.damaged else nothing, what)
-        path, nbytes = stored_path(self.run_dir, line), line.entry.nbytes
-        try:
-            status = path.stat()
-        except OSError as error:
-            # Retention keeps what any checkpoint needs: only a start from scratch can need what it removed.
-            if isinstance(error, FileNotFoundError) and saved is None and _last_checkpoint(self.run_dir):
-                why = "every checkpoint that is kept contains it, and this start has restored none"
-                raise PayloadRemoved(key[0], why) from error
-            found = FileDamaged(path, str(error.strerror), verdict="cannot be read")
-            raise _stopped(self.run_dir, found, what) from error
-        if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
-            found = FileDamaged(path, "wrong size", expected=f"{nbytes} bytes", received=f"{status.st_size}")
-            raise _stopped(self.run_dir, found, what)
+        """Checks that every update is stored that a start has to apply, before anything is decided."""
+        history, pending = self.history(), () if saved is None else saved.pending
+        needed: list[Any] = history.after(frozenset() if saved is None else saved.holds)
+        needed += history.scheduled.values()
+        needed += [one.proposal for one in pending if not history.has_ended(one)]
+        for one in needed:
+            line = self.payloads.get((one.id, one.digest))
+            path = self.run_dir / GROUPS if line is None else stored_path(self.run_dir, line)
+            if line is None or not path.is_file():
+                # Retention keeps what a checkpoint needs: only a start from scratch can need what it removed.
+                if line is not None and saved is None and _last_checkpoint(self.run_dir):
+                    raise PayloadRemoved(one.id, f"{HELD_BY_ALL}, and this start has restored none")
+                missing = FileDamaged(path, "the values of an update are missing")
+                raise _stopped(self.run_dir, missing, f"update {one.id} must be applied again")
 
     def stage_before(self, before: Update) -> Content:
         """Makes the values before an update durable; they count once a `Before` names them. Any thread."""
@@ -457,10 +371,10 @@ class FileJournal(StoredJournal):
 
         These are the updates that every kept checkpoint contains, those that were refused or withdrawn, and
         those that an earlier attempt stored and neither scheduled nor committed, unless a kept checkpoint
-        proposes them again. Files that cannot be removed are left alone; all are if an entry is damaged, or a
-        later group has taken over. Only for the thread that writes.
+        proposes them again. Files that cannot be removed are left alone; all are if a later group has taken
+        over. Only for the thread that writes.
         """
-        if self.damaged or self._fence.is_taken_over():
+        if self._fence.is_taken_over():
             return 0
         removed = 0
         for line in list(unneeded_payloads(self.lines, held, self._fence.number, pending)):
@@ -480,12 +394,11 @@ class FileJournal(StoredJournal):
         named = {
             (line.group, line.entry.file) for line in self.lines if isinstance(line.entry, Payload | Before)
         }
-        damaged = {one.group for one in self.damaged}  # What those lines named may come back from a backup.
         for group in claims.group_numbers(self.run_dir):
             if group < self._fence.number:
                 directory = claims.group_directory(self.run_dir, group)
                 remove_leftovers(directory, older_than_secs=0.0)
-                for path in directory.glob("*.safetensors") if group not in damaged else []:
+                for path in directory.glob("*.safetensors"):
                     if (group, path.name) not in named:
                         path.unlink(missing_ok=True)
 
