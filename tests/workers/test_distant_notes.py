@@ -126,30 +126,6 @@ def test_a_worker_that_sees_the_directory_late_writes_itself_and_worker_0_does_n
     assert by_itself[-1].waiting_for == ENDED
 
 
-def test_at_a_normal_end_worker_0_says_that_they_have_ended_and_at_which_step(
-    job: Job, tmp_path: Path
-) -> None:
-    first, other = files_of_both(job, tmp_path / "shared", tmp_path / "there")
-    train(job, 4)
-    other.send_last()
-    close(job)
-    began = time.time()
-    first.finish()
-    note = note_of(tmp_path / "shared", 1)
-    assert note is not None
-    assert (note.step, note.waiting_for, note.training) == (4, ENDED, False)
-    assert note.time >= began
-
-
-def test_when_the_job_has_failed_worker_0_does_not_say_how_the_others_are(job: Job, tmp_path: Path) -> None:
-    first, _ = files_of_both(job, tmp_path / "shared", tmp_path / "there")
-    eventually(lambda: note_of(tmp_path / "shared", 1))
-    job.workers[0].die()
-    first.finish()
-    notes = read_worker_notes(tmp_path / "shared")
-    assert [note.waiting_for == ENDED for note in notes] == [True, False]
-
-
 def test_a_bad_note_ends_nothing_and_is_said_once(
     job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,27 +153,23 @@ def test_a_bad_note_ends_nothing_and_is_said_once(
         "5",
         '{"rank": 1}',
         "[" * 4000,
-        "x" * 100_000,
-        json.dumps({**NOTE.to_json(), "host": "h" * 5000}),
         json.dumps({**NOTE.to_json(), "step": "7"}),
         json.dumps({**NOTE.to_json(), "time": float("nan")}),
         json.dumps({**NOTE.to_json(), "step": 10**400}),
-        json.dumps({**NOTE.to_json(), "attempt": 1}),
     ],
     ids=lambda text: text[:20],
 )
-def test_what_is_no_note_of_this_attempt_is_not_written(tmp_path: Path, text: str) -> None:
+def test_what_is_no_note_is_not_written(tmp_path: Path, text: str) -> None:
     warned: list[tuple[Path, str, Exception]] = []
-    notes = DistantNotes(0, lambda *about: warned.append(about))
+    notes = DistantNotes(lambda *about: warned.append(about))
     notes.receive(1, text)
     notes.write(tmp_path)
-    notes.end(tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert len(warned) == 1
 
 
 def test_a_note_has_the_rank_of_its_sender_and_times_of_worker_0_s_clock(tmp_path: Path) -> None:
-    notes = DistantNotes(0, lambda *about: pytest.fail(str(about)))
+    notes = DistantNotes(lambda *about: pytest.fail(str(about)))
     slow_clock = time.time() - 3600
     before = time.time()
     notes.receive(1, json.dumps(replace(NOTE, rank=0, time=slow_clock, stepped_at=slow_clock - 2).to_json()))
@@ -212,7 +184,7 @@ def test_a_note_has_the_rank_of_its_sender_and_times_of_worker_0_s_clock(tmp_pat
 
 
 def test_of_many_notes_the_last_of_each_worker_is_written_a_few_at_a_time(tmp_path: Path) -> None:
-    notes = DistantNotes(0, lambda *about: pytest.fail(str(about)))
+    notes = DistantNotes(lambda *about: pytest.fail(str(about)))
     for step in range(3):
         for rank in range(1, 5):
             notes.receive(rank, json.dumps(replace(NOTE, step=step).to_json()))
@@ -224,7 +196,7 @@ def test_of_many_notes_the_last_of_each_worker_is_written_a_few_at_a_time(tmp_pa
 
 
 def test_a_note_that_another_thread_takes_first_is_written_by_that_one_alone(tmp_path: Path) -> None:
-    notes = DistantNotes(0, lambda *about: pytest.fail(str(about)))
+    notes = DistantNotes(lambda *about: pytest.fail(str(about)))
     lock = notes._lock
 
     class OtherThreadFirst:

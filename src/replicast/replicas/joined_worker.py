@@ -280,7 +280,6 @@ class JoinedWorker:
         self.training.active = False
         try:
             self.count_steps()
-            self.run_files.send_last()
             self.checkpoints.report()
             self.departure.settle()
             self.checkpoints.settle()

@@ -12,6 +12,7 @@ Who writes a worker's note, `workers/RANK.json`:
 
 A note is sent the way of all messages (`channel.py`): in order, with the rank of its sender, and only within
 this attempt of the job, because the service that carries it is worker 0's. If one is lost, the next follows.
+At the end nobody writes for the others: how the job ended is in states.jsonl.
 
 What it costs worker 0: for each note, the thread that reads its sender's messages takes one key from the
 service, and a small file is written without sync: 1.5 ms of CPU time in all, measured with two workers. All
@@ -37,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from replicast.deadline import Deadline
-from replicast.errors import FileDamaged, JobFailed, ReplicastError, printable
+from replicast.errors import FileDamaged, JobFailed, printable
 from replicast.files import RunDir, below, write_quickly
 from replicast.processes import this_machine
 from replicast.replicas.inbox_reader import InboxReader
@@ -65,9 +66,7 @@ LOOK_SECS = 0.2
 _REST_SECS, _STOP_SECS = 0.002, 0.05
 NOTE_SECS = 1.0
 SEES_SECS = 5.0  # A shared file system may need so long to show the run directory; then notes are sent.
-_MAX_CHARS = 4096
 _WRITE_SECS = 0.1  # How long worker 0 writes the notes of others at a time: the same thread reads the inbox.
-_END_SECS = 2.0  # The same at the end of a job. Workers that are left out seem silent instead of ended.
 _MOST_METRICS = 64
 _IN_HEARTBEAT = ("time", "rank", "attempt", "step", "training", "stepped_at")
 _LOOKS = 10
@@ -97,12 +96,11 @@ class RunFiles:
         self._operations: list[dict[str, Any]] = []
         self._warned: set[RunDir] = set()
         self.inbox = InboxReader(session, self._warn, self.may_save)
-        self._distant = DistantNotes(session.attempt, self._warn)
+        self._distant = DistantNotes(self._warn)
         self._fit: tuple[int, int] | None = None
         self._sends_every = sent_every_secs(session.size)
         spread = session.rank / session.size * self._sends_every  # They must not all come at once.
         self._sends_at = time.monotonic() + SEES_SECS + spread
-        self._has_sent = False
         self._noting = threading.Lock()
         self.waiting_for = ""
         self.logs: Mapping[str, Any] | None = None
@@ -118,11 +116,6 @@ class RunFiles:
         if self.heartbeat is not None:
             self.session.threads.start("heartbeat", self._beat)
 
-    def send_last(self) -> None:
-        """Sends the last note, if worker 0 writes for this worker. Before all meet for the last time."""
-        if self.group and not self._sees_directory():
-            self._send()
-
     def finish(self, *, finished: bool = True) -> None:
         """Writes the last state, after the threads have stopped; `finished` if nobody has told it to end."""
         self.training.active = False
@@ -131,9 +124,6 @@ class RunFiles:
         self._write_heartbeat(finished=finished)
         if self.session.rank == 0:
             self._write_last(self.inbox.take_outcomes, self.inbox.finish)
-            with contextlib.suppress(ReplicastError):  # the job has failed: others may not have ended
-                self.session.check()
-                self._write_last(self._distant.end)
         if self.fence is not None:
             self.fence.release()
 
@@ -158,7 +148,7 @@ class RunFiles:
                     )
                     if self.group and now >= self._sends_at:
                         self._sends_at = now + self._sends_every
-                        self._send()
+                        self.session.send_note(json.dumps(self._note().to_json()))
                 if is_first:
                     self._with_files(
                         self.inbox.take_outcomes,
@@ -238,13 +228,7 @@ class RunFiles:
         group, run_dir = self.group, self.run_dir
         if group is not None and run_dir is not None and sees_group(run_dir, group):
             self.group = None
-            if self._has_sent:
-                self.session.send_note("")  # Worker 0 must not write notes for this worker any more.
         return self.group is None
-
-    def _send(self) -> None:
-        self._has_sent = True
-        self.session.send_note(json.dumps(self._note().to_json()))
 
     def _warn(self, path: RunDir, problem: str, error: Exception) -> None:
         if path not in self._warned:
@@ -319,18 +303,15 @@ class RunFiles:
 class DistantNotes:
     """Worker 0: writes the notes that others send. A bad one is ignored, and reported once per worker."""
 
-    def __init__(self, attempt: int, warn: Callable[[RunDir, str, Exception], None]) -> None:
-        self._attempt = attempt
+    def __init__(self, warn: Callable[[RunDir, str, Exception], None]) -> None:
         self._warn = warn
         self._lock = threading.Lock()
         self._received: dict[int, tuple[float, str]] = {}
-        self._notes: dict[int, WorkerNote] = {}
-        self._ended = False
 
     def receive(self, rank: int, text: str) -> None:
         """Keeps a note until it is written, in place of an older one. Called by the thread that reads it."""
         with self._lock:
-            self._received[rank] = time.time(), str(text)[: _MAX_CHARS + 1]
+            self._received[rank] = time.time(), text
 
     def write(self, run_dir: RunDir, secs: float = _WRITE_SECS) -> None:
         """Writes what has arrived, one note at least, and others for `secs`, the oldest first."""
@@ -341,51 +322,25 @@ class DistantNotes:
                     return
                 rank = next(iter(self._received))
                 received_at, text = self._received.pop(rank)
-            self._write(run_dir, rank, received_at, text)
+            try:
+                write_worker_note(run_dir, _by_this_clock(rank, received_at, text))
+            except ValueError as error:
+                path = below(run_dir) / "workers" / f"{rank}.json"
+                self._warn(path, f"a note of worker {rank} is not valid and is ignored", error)
             if deadline.has_passed():
                 return
 
-    def end(self, run_dir: RunDir) -> None:
-        """Marks the notes as those of workers that have ended. At a normal end, when all have met."""
-        self._ended = True
-        self.write(run_dir, _END_SECS / 2)
-        deadline = Deadline(_END_SECS / 2)
-        for note in list(self._notes.values()):
-            write_worker_note(run_dir, self._as_written(replace(note, time=time.time())))
-            if deadline.has_passed():
-                return
 
-    def _write(self, run_dir: RunDir, rank: int, received_at: float, text: str) -> None:
-        if not text:
-            self._notes.pop(rank, None)
-            return
-        try:
-            note = self._checked(rank, received_at, text)
-        except ValueError as error:
-            path = below(run_dir) / "workers" / f"{rank}.json"
-            self._warn(path, f"a note of worker {rank} is not valid and is ignored", error)
-            return
-        self._notes[rank] = note
-        write_worker_note(run_dir, self._as_written(note))
+def _by_this_clock(rank: int, received_at: float, text: str) -> WorkerNote:
+    """A note as worker 0 writes it: the clocks of two hosts may differ, an age does not."""
+    note = described(WorkerNote, "worker", parse_object(text))
 
-    def _as_written(self, note: WorkerNote) -> WorkerNote:
-        return replace(note, training=False, waiting_for=ENDED) if self._ended else note
+    def here(moment: float | None) -> float | None:
+        age = None if moment is None else note.time - moment
+        return None if age is None else min(received_at, max(0.0, received_at - age))
 
-    def _checked(self, rank: int, received_at: float, text: str) -> WorkerNote:
-        """The note as worker 0 writes it: with the sender's rank, and with times of worker 0's clock."""
-        if len(text) > _MAX_CHARS:
-            raise ValueError(f"it is longer than {_MAX_CHARS} characters")
-        note = described(WorkerNote, "worker", parse_object(text))
-        if note.attempt != self._attempt:
-            raise ValueError(f"it is of attempt {note.attempt}, and this is attempt {self._attempt}")
-
-        def here(moment: float | None) -> float | None:
-            """By worker 0's clock: the clocks of two hosts may differ, an age does not."""
-            age = None if moment is None else note.time - moment
-            return None if age is None else min(received_at, max(0.0, received_at - age))
-
-        stepped_at, own_since = here(note.stepped_at), here(note.own_since)
-        return replace(note, rank=rank, time=received_at, stepped_at=stepped_at, own_since=own_since)
+    stepped_at, own_since = here(note.stepped_at), here(note.own_since)
+    return replace(note, rank=rank, time=received_at, stepped_at=stepped_at, own_since=own_since)
 
 
 class Pace:
