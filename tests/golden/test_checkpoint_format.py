@@ -64,7 +64,7 @@ def draft() -> Manifest:
 
 def test_a_checkpoint_stays_what_it_is(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    manifest = store.write(draft(), arrays().items())
+    manifest = store.write(draft(), arrays())
     assert {name: (store.path(1200).as_path() / name).read_bytes() for name in FILES} == {
         name: (FOLDER / name).read_bytes() for name in FILES
     }

@@ -49,7 +49,7 @@ def run(run: Path) -> Path:
     for step in (100, 200):
         arrays = state_of(step)
         draft = draft_of(arrays, step, schema=SCHEMA, metrics={"loss": 1 / step}, sequence=step // 100)
-        CheckpointStore(run).write(draft, arrays.items())
+        CheckpointStore(run).write(draft, arrays)
     return run
 
 
@@ -230,7 +230,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     heard_of(path, waiting_for=ENDED)
     for step in (100, 200):
         arrays = state_of(step)
-        CheckpointStore(path).write(draft_of(arrays, step, schema=SCHEMA, sequence=0), arrays.items())
+        CheckpointStore(path).write(draft_of(arrays, step, schema=SCHEMA, sequence=0), arrays)
     return path
 
 

@@ -237,7 +237,7 @@ def saved(run: Path, step: int = 40) -> dict[str, np.ndarray]:
         for one in SCHEMA
     }
     draft = Manifest(step=step, epoch=0, batch=0, created_at=1.0, workers=2, attempt=0, schema=SCHEMA)
-    CheckpointStore(run).write(draft, arrays.items())
+    CheckpointStore(run).write(draft, arrays)
     return arrays
 
 

@@ -456,7 +456,7 @@ def save(job: Job, run_dir: Path) -> None:
         schema=worker.state.schema,
     )
     draft = draft.with_updates(Saved(step, 0, holds, (), None))
-    CheckpointStore(run_dir).write(draft, worker.state.values.items())
+    CheckpointStore(run_dir).write(draft, worker.state.values)
 
 
 def spoil(job: Job) -> None:

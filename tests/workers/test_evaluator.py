@@ -126,7 +126,7 @@ def followed(_: None, directory: Path) -> dict[str, Any]:
         draft = Manifest(
             step=step, epoch=0, batch=step, created_at=step, workers=1, attempt=0, schema=state.schema
         )
-        store.write(draft, moved.items())
+        store.write(draft, moved)
     file = (store.path(3) / "state.safetensors").as_path()
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

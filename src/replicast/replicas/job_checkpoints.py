@@ -5,7 +5,6 @@
     coordinator         compares; waits until proposals are stored (`core/operations/attempt.py`)
     lane saver          on worker 0: writes the copy, and removes old checkpoints
     lane release        on worker 0: hears how each save ended, and settles one that was not written
-    save-timer          on worker 0, with `save_every=timedelta`: requests saves; ends with the other threads
 
 A state that differs between workers is never saved as if it were equal. Of what may differ (variables that
 are declared, metrics that each worker measures), worker 0's is saved. A restarted script does not repeat what
@@ -40,6 +39,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from replicast import faults
 from replicast.codec import Record, decode, encode
@@ -69,7 +69,6 @@ from replicast.storage.checkpoints import (
     Manifest,
     advice,
     choose,
-    file_order,
     saved_of,
 )
 from replicast.transport import Parcel
@@ -122,6 +121,10 @@ class SavePlan:
             raise ValueError(f"{expected}. Received: {best!r}")
         if self.when_busy not in ("wait", "skip"):
             raise ValueError(f'when_busy must be "wait" or "skip". Received: {self.when_busy!r}')
+
+
+def _timer(every: SaveEvery | None) -> Deadline:
+    return Deadline(max(LOOK_SECS, every.total_seconds()) if isinstance(every, timedelta) else None)
 
 
 class Saving:
@@ -194,7 +197,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         self._plan = SavePlan()
-        self._has_timer = False
+        self._timer = Deadline(None)  # worker 0, with `save_every=timedelta`
         self._due_after_epoch = 0
         self._buffers: Arrays = {}
         self._copying = threading.Lock()  # held while the buffers are written over, or digested
@@ -227,9 +230,7 @@ class Checkpoints:
         if plan.every is not None and self.store is None:
             raise no_run_dir()
         self._plan = plan
-        if isinstance(plan.every, timedelta) and self.session.rank == 0 and not self._has_timer:
-            self._has_timer = True
-            self.session.threads.start("save-timer", self._request_in_time)
+        self._timer = _timer(plan.every)
 
     def after_step(self, steps: int) -> None:
         """Called at a boundary: makes a checkpoint if one is due, and raises if the last one failed."""
@@ -237,6 +238,10 @@ class Checkpoints:
         every, step = self._plan.every, self.session.step
         if isinstance(every, int) and step // every > (step - steps) // every:
             self._save_due()
+        if isinstance(every, timedelta) and self.session.rank == 0 and self._timer.has_passed():
+            self._timer = _timer(every)
+            if self._plan.when_busy == "wait" or not self.is_busy:
+                self.session.request("save")
 
     def after_epoch(self) -> None:
         """The end of an epoch, with all that callbacks do there."""
@@ -252,17 +257,6 @@ class Checkpoints:
             self._due_after_epoch += 1
         else:
             self.save_in_passing()
-
-    def _request_in_time(self) -> None:
-        waited = 0.0
-        while not self.session.threads.stopping.wait(LOOK_SECS):
-            waited += LOOK_SECS
-            plan = self._plan
-            if not isinstance(plan.every, timedelta) or waited < plan.every.total_seconds():
-                continue
-            waited = 0.0
-            if plan.when_busy == "wait" or not self.is_busy:
-                self.session.request("save")
 
     # One checkpoint: the training threads.
 
@@ -433,11 +427,10 @@ class Checkpoints:
             attempt=self.session.attempt,
             schema=self.session.state.schema,
             metrics=numbers(self.training.metrics),
-            # One line of text, as it is long and not for people. A trial after a restart is compared with it.
-            measured=json.dumps(replica.measures.history()),
             versions=dict(versions()),
             script=self.training.position.script(),
         )
+        measured = replica.measures.history()
         self._current = saving
 
         def finish() -> Snapshot:
@@ -445,7 +438,9 @@ class Checkpoints:
                 if saving.done():  # another checkpoint has replaced it: the buffers may hold that one's copy
                     return Snapshot(step, "", holds, None)
                 digests = {name: digest_array(value) for name, value in self._buffers.items()}
-            copy = _StateCopy(draft, self._buffers, digests, saving)
+            # One line of text, as it is long and not for people. A trial after a restart is compared with it.
+            complete = replace(draft, measured=json.dumps(measured))
+            copy = _StateCopy(complete, self._buffers, digests, saving)
             digest = of_all or joined({name: digests[name] for name in strict})
             return Snapshot(step, digest, holds, copy)
 
@@ -516,8 +511,7 @@ class Checkpoints:
     def _written(self, copy: _StateCopy, saved: Saved) -> Manifest:
         if self.store is None:
             raise no_run_dir()
-        arrays = ((name, copy.arrays[name]) for name in file_order(copy.draft.schema))
-        manifest = self.store.write(copy.draft.with_updates(saved), arrays, copy.digests)
+        manifest = self.store.write(copy.draft.with_updates(saved), copy.arrays, copy.digests)
         self._prune(self.store, manifest)
         return manifest
 

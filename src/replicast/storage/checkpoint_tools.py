@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -74,21 +74,20 @@ def _check_destination(destination: RunPath, manifest: Manifest) -> None:
 
 def _patched(
     reader: CheckpointReader, plan: Update, progress: Progress | None
-) -> Iterator[tuple[str, Pieces]]:
+) -> Callable[[Variable], Pieces]:
     of_each = by_variable(plan.edits)
     done, total = 0, reader.layout.nbytes - len(reader.layout.header)
 
-    def counted(pieces: Iterator[memoryview]) -> Pieces:
+    def pieces_of(variable: Variable) -> Pieces:
         nonlocal done
-        for piece in pieces:
+        edits = of_each.get(variable.name)
+        for piece in reader.pieces(variable.name) if edits is None else _edited(reader, variable.name, edits):
             yield piece
             done += len(piece)
             if progress is not None:
                 progress(done, total)
 
-    for name in reader.layout.spans:
-        edits = of_each.get(name)
-        yield name, counted(reader.pieces(name) if edits is None else _edited(reader, name, edits))
+    return pieces_of
 
 
 def _edited(reader: CheckpointReader, name: str, edits: Sequence[Edit]) -> Iterator[memoryview]:

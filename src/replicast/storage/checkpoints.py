@@ -157,11 +157,6 @@ def layout_of(schema: Schema) -> Layout:
     return Layout(header, MappingProxyType(spans), size)
 
 
-def file_order(schema: Schema) -> tuple[str, ...]:
-    """The names in the fastest order for writing a checkpoint: that of their bytes in the file."""
-    return tuple(layout_of(schema).spans)
-
-
 STATE, MANIFEST = "state.safetensors", "manifest.json"
 PIECE_BYTES = 4 * 2**20  # Written and digested while it is in the processor's cache.
 
@@ -180,24 +175,15 @@ def temporary_directory(parent: RunPath) -> Iterator[RunPath]:
         path.rmtree()
 
 
-def write_contents(directory: RunPath, draft: Manifest, variables: Iterable[tuple[str, Pieces]]) -> Manifest:
+def write_contents(directory: RunPath, draft: Manifest, pieces_of: Callable[[Variable], Pieces]) -> Manifest:
     json_bytes(draft.to_json())  # A draft that is not valid JSON should fail before much is written.
     layout, digests = layout_of(draft.schema), dict[str, str]()
     with _new_file(directory / STATE) as descriptor:
-        _write_at(descriptor, memoryview(layout.header), 0)
-        for name, pieces in variables:  # Each at its place, and its digest is computed at the same time.
-            span = layout.spans.get(name)
-            if span is None or name in digests:
-                problem = "does not belong to the model" if span is None else "was given twice"
-                raise CheckpointError(f"A variable {problem}", variable=name, received=name)
-            digests[name] = _write_variable(descriptor, span, pieces)
-        missing = [name for name in layout.spans if name not in digests]
-        if missing:
-            raise CheckpointError(
-                "A variable of the model is missing", variable=missing[0], received=f"none of {missing[:5]}"
-            )
-    in_order, digest = {name: digests[name] for name in layout.spans}, digest_of_digests(digests)
-    manifest = replace(draft, digests=in_order, state_digest=digest, nbytes=layout.nbytes)
+        files.write_all(descriptor, layout.header)
+        for name, span in layout.spans.items():  # A digest is computed while its variable is written.
+            digests[name] = _write_variable(descriptor, span, pieces_of(span.variable))
+    digest = digest_of_digests(digests)
+    manifest = replace(draft, digests=digests, state_digest=digest, nbytes=layout.nbytes)
     with _new_file(directory / MANIFEST) as descriptor:
         files.write_all(descriptor, sealed_json(manifest.to_json()))
     files.sync_directory(directory)
@@ -222,26 +208,14 @@ def put_in_place(temporary: RunPath, path: RunPath) -> None:
     files.sync_directory(path.parent)
 
 
-def in_pieces(
-    arrays: Iterable[tuple[str, Array]], variables: Mapping[str, Variable]
-) -> Iterator[tuple[str, Pieces]]:
-    for name, array in arrays:
-        pieces = _pieces(array, variables.get(name), name)
-        del array  # Free it before the next one is made.
-        yield name, pieces
-        del pieces
-
-
-def _pieces(array: Array, variable: Variable | None, name: str) -> Pieces:
-    if variable is None:
-        return ()  # The writer raises: it does not know the name.
-    array = np.asarray(array)
-    if (array.dtype.name, array.shape) != (variable.dtype, variable.shape):
+def _pieces(array: Array | None, variable: Variable) -> Pieces:
+    array = None if array is None else np.asarray(array)
+    if array is None or (array.dtype.name, array.shape) != (variable.dtype, variable.shape):
         raise CheckpointError(
             "A variable does not match the schema",
-            variable=name,
+            variable=variable.name,
             expected=f"{variable.dtype} of shape {variable.shape}",
-            received=f"{array.dtype.name} of shape {array.shape}",
+            received="none" if array is None else f"{array.dtype.name} of shape {array.shape}",
         )
     if not array.nbytes:
         return ()
@@ -250,30 +224,21 @@ def _pieces(array: Array, variable: Variable | None, name: str) -> Pieces:
 
 
 def _write_variable(descriptor: int, span: Span, pieces: Pieces) -> str:
-    """Writes a variable; returns its digest. Holds no piece when the next variable is made."""
-    digest, place, end = span.hasher(), span.start, span.start + span.nbytes
+    """Writes a variable behind the one before it; returns its digest."""
+    digest, place = span.hasher(), span.start
     for piece in pieces:
-        if place + len(piece) > end:
-            place += len(piece)
-            break
-        _write_at(descriptor, piece, place)
+        files.write_all(descriptor, piece)
         files.start_writing(descriptor, place, len(piece))
         digest.update(piece)
         place += len(piece)
-    if place != end:
+    if place != span.start + span.nbytes:
         raise CheckpointError(
             "A variable has the wrong size",
             variable=span.variable.name,
             expected=f"{span.nbytes} bytes",
-            received=f"{'more' if place > end else place - span.start}",
+            received=str(place - span.start),
         )
     return digest.hexdigest()
-
-
-def _write_at(descriptor: int, piece: memoryview, place: int) -> None:
-    while piece:
-        written = os.pwrite(descriptor, piece, place)
-        piece, place = piece[written:], place + written
 
 
 Progress = Callable[[int, int], None]  # Called with the number of bytes done, and the total.
@@ -562,7 +527,7 @@ class CheckpointStore:
         return reader
 
     def write(
-        self, draft: Manifest, arrays: Iterable[tuple[str, Array]], digests: Mapping[str, str] | None = None
+        self, draft: Manifest, arrays: Mapping[str, Array], digests: Mapping[str, str] | None = None
     ) -> Manifest:
         """Writes a checkpoint. When this returns, it is committed and durable.
 
@@ -571,9 +536,10 @@ class CheckpointStore:
         """
         if draft.step < 0:
             raise ValueError(f"A step is counted from 0. Received: {draft.step}")
-        variables = {variable.name: variable for variable in draft.schema}
         with temporary_directory(self.directory) as temporary:
-            manifest = write_contents(temporary, self._placed(draft), in_pieces(arrays, variables))
+            manifest = write_contents(
+                temporary, self._placed(draft), lambda one: _pieces(arrays.get(one.name), one)
+            )
             known = manifest.digests if digests is None else digests
             for name, digest in manifest.digests.items():
                 if known.get(name) != digest:  # Memory may change under a writer.

@@ -30,7 +30,7 @@ def write(what: str, run: Path) -> None:
         CheckpointStore(run).remove(5)
     else:
         arrays = state_of(seed=1)
-        CheckpointStore(run).write(draft_of(arrays, 5 if what == "replace" else 6), arrays.items())
+        CheckpointStore(run).write(draft_of(arrays, 5 if what == "replace" else 6), arrays)
 
 
 def attempt(what: str, run: Path, number: int) -> int:

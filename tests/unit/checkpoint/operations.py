@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-NAMES = ("open", "write", "pwrite", "fsync", "rename", "mkdir", "unlink", "rmdir")
+NAMES = ("open", "write", "fsync", "rename", "link", "mkdir", "unlink", "rmdir")
 
 
 class Operations:

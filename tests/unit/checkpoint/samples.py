@@ -58,13 +58,13 @@ def draft_of(arrays: Mapping[str, npt.NDArray[Any]], step: int = 1200, **fields:
 
 def written(store: CheckpointStore, step: int, seed: int = 0, **fields: Any) -> Manifest:
     arrays = state_of(seed)
-    return store.write(draft_of(arrays, step, **fields), arrays.items())
+    return store.write(draft_of(arrays, step, **fields), arrays)
 
 
 def made(folder: Path, step: int, arrays: Arrays, **fields: Any) -> Path:
     """The directory of a new checkpoint."""
     store = CheckpointStore(folder)
-    store.write(draft_of(arrays, step, **fields), arrays.items())
+    store.write(draft_of(arrays, step, **fields), arrays)
     return store.path(step).as_path()
 
 

@@ -75,7 +75,7 @@ def first_job(run: Path) -> CheckpointStore:
         eventually(lambda: job.checkpoints)
         saved = job.checkpoints[0]
     store = CheckpointStore(run, fence)
-    store.write(draft_at(SAVED, schema).with_updates(saved), saved.state[0].items())
+    store.write(draft_at(SAVED, schema).with_updates(saved), saved.state[0])
     fence.release()
     return store
 
@@ -136,7 +136,7 @@ def test_only_the_checkpoint_from_which_the_next_start_continues_is_patched(tmp_
     with source.open(SAVED) as reader:
         arrays = {name: reader.read(name) for name in reader.names()}
         draft = draft_at(LATER, reader.manifest.schema)
-    source.write(draft, arrays.items())
+    source.write(draft, arrays)
     with pytest.raises(UpdateRefused, match="Only the checkpoint that the next start continues from"):
         patch_in_place(tmp_path, SAVED, fix())
     assert len(committed_updates(tmp_path)) == 1
@@ -146,7 +146,7 @@ def prepared(run: Path) -> None:
     """A run with the checkpoint of step 5, whose job has ended."""
     fence, arrays = Fence(run, attempt=0), state_of()
     write_run_info(fence, RunInfo(FORMAT, schema_of(arrays), 2, 0, time.time()))
-    CheckpointStore(run, fence).write(draft_of(arrays, 5, sequence=0), arrays.items())
+    CheckpointStore(run, fence).write(draft_of(arrays, 5, sequence=0), arrays)
     fence.release()
 
 
