@@ -241,10 +241,18 @@ MetricHistory: TypeAlias = list[tuple[int, int, dict[str, float]]]
 class _Logs(NamedTuple):
     step: int
     steps: int
-    batches: int | None
     logs: Mapping[str, Any]
-    counts: bool = True
     time: float = 0.0
+    batches: int | None = None
+    before: Mapping[str, Any] = {}  # the logs after the batches of the epoch before these steps
+
+    def own(self, metric: str) -> float | None:
+        """The value of these steps alone; None if it is not known."""
+        value = _number(self.logs.get(metric))
+        if value is None or self.batches is None or self.batches <= self.steps:
+            return value
+        mean, done = _number(self.before.get(metric)), self.batches - self.steps
+        return None if mean is None else (value * self.batches - mean * done) / self.steps
 
 
 class RecentMetrics:
@@ -252,7 +260,7 @@ class RecentMetrics:
         self._last: deque[_Logs] = deque()
         # For metrics.jsonl. When nobody takes them, the oldest are dropped.
         self._new: deque[_Logs] = deque(maxlen=MOST_UNWRITTEN)
-        self._taken: _Logs | None = None
+        self._previous: _Logs | None = None  # the last boundary, even if a trial was reverted since
         self._since: int | None = None
         self.batches: int | None = None
         self.rate: float | None = None  # The learning rate, when it was last told.
@@ -262,17 +270,21 @@ class RecentMetrics:
         batches, self.batches = self.batches, None
         if logs is None:
             return
-        self._last.append(_Logs(step, steps, batches, dict(logs), time=time.time()))
-        self._new.append(self._last[-1])
+        last = self._previous
+        follows = last is not None and batches is not None and last.batches == batches - steps
+        before = last.logs if last is not None and follows else {}
+        self._previous = _Logs(step, steps, dict(logs), time.time(), batches, before)
+        self._last.append(self._previous)
+        self._new.append(self._previous)
         if rate is not None and rate != self.rate:
             self.rate = rate
-            self._new[-1] = self._last[-1]._replace(logs={**logs, RATE: logs.get(RATE, rate)})
+            self._new[-1] = self._previous._replace(logs={**logs, RATE: logs.get(RATE, rate)})
         if self._since is None and len(self._last) > MOST_BOUNDARIES:
             self._last.popleft()
 
     def add(self, step: int, logs: Mapping[str, Any]) -> None:
         """What was measured beside the steps, as by a validation: for metrics.jsonl alone."""
-        self._new.append(_Logs(step, 0, None, dict(logs), time=time.time()))
+        self._new.append(_Logs(step, 0, dict(logs), time.time()))
 
     def take(self, is_mean: Callable[[str], bool]) -> Iterator[tuple[int, float, dict[str, float]]]:
         """What was measured since the last call: step, time and own values. One thread; not the training one.
@@ -280,14 +292,11 @@ class RecentMetrics:
         In `fit` the own values of what `is_mean` says is a mean over the epoch; others are told as they are.
         """
         while self._new:
-            one, previous, values = self._new.popleft(), self._taken, dict[str, float]()
-            self._taken = one
-            for metric in one.logs:
-                mean = is_mean(metric)
-                value = _own_value(one, previous, metric) if mean else _number(one.logs[metric])
-                if value is not None:
-                    values[str(metric)] = value
-            yield one.step, one.time, values
+            one = self._new.popleft()
+            values = {
+                str(name): one.own(name) if is_mean(name) else _number(one.logs[name]) for name in one.logs
+            }
+            yield one.step, one.time, {name: value for name, value in values.items() if value is not None}
 
     def begin(self, step: int) -> None:
         self._since = step
@@ -301,8 +310,7 @@ class RecentMetrics:
         """Ends the trial. The training thread is stopped at the trial's last boundary."""
         since, self._since = self._since, None
         if since is not None and reverted:
-            # Keep the reverted boundaries: the values of the next ones are computed from their running means.
-            self._last = deque(one if one.step <= since else one._replace(counts=False) for one in self._last)
+            self._last = deque(one for one in self._last if one.step <= since)
         while len(self._last) > MOST_BOUNDARIES:
             self._last.popleft()
 
@@ -340,35 +348,20 @@ class RecentMetrics:
     def history(self) -> MetricHistory:
         """The values that a later trial may need, for a checkpoint. For the training thread."""
         found: MetricHistory = []
-        for previous, one in itertools.pairwise([None, *self._last]):
-            if one is not None and one.counts:
-                own = {str(metric): _own_value(one, previous, metric) for metric in one.logs}
-                known = {metric: value for metric, value in own.items() if value is not None}
-                found.append((one.step, one.steps, known))
+        for one in self._last:
+            own = {str(metric): one.own(metric) for metric in one.logs}
+            known = {metric: value for metric, value in own.items() if value is not None}
+            found.append((one.step, one.steps, known))
         return found
 
     def recall(self, history: Iterable[Sequence[Any]]) -> None:
-        self._last = deque(_Logs(int(step), int(steps), None, logs) for step, steps, logs in history)
+        self._last = deque(_Logs(int(step), int(steps), logs) for step, steps, logs in history)
 
     def _own_values(self, metric: str, since: int | None) -> list[tuple[int, float]]:
         """The number of steps and the own value of each boundary, oldest first."""
-        found = []
         # A copy: the training thread may append meanwhile.
-        for previous, one in itertools.pairwise([None, *self._last]):
-            if one is not None and one.counts and (since is None or one.step > since):
-                value = _own_value(one, previous, metric)
-                found += [] if value is None else [(one.steps, value)]
-        return found
-
-
-def _own_value(one: _Logs, previous: _Logs | None, metric: str) -> float | None:
-    value = _number(one.logs.get(metric))
-    if value is None or one.batches is None or one.batches <= one.steps:
-        return value
-    before = one.batches - one.steps
-    follows = previous is not None and previous.batches == before
-    mean = _number(previous.logs.get(metric)) if previous is not None and follows else None
-    return None if mean is None else (value * one.batches - mean * before) / one.steps
+        chosen = (one for one in tuple(self._last) if since is None or one.step > since)
+        return [(one.steps, value) for one in chosen if (value := one.own(metric)) is not None]
 
 
 def _number(value: Any) -> float | None:
