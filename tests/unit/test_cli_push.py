@@ -324,16 +324,6 @@ def test_a_first_start_that_has_failed_takes_no_push_unless_it_is_for_the_next_o
     assert [one.id for one in inbox.waiting(run)] == ["x"]
 
 
-def test_the_first_of_several_runs_of_a_script_names_the_one_that_is_running(run: Path) -> None:
-    heard_of(run, 35.0)
-    later = made_run(run / "replicas-2")
-    told = f"Another Replicas of the same script is running: give {later} instead"
-    for command in (["push", run, *SET], ["status", run]):
-        assert told in flat(invoke(*command).output), command
-    heard_of(later, 35.0)
-    assert "Another Replicas" not in invoke("status", run).output
-
-
 def test_a_full_disk_is_told_without_a_traceback(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_arguments: object, **_options: object) -> None:
         raise OSError(28, "No space left on device")
@@ -409,7 +399,7 @@ def test_names_of_directories_reach_no_terminal_raw(run: Path) -> None:
     assert (said.exit_code, is_harmless(said.output)) == (2, True)
     inside = made_run(run / f"replicas-{name}")
     heard_of(run, secs_ago=60)
-    for words in (("status", run), ("status", inside), ("checkpoint", "list", "beside")):
+    for words in (("status", inside), ("checkpoint", "list", "beside")):
         assert is_harmless(flat(invoke(*words).output)), words
 
 

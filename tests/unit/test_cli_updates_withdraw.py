@@ -63,7 +63,7 @@ def test_what_a_job_has_taken_and_not_committed_is_withdrawn_by_the_job(
     ("stage", "secs", "said"),
     [
         (Stage.PREPARED, 30.0, "without a withdrawal. Waited for the next step"),
-        (Stage.SCHEDULED, 30.0, "Update x is still scheduled"),
+        (Stage.SCHEDULED, 30.0, "without a withdrawal"),
         (None, 0.0, "Too late: update x is verified, step 40"),
     ],
 )

@@ -21,7 +21,6 @@ from replicast.storage.run_files import (
     WorkerNote,
     absent_secs,
     changes,
-    damage,
     read_state,
     sent_every_secs,
     write_change,
@@ -102,16 +101,6 @@ def test_damaged_lines_hide_no_good_one(tmp_path: Path) -> None:
     assert read_state(tmp_path, []).state is JobState.STARTING
     write_change(tmp_path, Change(JobState.STOPPED, 0, reason="Ctrl-C"))
     assert read_state(tmp_path, []).sentence.startswith("Stopped by Ctrl-C")
-
-
-def test_damaged_lines_are_counted_for_the_status(tmp_path: Path) -> None:
-    write_change(tmp_path, Change(JobState.STARTING, 0))
-    assert damage(tmp_path) == ""
-    with (tmp_path / "states.jsonl").open("ab") as file:
-        file.write(b'{"state": "flying"}\n')
-    assert damage(tmp_path) == "states.jsonl is damaged: 1 line is not readable and left out"
-    seen = DirectoryRun(tmp_path).status()
-    assert (seen.state, seen.problem) == (JobState.STARTING, damage(tmp_path))
 
 
 def test_long_texts_are_cut(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from msgspec import structs
 from replicast import errors
 from replicast.client.examination import Examination, examine, views_of, warnings_of
 from replicast.client.metrics import Metrics, MetricsFile
-from replicast.client.notes import POLL_SECS, SeenJob, described_run, polls, running_beside, schema_of, see
+from replicast.client.notes import POLL_SECS, SeenJob, described_run, polls, schema_of, see
 from replicast.client.run import Brief, CheckpointView, Overview, Pulled, Pushed, Run, Start, ranges_of
 from replicast.core.entries import Receipt
 from replicast.core.records import Stage
@@ -62,7 +62,6 @@ _DESCRIBED = ("author", "note", "edits", "scheduled", "trial", "reverts")
 _OPERATION = ("id", "kind", "stage", "step", "waits_for", "author", "note")
 _WITHDRAWAL_SECS = 30.0  # The job may be far from its next boundary, for example in an evaluation.
 _WITHDRAWABLE = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
-_LATE_SECS = 3.0  # A worker writes a note every second: below this, which note is the oldest is chance.
 _WHAT = {
     "audit": "an audit",
     "save": "a checkpoint",
@@ -101,12 +100,11 @@ class DirectoryRun(Run):
 
     def _brief(self, info: run_files.RunInfo | None, seen: SeenJob, now: run_files.RunState) -> Brief:
         notes = seen.notes
-        beside = "" if now.state.is_running else running_beside(self.path, seen.now)
         waits = any(note.waiting_for == run_files.WITHOUT_CALLBACK for note in notes)
         return Brief(
             run=self.where,
             state=now.state,
-            sentence=f"{now.sentence}. {beside}".rstrip(" ."),
+            sentence=now.sentence,
             running=now.state.is_running,
             step=max((note.step for note in notes), default=None),
             workers=_size(info, now),
@@ -125,7 +123,6 @@ class DirectoryRun(Run):
         brief, told = self._brief(info, seen, now), run_files.changes(self.path)
         evaluations = run_files.measured_in(self.path, run_files.EVALUATIONS)
         updates = self._updates()
-        problems = [text for text in (updates.pop("problem"), run_files.damage(self.path)) if text]
         return Overview(
             run=self.where,
             time=seen.now,
@@ -145,7 +142,6 @@ class DirectoryRun(Run):
             starts=tuple(self._starts()),
             restarted=sum(one.state is run_files.JobState.RESTARTING for one in told),
             annotation=brief.annotation,
-            problem="\n".join(problems),
             **updates,
         )
 
@@ -478,12 +474,11 @@ class DirectoryRun(Run):
         """Refuses what nobody would take, unless that is wanted or it waits there already; warns."""
         now, warning = seen.state, ""
         if not now.state.is_running:
-            beside = running_beside(self.path, seen.now)
             if not next_start and all(one.id != update.id for one in inbox.waiting(self.path)):
                 again = "Try again when the job runs, or leave it for the next start: next_start=True"
                 problem = f"The job is not running: {now.sentence}"
-                raise UpdateRefused(problem, expected="a running job", remedy=beside or again)
-            warning = f"{now.sentence}. It will take the update when it is started again. {beside}".rstrip()
+                raise UpdateRefused(problem, expected="a running job", remedy=again)
+            warning = f"{now.sentence}. It will take the update when it is started again."
         try:
             inbox.submit(self.path, update, **more)
         except OSError as error:
@@ -496,38 +491,22 @@ class DirectoryRun(Run):
 
     def do_withdraw(self, update_id: str, note: str, author: str) -> UpdateView:
         """Blocks until the job has answered, if one has taken it."""
-        with contextlib.suppress(OSError):  # Then the update is not found or not removed, which is told.
-            inbox.put_back(self.path)  # Of a withdrawal that was killed.
         view = self._find(update_id)
         if view.stage in (Stage.REFUSED, Stage.WITHDRAWN):
             raise UpdateRefused(f"Update {view.id} was {view.stage}: there is nothing to withdraw")
-        by = author or this_user()
-        withdrawn = UpdateView(id=view.id, stage=Stage.WITHDRAWN, withdrawn_by=by, reason=note)
-        try:
-            if inbox.withdraw(self.path, view.id, lambda: see(self.path).running, by=by, why=note):
-                return withdrawn
-        except OSError as error:
-            raise UpdateRefused(
-                f"It cannot be removed from {self.path / 'inbox'} ({error.strerror})"
-            ) from error
-        problem = "It was taken by a job"
-        if self._find(view.id).stage in _WITHDRAWABLE:
-            try:
-                self._ask("withdraw", _WITHDRAWAL_SECS, by, name=view.id, note=note)
-                return withdrawn
-            except (NoAnswer, RequestRefused) as error:
-                problem = str(error)
-        view = self.look(view.id, thoroughly=True)
-        if view.stage is Stage.REFUSED:
-            raise UpdateRefused(f"Update {view.id} was refused: there is nothing to withdraw")
-        if view.stage in _WITHDRAWABLE:
-            raise NoAnswer(
-                f"{problem}\nUpdate {view.id} is still {view.stage}: withdraw it again when the job trains."
-            )
-        if view.stage is not Stage.WITHDRAWN:
+        if view.stage not in _WITHDRAWABLE:
             step = "" if view.step is None else f", step {view.step}"
             raise UpdateRefused(f"Too late: update {view.id} is {view.stage}{step}")
-        return view
+        by = author or this_user()
+        try:
+            if not inbox.withdraw(self.path, view.id, lambda: see(self.path).running, by=by, why=note):
+                self._ask("withdraw", _WITHDRAWAL_SECS, by, name=view.id, note=note)
+        except OSError as error:
+            problem = f"It cannot be removed from {self.path / 'inbox'} ({error.strerror})"
+            raise UpdateRefused(problem) from error
+        except RequestRefused as error:
+            raise UpdateRefused(str(error)) from error
+        return UpdateView(id=view.id, stage=Stage.WITHDRAWN, withdrawn_by=by, reason=note)
 
     # Requests.
 
@@ -664,17 +643,9 @@ def _waited_for(seen: SeenJob, workers: int) -> str:
         return f"Waited for {workers_text(silent)}, not heard of for {run_files.age(limit)} or more."
     if not any(note.training for note in heard.values()):
         return "Waited for the training to begin: no worker is inside a training loop."
-    steps = sorted({note.step for note in heard.values()})
-    if len(steps) > 1:
-        behind = workers_text(sorted(note.rank for note in heard.values() if note.step == steps[0]))
-        verb = "are" if " and " in behind else "is"
-        return f"Waited for the next step: {behind} {verb} behind, at step {steps[0]}, others at {steps[-1]}."
-    oldest = min(heard.values(), key=lambda note: note.time)
-    told = f"; worker {oldest.rank} was not heard of for the longest, {run_files.age(now - oldest.time)}"
-    return (
-        f"Waited for the next step: every worker is at step {steps[0]}, and one that hangs keeps the "
-        f"others there{told if now - oldest.time > _LATE_SECS else ''}. Look into the logs of all."
-    )
+    step = min(note.step for note in heard.values())
+    behind = workers_text(sorted(note.rank for note in heard.values() if note.step == step))
+    return f"Waited for the next step. Furthest behind: {behind}, at step {step}. See the logs of all."
 
 
 def _order(journal: Updates) -> list[int]:

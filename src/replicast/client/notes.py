@@ -144,20 +144,6 @@ def ticks(
         yield monotonic() >= ends
 
 
-def running_beside(run: RunDir, now: float) -> str:
-    """Which further `Replicas` of the same script are running, in a sentence; empty when none is.
-
-    A hint, so nobody listens for it: `now` is the time by the clock of `run`.
-    """
-    found = [child for child in sorted(below(run).glob("replicas-*")) if is_run(child)]
-    running = [
-        str(child) for child in found if SeenJob(child, run_files.read_worker_notes(child), now).running
-    ]
-    if not running:
-        return ""
-    return f"Another Replicas of the same script is running: give {' or '.join(running)} instead."
-
-
 def described_run(run: RunDir) -> run_files.RunInfo | None:
     """The description of a run; None while its first workers start, or if they have failed to."""
     try:

@@ -406,7 +406,7 @@ class Overview(View, frozen=True, kw_only=True):
         evaluations: What the evaluator has found for the last checkpoints, oldest first, as `metrics`.
         starts: How the job was started: the first time, and the last ones, oldest first.
         restarted: How often the launcher has restarted the job.
-        problem: What is wrong with the journal or states.jsonl: what damaged files said is missing above.
+        problem: What is wrong with the journal: what damaged entries said is missing above.
     """
 
     run: str

@@ -464,22 +464,20 @@ def write_change(run_dir: RunDir, change: Change) -> None:
 
 
 def changes(run_dir: RunDir, last: int = _MOST_CHANGES) -> list[Change]:
-    return list(islice(filter(None, _changes(run_dir)), last))[::-1]
+    return list(islice(_changes(run_dir), last))[::-1]
 
 
-def _changes(run_dir: RunDir) -> Iterator[Change | None]:
-    """The lines from the end; None for one that is damaged."""
+def _changes(run_dir: RunDir) -> Iterator[Change]:
+    """Those that can be read, the last one first."""
     for line in lines_from_the_end(below(run_dir) / FILE):
-        try:
+        with contextlib.suppress(ValueError):
             yield _decoded(Change, line)
-        except ValueError:
-            yield None
 
 
 def read_state(run_dir: RunDir, notes: Sequence[WorkerNote], now: float | None = None) -> RunState:
     """How a run is, by its last change and by what its workers last said."""
     now = time.time() if now is None else now
-    change = next(filter(None, _changes(run_dir)), None)
+    change = next(_changes(run_dir), None)
     heard = [
         note for note in notes if change is None or note.time >= change.time or note.attempt == change.attempt
     ]
@@ -490,17 +488,8 @@ def read_state(run_dir: RunDir, notes: Sequence[WorkerNote], now: float | None =
 
 def has_ended(run_dir: RunDir, notes: Sequence[WorkerNote]) -> bool:
     """Whether the job has said how it ended, and no worker has written a note since."""
-    change = next(filter(None, _changes(run_dir)), None)
+    change = next(_changes(run_dir), None)
     return change is not None and change.state.is_over and not _newer(notes, change)
-
-
-def damage(run_dir: RunDir) -> str:
-    """One line: how much of the file is damaged and skipped; empty if nothing is."""
-    count = sum(change is None for change in islice(_changes(run_dir), _MOST_CHANGES))
-    if not count:
-        return ""
-    lines_are = "1 line is" if count == 1 else f"{count} lines are"
-    return f"{FILE} is damaged: {lines_are} not readable and left out"
 
 
 def _newer(notes: Sequence[WorkerNote], change: Change) -> list[WorkerNote]:

@@ -178,7 +178,7 @@ def test_what_a_job_does_not_give_back_in_time_is_told(
     played = PlayedJob(directory)
     played.stops_at = Stage.SCHEDULED
     played.act_all()
-    with pytest.raises(NoAnswer, match="still scheduled"):
+    with pytest.raises(NoAnswer, match="without a withdrawal"):
         run.withdraw("slower")
     played.stops_at = Stage.COMMITTED
     played.act_all()
