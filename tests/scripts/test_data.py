@@ -195,17 +195,17 @@ class Lookup(keras.Model):
 
     def call(self, inputs: Any) -> Any:
         table = inputs["table"] + tf.math.unsorted_segment_sum(
-            tf.gather(inputs["table"], inputs["edges"][:, 0]), inputs["edges"][:, 1], 7
+            tf.gather(inputs["table"], inputs["edges"][0, :, 0]), inputs["edges"][0, :, 1], 7
         )
         scores = tf.nn.softmax(tf.matmul(self.query(inputs["x"]), table, transpose_b=True))
         return inputs["scale"] * self.value(tf.matmul(scores, table))
 
 
 def beside_rows(x: Any, y: Any) -> Any:
-    """A batch with a table of 7 rows and a scalar for the whole batch, and edges that differ in number."""
+    """A batch with a table of 7 rows and a scalar for all of it, and edges that differ in number."""
     edges = np.array([[i % 7, (3 * i) % 7] for i in range(11)])
     some = tf.cast(tf.shape(x)[0], tf.int32) % 3 + 5
-    return {"x": x, "table": TABLE, "edges": tf.constant(edges)[:some], "scale": 2.0}, y
+    return {"x": x, "table": TABLE, "edges": tf.constant(edges)[None, :some], "scale": 2.0}, y
 
 
 def lookups(kind: str) -> Any:
@@ -329,7 +329,7 @@ def test_a_batch_whose_rows_cannot_be_told_is_refused_with_its_shapes(pool2: Poo
         assert "y (3," in said["merged"]
         assert "x['table'] (7, 6)" in said["generator"]
         assert "First dimensions of x[0], x[1], y in this batch" in said["late"]
-        assert "[8] [6] [8] [8]" in said["late"].replace("\n", " ")
+        assert "[8] [6] [8]" in said["late"].replace("\n", " ")
         assert "output has the shape ()" in said["predict"]
 
 

@@ -72,4 +72,4 @@ def test_a_tracker_reports_from_worker_0_only(pool2: Pool, tmp_path: Path) -> No
     assert second["script"] == [all_of_it], "a subclass of the script may do more than report"
     assert first["left behind"] == second["left behind"] == [], "the callback can be used again"
     assert second["W&B"] == "disabled"
-    assert first["board"] == second["board"] == 2, "one file of training, one of validation"
+    assert first["board"] == second["board"] == 3, "one of training, one of validation, one of updates"

@@ -128,9 +128,13 @@ def test_a_model_that_only_a_custom_loop_trains_is_saved_by_one_worker(strategy:
         model = keras.Sequential([keras.Input((3,)), layer])
         optimizer = keras.optimizers.SGD(0.1)
     x = tf.ones((4, 3))
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(model(x) ** 2)
-    optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    tf.function(lambda: strategy.run(step))()
     model.save(path)
     loaded = keras.models.load_model(path, custom_objects={"Counted": Counted})
     assert layer.saves == (strategy.rank == 0)

@@ -81,16 +81,10 @@ def test_validation_that_ends_near_the_end_of_a_repetition_does_not_draw_the_nex
 
 def warned_of_orders(strategy: Any) -> dict[str, list[str]]:
     rows = tf.data.Dataset.from_tensor_slices(columns())
-    still = tf.data.Options()
-    still.autotune.enabled = False
     found = {}
     for kind, data in {
         "shuffled, repeated": rows.shuffle(60, seed=1).repeat().batch(8),
         "shuffled, repeated, prefetched": rows.shuffle(60, seed=1).repeat().batch(8).prefetch(2),
-        "shuffled, repeated, without autotune": rows.shuffle(60, seed=1)
-        .repeat()
-        .batch(8)
-        .with_options(still),
         "shuffled once, repeated": rows.shuffle(60, 1, reshuffle_each_iteration=False).repeat().batch(8),
         "repeated, shuffled": rows.repeat().shuffle(60, seed=1).batch(8),
     }.items():
@@ -111,11 +105,8 @@ def test_worker_0_warns_at_a_second_pass_whose_order_depends_on_timing_in_one_pr
         "shuffled, repeated",
         "shuffled, repeated, prefetched",
     ]
-    (plain,) = first["shuffled, repeated"]
-    assert plain.startswith("The training data is shuffled, then repeated, and a second pass over it begins")
-    assert "on another worker" not in plain
-    (prefetched,) = first["shuffled, repeated, prefetched"]
-    assert "on another worker, since the pipeline itself reads ahead (PrefetchDataset)" in prefetched
+    for (warning,) in filter(None, first.values()):
+        assert warning.startswith("The training data is shuffled, then repeated, and a second pass over it")
 
 
 def warned_of_length(strategy: Any) -> dict[str, tuple[int, list[str]]]:

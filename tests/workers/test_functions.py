@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,6 @@ import pytest
 import tensorflow as tf
 
 import replicast
-from replicast.coordination import MemoryCoordination
 from replicast.training.functions import Functions, Step
 from tests.pool import Pool
 
@@ -75,7 +76,7 @@ def test_a_constant_that_differs_between_workers_is_refused_before_the_first_ste
         assert messages == found[0]
         for message in messages.values():
             assert "not the same on worker 0 and worker 1, 2 (" in message
-            assert re.search(r"constant or captured tensor that 'wood\w*/tree\w*/MatMul' uses", message)
+            assert re.search(r"operation 'wood\w*/tree\w*/MatMul', or a constant that it uses", message)
             assert "keras.utils.set_random_seed(n)" in message
     assert "A predict_step of 'wood'" in found[0]["predict"]
 
@@ -147,51 +148,66 @@ def test_what_may_differ_is_not_refused_and_one_worker_may_trace_alone(pool2: Po
 Compute = Callable[[tf.Tensor], Any]
 
 
-class Job:
-    """Two workers in one process that have met for a function, and trace it again: nobody waits."""
+class Pair:
+    """Two workers in two threads, which trace a function for the first time."""
 
     def __init__(self) -> None:
-        self.store = MemoryCoordination.Store()
         self.counter = tf.Variable(0)
-        self.meetings: list[int] = []
-        self.workers = [self.worker(rank) for rank in range(2)]
-        for rank in range(2):
-            self.trace(rank, lambda x: x)
-        assert self.meetings == [0, 1]
+        self.said: dict[int, str] = {}
+        self.meetings = 0
+        self.barrier = threading.Barrier(2, timeout=120)
 
-    def worker(self, rank: int) -> Functions:
+    def functions(self, rank: int) -> Functions:
         def meet(message: str) -> dict[int, str]:
-            self.meetings.append(rank)
-            return {rank: message}
+            self.said[rank] = message
+            if self.barrier.wait() == 0:
+                self.meetings += 1
+            heard = dict(sorted(self.said.items()))
+            self.barrier.wait()
+            return heard
 
-        turns: Any = SimpleNamespace(meet=meet, position=lambda: (0, 0))
-        return Functions(rank, MemoryCoordination(self.store), turns, self.counter)
-
-    def function(self) -> None:
-        """What Keras keeps of a step."""
+        turns: Any = SimpleNamespace(meet=meet)
+        return Functions(turns, self.counter)
 
     def trace(
-        self, worker: int, compute: Compute, rows: int = 4, *, transfer: bool = True, of_keras: bool = True
-    ) -> None:
-        def step(x: tf.Tensor) -> Any:
-            begun = Step.begin("step", Job.function if of_keras else None, (x,))
-            if transfer:
-                self.counter.assign_add(1)
-            outputs = compute(x)
-            self.workers[worker].compare(begun, outputs)
-            return outputs
+        self,
+        first: Compute,
+        second: Compute,
+        rows: tuple[int, int] = (4, 4),
+        loop: str = "",
+        transfer: bool = True,
+    ) -> list[str]:
+        """The errors of both workers."""
 
-        tf.function(step).get_concrete_function(tf.TensorSpec([rows, 3]))
+        def keras_function() -> None:
+            """What Keras keeps of a step."""
 
-    def difference(self, first: Compute, second: Compute, rows: tuple[int, int] = (4, 4)) -> str:
-        self.trace(0, first, rows[0])
-        try:
-            self.trace(1, second, rows[1])
-        except replicast.NotSupported as refusal:
-            return str(refusal)
-        finally:
-            assert self.meetings == [0, 1]
-        return ""
+        def traced(rank: int) -> str:
+            functions = self.functions(rank)
+
+            def step(x: tf.Tensor) -> Any:
+                begun = Step.begin("step", loop or keras_function, (x,))
+                if transfer:
+                    self.counter.assign_add(1)
+                outputs = (first, second)[rank](x)
+                functions.compare(begun, outputs)
+                functions.compare(begun, outputs)  # as a later trace
+                return outputs
+
+            try:
+                tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([rows[rank], 3]))
+            except replicast.NotSupported as refusal:
+                return str(refusal)
+            return ""
+
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(traced, range(2)))
+
+
+def difference(first: Compute, second: Compute, rows: tuple[int, int] = (4, 4)) -> str:
+    of_first, of_second = Pair().trace(first, second, rows)
+    assert of_first == of_second
+    return of_first
 
 
 def plus(value: Any) -> Compute:
@@ -202,60 +218,42 @@ def plus(value: Any) -> Compute:
 NORMAL = np.random.default_rng(1).normal(size=(3,))
 
 
-def test_a_later_trace_is_compared_by_the_worker_that_traces_last_and_nobody_waits() -> None:
-    message = Job().difference(plus(NORMAL), plus(NORMAL[::-1]))
-    assert "A step that is not the same on worker 0 and worker 1" in message
-    assert "'add' uses" in message
-    assert Job().difference(plus(NORMAL), plus(NORMAL)) == ""
+def test_the_first_trace_is_compared_and_a_later_one_is_not() -> None:
+    pair = Pair()
+    for message in pair.trace(plus(NORMAL), plus(NORMAL[::-1])):
+        assert "A step that is not the same on worker 0 and worker 1" in message
+        assert "the operation 'add', or a constant that it uses" in message
+    assert pair.meetings == 2
+    pair = Pair()
+    assert pair.trace(plus(NORMAL), plus(NORMAL)) == ["", ""]
+    assert pair.meetings == 1
 
 
 def test_a_custom_loop_warns_because_its_constants_may_be_the_data_of_a_worker(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    job = Job()
-    job.trace(0, plus(NORMAL), of_keras=False)
-    job.trace(1, plus(NORMAL[::-1]), of_keras=False)
-    (message,) = caplog.messages
-    assert "not the same on worker 0 and worker 1" in message
-    assert "replicast.per_worker(value)" in message
+    assert Pair().trace(plus(NORMAL), plus(NORMAL[::-1]), loop="step") == ["", ""]
+    for message in caplog.messages:
+        assert "not the same on worker 0 and worker 1" in message
+        assert "replicast.per_worker(value)" in message
+    assert len(caplog.messages) == 2  # one of each worker
 
 
 def test_a_function_without_a_transfer_is_not_compared_because_one_worker_may_run_it_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    job = Job()
-    job.trace(0, plus(NORMAL), transfer=False, of_keras=False)
-    job.trace(1, plus(-NORMAL), transfer=False, of_keras=False)
-    assert job.store.values == {}
-    assert caplog.messages == []
+    pair = Pair()
+    assert pair.trace(plus(NORMAL), plus(-NORMAL), loop="step", transfer=False) == ["", ""]
+    assert (pair.meetings, caplog.messages) == (0, [])
 
 
-def test_rounding_of_another_processor_is_no_difference() -> None:
-    large = np.random.default_rng(2).normal(size=(100_000, 3)).astype("float32")
-    other = np.nextafter(large, np.float32(9))
-    assert not np.array_equal(large, other)
-
-    def summed(table: np.ndarray) -> Compute:
-        return lambda x: x + tf.reduce_sum(tf.constant(table), axis=0)
-
-    assert Job().difference(summed(large), summed(other)) == ""
-    other = large.copy()
-    other[77_777, 1] += 1.0
-    assert "differ in a constant" in Job().difference(summed(large), summed(other))
-    mask = np.array([0.0, -np.inf, np.nan])
-    assert Job().difference(plus(mask), plus(mask)) == ""
-    assert "differ" in Job().difference(plus(mask), plus(mask[::-1]))
-
-
-def test_values_that_depend_on_the_rows_of_a_share_are_no_difference() -> None:
+def test_shares_of_other_shapes_are_compared_by_their_values() -> None:
     def by_rows(x: tf.Tensor) -> Any:
         rows = x.shape[0]
-        scaled = x * tf.constant([1.0 * rows, 2.0 * rows, 3.0 * rows]) / tf.constant([1.0 / rows] * 3)
-        shifted = scaled + tf.constant([rows + 1.0, rows + 5.0, rows + 2.0])
-        return tf.reshape(shifted, [rows * 3, 1]) + tf.ones((rows * 3, 1)) * float(np.log(rows))
+        return tf.reshape(x, [rows * 3, 1]) + tf.ones((rows * 3, 1)) * float(np.log(rows))
 
-    assert Job().difference(by_rows, by_rows, (2, 3)) == ""
-    message = Job().difference(
+    assert difference(by_rows, by_rows, (2, 3)) == ""
+    message = difference(
         lambda x: by_rows(x + tf.constant(NORMAL, x.dtype)),
         lambda x: by_rows(x + tf.constant(-NORMAL, x.dtype)),
         (2, 3),
@@ -277,53 +275,9 @@ def test_captured_tensors_functions_and_branches_are_compared_and_names_are_not(
 
         return compute
 
-    assert Job().difference(looks_up(table, "one"), looks_up(table, "another")) == ""
-    assert "differ in a constant or captured tensor" in Job().difference(
-        looks_up(table, "one"), looks_up(other, "one")
-    )
-    assert "differ in the operation" in Job().difference(
+    assert difference(looks_up(table, "one"), looks_up(table, "another")) == ""
+    assert "differ in the operation" in difference(looks_up(table, "one"), looks_up(other, "one"))
+    assert "differ in the operation" in difference(
         lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: x + 1.0, lambda: x),
         lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: x - 1.0, lambda: x),
     )
-
-
-class Fixed(keras.layers.Layer):
-    """Written for batches of 8 rows."""
-
-    def call(self, x: Any) -> Any:
-        return tf.reshape(x, [8, FEATURES])
-
-
-def notes_of_errors(strategy: Any) -> dict[str, tuple[str, list[str]]]:
-    """The errors of steps that fail when they are traced, and of steps that fail when they run."""
-    x, y = data()
-    pairs = tf.data.Dataset.from_tensor_slices((x, y))
-    rows = tf.data.Dataset.from_tensor_slices(x)
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    cases = {
-        "arrays": lambda model: model.fit(x, y, batch_size=8, verbose=0),
-        "static shapes": lambda model: model.fit(pairs.batch(8, drop_remainder=True), verbose=0),
-        "running": lambda model: model.fit(pairs.batch(8), verbose=0),
-        "evaluating": lambda model: model.evaluate(pairs.batch(8), verbose=0),
-        "predicting": lambda model: model.predict(rows.batch(8), verbose=0),
-        "of a callback": lambda model: model.fit(x, y, batch_size=16, verbose=0, callbacks=[failing]),
-        "not divided": lambda model: model.fit(pairs.batch(4).with_options(options), verbose=0),
-    }
-    failing = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: int("a batch"))
-    found = {}
-    for name, use in cases.items():
-        with pytest.raises((ValueError, tf.errors.InvalidArgumentError)) as raised:
-            use(model_with(strategy, Fixed()))
-        notes = [note for note in getattr(raised.value, "__notes__", []) if "replicast" in note]
-        found[name] = (str(raised.value), notes)
-    return found
-
-
-def test_an_error_about_shapes_says_that_the_batch_was_divided(pool2: Pool) -> None:
-    for worker, found in enumerate(pool2.run(notes_of_errors)):
-        assert found.pop("of a callback")[1] == []
-        assert found.pop("not divided")[1] == []
-        for message, notes in found.values():
-            assert "shape" in message.lower()  # TensorFlow's own words
-            assert [f"of 8 rows, worker {worker} has 4" in note for note in notes] == [True], (message, notes)

@@ -124,7 +124,6 @@ coordination.py
       ends transfers that wait for a worker that has failed
   <context>.context(): the context of this process
 training/variables.py
-  <context>.global_seed(): the seed that the user has set
   <values>.MirroredVariable: the class of variables that are equal on all workers
   <values>.SyncOnReadVariable: the class of variables that each worker writes
   <values>.SyncOnReadVariable._update_replica(self, update_fn, value, kwargs):
@@ -168,19 +167,15 @@ training/collectives.py
       broadcasts worker 0's initial value
   <extended>._replica_ctx_all_reduce(self, reduce_op, value, options): is how an optimizer sums its gradients
   <extended>._container_strategy: the strategy that it is of
-  keras.optimizers.LossScaleOptimizer._tf_apply(self, grads, trainable_variables):
-      refuses to work in a scope outside of strategy.run
-  keras.optimizers.LossScaleOptimizer._common_apply(self, grads, trainable_variables):
-      applies the gradients if they are finite
-training/schedules.py
+training/named_variables.py
   keras.optimizers.Optimizer._get_current_learning_rate(self): what every step takes as its learning rate
 training/step.py
+  keras.src.trainers.compile_utils.CompileMetrics.metrics: the metrics of compile, one by one
   tensorflow.python.framework.auto_control_deps_utils.get_read_write_resource_inputs(op):
       tells which variables an operation writes
   tensorflow.python.eager.record.could_possibly_record(): whether a tape is recording
 training/feeding.py
-  <iterator>.catch_stop_iteration(self): surrounds all steps of fit, evaluate and predict
-  keras.src.callbacks.callback_list: to recognise its frames, which call callbacks
+  <context>.global_seed(): the seed that the user has set
   <adapters>.array_data_adapter.ArrayDataAdapter: holds arrays
   tensorflow.python.data.ops.iterator_ops.OwnedIterator: what iter(dataset) makes
   tensorflow.python.data.ops.repeat_op._RepeatDataset: what dataset.repeat() makes
@@ -193,10 +188,6 @@ training/resuming.py
   <adapters>.generator_data_adapter.GeneratorDataAdapter: a generator
   <adapters>.py_dataset_adapter.PyDatasetAdapter: a PyDataset
   <adapters>.tf_dataset_adapter.TFDatasetAdapter: a tf.data
-  keras.utils.Progbar._estimate_step_duration(self, current, now):
-      the time per batch that a progress bar shows
-training/step_metrics.py
-  keras.src.trainers.compile_utils.CompileMetrics.metrics: the metrics of compile, one by one
 training/writing.py
   keras.callbacks.BackupAndRestore._save_model(self): writes weights, and other files beside them
   keras.callbacks.ModelCheckpoint._get_file_path(self, epoch, batch, logs): where it writes
@@ -205,8 +196,6 @@ training/writing.py
   keras.src.saving.saving_lib.save_weights_only: writes every .weights.h5
   keras.src.legacy.saving.legacy_h5_format: to replace its function
   keras.src.legacy.saving.legacy_h5_format.save_model_to_hdf5: writes every .h5 file
-  keras.src.utils.io_utils: to replace its function
-  keras.src.utils.io_utils.ask_to_proceed_with_overwrite(filepath): asks whether to replace a file
 """)
 
 WRAPPER = "MeanMetricWrapper"
@@ -218,14 +207,13 @@ REDUCTION, OPTIMIZER, DATASET, SEEDED = "CollectiveAllReduce", "Optimizer", "Dat
 
 # Fields of objects, which `objects` makes.
 FIELDS = _table("""
-training/schedules.py
-  Optimizer._learning_rate: the stored rate, a schedule, or a function
-training/step_metrics.py
+training/step.py
   MeanMetricWrapper._fn: the function whose values it averages
   keras.Model._loss_tracker: the metric that Keras weights by its first input
   keras.Model._compile_loss: the metrics of the losses of several outputs
   Tensor._keras_mask: the mask of what a model returns
 training/feeding.py
+  Context._rng: is another one when a seed is set again
   ArrayDataAdapter._inputs: the arrays, which each worker slices
   ArrayDataAdapter._shuffle: what fit was told about the order
   ArrayDataAdapter.batch_size: the rows of a batch
@@ -248,10 +236,8 @@ training/resuming.py
   EpochIterator._distributed_dataset: what the strategy made of it
   keras.Model._initial_epoch: fit begins with it, read after on_train_begin
   tf_keras.Model._training_state: its fit asks it where to begin, after on_train_begin
-training/strategy_job.py
-  Strategy.extended._collective_keys: from which a key is drawn for each transfer
-  CollectiveKeys._instance_key_table: the last key of each group and device
 training/named_variables.py
+  Optimizer._learning_rate: the stored rate, a schedule, or a function
   tf_keras.optimizers.legacy._create_all_weights: makes the slots of a legacy optimizer
 training/collectives.py
   Strategy.extended._cross_device_ops: transfers between devices
@@ -263,9 +249,9 @@ training/collectives.py
   CollectiveReplicaLauncher._collective_keys: to make a launcher like it
   CollectiveReplicaLauncher._device: to make a launcher like it
   CollectiveReplicaLauncher._options: to make a launcher like it
-  Strategy.extended._task_id: which worker this is
-  Optimizer._trainable_variables: what it was built with
 training/strategy.py
+  Strategy.extended._collective_keys: from which a key is drawn for each transfer
+  CollectiveKeys._instance_key_table: the last key of each group and device
   Strategy.extended._local_device_type: CPU or GPU
   Strategy.extended._num_replicas_in_sync: the number of workers
   keras.Model._distribute_strategy: in which scope it was made
@@ -274,7 +260,6 @@ training/variables.py
   keras.Model._compile_loss: whether Keras has built the loss
   keras.Model._compile_metrics: whether Keras has built the metrics
   MirroredVariable._distribute_strategy: the strategy that made it
-  Context._rng: is another one when a seed is set again
 training/rows.py
   keras.Variable._value: TensorFlow's variable behind it
   Handle._distributed_container: the variable of the job, by its value on this worker
@@ -559,8 +544,6 @@ def test_the_locals_of_fit_have_the_names_that_we_know() -> None:
 
 
 def test_callbacks_and_functions_that_save_have_the_parameters_that_we_replace() -> None:
-    if hasattr(_CALLBACKS, "OrbaxCheckpoint"):  # not in every Keras 3
-        assert parameters(_CALLBACKS.OrbaxCheckpoint._save_checkpoint) == ("self", "step", "logs")
     methods = [keras.Model.save, keras.Model.save_weights, keras.Model.export]
     functions = [saving_lib.save_model, saving_lib.save_weights_only, legacy_h5_format.save_model_to_hdf5]
     for save in (*methods, *functions, keras.export.ExportArchive.write_out):

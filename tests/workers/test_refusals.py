@@ -91,15 +91,15 @@ def test_replicas_do_not_take_over_the_directory_of_a_job_on_another_host_unless
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
+    "kind",
     [
-        (tf.distribute.ParameterServerStrategy, "there are no replicas, and no boundary"),
-        (tf.distribute.TPUStrategy, "in the memory of TPU cores"),
-        (tf.distribute.experimental.CentralStorageStrategy, "there is nothing to keep equal"),
+        tf.distribute.ParameterServerStrategy,
+        tf.distribute.TPUStrategy,
+        tf.distribute.experimental.CentralStorageStrategy,
     ],
 )
-def test_a_strategy_that_cannot_be_served_is_refused_with_the_reason(kind: Any, reason: str) -> None:
-    with pytest.raises(replicast.NotSupported, match=f"A {kind.__name__} is .*{reason}.*MultiWorkerMirrored"):
+def test_a_strategy_that_cannot_be_served_is_refused(kind: Any) -> None:
+    with pytest.raises(replicast.NotSupported, match=f"A {kind.__name__} is .*MultiWorkerMirrored"):
         job_of(kind.__new__(kind))
 
 

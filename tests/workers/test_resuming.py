@@ -244,11 +244,11 @@ def test_fit_continues_with_the_next_batch_after_any_step(pool1: Pool, kind: str
 
 
 CANNOT: dict[str, tuple[Callable[[], dict[str, Any]], Position, str]] = {
-    "foreign": (lambda: {"x": rows().batch(2)}, Position(0, 3), "a tf.data.Dataset, a keras"),
+    "foreign": (lambda: {"x": rows().batch(2)}, Position(0, 3), "Pass a tf.data.Dataset"),
     "generator": (lambda: {"x": generated(4)}, Position(0, 9), "a generator must be a new one"),
     "dataset": (lambda: {"x": rows().batch(2)}, Position(0, 9), "9 batches done of an epoch that has 5"),
-    "threads": (lambda: {"x": Reshuffled(workers=2)}, Position(1, 2), "Keras reads it ahead"),
-    "ahead": (lambda: {"x": Reshuffled(), "steps_per_epoch": 3}, Position(1, 2), "Leave out steps_per_epoch"),
+    "threads": (lambda: {"x": Reshuffled(workers=2)}, Position(1, 2), "with workers=1"),
+    "ahead": (lambda: {"x": Reshuffled(), "steps_per_epoch": 3}, Position(1, 2), "without steps_per_epoch"),
 }
 
 

@@ -118,11 +118,10 @@ def test_lists_of_arrays_train_and_every_batch_counts_alike_in_the_losses_of_out
         assert found["a_loss"] == found["b_loss"] == pytest.approx((100 / 3, 100 / 3))
 
 
-# Moving statistics, which each worker computes from its own rows: averaged by default, local on request.
+# Moving statistics, which each worker computes from its own rows: their mean over the workers counts.
 
 
-def normalized(strategy: Any, statistics: str, rows: int = 45) -> dict[str, Any]:
-    strategy.statistics = statistics  # the pool has one strategy for all tests; people pass it to Strategy()
+def normalized(strategy: Any, rows: int = 45) -> dict[str, Any]:
     random = np.random.default_rng(3)
     x = random.normal(2.0, 3.0, size=(rows, 5)).astype("float32")
     with strategy.scope():
@@ -131,12 +130,9 @@ def normalized(strategy: Any, statistics: str, rows: int = 45) -> dict[str, Any]
         model = keras.Sequential([keras.Input((5,)), *layers])
         model.compile("sgd", "mse")
     before = frozen.kernel.numpy()
-    try:
-        model.fit(x, x[:, :1], batch_size=15, epochs=2, shuffle=False, verbose=0)
-    finally:
-        strategy.statistics = "mean"
+    model.fit(x, x[:, :1], batch_size=15, epochs=2, shuffle=False, verbose=0)
     assert np.array_equal(before, frozen.kernel.numpy()), "a frozen weight is not a statistic"
-    return {"state": state(model), "batch": frozen(x[-15:]).numpy()}
+    return {"state": state(model), "rows": frozen(x).numpy()}
 
 
 def moving_means(results: list[dict[str, Any]]) -> list[np.ndarray]:
@@ -144,20 +140,17 @@ def moving_means(results: list[dict[str, Any]]) -> list[np.ndarray]:
 
 
 def test_statistics_are_the_mean_over_the_workers(pool3: Pool) -> None:
-    results = pool3.run(normalized, "mean")
+    results = pool3.run(normalized)
     assert_equal_on_all([r["state"] for r in results])
-    local = moving_means(pool3.run(normalized, "local"))
-    np.testing.assert_allclose(moving_means(results)[0], np.mean(local, axis=0), rtol=1e-4)
-
-
-def test_statistics_stay_with_their_worker_on_request(pool2: Pool) -> None:
-    of_first, of_second = moving_means(pool2.run(normalized, "local"))
-    assert not np.array_equal(of_first, of_second)
+    expected = np.zeros(5)
+    for batch in [*results[0]["rows"].reshape(3, 15, 5)] * 2:  # the workers' rows are equally many
+        expected = 0.5 * expected + 0.5 * batch.mean(axis=0)
+    np.testing.assert_allclose(moving_means(results)[0], expected, rtol=1e-4)
 
 
 def test_a_worker_without_rows_does_not_spoil_the_statistics(pool3: Pool) -> None:
     """The last batch has one row: two of three workers normalize nothing, and their mean is NaN."""
-    results = pool3.run(normalized, "mean", 31)
+    results = pool3.run(normalized, 31)
     assert_equal_on_all([r["state"] for r in results])
     assert all(np.isfinite(value).all() for value in results[0]["state"].values())
 

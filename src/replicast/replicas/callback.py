@@ -21,12 +21,11 @@ from replicast.training import start_at_epoch
 from replicast.training.resuming import (
     ResumedEpoch,
     callbacks_of,
-    count_done_batches,
     resume_fit,
     skip_fit,
     start_tf_keras_at,
 )
-from replicast.training.strategy_job import StockJob
+from replicast.training.strategy import StockJob
 from replicast.update.audit_report import Policy
 
 logger = logging.getLogger("replicast")
@@ -232,9 +231,6 @@ class ReplicasCallback(keras.callbacks.Callback):
         self._worker.training.frozen_variables.put_back()
         self._worker.training.frozen_variables.release()
         resumes = self._resumed.batch and self._epoch == self._resumed.epoch
-        for callback in callbacks_of(self.model) or [] if resumes else []:
-            if type(callback) is keras.callbacks.ProgbarLogger:
-                count_done_batches(callback, self._resumed_epoch.done)
         self.set_moment("batch" if resumes else "first")
 
     def save_epoch(self) -> None:

@@ -49,6 +49,7 @@ from replicast.storage.run_files import (
 )
 from replicast.training import Source, StrategyJob, TensorFlowState
 from replicast.training.named_variables import Changes
+from replicast.training.strategy import StockJob
 from replicast.transport import open_transport
 from replicast.update.guard import Guard
 from replicast.update.schema import Limits
@@ -85,7 +86,7 @@ class JoinedWorker:
         self.state = TensorFlowState(*source.variables())
         if guard is not None:
             guard.check_patterns(self.state.schema)
-        local_statistics = source.is_keras_3 and job.statistics == "local"
+        local_statistics = source.is_keras_3 and isinstance(job, StockJob)
         free = declared(self.state.schema, may_differ, local_statistics=local_statistics) | self.state.local
         self.state.local = free
         rank, size, secs = job.rank, job.size, timeouts.join_secs

@@ -45,7 +45,7 @@ from replicast.replicas.replica import Function
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.training import Source, Strategy, job_of
 from replicast.training.resuming import Batches
-from replicast.training.strategy_job import StockJob
+from replicast.training.strategy import StockJob
 from replicast.training.writing import writing_alone
 from replicast.update.audit_report import AuditReport, Policy
 from replicast.update.guard import Guard, checked_guard

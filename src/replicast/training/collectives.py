@@ -11,21 +11,18 @@ send exist and before they wait: so `turns.py` can compare how far the workers a
 in vain.
 
 Replaced in TensorFlow: its launchers of collectives, and the class behind MultiWorkerMirroredStrategy, the
-only place where they can be replaced. Replaced in Keras: `LossScaleOptimizer._tf_apply`
-(`_scale_losses_between_steps`).
+only place where they can be replaced.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -40,11 +37,10 @@ from replicast.lifetime import Lifetime
 from replicast.training.keras_call import (
     compiled_model,
     keras_looks_at_attributes,
-    optimizer_that_applies,
     optimizer_that_sums,
 )
 from replicast.training.origins import SliceKind, kind_of, lookups_of
-from replicast.training.rows import UndecidedSlices, once_for_each_row, once_if_summed
+from replicast.training.rows import once_for_each_row, once_if_summed
 from replicast.training.variables import creator_in_scope, replicated, sharing_seed_generator
 
 logger = logging.getLogger("replicast")
@@ -143,6 +139,8 @@ class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
     counter that every worker advances in the same order solves both, and costs one local addition. Outside
     of graphs, a Python counter is used. A key is drawn only when the tensor to transfer exists: a step that
     finds no data left must not count as a transfer.
+
+    All collectives of several tensors, of slices and of rows are made from the two methods that are replaced.
     """
 
     def __init__(self, stock: Any, owner: ReplicatedExtended) -> None:
@@ -157,17 +155,6 @@ class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
             return shared.sum([input_tensor])[0]
         self._tensor = input_tensor
         return super().all_reduce(input_tensor, *args, **kwargs)
-
-    def batch_all_reduce(self, input_tensor_packs: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [tensor for pack in input_tensor_packs for tensor in pack]
-        if shared := self._owner.shared_sums(tensors):
-            return shared.sum(tensors)
-        return super().batch_all_reduce(input_tensor_packs, *args, **kwargs)
-
-    def all_reduce_indexed_slices(self, input_slices: Any, *args: Any, **kwargs: Any) -> Any:
-        if shared := self._owner.shared_sums([input_slices]):
-            return shared.sum([input_slices])[0]
-        return super().all_reduce_indexed_slices(input_slices, *args, **kwargs)
 
     def _all_gather(self, input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if shared := self._owner.shared_sums([input_tensor]):
@@ -189,21 +176,20 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
     Collectives count their keys (`CountingLauncher`); an optimizer may run inside `tf.cond`
     (`_use_merge_call`, `_create_variable`); row-sparse gradients are summed to the slices of one process
     (`sum_over_workers`); gradients are not summed twice (`summed_already`); outside of `strategy.run`, an
-    optimizer applies the mean of the workers' gradients (`update`).
+    optimizer is refused (`update`).
     """
 
     def __init__(
         self, container: tf.distribute.Strategy, cluster_resolver: Any, options: Any, heartbeat_secs: float
     ) -> None:
         self._heartbeat_secs = heartbeat_secs
-        self._summed_already = False
-        self._in_keras_step = False
-        self._warned = False
+        # Whether a sum over replicas returns its argument: an optimizer must not sum gradients a second time.
+        self.summed_already = False
+        self.in_keras_step = False  # which combines the gradients of the workers itself
         self._creating = False
         self._receive_parts: Callable[[Any], None] | None = None  # of the variable that is being created
         self.alone = False  # whether a step runs that is written for one process, and must see one replica
         self.variables_created = 0  # in the scope
-        self.decisions: list[Any] = []  # variables that graphs read: see `UndecidedSlices`
         super().__init__(container, cluster_resolver, options)
         if len(self.worker_devices) != 1:
             raise NotSupported(
@@ -220,7 +206,6 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         # For all transfers in graphs, if it supports their dtypes. Those outside of graphs, between steps,
         # stay with TensorFlow, and have keys of their own.
         self.shared: SharedSums | None = None
-        _scale_losses_between_steps()
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
             operations._launchers = [CountingLauncher(stock, self) for stock in operations._launchers]
 
@@ -340,50 +325,25 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
 
         return initial_value
 
-    @contextlib.contextmanager
-    def keras_step(self, *, alone: bool) -> Iterator[None]:
-        """Marks the run of a Keras step, which combines the workers' gradients itself."""
-        before = self.alone, self._in_keras_step
-        self.alone, self._in_keras_step = alone, True
-        try:
-            yield
-        finally:
-            self.alone, self._in_keras_step = before
-
-    @contextlib.contextmanager
-    def summed_already(self) -> Iterator[None]:
-        """Inside, a sum over replicas returns its argument: the optimizer must not sum a second time."""
-        before, self._summed_already = self._summed_already, True
-        try:
-            yield
-        finally:
-            self._summed_already = before
-
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         # A single worker has nothing to send, and XLA cannot compile a transfer on CPUs (`jit_compile=True`).
-        if self._summed_already or self._num_workers == 1:
+        if self.summed_already or self._num_workers == 1:
             return value
         optimizer = optimizer_that_sums()
-        if self._in_keras_step and optimizer is not None:
+        if self.in_keras_step and optimizer is not None:
             raise NotSupported(
                 f"An optimizer ({type(optimizer).__name__}) that train_step uses but the model does not hold",
                 reason="its gradients would be clipped on each worker before they are combined",
                 remedy="Make it an attribute of the model or of a layer, directly or in a list or dict",
             )
-        reduce = super()._replica_ctx_all_reduce
         if reduce_op != tf.distribute.ReduceOp.SUM:
-            return reduce(reduce_op, value, options)
+            return super()._replica_ctx_all_reduce(reduce_op, value, options)
         flat = once_if_summed(tf.nest.flatten(value), optimizer)
-        shared = self.shared_sums(flat)
+        return tf.nest.pack_sequence_as(value, self.sums(flat, [False] * len(flat)))
 
-        def add(parts: list[Any], _: list[bool]) -> list[Any]:
-            return shared.sum(parts) if shared else list(reduce(reduce_op, parts, options))
-
-        sums = sum_over_workers(flat, [False] * len(flat), self._num_workers, add, self._gather)
-        return tf.nest.pack_sequence_as(value, sums)
-
-    def weighted_sums(self, values: list[Any], averaged: list[bool], weight: tf.Tensor) -> list[Any]:
-        """Sums values over the workers in one transfer; some of them are averaged."""
+    def sums(self, values: list[Any], averaged: list[bool], rows: tf.Tensor | None = None) -> list[Any]:
+        """Sums values over the workers in one transfer; some of them are averaged, weighted by rows."""
+        weight = tf.constant(1.0) if rows is None else rows
         shared, reduce = self.shared_sums(values), super()._replica_ctx_all_reduce
 
         def combine(parts: list[Any], means: list[bool]) -> list[Any]:
@@ -392,7 +352,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
             return _weighted_with(functools.partial(reduce, tf.distribute.ReduceOp.SUM), parts, means, weight)
 
         # A worker without rows has computed a row of zeros, which would touch a row of a table: its number 0.
-        return sum_over_workers(values, averaged, self._num_workers, combine, self._gather, weight > 0)
+        has_rows = None if rows is None else rows > 0
+        return sum_over_workers(values, averaged, self._num_workers, combine, self._gather, has_rows)
 
     def gather_rows(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """The rows of all workers, in their order: each tensor joined along its first axis."""
@@ -407,43 +368,22 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
     def update(
         self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True
     ) -> Any:
-        """As in TensorFlow; an optimizer outside of `strategy.run` gets the mean of the workers' gradients.
+        """As in TensorFlow, except for an optimizer outside of `strategy.run`.
 
-        Inside `run` it sums them. Outside, TensorFlow applies each worker's own gradients, so the replicas
-        would silently diverge. The mean is correct for both kinds of loop that get here: every worker
-        computes the whole batch, or each computes an equal share of it.
+        There TensorFlow applies each worker's own gradients, and the replicas silently diverge.
         """
         # By name: this is a nested function in a method of Keras' optimizers, and there is no other way to
         # distinguish an optimizer's step from an assignment.
-        applied = getattr(fn, "__name__", "") == "apply_grad_to_update_var"
-        if not self.in_run():
+        if not self.in_run() and getattr(fn, "__name__", "") == "apply_grad_to_update_var":
             _check_in_job(var)
-            if applied and not self._summed_already:
-                gradients = once_if_summed(args[:1], optimizer_that_applies())
-                args = (*self.means(gradients, [var]), *args[1:])
+            if self._num_workers > 1:
+                raise NotSupported(
+                    "An optimizer outside of strategy.run()",
+                    reason="each worker would apply its own gradients",
+                    remedy="Call the step with strategy.run() in a tf.function, and divide the sum of the "
+                    "losses by the global batch size (docs/train.md, custom training loops)",
+                )
         return super().update(var, fn, args, kwargs, group)
-
-    def means(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The means of the workers' gradients in a loop without `strategy.run`; None stays None."""
-        if self._num_workers == 1:
-            return list(gradients)
-        if not self._warned and self._task_id == 0:
-            logger.warning(
-                "An optimizer is used outside of strategy.run(): each worker computes every batch of its "
-                "loop, and the mean of the workers' gradients is applied. To share the work, call the step "
-                "with strategy.run() in a tf.function and divide the loss by the global batch size."
-            )
-        self._warned = True
-        pairs = zip(gradients, variables, strict=True)
-        return [None if gradient is None else self._mean(gradient, variable) for gradient, variable in pairs]
-
-    def _mean(self, gradient: Any, variable: Any) -> Any:
-        carried = tf.cast(gradient, CARRIERS.get(gradient.dtype, gradient.dtype))
-        with self._container_strategy().scope():
-            mean = self.reduce_to(tf.distribute.ReduceOp.MEAN, carried, variable)
-        if isinstance(mean, tf.IndexedSlices):
-            mean = _one_list_if_equal(mean, self._num_workers)
-        return tf.cast(mean, gradient.dtype)
 
 
 class Transfer:
@@ -466,7 +406,7 @@ class Transfer:
     def send(self) -> None:
         """Combines the values. Blocks until every worker has sent the same kinds of values."""
         if self._values:  # a step may have nothing to combine, on all workers alike
-            self._combined = self._extended.weighted_sums(self._values, self._averaged, self._rows)
+            self._combined = self._extended.sums(self._values, self._averaged, self._rows)
 
 
 def _check_in_job(variable: Any) -> None:
@@ -476,31 +416,6 @@ def _check_in_job(variable: Any) -> None:
             reason="it would not be the same on every worker",
             remedy="Build the model before the loop: call it once on a batch inside 'with strategy.scope():'",
         )
-
-
-def _scale_losses_between_steps() -> None:
-    """Lets `LossScaleOptimizer` be used in a scope, by a training loop without `strategy.run`.
-
-    Keras refuses it there, although the optimizers that it wraps work. Whether the gradients are finite is
-    decided on the mean over the workers: otherwise one worker would skip a step for which the others wait.
-    """
-    # Private, and on the class: Keras refuses in this method, and asks no object that we could replace.
-    apply = keras.optimizers.LossScaleOptimizer._tf_apply
-    if hasattr(apply, "__wrapped__"):
-        return
-
-    @functools.wraps(apply)
-    def apply_mean(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        extended = self._distribution_strategy.extended
-        if not isinstance(extended, ReplicatedExtended) or extended.in_run():
-            apply(self, grads, trainable_variables)
-            return
-        updated = trainable_variables or self._trainable_variables
-        means = extended.means(grads, [getattr(v, "value", v) for v in updated])
-        with extended.summed_already():
-            self._common_apply(means, trainable_variables)
-
-    keras.optimizers.LossScaleOptimizer._tf_apply = apply_mean
 
 
 def sum_through_shared_memory(
@@ -541,15 +456,16 @@ def _weighted_with(
         _mapped(part, lambda v: tf.math.multiply_no_nan(v, tf.cast(weight, v.dtype))) if mean else part
         for part, mean in zip(parts, means, strict=True)
     ]
-    carried = [_cast(value, CARRIERS.get(value.dtype, value.dtype)) for value in (*weighted, weight)]
+    carried = [
+        _cast(value, CARRIERS.get(value.dtype, value.dtype)) for value in (*weighted, *[weight] * any(means))
+    ]
     summed: dict[int, Any] = {}
     for dtype in dict.fromkeys(value.dtype for value in carried):
         places = [place for place, value in enumerate(carried) if value.dtype == dtype]
         summed.update(zip(places, all_reduce([carried[place] for place in places]), strict=True))
     totals = [_cast(summed[place], part.dtype) for place, part in enumerate(parts)]
-    all_weights = summed[len(parts)]
     return [
-        _mapped(total, lambda v: v / tf.cast(all_weights, v.dtype)) if mean else total
+        _mapped(total, lambda v: v / tf.cast(summed[len(parts)], v.dtype)) if mean else total
         for total, mean in zip(totals, means, strict=True)
     ]
 
@@ -586,7 +502,7 @@ def sum_over_workers(
     workers: int,
     all_reduce: Callable[[list[Any], list[bool]], list[Any]],
     all_gather: Callable[[tf.Tensor], tf.Tensor],
-    has_rows: tf.Tensor | None = None,
+    has_rows: tf.Tensor | None,
 ) -> list[Any]:
     """The sums, or means, of tensors and row-sparse gradients over all workers, in one `all_reduce`.
 
@@ -650,32 +566,4 @@ def _lookups(value: Any) -> list[tuple[SliceKind, Any]]:
         lengths = [tf.size(indices) for indices in lists]
         pairs = zip(tf.split(value.values, lengths), tf.split(value.indices, lengths), strict=True)
         parts = [tf.IndexedSlices(*pair, value.dense_shape) for pair in pairs]
-    kinds = [kind_of(indices) for indices in lists]
-    if isinstance(value, UndecidedSlices):
-        repeats = (SliceKind.ROWS, SliceKind.UNKNOWN)
-        parts = [value.decided(p) if k in repeats else p for k, p in zip(kinds, parts, strict=True)]
-    return list(zip(kinds, parts, strict=True))
-
-
-def _one_list_if_equal(slices: tf.IndexedSlices, workers: int) -> tf.IndexedSlices:
-    """Adds the workers' slices one by one if all workers have the same indices; otherwise returns them all.
-
-    For custom training loops without `strategy.run`: the indices are equal if every worker computes the whole
-    batch. Unlike UNKNOWN above, this accepts repeated indices, which a whole batch may have, and needs no
-    transfer. All workers see all slices, so all decide alike.
-    """
-    length = tf.shape(slices.indices)[0] // workers
-
-    def lists(parts: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(
-            parts[: workers * length], tf.concat([[workers, length], tf.shape(parts)[1:]], axis=0)
-        )
-
-    table = lists(slices.indices)
-    whole = workers * length == tf.shape(slices.indices)[0]
-    values, indices = tf.cond(
-        whole & tf.reduce_all(table == table[0]),
-        lambda: (tf.reduce_sum(lists(slices.values), axis=0), table[0]),
-        lambda: (slices.values, slices.indices),
-    )
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
+    return list(zip(map(kind_of, lists), parts, strict=True))

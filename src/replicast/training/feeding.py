@@ -11,13 +11,11 @@ samples of their data (`Excerpt`, `DataComparison`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
 import random
-import time
-import traceback
+import secrets
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,9 +26,7 @@ import numpy as np
 import tensorflow as tf
 import xxhash
 
-# Private: the module whose functions call callbacks, to recognize its frames; Keras' adapters of its inputs,
-# to distinguish the kinds of data.
-from keras.src.callbacks import callback_list
+# Private: Keras' adapters of its inputs, to distinguish the kinds of data.
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
@@ -41,9 +37,12 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 from tensorflow.python.data.ops.repeat_op import _RepeatDataset
 from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset
 
-from replicast.errors import JobFailed, NotSupported
+# Private: whether the user has set a global seed, and whether it was set again: `tf.random` does not tell.
+from tensorflow.python.eager import context
+
+from replicast.coordination import DirectExchange
+from replicast.errors import NotSupported
 from replicast.training.keras_call import KerasCall, only_looks_at_shapes
-from replicast.training.variables import Seeds
 from replicast.turns import Turns
 
 logger = logging.getLogger("replicast")
@@ -68,13 +67,13 @@ _MIXING = {
 #
 # - The first dimension of y and sample_weight is the number of rows. All of their arrays must have it, and at
 #   least one array of x. Without y and sample_weight, all arrays of x must have the same first dimension.
-# - An array of x has rows if its first dimension is that number. A first dimension that is fixed while the
-#   number of rows is not (`dataset.batch(8)` does not fix it) is another one, even if they happen to be
-#   equal.
-#   What can only be told from values is told by the first batch, and must hold for every later one.
+# - An array of x has rows if its first dimension is that number, or is not fixed. A first dimension that is
+#   fixed while the number of rows is not (`dataset.batch(8)` does not fix it) is another one, even if they
+#   happen to be equal, unless it is that of the only array. A generator has no types: its first batch tells.
 # - Scalars are not rows.
 #
-# A batch for which this does not work is refused, with its shapes.
+# A batch for which this does not work is refused, with its shapes; one whose arrays of rows have different
+# lengths ends the training, with these.
 #
 # A batch with fewer rows than workers leaves some workers without rows. They must still take part in the
 # step's transfer, but many layers fail on an empty batch (a convolution) or return NaN (a mean). So such a
@@ -140,46 +139,29 @@ class Division:
         if len(rows) > 1:
             raise self._refusal()
         self.rows = next(iter(rows), None)  # if it is fixed
-        # By place, whether an array has rows; None if the first batch tells it.
-        self.kinds: dict[int, bool | None] = dict.fromkeys((array.place for array in self._counted), True)
+        # By place, whether an array has rows.
+        self.kinds = dict.fromkeys((array.place for array in self._counted), True)
         if labels:
-            told = self.rows is not None or any(array.fixed_length is None for array in self._inputs)
             for array in self._inputs:
-                length = array.fixed_length
-                self.kinds[array.place] = length == self.rows if told and length is not None else None
-            possible = [array.place for array in self._inputs if self.kinds[array.place] is not False]
-            if self._inputs and not possible:
-                raise self._refusal()
-            if len(possible) == 1:
-                self.kinds[possible[0]] = True
+                self.kinds[array.place] = array.fixed_length in (None, self.rows)
+            if self._inputs and not any(self.kinds[array.place] for array in self._inputs):
+                if self.rows is not None or len(self._inputs) > 1:
+                    raise self._refusal()
+                self.kinds[self._inputs[0].place] = True
         if first_batch is not None:
             self.kinds = Division(first_batch).kinds
 
-    def tell(self, flat: list[Any], told: tf.Tensor) -> tuple[tf.Tensor, dict[int, Any], tf.Tensor]:
-        """The number of rows of a batch, whether each of its arrays has rows, and what is told now."""
-        lengths = {place: length_of(flat[place]) for place in self.kinds}
-        first = self._counted[0].place
-        rows = lengths[first] if self.rows is None else tf.constant(self.rows)
-        has_rows: dict[int, Any] = dict(self.kinds)
-        arrays = [array for array in self._arrays if array.place in self.kinds]
-        agree = []
-        for place, array in ((array.place, array) for array in arrays):
-            if self.kinds[place] is None:
-                equal = lengths[place] == rows
-                has_rows[place] = tf.where(told[place] == 0, equal, told[place] > 0)
-                agree.append(equal | ~has_rows[place])
-                told = tf.tensor_scatter_nd_update(told, [[place]], [tf.where(has_rows[place], 1, -1)])
-            elif self.kinds[place] and (place != first if self.rows is None else array.fixed_length is None):
-                agree.append(lengths[place] == rows)
-        if None in self.kinds.values():
-            some = [tf.convert_to_tensor(has_rows[array.place]) for array in self._inputs]
-            agree.append(tf.reduce_any(some))
-        if agree:
-            names = ", ".join(array.name for array in arrays)
-            message = f"{self._refusal()} First dimensions of {names} in this batch, and the number of rows:"
-            given = [lengths[array.place] for array in arrays]
-            tf.debugging.Assert(tf.reduce_all(agree), [message, *given, rows], summarize=len(given) + 1)
-        return rows, has_rows, told
+    def rows_in(self, flat: list[Any]) -> Any:
+        """The number of rows of a batch: a tensor, unless it is fixed."""
+        counted = [array for array in self._arrays if self.kinds.get(array.place)]
+        lengths = [length_of(flat[array.place]) for array in counted]
+        rows = length_of(flat[self._counted[0].place]) if self.rows is None else self.rows
+        if len(counted) > 1:
+            names = ", ".join(array.name for array in counted)
+            message = f"{self._refusal()} First dimensions of {names} in this batch:"
+            equal = tf.reduce_all([length == rows for length in lengths])
+            tf.debugging.Assert(equal, [message, *lengths], summarize=len(lengths) + 1)
+        return rows
 
     def _refusal(self) -> NotSupported:
         shapes = ", ".join(f"{array.name} {tf.TensorShape(array.value.shape)}" for array in self._arrays)
@@ -188,9 +170,9 @@ class Division:
             reason="replicast divides the rows of every batch among the workers; they are counted by y and "
             "sample_weight, or by all of x if there is neither",
             remedy="Give y one entry per row: (x, y), also for predict. Add a first axis of 1 to an array "
-            "that is not rows, if its first dimension may equal their number. For batches whose rows belong "
-            "together, such as one large graph, turn off auto_shard_policy and give each worker its own "
-            "batches (docs/train.md)",
+            "that is not rows, if its first dimension changes or may equal their number. For batches whose "
+            "rows belong together, such as one large graph, turn off auto_shard_policy and give each worker "
+            "its own batches (docs/train.md)",
         )
 
 
@@ -316,9 +298,10 @@ class Excerpt(msgspec.Struct, frozen=True):
     digests: dict[str, str] = {}
     divided: bool = False
     labelled: bool = False  # the targets identify the examples
+    seed: list[int] = []  # of the orders of arrays: worker 0's counts
 
     @staticmethod
-    def of_arrays(what: str, arrays: Any) -> Excerpt:
+    def of_arrays(what: str, arrays: Any, seed: Sequence[int] = ()) -> Excerpt:
         rows = int(tf.nest.flatten(arrays)[0].shape[0])
         some = np.unique(np.linspace(0, max(rows - 1, 0), ROWS_OF_ARRAYS).astype(np.int64))[:rows]
 
@@ -327,7 +310,7 @@ class Excerpt(msgspec.Struct, frozen=True):
 
         parts = _parts_of(arrays).items()
         digests = {name: _digest([some_of(leaf) for leaf in tf.nest.flatten(part)]) for name, part in parts}
-        return Excerpt(what, length=rows, unit="rows", digests=digests)
+        return Excerpt(what, length=rows, unit="rows", digests=digests, seed=[*seed])
 
     @staticmethod
     def of_batch(what: str, parts: Mapping[str, Sequence[np.ndarray[Any, Any]]], order: str = "") -> Excerpt:
@@ -368,9 +351,15 @@ class DataComparison:
         self._strategy = strategy
         self._meet = meet
         self._warn = warn
-        self._key = f"replicast/{strategy.next_name('first-batch')}"
+        self._direct = DirectExchange(
+            strategy.coordination,
+            strategy.next_name("first-batch"),
+            strategy.rank,
+            strategy.size,
+            strategy.lifetime.has_left,
+        )
         self._compared = False
-        self.first_rows: int | None = None  # the rows of the first batch, once a pipeline has read it
+        self.seed: Sequence[int] = own.seed
 
     def open_pass(self) -> None:
         """Waits for the other workers before a pass; before the first one, compares the samples."""
@@ -381,43 +370,24 @@ class DataComparison:
         heard = self._meet(msgspec.json.encode(self._own).decode())
         decode = functools.partial(msgspec.json.decode, type=Excerpt)
         samples = {worker: decode(text) for worker, text in sorted(heard.items()) if text}
+        self.seed = samples.get(0, self._own).seed
         refuse_other_lengths(samples)
         self._compare(samples, "a sample of its rows" if self._own.unit == "rows" else "its first batch")
 
     def report_first_batch(self, parts: Mapping[str, Sequence[np.ndarray[Any, Any]]]) -> None:
         """Compares the first batch of a pipeline. Worker 0 waits for the others, at most 60 s."""
-        self.first_rows = next((len(a) for part in parts.values() for a in part if a.ndim), None)
-        rank, coordination = self._strategy.rank, self._strategy.coordination
         try:
-            sample = Excerpt.of_batch(self._own.what, parts, self._own.order)
-            coordination.put(f"{self._key}/{rank}", msgspec.json.encode(sample).decode())
-            if rank == 0:
-                self._compare({0: sample, **self._reported()}, "its first batch")
-        except JobFailed:
-            logger.debug("the first batch was not compared: the job has failed", exc_info=True)
-        except Exception:  # a value that cannot be digested: training continues without the comparison
-            logger.warning("Could not compare the first batch with the other workers'", exc_info=True)
-
-    def _reported(self) -> dict[int, Excerpt]:
-        ends = time.monotonic() + FIRST_BATCH_SECS
-        coordination, found = self._strategy.coordination, {}
-        for worker in range(1, self._strategy.size):
-            text = None
-            while text is None and time.monotonic() < ends:
-                self._strategy.lifetime.check()
-                text = coordination.get(f"{self._key}/{worker}", 1.0)
-            if text is not None:
-                found[worker] = msgspec.json.decode(text, type=Excerpt)
-                continue
-            logger.warning(
-                "Worker %d did not read its first batch of %s within %.0f s: it is not compared",
-                worker,
-                self._own.what,
-                FIRST_BATCH_SECS,
-            )
-        for worker in range(self._strategy.size):
-            coordination.delete(f"{self._key}/{worker}")
-        return found
+            own = Excerpt.of_batch(self._own.what, parts, self._own.order)
+            self._direct.tell(str(self._strategy.rank), msgspec.json.encode(own).decode())
+            if self._strategy.rank == 0:
+                workers = range(self._strategy.size)
+                texts = {each: self._direct.hear(str(each), FIRST_BATCH_SECS, each) for each in workers}
+                samples = {each: msgspec.json.decode(text, type=Excerpt) for each, text in texts.items()}
+                for each in workers:
+                    self._strategy.coordination.delete(f"replicast/{self._direct.name}/{each}")
+                self._compare(samples, "its first batch")
+        except Exception as error:  # a value that cannot be digested, a late worker, or a job that has failed
+            logger.warning("The first batch of the %s was not compared: %s", self._own.what, error)
 
     def _compare(self, samples: Mapping[int, Excerpt], compared: str) -> None:
         found = differing_parts(samples)
@@ -603,12 +573,7 @@ class Share(tf.data.Dataset):
 def _divided(batches: tf.data.Dataset, rank: int, size: int, division: Division) -> tf.data.Dataset:
     """One worker's rows of every batch; what is not rows, whole."""
 
-    def part(array: Any, rows: tf.Tensor | int, has_rows: Any) -> Any:
-        if has_rows is False:
-            return array
-        first, after = rows_of_share(rows, rank, size)
-        if has_rows is not True:
-            first, after = tf.where(has_rows, first, 0), tf.where(has_rows, after, length_of(array))
+    def share(array: Any, first: Any, after: Any) -> Any:
         if not isinstance(array, tf.SparseTensor):
             return array[first:after]
         others = array.dense_shape[1:]
@@ -616,21 +581,15 @@ def _divided(batches: tf.data.Dataset, rank: int, size: int, division: Division)
         start = tf.concat([bounds[:1], tf.zeros_like(others)], axis=0)
         return tf.sparse.slice(array, start, tf.concat([bounds[1:] - bounds[:1], others], axis=0))
 
-    def take(told: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
+    def take(*parts: Any) -> Any:
+        # `map` passes the parts of a tuple as arguments. A tuple of one part stays one: its x may be a tuple.
+        batch = parts if isinstance(batches.element_spec, tuple) else parts[0]
         flat = tf.nest.flatten(batch)
-        rows, has_rows, told = division.tell(flat, told)
-        known = rows if division.rows is None else division.rows
-        shares = [part(leaf, known, has_rows.get(place, False)) for place, leaf in enumerate(flat)]
-        return told, tf.nest.pack_sequence_as(batch, shares)
+        bounds = rows_of_share(division.rows_in(flat), rank, size)
+        shares = [share(leaf, *bounds) if division.kinds.get(i) else leaf for i, leaf in enumerate(flat)]
+        return tf.nest.pack_sequence_as(batch, shares)
 
-    if not division.kinds:
-        return batches
-    nothing = np.zeros(1 + max(division.kinds), np.int32)
-    if None in division.kinds.values():
-        return batches.scan(nothing, take)
-    # `map` passes the parts of a tuple as arguments. A tuple with one part stays one: its x may be a tuple.
-    of_tuples = isinstance(batches.element_spec, tuple)
-    return batches.map(lambda *parts: take(tf.constant(nothing), parts if of_tuples else parts[0])[1])
+    return batches.map(take) if division.kinds else batches
 
 
 class ArrayShare:
@@ -648,15 +607,13 @@ class ArrayShare:
         *,
         rank: int,
         size: int,
-        seed: tuple[int, ...],
-        opened: Callable[[], None],
+        compared: DataComparison,
         in_graph: bool,
         epoch: Callable[[], int | None],
     ) -> None:
         self._rank = rank
         self._size = size
-        self._seed = seed
-        self._opened = opened
+        self._compared = compared
         self._epoch_told = epoch
         self._epoch = 0
         self._batch_size = adapter.batch_size
@@ -674,7 +631,7 @@ class ArrayShare:
         if only_looks_at_shapes():
             rows = min(self._rows, self._batch_size)
             return iter([tf.nest.map_structure(lambda tensor: tensor[:rows], self._tensors)])
-        self._opened()
+        self._compared.open_pass()
         told = self._epoch_told()
         epoch = self._epoch if told is None else told
         self._epoch += 1
@@ -682,12 +639,12 @@ class ArrayShare:
 
     def at(self, position: DataPosition) -> Iterator[Any]:
         """The rest of a pass."""
-        self._opened()
+        self._compared.open_pass()
         self._epoch += position.passes + 1
         return self._rest(position.epoch, position.batches)
 
     def _rest(self, epoch: int, done: int) -> Iterator[Any]:
-        order = epoch_order(self._rows, self._batch_size, self._shuffle, (*self._seed, epoch))
+        order = epoch_order(self._rows, self._batch_size, self._shuffle, (*self._compared.seed, epoch))
         shares = shares_of_order(order, self._batch_size, self._rank, self._size)
         rest = itertools.islice(shares, done, None)
         return iter(self._pipeline(list(rest))) if self._ahead else map(self._gather, rest)
@@ -739,7 +696,8 @@ class Inputs:
         self._strategy = strategy
         self._rank, self._size = strategy.rank, strategy.size
         self._meet = turns.meet if strategy.size > 1 else lambda message: {0: message}
-        self._seeds = Seeds(strategy.coordination, strategy.rank)
+        self._generator: object = self  # differs from any context's generator
+        self._seeds_drawn = 0
         self._warned: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
         # How many passes used the orders of a repeated shuffle.
         self._passes: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
@@ -753,18 +711,27 @@ class Inputs:
 
     def share_of_arrays(self, call: KerasCall) -> ArrayShare:
         adapter, strategy = call.adapter, self._strategy
-        sample = Excerpt.of_arrays(call.data_name, adapter._inputs)
-        compared = self._comparison(call, sample)
-        self._explain_errors(call, lambda: min(sample.length or 0, adapter.batch_size))
+        sample = Excerpt.of_arrays(call.data_name, adapter._inputs, self._next_seed())
         return ArrayShare(
             adapter,
             rank=self._rank,
             size=self._size,
-            seed=self._seeds.next(),
-            opened=compared.open_pass,
+            compared=self._comparison(call, sample),
             epoch=(lambda: strategy.epoch) if call.method == "fit" else (lambda: None),
             in_graph=getattr(call.model, "steps_per_execution", 1) > 1,
         )
+
+    def _next_seed(self) -> tuple[int, int]:
+        """A seed for the orders of arrays: from the user's global seed, if there is one, else a random one.
+
+        Begins again when the global seed is set again. No random generator of the user is changed.
+        """
+        generator = getattr(context.context(), "_rng", None)  # absent until a seed is set
+        if generator is not self._generator:
+            self._generator, self._seeds_drawn = generator, 0
+        self._seeds_drawn += 1
+        chosen = context.global_seed()
+        return secrets.randbits(32) if chosen is None else int(chosen) & 0xFFFFFFFF, self._seeds_drawn
 
     def share_of_batches(self, dataset: tf.data.Dataset, call: KerasCall, *, divided: bool = False) -> Share:
         """This worker's rows of every batch of a dataset."""
@@ -795,13 +762,9 @@ class Inputs:
             compared.open_pass()
             count_pass()
 
-        if not divided:
-            if dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY and adapter.num_batches is None:
-                self._warn_of_unknown_length(call, dataset.element_spec)
-            batch = dataset.element_spec if first_batch is None else first_batch
-            shapes = [tf.TensorShape(getattr(leaf, "shape", None)) for leaf in tf.nest.flatten(batch)]
-            known = next((shape[0] for shape in shapes if shape.rank), None)
-            self._explain_errors(call, lambda: known or compared.first_rows)
+        is_unknown = dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY and adapter.num_batches is None
+        if is_unknown and not divided:
+            self._warn_of_unknown_length(call, dataset.element_spec)
         return Share(
             dataset,
             0 if divided else self._rank,
@@ -832,10 +795,6 @@ class Inputs:
         In one process, what TensorFlow has read ahead when a pass ends decides which order the next pass
         gets. So there is no order of one process to reproduce.
         """
-        options, stages = dataset.options(), sorted(stages_that_read_ahead(dataset))
-        optimized = options.experimental_optimization.apply_default_optimizations is not False
-        if not stages and not (optimized and options.autotune.enabled is not False):
-            return lambda: None
         shuffles = list(repeated_shuffles(dataset))
 
         def count_pass() -> None:
@@ -846,12 +805,9 @@ class Inputs:
                     "The %s is shuffled, then repeated, and a second pass over it begins before its end. In "
                     "one process, TensorFlow reads ahead, and what it has read when a pass ends decides the "
                     "order of the next one: that depends on timing. So this pass may have another order than "
-                    "in one process%s. Shuffle after repeat instead: dataset.repeat().shuffle(n, seed=1) "
-                    "(docs/train.md, steps).",
+                    "in one process, and on another worker if the pipeline itself reads ahead. Shuffle after "
+                    "repeat instead: dataset.repeat().shuffle(n, seed=1) (docs/train.md, steps).",
                     what,
-                    f", and on another worker, since the pipeline itself reads ahead ({', '.join(stages)})"
-                    if stages
-                    else "",
                 )
 
         return count_pass
@@ -885,43 +841,6 @@ class Inputs:
         warn = functools.partial(self.warn_once, call.model, call.method)
         return DataComparison(sample, self._strategy, self._meet, warn)
 
-    def _explain_errors(self, call: KerasCall, rows_of_batch: Callable[[], int | None]) -> None:
-        """Adds to an error in a step of this call that the batch was divided.
-
-        A model in whose code the size of a batch is fixed, or whose data has a first axis that is not rows,
-        fails with an error of TensorFlow about shapes that says nothing about it.
-        """
-        if self._size == 1:
-            return
-        kind, iterator = type(call.iterator), weakref.ref(call.iterator)  # which holds this function
-
-        def note() -> str:
-            rows = rows_of_batch()
-            first, after = rows_of_share(rows or 0, self._rank, self._size)
-            has = f": of {rows} rows, worker {self._rank} has {after - first}" if rows else ""
-            return (
-                f"replicast has divided each batch among {self._size} workers{has}. If the code of the model "
-                "expects all rows of a batch (a batch size that is fixed in it, or a first axis that is not "
-                "rows), take the size from the input, as with keras.ops.shape(x)[0], or feed each worker "
-                "batches of its own: a tf.data.Dataset whose auto_shard_policy is OFF."
-            )
-
-        @contextlib.contextmanager
-        def explained() -> Iterator[None]:
-            with kind.catch_stop_iteration(iterator()):
-                try:
-                    yield
-                except (ValueError, tf.errors.InvalidArgumentError) as error:
-                    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-                    modules = {frame.f_globals.get("__name__") for frame in frames}
-                    told = note() in getattr(error, "__notes__", ())
-                    # Not if a callback raised it, which is code of the user but not of the model.
-                    if callback_list.__name__ not in modules and not told:
-                        error.add_note(note())
-                    raise
-
-        call.iterator.catch_stop_iteration = explained
-
 
 def repeated_shuffles(dataset: tf.data.Dataset, *, repeated: bool = False) -> Iterator[tf.data.Dataset]:
     """The stages of a pipeline that draw a new order each time a later `repeat` starts again."""
@@ -929,10 +848,3 @@ def repeated_shuffles(dataset: tf.data.Dataset, *, repeated: bool = False) -> It
         yield dataset
     for source in dataset._inputs():
         yield from repeated_shuffles(source, repeated=repeated or isinstance(dataset, _RepeatDataset))
-
-
-def stages_that_read_ahead(dataset: tf.data.Dataset) -> set[str]:
-    """The classes of the stages of a pipeline with which a script itself reads ahead."""
-    name = type(dataset).__name__
-    found = {name.strip("_")} if name.startswith(("_Prefetch", "_Parallel")) else set()
-    return found.union(*(stages_that_read_ahead(source) for source in dataset._inputs()))

@@ -9,7 +9,9 @@ TensorFlow's does.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,13 +69,10 @@ def keras_call() -> KerasCall | None:
 def local_of_fit(model: keras.Model, name: str, kind: type) -> tuple[Any, dict[str, Any]] | None:
     """A local variable of the running `fit`, and all of them. Private: `fit` keeps these nowhere else."""
     frame: Any = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
-            found = frame.f_locals.get(name)
-            if isinstance(found, kind):
-                return found, frame.f_locals
+    while frame is not None and not (frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model):
         frame = frame.f_back
-    return None
+    found = None if frame is None else frame.f_locals.get(name)
+    return (found, frame.f_locals) if isinstance(found, kind) else None
 
 
 def predicting_model() -> Any:
@@ -98,11 +97,6 @@ def optimizer_that_sums() -> keras.optimizers.Optimizer | None:
     return _self_of("_all_reduce_sum_gradients", 16, keras.optimizers.Optimizer)
 
 
-def optimizer_that_applies() -> keras.optimizers.Optimizer | None:
-    """The optimizer that updates a variable in a loop without `strategy.run`."""
-    return _self_of("_distributed_tf_update_step", 16, keras.optimizers.Optimizer)
-
-
 def only_looks_at_shapes() -> bool:
     """Whether Keras is about to take one batch only to build the model, and discard it.
 
@@ -125,6 +119,20 @@ def keras_looks_at_attributes() -> bool:
     """Whether Keras creates an object only to inspect it, as each optimizer that it saves or loads."""
     frame = _frame_of("get_attr_skipset", FRAMES_OF_A_VARIABLE)
     return frame is not None and frame.f_globals.get("__name__") == saving_lib.__name__
+
+
+@contextlib.contextmanager
+def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, this object has another attribute; never its class. Keras has no hook where this is used."""
+    own = vars(thing).get(name, replaced)  # the script, or the constructor, may have set it on this object
+    object.__setattr__(thing, name, value)  # past Keras, which tracks attributes
+    try:
+        yield
+    finally:
+        if vars(thing).get(name) is value:  # else the script has set another one since
+            object.__delattr__(thing, name)
+            if own is not replaced:
+                object.__setattr__(thing, name, own)
 
 
 def _self_of(function: str, furthest: int, kind: type = object) -> Any:

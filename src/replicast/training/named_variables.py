@@ -22,7 +22,7 @@ import operator
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -30,7 +30,6 @@ import numpy as np
 import tensorflow as tf
 
 from replicast.errors import NotSupported
-from replicast.training.schedules import steer, steered_rate
 from replicast.training.variables import (
     global_seed_generator,
     held_optimizers,
@@ -78,28 +77,16 @@ class Source:
         self._optimizer = optimizer
         self.is_keras_3 = isinstance(model, keras.layers.Layer)
         self.is_tf_keras = not self.is_keras_3 and isinstance(model, _tf_keras("layers.Layer"))
-        if not (
-            self.is_keras_3
-            or self.is_tf_keras
-            or isinstance(model, Mapping | tf.Module | tf.train.Checkpoint)
-        ):
-            raise NotSupported(
-                f"Replicas of a {type(model).__name__}",
-                reason="its variables have no names",
-                remedy="Pass a Keras model, a tf.Module, a tf.train.Checkpoint, or a dict of variables",
-            )
-        named = (keras.Variable, tf.Variable, tf.Tensor)
-        wrong = [
-            f"{key!r}: {type(value).__name__}"
-            for key, value in (model.items() if isinstance(model, Mapping) else ())
-            if not isinstance(key, str) or not isinstance(value, named)
-        ]
-        if wrong or (isinstance(model, Mapping) and not model):
-            raise NotSupported(
-                "Replicas of a dict that does not map names to variables",
-                reason=f"it has {', '.join(wrong[:3]) or 'no entry'}",
-                remedy="Pass one such as {'w': variable}; for nested ones, a tf.Module",
-            )
+        problem, remedy = "", "Pass a Keras model, a tf.Module, a tf.train.Checkpoint, or a dict of variables"
+        if isinstance(model, Mapping):
+            named = (keras.Variable, tf.Variable, tf.Tensor)
+            if not model or not all(isinstance(k, str) and isinstance(v, named) for k, v in model.items()):
+                problem = "a dict that does not map names to variables"
+                remedy = "Pass one such as {'w': variable}; for nested ones, a tf.Module"
+        elif not (self.is_keras_3 or self.is_tf_keras or isinstance(model, tf.Module | tf.train.Checkpoint)):
+            problem = f"a {type(model).__name__}"
+        if problem:
+            raise NotSupported(f"Replicas of {problem}", reason="its variables have no names", remedy=remedy)
         # Held, so that no other object can have the identity of one of them.
         self._known: dict[str, Any] = {}
         self._held: list[Any] = []
@@ -372,3 +359,49 @@ def _slots(weights: Sequence[Any], optimizer: Any) -> dict[int, tuple[int, float
                     owned[id(variable)] = (id(weight), accumulated if kind == "accumulator" else 0.0)
                 break
     return owned
+
+
+# A learning rate that a schedule or a function computes, as one variable of the state.
+#
+#     optimizer/learning_rate >= 0    this rate, in place of what the schedule computes
+#     optimizer/learning_rate = -f    f times what the schedule computes; at the start -1, the schedule itself
+#
+# So `assign` replaces the schedule by a value, `scale` scales whichever of the two is in force, and a revert,
+# or `assign` of -1, gives the schedule back. The variable is agreed, journaled, saved and restored like all
+# others. It belongs to the job and not to the optimizer: files that Keras writes are as without replicast.
+
+THE_SCHEDULE = -1.0
+
+
+class SteeredRate:
+    """The learning rate of one optimizer, in place of its method: it reads the variable in every step."""
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        self._compute = compute
+        self.variable = keras.Variable(THE_SCHEDULE, trainable=False, dtype="float32", name="learning_rate")
+
+    def __call__(self) -> tf.Tensor:
+        computed = tf.convert_to_tensor(self._compute())
+        steered = tf.cast(self.variable.value, computed.dtype)
+        return tf.where(steered < 0, -steered * computed, steered)  # 1 times a number has its bits
+
+
+def steered_rate(optimizer: Any) -> SteeredRate | None:
+    """The rate of an optimizer that `steer` was called with, if a schedule or a function computes it."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    rate = vars(inner).get("_get_current_learning_rate")
+    return rate if isinstance(rate, SteeredRate) else None
+
+
+def steer(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Makes a computed learning rate part of the state, once. Returns whether its steps must be traced again.
+
+    All workers call it, in the scope of their strategy.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    # Private: there is no public way to ask whether a rate is stored, or to replace what computes it without
+    # replacing the schedule, which would change the files that Keras writes.
+    if isinstance(inner._learning_rate, keras.Variable) or steered_rate(inner) is not None:
+        return False
+    inner._get_current_learning_rate = SteeredRate(inner._get_current_learning_rate)
+    return True

@@ -47,7 +47,6 @@ class ResumedEpoch:
 
     iterator: EpochIterator | None = None
     steps_per_epoch: int | None = None
-    done: int = 0
     uncounted: int = 0
 
     def ended(self) -> None:
@@ -101,18 +100,11 @@ def resume_fit(model: keras.Model, epoch: int, batch: int, warn: Callable[[str],
         return ResumedEpoch()
     iterator, first_epoch = found
     adapter = iterator.data_adapter
-    if not isinstance(adapter, POSITIONED):
+    if not isinstance(adapter, POSITIONED) or _is_read_ahead_of_changes(adapter, iterator.steps_per_epoch):
         warn(
-            "The order of this data is drawn outside of TensorFlow, Keras and Python: the batches that were "
-            "used are skipped, but in the order after the restart. Pass a tf.data.Dataset, a "
-            f"keras.utils.PyDataset or arrays to fit. Received: {type(adapter).__name__}"
-        )
-    elif _is_read_ahead_of_changes(adapter, iterator.steps_per_epoch):
-        warn(
-            "This PyDataset has a different order in each epoch, and Keras reads it ahead, so the order of a "
-            "batch is unknown: the data may be at another position than before. Leave out steps_per_epoch "
-            "and use workers=1, or use shuffle=False and a dataset that does not change between epochs. "
-            f"Received: {type(adapter.py_dataset).__name__}"
+            "The order of this data may not be as before the restart: the batches that were used are "
+            "skipped, but in the order after it. Pass a tf.data.Dataset, arrays, or a keras.utils.PyDataset "
+            f"with workers=1 and without steps_per_epoch to fit. Received: {type(adapter).__name__}"
         )
     return _position(iterator, first_epoch, max(epoch - first_epoch, 0), batch, warn)
 
@@ -236,7 +228,7 @@ def _position(
     iterator._steps_seen = used
     # While steps_per_epoch is set, Keras uses the current iterator, and that many batches of it.
     iterator.steps_per_epoch = sys.maxsize if of_epoch is None else of_epoch - batch
-    return ResumedEpoch(iterator, steps, batch, uncounted)
+    return ResumedEpoch(iterator, steps, uncounted)
 
 
 def _must_be_read(iterator: EpochIterator) -> bool:
@@ -329,17 +321,3 @@ def position_problem(batches: Batches) -> str:
         "with the same batches after every restart. Pass a tf.data.Dataset or a list to resume(). "
         f"Received: {kind} ({type(batches).__name__})"
     )
-
-
-def count_done_batches(logger: keras.callbacks.ProgbarLogger, done: int) -> None:
-    """Makes the progress bar of the epoch that has begun include the batches that were done before."""
-    bar, shown, estimate = logger.progbar, logger.on_train_batch_end, logger.progbar._estimate_step_duration
-
-    def on_train_batch_end(batch: int, logs: dict[str, Any] | None = None) -> None:
-        shown(batch + (done if logger.progbar is bar else 0), logs)  # each epoch has its own bar
-
-    logger.on_train_batch_end = on_train_batch_end
-    # The batches that were done before do not count for the time per batch. Private: Keras divides the time
-    # since the bar was created by all batches, and has no option for it.
-    bar._estimate_step_duration = lambda current, now: estimate(current - done, now)
-    bar.update(done)

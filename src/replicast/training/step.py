@@ -32,19 +32,30 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
+
+# Private: the metric that holds those of `compile`; a metric does not tell what it consists of.
+from keras.src.trainers.compile_utils import CompileMetrics
 
 # Private: whether a tape is recording; and which variables an operation writes. There is no public way to
 # ask.
 from tensorflow.python.eager import record
 from tensorflow.python.framework import auto_control_deps_utils
 
+from replicast.errors import NotSupported
 from replicast.training.collectives import ReplicatedExtended, Transfer
-from replicast.training.feeding import at_least_one_row, rows_of, with_unknown_rows
-from replicast.training.origins import CommonTensors, in_vectorized_map, is_of_some_rows, tensors_in
-from replicast.training.rows import UndecidedSlices, once_if_summed, sums_repeated_rows
-from replicast.training.step_metrics import StepMetrics, precise, replaced
-from replicast.training.variables import added_by_keras_step, component, held_optimizers, local
+from replicast.training.feeding import (
+    at_least_one_row,
+    first_input_is_whole,
+    only_real,
+    rows_of,
+    with_unknown_rows,
+)
+from replicast.training.keras_call import replaced
+from replicast.training.origins import CommonTensors, in_vectorized_map, is_of_some_rows
+from replicast.training.rows import once_if_summed
+from replicast.training.variables import SummedVariable, component, held_optimizers, local
 
 logger = logging.getLogger("replicast")
 
@@ -75,12 +86,11 @@ class KerasStep:
     """
 
     def __init__(
-        self, extended: ReplicatedExtended, model: keras.Model, function: Callable[..., Any], average: bool
+        self, extended: ReplicatedExtended, model: keras.Model, function: Callable[..., Any]
     ) -> None:
         self._extended = extended
         self._model = model
         self._function = function
-        self._average_statistics = average
         # A loss that is a sum gives every example the same weight already; another weight would be wrong.
         losses = [loss for loss in tf.nest.flatten(getattr(model, "loss", None)) if loss is not None]
         reductions = [getattr(loss, "reduction", "sum_over_batch_size") for loss in losses]
@@ -95,15 +105,14 @@ class KerasStep:
         self._kept: list[tuple[Callable[..., Any], list[Any], Any]] = []
         self._clips_own = False
         self._common = CommonTensors()
-        optimizers = held_optimizers(model).values()
-        self._may_add_up = not tf.executing_eagerly() and any(map(sums_repeated_rows, optimizers))
-        self._adding_up: set[tf.Operation] = set()
-        self._undecided: list[tuple[UndecidedSlices, tf.IndexedSlices]] = []
 
     def __call__(self, data: Any) -> Any:
         """Runs the step on this worker's share and returns its result for the whole batch."""
         # Until the results are computed: a state that is read in another step is taken to be in parts.
-        with added_by_keras_step(v.value for v in self._model.metrics_variables):
+        with contextlib.ExitStack() as stack:
+            for variable in self._model.metrics_variables:
+                if isinstance(variable.value, SummedVariable):
+                    stack.enter_context(replaced(variable.value, "in_keras_step", True))
             return fed_as_by_keras(self._model, self._run)(data)
 
     def _run(self, data: Any) -> Any:
@@ -124,13 +133,13 @@ class KerasStep:
                 stack.enter_context(replaced(optimizer, "apply", summing))
             if not self._applies_last:
                 stack.enter_context(tape_returning(self._of_the_whole_batch))
-            stack.enter_context(self._extended.keras_step(alone=not self._sums_its_loss))
+            stack.enter_context(replaced(self._extended, "in_keras_step", True))
+            stack.enter_context(replaced(self._extended, "alone", not self._sums_its_loss))
             logs = self._function(at_least_one_row(data, rows))
-        self._decide_what_is_sent(logs)
         states = {id(v) for v in metrics.variables}
         others = [v for v in watch.written if id(v) not in states]
         counted = [v for v in others if v.dtype not in _FLOATS]
-        statistics = [v for v in others if v.dtype in _FLOATS and (v.trainable or self._average_statistics)]
+        statistics = [v for v in others if v.dtype in _FLOATS]
 
         own = [value for value in tf.nest.flatten(logs) if not metrics.is_result(value)]
         transfer = Transfer(self._extended, self._rows)
@@ -145,7 +154,7 @@ class KerasStep:
         transfer.send()
         for (apply, kept, variables), summed in zip(self._kept, gradients, strict=True):
             each = iter(summed())
-            with self._extended.summed_already():
+            with replaced(self._extended, "summed_already", True):
                 apply([g if g is None else next(each) for g in kept], variables)
         assign_states()
         self._warn_of_differences(compared, means())
@@ -157,7 +166,7 @@ class KerasStep:
         )
 
     def _means(self, scalars: list[tf.Tensor]) -> list[tf.Tensor]:
-        return self._extended.weighted_sums(scalars, [True] * len(scalars), self._rows)
+        return self._extended.sums(scalars, [True] * len(scalars), self._rows)
 
     def _assignable(self) -> list[keras.Variable]:
         """Variables that the step may assign without an optimizer: mostly moving statistics.
@@ -182,11 +191,8 @@ class KerasStep:
             return
         self._warn_of_clipping(gradients)
         whole = self._of_the_whole_batch(gradients, optimizer)
-        first = len(_operations())
-        with self._watch.ignoring(), self._extended.summed_already():
+        with self._watch.ignoring(), replaced(self._extended, "summed_already", True):
             apply(whole, trainable_variables)
-        if sums_repeated_rows(optimizer):
-            self._adding_up.update(_operations()[first:])
 
     def _of_the_whole_batch(self, gradients: list[Any], optimizer: Any = None) -> list[Any]:
         """The gradients over the rows of all workers. Those that are common already are not sent again.
@@ -203,7 +209,6 @@ class KerasStep:
         transfer = Transfer(self._extended, self._rows)
         sent: dict[int, Callable[[], list[Any]]] = {}
         rows_are_common: set[int] = set()
-        undecided: dict[int, UndecidedSlices] = {}
         for place, (gradient, origin) in enumerate(zip(gradients, origins, strict=True)):
             if origin == "mixed" and self._has_common_rows(gradient, from_tape):
                 # A sum of slices would have each of these rows once per worker.
@@ -211,10 +216,8 @@ class KerasStep:
                 sent[place] = transfer.add([gradient.values], averaged=True)
             elif origin != "common":
                 averaged = origin == "mixed" or not self._sums_its_loss
-                (slices,) = once_if_summed([gradient if averaged else self._of_rows(gradient)], optimizer)
-                if from_tape and isinstance(slices, tf.IndexedSlices) and self._may_add_up:
-                    slices = undecided[place] = UndecidedSlices(slices)
-                sent[place] = transfer.add([slices], averaged=averaged)
+                own = once_if_summed([gradient if averaged else self._of_rows(gradient)], optimizer)
+                sent[place] = transfer.add(own, averaged=averaged)
         transfer.send()
         whole = list(gradients)
         for place, received in sent.items():
@@ -222,7 +225,6 @@ class KerasStep:
             if place in rows_are_common:
                 slices = gradients[place]
                 whole[place] = tf.IndexedSlices(whole[place], slices.indices, slices.dense_shape)
-        self._undecided += [(slices, whole[place]) for place, slices in undecided.items()]
         self._common.add(whole)
         return whole
 
@@ -234,17 +236,6 @@ class KerasStep:
         values = gradient.values if is_sparse else gradient
         values = tf.where(self._rows > 0, values, tf.zeros_like(values))
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if is_sparse else values
-
-    def _decide_what_is_sent(self, logs: Any) -> None:
-        """Slices that only an optimizer uses which adds them up are sent once for each row."""
-        logged = {id(tensor) for tensor in tensors_in(logs)}
-        for slices, received in self._undecided:
-            tensors = [received.values, received.indices]
-            users = {user for tensor in tensors for user in tensor.consumers()}
-            if users <= self._adding_up and logged.isdisjoint(map(id, tensors)):
-                with tf.init_scope():
-                    slices.once.assign(True, read_value=False)
-            self._extended.decisions.append(slices.once)  # as long as the graph, which does not hold it
 
     def _has_common_rows(self, gradient: Any, from_tape: bool) -> bool:
         """Whether it is row-sparse, with the same rows on all workers: not a worker's own, times a factor."""
@@ -413,3 +404,272 @@ class Writes:
 
 def _operations() -> list[tf.Operation]:
     return [] if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_operations()
+
+
+# The metrics of a step: after it, each has the state that one process would have after the whole batch.
+#
+# How a metric gets there depends on how `update_state` uses rows, which is decided when the step is traced:
+#
+# - The classes of Keras add a sum over rows to their state. Each worker adds its own rows, and the step sums
+#   what the workers added: nothing is transferred but the state. `tests/scripts/test_metrics.py` holds every
+#   class of Keras to this.
+# - Any other `update_state` may do anything with its rows: keep a maximum, count its calls. It gets the rows
+#   of all workers, in their order, on every worker, and the state of worker 0 counts.
+# - So does a function that returns one number for its rows instead of one for each row.
+# - A scalar that is not weighted, such as a loss, is taken as a mean over rows: what it adds to a
+#   `keras.metrics.Mean` is averaged over the workers, weighted by rows.
+# - The losses in the logs of a model whose loss is a sum over rows are added up, and then weighted as by
+#   Keras.
+#
+# Between steps, every worker holds the state of the whole job: reading and resetting are local, and decisions
+# that depend on a metric are the same everywhere. A `train_step` may return the results of its metrics under
+# any names. They were computed from this worker's rows, so they are recorded, and computed again from the
+# final states.
+
+_MEAN = keras.metrics.Mean.update_state
+_WRAPPER = keras.metrics.MeanMetricWrapper.update_state
+
+
+class StepMetrics:
+    """The metrics of a model in one step."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        data: Any,
+        gather: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+        mean: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+        *,
+        sums_its_loss: bool,
+    ) -> None:
+        self._model = model
+        self._sums_its_loss = sums_its_loss
+        self._data = data
+        self._rows = rows_of(data)
+        self._gather = gather
+        self._mean = mean
+        self.variables = list(model.metrics_variables)
+        # The value of each before the step, and the total of the job then: zeros if it is in parts, which the
+        # step sums too.
+        self._before: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+        for variable in self.variables:
+            value, state = local(variable), variable.value
+            total = state.zero_unless_whole(value) if isinstance(state, SummedVariable) else value
+            self._before[id(variable)] = value, total
+        self._gathered: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._whole: dict[int, keras.metrics.Metric] = {}
+        self._scalar: dict[int, keras.metrics.Metric] = {}
+        self._summed: set[int] = set()
+        self._updating_whole = False
+        self._results: dict[int, tuple[Any, keras.metrics.Metric, int]] = {}
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, it is decided how each metric is updated, and recorded what each returns as its result."""
+        metrics = {id(metric): metric for metric in self._model.metrics}.values()
+        parts = [part for m in metrics for part in (m.metrics if isinstance(m, CompileMetrics) else [m])]
+        with contextlib.ExitStack() as stack:
+            for metric in metrics:
+                stack.enter_context(replaced(metric, "result", self._recording(metric)))
+            for metric in {id(part): part for part in parts}.values():
+                stack.enter_context(replaced(metric, "update_state", self._deciding(metric)))
+            yield
+
+    def is_result(self, value: Any) -> bool:
+        return id(value) in self._results
+
+    def recomputed(self, value: Any) -> Any:
+        """The same result of a metric, from its current state."""
+        _, metric, index = self._results[id(value)]
+        return tf.nest.flatten(metric.result())[index]
+
+    def add_states(self, written: list[keras.Variable], transfer: Transfer) -> Callable[[], None]:
+        """Adds the states after the step to a transfer; returns a function that assigns those of the job."""
+        rows, whole_first = self._rows, first_input_is_whole(self._data)
+        is_first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
+        of_all_rows = {id(v) for metric in self._whole.values() for v in metric.variables}
+        means = (metric for key, metric in self._scalar.items() if key not in self._summed)
+        of_scalars = {id(v) for metric in means for v in metric.variables}
+        # Keras weights the loss in its logs by the first array of x, which may not be rows.
+        tracker = getattr(self._model, "_loss_tracker", None)
+        tracked = set() if tracker is None or whole_first is None else {id(v) for v in tracker.variables}
+        flags = transfer.add([tf.cast(whole_first & (rows > 0), tf.int32)] if tracked else [])
+        sums = {id(metric.total): metric for metric in self._losses()} if self._sums_its_loss else {}
+
+        def state_of(variable: keras.Variable) -> Callable[[], tf.Tensor]:
+            before, total = self._before[id(variable)]
+            after = tf.where(rows > 0, local(variable), before)
+            if id(variable) in of_all_rows or variable.aggregation == "only_first_replica":
+                value = local(variable) if id(variable) in of_all_rows else after
+                value = tf.cast(value, tf.int32) if value.dtype == tf.bool else value
+                first = transfer.add([tf.where(is_first, value, tf.zeros_like(value))])
+                return lambda: first()[0]
+            if id(variable) in sums:
+                return by_sum(before, total, after, sums[id(variable)])
+            if variable.aggregation != "sum":
+                mean = transfer.add([tf.cast(after, tf.float32)], averaged=True)
+                return lambda: mean()[0]
+            if id(variable) in of_scalars:
+                return by_mean(before, total, after)
+            added = transfer.add([_difference(total, after)])
+            if id(variable) not in tracked:
+                return lambda: total + added()[0]
+            mean_of = by_mean(before, total, after)
+            return lambda: tf.where(flags()[0] > 0, mean_of(), total + added()[0])
+
+        def by_mean(before: tf.Tensor, total: tf.Tensor, after: tf.Tensor) -> Callable[[], tf.Tensor]:
+            parts = transfer.add([_difference(total, before)])  # zero, unless each worker holds a part
+            mean = transfer.add([precise(_difference(before, after))], averaged=True)
+            return lambda: total + parts()[0] + tf.cast(mean()[0], total.dtype)
+
+        def by_sum(
+            before: tf.Tensor, total: tf.Tensor, after: tf.Tensor, metric: keras.metrics.Metric
+        ) -> Callable[[], tf.Tensor]:
+            # Keras has multiplied it by the number of workers, and by the weight: a number of rows, or of
+            # those of an input that is the same on all workers, or none.
+            by_rows = tf.constant(id(metric) in self._summed)
+            if whole_first is not None and id(metric.total) in tracked:
+                by_rows &= ~whole_first
+            number = tf.where(by_rows, tf.cast(rows, tf.float32), 0.0)
+            factor = tf.maximum(number, 1.0) * tf.distribute.get_strategy().num_replicas_in_sync
+            parts = transfer.add([_difference(total, before)])  # zero, unless each worker holds a part
+            added = transfer.add([precise(_difference(before, after)) / factor, number])
+            return lambda: total + parts()[0] + tf.cast(added()[0] * tf.maximum(added()[1], 1.0), total.dtype)
+
+        found = [(variable, state_of(variable)) for variable in written]
+
+        def assign() -> None:
+            for variable, state in found:
+                component(variable).assign(tf.cast(state(), variable.value.dtype))
+                if isinstance(variable.value, SummedVariable):
+                    variable.value.mark_whole()
+
+        return assign
+
+    def _losses(self) -> list[keras.metrics.Metric]:
+        """The metrics in which Keras keeps the loss, and with several outputs that of each."""
+        # Private: there is no other way to them.
+        compiled = getattr(self._model, "_compile_loss", None)
+        found = [getattr(self._model, "_loss_tracker", None), *(compiled.metrics if compiled else ())]
+        return [metric for metric in found if metric is not None]
+
+    def _recording(self, metric: keras.metrics.Metric) -> Callable[[], Any]:
+        result = metric.result
+
+        def recording() -> Any:
+            returned = result()
+            for index, value in enumerate(tf.nest.flatten(returned)):
+                # Keeps the value alive: its id cannot be reused then.
+                self._results[id(value)] = (value, metric, index)
+            return returned
+
+        return recording
+
+    def _deciding(self, metric: keras.metrics.Metric) -> Callable[..., Any]:
+        update = metric.update_state
+        method = getattr(update, "__func__", None)
+        # A class of the user's that overrides it may do anything, also if it then calls that of Keras.
+        known = method is not None and method.__module__.startswith("keras.")
+
+        def of_each_row(function: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                values = function(*args, **kwargs)
+                if _rank(values) != 0:
+                    return values
+                args, kwargs = self._claimed(metric, (args, kwargs))
+                return function(*args, **kwargs)
+
+            return called
+
+        def deciding(*args: Any, **kwargs: Any) -> Any:
+            if self._updating_whole:  # a metric that is part of another one
+                return update(*args, **kwargs)
+            if not known:
+                args, kwargs = self._claimed(metric, (args, kwargs))
+                with replaced(self, "_updating_whole", True):
+                    return update(*args, **kwargs)
+            if method is _WRAPPER:
+                # Private: only the function that this metric calls tells if there is a value for each row.
+                with replaced(metric, "_fn", of_each_row(metric._fn)):
+                    return update(*args, **kwargs)
+            weight = args[1] if len(args) > 1 else kwargs.get("sample_weight")
+            value = args[0] if args else kwargs.get("values")
+            if method is _MEAN and weight is None and _rank(value) == 0:
+                self._scalar[id(metric)] = metric
+            else:
+                self._summed.add(id(metric))
+            return update(*args, **kwargs)
+
+        return deciding
+
+    def _claimed(self, metric: keras.metrics.Metric, structure: Any) -> Any:
+        """The arguments of a metric as they would be in one process; constants stay as they are."""
+        self._whole[id(metric)] = metric
+        for variable in metric.variables:
+            if isinstance(variable.value, SummedVariable):
+                variable.value.refuse_parts(f"Metric {metric.name}")
+        flat = [
+            tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.ndim else leaf
+            for leaf in tf.nest.flatten(structure)
+        ]
+        varying = {leaf.shape[0] for leaf in flat if _varies(leaf) and leaf.shape.rank} - {None}
+        for place, leaf in enumerate(flat):
+            # A constant with one entry per row of this worker: labels of `tf.ones((tf.shape(x)[0], 1))`.
+            constant = isinstance(leaf, tf.Tensor) and leaf.shape.rank and not _varies(leaf)
+            if constant and leaf.shape[0] in varying:
+                flat[place] = tf.compat.v1.placeholder_with_default(leaf, leaf.shape)  # is not folded
+        here = id(None if tf.executing_eagerly() else tf.compat.v1.get_default_graph())
+        varying_leaves = {(id(leaf), here): leaf for leaf in flat if _varies(leaf)}
+        needed = {key: leaf for key, leaf in varying_leaves.items() if key not in self._gathered}
+        parts = [_parts(metric, leaf) for leaf in needed.values()]
+        rows = [only_real(part, self._rows) for leaf in parts for part in leaf if part.shape.rank != 0]
+        scalars = [part for leaf in parts for part in leaf if part.shape.rank == 0]
+        joined, means = iter(self._gather(rows) if rows else ()), iter(self._mean(scalars) if scalars else ())
+        for (key, leaf), own in zip(needed.items(), parts, strict=True):
+            received = [next(means if part.shape.rank == 0 else joined) for part in own]
+            whole = received[0]
+            if len(received) > 1:
+                whole._keras_mask = received[1]
+            # Keeps the leaf alive: its id cannot be reused then.
+            self._gathered[key] = leaf, whole
+        of_all = [self._gathered[id(leaf), here][1] if _varies(leaf) else leaf for leaf in flat]
+        return tf.nest.pack_sequence_as(structure, of_all)
+
+
+def _varies(leaf: Any) -> bool:
+    """Whether an argument may differ between workers."""
+    if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+        return True
+    return isinstance(leaf, tf.Tensor) and (tf.executing_eagerly() or tf.get_static_value(leaf) is None)
+
+
+def _parts(metric: keras.metrics.Metric, leaf: Any) -> list[tf.Tensor]:
+    """The tensors of an argument that are joined over the workers."""
+    scalar_number = _rank(leaf) == 0 and not leaf.dtype.is_floating
+    is_dense = isinstance(leaf, tf.Tensor)
+    if not is_dense or leaf.dtype == tf.string or scalar_number:
+        kind = f"a {leaf.dtype.name}" if is_dense else "a sparse or ragged tensor"
+        raise NotSupported(
+            f"Metric {metric.name} ({type(metric).__name__}), which is updated with {kind}"
+            f"{', a single one for all rows' if scalar_number else ''}",
+            reason="its update_state is not one of Keras, so it gets the rows of all workers, and these "
+            "cannot be joined",
+            remedy="Pass dense numbers, one entry per row",
+        )
+    mask = getattr(leaf, "_keras_mask", None)
+    return [leaf] if mask is None else [leaf, mask]
+
+
+def _rank(value: Any) -> int | None:
+    rank: int | None = tf.TensorShape(getattr(value, "shape", ())).rank
+    return rank
+
+
+def _difference(before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
+    """What a step added to a state; zero where an infinity did not change."""
+    return tf.where(before == after, tf.zeros_like(after), after - before)
+
+
+def precise(value: tf.Tensor) -> tf.Tensor:
+    """The value in a dtype whose rounding, repeated in every step, does not shift a mean."""
+    return value if value.dtype == tf.float64 else tf.cast(value, tf.float32)

@@ -5,12 +5,11 @@ Keras asks three things of a strategy, and a model's `fit` is otherwise Keras' o
     experimental_distribute_dataset   this worker's rows of every batch          `feeding`
     run                               the step, with the result of the batch     `step`
     reduce                            the value, which is that of the job then   `reduce`
-
-The start of a worker, in this order: it meets the others, TensorFlow connects them, and it is watched.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -18,9 +17,9 @@ import gc
 import os
 import signal
 import sys
-import threading
 import types
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import keras
@@ -35,8 +34,14 @@ from replicast.config import (
     read_cluster,
     start_timeout_secs,
 )
-from replicast.coordination import unregistered_workers
+from replicast.coordination import (
+    Coordination,
+    MemoryCoordination,
+    ServiceCoordination,
+    unregistered_workers,
+)
 from replicast.errors import ClusterError, NotSupported
+from replicast.lifetime import Lifetime
 from replicast.port_filter import port_limit
 from replicast.training import feeding
 from replicast.training.collectives import REGISTER_SECS, ReplicatedExtended, sum_through_shared_memory
@@ -52,7 +57,6 @@ from replicast.training.keras_call import (
 )
 from replicast.training.rows import read_by_rows
 from replicast.training.step import Agreed, KerasStep, fed_as_by_keras
-from replicast.training.strategy_job import StrategyJob
 from replicast.training.variables import (
     SummedVariable,
     creating_in_scope,
@@ -65,6 +69,154 @@ from replicast.training.variables import (
 from replicast.training.writing import Callbacks, Writing, report_from_first_worker, write_once
 
 _SIGACTION_BYTES = 512  # more than a `struct sigaction` has anywhere
+
+
+# The job of a strategy, as `Replicas` needs it: who the workers are, and how they reach each other.
+#
+#     replicast.Strategy                     is a `StrategyJob` itself, and offers what only its `fit` can
+#     a stock MultiWorkerMirroredStrategy    is given a `StockJob`: its coordination service runs already
+#     MirroredStrategy, no strategy          are given one too: a job of one worker
+
+_NOT_SERVED = ("ParameterServerStrategy", "TPUStrategy", "CentralStorageStrategy")
+
+
+class StrategyJob:
+    """The workers of a job, seen from one of them. `join` makes it one."""
+
+    # How long this worker has waited for others within steps, if that is known.
+    waited_secs: Callable[[], float] | None = None
+    # The current epoch of `fit`, if it is known: the shuffle of arrays follows from it.
+    epoch: int | None = None
+
+    def join(
+        self,
+        cluster: Cluster | None,
+        transfers_started: Callable[[], int],
+        *,
+        heartbeat_secs: float = HEARTBEAT_SECS,
+        trained_alone: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._rank, self._size = (0, 1) if cluster is None else (cluster.rank, cluster.size)
+        # Whether this process is the evaluator in `TF_CONFIG`, and no worker: see `Replicas.follow`.
+        self.is_evaluator = is_evaluator(os.environ)
+        # How many transfers this worker has started: the same on all workers at the same line of the script.
+        self.transfers_started = transfers_started
+        # For each open `Replicas`, the part that lets the job leave; in the same order on all workers.
+        self.leavings: list[Any] = []
+        # Called at the start of every `fit` with its model, and with the callbacks as they were passed.
+        self.on_fit: list[Callable[[Any, Any], None]] = []
+        self._named: Counter[str] = Counter()
+        # The key-value store that all workers of this job share.
+        self.coordination: Coordination = MemoryCoordination(MemoryCoordination.Store())
+        if cluster is not None and cluster.size > 1:
+            self.coordination = ServiceCoordination(chiefs=cluster.chiefs)
+        # Whether the job has failed, who has left it, and where each worker is in the script.
+        self.lifetime = Lifetime(
+            self.coordination,
+            self._rank,
+            self._size,
+            transfers_started,
+            heartbeat_secs=heartbeat_secs,
+            trained_alone=trained_alone,
+        )
+        if self._size > 1:
+            # Before any other code can make a call of the service, which may hang: the watcher then ends this
+            # worker.
+            self.lifetime.begin()
+
+    @property
+    def rank(self) -> int:
+        """The rank of this worker, from 0. Worker 0 coordinates and writes the files."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self._size
+
+    def next_name(self, kind: str) -> str:
+        """The next name of this kind: the same on every worker at the same line of the script."""
+        self._named[kind] += 1
+        return f"{kind}-{self._named[kind]}"
+
+    def before_leaving(self, act: Callable[[], None], always: Callable[[], None]) -> None:
+        """At the end of the script, calls `act`, unless the job has failed, and then `always`, in any case.
+
+        `act` may wait for the other workers, `always` must not.
+        """
+        if self._size > 1:
+            self.lifetime.before_leaving(act)
+            self.lifetime.at_exit(always)
+        else:
+            atexit.register(always)
+            atexit.register(act)  # the last one registered is the first one called
+
+    scope: Any  # that of the strategy
+
+    @staticmethod
+    def wait_for_device() -> None:
+        """Blocks until the devices have finished all operations; a CPU has when a call returns."""
+        if tf.config.list_logical_devices("GPU"):
+            tf.test.experimental.sync_devices()
+
+
+class StockJob(StrategyJob):
+    """The job of a strategy of TensorFlow."""
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        self.strategy = strategy
+        several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        cluster = _cluster_of(strategy) if several else None
+        self.join(cluster, self._keys_drawn if cluster is not None else lambda: 0)
+
+    def _keys_drawn(self) -> int:
+        # Private: the counters from which TensorFlow draws a key for each transfer, when a step is called.
+        table = self.strategy.extended._collective_keys._instance_key_table
+        return sum(count for devices in list(table.values()) for count in list(devices.values()))
+
+    def scope(self) -> Any:
+        # The default strategy has a scope too, but entering it inside another one is refused.
+        is_default = self.strategy is tf.distribute.get_strategy()
+        return contextlib.nullcontext() if is_default else self.strategy.scope()
+
+
+def _cluster_of(strategy: Any) -> Cluster | None:
+    """The workers that a stock strategy has connected, whatever told it of them: TF_CONFIG, Slurm."""
+    resolver = strategy.cluster_resolver
+    tasks = {} if resolver is None else resolver.cluster_spec().as_dict()
+    chiefs, workers = tasks.get("chief", []), tasks.get("worker", [])
+    if len(chiefs) + len(workers) < 2:
+        return None
+    first = 0 if resolver.task_type == "chief" else len(chiefs)
+    return Cluster((*chiefs, *workers), first + resolver.task_id, len(chiefs))
+
+
+def job_of(strategy: tf.distribute.Strategy) -> StrategyJob:
+    """The job of a strategy: always the same one."""
+    if isinstance(strategy, StrategyJob):
+        return strategy
+    if any(name in kind.__name__ for name in _NOT_SERVED for kind in type(strategy).__mro__):
+        raise NotSupported(
+            f"A {type(strategy).__name__}",
+            reason="the workers hold no copy of its variables that they can change bit for bit",
+            remedy="Use tf.distribute.MultiWorkerMirroredStrategy, tf.distribute.MirroredStrategy or "
+            "replicast.Strategy, whose replicas all have every variable",
+        )
+    cluster = read_cluster(os.environ)
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and cluster and cluster.size > 1:
+        raise NotSupported(
+            f"A model of a strategy of one process, or of none, in a job of {cluster.size} workers",
+            reason="its variables are not the same on every worker",
+            remedy="Create it inside 'with strategy.scope():' of a replicast.Strategy or a "
+            "tf.distribute.MultiWorkerMirroredStrategy",
+        )
+    return _stock_job(strategy)
+
+
+_stock_job = functools.cache(StockJob)
+
+
+# The start of a worker, in this order: it meets the others, TensorFlow connects them, and it is watched.
 
 
 def _connect(
@@ -87,7 +239,7 @@ def _connect(
         timeout_secs, own_heartbeat = start_timeout_secs(os.environ), heartbeat_timeout_secs(os.environ)
         heartbeat_secs = rendezvous.meet(cluster, timeout_secs, tell, own_heartbeat, rendezvous.main_script())
     try:
-        with _kept(signal.SIGTERM), _ended_by_ctrl_c():
+        with _kept(signal.SIGTERM):
             resolvers = tf.distribute.cluster_resolver
             extended = ReplicatedExtended(
                 strategy,
@@ -114,8 +266,8 @@ def _connect(
 
 # TensorFlow connects the workers in one call that holds Python's lock until all of them are connected: no
 # thread and no signal handler of Python runs meanwhile. It takes less than a second, unless a worker or its
-# host is lost just then. So Ctrl-C ends the process at once. SIGTERM does not: before it connects, TensorFlow
-# installs a handler of its own, which ends nothing. Afterwards SIGTERM does again what it did before.
+# host is lost just then. Before it connects, TensorFlow installs a handler of SIGTERM of its own, which ends
+# nothing. Afterwards SIGTERM does again what it did before.
 
 
 @contextlib.contextmanager
@@ -127,20 +279,6 @@ def _kept(signum: int) -> Iterator[None]:
         yield
     finally:
         libc.sigaction(signum, before, None)
-
-
-@contextlib.contextmanager
-def _ended_by_ctrl_c() -> Iterator[None]:
-    is_main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT)
-    if not is_main or handler is not signal.default_int_handler:  # ignored, or the script's own
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 class Strategy(StrategyJob, tf.distribute.MultiWorkerMirroredStrategy):
@@ -165,23 +303,17 @@ class Strategy(StrategyJob, tf.distribute.MultiWorkerMirroredStrategy):
     def __init__(
         self,
         *,
-        statistics: Literal["mean", "local"] = "mean",
         all_reduce: Literal["auto", "tensorflow"] = "auto",
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
     ) -> None:
         """Joins the job.
 
         Args:
-            statistics: How to treat the moving statistics of BatchNormalization and similar layers, which
-                each worker computes from its own rows. "mean": every step replaces them with their mean over
-                the workers, so they are always equal. "local": each worker keeps its own, as in TensorFlow.
             all_reduce: How steps sum gradients and metrics over the workers. "auto": through shared memory if
                 all workers are on one host and compute on CPUs, otherwise with TensorFlow's collectives.
                 "tensorflow": always with those.
             communication_options: As for `tf.distribute.MultiWorkerMirroredStrategy`.
         """
-        if statistics not in ("mean", "local"):
-            raise ValueError(f'statistics must be "mean" or "local". Received: {statistics!r}')
         if all_reduce not in ("auto", "tensorflow"):
             raise ValueError(f'all_reduce must be "auto" or "tensorflow". Received: {all_reduce!r}')
         if keras.backend.backend() != "tensorflow":
@@ -195,7 +327,6 @@ class Strategy(StrategyJob, tf.distribute.MultiWorkerMirroredStrategy):
         # Skips MultiWorkerMirroredStrategy's constructor, which would create its own `extended`.
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
         read_by_rows()
-        self.statistics = statistics
         # How steps sum over the workers: the same on all of them.
         self.all_reduce: Literal["shared memory", "tensorflow"] = "tensorflow"
         self.join(
@@ -205,9 +336,9 @@ class Strategy(StrategyJob, tf.distribute.MultiWorkerMirroredStrategy):
             trained_alone=_a_model_was_trained,
         )
         self._writing = Writing(self.coordination, self.rank, self.lifetime)
-        self._callbacks = Callbacks(self.rank, self.size, self._writing)
+        self._callbacks = Callbacks(self.rank, self._writing, self.lifetime.turns.meet)
         self._inputs = feeding.Inputs(self, self.lifetime.turns)
-        self._functions = Functions(self.rank, self.coordination, self.lifetime.turns, extended.keys)
+        self._functions = Functions(self.lifetime.turns, extended.keys)
         if self.size > 1:
             write_once(self._writing)
             report_from_first_worker(self.rank)
@@ -218,10 +349,6 @@ class Strategy(StrategyJob, tf.distribute.MultiWorkerMirroredStrategy):
                 self.all_reduce = "shared memory"
                 shared = extended.shared
                 self.waited_secs = lambda: 0.0 if shared is None else shared.exchange.waited_secs
-
-    def wait_for_device(self) -> None:
-        if self.extended._local_device_type != "CPU":
-            tf.test.experimental.sync_devices()
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -260,7 +387,7 @@ class Strategy(StrategyJob, tf.distribute.MultiWorkerMirroredStrategy):
             else:
                 if not is_built(model):
                     trace_once(functools.partial(super().run, creating_in_scope(self, fn)), (args,))
-                step = KerasStep(self.extended, model, fn, self.statistics == "mean")
+                step = KerasStep(self.extended, model, fn)
         elif predicting is not None and self.size > 1:
             step = feeding.predicting_all_rows(fn)
         if is_step or predicting is not None:
@@ -274,7 +401,7 @@ class Strategy(StrategyJob, tf.distribute.MultiWorkerMirroredStrategy):
         """The step that is traced from here on; None if it is executed."""
         model, name = getattr(fn, "__self__", None), getattr(fn, "__name__", type(fn).__name__)
         if not isinstance(model, Trainer):
-            return Step.begin(f"function {name!r} in strategy.run", None, args)
+            return Step.begin(f"function {name!r} in strategy.run", getattr(fn, "__qualname__", name), args)
         # Keras keeps what it makes of `train_step` in `train_function`, until the model is compiled again.
         function = getattr(model, f"{name.removesuffix('_step')}_function", None)
         return Step.begin(f"{name} of {getattr(model, 'name', type(model).__name__)!r}", function, args)
@@ -298,13 +425,13 @@ class Strategy(StrategyJob, tf.distribute.MultiWorkerMirroredStrategy):
         If the options of a dataset ask for sharding by file or by hint, TensorFlow distributes it. If they
         turn sharding off, the user has divided the data, and Keras trains on its batches as they are.
         """
-        if isinstance(dataset, feeding.Share):
-            return dataset
         call = keras_call()
         if call is not None:
             self._prepare(call)
-            if self._inputs.are_arrays(call):
-                return self._inputs.share_of_arrays(call)
+        if isinstance(dataset, feeding.Share):
+            return dataset
+        if call is not None and self._inputs.are_arrays(call):
+            return self._inputs.share_of_arrays(call)
         policies = tf.data.experimental.AutoShardPolicy
         policy = dataset.options().experimental_distribute.auto_shard_policy
         divided = policy == policies.OFF

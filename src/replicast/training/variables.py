@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,21 +27,16 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from tensorflow.python.distribute import values_util
 from tensorflow.python.distribute.values import MirroredVariable, SyncOnReadVariable, _SyncOnReadSaveable
 
-# Private: whether the user has set a global seed, and whether it was set again: `tf.random` does not tell.
-from tensorflow.python.eager import context
-
 # Private: a variable that bypasses creators; in a scope, `tf.Variable` would create one of the strategy.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from replicast.coordination import Coordination
-from replicast.errors import JobFailed, NotSupported, ReplicastError
+from replicast.errors import NotSupported, ReplicastError
 from replicast.training.functions import per_worker
 
 logger = logging.getLogger("replicast")
 
 _ARGUMENTS = ("trainable", "name", "dtype", "constraint", "synchronization", "aggregation", "shape")
 _LONGEST = 1000  # a longer list or dict holds data, not optimizers; a step that uses one in it is refused
-AGREE_SECS = 600.0
 
 
 class _Converted:
@@ -197,19 +190,6 @@ class _Total(_SyncOnReadSaveable):
         return self._variable.assign(restored_tensors[0])
 
 
-@contextlib.contextmanager
-def added_by_keras_step(variables: Iterable[Any]) -> Iterator[None]:
-    """Marks these variables as updated by a Keras step, which sums the workers' parts itself."""
-    summed = [variable for variable in variables if isinstance(variable, SummedVariable)]
-    for variable in summed:
-        variable.in_keras_step = True
-    try:
-        yield
-    finally:
-        for variable in summed:
-            variable.in_keras_step = False
-
-
 def replicated(variable: Any) -> Any:
     """Converts a variable of a strategy to our class; returns any other variable unchanged."""
     kinds = {MirroredVariable: ReplicatedVariable, SyncOnReadVariable: SummedVariable}
@@ -232,19 +212,15 @@ def replicated(variable: Any) -> Any:
 def may_fail(scope: Any) -> Iterator[None]:
     """Wraps the scope in which Keras tries to build a model; if that fails, the first step builds it.
 
-    A mistake in the model or the data is raised again when the step is traced, as in plain Keras. Warnings
-    from a failed attempt say nothing about the model, and are dropped.
+    A mistake in the model or the data is raised again when the step is traced, as in plain Keras.
     """
     try:
-        with scope, warnings.catch_warnings(record=True) as recorded:
+        with scope:
             yield
     except (ReplicastError, tf.errors.OpError):
         raise  # the job has failed, not the attempt
     except Exception as error:
         logger.debug("The first step will build the model: %s", error)
-        return
-    for warning in recorded:
-        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def creator_in_scope(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
@@ -405,40 +381,7 @@ def is_distributed(variable: keras.Variable) -> bool:
     return isinstance(variable.value, tf.distribute.DistributedValues)
 
 
-# Seeds that all workers share, so that all shuffle and draw alike.
-
-
-class Seeds:
-    """Returns one seed per use: the n-th seed is the same on every worker.
-
-    Seeds are derived from the user's global seed, if there is one, and start again when it is set again;
-    otherwise from a random number of worker 0. No random generator of the user is changed.
-    """
-
-    def __init__(self, coordination: Coordination, rank: int) -> None:
-        self._coordination = coordination
-        self._generator: object = self  # differs from any context's generator
-        self._random: int | None = None
-        self._uses = 0
-        if rank == 0:  # at once, so that nobody waits for worker 0's first use
-            coordination.put("replicast/seed", str(secrets.randbits(32)))
-
-    def next(self) -> tuple[int, ...]:
-        generator = getattr(context.context(), "_rng", None)  # absent until a seed is set
-        if generator is not self._generator:
-            self._generator = generator
-            self._uses = 0
-        self._uses += 1
-        chosen = context.global_seed()
-        return (self._agreed() if chosen is None else int(chosen) & 0xFFFFFFFF, self._uses)
-
-    def _agreed(self) -> int:
-        if self._random is None:
-            seed = self._coordination.get("replicast/seed", AGREE_SECS)
-            if seed is None:
-                raise JobFailed(f"worker 0 did not publish a seed within {AGREE_SECS:.0f} s", worker=0)
-            self._random = int(seed)
-        return self._random
+# The generator of unseeded draws, which all workers share.
 
 
 def global_seed_generator() -> Any:

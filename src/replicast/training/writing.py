@@ -26,9 +26,8 @@ import tempfile
 import threading
 import time
 import types
-import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +36,14 @@ import tensorflow as tf
 import xxhash
 
 # Private: `keras.saving.save_model` and `save_weights` call these by the names of their modules, however a
-# script has imported them; there is no public function below them. `save_model(overwrite=False)` asks by
-# `io_utils` whether a file that exists is to be replaced.
+# script has imported them; there is no public function below them.
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
-from keras.src.utils import io_utils
 
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed, ReplicastError
 from replicast.lifetime import Lifetime
+from replicast.training.keras_call import replaced
 
 logger = logging.getLogger("replicast")
 
@@ -63,23 +61,22 @@ _FUNCTIONS = (
     (saving_lib, "save_weights_only"),
     (legacy_h5_format, "save_model_to_hdf5"),
 )
-_LOGS = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
-_ORBAX = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # not in every Keras 3
-_WRITE = (*_LOGS, keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint, _ORBAX)
+_WRITE = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.ModelCheckpoint,
+    getattr(keras.callbacks, "OrbaxCheckpoint", ()),  # not in every Keras 3
+)
 # Packages whose own callbacks report elsewhere and do nothing else; a script's subclass runs on all workers.
 _LOGGERS = {"aim", "comet_ml", "dvclive", "mlflow", "neptune", "wandb"}
 _HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith("on_"))
-_NO_BACKUP = "no backup"
-_UNSET = object()
 # By method of a model: the last method that Keras calls on its callbacks. Others are parts of `fit`.
 _ENDS = {"evaluate": "on_test_end", "predict": "on_predict_end"}
 
 
-class _Thread(threading.local):
-    writes = False  # part of a larger write
-
-
-_thread = _Thread()
+_thread = threading.local()  # `writes`: whether what it writes is part of a larger write
 _writing: Writing | None = None  # decides who writes what Keras writes in this process
 
 
@@ -98,9 +95,9 @@ class Writing:
 
     def once(self, path: Any, write: Callable[[], Any], kind: str = "file") -> Any:
         """Calls `write` on one of the workers that write this path; the others wait for it, at most 1 h."""
-        if _thread.writes:
+        if getattr(_thread, "writes", False):
             return write()
-        key, worker = self.claim(path, kind)
+        key, worker = self._claim(path, kind)
         if worker == self.rank:
             try:
                 with writing_alone(), self._lifetime.turns.alone(f"writing {path}"):
@@ -118,22 +115,19 @@ class Writing:
                 return write()
         return None
 
-    def claim(self, path: Any, kind: str, arrive_secs: float = ARRIVE_SECS) -> tuple[str, int]:
+    def _claim(self, path: Any, kind: str) -> tuple[str, int]:
         """Decides which worker writes this path here: worker 0 if it claims it, else the first that does.
 
         Returns the key of the path at this position, and the worker. Blocks until worker 0 has made a claim
         of its own, has passed this position, or the time is up.
         """
-        # The absolute path: workers in different directories may use the same relative path.
-        name = xxhash.xxh3_64(str(Path(path).absolute()).encode()).hexdigest()
-        key, turn = self.next_key(name), self.next_key(kind)
+        key, turn = self.next_key(_digest(path)), self.next_key(kind)
         if self.rank != 0:
-            signs = (turn, f"{self._where()}/{kind}/end")
             waits = self._waits(0, f"reach the point where it may write {path}")
             while self._coordination.get(key, POLL_SECS / 10) is None:
-                if any(self._coordination.get(sign, POLL_SECS / 2) is not None for sign in signs):
+                if self._coordination.get(turn, POLL_SECS / 2) is not None:
                     break
-                if next(waits) > arrive_secs or self._lifetime.has_gone_on(0):
+                if next(waits) > ARRIVE_SECS or self._lifetime.has_gone_on(0):
                     logger.info("worker 0 does not write %s; worker %d does", path, self.rank)
                     break
         mine = self.put_key(key, str(self.rank))
@@ -141,11 +135,6 @@ class Writing:
         if self.rank == 0:
             self.put_key(turn, str(path))
         return key, worker
-
-    def end_claims(self, kind: str) -> None:
-        """Publishes that worker 0 has made all of its claims of this kind here: nobody waits for more."""
-        if self.rank == 0:
-            self.put_key(f"{self._where()}/{kind}/end", "")
 
     def next_key(self, name: str) -> str:
         """A key of this position in the script; the n-th key of a name is the same on all workers."""
@@ -213,7 +202,6 @@ def write_once(writing: Writing) -> None:
                 setattr(owner, name, _written_once(getattr(owner, name)))
         for module, name in _FUNCTIONS:
             setattr(module, name, _written_once(_written_whole(getattr(module, name))))
-        io_utils.ask_to_proceed_with_overwrite = _asked_by_first(io_utils.ask_to_proceed_with_overwrite)
 
 
 def report_from_first_worker(rank: int) -> None:
@@ -231,20 +219,10 @@ def report_from_first_worker(rank: int) -> None:
         os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{directory.name}/mlflow.db"
 
 
-def _asked_by_first(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Only worker 0 asks: a later worker finds the file that worker 0 has just written."""
-
-    @functools.wraps(ask)
-    def asked(path: Any) -> bool:
-        return (_writing is not None and _writing.rank != 0 and not _thread.writes) or ask(path)
-
-    return asked
-
-
 @contextlib.contextmanager
 def writing_alone() -> Iterator[None]:
     """Inside, this worker writes what Keras writes, and no other worker waits for it."""
-    before, _thread.writes = _thread.writes, True
+    before, _thread.writes = getattr(_thread, "writes", False), True
     try:
         yield
     finally:
@@ -317,80 +295,77 @@ class Callbacks:
     """Prepares the callbacks of a call of `fit`, `evaluate` or `predict`, until that call ends.
 
     All callbacks run on all workers and keep all of their state, so that they decide the same everywhere.
-    Only the output path differs: a log that worker 0 writes goes to the null device or a temporary directory
-    on the others. `Writing` decides who writes what a callback saves through the model.
+    Only the output differs: of the workers with the same target, the first one writes, and the others write
+    to the null device or a temporary directory. `Writing` decides who writes what a callback saves through
+    the model.
 
     A callback belongs to the user: attributes that are replaced for a call of `fit` are restored when the
     call ends. The callback can then be copied, pickled, given another path and used again.
     """
 
-    def __init__(self, rank: int, size: int, writing: Writing) -> None:
+    def __init__(self, rank: int, writing: Writing, meet: Callable[[str], dict[int, str]]) -> None:
         self._rank = rank
-        self._size = size
         self._writing = writing
-        # By callback and attribute: the value before, and the new value if it is a path.
-        self._changes: MutableMapping[Any, dict[str, tuple[Any, str | None]]] = weakref.WeakKeyDictionary()
-        self._scratch: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._meet = meet
+        self._changes: dict[Any, contextlib.ExitStack] = {}  # by callback
 
     def prepare(self, callbacks: Any, method: str) -> None:
-        """Makes one worker write each file that these callbacks write."""
-        for callback in _callbacks_that_write(callbacks):
-            if method != "validation":
-                self._restore(callback)  # the previous call may have raised before it restored it
-            if callback not in self._changes:
-                self._changes[callback] = {}
-                self._prepare(callback, _ENDS.get(method, "on_train_end"))
-        self._writing.end_claims("log")
+        """Makes one worker write each file that these callbacks write. All workers call it, for each call."""
+        if method == "validation":  # a part of `fit`
+            return
+        prepared = [*_callbacks_that_write(callbacks)]
+        for callback in prepared:
+            self._restore(callback)  # the previous call may have raised before it restored it
+        own = {callback: _target_of(callback) for callback in prepared}
+        said = {worker: json.loads(text) for worker, text in self._meet(json.dumps([*own.values()])).items()}
+        for callback, target in own.items():
+            self._changes[callback] = contextlib.ExitStack()
+            is_backup = isinstance(callback, keras.callbacks.BackupAndRestore)
+            if is_backup and any(target not in targets for targets in said.values()):
+                raise JobFailed(
+                    f"The workers do not see the same backup in {callback.backup_dir}. BackupAndRestore "
+                    "needs a backup_dir on a file system that all workers share, and is needed on all of them"
+                )
+            writer = min(worker for worker, targets in said.items() if target in targets)
+            self._prepare(callback, is_elsewhere=writer != self._rank)
+            complete = _nothing
+            if isinstance(callback, (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)):
+                key = self._writing.next_key(_digest(target))
+                complete = functools.partial(self._complete, key, writer, target)
+            self._restore_at(callback, _ENDS.get(method, "on_train_end"), complete)
 
-    def _prepare(self, callback: Any, end: str) -> None:
+    def _prepare(self, callback: Any, *, is_elsewhere: bool) -> None:
         match callback:
             case keras.callbacks.CSVLogger():
-                if self._is_written_elsewhere(callback, callback.filename, end):
+                if is_elsewhere:
                     self._set(callback, "filename", os.devnull)
             case keras.callbacks.TensorBoard():
-                if self._is_written_elsewhere(callback, callback.log_dir, end):
-                    self._set(callback, "log_dir", self._scratch_directory(callback))
+                if is_elsewhere:
+                    scratch = tempfile.TemporaryDirectory(prefix="replicast-log-", ignore_cleanup_errors=True)
+                    self._set(callback, "log_dir", self._changes[callback].enter_context(scratch))
                     # Private: nobody reads this worker's profile, and exporting it can crash the process.
                     self._set(callback, "_should_trace", False)
                     if callback.model is not None:  # a CallbackList has already set it
                         callback.set_model(callback.model)
-            case keras.callbacks.RemoteMonitor():
-                if self._is_written_elsewhere(callback, callback.root + callback.path, end):
-                    self._replace(callback, "on_epoch_end", _nothing)
             case keras.callbacks.BackupAndRestore():
-                self._replace(callback, "on_train_begin", self._resume_together)
                 # Private: it writes other files beside the weights, and no public method covers all of them.
                 self._replace(callback, "_save_model", self._back_up_once)
                 self._replace(callback, "on_train_end", self._delete_together)
-                self._restore_at(callback, end)
             case keras.callbacks.ModelCheckpoint():
                 # Private: Keras checks for the directory and then creates it; two workers at once fail.
                 self._replace(callback, "_get_file_path", _path_in_a_directory)
-                self._restore_at(callback, end)
-            case _ if _is_logger(callback):
-                for name in _HOOKS if self._rank != 0 else ():
+            case _:  # reports and does nothing else
+                for name in _HOOKS if is_elsewhere else ():
                     self._replace(callback, name, _nothing)
-                self._restore_at(callback, end)
-            case _:  # OrbaxCheckpoint
-                if self._is_written_elsewhere(callback, callback.directory, end):
-                    # Private: this method only saves; the decision when to save is outside of it.
-                    self._replace(callback, "_save_checkpoint", _nothing)
 
-    def _is_written_elsewhere(self, callback: Any, path: Any, end: str) -> bool:
-        """Whether another worker writes this log; the call then ends here once that log is complete."""
-        # Every worker calls `fit`, and worker 0 tells when it has no more logs, so no timeout is needed.
-        key, worker = self._writing.claim(path, "log", arrive_secs=WRITE_SECS)
+    def _complete(self, key: str, writer: int, log: str) -> None:
+        """Publishes that the log is complete, or waits for the worker that writes it."""
+        if writer == self._rank:
+            self._writing.put_key(key, "")
+        else:
+            self._writing.wait_for_key(key, writer, f"complete {log}")
 
-        def complete() -> None:
-            if worker == self._rank:
-                self._writing.put_key(f"{key}/complete", "")
-            else:
-                self._writing.wait_for_key(f"{key}/complete", worker, f"complete {path}")
-
-        self._restore_at(callback, end, complete)
-        return worker != self._rank
-
-    def _restore_at(self, callback: Any, end: str, last: Callable[[], None] = lambda: None) -> None:
+    def _restore_at(self, callback: Any, end: str, last: Callable[[], None]) -> None:
         """Restores the callback after Keras has called its method `end`; calls `last` before that."""
         own = getattr(callback, end)
 
@@ -406,58 +381,17 @@ class Callbacks:
         self._set(callback, name, types.MethodType(function, callback))
 
     def _set(self, callback: Any, name: str, value: Any) -> None:
-        before = vars(callback).get(name, _UNSET)
-        self._changes[callback].setdefault(name, (before, value if isinstance(value, str) else None))
-        setattr(callback, name, value)
+        self._changes[callback].enter_context(replaced(callback, name, value))
 
     def _restore(self, callback: Any) -> None:
-        for name, (before, path) in self._changes.pop(callback, {}).items():
-            if path is not None and getattr(callback, name) != path:
-                continue  # the script has set another path since
-            if before is _UNSET:
-                vars(callback).pop(name, None)
-            else:
-                setattr(callback, name, before)
-
-    def _scratch_directory(self, callback: Any) -> str:
-        """A temporary directory that is removed with the callback."""
-        if callback not in self._scratch:
-            directory = tempfile.TemporaryDirectory(prefix="replicast-log-", ignore_cleanup_errors=True)
-            weakref.finalize(callback, directory.cleanup)
-            self._scratch[callback] = directory.name
-        return self._scratch[callback]
-
-    def _resume_together(self, callback: Any, logs: Any = None) -> None:
-        """Refuses to resume from a backup that not all workers see: they would resume at different epochs."""
-        key = self._writing.next_key("backup-begins")
-        # Private: where the callback stores the epoch; it must be compared before the callback uses it.
-        path = callback._training_metadata_path
-        seen = ""
-        if self._rank != 0:  # when worker 0 gets here, everything it wrote before is complete
-            seen = self._writing.wait_for_key(key, 0, "begin its fit")
-        mine = tf.io.gfile.GFile(path).read() if tf.io.gfile.exists(path) else _NO_BACKUP
-        if self._rank == 0:
-            self._writing.put_key(key, mine)
-        elif mine != seen:
-            raise JobFailed(
-                f"Worker {self._rank} does not see the backup that worker 0 sees in {callback.backup_dir}. "
-                "BackupAndRestore needs a backup_dir on a file system that all workers share. "
-                f"Received: {mine} on worker {self._rank}, {seen} on worker 0",
-                worker=self._rank,
-            )
-        type(callback).on_train_begin(callback, logs)
+        self._changes.pop(callback, contextlib.ExitStack()).close()
 
     def _back_up_once(self, callback: Any) -> None:
         save = functools.partial(type(callback)._save_model, callback)
         self._writing.once(callback.backup_dir, save, kind="backup")
 
     def _delete_together(self, callback: Any, logs: Any = None) -> None:
-        key = self._writing.next_key("backup-ends")
-        if self._rank != 0:
-            self._writing.put_key(f"{key}/{self._rank}", "")
-        else:  # the others may still be reading: a fit that has nothing left to do ends at once
-            for worker in range(1, self._size):
-                self._writing.wait_for_key(f"{key}/{worker}", worker, "read its backup")
+        self._meet("")  # others may still be reading it: a fit that has nothing left to do ends at once
         end = functools.partial(type(callback).on_train_end, callback, logs)
         self._writing.once(callback.backup_dir, end, kind="backup")
 
@@ -466,12 +400,28 @@ def _callbacks_that_write(callbacks: Any) -> Iterator[keras.callbacks.Callback]:
     for callback in keras.tree.flatten(callbacks):
         if isinstance(callback, keras.callbacks.CallbackList):
             yield from _callbacks_that_write(callback.callbacks)
-        elif isinstance(callback, _WRITE) or _is_logger(callback):
+        elif isinstance(callback, _WRITE) or type(callback).__module__.partition(".")[0] in _LOGGERS:
             yield callback
 
 
-def _is_logger(callback: Any) -> bool:
-    return type(callback).__module__.partition(".")[0] in _LOGGERS
+def _target_of(callback: Any) -> str:
+    """What a callback writes to: the same for two that would write one file. And the backup that it sees."""
+    match callback:
+        case keras.callbacks.CSVLogger():
+            return str(Path(callback.filename).absolute())
+        case keras.callbacks.TensorBoard():
+            return str(Path(callback.log_dir).absolute())
+        case keras.callbacks.BackupAndRestore():
+            # Private: where it keeps the epoch from which it continues.
+            path = callback._training_metadata_path
+            seen = tf.io.gfile.GFile(path).read() if tf.io.gfile.exists(path) else "no backup"
+            return f"backup: {seen}"
+    return type(callback).__qualname__
+
+
+def _digest(path: Any) -> str:
+    # Of the absolute path: workers in different directories may use the same relative path.
+    return xxhash.xxh3_64(str(Path(path).absolute()).encode()).hexdigest()
 
 
 def _path_in_a_directory(callback: Any, *args: Any, **kwargs: Any) -> str:

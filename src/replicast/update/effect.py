@@ -65,6 +65,6 @@ class Effect(Record):
 
     def _short(self, value: float | None) -> str:
         if value is not None and value < 0 and self.variable.endswith("/learning_rate"):
-            # `training/schedules.py`: a rate below 0 is that many times what the schedule computes.
+            # `training/named_variables.py`: a rate below 0 is that many times what the schedule computes.
             return "the schedule" if value == -1 else f"{-value:.6g} × the schedule"
         return "not finite" if value is None else f"{value:.6g}"
