@@ -117,9 +117,12 @@ def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
-def start_timeout_secs(environ: Mapping[str, str]) -> float:
-    """How long workers, which a scheduler may start at different times, wait for each other at the start."""
-    return _seconds(environ, START_TIMEOUT, 3600.0, at_least=0.0)  # an hour is TensorFlow's own limit
+def start_timeout_secs(environ: Mapping[str, str], default: float = 3600.0) -> float:
+    """How long workers, which a scheduler may start at different times, wait for each other at the start.
+
+    An hour is TensorFlow's own limit. The launchers of several hosts wait for each other as long.
+    """
+    return _seconds(environ, START_TIMEOUT, default, at_least=0.0)
 
 
 def heartbeat_timeout_secs(environ: Mapping[str, str]) -> float:

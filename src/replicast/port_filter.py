@@ -21,13 +21,11 @@ from functools import partial
 from pathlib import Path
 
 from replicast.config import TRUSTED_NETWORKS, Cluster, Network, host_and_port, trusted_networks
-from replicast.names import Lookups
+from replicast.names import is_address
 
 logger = logging.getLogger("replicast")
 
 _SO_ATTACH_FILTER = 26
-# How long the names of all workers may take to be resolved. They are resolved only to warn.
-_NAMES_SECS = 5.0
 _NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF: offsets from here are in the IP header.
 _LOAD_BYTE, _LOAD_WORD, _AND, _SHIFT_RIGHT = 0x30, 0x20, 0x54, 0x74
 _JUMP, _JUMP_IF_EQUAL, _RETURN = 0x05, 0x15, 0x06
@@ -44,22 +42,11 @@ def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[
     networks = trusted_networks(environ, cluster.addresses)
     if networks is None:
         return lambda: None
-    hosts = [host_and_port(address)[0] for address in cluster.addresses]
-    lookups = Lookups(hosts)
-    lookups.wait(_NAMES_SECS)
-    lookups.stop()
-
-    def may_connect(host: str) -> bool:
-        found = None
-        with contextlib.suppress(OSError):
-            found = lookups.addresses(host)
-        resolved = [ipaddress.ip_address(one.partition("%")[0]) for one in found or []]
-        return found is None or any(one in network for one in resolved for network in networks)
-
+    # An address alone: names would have to be resolved, perhaps otherwise than on the other machine.
     absent = [
         f"worker {worker} ({address})"
         for worker, address in enumerate(cluster.addresses)  # Also this one: it connects to itself.
-        if not may_connect(hosts[worker])
+        if not _may_connect(host_and_port(address)[0], networks)
     ]
     if absent:
         logger.warning(
@@ -70,6 +57,12 @@ def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[
             environ.get(TRUSTED_NETWORKS, ""),
         )
     return partial(limit_port, host_and_port(cluster.addresses[cluster.rank])[1], networks)
+
+
+def _may_connect(host: str, networks: Sequence[Network]) -> bool:
+    return not is_address(host) or any(
+        ipaddress.ip_address(host.partition("%")[0]) in network for network in networks
+    )
 
 
 def limit_port(port: int, networks: Sequence[Network]) -> None:

@@ -6,7 +6,7 @@ end the process. So the workers first meet in Python, where a wait can be report
 Worker 0 listens at its address in `TF_CONFIG`, where TensorFlow's server listens afterwards. One JSON object
 per line:
 
-    worker K → worker 0    {"worker": K, "addresses": [...], "script": "…"}    its digest; or null
+    worker K → worker 0    {"worker": K, "addresses": [...]}
     worker 0 → worker K    {"missing": [2, 3]}     every second
                            {"refused": "..."}      not a worker of this job
                            {"start": true, "heartbeat_secs": 10.0}    all workers are there
@@ -15,16 +15,12 @@ per line:
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
-import re
 import selectors
 import socket
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from replicast.config import START_TIMEOUT, Cluster, host_and_port
@@ -45,7 +41,6 @@ _SERVER_SECS = 10.0  # For TensorFlow's server in worker 0: a connection that fa
 _SILENT = "does not answer"
 _NAMELESS = "has a name that no DNS server has resolved yet"
 _MAX_LINE = 1 << 20
-_SHOWN_DIGITS, _SHOWN_WORKERS = 8, 5
 # How many connections more than there are workers may be without a worker; the oldest makes way.
 _MAX_STRANGERS = 64
 
@@ -55,17 +50,13 @@ def meet(
     timeout_secs: float,
     report: Callable[[str], object],
     heartbeat_secs: float,
-    script: Path | None = None,
 ) -> float:
     """Blocks until every worker of the cluster has called this, at most `timeout_secs`."""
     wait = _Wait(cluster, timeout_secs, report)
-    digest = digest_of(script)
     if cluster.rank == 0:
-        digests = _host(cluster, wait, {"start": True, "heartbeat_secs": heartbeat_secs})
-        if warning := script_difference(script, digest, digests):
-            report(warning)
+        _host(cluster, wait, {"start": True, "heartbeat_secs": heartbeat_secs})
         return heartbeat_secs
-    hello = {"worker": cluster.rank, "addresses": list(cluster.addresses), "script": digest}
+    hello = {"worker": cluster.rank, "addresses": list(cluster.addresses)}
     pauses_secs = itertools.chain(_FIRST_PAUSES_SECS, itertools.repeat(_LOOK_SECS))
     while (agreed := _join(cluster, wait, hello)) is None:
         time.sleep(next(pauses_secs))
@@ -136,7 +127,6 @@ class _Line:
         self.opened = time.monotonic()
         self.is_heard = False  # Whether the other side has introduced itself, or was refused.
         self.worker: int | None = None  # None: a stranger.
-        self.script: str | None = None  # The digest of the worker's script, if it has sent one.
         self._buffer = b""
 
     def send(self, message: dict[str, Any]) -> None:
@@ -159,8 +149,8 @@ class _Line:
         return messages
 
 
-def _host(cluster: Cluster, wait: _Wait, start: dict[str, Any]) -> dict[int, str]:
-    """Worker 0: waits for all others, then tells them to start. Returns the digests of their scripts."""
+def _host(cluster: Cluster, wait: _Wait, start: dict[str, Any]) -> None:
+    """Worker 0: waits for all others, then tells them to start."""
     lines: list[_Line] = []
     with _listening(cluster.addresses[0], wait) as listener, contextlib.ExitStack() as connections:
         told = 0.0
@@ -183,7 +173,6 @@ def _host(cluster: Cluster, wait: _Wait, start: dict[str, Any]) -> dict[int, str
                 _tell(lines, {"missing": missing})
         listener.close()  # before anyone is told: the next to listen here is TensorFlow's server
         _tell(lines, start)
-    return {line.worker: line.script for line in lines if line.worker and line.script}
 
 
 def _hear(cluster: Cluster, line: _Line, lines: list[_Line]) -> None:
@@ -200,7 +189,7 @@ def _hear(cluster: Cluster, line: _Line, lines: list[_Line]) -> None:
         return
     line.is_heard = True
     message = messages[0]
-    rank, script = message.get("worker"), message.get("script")
+    rank = message.get("worker")
     known = message.get("addresses") == list(cluster.addresses)
     if not known or type(rank) is not int or not 0 < rank < cluster.size:
         with contextlib.suppress(OSError):
@@ -209,7 +198,6 @@ def _hear(cluster: Cluster, line: _Line, lines: list[_Line]) -> None:
     for replaced in [other for other in lines if other.worker == rank]:
         _drop(replaced, lines)
     line.worker = rank
-    line.script = script if isinstance(script, str) and re.fullmatch("[0-9a-f]{64}", script) else None
 
 
 def _drop(line: _Line, lines: list[_Line]) -> None:
@@ -304,37 +292,3 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The launcher that reserves the port has bound it with SO_REUSEADDR or with SO_REUSEPORT: set both.
     return socket.create_server((host, port), family=family, backlog=1024, reuse_port=True)
-
-
-# --- Whether all workers run the same script: each sends the digest of its own to worker 0 ---------------
-
-
-def main_script() -> Path | None:
-    """The file of `__main__`; None if there is none, as in a notebook."""
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return Path(file) if isinstance(file, str) else None
-
-
-def digest_of(script: Path | None) -> str | None:
-    """The SHA-256 of a script in hexadecimal; None if it is not a file that can be read."""
-    try:
-        if script is None or not script.is_file():  # Not a pipe, which can be read only once.
-            return None
-        with script.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return None
-
-
-def script_difference(script: Path | None, own: str | None, others: Mapping[int, str]) -> str:
-    """A line that names the workers whose script is not that of worker 0; empty if there are none."""
-    differing = sorted((worker, digest) for worker, digest in others.items() if digest != own)
-    if script is None or own is None or not differing:
-        return ""
-    named = [f"{digest[:_SHOWN_DIGITS]} on worker {worker}" for worker, digest in differing[:_SHOWN_WORKERS]]
-    more = len(differing) - len(named)
-    return (
-        f"replicast: warning: {script.name} differs between the workers: {own[:_SHOWN_DIGITS]} on worker 0, "
-        f"{', '.join(named)}{f' and {more} more' if more else ''} (SHA-256). Copy the same file to all "
-        "hosts, unless this is on purpose\n"
-    )

@@ -408,7 +408,7 @@ def test_the_heartbeat_timeout_reaches_the_workers_and_is_the_time_that_one_may_
 note("heartbeat", os.environ["REPLICAST_HEARTBEAT_TIMEOUT"])
 os.kill(os.getpid(), signal.SIGSTOP) if rank == 1 else for_ever()
 """
-    launched = launch(script, "--heartbeat", "2")
+    launched = launch(script, REPLICAST_HEARTBEAT_TIMEOUT="2")
     code, _, err = launched.finish()
     assert code == 128 + signal.SIGKILL
     assert "worker 1 was stopped (SIGSTOP) and did not continue: killed" in err

@@ -12,7 +12,6 @@ import termios
 import time
 from pathlib import Path
 
-from replicast.launcher.checks import Verdict, check_two_workers
 from replicast.launcher.screen import without_colours
 
 DEADLINE_SECS = 240.0
@@ -100,8 +99,3 @@ def test_at_80_columns_the_bar_shows_the_loss_below_the_log_lines_that_come_mean
     )
     assert last.startswith("replicast: finished: 1 worker, ")
     assert end == ""
-
-
-def test_two_real_workers_reduce_over_ports_that_the_launcher_holds() -> None:
-    check = check_two_workers()
-    assert check.verdict is Verdict.GOOD, check

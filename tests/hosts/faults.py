@@ -52,7 +52,9 @@ class Case:
     @property
     def name(self) -> str:
         lasting = f" for {self.secs:g} s" if self.secs else ""
-        option = f", --heartbeat {self.heartbeat_secs:g}" if self.heartbeat_secs != HEARTBEAT_SECS else ""
+        option = (
+            f", heartbeat timeout {self.heartbeat_secs:g} s" if self.heartbeat_secs != HEARTBEAT_SECS else ""
+        )
         hosts = f", {self.hosts} hosts" if self.hosts != 2 else ""
         return f"{self.fault}{lasting}{option}{hosts}, {'100 MB under way' if self.update else 'training'}"
 

@@ -119,12 +119,15 @@ def test_a_launcher_that_is_killed_ends_the_workers_of_both_and_may_come_back(
     assert "failed first" not in other.text, "the job has finished"
 
 
-def test_a_host_that_does_not_come_is_named_and_the_others_end(two: Machines) -> None:
-    first = two.launch(0, "--hosts", HOSTS, "--join-timeout", "1", "--run-dir", "run", "train.py")
+def test_a_host_that_does_not_come_is_named_and_the_others_end(
+    two: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPLICAST_START_TIMEOUT", "1")
+    first = two.launch(0, "--hosts", HOSTS, "--run-dir", "run", "train.py")
     assert first.finish() == 75
     assert "host 10.77.0.2 was lost: it did not join within 1 s" in first.text
     for run_dir in ("--run-dir", "run"), ():
-        other = two.launch(1, "--hosts", HOSTS, "--join-timeout", "1", *run_dir, "train.py")
+        other = two.launch(1, "--hosts", HOSTS, *run_dir, "train.py")
         assert other.finish() == 75
         assert other.text.endswith(
             "replicast: host 10.77.0.1 was lost: it did not join within 1 s "

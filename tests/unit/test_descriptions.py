@@ -9,7 +9,6 @@ import numpy as np
 from replicast.cli.texts import what_cell
 from replicast.client.directory import DirectoryRun
 from replicast.files import below
-from replicast.launcher.launcher import what_is_taken_over
 from replicast.storage import inbox
 from replicast.storage.inbox import describe
 from replicast.update.trial import Trial
@@ -65,10 +64,3 @@ def test_a_file_that_is_no_update_is_listed_without_a_description(tmp_path: Path
     assert describe(below(tmp_path) / "inbox" / path.name) is None
     path.symlink_to(tmp_path / "elsewhere")
     assert describe(below(tmp_path) / "inbox" / path.name) is None
-
-
-def test_the_launcher_says_that_an_update_waits(tmp_path: Path) -> None:
-    (tmp_path / "groups").mkdir()
-    inbox.submit(tmp_path, update_of())
-    line = what_is_taken_over(tmp_path)
-    assert line.endswith("1 update waiting in the inbox, for its first step")

@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,7 +24,15 @@ from replicast.deadline import Deadline
 from replicast.errors import ClusterError, LaunchRefused
 from replicast.launcher import hosts_link
 from replicast.launcher.failure import GroupEnd, LaunchOrder, Phase, WorkerExit
-from replicast.launcher.hosts_leader import Hello, HostTimeouts, Message, RefusedHost, Report, sent_from
+from replicast.launcher.hosts_leader import (
+    Hello,
+    HostTimeouts,
+    Message,
+    RefusedHost,
+    Report,
+    difference,
+    sent_from,
+)
 from replicast.launcher.hosts_link import MAX_LINE, First, Lines, Other, Part, Peers, listen
 from replicast.launcher.interruptions import Interruptions
 from replicast.launcher.launcher import Settings, supervise
@@ -186,6 +195,15 @@ def test_a_launcher_of_another_command_is_refused_and_both_sides_say_why(listene
             refused.peers.begin()
         assert launcher.lines == [f"replicast: refused a launcher at 127.0.0.1: {why}"]
         assert is_answered(endpoint)
+
+
+def test_a_launcher_of_a_script_with_another_content_differs(tmp_path: Path) -> None:
+    script, found = tmp_path / "train.py", []
+    for content in ("print(1)", "print(2)"):
+        script.write_text(content)
+        job = JobPlan(argv=("python", str(script)))
+        found.append(dataclasses.replace(PART, job=job).identity())
+    assert "a different content of the script" in difference(*found)
 
 
 def test_a_launcher_of_another_version_is_recognised_by_what_it_says_first(listener: socket.socket) -> None:

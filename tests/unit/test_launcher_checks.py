@@ -1,5 +1,3 @@
-import json
-import socket
 from importlib import metadata
 from pathlib import Path
 
@@ -9,7 +7,6 @@ from click.testing import CliRunner
 from replicast.cli import main
 from replicast.launcher.checks import (
     Verdict,
-    check_address,
     check_backend,
     check_cluster,
     check_machine,
@@ -81,29 +78,9 @@ def test_the_backend_of_keras(
 
 
 def test_a_broken_tf_config_is_found() -> None:
-    (check,) = check_cluster({"TF_CONFIG": "{"})
+    check = check_cluster({"TF_CONFIG": "{"})
     assert check.verdict is BROKEN
     assert "TF_CONFIG is not valid" in check.found
-
-
-def test_own_port_and_the_other_addresses_are_looked_at() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        taken = f"127.0.0.1:{server.getsockname()[1]}"
-        value = {"cluster": {"worker": [taken, "127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}}
-        described, own, other = check_cluster({"TF_CONFIG": json.dumps(value)})
-    assert (described.verdict, own.verdict, other.verdict) == (GOOD, BROKEN, NOTE)
-    assert "choose another port" in own.remedy
-
-
-def test_an_address_that_answers_and_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown_name(*_: object, **__: object) -> None:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        assert check_address(f"127.0.0.1:{server.getsockname()[1]}").verdict is GOOD
-    assert check_address("127.0.0.1:1").verdict is NOTE
-    monkeypatch.setattr(socket, "getaddrinfo", unknown_name)
-    assert check_address("no-such-host:1").verdict is BROKEN
 
 
 def test_shared_memory(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from replicast.launcher.launcher import (
     make_attempt_dir,
     make_run_dir,
     next_attempt,
-    what_is_taken_over,
 )
 
 
@@ -107,14 +106,3 @@ def test_the_launcher_announces_planned_faults(tmp_path: Path, monkeypatch: pyte
     result = subprocess.run([sys.executable, "-m", "replicast", *command], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "REPLICAST_FAULTS is set: workers will fail on purpose: kill worker 0 at apply" in result.stderr
-
-
-def test_a_used_run_directory_that_cannot_be_read_does_not_stop_a_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(run_dir: Path) -> list[str]:
-        raise OSError(errno.EIO, "Input/output error", str(run_dir))
-
-    (tmp_path / "groups").mkdir()
-    monkeypatch.setattr("replicast.storage.inbox.waiting", broken)
-    assert "a file that cannot be read ([Errno 5] Input/output error" in what_is_taken_over(tmp_path)

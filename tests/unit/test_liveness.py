@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -134,7 +135,7 @@ def test_a_job_that_runs_on_another_host_is_not_taken_over_and_named(tmp_path: P
     told: list[str] = []
     said = (
         r"worker 0, process 7 on host 'there', has written a note while it was watched for 2\.0 s, and is at "
-        r"step 31.*--take-over"
+        r"step 31.*REPLICAST_TAKE_OVER=1"
     )
     with pytest.raises(ClusterError, match=said):
         check_free(tmp_path, tell=told.append, watched=running)
@@ -226,7 +227,8 @@ def test_the_launcher_refuses_the_directory_of_a_job_on_another_host_until_it_is
         assert refused.returncode == 2, refused.stderr
         assert "worker 0, process 7 on host 'there', has written a note" in refused.stderr
         assert {path.name for path in run.iterdir()} - before <= {"launcher-0.lock", "workers"}
-        forced = subprocess.run([*command, "--take-over", str(script)], capture_output=True, text=True)
+        environ = {**os.environ, "REPLICAST_TAKE_OVER": "1"}
+        forced = subprocess.run([*command, str(script)], env=environ, capture_output=True, text=True)
         assert forced.returncode == 0, forced.stderr
     seen = json.loads((run / "logs/attempt-0/worker-0.log").read_text())
     assert len(seen["REPLICAST_TAKE_OVER"]) == 64, "that job, and no later one"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ipaddress
 import socket
 import threading
-from typing import Any
 
 import pytest
 
-from replicast.config import LOOPBACK, TRUSTED_NETWORKS, Cluster, Network, trusted_networks
+from replicast.config import LOOPBACK, Cluster, Network, trusted_networks
 from replicast.errors import ClusterError
 from replicast.names import addresses_of
 from replicast.port_filter import limit_port, port_limit
@@ -92,35 +91,12 @@ def test_a_worker_outside_the_trusted_networks_is_named(caplog: pytest.LogCaptur
     assert not caplog.records
 
 
-def test_names_that_no_dns_server_resolves_are_looked_up_once_by_few_threads_and_given_up_together(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked: list[str] = []
-    answers = threading.Event()
-
-    def getaddrinfo(host: str, *arguments: Any, **options: Any) -> Any:
-        asked.append(host)
-        answers.wait()
-        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr("replicast.port_filter._NAMES_SECS", 0.1)
-    hosts = [f"gpu{worker // 8}" for worker in range(1000)]
-    try:
-        port_limit(Cluster(tuple(f"{host}:2222" for host in hosts), 0), {TRUSTED_NETWORKS: "10.0.0.0/8"})
-    finally:
-        answers.set()
-    assert len(asked) == len(set(asked)) <= 16
-    assert not caplog.records
-
-
-def test_a_worker_that_can_start_no_thread_for_a_lookup_starts_without_it(
+def test_a_lookup_for_which_no_thread_can_be_started_has_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", fails)
-    port_limit(Cluster(("gpu1:2222", "gpu2:2222"), 0), {TRUSTED_NETWORKS: "10.0.0.0/8"})
     with pytest.raises(OSError, match="its name was not looked up"):
         addresses_of("gpu1", 2222, lambda: None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import resource
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,12 +65,11 @@ class Meeting(threading.Thread):
         rank: int,
         timeout_secs: float = DEADLINE_SECS,
         heartbeat_secs: float = 10.0,
-        script: Path | None = None,
     ) -> None:
         super().__init__(daemon=True)
         self.lines: list[str] = []
         cluster = Cluster(addresses=addresses, rank=rank)
-        self._arguments = (cluster, timeout_secs, self.lines.append, heartbeat_secs, script)
+        self._arguments = (cluster, timeout_secs, self.lines.append, heartbeat_secs)
         self.heartbeat_secs = 0.0
         self.error: ClusterError | None = None
         self.start()
@@ -357,35 +354,6 @@ def test_a_signal_ends_a_worker_that_waits_for_the_others(rank: int, signum: sig
         assert "has waited" in waiting.stderr.readline()
         waiting.send_signal(signum)
         assert waiting.wait(DEADLINE_SECS) == -signum
-
-
-def test_a_script_that_differs_between_workers_is_named_once_by_worker_0(tmp_path: Path) -> None:
-    contents = ("print(1)", "print(1)", "print(2)")
-    scripts = [tmp_path / str(rank) / "train.py" for rank in range(3)]
-    for script, content in zip(scripts, contents, strict=True):
-        script.parent.mkdir()
-        script.write_text(content)
-    addresses = free_addresses(3)
-    workers = [Meeting(addresses, rank, script=script) for rank, script in enumerate(scripts)]
-    assert all(worker.has_met() for worker in workers)
-    (line,) = workers[0].lines
-    same, other = (hashlib.sha256(content.encode()).hexdigest()[:8] for content in contents[1:])
-    assert f"warning: train.py differs between the workers: {same} on worker 0, {other} on worker 2 (" in line
-    assert workers[1].lines == workers[2].lines == []
-
-
-@pytest.mark.parametrize("sent", [{}, {"script": None}, {"script": "\x1b[31m"}, {"script": ["a"]}])
-def test_a_worker_that_sends_no_digest_of_its_script_meets_the_others_without_a_warning(
-    tmp_path: Path, sent: dict[str, object]
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("print(1)")
-    addresses = free_addresses(2)
-    host = Meeting(addresses, 0, script=script)
-    with connected(addresses[0]) as worker:
-        worker.sendall(json.dumps({"worker": 1, "addresses": addresses, **sent}).encode() + b"\n")
-        assert host.has_met()
-    assert host.lines == []
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from replicast import config
 from replicast.errors import ServeRefused
 from replicast.files import below
 from replicast.launcher import launcher, plan
-from replicast.launcher.checks import Verdict, all_checks, check_two_workers
+from replicast.launcher.checks import Verdict, all_checks
 from replicast.launcher.group import EndTimeouts
 from replicast.launcher.hosts_leader import HostTimeouts
 
@@ -50,15 +50,13 @@ _STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
     metavar="SECS",
     help="Time for the last checkpoint, before workers are killed; docs/hosts.md says how much.",
 )
-@click.option(
-    "--heartbeat",
-    type=click.FloatRange(min=config.MIN_HEARTBEAT_SECS),
-    metavar="SECS",
-    help="After so long without a sign of life a worker is lost. More survives longer pauses of the network, "
-    f"and notices a lost host later. [default: {config.HEARTBEAT_TIMEOUT}, else 10]",
-)
 @click.option("--hosts", metavar="H1,H2", help="All machines, in the same order on each.")
-@click.option("--nnodes", metavar="N", help="Instead of --hosts: how many machines; with --rdzv-endpoint.")
+@click.option(
+    "--nnodes",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Instead of --hosts: how many machines; with --rdzv-endpoint.",
+)
 @click.option(
     "--node-rank",
     type=int,
@@ -70,26 +68,8 @@ _STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
     metavar="HOST:PORT",
     help="Where the launcher of machine 0 waits for the others. [default: the first of --hosts, --port - 1]",
 )
-@click.option(
-    "--join-timeout",
-    type=_SECS,
-    default=HostTimeouts().join_secs,
-    metavar="SECS",
-    help="How long to wait for a machine that is not there, at the start and after a failure.",
-)
-@click.option(
-    "--secret-file",
-    type=_FILE,
-    metavar="FILE",
-    help=f"The secret of a job on several machines. [default: ${config.JOB_SECRET}]",
-)
 @click.option("--port", default=plan.DEFAULT_PORT, help="With --hosts: the first worker's port.")
 @click.option("--serve", metavar="[HOST:]PORT", help="Serve the page of the job too; see `replicast serve`.")
-@click.option(
-    "--take-over",
-    is_flag=True,
-    help="Use the run directory even if a job on another machine is running there, which then ends.",
-)
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -101,12 +81,8 @@ def run(
     max_restarts: int,
     tee: str | None,
     grace: float,
-    heartbeat: float | None,
-    join_timeout: float,
-    secret_file: Path | None,
     port: int,
     serve: str | None,
-    take_over: bool,
     program: str,
     arguments: tuple[str, ...],
     **placed: Any,
@@ -147,14 +123,14 @@ def run(
     if from_tf_config:
         gpus = len(plan.this_machine(os.environ).gpus)
         job = plan.spread_over_devices(job, max(1, gpus) if workers is None else workers)
-    secret = plan.read_secret(os.environ, secret_file) if job.endpoint is not None else b""
-    heartbeat_secs = config.heartbeat_timeout_secs(os.environ) if heartbeat is None else heartbeat
+    heartbeat_secs = config.heartbeat_timeout_secs(os.environ)
     shown = plan.parse_tee(tee, job)
     page = None if serve is None else launcher.parse_page_address(serve)
     if job.fixed_ports is not None:
         # Refused before a run directory is made. After a kill -9 of the launcher before this one, its workers
         # may take a moment to give back their memory, and hold their ports until then.
         plan.hold_ports(job.fixed_ports, within_secs=_PORTS_SECS if job.endpoint is not None else 0.0).close()
+    join_secs = config.start_timeout_secs(os.environ, HostTimeouts().join_secs)
     # Launchers are more patient than workers, who wait `heartbeat_secs` for each other.
     silent_secs = max(HostTimeouts().silent_secs, 2 * heartbeat_secs)
     if run_dir is None and (job.endpoint is None or job.node_rank == 0):
@@ -167,9 +143,8 @@ def run(
         tee=shown,
         max_restarts=max_restarts,
         timeouts=EndTimeouts(stop_secs=grace, frozen_secs=heartbeat_secs),
-        secret=secret,
-        host_timeouts=HostTimeouts(join_secs=join_timeout, silent_secs=silent_secs),
-        take_over=take_over,
+        secret=os.environ.get(config.JOB_SECRET, "").strip().encode(),
+        host_timeouts=HostTimeouts(join_secs=join_secs, silent_secs=silent_secs),
         page=page,
     )
     # The environment of the children, who get it without secrets.
@@ -230,22 +205,16 @@ def serve(path: Path, token_file: Path | None, max_upload: int, **options: Any) 
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--deep", is_flag=True, help="Also start two tiny workers that sum a number; takes seconds.")
-def doctor(deep: bool) -> int:
+def doctor() -> int:
     """Check this machine, and say how to fix what is wrong.
 
     \b
-    Examples:
+    Example:
       replicast doctor
-      replicast doctor --deep
 
     Exit code: 0 when nothing is broken, 1 when something must be fixed first, 2 when the command is wrong.
     """
     checks = all_checks(os.environ)
-    if deep:
-        os.environ.pop("TF_CONFIG", None)  # A job of its own.
-        os.environ.setdefault(config.START_TIMEOUT, "120")
-        checks.append(check_two_workers())
     from rich.text import Text
 
     from replicast.cli import texts
@@ -256,6 +225,7 @@ def doctor(deep: bool) -> int:
     ]
     texts.print_table("", "what", "found", "how to fix", rows=rows)
     broken = [check.subject for check in checks if check.verdict is Verdict.BROKEN]
-    try_deep = "" if deep else " `replicast doctor --deep` tries two real workers."
-    click.echo(f"Fix first: {', '.join(broken)}." if broken else f"All is well.{try_deep}")
+    click.echo(
+        f"Fix first: {', '.join(broken)}." if broken else "All is well. `replicast demo` shows two workers."
+    )
     return 1 if broken else 0

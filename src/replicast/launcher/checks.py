@@ -8,19 +8,16 @@ import json
 import os
 import re
 import shutil
-import socket
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from replicast.config import SHM_DIR, TRUSTED_NETWORKS, read_cluster, trusted_networks
-from replicast.errors import ClusterError, ReplicastError
-from replicast.launcher.plan import Machine, hold_ports, outside_addresses, shown_addresses, this_machine
+from replicast.errors import ClusterError
+from replicast.launcher.plan import Machine, this_machine
 
-_CONNECT_SECS = 1.0
 _LITTLE_SHARED_MEMORY = 256 * 2**20
 
 
@@ -47,10 +44,10 @@ def all_checks(environ: Mapping[str, str]) -> list[Check]:
         check_package("TensorFlow"),
         check_package("Keras"),
         check_backend(environ),
-        check_exposure(environ, outside_addresses()),
+        check_exposure(environ),
         check_shared_memory(shared_memory, lambda place: shutil.disk_usage(place).free),
         check_machine(this_machine(environ)),
-        *check_cluster(environ),
+        check_cluster(environ),
     ]
 
 
@@ -111,38 +108,17 @@ def check_backend(environ: Mapping[str, str]) -> Check:
     return Check("Keras backend", Verdict.BROKEN, f"{backend} ({where})", remedy)
 
 
-def check_cluster(environ: Mapping[str, str]) -> list[Check]:
+def check_cluster(environ: Mapping[str, str]) -> Check:
     try:
         cluster = read_cluster(environ)
     except ClusterError as error:
-        return [Check("TF_CONFIG", Verdict.BROKEN, str(error), "Correct it, or unset TF_CONFIG")]
+        return Check("TF_CONFIG", Verdict.BROKEN, str(error), "Correct it, or unset TF_CONFIG")
     if cluster is None:
-        return [Check("TF_CONFIG", Verdict.GOOD, "not set: a job of one, or replicast run sets it")]
-    checks = [Check("TF_CONFIG", Verdict.GOOD, f"worker {cluster.rank} of {cluster.size}")]
-    own = cluster.addresses[cluster.rank]
-    try:
-        hold_ports([int(own.rpartition(":")[2])]).close()
-        checks.append(Check("Own port", Verdict.GOOD, f"{own} is free"))
-    except ClusterError as error:
-        checks.append(Check("Own port", Verdict.BROKEN, f"{own} is not free", str(error)))
-    others = [address for rank, address in enumerate(cluster.addresses) if rank != cluster.rank]
-    return [*checks, *map(check_address, others)]
+        return Check("TF_CONFIG", Verdict.GOOD, "not set: a job of one, or replicast run sets it")
+    return Check("TF_CONFIG", Verdict.GOOD, f"worker {cluster.rank} of {cluster.size}")
 
 
-def check_address(address: str) -> Check:
-    """Another worker's address. It may not have started yet, so only a name without an address is broken."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=_CONNECT_SECS):
-            return Check(address, Verdict.GOOD, "answers")
-    except socket.gaierror:
-        remedy = "Correct the name in TF_CONFIG, or the DNS"
-        return Check(address, Verdict.BROKEN, "its name has no address", remedy)
-    except OSError as error:
-        return Check(address, Verdict.NOTE, f"does not answer now ({error.strerror or error})")
-
-
-def check_exposure(environ: Mapping[str, str], addresses: Sequence[str]) -> Check:
+def check_exposure(environ: Mapping[str, str]) -> Check:
     """Who can connect to TensorFlow's ports, which ask for no credentials."""
     subject, chosen = "Open ports", environ.get(TRUSTED_NETWORKS, "")
     try:
@@ -151,14 +127,12 @@ def check_exposure(environ: Mapping[str, str], addresses: Sequence[str]) -> Chec
         return Check(subject, Verdict.BROKEN, str(error), "Correct it, or unset it")
     if chosen == "any":
         return Check(subject, Verdict.GOOD, f"{TRUSTED_NETWORKS}=any: a firewall has to protect the workers")
-    if chosen or not addresses:
-        found = f"only {chosen} may connect to workers" if chosen else "this machine has only the loopback"
-        return Check(subject, Verdict.GOOD, found)
+    if chosen:
+        return Check(subject, Verdict.GOOD, f"only {chosen} may connect to workers")
     return Check(
         subject,
         Verdict.NOTE,
-        f"{shown_addresses(addresses)}: in a job on several machines, any process that can reach them can "
-        "run code in the workers",
+        "in a job on several machines, any process that can reach them can run code in the workers",
         f"Set {TRUSTED_NETWORKS} to the job's networks, or use a firewall: SECURITY.md",
     )
 
@@ -180,30 +154,3 @@ def check_machine(machine: Machine) -> Check:
     elif machine.cores < 2:
         verdict, fit = Verdict.NOTE, "several workers share one core"
     return Check("Cores and GPUs", verdict, f"{machine.cores} and {len(machine.gpus) or 'none'}: {fit}")
-
-
-def sum_of_ones() -> float:
-    """What each of two workers calls: it gives 1, and all receive the sum."""
-    import tensorflow as tf
-
-    import replicast
-
-    strategy = replicast.Strategy()
-    total = tf.function(lambda: strategy.reduce("SUM", strategy.run(lambda: tf.constant(1.0)), axis=None))
-    return float(total().numpy())
-
-
-def check_two_workers() -> Check:
-    """Starts two real workers that sum a number; `REPLICAST_START_TIMEOUT` limits how long they wait."""
-    from replicast.launcher.function import launch
-
-    subject = "Two workers"
-    with tempfile.TemporaryDirectory(prefix="replicast-doctor-") as run_dir:
-        try:
-            received = launch(sum_of_ones, workers=2, run_dir=run_dir, tee="none")
-        except ReplicastError as error:
-            remedy = f"{error} Look for a firewall on the loopback, or an overloaded machine"
-            return Check(subject, Verdict.BROKEN, "the all-reduce failed", remedy)
-    if received != 2.0:
-        return Check(subject, Verdict.BROKEN, f"the sum of two ones is {received}")
-    return Check(subject, Verdict.GOOD, "an all-reduce over two local workers is right")

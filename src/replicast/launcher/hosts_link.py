@@ -30,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Self
 
 import msgspec
@@ -54,16 +55,13 @@ from replicast.launcher.hosts_leader import (
 from replicast.launcher.interruptions import STOP_SIGNALS, Interruptions
 from replicast.launcher.plan import JobPlan, shown_address
 from replicast.launcher.screen import Screen
-from replicast.names import NAMES_SECS, Dialer, Lookups
+from replicast.names import NAMES_SECS, Dialer, look_up
 
 CONNECT_SECS = 2.0
 TELL_AFTER_SECS, TELL_AGAIN_SECS = 10.0, 30.0  # when a launcher that waits says so
 MAX_LINE = 256 * 1024
 MAX_STRANGER_LINES = 6  # on a screen, of processes that do not know the secret
-_OTHER_SECRET = (
-    "it has a different job secret, or none. "
-    f"Set {JOB_SECRET}, or the content of --secret-file, to the same text on all hosts"
-)
+_OTHER_SECRET = f"it has a different job secret, or none. Set {JOB_SECRET} to the same text on all hosts"
 _MAX_PROGRAM = 4096
 _READ_BYTES = 65536
 _PAUSE_SECS = 0.25
@@ -125,12 +123,21 @@ class Part:
         return {
             "version of replicast": metadata.version("replicast"),
             "program, or its arguments": program,
+            "content of the script (its SHA-256)": _digest_of(Path(job.argv[1])),
             "number of workers (-n)": str(job.workers),
             "number of hosts": str(job.nodes),
             "--hosts": ",".join(job.hosts),
             "--port": str(job.port),
             "--max-restarts": str(self.max_restarts),
         }
+
+
+def _digest_of(script: Path) -> str:
+    """Empty if it is not a file, as after `-m`."""
+    if not script.is_file():
+        return ""
+    with script.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 # --- What both kinds of launchers do ---------------------------------------------------------------------
@@ -438,12 +445,12 @@ def listen(endpoint: tuple[str, int], *, name_secs: float = 0.0) -> socket.socke
 def _address_of(host: str, deadline: Deadline) -> str:
     """The address of the first host. A name that has none is looked up again until then."""
     while True:
-        lookup, problem = Lookups([host]), "has no address"
-        if not lookup.wait(NAMES_SECS):
+        try:
+            return look_up(host).result(NAMES_SECS)[0]
+        except TimeoutError:
             problem = f"was not resolved within {NAMES_SECS:g} s"
-        with contextlib.suppress(OSError):
-            if addresses := lookup.addresses(host):
-                return addresses[0]
+        except OSError:
+            problem = "has no address"
         if deadline.has_passed():
             what = f"The name of the first host {problem}: {host}"
             raise ClusterError(what, remedy="Correct it, or the DNS")

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
-from replicast.config import ANY, JOB_SECRET, SECRETS, TAKE_OVER, shared_memory_directory, without
+from replicast.config import JOB_SECRET, SECRETS, TAKE_OVER, shared_memory_directory, without
 from replicast.errors import ClusterError, FileDamaged, LaunchRefused, printable
 from replicast.faults import read_faults
 from replicast.files import RunDir, RunPath, below, make_durably
@@ -54,7 +54,6 @@ from replicast.launcher.plan import (
     exposure_line,
     hold_ports,
     log_path,
-    outside_addresses,
     plan_workers,
     secret_line,
     this_machine,
@@ -79,7 +78,6 @@ class Settings:
     timeouts: EndTimeouts = field(default_factory=EndTimeouts)
     secret: bytes = b""
     host_timeouts: HostTimeouts = field(default_factory=HostTimeouts)
-    take_over: bool = False
     page: tuple[str, int] | None = None  # the address of `--serve`
 
     def logs(self, run_dir: RunDir) -> RunPath:
@@ -101,7 +99,7 @@ def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> i
         if run_dir is not None:
             use(run_dir)
             # Before signals are caught: Ctrl-C ends the wait.
-            environ = _wait_for_other_hosts_job(job, run_dir, environ, take_over=settings.take_over)
+            environ = _wait_for_other_hosts_job(job, run_dir, environ)
         interruptions = stack.enter_context(Interruptions())
         screen = make_screen(sys.stdout, sys.stderr, tee=settings.tee, environ=environ)
         stack.enter_context(contextlib.closing(screen))
@@ -129,8 +127,7 @@ def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> i
         for line in (
             secret_line(job, settings.secret),
             fault_line(faults),
-            exposure_line(job, environ, outside_addresses()),
-            what_is_taken_over(run_dir),
+            exposure_line(job, environ),
         ):
             if line:
                 screen.tell(line)
@@ -140,9 +137,7 @@ def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> i
         return supervision.run()
 
 
-def _wait_for_other_hosts_job(
-    job: JobPlan, run_dir: RunDir, environ: Mapping[str, str], *, take_over: bool
-) -> dict[str, str]:
+def _wait_for_other_hosts_job(job: JobPlan, run_dir: RunDir, environ: Mapping[str, str]) -> dict[str, str]:
     """Waits until no job of another host runs in the directory; one of this host would hold the lock.
 
     Returns the environment of the workers: their first one need not watch again what was watched here.
@@ -151,7 +146,7 @@ def _wait_for_other_hosts_job(
     if 0 in job.ranks and (below(run_dir) / "groups").is_dir():
         from replicast.storage.run_files import check_free  # Imports numpy: not for a new run.
 
-        any_job = ANY if take_over else environ.get(TAKE_OVER, "")
+        any_job = environ.get(TAKE_OVER, "")
         allowed = check_free(run_dir, any_job, tell=lambda line: print(f"replicast: {line}", file=sys.stderr))
     return {**without(environ, TAKE_OVER), **({TAKE_OVER: allowed} if allowed else {})}
 
@@ -331,7 +326,7 @@ def _stopped_by(run_dir: RunDir, attempt: int) -> tuple[str, int]:
     return "", 0
 
 
-# --- The run directory: its default name, its lock, the logs, and what it held before ---------------------
+# --- The run directory: its default name, its lock and the logs ---------------------------------------------
 
 
 def make_run_dir(path: Path) -> Path:
@@ -398,30 +393,6 @@ def locked(run_dir: RunDir, first_rank: int) -> Iterator[None]:
                 remedy="Make it writable, free space on its disk, or choose another directory with --run-dir",
             ) from error
         yield
-
-
-def what_is_taken_over(run_dir: RunDir) -> str:
-    """One line: what a start finds in a run directory that was used before; empty if nothing."""
-    if not (below(run_dir) / "groups").is_dir():
-        return ""
-    from replicast.storage import inbox  # These import numpy: not for a new run.
-    from replicast.storage.checkpoints import CheckpointStore
-    from replicast.storage.journal import Updates
-
-    found = []
-    try:
-        if (last := CheckpointStore(run_dir).last()) is not None:
-            found.append(f"a checkpoint of step {last.step}")
-        history, waiting = Updates(run_dir).history, inbox.waiting(run_dir)
-        for count, where in (
-            (len(history.committed), "in the journal"),
-            (len(history.scheduled), "scheduled"),
-            (len(waiting), "waiting in the inbox, for its first step"),
-        ):
-            found += [f"{count} update{'s' if count > 1 else ''} {where}"] if count else []
-    except (OSError, FileDamaged) as error:  # This line is a courtesy: the workers say what they cannot read.
-        found.append(f"a file that cannot be read ({error})")
-    return f"replicast: {short_path(run_dir)} was used before; it has {'; '.join(found)}" if found else ""
 
 
 # --- The page beside a job: `replicast serve` as a child. It ends with the launcher, and does no harm ------

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import importlib.util
-import ipaddress
 import os
 import re
 import socket
-import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from replicast.config import (
@@ -32,12 +29,11 @@ from replicast.config import (
 )
 from replicast.errors import ClusterError, LaunchRefused
 from replicast.files import RunDir, RunPath
-from replicast.names import NAMES_SECS, Lookups
-from replicast.strictjson import MAX_INTEGER, is_integer
+from replicast.names import NAMES_SECS, look_up
+from replicast.strictjson import is_integer
 
 DEFAULT_PORT = 29500
 DEFAULT_RDZV_PORT = 29400
-_MAX_SECRET_BYTES = 4096
 LOOPBACK = "127.0.0.1"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
@@ -51,9 +47,6 @@ _TUNABLES = "GLIBC_TUNABLES"
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 _MIN_INTEROP_THREADS = 2  # With one, a collective that waits for another worker could block the step.
 _PORT_PAUSE_SECS = 0.1
-_SIOCGIFADDR = 0x8915
-_IF_INET6 = Path("/proc/net/if_inet6")
-_SHOWN_ADDRESSES = 2
 
 
 # --- The job ---------------------------------------------------------------------------------------------
@@ -166,12 +159,12 @@ def place_on_hosts(
     job: JobPlan,
     *,
     hosts: str | None = None,
-    nnodes: str | None = None,
+    nnodes: int | None = None,
     node_rank: int | None = None,
     rdzv_endpoint: str | None = None,
 ) -> JobPlan:
     listed = tuple(hosts.split(",")) if hosts is not None else ()
-    count = parse_nnodes(nnodes) if nnodes is not None else max(1, len(listed))
+    count = max(1, len(listed)) if nnodes is None else nnodes
     endpoint = parse_endpoint(rdzv_endpoint) if rdzv_endpoint is not None else None
     what = f"--nnodes {count} does not fit --hosts, which lists {len(listed)}"
     refuse_if(listed and count != len(listed), what, "Give one of them")
@@ -208,30 +201,22 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def parse_nnodes(text: str) -> int:
-    what = "--nnodes must be one number: a job has the same hosts until it ends"
-    remedy = "To continue with fewer or more hosts, start it again with the same --run-dir"
-    refuse_if(":" in text and all(part.isdigit() for part in text.split(":")), what, remedy, text)
-    refuse_if(not is_integer(text, 1, MAX_INTEGER), "--nnodes must be a number, at least 1", received=text)
-    return int(text)
-
-
 def own_node(hosts: Sequence[str]) -> int:
     """The index of this machine in the list of hosts: the one whose address is an address of this machine.
 
     Blocks until the names are resolved, at most `NAMES_SECS`.
     """
-    lookups = Lookups(hosts)
-    are_resolved = lookups.wait(NAMES_SECS)
+    lookups = [look_up(host) for host in hosts]
+    unresolved = wait(lookups, NAMES_SECS).not_done
     found = []
-    for node, host in enumerate(hosts):
+    for node, lookup in enumerate(lookups):
         with contextlib.suppress(OSError):  # a name without an address
-            if any(map(_is_own, lookups.addresses(host) or [])):
+            if lookup.done() and any(map(_is_own, lookup.result())):
                 found.append(node)
     if len(found) == 1:
         return found[0]
     why = "none of --hosts is" if not found else "several of --hosts are"
-    late = "" if are_resolved else f"; not all names were resolved within {NAMES_SECS:g} s"
+    late = "" if not unresolved else f"; not all names were resolved within {NAMES_SECS:g} s"
     raise ClusterError(
         f"Cannot tell which host this is: {why} an address of this machine{late}",
         remedy="Give --node-rank, the index of this machine in --hosts, from 0",
@@ -245,21 +230,6 @@ def _is_own(address: str) -> bool:
         tried.bind((address, 0))
         return True
     return False
-
-
-def read_secret(environ: Mapping[str, str], file: Path | None) -> bytes:
-    """The secret of the job: from a file, else from the environment; empty if there is none."""
-    if file is None:
-        return environ.get(JOB_SECRET, "").strip().encode()
-    try:
-        with file.open("rb") as opened:
-            secret = opened.read(_MAX_SECRET_BYTES).strip()
-    except OSError as error:
-        what = f"--secret-file {file} cannot be read ({error.strerror})"
-        raise LaunchRefused(what, remedy="Check its path and its rights") from None
-    if not secret:
-        raise LaunchRefused(f"--secret-file {file} is empty", remedy="For example: openssl rand -hex 32")
-    return secret
 
 
 def secret_line(job: JobPlan, secret: bytes) -> str:
@@ -286,30 +256,11 @@ def check_script(script: str) -> None:
 
 
 def check_module(module: str) -> None:
-    spec = find_module(module)
-    if spec is None:
+    """Finds the package, without importing it; `python -m` looks in the current directory first."""
+    name = module.partition(".")[0]
+    if not name or PathFinder.find_spec(name, [str(Path.cwd()), *sys.path]) is None:
         remedy = "Check its name, install it, or start from the directory that contains it"
         raise LaunchRefused(f"There is no module {module!r} for {sys.executable}", remedy=remedy)
-    if spec.submodule_search_locations is not None and find_module(f"{module}.__main__") is None:
-        what = f"{module!r} is a package without a __main__ module"
-        raise LaunchRefused(what, remedy="Name the module in it to run")
-
-
-def find_module(module: str) -> ModuleSpec | None:
-    """Finds a module by its dotted name without importing its packages."""
-    name, *rest = module.split(".")
-    spec = PathFinder.find_spec(name, [str(Path.cwd())])  # `python -m` looks in the current directory first.
-    if spec is None or spec.origin is None:
-        try:
-            spec = importlib.util.find_spec(name) or spec
-        except ValueError:  # No name, or a module of this process without a spec, such as __main__.
-            return None
-    for part in rest:
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        name = f"{name}.{part}"
-        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
-    return spec
 
 
 # --- The machine -----------------------------------------------------------------------------------------
@@ -482,41 +433,17 @@ def _bind(number: int, family: socket.AddressFamily = socket.AF_INET6) -> socket
         raise
 
 
-# --- The network: this machine's addresses beyond the loopback -------------------------------------------
-
-
-def outside_addresses() -> tuple[str, ...]:
-    """The addresses of this machine at which others may reach it; without link-local ones."""
-    found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
-    # A sandbox may not tell its interfaces, and IPv6 may be off. A job on one machine does not need to know.
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without one
-                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("16s240x", name.encode()))
-                found.append(ipaddress.IPv4Address(answer[20:24]))
-    with contextlib.suppress(OSError):
-        for line in _IF_INET6.read_text(encoding="ascii").splitlines():
-            found.append(ipaddress.IPv6Address(bytes.fromhex(line.split()[0])))
-    return tuple(str(one) for one in found if not (one.is_loopback or one.is_link_local))
-
-
-def exposure_line(job: JobPlan, environ: Mapping[str, str], addresses: Sequence[str]) -> str:
+def exposure_line(job: JobPlan, environ: Mapping[str, str]) -> str:
     """One line if machines outside the job may connect to its workers, else nothing."""
     workers = plan_addresses(job, ports=[0] * job.workers)
-    limited = trusted_networks(environ, workers) is not None
-    if limited or environ.get(TRUSTED_NETWORKS) or not addresses:
+    if trusted_networks(environ, workers) is not None or environ.get(TRUSTED_NETWORKS):
         return ""
     return (
-        f"replicast: warning: any process that can reach {shown_addresses(addresses)} can run code in the "
-        f"workers: TensorFlow's ports ask for no credentials. Set {TRUSTED_NETWORKS}=NETWORK,… (or any); see "
+        "replicast: warning: any process that can reach this machine can run code in the workers: "
+        f"TensorFlow's ports ask for no credentials. Set {TRUSTED_NETWORKS}=NETWORK,… (or any). See "
         "SECURITY.md"
     )
 
 
 def shown_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def shown_addresses(addresses: Sequence[str]) -> str:
-    more = len(addresses) - _SHOWN_ADDRESSES
-    return ", ".join(addresses[:_SHOWN_ADDRESSES]) + (f" and {more} more" if more > 0 else "")

@@ -662,7 +662,6 @@ def check_free(
                 f"has written a note while it was watched for {seen.secs:.1f} s, and is at step "
                 f"{seen.moving[0].step}",
                 remedy="Stop it first (replicast stop), or choose another run directory. To take over the "
-                "directory all the same, which ends that job: replicast run --take-over, or "
-                "REPLICAST_TAKE_OVER=1 in the environment of a job without `replicast run`",
+                "directory all the same, which ends that job: REPLICAST_TAKE_OVER=1 in the environment",
             )
     return job

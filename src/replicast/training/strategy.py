@@ -237,7 +237,7 @@ def _connect(
             sys.stderr.flush()
 
         timeout_secs, own_heartbeat = start_timeout_secs(os.environ), heartbeat_timeout_secs(os.environ)
-        heartbeat_secs = rendezvous.meet(cluster, timeout_secs, tell, own_heartbeat, rendezvous.main_script())
+        heartbeat_secs = rendezvous.meet(cluster, timeout_secs, tell, own_heartbeat)
     try:
         with _kept(signal.SIGTERM):
             resolvers = tf.distribute.cluster_resolver
