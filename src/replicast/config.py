@@ -220,27 +220,15 @@ def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
             received=", ".join(duplicates),
             remedy="Give every worker a different host:port",
         )
-    if described.task is None:
-        raise ClusterError('TF_CONFIG: "task" is missing', remedy=_EXAMPLE)
-    job, index = described.task.type, described.task.index
-    if job not in described.cluster:
-        raise ClusterError(
-            f'TF_CONFIG: task type {job!r} is not in "cluster"', received=f"jobs {sorted(jobs)}"
-        )
-    if job not in jobs:
-        raise ClusterError(
-            f"TF_CONFIG: this process has the task type {job!r}, which takes no part in the training of a "
-            "MultiWorkerMirroredStrategy",
-            received=f"task {job} {index}",
-            remedy='Do not create the strategy in this process, or give it the task type "worker"',
-        )
-    if isinstance(index, str) and index.isdigit():
+    job, index = ("", -1) if described.task is None else (described.task.type, described.task.index)
+    if isinstance(index, str) and index.isdecimal():
         index = int(index)
-    if isinstance(index, str) or not 0 <= index < len(jobs[job]):
+    if job not in jobs or isinstance(index, str) or not 0 <= index < len(jobs[job]):
+        tasks = ", ".join(f"{job} 0 to {len(addresses) - 1}" for job, addresses in jobs.items())
         raise ClusterError(
-            f'TF_CONFIG: task index out of range: "{job}" has {len(jobs[job])} addresses, '
-            f"so the index must be from 0 to {len(jobs[job]) - 1}",
-            received=described.task.index,
+            f'TF_CONFIG: "task" must be one of those in "cluster" that train: {tasks}',
+            received="no task" if described.task is None else f"{job} {described.task.index!r}",
+            remedy=_EXAMPLE,
         )
     chiefs = len(jobs.get("chief", ()))
     return Cluster(tuple(addresses), index if job == "chief" else chiefs + index, chiefs)

@@ -20,7 +20,7 @@ thread, which calls nothing, notices when that is no longer answered, and a thir
 does not exit by itself. docs/endings.md adds up the bounds.
 
     lifetime    polls the keys; if it dies, the job fails                          `leave` stops it
-    silence     calls nothing: notices pauses, clocks that were set, no answers    `leave` stops it
+    silence     calls nothing: notices pauses, and no answers    `leave` stops it
     end         ends the process after `GRACE_SECS`; started first of all          ends with the process
     within      one call to the service that may never return                      nobody: it is a daemon
 
@@ -56,7 +56,6 @@ SILENT_AFTER_HEARTBEAT_SECS = 2.0  # how much longer than the heartbeat timeout 
 CALL_SECS = 3.0  # how long a worker that has failed waits for the service when it says so
 _POLL_SECS = 0.2
 _MAX_DELAY_SECS = 5.0  # a longer delay between two looks means that this process itself was stopped
-_LEAST_JUMP_SECS = 0.5  # a time server moves a clock by less than a thousandth of the time that passes
 _TURNS_PER_SEC = 5  # who waits for Python's lock looks for it 200 times a second, less on a busy machine
 _HERE = str(Path(__file__).parent)
 
@@ -70,18 +69,12 @@ def turns_of(thread: int) -> int | None:
         return None
 
 
-class Interruptions:
-    """Notices when this process stood still, and when the wall clock of its host was set. Any thread may ask.
+class Pauses:
+    """Notices when this process stood still. Any thread may ask.
 
     One thread must call `look` often. A long time between two looks is a pause (SIGSTOP, a machine that was
     suspended) if that thread hardly ran in it: while a call holds Python's lock, it runs often, to look for
-    the lock.
-
-    A wall clock that was set goes apart from the clock since boot. TensorFlow's coordination service
-    subtracts wall-clock times, as unsigned numbers, to tell how old a heartbeat is. So a clock that is set
-    forward by more than the rest of the timeout, or back by any time, makes it take all workers for lost.
-
-    Shorter ones than `shortest_secs` do not count, and none counts longer than `recent_secs`.
+    the lock. Shorter ones than `shortest_secs` do not count, and none counts longer than `recent_secs`.
     """
 
     def __init__(
@@ -89,17 +82,14 @@ class Interruptions:
         shortest_secs: float,
         recent_secs: float,
         clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
-        wall: Callable[[], float] = time.time,
         turns: Callable[[int], int | None] = turns_of,
     ) -> None:
         self._shortest_secs, self._recent_secs = shortest_secs, recent_secs
-        self._clock, self._wall, self._turns = clock, wall, turns
+        self._clock, self._turns = clock, turns
         self._lock = threading.Lock()
         self._thread: int | None = None  # the one that looks
         self._looked: tuple[float, int | None] = (clock(), None)
-        self._apart: float | None = None
         self._pause: tuple[float, float] | None = None  # when it ended, and how long it was
-        self._jump: tuple[float, float] | None = None
 
     def look(self) -> None:
         """Always called by the same thread."""
@@ -109,33 +99,19 @@ class Interruptions:
     def pause_secs(self) -> float | None:
         """How long this process stood still, if it did a short time ago."""
         self._compare()
-        return self._recent(self._pause)
-
-    def jump_secs(self) -> float | None:
-        """By how much the clock was set, back if negative, if it was a short time ago."""
-        self._compare()
-        return self._recent(self._jump)
-
-    def _recent(self, noticed: tuple[float, float] | None) -> float | None:
-        is_recent = noticed is not None and self._clock() - noticed[0] <= self._recent_secs
-        return noticed[1] if noticed is not None and is_recent else None
+        is_recent = self._pause is not None and self._clock() - self._pause[0] <= self._recent_secs
+        return self._pause[1] if self._pause is not None and is_recent else None
 
     def _compare(self) -> None:
         with self._lock:
-            before, wall, now = self._clock(), self._wall(), self._clock()
-            if self._thread is not None:
-                turns = self._turns(self._thread)
-                secs, turned = now - self._looked[0], self._looked[1]
-                self._looked = (now, turns)
-                ran = None if turns is None or turned is None else turns - turned
-                if ran is not None and secs >= self._shortest_secs and ran < _TURNS_PER_SEC * secs:
-                    self._pause = (now, secs)
-            if now - before > _LEAST_JUMP_SECS / 2:  # This thread was held up between two clocks.
+            if self._thread is None:
                 return
-            set_by = 0.0 if self._apart is None else wall - now - self._apart
-            self._apart = wall - now
-            if set_by >= self._shortest_secs or set_by <= -_LEAST_JUMP_SECS:
-                self._jump = (now, set_by)
+            now, turns = self._clock(), self._turns(self._thread)
+            secs, turned = now - self._looked[0], self._looked[1]
+            self._looked = (now, turns)
+            ran = None if turns is None or turned is None else turns - turned
+            if ran is not None and secs >= self._shortest_secs and ran < _TURNS_PER_SEC * secs:
+                self._pause = (now, secs)
 
 
 def on_silence(
@@ -182,7 +158,7 @@ class Causes:
 
     rank: int
     chiefs: int
-    interruptions: Interruptions
+    pauses: Pauses
     own_error: str | None = None
 
     def of(self, error: BaseException) -> JobFailed:
@@ -193,9 +169,6 @@ class Causes:
         if isinstance(error, JobFailed) and error.worker is not None:  # it waited for that one in vain
             return first(error.worker, str(error))
         lost = lost_worker(str(error), self.chiefs)
-        jump = None if lost is None else self.jump(lost.how, lost.worker)
-        if jump is not None:
-            return jump
         if lost is not None and lost.worker != self.rank:
             return first(lost.worker, self.witnessed(lost_text(lost)))
         own = first(
@@ -206,15 +179,14 @@ class Causes:
 
     def noticed(self, message: str, worker: int | None) -> JobFailed:
         """A loss that this worker has noticed: of another one, unless it stood still itself."""
-        found = self.pause() or self.jump(message, worker)
-        return found or JobFailed(self.witnessed(message), worker=worker)
+        return self.pause() or JobFailed(self.witnessed(message), worker=worker)
 
     def witnessed(self, message: str) -> str:
         return f"{message} (reported by worker {self.rank})"
 
     def pause(self) -> JobFailed | None:
         """An error if this process itself stood still a short time ago: that explains what it sees since."""
-        secs = self.interruptions.pause_secs()
+        secs = self.pauses.pause_secs()
         if secs is None:
             return None
         message = (
@@ -222,19 +194,6 @@ class Causes:
             "suspended, or it got no CPU time. The other workers took it for lost"
         )
         return JobFailed(message, worker=self.rank)
-
-    def jump(self, message: str, worker: int | None) -> JobFailed | None:
-        """An error if heartbeats are missed since the wall clock was set: nobody need have been lost."""
-        secs = self.interruptions.jump_secs() if "heartbeats" in message else None
-        if secs is None or worker is None:
-            return None
-        way = "forward" if secs > 0 else "back"
-        cause = (
-            f"worker {worker} was taken for lost because the clock of worker {self.rank}'s host was set "
-            f"{way} by {abs(secs):.0f} s: TensorFlow measures by it how old a heartbeat is. Restart the job, "
-            "and set clocks only while none runs"
-        )
-        return JobFailed(self.witnessed(cause), worker=worker)
 
 
 def follows(error: BaseException) -> bool:
@@ -266,14 +225,14 @@ class Lifetime:
     end_process: Callable[[int], None] = os._exit
     trained_alone: Callable[[], bool] = lambda: False
     heartbeat_secs: float = HEARTBEAT_SECS
-    interruptions: Interruptions | None = None
+    pauses: Pauses | None = None
 
     def __post_init__(self) -> None:
         self._keys = JobKeys(self.coordination)
         self._silent_secs = self.heartbeat_secs + SILENT_AFTER_HEARTBEAT_SECS
         half_secs = self.heartbeat_secs / 2  # as old as a heartbeat may be; a pause may have missed one
-        interruptions = self.interruptions or Interruptions(half_secs, self._silent_secs + GRACE_SECS)
-        self._causes = Causes(self.rank, self.coordination.chiefs, interruptions)
+        pauses = self.pauses or Pauses(half_secs, self._silent_secs + GRACE_SECS)
+        self._causes = Causes(self.rank, self.coordination.chiefs, pauses)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="replicast-lifetime", daemon=True)
         self._only_once = threading.Lock()
@@ -308,7 +267,7 @@ class Lifetime:
 
     def watch(self) -> None:
         self._thread.start()
-        secs, look = self._silent_secs, self._causes.interruptions.look
+        secs, look = self._silent_secs, self._causes.pauses.look
         on_silence(lambda: self.polls, secs, self._no_answers, until=self._stop, look=look)
 
     def has_gone_on(self, worker: int) -> bool:

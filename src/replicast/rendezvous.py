@@ -26,7 +26,7 @@ from typing import Any
 from replicast.config import START_TIMEOUT, Cluster, host_and_port
 from replicast.deadline import Deadline
 from replicast.errors import ClusterError
-from replicast.names import addresses_of
+from replicast.names import addresses_of, is_address
 from replicast.processes import accept_problem
 
 REPORT_SECS = 10.0  # After this time a waiting worker reports who is missing.
@@ -77,30 +77,22 @@ class _Wait:
         self._began = time.monotonic()
         self._next_report_secs = REPORT_SECS
         self._is_deaf = False
-        self.hint = ""
 
     def check(self, missing: Sequence[int], why: str = "") -> None:
         """Reports who is missing when it is time to, and raises after the timeout."""
         why = why or ("has not started" if len(missing) == 1 else "have not started")
         names = ", ".join(f"worker {worker} ({self._cluster.addresses[worker]})" for worker in missing)
-        self._check(f"{names}, which {why}{self.hint}", f"{names} {why}{self.hint}")
-
-    def check_own_name(self) -> None:
-        """The same in worker 0, while the name at which it shall listen is not resolved."""
-        name = f"its own name ({self._cluster.addresses[self._cluster.rank]})"
-        self._check(f"{name} to be resolved", f"worker {self._cluster.rank} waits for {name} to be resolved")
-
-    def _check(self, awaited: str, problem: str) -> None:
         waited_secs = time.monotonic() - self._began
         if waited_secs >= self._timeout_secs:
             raise ClusterError(
-                f"Not all workers started within {self._timeout_secs:.0f} s: {problem}",
+                f"Not all workers started within {self._timeout_secs:.0f} s: {names} {why}",
                 remedy=f"Start all workers of TF_CONFIG, or set {START_TIMEOUT} to a longer time in seconds",
             )
         if waited_secs >= self._next_report_secs:
             self._next_report_secs += REPEAT_SECS
             self._report(
-                f"replicast: worker {self._cluster.rank} has waited {waited_secs:.0f} s for {awaited}\n"
+                f"replicast: worker {self._cluster.rank} has waited {waited_secs:.0f} s for {names}, which "
+                f"{why}\n"
             )
 
     def accept(self, listener: socket.socket) -> socket.socket | None:
@@ -152,7 +144,7 @@ class _Line:
 def _host(cluster: Cluster, wait: _Wait, start: dict[str, Any]) -> None:
     """Worker 0: waits for all others, then tells them to start."""
     lines: list[_Line] = []
-    with _listening(cluster.addresses[0], wait) as listener, contextlib.ExitStack() as connections:
+    with _listening(cluster.addresses[0]) as listener, contextlib.ExitStack() as connections:
         told = 0.0
         while missing := sorted({*range(1, cluster.size)} - {line.worker for line in lines}):
             wait.check(missing)
@@ -271,24 +263,27 @@ def _connected(address: str, wait: _Wait) -> socket.socket:
     raise problem or OSError("it has no address")
 
 
-def _listening(address: str, wait: _Wait) -> socket.socket:
-    """A socket that listens at an address of this host; at all addresses if this host does not know it."""
+def _listening(address: str) -> socket.socket:
+    """A socket that listens at this address of worker 0; at all addresses of its host if that is a name.
+
+    So worker 0 needs no name server, and TensorFlow's server, which follows, listens at all in any case.
+    """
     name, port = host_and_port(address)
     try:
-        hosts = [host for host, _ in addresses_of(name, port, wait.check_own_name)]
-        return _listen(next((host for host in hosts if ":" not in host), hosts[0]), port)
-    except OSError as problem:
-        if isinstance(problem, socket.gaierror):
-            wait.hint = f"; worker 0 finds no address for its own name, {name}: perhaps the others find none"
-        try:
-            return _listen("", port)
-        except OSError as error:
-            raise ClusterError(
-                f"Worker 0 cannot listen at its address in TF_CONFIG ({error.strerror})", received=address
-            ) from None
+        with contextlib.suppress(OSError):  # Something else at this address passes connections on.
+            if is_address(name) or name == "localhost":
+                return _listen(name, port)
+        return _listen("", port)
+    except OSError as error:
+        raise ClusterError(
+            f"Worker 0 cannot listen at its address in TF_CONFIG ({error.strerror})", received=address
+        ) from None
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    everywhere = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if everywhere or ":" in host else socket.AF_INET
     # The launcher that reserves the port has bound it with SO_REUSEADDR or with SO_REUSEPORT: set both.
-    return socket.create_server((host, port), family=family, backlog=1024, reuse_port=True)
+    return socket.create_server(
+        (host, port), family=family, backlog=1024, reuse_port=True, dualstack_ipv6=everywhere
+    )

@@ -375,8 +375,8 @@ for_ever()
     assert re.fullmatch(r"replicast: ValueError: label 255 of \d+", raised)
     assert re.fullmatch(r"replicast: at train.py:\d+: note\(f\"began.*", where)
     assert last == (
-        "replicast: this is the error of the attempt before, without a step or a checkpoint more: a restart "
-        "would repeat it, so 2 of 3 are not used"
+        "replicast: this is the error of the attempt before, soon after the start: a restart would repeat "
+        "it, so 2 of 3 are not used"
     )
     reason = changes(launched.directory / "run")[-1].reason
     assert re.fullmatch(r"ValueError: label 255 of \d+ \(train\.py:\d+: note.*\)", reason)

@@ -146,7 +146,7 @@ def test_what_cannot_work_is_refused_in_one_line(arguments: list[str], expected:
     ("value", "arguments", "expected"),
     [
         ("{", [], "TF_CONFIG is not valid"),
-        (tf_config(5, index=2), [], "index out of range"),
+        (tf_config(5, index=2), [], "must be one of those"),
         (tf_config(1), [], "same address"),
         (tf_config(5), ["-n", "2"], "exactly one worker"),
         (tf_config(5), ["--hosts", "a,b"], "exactly one worker"),

@@ -310,7 +310,7 @@ def test_a_launcher_that_asks_for_the_run_s_name_is_stopped_by_a_signal_as_any_o
         stopping = pool.submit(stops)
         assert asked(mute.getsockname()[:2], HostTimeouts(join_secs=SECS)) == code
         stopping.result()
-    assert capsys.readouterr().err == f"replicast: stopped by {name}; all workers have exited\n"
+    assert capsys.readouterr().err == f"replicast: stopped by {name}; the workers on this host have exited\n"
 
 
 def test_a_launcher_that_asks_for_the_run_s_name_waits_for_the_first_one_as_any_other(

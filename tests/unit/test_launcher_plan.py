@@ -18,13 +18,13 @@ from replicast.launcher.plan import (
     WorkerPlan,
     check_job,
     check_script,
-    exposure_line,
     hold_ports,
     parse_tee,
     plan_workers,
     spread_over_devices,
     thread_settings,
     visible_gpus,
+    warnings,
 )
 
 JOB = JobPlan(argv=("python", "train.py", "--lr", "1"), workers=2)
@@ -318,9 +318,9 @@ def test_a_job_between_machines_warns_once_and_one_on_the_loopback_or_with_trust
     None
 ):
     between = JobPlan(argv=("true",), workers=2, hosts=("a", "b"))
-    line = exposure_line(between, {})
+    (line,) = warnings(between, b"secret", {})
     assert "any process that can reach this machine can run code in the workers" in line
     assert "SECURITY.md" in line
-    assert exposure_line(between, {"REPLICAST_TRUSTED_NETWORKS": "any"}) == ""
-    assert exposure_line(between, {"REPLICAST_TRUSTED_NETWORKS": "10.0.0.0/8"}) == ""
-    assert exposure_line(JobPlan(argv=("true",), workers=2), {}) == ""
+    for networks in ("any", "10.0.0.0/8"):
+        assert not list(warnings(between, b"secret", {"REPLICAST_TRUSTED_NETWORKS": networks}))
+    assert not list(warnings(JobPlan(argv=("true",), workers=2), b"", {}))

@@ -256,12 +256,12 @@ BEHIND = [
 ]
 
 
-def test_a_bar_of_80_columns_shows_the_loss_first_and_all_metrics_if_there_is_room() -> None:
+def test_a_bar_of_80_columns_shows_the_loss_and_all_metrics_if_there_is_room() -> None:
     shown = without_colours(with_its_loss(drawn(469, SHORT), ROOM))
     assert shown == "469/938 ━━━━━━━━━━━ 12s 123ms/step - accuracy: 0.1958 - loss: 2.3025"
     assert len(shown) == ROOM
     shown = without_colours(with_its_loss(drawn(469, LONG), ROOM))
-    assert shown == "469/938 ━━━━━ 12s 123ms/step - f1_score: 0.1000 - loss: 2.3025 - …"
+    assert shown == "469/938 ━━━━━ 12s 123ms/step - loss: 2.3025 - …"
 
 
 def test_a_shorter_bar_keeps_the_part_that_is_done() -> None:
@@ -391,26 +391,6 @@ def test_the_log_has_every_line_and_the_screen_and_the_tail_omit_chatter_unless_
     assert (tmp_path / "log").read_text().splitlines() == [*CHATTER, *SHOWN]
     assert out.getvalue() == "".join(f"[worker 0] {line}\n" for line in expected)
     assert list(output.tail) == expected[-20:]
-
-
-def test_the_screen_has_the_reason_of_an_error_without_where_its_graph_was_made(tmp_path: Path) -> None:
-    written = [
-        "x.InvalidArgumentError: Graph execution error:",
-        "",
-        "Detected at node loss/x defined at (most recent call last):",
-        '  File "/a/b.py", line 7, in f',
-        "",
-        '  File "/a/c.py", line 8, in g',
-        "",
-        "Received a label value of 255",
-        "  indented",
-    ]
-    for chatter, shown in ((False, [*written[:2], *written[7:]]), (True, written)):
-        screen, out = plain_screen()
-        output = Output(0, below(tmp_path) / "log", screen=screen, columns=None, chatter=chatter)
-        os.write(output.writing_end, "".join(f"{line}\n" for line in written).encode())
-        output.close()
-        assert out.getvalue().splitlines() == [f"[worker 0] {line}" for line in shown]
 
 
 def test_chatter_is_not_drawn_while_it_is_being_written(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ import pytest
 from replicast.config import HEARTBEAT_SECS, PEER_FAILED
 from replicast.coordination import LOOK_SECS, Loss, MemoryCoordination, lost_worker, unregistered_workers
 from replicast.errors import JobFailed
-from replicast.lifetime import CALL_SECS, GRACE_SECS, SILENT_AFTER_HEARTBEAT_SECS, Interruptions, Lifetime
+from replicast.lifetime import CALL_SECS, GRACE_SECS, SILENT_AFTER_HEARTBEAT_SECS, Lifetime, Pauses
 from replicast.turns import POLL_SECS, TURNS_KEPT
 from tests.unit.slow_service import SlowService
 
 DEADLINE_SECS = 120.0
 
 
-class NeverPaused(Interruptions):
+class NeverPaused(Pauses):
     """A process that was never stopped. On a busy machine this one looks as if it was."""
 
     def pause_secs(self) -> float | None:
@@ -36,7 +36,7 @@ class Worker:
         size: int = 2,
         heartbeat_secs: float = HEARTBEAT_SECS,
         service: type[MemoryCoordination] = MemoryCoordination,
-        interruptions: type[Interruptions] = NeverPaused,
+        pauses: type[Pauses] = NeverPaused,
     ) -> None:
         self.coordination = service(store)
         self.transfers = 0
@@ -47,7 +47,7 @@ class Worker:
             size,
             lambda: self.transfers,
             heartbeat_secs=heartbeat_secs,
-            interruptions=interruptions(heartbeat_secs, 22.0),
+            pauses=pauses(heartbeat_secs, 22.0),
             end_process=self.exit_codes.append,
         )
         self.lifetime.watch()
@@ -624,7 +624,7 @@ def test_a_worker_that_others_blame_learns_why(workers: list[Worker]) -> None:
     assert blamed.exit_codes == [], "whatever it ends with stays"
 
 
-class Paused(Interruptions):
+class Paused(Pauses):
     """As in a process that has just been continued."""
 
     def pause_secs(self) -> float | None:
@@ -636,7 +636,7 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
     """Worker 1 stood still."""
     monkeypatch.setattr("replicast.turns.POLL_SECS", 0.02)
     store = MemoryCoordination.Store()
-    return [Worker(store, 0), Worker(store, 1, interruptions=Paused)]
+    return [Worker(store, 0), Worker(store, 1, pauses=Paused)]
 
 
 LOST = "The coordination service has lost worker 0. RPC: /tensorflow.CoordinationService/Heartbeat"

@@ -26,9 +26,8 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from replicast.config import FAULTS, PEER_FAILED, TOLD_TO_END
+from replicast.config import PEER_FAILED, TOLD_TO_END
 from replicast.errors import exception_sentence, printable
-from replicast.faults import Fault
 from replicast.files import RunDir, RunPath, below
 from replicast.launcher.screen import Screen, cropped, is_chatter, without_colours
 
@@ -121,12 +120,9 @@ class LaunchOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stopped_on: Index = 0  # the host on which the signal came
     hosts: tuple[str, ...] = ()
     missing: tuple[Index, ...] = ()
-    unreached: tuple[Index, ...] = ()  # hosts of whose workers nothing is known
     session: str = ""  # of the first launcher
     run_name: str = ""  # the name of its run directory
-    # The step of the last checkpoint, and the last step of the attempt before; None without `Replicas`.
-    progress: tuple[Index, Index] | None = None
-    repeats: bool = False  # The failure is that of the attempt before, without progress.
+    repeats: bool = False  # The failure is that of the attempt before, soon after the start.
 
 
 def first_cause(exits: Iterable[WorkerExit]) -> WorkerExit | None:
@@ -144,14 +140,12 @@ def order_after(
     signum: int | None,
     *,
     left_behind: bool,
-    progress: tuple[int, int] | None = None,
 ) -> LaunchOrder:
     """What follows an attempt: the next one, or the job is over. `before` has the failure of the one before.
 
     No restart after SIGTERM, not even one to a worker: they have saved their state, the machine is needed.
-    Nor after an exception that the attempt before has raised at the same line, if both began with the same
-    state and the second came no further: it would be raised again. A job without `Replicas` that runs for
-    long may have saved by itself.
+    Nor after an exception that the attempt before has raised at the same line, if both ended soon: it would
+    be raised again. What runs for longer may have come further, and saved.
     """
     code = UNKILLABLE if left_behind else 0
     if signum is not None:
@@ -159,15 +153,11 @@ def order_after(
     elif failure is not None:
         code = failure.shell_code
     over = replace(before, phase=Phase.OVER, code=code, failure=failure, signal=signum)
-    over = replace(over, progress=progress)
     is_over = failure is None or signum is not None or left_behind or failure.was_told_to
     if is_over or before.restarts >= before.max_restarts:
         return over
-    if failure is not None and before.failure is not None and _same_error(before.failure, failure):
-        is_short = max(before.failure.ran_secs, failure.ran_secs) < _SHORT_SECS
-        known = before.progress
-        if is_short if progress is None or known is None else progress <= known:
-            return replace(over, repeats=True)
+    if failure is not None and before.failure is not None and _repeats(before.failure, failure):
+        return replace(over, repeats=True)
     return replace(over, phase=Phase.WAIT, attempt=before.attempt + 1, restarts=before.restarts + 1)
 
 
@@ -180,15 +170,19 @@ _PASSING = {
 }
 
 
-def _same_error(one: WorkerExit, other: WorkerExit) -> bool:
-    """Whether both raised the same exception at the same line; numbers in its text may differ."""
+def _repeats(one: WorkerExit, other: WorkerExit) -> bool:
+    """Whether both raised the same exception at the same line, soon; numbers in its text may differ."""
 
     def known(failure: WorkerExit) -> tuple[str, str, str]:
         kind, _, text = failure.why.partition(":")
         return kind, failure.where, re.sub(r"\d+", "", text)[:60]
 
     is_raised = all(
-        failure.worker is not None and failure.why and failure.code > 0 and failure.code != PEER_FAILED
+        failure.worker is not None
+        and failure.why
+        and failure.code > 0
+        and failure.code != PEER_FAILED
+        and failure.ran_secs < _SHORT_SECS
         for failure in (one, other)
     )
     return is_raised and known(one) == known(other) and known(one)[0] not in _PASSING
@@ -346,8 +340,8 @@ def report_lines(
         if order.repeats:
             left = order.max_restarts - order.restarts
             yield (
-                "this is the error of the attempt before, without a step or a checkpoint more: a restart "
-                f"would repeat it, so {left} of {order.max_restarts} are not used"
+                "this is the error of the attempt before, soon after the start: a restart would repeat it, "
+                f"so {left} of {order.max_restarts} are not used"
             )
     if failure is not None and end is not None:
         others = sorted(end.exits, key=lambda one: one.worker or 0)
@@ -374,25 +368,15 @@ def _how_other_ended(one: WorkerExit) -> str:
 def _interruption(order: LaunchOrder, end: GroupEnd, hosts: Hosts) -> str:
     """What stopped the group, on which other host, and whether all workers exited in time."""
     killed = ", ".join(sorted(str(one.worker) for one in end.exits if one.code == -signal.SIGKILL))
-    unreached = ", ".join(hosts.names[host] for host in order.unreached)
     if end.left_behind:
         rest = f"could not be killed: worker {', '.join(map(str, end.left_behind))}"
     elif killed:
         rest = f"killed before it had exited: worker {killed}; the last checkpoint may be missing "
         rest += "(--grace gives more time)"
     else:
-        rest = "the workers on this host have exited" if unreached else "all workers have exited"
-    unknown = f"; the state of those on {unreached} is unknown" if unreached else ""
+        rest = f"{'all workers' if hosts == ONE_HOST else 'the workers on this host'} have exited"
     name = signal_name(order.signal or signal.SIGTERM)
-    return f"stopped by {name}{hosts.on(order.stopped_on)}; {rest}{unknown}"
-
-
-def fault_line(faults: Sequence[Fault]) -> str:
-    """What is planned to fail on purpose."""
-    shown = [f"{fault.action} worker {fault.worker} at {fault.point}" for fault in faults[:5]]
-    shown += [f"{len(faults) - 5} more"] if len(faults) > 5 else []
-    warning = f"replicast: warning: {FAULTS} is set: workers will fail on purpose: "
-    return warning + ", ".join(shown) if faults else ""
+    return f"stopped by {name}{hosts.on(order.stopped_on)}; {rest}"
 
 
 def failure_box(failure: WorkerExit, hosts: Hosts) -> str:

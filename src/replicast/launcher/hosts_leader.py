@@ -72,7 +72,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     failure: WorkerExit | None = None
     signal: StopSignal | None = None
     left_behind: bool = False
-    progress: tuple[Index, Index] | None = None  # as in an order; the first host knows it
 
 
 class RefusedHost(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -302,14 +301,10 @@ class Leader:
         self.order = replace(self.order, failure=first_cause(self._failures.values()))
         order, reports = self.order, self._reports()
         if all(self._hosts[node].has_ended(order.attempt) for node in reports):
-            if order.signal is not None:
-                unreached = tuple(node for node in range(len(self._hosts)) if node not in reports)
-                order = replace(order, unreached=unreached)
             left = self._left_behind() or order.failure is None
-            progress = reports[0].progress if 0 in reports else None
             before = replace(order, failure=self._failed_before)
             cause, signum = order.failure, order.signal
-            self.order = order_after(before, cause, signum, left_behind=left, progress=progress)
+            self.order = order_after(before, cause, signum, left_behind=left)
 
     def _left_behind(self) -> bool:
         return any(report.left_behind for report in self._reports().values())
@@ -377,16 +372,13 @@ class Member:
         if self.report.signal is None:
             self.report = replace(self.report, signal=signum)
 
-    def on_group_end(
-        self, failure: WorkerExit | None, *, left_behind: bool, progress: tuple[int, int] | None = None
-    ) -> None:
+    def on_group_end(self, failure: WorkerExit | None, *, left_behind: bool) -> None:
         self.report = replace(
             self.report,
             running=False,
             failure=self.report.failure if failure is None else failure,
             left_behind=left_behind,
             next_attempt=self._began.attempt + 1,
-            progress=progress,
         )
 
     def to_start(self, now: float) -> LaunchOrder | None:
@@ -404,16 +396,8 @@ class Member:
         if not self._why_lost(now) or self._lost_since is None:
             return None
         if report.signal is not None:
-            unreached = () if report.attempt is None else (0,)
-            return replace(
-                order,
-                phase=Phase.OVER,
-                code=128 + report.signal,
-                failure=None,
-                signal=report.signal,
-                stopped_on=self._node,
-                unreached=unreached,
-            )
+            over = order_after(replace(order, failure=None), None, report.signal, left_behind=False)
+            return replace(over, stopped_on=self._node)
         if now - self._lost_since < self._timeouts.join_secs:
             return None
         problem = f" ({self._unreachable})" if self._unreachable else ""
@@ -471,6 +455,6 @@ class Member:
         own, before = self.report.failure, replace(self._began, failure=None)
         if signum is not None:
             stopped_on = self._node if self.order.signal is None else self.order.stopped_on
-            before = replace(before, stopped_on=stopped_on, unreached=(0,))
+            before = replace(before, stopped_on=stopped_on)
         is_told = signum is not None or (own is not None and own.was_told_to)
         return order_after(before, own if is_told else self._first_host(why), signum, left_behind=False)

@@ -224,12 +224,12 @@ class Peers:
         is_own = failed and failed.worker is not None and failed.host == self._part.job.node_rank
         return order if order is not None and (order.signal is not None or not is_own) else None
 
-    def decide(self, end: GroupEnd, progress: tuple[int, int] | None = None) -> LaunchOrder:
+    def decide(self, end: GroupEnd) -> LaunchOrder:
         """Waits until the workers of all hosts have exited."""
         node, first = self._part.job.node_rank, end.first_failure
         failure = None if first is None else sent_from(node, first)
         with self._lock:
-            self.member.on_group_end(failure, left_behind=bool(end.left_behind), progress=progress)
+            self.member.on_group_end(failure, left_behind=bool(end.left_behind))
         order = self._wait(self.member.after)
         if order.failure is None:
             order = replace(order, failure=failure)

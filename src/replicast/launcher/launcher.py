@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
 from replicast.config import JOB_SECRET, SECRETS, TAKE_OVER, shared_memory_directory, without
-from replicast.errors import ClusterError, FileDamaged, LaunchRefused, printable
-from replicast.faults import read_faults
+from replicast.errors import ClusterError, LaunchRefused, printable
 from replicast.files import RunDir, RunPath, below, make_durably
 from replicast.launcher.failure import (
     ONE_HOST,
@@ -36,7 +35,6 @@ from replicast.launcher.failure import (
     WorkerExit,
     duration,
     end_of,
-    fault_line,
     order_after,
     reason,
     report,
@@ -51,12 +49,11 @@ from replicast.launcher.interruptions import Interruptions
 from replicast.launcher.plan import (
     JobPlan,
     bootstrapped,
-    exposure_line,
     hold_ports,
     log_path,
     plan_workers,
-    secret_line,
     this_machine,
+    warnings,
 )
 from replicast.launcher.screen import Screen, make_screen, without_colours
 from replicast.strictjson import is_integer
@@ -87,7 +84,7 @@ class Settings:
 def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> int:
     """Runs a job to its end and reports on standard error. Only in the main thread."""
     of_page, environ = environ, without(environ, *SECRETS)  # No worker needs them.
-    faults, run_dir, peers = read_faults(environ), settings.run_dir, None
+    run_dir, peers = settings.run_dir, None
     with contextlib.ExitStack() as stack:
 
         def use(directory: Path) -> None:
@@ -124,13 +121,8 @@ def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> i
             run_dir = make_run_dir(RUNS / Path(order.run_name).name)
             use(run_dir)
             peers.ready(next_attempt(settings.logs(run_dir), job.ranks))
-        for line in (
-            secret_line(job, settings.secret),
-            fault_line(faults),
-            exposure_line(job, environ),
-        ):
-            if line:
-                screen.tell(line)
+        for line in warnings(job, settings.secret, environ):
+            screen.tell(f"replicast: warning: {line}")
         supervision = _Supervision(
             job, settings, run_dir, settings.logs(run_dir), environ, screen, interruptions, peers
         )
@@ -177,12 +169,11 @@ class _Supervision:
             attempt, end = order.attempt, None
             if order.phase is not Phase.OVER:
                 end = self._run_attempt(order)
-                failure, left, signum = end.first_failure, bool(end.left_behind), end.interrupted_by
-                progress = None if failure is None else self._progress(attempt)
-                if self.peers is None:
-                    order = order_after(order, failure, signum, left_behind=left, progress=progress)
+                if self.peers is not None:
+                    order = self.peers.decide(end)
                 else:
-                    order = self.peers.decide(end, progress=progress)
+                    left = bool(end.left_behind)
+                    order = order_after(order, end.first_failure, end.interrupted_by, left_behind=left)
                 if any(ended.code for ended in end.exits):  # Killed workers leave their shared memory.
                     from replicast.transport.shared import remove_leftovers
 
@@ -195,18 +186,6 @@ class _Supervision:
             why = "" if order.failure is None else reason(order.failure, self.hosts)
             self._note("restarting", order.attempt, order.failure, why)
             self.screen.tell(restart_line(order, self.hosts))
-
-    def _progress(self, attempt: int) -> tuple[int, int] | None:
-        """The step of the last checkpoint, and that of the attempt; None if nobody here can say."""
-        if 0 not in self.job.ranks or not (below(self.run_dir) / "groups").is_dir():
-            return None
-        from replicast.storage.checkpoints import CheckpointStore  # Imports numpy: not at start-up.
-
-        with contextlib.suppress(OSError, FileDamaged):
-            last = CheckpointStore(self.run_dir).last()
-            steps = [note.step for note in _notes(self.run_dir, attempt)]
-            return 0 if last is None else last.step, max(steps, default=0)
-        return None
 
     def _run_attempt(self, order: LaunchOrder) -> GroupEnd:
         job = replace(self.job, hosts=order.hosts) if order.hosts else self.job

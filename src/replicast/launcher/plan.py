@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from replicast.config import (
     ATTEMPT,
+    FAULTS,
     JOB_SECRET,
     LAUNCHED,
     RUN_DIR,
@@ -28,6 +29,7 @@ from replicast.config import (
     trusted_networks,
 )
 from replicast.errors import ClusterError, LaunchRefused
+from replicast.faults import read_faults
 from replicast.files import RunDir, RunPath
 from replicast.names import NAMES_SECS, look_up
 from replicast.strictjson import is_integer
@@ -232,16 +234,6 @@ def _is_own(address: str) -> bool:
     return False
 
 
-def secret_line(job: JobPlan, secret: bytes) -> str:
-    if secret or job.endpoint is None:
-        return ""
-    return (
-        f"replicast: warning: {JOB_SECRET} is not set: any process that can reach "
-        f"{shown_address(*job.endpoint)} can stop this job or take the place of a host; set it to the same "
-        "random text on all hosts"
-    )
-
-
 # --- The program -----------------------------------------------------------------------------------------
 
 
@@ -433,16 +425,22 @@ def _bind(number: int, family: socket.AddressFamily = socket.AF_INET6) -> socket
         raise
 
 
-def exposure_line(job: JobPlan, environ: Mapping[str, str]) -> str:
-    """One line if machines outside the job may connect to its workers, else nothing."""
+def warnings(job: JobPlan, secret: bytes, environ: Mapping[str, str]) -> Iterator[str]:
+    """What the user should know before the workers are started."""
+    if job.endpoint is not None and not secret:
+        yield (
+            f"{JOB_SECRET} is not set: any process that can reach {shown_address(*job.endpoint)} can stop "
+            "this job or take the place of a host; set it to the same random text on all hosts"
+        )
+    if faults := read_faults(environ):
+        shown = ", ".join(f"{fault.action} worker {fault.worker} at {fault.point}" for fault in faults)
+        yield f"{FAULTS} is set: workers will fail on purpose: {shown[:300]}"
     workers = plan_addresses(job, ports=[0] * job.workers)
-    if trusted_networks(environ, workers) is not None or environ.get(TRUSTED_NETWORKS):
-        return ""
-    return (
-        "replicast: warning: any process that can reach this machine can run code in the workers: "
-        f"TensorFlow's ports ask for no credentials. Set {TRUSTED_NETWORKS}=NETWORK,… (or any). See "
-        "SECURITY.md"
-    )
+    if trusted_networks(environ, workers) is None and not environ.get(TRUSTED_NETWORKS):
+        yield (
+            "any process that can reach this machine can run code in the workers: TensorFlow's ports ask for "
+            f"no credentials. Set {TRUSTED_NETWORKS}=NETWORK,… (or any). See SECURITY.md"
+        )
 
 
 def shown_address(host: str, port: int) -> str:

@@ -77,19 +77,13 @@ def with_shorter_bar(line: str, columns: int) -> str:
 
 
 def with_its_loss(line: str, columns: int) -> str:
-    """Fits a bar into the columns, with the loss and as many other metrics as there is room for.
-
-    A line that is not a bar, or whose part before the metrics is too wide, is not cropped.
-    """
+    """Fits a bar into the columns, with all metrics if there is room, else with the loss. Does not crop."""
     line = with_shorter_bar(line, columns).rstrip()
     if _width(line) <= columns or not _BAR.fullmatch(line):
         return line
     head, *metrics = line.split(" - ")
-    kept: list[str] = []
-    for metric in sorted(metrics, key=lambda metric: not metric.startswith("loss:")):
-        if _width(" - ".join([head, *kept, metric, _OMITTED])) <= columns:
-            kept.append(metric)
-    return " - ".join([head, *sorted(kept, key=metrics.index), _OMITTED])
+    loss = [metric for metric in metrics if metric.startswith("loss:")]
+    return " - ".join([head, *loss, _OMITTED])
 
 
 def _width(line: str) -> int:
@@ -406,7 +400,6 @@ class Output:
         self._rank = rank
         self._screen = screen
         self._chatter = chatter
-        self._in_graph = False  # of TensorFlow's lines about where an operation of a graph was made
         self._assembler = LineAssembler()
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.at_end = False
@@ -466,15 +459,10 @@ class Output:
         self._log.close()
 
     def _show(self, lines: list[str], partial: str = "") -> None:
-        shown = [line for line in lines if self._is_shown(line) and not self._is_of_graph(line)]
+        shown = [line for line in lines if self._is_shown(line)]
         self.tail.extend(shown)
         if self._screen is not None:
             self._screen.show(self._rank, shown, partial if self._is_shown(partial) else "")
 
     def _is_shown(self, line: str) -> bool:
         return self._chatter or not is_chatter(line)
-
-    def _is_of_graph(self, line: str) -> bool:
-        """Whether a line is one of dozens between an error of TensorFlow and its reason."""
-        self._in_graph = line.startswith("Detected at node ") or (self._in_graph and not line[:1].strip())
-        return self._in_graph and not self._chatter
