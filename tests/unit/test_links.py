@@ -347,11 +347,10 @@ _ALLOWED = {
     "port_filter.py": _OWN,
     "processes.py": _OWN,
     "replicas/worker_notes.py": _OWN,
-    "rendezvous.py": "the user's script",
     "lifetime.py": _OWN,
     "launcher/function.py": "a directory that only its user can enter, with the owner checked",
     "launcher/checks.py": "shared memory and Keras' settings",
-    "launcher/plan.py": "the file of a secret, and " + _OWN,
+    "launcher/hosts_link.py": "the user's script",
     "transport/shared.py": "shared memory, with O_NOFOLLOW and the owner checked (SECURITY.md)",
 }
 _LEAVES = {

@@ -209,7 +209,7 @@ def doctor() -> int:
     """Check this machine, and say how to fix what is wrong.
 
     \b
-    Example:
+    Examples:
       replicast doctor
 
     Exit code: 0 when nothing is broken, 1 when something must be fixed first, 2 when the command is wrong.

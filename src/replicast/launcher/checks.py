@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from replicast.config import SHM_DIR, TRUSTED_NETWORKS, read_cluster, trusted_networks
+from replicast.config import SHM_DIR, read_cluster
 from replicast.errors import ClusterError
 from replicast.launcher.plan import Machine, this_machine
 
@@ -44,7 +44,6 @@ def all_checks(environ: Mapping[str, str]) -> list[Check]:
         check_package("TensorFlow"),
         check_package("Keras"),
         check_backend(environ),
-        check_exposure(environ),
         check_shared_memory(shared_memory, lambda place: shutil.disk_usage(place).free),
         check_machine(this_machine(environ)),
         check_cluster(environ),
@@ -116,25 +115,6 @@ def check_cluster(environ: Mapping[str, str]) -> Check:
     if cluster is None:
         return Check("TF_CONFIG", Verdict.GOOD, "not set: a job of one, or replicast run sets it")
     return Check("TF_CONFIG", Verdict.GOOD, f"worker {cluster.rank} of {cluster.size}")
-
-
-def check_exposure(environ: Mapping[str, str]) -> Check:
-    """Who can connect to TensorFlow's ports, which ask for no credentials."""
-    subject, chosen = "Open ports", environ.get(TRUSTED_NETWORKS, "")
-    try:
-        trusted_networks(environ, ())
-    except ClusterError as error:
-        return Check(subject, Verdict.BROKEN, str(error), "Correct it, or unset it")
-    if chosen == "any":
-        return Check(subject, Verdict.GOOD, f"{TRUSTED_NETWORKS}=any: a firewall has to protect the workers")
-    if chosen:
-        return Check(subject, Verdict.GOOD, f"only {chosen} may connect to workers")
-    return Check(
-        subject,
-        Verdict.NOTE,
-        "in a job on several machines, any process that can reach them can run code in the workers",
-        f"Set {TRUSTED_NETWORKS} to the job's networks, or use a firewall: SECURITY.md",
-    )
 
 
 def check_shared_memory(place: Path, free_bytes: Callable[[Path], int]) -> Check:
