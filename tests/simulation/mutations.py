@@ -122,7 +122,7 @@ def keep_the_threads_that_rest_when_an_audit_raises() -> Any:
 
 @mutation(35)
 def do_not_raise_what_an_audit_found() -> Any:
-    return broken(DeliverReport, "perform", lambda self, replica: replica.report(self.report, raises=False))
+    return broken(DeliverReport, "perform", lambda self, replica: replica.report(self.report, False))
 
 
 @mutation(35)

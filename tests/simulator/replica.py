@@ -139,7 +139,7 @@ class SimulatedReplica:
             raise StoryFailed(f"worker {self.rank} needs {id_}, which it has not prepared")
         return self.prepared[id_, digest]
 
-    def apply(self, id_: str, digest: str, sequence: int, *, keep: bool) -> Applied:
+    def apply(self, id_: str, digest: str, sequence: int, keep: bool) -> Applied:
         """As in `Replica`."""
         self._on_apply(self, id_, sequence)
         edits = self._edits(id_, digest)
@@ -166,7 +166,7 @@ class SimulatedReplica:
         """As in `Replica`."""
         self._before.pop(sequence, None)
 
-    def invert(self, id_: str, sequence: int, *, forced: bool) -> Published:
+    def invert(self, id_: str, sequence: int, forced: bool) -> Published:
         """As in `Replica`."""
         return self._published(self._undo(sequence))
 
@@ -203,7 +203,7 @@ class SimulatedReplica:
         """As in `Replica`."""
         return self._copy is not None
 
-    def report(self, report: Any, *, raises: bool) -> None:
+    def report(self, report: Any, raises: bool) -> None:
         """As in `Replica`: only what is raised matters."""
         if raises:
             self.report_to_raise = report

@@ -59,7 +59,7 @@ class Replica(Protocol):
         and other content that was refused.
         """
 
-    def apply(self, id_: str, digest: str, sequence: int, *, keep: bool) -> Applied | Callable[[], Applied]:
+    def apply(self, id_: str, digest: str, sequence: int, keep: bool) -> Applied | Callable[[], Applied]:
         """Applies a prepared update. Must not fail."""
 
     def write_before(self, sequence: int) -> tuple[Content, str]:
@@ -68,7 +68,7 @@ class Replica(Protocol):
     def drop_before(self, sequence: int) -> None:
         """Forgets what `apply` has kept. No-op if it has kept nothing."""
 
-    def invert(self, id_: str, sequence: int, *, forced: bool) -> Published:
+    def invert(self, id_: str, sequence: int, forced: bool) -> Published:
         """Background, on worker 0. An update that undoes an update of the journal."""
 
     def pull(self, id_: str, name: str, rows: tuple[tuple[int, int], ...]) -> str:
@@ -110,7 +110,7 @@ class Replica(Protocol):
     def drop_copy(self) -> None:
         """Deletes the copy."""
 
-    def report(self, report: Any, *, raises: bool) -> None:
+    def report(self, report: Any, raises: bool) -> None:
         """Passes an audit's report to the training thread, which raises it if `raises` is true."""
 
     def leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
@@ -121,14 +121,15 @@ class Replica(Protocol):
 
 
 class Order(Record):
-    """An order to a worker. Most are one method of `Replica`, which says what it does."""
+    """An order to a worker. Most are one method of `Replica`, and their fields are its arguments."""
 
+    method: ClassVar[str] = ""
     # While training continues; otherwise in the stopped training thread.
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> Any:
         """Carries it out; the result is sent to the coordinator. `Refuse` becomes a `Refusal`."""
-        raise NotImplementedError
+        return getattr(replica, self.method)(*(getattr(self, name) for name in self.__struct_fields__))
 
 
 OUTSIDE = -1  # The rank of messages from outside the job: from the inbox, and from `replicast withdraw`.

@@ -485,7 +485,7 @@ class StateReplica:
     def drop_before(self, sequence: int) -> None:
         self._before.pop(sequence, None)
 
-    def invert(self, id_: str, sequence: int, *, forced: bool) -> Published:
+    def invert(self, id_: str, sequence: int, forced: bool) -> Published:
         try:
             plan = undo_of(self._journal_of_worker_0(), sequence, id_=id_)
             if not forced:
@@ -509,7 +509,7 @@ class StateReplica:
     def on_trial(self) -> bool:
         return self._copy is not None
 
-    def apply(self, id_: str, digest: str, sequence: int, *, keep: bool) -> Callable[[], Applied]:
+    def apply(self, id_: str, digest: str, sequence: int, keep: bool) -> Callable[[], Applied]:
         update, parcel_id = self.parcels.take(id_, digest)
         keeps = keep and self.rank == 0 and self._hold_before(id_, sequence, update.edits)
         faults.point("apply")
@@ -683,7 +683,7 @@ class StateReplica:
             return self.measures.during(trial.metric)
         return self.measures.before(trial.metric, trial.steps), trial.steps
 
-    def report(self, report: Any, *, raises: bool) -> None:
+    def report(self, report: Any, raises: bool) -> None:
         self.hooks.on_report(report, raises)
 
     def leave(self, problem: str, asked_by: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from replicast.core import events as e
@@ -78,3 +79,10 @@ def test_a_training_thread_waits_without_a_limit_only_for_what_can_come_before_i
     (timer,) = worker.handle(m.Meet(7, 4))  # the others may still come to wait here
     assert isinstance(timer, e.SetTimer)
     assert worker.handle(e.TimerFired(timer.number)) == [e.Continue(Stage.PREPARED)]
+
+
+def test_every_order_is_a_method_of_a_replica_that_takes_its_fields() -> None:
+    of_one_method = [kind for kind in m.Order.__subclasses__() if kind.perform is m.Order.perform]
+    assert {"Prepare", "Apply", "Publish"} <= {kind.__name__ for kind in of_one_method}
+    for kind in of_one_method:
+        inspect.signature(getattr(m.Replica, kind.method)).bind("replica", *kind.__struct_fields__)

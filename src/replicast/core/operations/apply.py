@@ -61,7 +61,7 @@ from replicast.core.operation import (
     Reserve,
     Script,
 )
-from replicast.core.records import Applied, Content, JobEnds, Proposal, Published, Refuse, Stage
+from replicast.core.records import Applied, Content, JobEnds, Proposal, Refuse, Stage
 from replicast.update.audit_report import agree
 from replicast.update.trial import Trial, TrialOutcome, judged
 
@@ -318,9 +318,7 @@ class Load(Order):
     id: str
     digest: str
     in_background: ClassVar[bool] = True
-
-    def perform(self, replica: Replica) -> Content:
-        return replica.load(self.id, self.digest)
+    method: ClassVar[str] = "load"
 
 
 class Prepare(Order):
@@ -328,9 +326,7 @@ class Prepare(Order):
     digest: str
     content: Content
     in_background: ClassVar[bool] = True
-
-    def perform(self, replica: Replica) -> None:
-        replica.prepare(self.id, self.digest, self.content)
+    method: ClassVar[str] = "prepare"
 
 
 class Discard(Order):
@@ -344,9 +340,7 @@ class Discard(Order):
 
 class Compute(Order):
     id: str
-
-    def perform(self, replica: Replica) -> Published:
-        return replica.compute(self.id)
+    method: ClassVar[str] = "compute"
 
 
 class Apply(Order):
@@ -354,16 +348,12 @@ class Apply(Order):
     digest: str
     sequence: int
     keep: bool = False
-
-    def perform(self, replica: Replica) -> Applied | Callable[[], Applied]:
-        return replica.apply(self.id, self.digest, self.sequence, keep=self.keep)
+    method: ClassVar[str] = "apply"
 
 
 class Measure(Order):
     trial: Trial
-
-    def perform(self, replica: Replica) -> tuple[float | None, int]:
-        return replica.measure(self.trial)
+    method: ClassVar[str] = "measure"
 
 
 class BeginTrial(Order):

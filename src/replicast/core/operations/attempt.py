@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from replicast.core.entries import Saved, Started
 from replicast.core.messages import Order, Replica
@@ -223,6 +224,4 @@ class TakeSnapshot(Order):
 class Exit(Order):
     problem: str = ""
     asked_by: tuple[str, ...] = ()
-
-    def perform(self, replica: Replica) -> None:
-        replica.leave(self.problem, self.asked_by)
+    method: ClassVar[str] = "leave"

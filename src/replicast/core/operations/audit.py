@@ -28,12 +28,11 @@ Sync: every replica becomes equal to that of one worker. All training threads re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import ClassVar
 
 from msgspec.structs import replace
 
-from replicast.core.messages import Order, Replica
+from replicast.core.messages import Order
 from replicast.core.operation import (
     Ask,
     Boundary,
@@ -57,7 +56,7 @@ from replicast.core.operations.apply import (
     under_way,
     verified,
 )
-from replicast.core.records import Proposal, Published, Refusal, Refuse, ReportId, SeenDigests, Stage
+from replicast.core.records import Proposal, Refusal, Refuse, ReportId, SeenDigests, Stage
 from replicast.update.audit_report import (
     AuditOutcome,
     AuditReport,
@@ -276,44 +275,33 @@ class Sync(Operation):
 
 class Digest(Order):
     names: tuple[str, ...] = ()
-
-    def perform(self, replica: Replica) -> dict[str, str]:
-        return replica.digests(self.names)
+    method: ClassVar[str] = "digests"
 
 
 class Publish(Order):
     id: str
     names: tuple[str, ...]
     devices: tuple[str, ...] = ()
-
-    def perform(self, replica: Replica) -> Published:
-        return replica.publish(self.id, self.names, self.devices)
+    method: ClassVar[str] = "publish"
 
 
 class Examine(Order):
-    def perform(self, replica: Replica) -> SeenDigests:
-        return replica.examine()
+    method: ClassVar[str] = "examine"
 
 
 class Expected(Order):
     names: tuple[str, ...]
-
-    def perform(self, replica: Replica) -> dict[str, str]:
-        return replica.expected(self.names)
+    method: ClassVar[str] = "expected"
 
 
 class Compare(Order):
     id: str
     digest: str
     names: tuple[str, ...]
-
-    def perform(self, replica: Replica) -> Mapping[str, Any]:
-        return replica.deviations(self.id, self.digest, self.names)
+    method: ClassVar[str] = "deviations"
 
 
 class DeliverReport(Order):
     report: AuditReport
     raises: bool
-
-    def perform(self, replica: Replica) -> None:
-        replica.report(self.report, raises=self.raises)
+    method: ClassVar[str] = "report"

@@ -12,9 +12,10 @@ Nothing is changed, so it may happen in a trial.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from replicast.codec import Record
-from replicast.core.messages import Order, Replica
+from replicast.core.messages import Order
 from replicast.core.operation import Boundary, Go, JobView, Operation, Outcome, Script
 from replicast.core.records import Stage
 from replicast.update.audit_report import agree
@@ -58,6 +59,4 @@ class TakeRows(Order):
     id: str
     name: str
     rows: Ranges
-
-    def perform(self, replica: Replica) -> str:
-        return replica.pull(self.id, self.name, self.rows)
+    method: ClassVar[str] = "pull"

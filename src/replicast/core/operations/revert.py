@@ -19,7 +19,7 @@ from typing import ClassVar
 from msgspec.structs import replace
 
 from replicast.core.entries import Before, Committed, History
-from replicast.core.messages import Order, Replica
+from replicast.core.messages import Order
 from replicast.core.operation import (
     Ask,
     BeforeWritten,
@@ -31,7 +31,7 @@ from replicast.core.operation import (
     Script,
 )
 from replicast.core.operations.apply import UpdateOperation, applied
-from replicast.core.records import Content, Proposal, Published, Refuse, Stage
+from replicast.core.records import Proposal, Refuse, Stage
 
 
 class Revert(UpdateOperation):
@@ -92,9 +92,7 @@ class Invert(Order):
     sequence: int
     forced: bool = False
     in_background: ClassVar[bool] = True
-
-    def perform(self, replica: Replica) -> Published:
-        return replica.invert(self.id, self.sequence, forced=self.forced)
+    method: ClassVar[str] = "invert"
 
 
 # Keep: the values that an update has overwritten become durable, so that it can be reverted.
@@ -135,6 +133,4 @@ class Keep(Operation):
 class WriteBefore(Order):
     sequence: int
     in_background: ClassVar[bool] = True
-
-    def perform(self, replica: Replica) -> tuple[Content, str]:
-        return replica.write_before(self.sequence)
+    method: ClassVar[str] = "write_before"
