@@ -750,6 +750,24 @@ def test_a_withdrawal_is_answered_when_the_job_has_done_or_refused_it(asked: Ask
     assert "unknown, or committed already" in asked.refusal(unknown)
 
 
+def test_a_withdrawal_that_removes_the_file_between_the_jobs_note_and_its_reading_has_happened(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = inbox.submit(asked.run_dir, Update(id="x").add(BIAS, ONES))
+    between(monkeypatch, "read", path.unlink)
+    asked.look()
+    assert stage_of(asked.run_dir, "x") is None, "no job has it"
+    # Whoever has removed it has read the job's note before, and asks the job.
+    assert asked.answer(asked.ask("withdraw", name="x", note="wrong")).stage is Stage.WITHDRAWN
+    ended = inbox.ended(asked.run_dir)["x"]
+    assert (ended.stage, ended.withdrawn_by, ended.reason) == (Stage.WITHDRAWN, "me", "wrong")
+    inbox.submit(asked.run_dir, Update(id="x").add(BIAS, ONES), at_step=10**6)
+    asked.look()
+    eventually(lambda: asked.settle() or stage_of(asked.run_dir, "x") is Stage.SCHEDULED)
+    assert asked.answer(asked.ask("withdraw", name="x")).stage is Stage.WITHDRAWN
+    assert "unknown, or committed already" not in str(inbox.ended(asked.run_dir)["x"])
+
+
 def test_a_request_that_is_not_valid_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(UpdateRefused, match="names a variable"):
         inbox.ask(tmp_path, "pull", author="me", timeout_secs=1.0)

@@ -6,10 +6,12 @@ import contextlib
 import errno
 import itertools
 import logging
+import math
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +23,9 @@ from replicast import faults
 from replicast.config import TOLD_TO_END
 from replicast.core.entries import Saved
 from replicast.core.events import Ended, WriteOutcome
+from replicast.deadline import Deadline
 from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged
+from replicast.replicas import job_checkpoints
 from replicast.replicas.departure import Departure
 from replicast.replicas.job_checkpoints import Checkpoints, SavePlan, Saving
 from replicast.replicas.position import Position, Training
@@ -109,6 +113,29 @@ class SlowStore:
         """Training goes on behind the checkpoint of step 10 when its file is open."""
         if (worker.rank, step) == (0, 12):
             assert self.begun.wait(DEADLINE_SECS)
+
+
+def test_the_time_since_the_last_checkpoint_goes_on_in_the_next_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, now, asked = SavePlan(timedelta(minutes=10)), [0.0], list[str]()
+
+    class Clocked(Deadline):
+        def __init__(self, secs: float | None) -> None:
+            super().__init__(secs)
+            self.ends_at = math.inf if secs is None else now[0] + secs
+
+        def has_passed(self) -> bool:
+            return now[0] >= self.ends_at
+
+    monkeypatch.setattr(job_checkpoints, "Deadline", Clocked)
+    with saving_job(1, tmp_path, plan) as (job, made):
+        monkeypatch.setattr(made[0].checkpoints.session, "request", asked.append)
+        for _ in range(6):  # as each `fit` does with its callback
+            made[0].checkpoints.follow(plan)
+            now[0] += 240.0
+            job.on_all(lambda worker: made[0].step())
+    assert asked == ["save", "save"]
 
 
 # Who is told to end.

@@ -29,6 +29,10 @@ def check_patch(run: RunDir, step: int, update: Update) -> Update:
         raise _job_is_running(state.sentence)
     if not read_run_info(run).journaled:
         raise UpdateRefused('The run has no journal: its job has durability="memory"', remedy=_ELSEWHERE)
+    return _planned(run, step, update)
+
+
+def _planned(run: RunDir, step: int, update: Update) -> Update:
     last = CheckpointStore(run).last()
     if last is None or last.step != step:
         raise UpdateRefused(
@@ -50,7 +54,8 @@ def check_patch(run: RunDir, step: int, update: Update) -> Update:
 
 def patch_in_place(run: RunDir, step: int, update: Update) -> Committed:
     """Adds an update to the journal at the step of the last checkpoint. Claims the run, as a start does."""
-    plan, claim = check_patch(run, step, update), last_claim(run)
+    check_patch(run, step, update)
+    claim = last_claim(run)
     attempt = 0 if claim is None else claim.attempt
     try:
         check_free(run)
@@ -58,6 +63,7 @@ def patch_in_place(run: RunDir, step: int, update: Update) -> Committed:
     except ClusterError as error:
         raise _job_is_running(str(error)) from error
     try:
+        plan = _planned(run, step, update)  # Again: another job or patch may have come before the claim.
         journal, digest = FileJournal(run, fence), plan.content_digest()
         record = Committed(journal.history().next_sequence, plan.id, digest, step, attempt)
         journal.write(Payload(plan.id, digest, None, plan.author, plan.note), plan)

@@ -72,6 +72,7 @@ class InboxReader:
         self._outcomes: queue.SimpleQueue[tuple[str, _Outcome]] = queue.SimpleQueue()
         self._unsettled: dict[str, _Outcome] = {}
         self._retry_at: dict[RunPath, float] = {}
+        self._lost: set[str] = set()  # ids of updates that were withdrawn before they could be read
         self._arrived: dict[str, float | None] | None = None
         self._cleaned_at = -CLEAN_SECS
         self.arrivals: inbox.Arrivals | None = None  # woken by each outcome, which has to be answered
@@ -249,8 +250,10 @@ class InboxReader:
             return  # withdrawn just now
         ticket = f"{path.name}@{status.st_ino}-{status.st_mtime_ns}"
         taken = inbox.take(run_dir, path, self.session.limits.max_bytes, self._check)
-        if taken is None:
-            return  # withdrawn just now
+        if taken is None:  # withdrawn just now; who has done so may believe that it was taken, and ask
+            self._lost.add(inbox.id_of(path))
+            return
+        self._lost.discard(taken.update.id)
         if taken.reverts is None:
             proposals.propose_from_outside(ticket, taken.update, taken.at_step, taken.trial)
         else:
@@ -280,7 +283,9 @@ class InboxReader:
             if any(one.request is not None and one.request.kind == "pull" for one in self._taken.values()):
                 return  # one copy in memory at a time
         self._taken[request.id] = _Taken(path, request)
-        if request.kind == "withdraw":
+        if request.kind == "withdraw" and request.name in self._lost:
+            self.on_outcome(request.id, Tell(request.name, (request.id,), Stage.WITHDRAWN))
+        elif request.kind == "withdraw":
             self.session.proposals.withdraw_from_outside(request.id, request.name)
         else:
             self.session.request(request.kind, (request.id,), arguments)

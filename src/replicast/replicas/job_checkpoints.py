@@ -229,8 +229,9 @@ class Checkpoints:
     def follow(self, plan: SavePlan) -> None:
         if plan.every is not None and self.store is None:
             raise no_run_dir()
+        if plan.every != self._plan.every:  # Otherwise trainings that are shorter than it would never save.
+            self._timer = _timer(plan.every)
         self._plan = plan
-        self._timer = _timer(plan.every)
 
     def after_step(self, steps: int) -> None:
         """Called at a boundary: makes a checkpoint if one is due, and raises if the last one failed."""

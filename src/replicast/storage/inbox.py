@@ -17,8 +17,9 @@ that the header and the size of a file tell is checked. Names are escaped wherev
 
 **Taking and withdrawing an update may race.** The job first notes that it has taken the update and then opens
 the file; a withdrawal first removes the file and then reads the note. So the second sees the first, and a job
-that has it already is asked to withdraw it. Who has withdrawn it and why is written down before the file is
-removed: if the withdrawal is killed between the two, the update still waits, and that counts.
+that may have it already is asked to withdraw it; if the file was gone before the job could open it, the job
+answers that it is withdrawn. Who has withdrawn it and why is written down before the file is removed: if the
+withdrawal is killed between the two, the update still waits, and that counts.
 """
 
 from __future__ import annotations
@@ -514,6 +515,7 @@ def take(
         return read(path, max_bytes, check)  # Checks again: it may be another file by now.
     except FileDamaged as error:
         if isinstance(error.__cause__, FileNotFoundError):
+            (_inbox(run_dir) / f"{id_of(path)}{_ANSWER}").unlink(missing_ok=True)  # it is not taken
             return None
         raise
 

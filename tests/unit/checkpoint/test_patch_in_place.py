@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from replicast.client import patching
 from replicast.client.patching import patch_in_place
 from replicast.core.entries import Saved
 from replicast.core.records import Stage
@@ -128,6 +129,22 @@ def test_a_second_patch_follows_the_first_and_none_has_its_id(tmp_path: Path) ->
     assert patch_in_place(tmp_path, SAVED, Update(id="again").scale("dense/bias", 2.0)).sequence == 3
     with pytest.raises(UpdateRefused, match="is in the journal, as number 2"):
         patch_in_place(tmp_path, SAVED, fix())
+
+
+def test_of_two_patches_at_once_with_one_id_the_journal_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_job(tmp_path)
+
+    def other_comes_first(run: Path) -> None:
+        monkeypatch.setattr(patching, "check_free", check_free)
+        patch_in_place(run, SAVED, fix())
+
+    monkeypatch.setattr(patching, "check_free", other_comes_first)
+    with pytest.raises(UpdateRefused, match="is in the journal, as number 2"):
+        patch_in_place(tmp_path, SAVED, fix())
+    assert [one.id for one in committed_updates(tmp_path)] == ["later", "fix"]
+    check_free(tmp_path)
 
 
 def test_only_the_checkpoint_from_which_the_next_start_continues_is_patched(tmp_path: Path) -> None:
