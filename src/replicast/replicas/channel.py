@@ -186,6 +186,7 @@ def open_sockets(exchange: DirectExchange, host: str, timeout_secs: float) -> di
                 found[worker] = connection
             if rank in near:
                 connection = found[0] = on_failure.enter_context(socket.socket(socket.AF_UNIX))
+                limit(connection, HANDSHAKE_SECS)  # It waits while the queue of the listener is full.
                 connection.connect(told[0][1].encode())
                 if not _is_of_this_user(connection):
                     raise PermissionError("another user listens in place of worker 0")

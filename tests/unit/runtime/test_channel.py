@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -78,6 +81,24 @@ def test_if_one_worker_cannot_connect_all_use_the_service(monkeypatch: pytest.Mo
     with connected("a", "a", "a") as (coordinator, *workers):
         assert not any(channel.sockets for channel in (coordinator, *workers))
         check_all_is_heard(coordinator, workers)
+
+
+def test_a_worker_that_is_not_let_in_waits_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicast.replicas.channel.HANDSHAKE_SECS", 0.05)
+    store, name = MemoryCoordination.Store(), "\0replicast-" + uuid.uuid4().hex
+    first, second = (DirectExchange(MemoryCoordination(store), "start", rank, 2) for rank in range(2))
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as stranger:
+        listener.bind(name)
+        listener.listen(0)
+        stranger.connect(name)  # And nobody accepts it: the queue is full.
+        with ThreadPoolExecutor(1) as threads:
+            opening = threads.submit(open_sockets, second, "a", DEADLINE_SECS)
+            first.agree("host of messages", json.dumps(["a", name]), DEADLINE_SECS)
+            try:
+                assert first.agree("messages", "", DEADLINE_SECS)[1].startswith("worker 1: ")
+            finally:
+                listener.close()
+            assert opening.result(DEADLINE_SECS) == {}
 
 
 def test_who_waits_for_a_worker_that_has_ended_learns_from_the_service_which_one_was_lost() -> None:
