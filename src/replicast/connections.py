@@ -33,8 +33,9 @@ from replicast.processes import accept_problem
 logger = logging.getLogger("replicast")
 
 HANDSHAKE_SECS = 5.0  # All of it, however slowly the other side sends.
-# Connections that have not shown that they know the secret. One more closes the oldest of them.
-MAX_STRANGERS = 16
+# Connections that have not shown that they know the secret. One more closes the oldest of them, which would
+# be a host of the job if all hosts of a large one connect at once and fewer may stay.
+MAX_STRANGERS = 64
 _CLOSE_SECS = 5.0
 _NO_ACCEPT_SECS = 0.1
 _VERSION = b"replicast-hosts-3"

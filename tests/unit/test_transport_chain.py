@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from replicast import connections
 from replicast.coordination import DirectExchange, MemoryCoordination
+from replicast.deadline import Deadline
 from replicast.errors import ClusterError, UpdateRefused
 from replicast.mapped_memory import aligned
 from replicast.transport import (
@@ -519,6 +520,27 @@ def test_a_server_that_waits_for_bytes_ends_when_it_is_closed(
         assert senders() == 0
 
 
+def test_a_server_that_is_closed_while_it_sends_keeps_no_file_open(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find, found = Holdings.find, list[int]()
+
+    def closing_meanwhile(*arguments: Any) -> Any:
+        descriptor, stop = find(*arguments)  # type: ignore[misc]
+        found.append(descriptor)
+        served.closing.set()
+        monkeypatch.undo()
+        return descriptor, stop
+
+    monkeypatch.setattr(Holdings, "find", closing_meanwhile)
+    with served.link().connection(120.0) as connection:
+        chain.send_request(connection, "p", 0)
+        eventually(lambda: bool(found), "it does not send")
+        served.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(found[0])
+
+
 def test_a_connection_on_which_a_peer_talks_nonsense_is_closed(served: Served) -> None:
     with served.link().connection() as connection:
         connection.sendall(b"\xff" * 1000)
@@ -564,6 +586,13 @@ def test_strangers_are_few_and_keep_no_peer_out(served: Served, monkeypatch: pyt
     eventually(lambda: senders() <= connections.MAX_STRANGERS + 1, "too many strangers have a thread")
     for stranger in strangers:
         stranger.close()
+
+
+def test_hosts_that_all_connect_at_once_are_let_in(served: Served) -> None:
+    with contextlib.ExitStack() as stack:
+        hosts = [stack.enter_context(served.stranger()) for _ in range(60)]
+        for host in hosts:
+            connections.introduce(host, SECRET, Deadline(120.0))
 
 
 def test_a_stranger_that_says_nothing_or_a_byte_now_and_then_is_gone_soon(

@@ -446,9 +446,9 @@ class Server(HostServer):
         parcel_id, at = receive_request(connection)
         try:
             while (found := self._holdings.find(parcel_id, at, BEAT_SECS)) is not None:
-                if self.closing.is_set():
-                    return
                 if isinstance(found, int):
+                    if self.closing.is_set():
+                        return
                     send_answer(connection, Kind.WAITING, found)
                     continue
                 descriptor, stop = found
