@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from replicast.connections import introduce
+from replicast.connections import admit, introduce
 from replicast.deadline import Deadline
 from replicast.errors import ClusterError, LaunchRefused
 from replicast.launcher import hosts_link
@@ -155,6 +156,28 @@ def test_what_is_not_a_message_of_a_launcher_closes_its_connection_and_the_job_g
         assert is_answered(endpoint)
 
 
+def test_a_launcher_that_is_killed_as_soon_as_it_is_let_in_ends_no_job(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = listener.getsockname()[:2]
+
+    def admit_late(connection: socket.socket, secret: bytes) -> None:
+        admit(connection, secret)
+        ended = select.poll()
+        ended.register(connection, 0)
+        assert ended.poll(SECS * 1000)
+
+    monkeypatch.setattr("replicast.connections.admit", admit_late)
+    with first(listener) as one:
+        with connected_to(endpoint) as killed:
+            killed.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        eventually(lambda: "hosts-serve" not in {thread.name for thread in threading.enumerate()})
+        monkeypatch.undo()
+        with other(endpoint) as two, ThreadPoolExecutor(2) as pool:
+            began = [pool.submit(launcher.peers.begin) for launcher in (one, two)]
+            assert [run.result(SECS).phase for run in began] == [Phase.RUN, Phase.RUN]
+
+
 def test_a_failure_fits_into_a_line_whatever_its_log_holds() -> None:
     wild = WorkerExit(worker=0, code=1, lines=("\x1b[31m" * 20_000, "😀" * 1000) * 50, why="😀" * 1000)
     assert len(msgspec.json.encode(Report(next_attempt=0, failure=sent_from(1, wild)))) < MAX_LINE
@@ -204,6 +227,22 @@ def test_a_launcher_of_a_script_with_another_content_differs(tmp_path: Path) -> 
         job = JobPlan(argv=("python", str(script)))
         found.append(dataclasses.replace(PART, job=job).identity())
     assert "a different content of the script" in difference(*found)
+
+
+def test_a_script_that_is_edited_while_the_job_runs_keeps_no_launcher_from_connecting_again(
+    listener: socket.socket,
+) -> None:
+    hello, content = hello_of(), "content of the script (its SHA-256)"
+    edited = replace(hello, identity=hello.identity | {content: "another"})
+    with first(listener):
+        for said, kind in (
+            (hello, LaunchOrder),
+            (edited, LaunchOrder),
+            (replace(edited, session="of a second launcher"), RefusedHost),
+        ):
+            with connected_to(listener.getsockname()[:2]) as lines:
+                lines.send(said)
+                assert isinstance(lines.receive(), kind)
 
 
 def test_a_launcher_of_another_version_is_recognised_by_what_it_says_first(listener: socket.socket) -> None:

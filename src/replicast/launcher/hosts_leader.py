@@ -196,6 +196,9 @@ class Leader:
             return ""
         return f"a launcher with --node-rank {node} is already connected, from {host.address or 'this host'}"
 
+    def has_joined(self, node: int, session: str) -> bool:
+        return 0 <= node < len(self._hosts) and self._hosts[node].session == session
+
     def on_refused(self, what: str) -> None:
         """A launcher was refused: perhaps the one that is waited for."""
         self._refused = what

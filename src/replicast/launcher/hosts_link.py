@@ -375,8 +375,9 @@ class First(Peers):
 
     def _talk(self, connection: socket.socket) -> None:
         """In a thread for each connection of a process that knows the secret."""
-        lines, host, hello = Lines(connection), str(connection.getpeername()[0]), None
+        lines, hello = Lines(connection), None
         try:
+            host = str(connection.getpeername()[0])
             limit(connection, HANDSHAKE_SECS)
             hello = lines.receive()
             if isinstance(hello, Hello) and self._accept(hello, lines, host):
@@ -393,7 +394,9 @@ class First(Peers):
     def _accept(self, hello: Hello, lines: Lines, host: str) -> bool:
         with self._lock:
             now = time.monotonic()
-            refusal = difference(self._identity, hello.identity)
+            # Only when it comes first: the script may be edited while the job runs.
+            is_known = self.leader.has_joined(hello.node, hello.session)
+            refusal = "" if is_known else difference(self._identity, hello.identity)
             refusal = refusal or self.leader.refusal(hello.node, hello.session, now)
             if refusal:
                 self.leader.on_refused(f"A launcher at {host} was refused: {refusal}")
