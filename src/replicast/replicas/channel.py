@@ -127,7 +127,8 @@ class Channel:
             return False
         content = encode(list(messages)).encode()
         try:
-            connection.sendall(_LENGTH.pack(len(content)) + content)
+            # A script may have set SIGPIPE to its default, which would end the process without a word.
+            connection.sendall(_LENGTH.pack(len(content)) + content, socket.MSG_NOSIGNAL)
         except BlockingIOError as error:
             raise self._frozen(rank, "taken a message") from error
         except OSError:
@@ -190,7 +191,7 @@ def open_sockets(exchange: DirectExchange, host: str, timeout_secs: float) -> di
                 connection.connect(told[0][1].encode())
                 if not _is_of_this_user(connection):
                     raise PermissionError("another user listens in place of worker 0")
-                connection.sendall(_LENGTH.pack(rank))
+                connection.sendall(_LENGTH.pack(rank), socket.MSG_NOSIGNAL)
         except OSError as error:
             problem = f"worker {rank}: {error}"
         problems = [one for one in exchange.agree("messages", problem, timeout_secs).values() if one]

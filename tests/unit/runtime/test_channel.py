@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -115,6 +117,22 @@ def test_who_waits_for_a_worker_that_has_ended_learns_from_the_service_which_one
         coordinator.coordination.get = lost  # type: ignore[method-assign]
         with pytest.raises(JobFailed, match="worker 1 was lost"):
             coordinator.receive_from(1)
+
+
+_CLOSED = """
+import signal, socket
+from replicast.coordination import MemoryCoordination
+from replicast.replicas.channel import Channel
+
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+mine, theirs = socket.socketpair()
+theirs.close()
+Channel(MemoryCoordination(MemoryCoordination.Store()), "test", 0, 2, {1: mine}).broadcast([])
+"""
+
+
+def test_a_message_to_a_worker_that_has_ended_does_not_kill_a_script_with_the_default_sigpipe() -> None:
+    assert subprocess.run([sys.executable, "-c", _CLOSED], timeout=DEADLINE_SECS).returncode == 0
 
 
 def test_a_worker_that_takes_no_messages_is_named_and_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
