@@ -274,7 +274,8 @@ def write_durably(
                 if replace:
                     os.rename(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)
                 else:  # Killed between the two, the file also has its temporary name, which is removed later.
-                    os.link(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+                    both = {"src_dir_fd": directory, "dst_dir_fd": directory}
+                    os.link(temporary, path.name, **both, follow_symlinks=False)
                     os.unlink(temporary, dir_fd=directory)
             except BaseException:
                 with contextlib.suppress(OSError):

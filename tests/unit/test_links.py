@@ -130,6 +130,24 @@ def test_nothing_is_done_through_a_link_in_the_middle(
     assert contents(elsewhere) == before
 
 
+def test_a_new_file_is_none_to_which_its_temporary_name_was_made_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    link = os.link
+
+    def swapped_first(name: str, *arguments: Any, **options: Any) -> None:
+        (tmp_path / "inbox" / name).unlink()
+        (tmp_path / "inbox" / name).symlink_to(secret)
+        link(name, *arguments, **options)
+
+    make_durably(below(tmp_path) / "inbox")
+    monkeypatch.setattr(os, "link", swapped_first)
+    write_durably(below(tmp_path) / "inbox" / "new", [b"new"], replace=False)
+    assert secret.stat().st_nlink == 1
+
+
 def test_a_link_itself_is_removed_renamed_and_replaced(linked: tuple[RunPath, Path]) -> None:
     run, elsewhere = linked
     before = contents(elsewhere)
