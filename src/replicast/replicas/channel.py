@@ -177,7 +177,9 @@ def open_sockets(exchange: DirectExchange, host: str, timeout_secs: float) -> di
         try:
             deadline = Deadline(HANDSHAKE_SECS)
             while rank == 0 and len(found) < len(near):
-                listener.settimeout(max(0.001, deadline.left()))
+                if deadline.has_passed():  # Strangers may come faster than they are sent away.
+                    raise TimeoutError("not all workers of its host have connected")
+                listener.settimeout(deadline.left())
                 connection = listener.accept()[0]
                 if not _is_of_this_user(connection):
                     connection.close()

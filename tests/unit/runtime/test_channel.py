@@ -85,6 +85,26 @@ def test_if_one_worker_cannot_connect_all_use_the_service(monkeypatch: pytest.Mo
         check_all_is_heard(coordinator, workers)
 
 
+def test_strangers_who_come_all_the_time_do_not_hold_up_worker_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    strangers, many = list[socket.socket](), 50_000
+
+    def followed_by_another(connection: socket.socket) -> bool:
+        listens_at = connection.getsockname()
+        if listens_at and len(strangers) < many:
+            if strangers:
+                strangers[-1].close()
+            strangers.append(socket.socket(socket.AF_UNIX))
+            strangers[-1].connect(listens_at)
+        return False
+
+    monkeypatch.setattr("replicast.replicas.channel.HANDSHAKE_SECS", 0.05)
+    monkeypatch.setattr("replicast.replicas.channel._is_of_this_user", followed_by_another)
+    with connected("a", "a") as (coordinator, worker):
+        check_all_is_heard(coordinator, [worker])
+    assert 0 < len(strangers) < many
+    strangers[-1].close()
+
+
 def test_a_worker_that_is_not_let_in_waits_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replicast.replicas.channel.HANDSHAKE_SECS", 0.05)
     store, name = MemoryCoordination.Store(), "\0replicast-" + uuid.uuid4().hex
