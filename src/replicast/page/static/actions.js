@@ -99,23 +99,31 @@ export class Actions {
       field("file", "File (.safetensors)", el("input", { id: "file", name: "file", type: "file", required: true, accept: ".safetensors" })),
       field("operation", "What to do with its tensors", operation), weight, this.note(), el("div", { class: "row" }, this.author(), step), this.trial(true),
     ]);
-    const address = (data, more) => `${this.base}/updates?${new URLSearchParams({ ...proposal(data), ...(data.get("operation") ? { operation: data.get("operation"), id } : {}), ...(data.get("weight") && data.get("operation") === "blend" ? { weight: data.get("weight") } : {}), ...(data.get("at_step") ? { at_step: data.get("at_step") } : {}), ...more })}`;
-    const send = (data, more) => upload(address(data, more), data.get("file"), (part) => dialog.progress(part));
+    const send = (data, more) => {
+      const named = data.get("operation") ? { operation: data.get("operation"), id, ...(data.get("operation") === "blend" ? { weight: data.get("weight") } : {}) } : {};
+      const address = this.address(data, { ...named, ...(data.get("at_step") ? { at_step: data.get("at_step") } : {}), ...more });
+      return upload(address, data.get("file"), (part) => dialog.progress(part));
+    };
     this.propose(dialog, id, (data) => send(data, { dry_run: "1" }), (data) => send(data, {}));
   }
 
-  /** Dry run, question, push, stages, receipt. */
-  propose(dialog, id, examine, push) {
+  /** Where a file with an update is sent. */
+  address(data, more) {
+    return `${this.base}/updates?${new URLSearchParams({ ...proposal(data), ...more })}`;
+  }
+
+  /** Dry run, question, push, stages, receipt; then `ended`, with the update as it is. */
+  propose(dialog, id, examine, push, ended) {
     dialog.ask("Check", async (data) => {
       dialog.busy("Checking what it would do …");
       const examined = await examine(data);
       dialog.show(examinationView(examined, data.get("trial")));
       if (examined.problems.length) dialog.back("Change it", "Close");
-      else dialog.confirm("Push to all workers", async () => this.pushed(dialog, await push(data)));
+      else dialog.confirm("Push to all workers", async () => this.pushed(dialog, await push(data), ended));
     });
   }
 
-  async pushed(dialog, { id, number, warning }) {
+  async pushed(dialog, { id, number, warning }, ended) {
     if (number) dialog.add(el("div", { class: "note careful" }, `It is in the journal already, as number ${number}: nothing was pushed.`));
     if (warning) dialog.add(el("div", { class: "note careful" }, warning));
     dialog.closable();
@@ -137,6 +145,7 @@ export class Actions {
         const whole = await get(`${this.base}/updates/${encodeURIComponent(id)}`).catch(() => view);
         dialog.done(receiptView({ ...whole, stage: view.stage }), view.stage === "verified");
         this.context.changed();
+        ended?.(view);
         return;
       }
       if (!dialog.isOpen()) return;

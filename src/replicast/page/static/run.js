@@ -8,7 +8,10 @@ import { count, duration, editsText, number, plain, seconds, setServerTime } fro
 import { Audits, Checkpoints } from "./history.js";
 import { banner, link } from "./link.js";
 import { Logs } from "./logs.js";
+import { editNote, noteView } from "./notes.js";
 import { report, reportCards } from "./report.js";
+import { Rows } from "./rows.js";
+import { Starts } from "./starts.js";
 import { stateChip } from "./state.js";
 import { askForToken, hasToken, onToken, showTokenButton } from "./token.js";
 import { addressOf, UpdatePage, verdict } from "./update.js";
@@ -69,8 +72,10 @@ class RunPage {
     this.workers = new Workers();
     this.auditList = new Audits();
     this.checkpointList = new Checkpoints();
+    this.startList = new Starts();
     this.logs = new Logs(this.base);
     this.actions = new Actions(this.base, { run: this.run, metrics: () => this.chart.names().filter((name) => !name.startsWith("evaluator ")), changed: () => this.refresh(), status: () => this.status });
+    this.rows = new Rows(this.base, this.actions);
     this.updates = new Updates({
       allowed: () => this.actions.allowed(),
       withdraw: (view) => this.actions.withdraw(view),
@@ -85,16 +90,17 @@ class RunPage {
     });
     this.chip = el("span");
     this.sentence = el("h1", { id: "sentence", "aria-live": "polite" }, this.run.sentence);
+    this.noted = el("div", { class: "hero-line" });
     this.failure = el("pre", { class: "failure", id: "failure", tabIndex: 0, hidden: true, "aria-label": "Last lines of the worker that failed" });
     this.facts = Object.fromEntries(["step", "epoch", "time left", "loss", "learning rate", "replicas", "last update"].map((name) => [name, el("dd", {}, "–")]));
     this.factList = el("dl", { class: "facts" }, Object.entries(this.facts).map(([name, node]) => el("div", {}, el("dt", {}, name), node)));
     this.done = el("progress", { class: "done", hidden: true, max: 1, "aria-label": "Part of the training that is done" });
     const metrics = card("metrics", "Charts", this.chart.controls, el("div", { class: "body" }, this.chart.node), this.chart.key);
     this.columns = el("div", { class: "columns" },
-        el("div", { class: "stack" }, metrics, this.updates.node, report ? reportCards() : this.logs.node),
-        el("div", { class: "stack" }, this.workers.node, report ? null : this.actions.node, this.auditList.node, this.checkpointList.node));
+        el("div", { class: "stack" }, metrics, this.updates.node, report ? reportCards() : [this.rows.node, this.logs.node]),
+        el("div", { class: "stack" }, this.workers.node, report ? null : this.actions.node, this.auditList.node, this.checkpointList.node, this.startList.node));
     byId("main").replaceChildren(
-      el("div", { class: "hero" }, el("div", { class: "hero-line" }, this.chip, this.sentence), this.failure, this.factList, this.done),
+      el("div", { class: "hero" }, el("div", { class: "hero-line" }, this.chip, this.sentence), this.noted, this.failure, this.factList, this.done),
       this.updatePage.node, this.columns);
     addEventListener("hashchange", () => this.route());
   }
@@ -182,6 +188,9 @@ class RunPage {
     this.checkpointList.show(this.checkpoints, status.running);
     this.logs.setJob(status.size, status.attempt);
     this.actions.show(status);
+    this.rows.show(status);
+    this.startList.show(status.starts);
+    this.showNote(status.annotation);
     this.chart.setEvaluations(status.evaluations ?? []);
     const all = Math.max(0, ...[...this.known.values()].map((view) => view.sequence));
     this.chart.setMarks(this.marks(), all > this.known.size ? `the last ${count(this.known.size)} of ${count(all)} updates` : "");
@@ -204,6 +213,14 @@ class RunPage {
     setText(this.facts.replicas, equality(status));
     this.lastUpdate(status);
     document.title = `${status.running ? `step ${count(status.step)}` : status.state} · ${this.run.name}`;
+  }
+
+  showNote(annotation) {
+    const allowed = this.actions.allowed(), text = JSON.stringify([annotation, allowed]);
+    if (this.noted.dataset.text === text) return;
+    this.noted.dataset.text = text;
+    const edit = () => editNote(this.base, "Note and tags of this run", this.status.annotation, null, this.actions.author(), () => this.refresh());
+    this.noted.replaceChildren(...[noteView(annotation), allowed ? el("button", { type: "button", class: "quiet tiny", onclick: edit }, annotation.time ? "Edit note …" : "Add a note …") : null].filter(Boolean));
   }
 
   /** The loss, or else the first metric, as the workers last wrote it. */
