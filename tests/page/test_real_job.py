@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
-from playwright.sync_api import expect
+from playwright.sync_api import Page, expect
 
 from replicast.client import connect
 from tests.page.browser import Watched, chromium
@@ -52,7 +52,7 @@ def test_a_real_job_is_followed_and_takes_what_the_page_pushes(tmp_path: Path) -
     assert all(np.diff(loss.values[:20]) < 0), "a mean over an epoch jumps at its end"
     rate = connect(tmp_path / "first").metrics(points=10_000).series["learning_rate"]
     assert list(dict.fromkeys(rate.values.tolist())) == [0.01, 0.0005]
-    (view,) = connect(tmp_path / "first").log()
+    view, row = connect(tmp_path / "first").log()
     (start,) = connect(tmp_path / "first").status().starts
     assert (start.command[0].rpartition("/")[2], start.command[1:]) == ("train.py", ("--secret-key", "…"))
     assert start.versions.keys() == {"python", "replicast", "tensorflow", "keras", "numpy"}
@@ -60,6 +60,7 @@ def test_a_real_job_is_followed_and_takes_what_the_page_pushes(tmp_path: Path) -
     notes = connect(tmp_path / "first").metrics(of="workers").series
     assert {"step_secs/0", "step_secs/1", "memory_bytes/0", "memory_bytes/1"} <= notes.keys()
     assert (view.author, view.note, len(view.receipts[0].digests)) == ("ana", "slower", 2)
+    assert (row.author, len(row.receipts[0].digests)) == ("ana", 2)
 
 
 def _steer(address: str, process: subprocess.Popen[str]) -> None:
@@ -86,7 +87,27 @@ def _steer(address: str, process: subprocess.Popen[str]) -> None:
         page.get_by_role("button", name="Push to all workers").click()
         expect(page.locator("#receipt")).to_contain_text("the same on 2 workers")
         page.get_by_role("button", name="Close").click()
+        _correct_a_row(page)
         assert watched.complaints == []
         process.send_signal(signal.SIGTERM)
         expect(page.locator("#banner")).to_contain_text("The server does not answer")
         assert process.wait(120) == 128 + signal.SIGTERM
+
+
+def _correct_a_row(page: Page) -> None:
+    page.locator("#rows summary").click()
+    rows = page.locator("#rows")
+    rows.get_by_label("Table", exact=True).select_option("dense/kernel")
+    rows.get_by_role("textbox", name="Rows").fill("2,0")
+    rows.get_by_role("button", name="Look up").click()
+    expect(rows).to_contain_text(re.compile(r"2 rows of 4, at step \d.*, the same on every worker"))
+    rows.locator('td[data-row="1"][data-column="2"]').focus()
+    page.keyboard.type("0.25")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Check and push …").click()
+    page.get_by_label("Try it first").uncheck()
+    page.get_by_role("button", name="Check", exact=True).click()
+    page.get_by_role("button", name="Push to all workers").click()
+    expect(page.locator("#receipt")).to_contain_text("assign rows dense/kernel 1 row of 4×3")
+    expect(page.locator("#receipt")).to_contain_text("the same on 2 workers")
+    page.get_by_role("button", name="Close").click()

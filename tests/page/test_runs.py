@@ -131,3 +131,18 @@ def test_the_note_and_the_tags_of_a_run_are_changed_on_its_page(page: Page, serv
     page.get_by_label("Tags").fill("")
     page.get_by_role("button", name="Keep").click()
     expect(page.locator(".hero .noted")).to_have_count(0)
+
+
+def test_a_note_is_kept_with_an_update_and_shown_in_its_list_and_its_own_view(
+    page: Page, serving: Serving
+) -> None:
+    page.evaluate(f"sessionStorage.setItem('replicast-token', '{TOKEN}')")
+    page.goto(f"{serving.address}/baseline#/updates/fix")
+    page.get_by_role("button", name="Add a note …").last.click()
+    page.get_by_label("Note").fill("too large")
+    page.get_by_label("Tags").fill("regretted")
+    page.get_by_role("button", name="Keep").click()
+    expect(page.locator("#update .noted")).to_have_text("#regrettedtoo large")
+    page.goto(f"{serving.address}/baseline")
+    expect(page.locator("#updates .noted")).to_have_text("#regrettedtoo large")
+    assert connect(serving.path / "baseline").show("fix").annotation.tags == ("regretted",)

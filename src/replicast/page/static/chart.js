@@ -280,7 +280,7 @@ export class Chart {
    * away. Of a series with points left out, the means of what was left out are used: those of the extremes that are kept differ.
    */
   smoothed(one, values, keep) {
-    const updates = this.marks.all.filter((mark) => mark.kind === "update" || mark.kind === "trial").map((mark) => mark.step).sort((a, b) => a - b);
+    const updates = this.marks.all.filter((mark) => (mark.kind === "update" || mark.kind === "trial") && mark.run === one.run).map((mark) => mark.step).sort((a, b) => a - b);
     const x = [], y = [];
     let sum = 0, weight = 0, at = 0;
     for (const [place, raw] of values.entries()) {

@@ -4,7 +4,7 @@ import { get, newId, upload } from "./api.js";
 import { el, say, setText } from "./dom.js";
 import { Dialog, field, problemView } from "./dialogs.js";
 import { count, counted, number } from "./format.js";
-import { block, brief, fileOf, parsed, rowsOf, rowsText, shown } from "./tables.js";
+import { brief, fileOf, parsed, pastedRows, rowsOf, rowsText, shown } from "./tables.js";
 import { askForToken } from "./token.js";
 
 const CELLS_SHOWN = 3000; // On one leaf of the grid, and at most so many rows:
@@ -295,8 +295,8 @@ export class Rows {
     if (!cell || event.target !== cell) return;
     event.preventDefault();
     try {
-      const found = block(event.clipboardData.getData("text/plain"));
-      if (found.ids || found.lines.every((line) => line.length === this.width + 1)) this.take(found);
+      const found = pastedRows(event.clipboardData.getData("text/plain"), this.width);
+      if (found.ids) this.take(found);
       else this.takeFrom(Number(cell.dataset.row), Number(cell.dataset.column), found.lines);
     } catch (error) {
       setText(this.message, error.message);
@@ -314,15 +314,13 @@ export class Rows {
 
   /** Whole rows: with their ids, or as many as are shown, in their order. */
   take({ ids, lines }) {
-    const own = ids ?? (lines.every((line) => line.length === this.width + 1) ? lines.map((line) => line[0]) : null);
-    const values = ids || !own ? lines : lines.map((line) => line.slice(1));
-    const wrong = values.findIndex((line) => line.length !== this.width);
-    if (wrong >= 0) throw new Error(`Line ${wrong + 1}: a row of this table has ${counted(this.width, "value")}. Received: ${values[wrong].length}.`);
-    if (!own && values.length !== this.rows.length) throw new Error(`${counted(values.length, "line")} without ids, and ${counted(this.rows.length, "row")} looked up: begin each line with the row that it is for.`);
+    const wrong = lines.findIndex((line) => line.length !== this.width);
+    if (wrong >= 0) throw new Error(`Line ${wrong + 1}: a row of this table has ${counted(this.width, "value")}. Received: ${lines[wrong].length}.`);
+    if (!ids && lines.length !== this.rows.length) throw new Error(`${counted(lines.length, "line")} without ids, and ${counted(this.rows.length, "row")} looked up: begin each line with the row that it is for.`);
     const places = new Map(this.rows.map((row, place) => [row.id, place]));
-    const unknown = own?.find((id) => !places.has(Number(id)));
+    const unknown = ids?.find((id) => !places.has(Number(id)));
     if (unknown !== undefined) throw new Error(`Row ${unknown} is not among those that were looked up: use “Paste rows …”.`);
-    values.forEach((line, at) => line.forEach((text, column) => this.set(own ? places.get(Number(own[at])) : at, column, text)));
+    lines.forEach((line, at) => line.forEach((text, column) => this.set(ids ? places.get(Number(ids[at])) : at, column, text)));
     this.afterPaste();
   }
 
@@ -340,12 +338,10 @@ export class Rows {
       [field("pasted", `Rows of ${this.select.value}`, area)]);
     dialog.ask("Use them", async (data) => {
       try {
-        const found = block(String(data.get("pasted")));
         const table = this.tables.get(this.select.value);
-        const width = table.shape.slice(1).reduce((product, size) => product * size, 1);
-        const ids = found.ids ?? (found.lines.every((line) => line.length === width + 1) ? found.lines.map((line) => line[0]) : null);
-        if (ids) {
-          const text = rowsText(ids, table.shape[0]);
+        const found = pastedRows(String(data.get("pasted")), table.shape.slice(1).reduce((product, size) => product * size, 1));
+        if (found.ids) {
+          const text = rowsText(found.ids, table.shape[0]);
           dialog.busy("Looking up the rows …");
           this.wanted.value = text;
           if (!(await this.lookUp())) { dialog.close(); return; }

@@ -87,6 +87,7 @@ class RunPage {
       withdraw: (view) => this.actions.withdraw(view),
       revert: (view) => this.actions.revert(view),
       locate: (view) => this.locate(view),
+      annotate: (view) => editNote(this.base, `Note and tags of update ${view.sequence ?? view.id}`, view.annotation, view.id, this.actions.author(), () => this.refresh()),
     });
     this.chip = el("span");
     this.sentence = el("h1", { id: "sentence", "aria-live": "polite" }, this.run.sentence);

@@ -37,8 +37,14 @@ export function rowsText(ids, size) {
   return ranges.map(([start, stop]) => (stop - start > 1 ? `${start}:${stop}` : String(start))).join(",");
 }
 
-/** What a spreadsheet copies, CSV, or JSON: lines of texts, and their ids where JSON names them. */
-export function block(text) {
+/** What a spreadsheet copies, CSV, or JSON: lines of texts; where each has one more than a row has values, that is its id. */
+export function pastedRows(text, width) {
+  const { ids, lines } = block(text);
+  if (ids || !lines.every((line) => line.length === width + 1)) return { ids, lines };
+  return { ids: lines.map((line) => line[0]), lines: lines.map((line) => line.slice(1)) };
+}
+
+function block(text) {
   const whole = text.trim();
   if (!whole) throw new Error("There is nothing in it.");
   if (/^[[{]/.test(whole)) return jsonBlock(whole);
@@ -91,6 +97,7 @@ export function shown(value, dtype) {
 /** A value for a narrow cell. */
 export function brief(value) {
   if (!Number.isFinite(value) || Number.isInteger(value)) return String(value);
+  if (Math.abs(value) >= 1000 && Math.abs(value) < 1e7) return String(Number(value.toFixed(1)));
   return Math.abs(value) >= 1e-4 && Math.abs(value) < 1e7 ? String(Number(value.toPrecision(4))) : value.toExponential(2);
 }
 

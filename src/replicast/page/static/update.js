@@ -3,6 +3,7 @@
 import { get } from "./api.js";
 import { breakable, card, el, pairs } from "./dom.js";
 import { ago, count, counted, editsText, moment, number, seconds, shape, size, trialText } from "./format.js";
+import { noteView } from "./notes.js";
 import { stageChip } from "./state.js";
 
 const BARS = { width: 320, height: 64 };
@@ -47,7 +48,7 @@ export class UpdatePage {
       el("section", { class: "card", id: "update", "aria-labelledby": "update-title" }, el("div", { class: "body update-head" },
         back(),
         el("div", { class: "hero-line" }, el("h2", { id: "update-title", tabIndex: -1 }, `${view.sequence ? `Update ${view.sequence}` : "Update"}: ${editsText(view, 3) || view.id}`), stageChip(view.stage)),
-        el("p", { class: "dim" }, said), view.note ? el("p", { class: "quote" }, view.note) : null, this.notes(view), this.buttons(view))),
+        el("p", { class: "dim" }, said), view.note ? el("p", { class: "quote" }, view.note) : null, noteView(view.annotation), this.notes(view), this.buttons(view))),
       el("div", { class: "halves" }, el("div", { class: "stack" }, changesCard(view), workersCard(view)), el("div", { class: "stack" }, metricsCard(view), factsCard(view))));
   }
 
@@ -68,6 +69,7 @@ export class UpdatePage {
     const button = (label, act, tone = "") => el("button", { type: "button", class: tone, onclick: act }, label);
     return el("div", { class: "buttons" },
       view.step !== null && view.sequence ? button("Show it in the charts", () => this.actions.locate(view)) : null,
+      this.actions.allowed() ? button(view.annotation?.time ? "Edit note …" : "Add a note …", () => this.actions.annotate(view)) : null,
       this.actions.allowed() && isRevertable(view) ? button("Revert …", () => this.actions.revert(view), "danger") : null,
       this.actions.allowed() && isWithdrawable(view) ? button("Withdraw …", () => this.actions.withdraw(view), "danger") : null);
   }

@@ -2,6 +2,7 @@
 
 import { card, el, pairs, setText, showList } from "./dom.js";
 import { ago, count, counted, editsText, moment, number, seconds, shortId, size, trialText } from "./format.js";
+import { noteView } from "./notes.js";
 import { stageChip } from "./state.js";
 import { addressOf, isRevertable, isWithdrawable } from "./update.js";
 
@@ -72,6 +73,7 @@ export class Updates {
       el("span", { class: "number" }, view.sequence ? `#${view.sequence}` : ""),
       el("span", { class: "what" }, what), el("span", {}, stageChip(view.stage)),
       el("span", { class: "meta" }, meta.filter(Boolean).join(" · ")),
+      view.annotation?.time ? el("span", { class: "meta" }, noteView(view.annotation)) : null,
       view.outcome ? el("span", { class: "meta" }, `trial ${view.outcome.outcome} at step ${count(view.outcome.step)}: ${view.outcome.reason}`) : null,
       view.reverts ? el("span", { class: "meta" }, `reverts update ${view.reverts}`) : null,
       view.reverted_by ? el("span", { class: "meta reason" }, `reverted by update ${view.reverted_by}`) : null,
