@@ -97,7 +97,7 @@ def _steer(address: str, process: subprocess.Popen[str]) -> None:
 def _correct_a_row(page: Page) -> None:
     page.locator("#rows summary").click()
     rows = page.locator("#rows")
-    rows.get_by_label("Table", exact=True).select_option("dense/kernel")
+    rows.get_by_label("Table", exact=True).select_option("sequential/dense/kernel")
     rows.get_by_role("textbox", name="Rows").fill("2,0")
     rows.get_by_role("button", name="Look up").click()
     expect(rows).to_contain_text(re.compile(r"2 rows of 4, at step \d.*, the same on every worker"))
@@ -108,6 +108,6 @@ def _correct_a_row(page: Page) -> None:
     page.get_by_label("Try it first").uncheck()
     page.get_by_role("button", name="Check", exact=True).click()
     page.get_by_role("button", name="Push to all workers").click()
-    expect(page.locator("#receipt")).to_contain_text("assign rows dense/kernel 1 row of 4×3")
+    expect(page.locator("#receipt")).to_contain_text("assign rows sequential/dense/kernel 1 row of 4×3")
     expect(page.locator("#receipt")).to_contain_text("the same on 2 workers")
     page.get_by_role("button", name="Close").click()

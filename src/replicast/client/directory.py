@@ -52,7 +52,6 @@ from replicast.update.update import Update
 _LAST, _LAST_ENDED = 5, 20  # In an overview: of the last updates, and of those refused or withdrawn.
 _LAST_CHANGES = 50
 _LAST_EVALUATIONS = 200
-_MAX_LOG_LINES = 10_000
 _MAX_OPERATIONS_BYTES = 2**20
 _MOST_STARTS = 50
 _MOST_DAMAGED = 5
@@ -211,10 +210,11 @@ class DirectoryRun(Run):
             attempt = max((int(one) for one in numbers if one.isascii() and one.isdigit()), default=0)
         path = logs / f"attempt-{attempt:d}" / name
         if not path.is_file():
-            raise NotFound(
-                f"There is no log {path}: `replicast run` writes it, unless another --log-dir was given."
-            )
-        last = islice(run_files.lines_from_the_end(path), min(max(lines, 0), _MAX_LOG_LINES))
+            files = (file for one in logs.glob("attempt-*") for file in one.glob("worker-[0-9]*.log"))
+            ranks = sorted({int(file.name[7:-4]) for file in files if file.name[7:-4].isdecimal()})
+            known = f"There are logs of {workers_text(ranks)}." if ranks else "Is there another --log-dir?"
+            raise NotFound(f"There is no log {path}: `replicast run` writes it. {known}")
+        last = islice(run_files.lines_from_the_end(path), max(lines, 0))
         return [without_colours(as_shown(line.decode(errors="replace"))) for line in last][::-1]
 
     # Where each update is.

@@ -328,7 +328,9 @@ export class Rows {
     this.showChanges();
     say(this.changes.textContent);
     const bad = this.grid.querySelector("td.bad");
-    if (bad) bad.focus();
+    if (!bad) return;
+    bad.focus();
+    this.focused(bad); // It may have had the focus before: then no event tells of it.
   }
 
   /** Asks for text with whole rows; the rows that it names are looked up first. */
