@@ -5,6 +5,7 @@ Threads play the workers; but for the last test, TensorFlow is only imported.
 
 from __future__ import annotations
 
+import json
 import logging
 import pkgutil
 from collections.abc import Callable, Iterator
@@ -166,6 +167,18 @@ def warnings_in(caplog: pytest.LogCaptureFixture, path: Path) -> list[bool]:
 def block(run: Path, update_id: str) -> None:
     """Puts a full folder where the update would be moved to when it is refused."""
     (run / "refused" / f"{update_id}.safetensors" / "part").mkdir(parents=True)
+
+
+def test_a_number_in_a_note_that_no_chart_can_have_ends_no_job(job: Job, tmp_path: Path) -> None:
+    keeping = keeping_of(job, tmp_path, Fence(tmp_path, attempt=0))
+    note = WorkerNote(0, 1, "host", 1, 0, 1.0, training=True, waiting_for="")
+    write_worker_note(tmp_path, note)
+    for rank, number in enumerate((10**400, -(10**400), 2**63), start=1):
+        strange = note.to_json() | {"rank": rank, "memory_bytes": number, "step": number}
+        (tmp_path / "workers" / f"{rank}.json").write_text(json.dumps(strange))
+    keeping.start()
+    train_until(job, lambda: (tmp_path / "workers.jsonl").exists())
+    assert [one.rank for one in read_worker_notes(tmp_path)] == [0]
 
 
 def test_an_entry_that_cannot_be_moved_away_keeps_no_other_waiting_and_is_refused_once(

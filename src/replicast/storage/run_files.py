@@ -76,22 +76,26 @@ class RunInfo:
         return described(cls, "run", fields)
 
 
+# Others may write a note: of a larger number, no float can be made for charts.
+Whole = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerNote:
-    rank: int
-    pid: int
+    rank: Whole
+    pid: Whole
     host: str
-    step: int
-    attempt: int
+    step: Whole
+    attempt: Whole
     time: float
     training: bool
     waiting_for: str
-    epoch: int | None = None
-    epochs: int | None = None
-    steps_left: int | None = None
+    epoch: Whole | None = None
+    epochs: Whole | None = None
+    steps_left: Whole | None = None
     step_secs: float | None = None
     stepped_at: float | None = None
-    memory_bytes: int | None = None
+    memory_bytes: Whole | None = None
     machine: str = ""
     own_secs: float | None = None  # Of a step, without waiting for others; None where it is not measured.
     own_since: float | None = None  # Since when it takes about so long.
