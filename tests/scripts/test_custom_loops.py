@@ -1,4 +1,4 @@
-"""Custom training loops without `strategy.run`: as in plain Keras in a job of one worker, else refused."""
+"""Custom training loops without `strategy.run`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 from unittest import mock
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import replicast
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
-from tests.scripts.compare import assert_same_as_plain_keras
+from tests.scripts.compare import assert_same_as_plain_keras, heard
 from tests.scripts.models import data, values
 
 
-def loop(strategy: Any, kind: str) -> Any:
+def loop(strategy: Any, kind: str, rows: Any = None) -> Any:
     x, y = data(32, 3, 2)
     first = keras.layers.Dense(4, "tanh")
     if "embedding" in kind:
@@ -41,48 +42,70 @@ def loop(strategy: Any, kind: str) -> Any:
 
     function = tf.function(step) if "function" in kind else step
     with strategy.scope() if "scope" in kind else contextlib.nullcontext():
-        batches = [slice(start, start + 8) for start in range(0, 32, 8)]
+        batches = [slice(start, start + 8) if rows is None else rows for start in range(0, 32, 8)]
         losses = [float(function(tf.constant(x[part]), tf.constant(y[part]))) for part in batches]
     return {
-        "losses": losses,
-        "mean": float(mean_loss.result()),
+        "losses": losses if rows is None else None,
+        "mean": float(mean_loss.result()) if rows is None else None,
         "values": values(model.variables, optimizer.variables),
     }
 
 
-@pytest.mark.parametrize(
-    "kind", ["function", "eager in the scope", "function in the scope, embedding", "function, scaled"]
-)
-def test_a_loop_without_run_in_a_job_of_one_worker_trains_as_in_plain_keras(
-    kind: str, pool1: Pool, plain: Pool
-) -> None:
-    assert_same_as_plain_keras(pool1, plain, loop, kind)
+KINDS = [
+    "function",
+    "eager in the scope",
+    "function, embedding",
+    "eager in the scope, scaled",
+    "function in the scope, scaled",
+]
 
 
-def error_of_loop(strategy: Any, kind: str) -> str:
-    try:
-        loop(strategy, kind)
-    except Exception as error:  # TensorFlow derives its own type from that of an error while it traces
-        return f"{type(error).__name__}: {error}"
-    return ""
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_without_run_trains_as_in_plain_keras(kind: str, pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, loop, kind)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "eager",
-        "function",
-        "eager in the scope",
-        "function in the scope",
-        "function, embedding",
-        "function, scaled",
-    ],
-)
-def test_a_loop_without_run_is_refused_on_several_workers(kind: str, pool2: Pool) -> None:
-    for said in pool2.run(error_of_loop, kind):
-        assert "NotSupported" in said
-        assert "An optimizer outside of strategy.run()" in said
-        assert "Call the step with strategy.run() in a tf.function" in said
+def loop_over_own_rows(strategy: Any, kind: str) -> Any:
+    return loop(strategy, kind, rows=slice(8 * strategy.rank, 8 * strategy.rank + 8))
+
+
+def test_a_loop_without_run_keeps_the_replicas_equal_whatever_data_each_has(pool2: Pool) -> None:
+    assert_equal_on_all(pool2.run(loop_over_own_rows, "eager"))
+
+
+def warnings_of_a_loop(strategy: Any) -> list[str]:
+    strategy.extended._warned = False  # the pool has one strategy for all tests
+    with heard() as said:
+        loop(strategy, "eager")
+    return said
+
+
+def test_worker_0_warns_once_of_a_loop_without_run(pool2: Pool) -> None:
+    first, second = pool2.run(warnings_of_a_loop)
+    assert len([text for text in first if "used outside of strategy.run()" in text]) == 1
+    assert second == []
+
+
+def overflow_on_one_worker(strategy: Any, in_scope: bool) -> Any:
+    with strategy.scope():
+        weight = keras.Variable([1.0, 2.0])
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), 8.0)
+    with strategy.scope() if in_scope else contextlib.nullcontext():
+        for largest in (8.0, np.inf, 8.0):
+            gradient = largest if strategy.rank == 1 else 8.0
+            optimizer.apply([tf.constant([gradient, 8.0])], [weight])
+    return {"weight": weight.numpy(), "scale": optimizer.dynamic_scale.numpy()}
+
+
+def test_a_gradient_that_overflows_on_one_worker_makes_all_skip_the_step_of_a_loop(pool2: Pool) -> None:
+    for in_scope in (True, False):
+        results = pool2.run(overflow_on_one_worker, in_scope)
+        assert_equal_on_all(results)
+        assert results[0]["scale"] == 4.0
+        assert results[0]["weight"].tolist() == [
+            -0.5,
+            0.5,
+        ]  # two steps: of 0.5 each, then 1.0 as the scale halved
 
 
 class Subclassed(keras.Model):
@@ -123,12 +146,12 @@ def lazily_built_in_all_ways(strategy: Any, called: bool) -> Any:
 
 
 def test_a_loop_over_a_model_that_is_built_outside_the_scope_is_refused_and_the_remedy_works(
-    pool1: Pool, pool2: Pool, plain: Pool
+    pool2: Pool, plain: Pool
 ) -> None:
     for said in pool2.run(lazily_built_in_all_ways, False)[0]:
         assert "kernel, which was created outside strategy.scope()," in said
         assert "call it once on a batch inside 'with strategy.scope():'" in said
-    assert_same_as_plain_keras(pool1, plain, lazily_built_in_all_ways, True)
+    assert_same_as_plain_keras(pool2, plain, lazily_built_in_all_ways, True)
 
 
 def horovods_loop(strategy: Any, text: str) -> Any:

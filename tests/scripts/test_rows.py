@@ -260,6 +260,8 @@ def train(strategy: Any, how: str, name: str, ids: np.ndarray, y: np.ndarray) ->
         history = model.fit(ids, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
         return {"history": history, "weights": weights(model)}
     run, places = getattr(strategy, "run", lambda fn, args: fn(*args)), (strategy.rank, strategy.size)
+    if how == "loop without run":
+        run, places = (lambda fn, args: fn(*args)), (0, 1)
     stepped = tf.function(lambda x, target: run(step, args=(x, target)))
     for start in range(0, len(ids), 16):
         own = slice(start + places[0], start + 16, places[1])
@@ -267,6 +269,7 @@ def train(strategy: Any, how: str, name: str, ids: np.ndarray, y: np.ndarray) ->
     return {"weights": weights(model)}
 
 
+OF_SUMS = ("fit", "custom step", "loop", "loop without run")
 OF_SINGLE_SLICES = ("norm in the logs", "clipped", "applied in a branch")
 
 
@@ -275,6 +278,7 @@ OF_SINGLE_SLICES = ("norm in the logs", "clipped", "applied in a branch")
     [
         *(("custom step", name) for name in ("SGD", "Adagrad", "LazyAdam", "RowWiseAdagrad")),
         *(("loop", name) for name in ("SGD", "Adagrad", "LazyAdam")),
+        ("loop without run", "LazyAdam"),
         *((f"custom step, {what}", "SGD") for what in OF_SINGLE_SLICES),
     ],
 )
@@ -310,8 +314,9 @@ def sent(strategy: Any, how: str, name: str, ids: np.ndarray) -> list[list[int]]
 @pytest.mark.parametrize(
     ("how", "name", "once"),
     [
-        *(("fit", "LazyAdam", True), ("loop", "LazyAdam", True), ("custom step", "LazyAdam", False)),
-        *(("fit", "SGD", True), ("custom step", "SGD", False), ("custom step", "Adagrad", False)),
+        *((how, "LazyAdam", True) for how in OF_SUMS),
+        *((f"custom step, {what}", "SGD", False) for what in OF_SINGLE_SLICES),
+        *(("fit", "SGD", True), ("custom step", "SGD", True), ("custom step", "Adagrad", False)),
         *(("fit", "Adagrad", False), ("loop", "Adagrad", False)),
     ],
 )
@@ -319,7 +324,7 @@ def test_each_worker_sends_each_of_its_rows_once_unless_single_slices_are_needed
     how: str, name: str, once: bool, pool2: Pool
 ) -> None:
     ids = np.tile(np.array([5, 9, 9, 5, 9, 11], "int32"), (16, 1))
-    slices = 8 * IDS
+    slices = 16 * IDS if how == "loop without run" else 8 * IDS  # there, each worker computes the batch
     for lengths in pool2.run(sent, how, name, ids):
         wanted, other = (3, slices) if once else (slices, 3)
         assert any(one.count(wanted) >= 2 for one in lengths), lengths  # the values and their indices

@@ -167,6 +167,10 @@ training/collectives.py
       broadcasts worker 0's initial value
   <extended>._replica_ctx_all_reduce(self, reduce_op, value, options): is how an optimizer sums its gradients
   <extended>._container_strategy: the strategy that it is of
+  keras.optimizers.LossScaleOptimizer._tf_apply(self, grads, trainable_variables):
+      refuses to work in a scope outside of strategy.run
+  keras.optimizers.LossScaleOptimizer._common_apply(self, grads, trainable_variables):
+      applies the gradients if they are finite
 training/named_variables.py
   keras.optimizers.Optimizer._get_current_learning_rate(self): what every step takes as its learning rate
 training/step.py

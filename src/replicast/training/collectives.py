@@ -11,7 +11,8 @@ send exist and before they wait: so `turns.py` can compare how far the workers a
 in vain.
 
 Replaced in TensorFlow: its launchers of collectives, and the class behind MultiWorkerMirroredStrategy, the
-only place where they can be replaced.
+only place where they can be replaced. Replaced in Keras: `LossScaleOptimizer._tf_apply`
+(`_scale_losses_between_steps`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -37,10 +39,12 @@ from replicast.lifetime import Lifetime
 from replicast.training.keras_call import (
     compiled_model,
     keras_looks_at_attributes,
+    optimizer_that_applies,
     optimizer_that_sums,
+    replaced,
 )
 from replicast.training.origins import SliceKind, kind_of, lookups_of
-from replicast.training.rows import once_for_each_row, once_if_summed
+from replicast.training.rows import UndecidedSlices, once_for_each_row, once_if_summed
 from replicast.training.variables import creator_in_scope, replicated, sharing_seed_generator
 
 logger = logging.getLogger("replicast")
@@ -176,7 +180,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
     Collectives count their keys (`CountingLauncher`); an optimizer may run inside `tf.cond`
     (`_use_merge_call`, `_create_variable`); row-sparse gradients are summed to the slices of one process
     (`sum_over_workers`); gradients are not summed twice (`summed_already`); outside of `strategy.run`, an
-    optimizer is refused (`update`).
+    optimizer applies the mean of the workers' gradients (`update`).
     """
 
     def __init__(
@@ -186,10 +190,12 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         # Whether a sum over replicas returns its argument: an optimizer must not sum gradients a second time.
         self.summed_already = False
         self.in_keras_step = False  # which combines the gradients of the workers itself
+        self._warned = False
         self._creating = False
         self._receive_parts: Callable[[Any], None] | None = None  # of the variable that is being created
         self.alone = False  # whether a step runs that is written for one process, and must see one replica
         self.variables_created = 0  # in the scope
+        self.decisions: list[Any] = []  # variables that graphs read: see `UndecidedSlices`
         super().__init__(container, cluster_resolver, options)
         if len(self.worker_devices) != 1:
             raise NotSupported(
@@ -206,6 +212,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         # For all transfers in graphs, if it supports their dtypes. Those outside of graphs, between steps,
         # stay with TensorFlow, and have keys of their own.
         self.shared: SharedSums | None = None
+        _scale_losses_between_steps()
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
             operations._launchers = [CountingLauncher(stock, self) for stock in operations._launchers]
 
@@ -368,22 +375,40 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
     def update(
         self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True
     ) -> Any:
-        """As in TensorFlow, except for an optimizer outside of `strategy.run`.
+        """As in TensorFlow; an optimizer outside of `strategy.run` gets the mean of the workers' gradients.
 
-        There TensorFlow applies each worker's own gradients, and the replicas silently diverge.
+        Inside `run` it sums them. Outside, TensorFlow applies each worker's own gradients, so the replicas
+        would silently diverge. The mean is correct for both kinds of loop that get here: every worker
+        computes the whole batch, or each computes an equal share of it.
         """
         # By name: this is a nested function in a method of Keras' optimizers, and there is no other way to
         # distinguish an optimizer's step from an assignment.
         if not self.in_run() and getattr(fn, "__name__", "") == "apply_grad_to_update_var":
             _check_in_job(var)
-            if self._num_workers > 1:
-                raise NotSupported(
-                    "An optimizer outside of strategy.run()",
-                    reason="each worker would apply its own gradients",
-                    remedy="Call the step with strategy.run() in a tf.function, and divide the sum of the "
-                    "losses by the global batch size (docs/train.md, custom training loops)",
-                )
+            if not self.summed_already:
+                args = (*self.means(once_if_summed(args[:1], optimizer_that_applies())), *args[1:])
         return super().update(var, fn, args, kwargs, group)
+
+    def means(self, gradients: Sequence[Any]) -> list[Any]:
+        """The means of the workers' gradients in a loop without `strategy.run`; None stays None."""
+        if self._num_workers == 1:
+            return list(gradients)
+        if not self._warned and self._container_strategy().rank == 0:
+            logger.warning(
+                "An optimizer is used outside of strategy.run(): each worker computes every batch of its "
+                "loop, and the mean of the workers' gradients is applied. To share the work, call the step "
+                "with strategy.run() in a tf.function and divide the loss by the global batch size."
+            )
+        self._warned = True
+        return [None if gradient is None else self._mean(gradient) for gradient in gradients]
+
+    def _mean(self, gradient: Any) -> Any:
+        carried = tf.cast(gradient, CARRIERS.get(gradient.dtype, gradient.dtype))
+        with self._container_strategy().scope():
+            mean = self.reduce_to(tf.distribute.ReduceOp.MEAN, carried, self.worker_devices[0])
+        if isinstance(mean, tf.IndexedSlices):
+            mean = _one_list_if_equal(mean, self._num_workers)
+        return tf.cast(mean, gradient.dtype)
 
 
 class Transfer:
@@ -416,6 +441,29 @@ def _check_in_job(variable: Any) -> None:
             reason="it would not be the same on every worker",
             remedy="Build the model before the loop: call it once on a batch inside 'with strategy.scope():'",
         )
+
+
+def _scale_losses_between_steps() -> None:
+    """Lets `LossScaleOptimizer` be used in a scope, by a training loop without `strategy.run`.
+
+    Keras refuses it there, although the optimizers that it wraps work. Whether the gradients are finite is
+    decided on the mean over the workers: otherwise one worker would skip a step for which the others wait.
+    """
+    # Private, and on the class: Keras refuses in this method, and asks no object that we could replace.
+    apply = keras.optimizers.LossScaleOptimizer._tf_apply
+    if hasattr(apply, "__wrapped__"):
+        return
+
+    @functools.wraps(apply)
+    def apply_mean(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        extended = self._distribution_strategy.extended
+        if not isinstance(extended, ReplicatedExtended) or extended.in_run():
+            apply(self, grads, trainable_variables)
+            return
+        with replaced(extended, "summed_already", True):
+            self._common_apply(extended.means(grads), trainable_variables)
+
+    keras.optimizers.LossScaleOptimizer._tf_apply = apply_mean
 
 
 def sum_through_shared_memory(
@@ -502,7 +550,7 @@ def sum_over_workers(
     workers: int,
     all_reduce: Callable[[list[Any], list[bool]], list[Any]],
     all_gather: Callable[[tf.Tensor], tf.Tensor],
-    has_rows: tf.Tensor | None,
+    has_rows: tf.Tensor | None = None,
 ) -> list[Any]:
     """The sums, or means, of tensors and row-sparse gradients over all workers, in one `all_reduce`.
 
@@ -566,4 +614,32 @@ def _lookups(value: Any) -> list[tuple[SliceKind, Any]]:
         lengths = [tf.size(indices) for indices in lists]
         pairs = zip(tf.split(value.values, lengths), tf.split(value.indices, lengths), strict=True)
         parts = [tf.IndexedSlices(*pair, value.dense_shape) for pair in pairs]
-    return list(zip(map(kind_of, lists), parts, strict=True))
+    kinds = [kind_of(indices) for indices in lists]
+    if isinstance(value, UndecidedSlices):
+        repeats = (SliceKind.ROWS, SliceKind.UNKNOWN)
+        parts = [value.decided(p) if k in repeats else p for k, p in zip(kinds, parts, strict=True)]
+    return list(zip(kinds, parts, strict=True))
+
+
+def _one_list_if_equal(slices: tf.IndexedSlices, workers: int) -> tf.IndexedSlices:
+    """Adds the workers' slices one by one if all workers have the same indices; otherwise returns them all.
+
+    For custom training loops without `strategy.run`: the indices are equal if every worker computes the whole
+    batch. Unlike UNKNOWN above, this accepts repeated indices, which a whole batch may have, and needs no
+    transfer. All workers see all slices, so all decide alike.
+    """
+    length = tf.shape(slices.indices)[0] // workers
+
+    def lists(parts: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(
+            parts[: workers * length], tf.concat([[workers, length], tf.shape(parts)[1:]], axis=0)
+        )
+
+    table = lists(slices.indices)
+    whole = workers * length == tf.shape(slices.indices)[0]
+    values, indices = tf.cond(
+        whole & tf.reduce_all(table == table[0]),
+        lambda: (tf.reduce_sum(lists(slices.values), axis=0), table[0]),
+        lambda: (slices.values, slices.indices),
+    )
+    return tf.IndexedSlices(values, indices, slices.dense_shape)

@@ -97,6 +97,11 @@ def optimizer_that_sums() -> keras.optimizers.Optimizer | None:
     return _self_of("_all_reduce_sum_gradients", 16, keras.optimizers.Optimizer)
 
 
+def optimizer_that_applies() -> keras.optimizers.Optimizer | None:
+    """The optimizer that updates a variable in a loop without `strategy.run`."""
+    return _self_of("_distributed_tf_update_step", 16, keras.optimizers.Optimizer)
+
+
 def only_looks_at_shapes() -> bool:
     """Whether Keras is about to take one batch only to build the model, and discard it.
 

@@ -13,8 +13,8 @@ accumulator. So, for the variables of a `replicast.Strategy`:
                  With the other optimizers of Keras every row moves in every step. Adam's moments then move
                  by a product with themselves, except in the touched rows: 9 passes over a table, where Keras
                  makes a table of the gradient and has 14. The others stay as they are.
-    exchange     if an optimizer adds up the slices of a row (`sums_repeated_rows`), each worker sends
-                 each of its rows once. Not in a custom `train_step`, which may use single slices.
+    exchange     if all that uses a gradient is an optimizer that adds up the slices of a repeated row
+                 (`sums_repeated_rows`), each worker sends each of its rows once.
     audits       variables that are written by rows (`is_written_by_rows`) are compared in turns, slice by
                  slice: see `replicas/job_audits.py`.
 
@@ -43,6 +43,9 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow import core as keras_core
 from keras.src.backend.tensorflow import numpy as keras_numpy
+
+# Private: a variable that bypasses creators; in a scope, `tf.Variable` would create one of the strategy.
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from replicast.training.origins import in_vectorized_map
 from replicast.training.variables import ReplicatedVariable
@@ -88,6 +91,30 @@ def once_if_summed(gradients: Iterable[Any], optimizer: Any) -> list[Any]:
     if optimizer is None or not sums_repeated_rows(optimizer):
         return list(gradients)
     return [once_for_each_row(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+
+
+class UndecidedSlices(tf.IndexedSlices):
+    """Slices of which it is not known yet whether single ones are needed, or the sum for each row.
+
+    A custom `train_step` may clip by a norm of single slices, or log one, after its tape has returned them
+    and before it applies them. So the graph can send both, and a variable tells which: it is set when the
+    trace has ended and all users of the slices are known.
+    """
+
+    def __init__(self, slices: tf.IndexedSlices) -> None:
+        super().__init__(slices.values, slices.indices, slices.dense_shape)
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.once = ResourceVariable(False, trainable=False, name="each_row_once")
+
+    def decided(self, part: tf.IndexedSlices) -> tf.IndexedSlices:
+        """What to send of a part of the slices."""
+
+        def sums() -> tuple[tf.Tensor, tf.Tensor]:
+            rows = once_for_each_row(part)
+            return rows.values, rows.indices
+
+        values, indices = tf.cond(self.once, sums, lambda: (part.values, part.indices))
+        return tf.IndexedSlices(values, indices, part.dense_shape)
 
 
 def sums_repeated_rows(optimizer: Any) -> bool:

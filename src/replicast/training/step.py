@@ -53,8 +53,8 @@ from replicast.training.feeding import (
     with_unknown_rows,
 )
 from replicast.training.keras_call import replaced
-from replicast.training.origins import CommonTensors, in_vectorized_map, is_of_some_rows
-from replicast.training.rows import once_if_summed
+from replicast.training.origins import CommonTensors, in_vectorized_map, is_of_some_rows, tensors_in
+from replicast.training.rows import UndecidedSlices, once_if_summed, sums_repeated_rows
 from replicast.training.variables import SummedVariable, component, held_optimizers, local
 
 logger = logging.getLogger("replicast")
@@ -105,6 +105,10 @@ class KerasStep:
         self._kept: list[tuple[Callable[..., Any], list[Any], Any]] = []
         self._clips_own = False
         self._common = CommonTensors()
+        optimizers = held_optimizers(model).values()
+        self._may_add_up = not tf.executing_eagerly() and any(map(sums_repeated_rows, optimizers))
+        self._adding_up: set[tf.Operation] = set()
+        self._undecided: list[tuple[UndecidedSlices, tf.IndexedSlices]] = []
 
     def __call__(self, data: Any) -> Any:
         """Runs the step on this worker's share and returns its result for the whole batch."""
@@ -136,6 +140,7 @@ class KerasStep:
             stack.enter_context(replaced(self._extended, "in_keras_step", True))
             stack.enter_context(replaced(self._extended, "alone", not self._sums_its_loss))
             logs = self._function(at_least_one_row(data, rows))
+        self._decide_what_is_sent(logs)
         states = {id(v) for v in metrics.variables}
         others = [v for v in watch.written if id(v) not in states]
         counted = [v for v in others if v.dtype not in _FLOATS]
@@ -191,8 +196,11 @@ class KerasStep:
             return
         self._warn_of_clipping(gradients)
         whole = self._of_the_whole_batch(gradients, optimizer)
+        first = len(_operations())
         with self._watch.ignoring(), replaced(self._extended, "summed_already", True):
             apply(whole, trainable_variables)
+        if sums_repeated_rows(optimizer):
+            self._adding_up.update(_operations()[first:])
 
     def _of_the_whole_batch(self, gradients: list[Any], optimizer: Any = None) -> list[Any]:
         """The gradients over the rows of all workers. Those that are common already are not sent again.
@@ -209,6 +217,7 @@ class KerasStep:
         transfer = Transfer(self._extended, self._rows)
         sent: dict[int, Callable[[], list[Any]]] = {}
         rows_are_common: set[int] = set()
+        undecided: dict[int, UndecidedSlices] = {}
         for place, (gradient, origin) in enumerate(zip(gradients, origins, strict=True)):
             if origin == "mixed" and self._has_common_rows(gradient, from_tape):
                 # A sum of slices would have each of these rows once per worker.
@@ -216,8 +225,10 @@ class KerasStep:
                 sent[place] = transfer.add([gradient.values], averaged=True)
             elif origin != "common":
                 averaged = origin == "mixed" or not self._sums_its_loss
-                own = once_if_summed([gradient if averaged else self._of_rows(gradient)], optimizer)
-                sent[place] = transfer.add(own, averaged=averaged)
+                (slices,) = once_if_summed([gradient if averaged else self._of_rows(gradient)], optimizer)
+                if from_tape and isinstance(slices, tf.IndexedSlices) and self._may_add_up:
+                    slices = undecided[place] = UndecidedSlices(slices)
+                sent[place] = transfer.add([slices], averaged=averaged)
         transfer.send()
         whole = list(gradients)
         for place, received in sent.items():
@@ -225,6 +236,7 @@ class KerasStep:
             if place in rows_are_common:
                 slices = gradients[place]
                 whole[place] = tf.IndexedSlices(whole[place], slices.indices, slices.dense_shape)
+        self._undecided += [(slices, whole[place]) for place, slices in undecided.items()]
         self._common.add(whole)
         return whole
 
@@ -236,6 +248,17 @@ class KerasStep:
         values = gradient.values if is_sparse else gradient
         values = tf.where(self._rows > 0, values, tf.zeros_like(values))
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if is_sparse else values
+
+    def _decide_what_is_sent(self, logs: Any) -> None:
+        """Slices that only an optimizer uses which adds them up are sent once for each row."""
+        logged = {id(tensor) for tensor in tensors_in(logs)}
+        for slices, received in self._undecided:
+            tensors = [received.values, received.indices]
+            users = {user for tensor in tensors for user in tensor.consumers()}
+            if users <= self._adding_up and logged.isdisjoint(map(id, tensors)):
+                with tf.init_scope():
+                    slices.once.assign(True, read_value=False)
+            self._extended.decisions.append(slices.once)  # as long as the graph, which does not hold it
 
     def _has_common_rows(self, gradient: Any, from_tape: bool) -> bool:
         """Whether it is row-sparse, with the same rows on all workers: not a worker's own, times a factor."""
