@@ -294,7 +294,8 @@ class RecentMetrics:
         while self._new:
             one = self._new.popleft()
             values = {
-                str(name): one.own(name) if is_mean(name) else _number(one.logs[name]) for name in one.logs
+                str(name): one.own(name) if name != RATE and is_mean(name) else _number(one.logs[name])
+                for name in one.logs
             }
             yield one.step, one.time, {name: value for name, value in values.items() if value is not None}
 
