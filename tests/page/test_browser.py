@@ -297,9 +297,10 @@ def test_of_very_many_updates_the_page_says_how_many_it_lists_and_lists_more(
     page.reload()
     expect(page.locator(".chart")).to_contain_text("Loading")
     title = page.locator("#updates .group-title").get_by_text("applied")
-    expect(title).to_have_text("applied: the last 200 of 2,000")
+    expect(title).to_have_text("applied: the last 50 of 2,000")
+    assert page.locator("#updates li").count() <= 60, "no more are drawn than are asked for"
     page.get_by_role("button", name="Show more").click()
-    expect(title).to_have_text("applied: the last 400 of 2,000")
+    expect(title).to_have_text("applied: the last 100 of 2,000")
     series = {"steps": [1, 2000], "times": [time.time() - 2000, time.time()], "values": [1.0, 0.5]}
     for route in held:
         route.fulfill(json={"series": {"loss": series}, "position": 0, "since": None})
@@ -310,6 +311,21 @@ def test_of_very_many_updates_the_page_says_how_many_it_lists_and_lists_more(
     many.click()
     expect(page.get_by_role("button", name="Reset zoom")).to_be_visible()
     expect(page.locator(".mark").first).not_to_have_attribute("aria-label", str(marked))
+
+
+def test_the_first_picture_waits_neither_for_all_metrics_nor_for_the_updates(
+    page: Page, run: PlayedRun
+) -> None:
+    held: list[Route] = []
+    page.route("**/metrics?points=1200", held.append)
+    page.route("**/updates?last=*", held.append)
+    page.reload()
+    expect(page.locator(".chart .scatterlayer path").first).to_be_attached()
+    expect(page.locator("#sentence")).to_contain_text("Training")
+    assert held
+    for route in held:
+        route.continue_()
+    expect(page.locator("#updates")).to_contain_text("No update yet")
 
 
 def test_a_failed_job_is_told_once_with_the_last_lines_of_its_worker(page: Page, run: PlayedRun) -> None:

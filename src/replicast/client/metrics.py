@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, BinaryIO
 
 import msgspec
@@ -32,6 +31,7 @@ _PIECE_BYTES = 4 * 2**20
 _BEGIN_BYTES = 256
 _MOST_BETWEEN = 24 * 2**20  # Some 300,000 steps, which are read in a second.
 _LINE_BYTES = 64 * 1024  # More than any line that is not damaged.
+_SAMPLED_BYTES, _SAMPLE_BYTES = 4 * 2**20, 16 * 1024  # What is longer is sampled; of each place, so much.
 _MAX_ANSWER_POINTS = 100_000  # Of all series together: about 5 MB of JSON.
 
 
@@ -163,6 +163,24 @@ class MetricsFile:
         seen.read(io.BytesIO(content.partition(b"\n")[2] if first else content))
         return seen.metrics(points, None, 0)
 
+    def sampled(self, points: int) -> Metrics:
+        """At once, however long the file is; of one that was not read yet, steps at evenly spaced places.
+
+        To read a million steps takes seconds. Position 0 tells that this is a sample, without every spike.
+        """
+        points = min(max(points, _PER_BUCKET), MAX_POINTS)
+        with self._opened() as file:
+            size = file.seek(0, os.SEEK_END)
+            if size - self._seen.position <= _SAMPLED_BYTES:
+                return self.read(None, points)
+            seen, lines = _Seen(), list[bytes]()
+            for place in np.linspace(0, size - _SAMPLE_BYTES, points, dtype=np.int64).tolist():
+                piece = os.pread(file.fileno(), _SAMPLE_BYTES, place)
+                end = piece.rfind(b"\n")
+                lines.append(piece[piece.rfind(b"\n", 0, max(0, end)) + 1 : end + 1])  # The last whole one.
+        seen.read(io.BytesIO(b"".join(lines)))
+        return Metrics(seen.metrics(points, None, 0).series, 0)
+
     def _opened(self) -> BinaryIO:
         try:
             return os.fdopen(open_plain(self.path), "rb")
@@ -221,25 +239,44 @@ class _Seen:
 
     def _add(self, lines: list[MetricsLine]) -> None:
         steps = np.array([line.step for line in lines], np.int64)
-        places = _counting(steps).tolist()
-        kept = [lines[place] for place in places]
+        places = _counting(steps)
         lowest = int(steps.min())
         # Further values of the same step, to which no restart in these lines has gone back.
         goes_on = steps[0] == self.last_step and places[0] == 0
         self.series = {name: one.before(lowest + goes_on) for name, one in self.series.items()}
         self.last_step = int(steps[-1])
-        for name in dict.fromkeys(chain.from_iterable(line.values for line in kept)):
+        if len(places) < len(lines):
+            lines, steps = [lines[place] for place in places.tolist()], steps[places]
+        times, names = np.array([line.time for line in lines]), dict[str, None]()
+        for line in lines:
+            if not names.keys() >= line.values.keys():
+                names |= dict.fromkeys(line.values)
+        for name in names:
             if name in self.series or len(self.series) < MAX_SERIES:
-                self._extend(name, [line for line in kept if name in line.values])
+                self._extend(name, lines, steps, times)
 
-    def _extend(self, name: str, lines: list[MetricsLine]) -> None:
+    def _extend(
+        self,
+        name: str,
+        lines: list[MetricsLine],
+        steps: npt.NDArray[np.int64],
+        times: npt.NDArray[np.float64],
+    ) -> None:
         """Adds the lines that have a value of this name; of those with the same step, the last one counts."""
-        steps = np.array([line.step for line in lines], np.int64)
-        values = np.array([line.values[name] for line in lines])
+        found: list[Any] = [line.values.get(name) for line in lines]
+        if None in found:
+            has = [place for place, value in enumerate(found) if value is not None]
+            lines, found, steps, times = (
+                [lines[at] for at in has],
+                [found[at] for at in has],
+                steps[has],
+                times[has],
+            )
+        values = np.array(found)
         if values.dtype != np.float64:  # Some are text. To ask each line takes ten times as long.
             values = np.array([line.number(name) for line in lines])
         is_last = np.diff(steps, append=MAX_METRICS_STEP) > 0
-        new = Series(steps, np.array([line.time for line in lines]), values)._chosen(np.flatnonzero(is_last))
+        new = Series(steps, times, values)._chosen(np.flatnonzero(is_last))
         known = self.series.get(name)
         joined = new if known is None else known.before(int(steps[0])).followed_by(new)
         self.series[name] = joined.decimated(_KEPT_POINTS) if len(joined) > 2 * _KEPT_POINTS else joined

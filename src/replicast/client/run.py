@@ -756,6 +756,7 @@ class Run:
         of: Literal["training", "workers"] = "training",
         start: Moment | None = None,
         end: Moment | None = None,
+        sample: bool = False,
     ) -> Metrics:
         """The metrics of the training, decimated so that spikes stay visible.
 
@@ -765,6 +766,7 @@ class Run:
             of: "workers": step time and memory of the first workers instead, by their rank.
             start: Only what was measured from this moment on, in seconds since 1970: with more points.
             end: Only what was measured until this moment.
+            sample: At once: of a long file that nobody has read yet, evenly spaced steps, at position 0.
         """
 
     @operation("GET", "/checkpoints", key="checkpoints")

@@ -52,7 +52,8 @@ ENDED = "nothing: it has ended"  # What a worker waits for after it has ended.
 _SENT_SECS, _MOST_SENT_PER_SEC = 2.0, 50  # By each worker; by all together, the more the less often each.
 _PIECE_BYTES = 64 * 1024
 MAX_METRICS_STEP = 2**62  # Sums and differences of two fit into 64 bits.
-_AROUND_BYTES, _MOST_AROUND = 128 * 1024, 20  # of metrics: some hundred lines, and so many of them
+_AROUND_BYTES, _MOST_AROUND = 64 * 1024, 20  # of metrics: some hundred lines, and so many of them
+_NEAR_BYTES = 16 * 1024  # Each line less that is parsed counts: a list of updates looks at 200 places.
 _MAX_LINE_BYTES = 4 * 2**20
 _MAX_BACK_BYTES = 256 * 2**20
 _MAX_NOTE_BYTES, _MAX_ANNOTATION_BYTES = 64 * 1024, 128 * 1024
@@ -239,63 +240,65 @@ def metrics_around(run_dir: RunDir, step: int, at: float, most: int = 20) -> tup
     with os.fdopen(descriptor, "rb"):
         low, high = places_of(descriptor, at)
         start = max(0, low - _AROUND_BYTES)
-        lines = _metrics_in(os.pread(descriptor, high - start + _AROUND_BYTES, start), whole=start == 0)
-    names = sorted(dict.fromkeys(name for one in lines for name in one.values), key="loss".__ne__)
-    found = (_around(lines, metric, step, at, most) for metric in names[:_MOST_AROUND] if metric != RATE)
-    return tuple(one for one in found if one is not None)
-
-
-def places_of(descriptor: int, at: float) -> tuple[int, int]:
-    """Two places in a file of metrics, near each other; the lines of a moment begin between them."""
-    low, high = 0, os.fstat(descriptor).st_size
-    while high - low > _AROUND_BYTES:
-        middle = (low + high) // 2
-        there = _metrics_in(os.pread(descriptor, _PIECE_BYTES, middle))
-        if there and there[0].time < at:
-            low = middle
-        else:
-            high = middle
-    return low, high
-
-
-def _around(lines: Sequence[MetricsLine], metric: str, step: int, at: float, most: int) -> Around | None:
-    lines = [one for one in lines if metric in one.values]
+        content = os.pread(descriptor, high - start + _AROUND_BYTES, start)
+        lines = list(_metrics_in(content, whole=start == 0))
     ends = [
         place
         for place, (one, next_) in enumerate(itertools.pairwise(lines), 1)
         if one.step <= step < next_.step
     ]
     if not ends:
-        return None
+        return ()
     place = min(ends, key=lambda place: abs(lines[place].time - at))
-    before = _growing(reversed(lines[:place]), -1)
-    samples = [_sample(side, metric) for side in (before[:most], _growing(lines[place:], 1)[:most])]
-    return Around(metric, *samples)
-
-
-def _metrics_in(content: bytes, *, whole: bool = False) -> list[MetricsLine]:
-    """The complete lines in a part of the file; damaged ones are skipped."""
+    before, after = list(_growing(reversed(lines[:place]), -1)), list(_growing(lines[place:], 1))
+    names = sorted(dict.fromkeys(name for one in before + after for name in one.values), key="loss".__ne__)
     found = []
+    for metric in names[:_MOST_AROUND]:
+        samples = [_sample(side, metric, most) for side in (before, after)]
+        if metric != RATE and all(one.steps for one in samples):
+            found.append(Around(metric, *samples))
+    return tuple(found)
+
+
+def places_of(descriptor: int, at: float) -> tuple[int, int]:
+    """Two places in a file of metrics, near each other; the lines of a moment begin between them."""
+    low, high = 0, os.fstat(descriptor).st_size
+    while high - low > _NEAR_BYTES:
+        middle = (low + high) // 2
+        there = next(_metrics_in(os.pread(descriptor, _PIECE_BYTES, middle)), None)
+        if there is not None and there.time < at:
+            low = middle
+        else:
+            high = middle
+    return low, high
+
+
+def _metrics_in(content: bytes, *, whole: bool = False) -> Iterator[MetricsLine]:
+    """The complete lines in a part of the file; damaged ones are skipped."""
     for line in content.split(b"\n")[0 if whole else 1 : -1]:
-        with contextlib.suppress(ValueError, RecursionError):
-            found.append(METRICS_LINE.decode(line))
-    return found
+        try:
+            yield METRICS_LINE.decode(line)
+        except (ValueError, RecursionError):
+            continue
 
 
-def _growing(lines: Iterable[MetricsLine], sign: int) -> list[MetricsLine]:
+def _growing(lines: Iterable[MetricsLine], sign: int) -> Iterator[MetricsLine]:
     """The first lines, as long as their steps grow, or fall: what follows is of another attempt."""
-    found = list[MetricsLine]()
+    last: int | None = None
     for one in lines:
-        if found and sign * (one.step - found[-1].step) < 0:
-            break
-        found.append(one)
-    return found
+        if last is not None and sign * (one.step - last) < 0:
+            return
+        last = one.step
+        yield one
 
 
-def _sample(lines: Sequence[MetricsLine], metric: str) -> Sample:
-    values = [one.number(metric) for one in lines]
-    mean = fmean(values)
-    return Sample(mean, math.sqrt(fmean((value - mean) * (value - mean) for value in values)), len(values))
+def _sample(lines: Sequence[MetricsLine], metric: str, most: int) -> Sample:
+    """The first lines that have a metric; of none, there is no mean."""
+    found = itertools.islice((one for one in lines if metric in one.values), most)
+    values = [one.number(metric) for one in found]
+    mean = fmean(values) if values else math.nan
+    spread = math.sqrt(fmean((value - mean) * (value - mean) for value in values or [mean]))
+    return Sample(mean, spread, len(values))
 
 
 # What people have noted about a run, or about one of its updates, also after its end. No job reads it.

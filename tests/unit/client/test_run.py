@@ -25,6 +25,7 @@ from replicast.errors import (
 )
 from replicast.storage import inbox
 from replicast.storage.inbox import InboxAnswer
+from replicast.storage.journal import Updates
 from replicast.storage.run_files import append_audit, append_metrics
 from replicast.update.effect import Histogram
 from replicast.update.trial import Trial
@@ -333,6 +334,26 @@ def test_metrics_come_with_the_place_to_go_on_from(run: Run, directory: Path) ->
     assert (later.since, later.series["loss"].steps.tolist()) == (first.position, [5])
     assert later.series["loss"].values.tolist() == [float("inf")]
     assert not run.metrics(since=later.position).series
+
+
+def test_an_unchanged_journal_is_not_read_again_and_what_was_written_since_is_seen(
+    directory: Path, job: PlayedJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, run = list[object](), DirectoryRun(directory)
+    monkeypatch.setattr(
+        "replicast.client.directory.Updates", lambda run_dir: looks.append(run_dir) or Updates(run_dir)
+    )
+    assert not run.log()
+    for number in (1, 2):
+        run.push(Update(id=f"u{number}").assign("learning_rate", 0.5 / number))
+        job.act_all()
+        assert [view.sequence for view in run.log()] == [*range(1, number + 1)]
+        reads = len(looks)
+        assert run.status().updates[-1].sequence == number
+        assert run.show(number).id == f"u{number}"
+        assert len(looks) == reads
+    PlayedJob(directory, attempt=1).replay(2)
+    assert [len(view.receipts) for view in run.log()] == [1, 2]
 
 
 def test_log_lines_are_those_of_the_last_attempt(run: Run, directory: Path) -> None:

@@ -315,7 +315,7 @@ export class Chart {
       const number_ = at ? at + 1 : "", share = (pixels) => pixels / inner;
       const high = top - share(TITLE), low = high - share(HEIGHTS[panel.kind] * (narrow ? 0.85 : 1));
       const logarithmic = panel.kind === "loss" && this.logarithmic.checked;
-      layout[`yaxis${number_}`] = { ...axis, anchor: "x", domain: [Math.max(0, low), high], type: logarithmic ? "log" : "linear", nticks: panel.kind === "loss" ? 6 : 4, ...(panel.unit ? { tickformat: "~s", ticksuffix: panel.unit } : {}) };
+      layout[`yaxis${number_}`] = { ...axis, anchor: "x", domain: [Math.max(0, low), high], type: logarithmic ? "log" : "linear", nticks: panel.kind === "loss" ? 6 : 4, rangemode: panel.kind === "system" ? "tozero" : "normal", ...(panel.unit ? { tickformat: "~s", ticksuffix: panel.unit } : {}) };
       layout[`legend${number_}`] = { orientation: "h", x: 1, xanchor: "right", y: high, yanchor: "bottom", font: { color: ink, size: 11 }, bgcolor: "rgba(0,0,0,0)" };
       layout.annotations.push({ text: harmless(panel.title), xref: "paper", yref: "paper", x: 0, y: high, xanchor: "left", yanchor: "bottom", showarrow: false, align: "left", borderpad: 0, font: { size: 12, weight: 600, color: css("--ink") } });
       top = low;

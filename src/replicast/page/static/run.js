@@ -18,7 +18,7 @@ import { addressOf, UpdatePage, verdict } from "./update.js";
 import { Updates } from "./updates.js";
 import { Workers } from "./workers.js";
 
-const MORE = 200; // Updates at first, and with each click; the server lists 1,000.
+const MORE = 50; // Updates at first, and with each click; the server lists 1,000.
 const MOST = 1000;
 const POINTS = 1200; // Of a series: about as many as a chart has pixels.
 const SLOW_MS = 15_000; // How often what is not in the events is read again in any case.
@@ -28,14 +28,14 @@ export async function showRun(run) {
   const page = new RunPage(run, base);
   page.build();
   onToken(() => page.render());
-  await page.refresh();
   if (report) {
-    await page.readMetrics();
+    await page.reload();
     page.event("status", report.status);
     page.route();
     link.report();
     return;
   }
+  page.readSample(); // The first picture waits for nothing else.
   page.route();
   setInterval(() => page.status && !document.hidden && page.render(), 5000);
   setInterval(() => !document.hidden && page.refresh(), SLOW_MS);
@@ -135,6 +135,14 @@ class RunPage {
     await Promise.all([this.readMetrics(), this.refresh()]);
   }
 
+  /** Shows a part of a long file until all of it is read, which takes the server seconds. */
+  readSample() {
+    return quietly(async () => {
+      const found = await get(`${this.base}/metrics?points=${POINTS}&sample=true`);
+      if (this.chart.position === null) this.chart.setAll(found);
+    });
+  }
+
   async readMetrics() {
     await Promise.all([
       quietly(async () => this.chart.setAll(await get(`${this.base}/metrics?points=${POINTS}`))),
@@ -146,9 +154,10 @@ class RunPage {
   async readUpdates() {
     this.applied = (await get(`${this.base}/updates?last=${this.most}`)).updates;
     const all = Math.max(0, ...this.applied.map((view) => view.sequence)); // They are numbered from 1.
-    let listed = this.applied;
-    if (all > listed.length && this.known.size < Math.min(all, MOST)) listed = (await get(`${this.base}/updates?last=${MOST}`)).updates;
-    for (const view of [...listed, ...this.applied]) this.known.set(view.id, view);
+    for (const view of this.applied) this.known.set(view.id, view);
+    if (all <= this.applied.length || this.known.size >= Math.min(all, MOST)) return;
+    if (this.status) this.render(); // What is listed does not wait for what is marked.
+    for (const view of (await get(`${this.base}/updates?last=${MOST}`)).updates) this.known.set(view.id, view);
   }
 
   /** Reads what is not in the events. */
