@@ -111,7 +111,10 @@ export class Chart {
     const main = this.main();
     if (!main) return;
     const placed = marks.map((mark) => ({ ...mark, step: mark.step ?? between(main.times, main.steps, mark.time), time: mark.time ?? between(main.steps, main.times, mark.step) }));
-    if (this.marks.set(placed.filter((mark) => mark.step !== null && mark.time !== null), left)) this.soon();
+    if (this.marks.set(placed.filter((mark) => mark.step !== null && mark.time !== null), left)) {
+      if (this.plot._fullLayout) this.placeMarks();
+      this.soon();
+    }
   }
 
   main() {
@@ -197,7 +200,7 @@ export class Chart {
   async draw() {
     const library = await plotly;
     const panels = this.panels();
-    if (!panels.length || !isVisible(this.node)) return;
+    if (this.position === null || !panels.length || !isVisible(this.node)) return; // Until the metrics are there, it says "Loading".
     this.changed = false;
     this.plot.querySelector(".wait")?.remove();
     const began = performance.now();
@@ -285,10 +288,10 @@ export class Chart {
     let sum = 0, weight = 0, at = 0;
     for (const [place, raw] of values.entries()) {
       const value = one.means ? finite(one.means[place]) : raw;
+      [sum, weight] = [keep * sum, keep * weight]; // Also at a point without a mean: else the line would lag behind by five times as much.
       if (value === null) continue;
       for (; at < updates.length && updates[at] < one.steps[place]; at += 1) sum = weight = 0;
-      sum = keep * sum + value;
-      weight = keep * weight + 1;
+      [sum, weight] = [sum + value, weight + 1];
       x.push(this.x(one.steps[place], one.times[place]));
       y.push(sum / weight);
     }
