@@ -317,8 +317,8 @@ def test_the_first_picture_waits_neither_for_all_metrics_nor_for_the_updates(
     page: Page, run: PlayedRun
 ) -> None:
     held: list[Route] = []
-    page.route("**/metrics?points=1200", held.append)
-    page.route("**/updates?last=*", held.append)
+    page.route("**/metrics?points=1200", lambda route: held.append(route))
+    page.route("**/updates?last=*", lambda route: held.append(route))
     page.reload()
     expect(page.locator(".chart .scatterlayer path").first).to_be_attached()
     expect(page.locator("#sentence")).to_contain_text("Training")
