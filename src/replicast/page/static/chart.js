@@ -199,7 +199,7 @@ export class Chart {
 
   async draw() {
     const library = await plotly;
-    const panels = this.panels();
+    const all = this.panels(), panels = this.watched ? all : all.slice(0, 1); // All panels at once, at first, would freeze the page.
     if (this.position === null || !panels.length || !isVisible(this.node)) return; // Until the metrics are there, it says "Loading".
     this.changed = false;
     this.plot.querySelector(".wait")?.remove();
@@ -208,6 +208,7 @@ export class Chart {
     await library.react(this.plot, lines, this.layout(panels), { responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset", scrollZoom: false });
     this.took = performance.now() - began;
     this.watch();
+    if (panels.length < all.length) this.soon(0);
     this.placeMarks();
     this.plot.setAttribute("aria-label", summary(panels));
   }
