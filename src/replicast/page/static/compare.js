@@ -17,6 +17,7 @@ class RunsChart extends Chart {
     const wait = this.plot.querySelector(".wait");
     if (wait) setText(wait, runs.some((run) => run.read) ? "No metrics yet" : "Loading …");
     this.training = first?.series ?? new Map();
+    if (runs.some((run) => run.read)) this.position = 0; // There is something to draw.
     this.marks.set(runs.flatMap((run) => run.marks));
     this.soon();
   }
