@@ -153,7 +153,9 @@ function metricsCard(view) {
     rows.length ? el("p", { class: "dim small" }, `Means of the ${counted(all[0].before.steps, "step")} before and the ${counted(all[0].after.steps, "step")} after it, with the standard deviation of single steps.`) : null));
 }
 
-const sample = ({ mean, spread }) => `${number(mean)} ± ${number(spread)}`;
+const sample = ({ mean, spread, steps }) => (steps > 1 ? `${number(mean)} ± ${number(spread)}` : number(mean));
+
+const LEAST_STEPS = 5; // One step has no spread, and of two or three it says little.
 
 /** Whether a difference of two means can be told from chance: by the standard error of the difference. */
 export function verdict(before, after) {
@@ -163,6 +165,7 @@ export function verdict(before, after) {
   const by = `${change < 0 ? "lower" : "higher"} by ${number(Math.abs(change))}${part}`;
   if (!Number.isFinite(change)) return "not finite";
   if (change === 0) return "the same";
+  if (Math.min(before.steps, after.steps) < LEAST_STEPS) return `${by}: too few steps to tell it from noise`;
   return Math.abs(change) > 2 * error ? `${by}: more than the noise of these steps explains` : `${by}: within the noise of these steps`;
 }
 
