@@ -363,7 +363,7 @@ def test_on_a_phone_numbers_are_whole_names_break_at_a_slash_and_several_runs_ar
     page.goto(serving.address)
     row = page.locator("tbody tr", has_text=run.path.name)
     expect(row).to_contain_text("training")
-    assert row.locator("td").nth(2).evaluate("(one) => getComputedStyle(one).whiteSpace") == "nowrap"
+    assert row.locator("td").nth(3).evaluate("(one) => getComputedStyle(one).whiteSpace") == "nowrap"
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     row.get_by_role("link").click()
     expect(page.locator("#run-name")).to_have_text(run.path.name)

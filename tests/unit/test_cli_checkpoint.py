@@ -68,7 +68,7 @@ def test_no_command_loads_tensorflow_when_it_works(run: Path) -> None:
     checkpoint.append("patch run/checkpoints/00000100 --set learning_rate=1 -o out")
     commands = [
         "push run --set learning_rate=0.1 --id x --wait --timeout 0",
-        *("status run", "log run", "show run x", "inspect run/inbox/x.safetensors --run run"),
+        *("status run", "log run", "show run x", "inspect run/inbox/x.safetensors"),
         *("withdraw run x", "audit run", "audit run --now --timeout 0"),
         *(f"checkpoint {words}" for words in checkpoint),
     ]

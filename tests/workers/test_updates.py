@@ -526,17 +526,19 @@ def cannot_stage(strategy: Any) -> list[str]:
     with transports_opened() as opened, replicas_of(model) as replicas:
         transport = opened[0]
         assert isinstance(transport, Transport)
-        mapped, publish = transport.mapped, transport.publish
+        mapped, publish = transport._bytes_of, transport.publish
 
         def published_and_damaged(parcel_id: str, given: Any, **how: Any) -> Any:
             parcel = publish(parcel_id, given)
-            with transport.path(parcel_id).open("r+b") as file:
+            with transport._path(parcel_id).open("r+b") as file:
                 first = file.read(1)
                 file.seek(0)
                 file.write(bytes([first[0] ^ 1]))
             return parcel
 
-        damaged_here = mock.patch.object(transport, "mapped", lambda *given: flipped(mapped(*given).copy()))
+        damaged_here = mock.patch.object(
+            transport, "_bytes_of", lambda *given: flipped(mapped(*given).copy())
+        )
         damaged_there = mock.patch.object(transport, "publish", published_and_damaged)
         full = mock.patch("os.posix_fallocate", no_room)
         for worker, fault in ((0, damaged_here), (1, damaged_there), (1, full)):
