@@ -21,7 +21,7 @@ from benchmarks import checkpoint, checkpoint_restart, document, growth, hosts, 
 from benchmarks.audit import AUDIT, TABLE_AUDITS
 from benchmarks.idle import IDLE
 from benchmarks.machine import machine_facts
-from benchmarks.page import PAGE
+from benchmarks.page import PAGE, PICTURE
 from benchmarks.question import Say
 from benchmarks.race import ask
 from benchmarks.results import DIRECTORY, Result, Run, versions
@@ -46,6 +46,7 @@ QUESTIONS = {
         TABLE_AUDITS,
         IDLE,
         PAGE,
+        PICTURE,
         *growth.QUESTIONS,
     )
 }

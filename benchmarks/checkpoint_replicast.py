@@ -51,7 +51,8 @@ class Stall(_Replicast):
     def found(self, rounds: int) -> Iterable[Array] | None:
         if not self.is_source:
             return None
-        with CheckpointStore(self.run_dir).open(self.replicas.step, verify=True) as reader:
+        with CheckpointStore(self.run_dir).open(self.replicas.step) as reader:
+            reader.verify()
             names = {name.rpartition("/")[2]: name for name in reader.names()}
             return [reader.read(names[f"part_{number}"]) for number in range(self.task.variables)]
 
@@ -81,7 +82,7 @@ class Planned(Stall):
         self.checkpoints.report()
         ends = time.monotonic() + RESULT_SECS
         store = CheckpointStore(self.run_dir)
-        while self.is_source and self.replicas.step not in [one.step for one in store.list()]:
+        while self.is_source and self.replicas.step not in [one.step for one in store.manifests()]:
             if time.monotonic() > ends:
                 raise RuntimeError(f"No checkpoint of step {self.replicas.step} within {RESULT_SECS:g} s")
             time.sleep(0.01)

@@ -53,15 +53,15 @@ def group_of(pool: str, workers: int) -> Group:
     """The processes of a contestant.
 
     Args:
-        pool: "replicast", "stock" (MWMS as it is), "torch", "mpi", "page" (a job with its server), or
-            "hosts" (replicast, each worker on a machine of its own, which namespaces play). Links between
-            hosts may have a rate: "hosts:1gbit".
+        pool: "replicast", "stock" (MWMS as it is), "torch", "mpi", "page" (a job with its server), "picture"
+            (a browser), or "hosts" (replicast, each worker on a machine of its own, which namespaces play).
+            Links between hosts may have a rate: "hosts:1gbit".
         workers: How many.
     """
-    if pool == "page":
-        from benchmarks.page import PageGroup
+    if pool in ("page", "picture"):
+        from benchmarks.page import PageGroup, PictureGroup
 
-        return PageGroup()
+        return PageGroup() if pool == "page" else PictureGroup()
     if pool.startswith("hosts"):
         from benchmarks.hosts_group import HostWorkers
 

@@ -1,9 +1,10 @@
-"""The page table: the step time of a job while browsers follow it, and while none does."""
+"""The page tables: the step time of a job while browsers follow it; and a browser's first visit."""
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import importlib.resources
 import os
 import re
 import signal
@@ -34,6 +35,73 @@ PAGE = Question(
     notes=(f"Turns of {TURN_SECS:g} s alternate in the life of one job, on the same two cores.",),
     budget_secs=60.0,
 )
+
+PLOTLY = Contestant("floor: a page that only loads plotly", "picture", "plotly", "playwright", role="floor")
+WHOLE = Contestant("a page that only loads all of plotly", "picture", "whole", "playwright", role="part")
+RUN = Contestant("the page of a run", "picture", "run", "playwright", role="ours")
+PICTURE = Question(
+    name="picture",
+    title="The longest task of a page's thread at the first visit of a browser",
+    unit="ms",
+    contestants=(PLOTLY, WHOLE, RUN),
+    task=BaseTask(),
+    ratios=(Ratio("page of a run / only plotly", RUN, PLOTLY, "at most", 1.2),),
+    notes=(
+        "Each visit is one of a new Chromium, whose caches are empty. The job is played: nothing trains.",
+    ),
+    budget_secs=60.0,
+)
+_TASKS = """window.tasks = [0];
+new PerformanceObserver((seen) => tasks.push(...seen.getEntries().map((one) => one.duration)))
+  .observe({type: "longtask", buffered: true});"""
+_ONLY_PLOTLY = '<!doctype html><title>floor</title><script src="static/{}.js"></script>'
+_QUIET_MS = 1500.0  # After the chart is there: it is drawn in parts.
+
+
+class PictureGroup:
+    """A played run with its server, started on first use. A contestant is what a new browser opens."""
+
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+        self._address = ""
+
+    def prepare(self, entry: Entry, timeout_secs: float) -> None:
+        """Starts the server; no-op if that was already done."""
+        if not self._address:
+            from tests.page.live import Serving
+            from tests.page.played_run import PlayedRun
+
+            folder = Path(self._open.enter_context(tempfile.TemporaryDirectory()))
+            run = self._open.enter_context(PlayedRun(folder / "one", steps=20))
+            self._address = self._open.enter_context(Serving(run.path)).address
+
+    def order(self, order: str, entry: Entry, timeout_secs: float) -> list[Times]:
+        """A visit; there is nothing to arrange or to check."""
+        if order != "race":
+            return []
+        from tests.page.browser import chromium
+
+        with chromium() as browser:
+            page = browser.new_page()
+            page.add_init_script(_TASKS)
+            alone = _ONLY_PLOTLY.format(entry.contestant)
+            page.route("**/floor", lambda route: route.fulfill(body=alone, content_type="text/html"))
+            page.route("**/static/whole.js", lambda route: route.fulfill(path=str(_whole_plotly())))
+            page.goto(f"{self._address}/{'' if entry.contestant == 'run' else 'floor'}")
+            if entry.contestant == "run":
+                page.wait_for_selector(".chart .scatterlayer path", state="attached")
+            page.wait_for_timeout(_QUIET_MS)
+            return [lasted(round(page.evaluate("Math.max(...tasks)") * 1e6))]
+
+    def end(self) -> None:
+        """Ends the run and its server."""
+        self._open.close()
+        self._address = ""
+
+
+def _whole_plotly() -> Path:
+    found = importlib.resources.files("plotly") / "package_data" / "plotly.min.js"
+    return Path(str(found))
 
 
 class PageGroup:

@@ -142,7 +142,7 @@ def _group(item: pytest.Item) -> str:
         return str(item.path)
     if set(pools) & {"mirrored", "stock2x2", "stock2x3"}:
         return "stock"
-    return "pool2" if pools == ["pool2"] else "pools"  # so that both take as long
+    return "pool2" if "pool3" in pools or pools == ["pool2"] else "pools"  # so that both take as long
 
 
 def _place(item: pytest.Item) -> tuple[int, ...]:

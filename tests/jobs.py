@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from replicast import faults
 
 DEADLINE_SECS = 280.0
 """Far more than some attempts take, also on a busy machine."""
@@ -64,3 +68,9 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def read_fired(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns the faults that fired in a run, in order: their fields, `pid` and `time`."""
+    path = run_dir / faults.FIRED
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -28,11 +28,9 @@ import numpy.typing as npt
 
 from replicast.config import shared_memory_directory
 from replicast.coordination import DirectExchange, MemoryCoordination
-from replicast.core.entries import Saved
-from replicast.core.events import Ended, WriteOutcome
-from replicast.core.messages import Tell
+from replicast.core.entries import Saved, Stage
+from replicast.core.messages import Ended, Snapshot, Tell, WriteOutcome
 from replicast.core.operation import Timeouts
-from replicast.core.records import Snapshot
 from replicast.errors import FileDamaged, JobFailed, ReplicasDiverged
 from replicast.replicas.channel import Channel
 from replicast.replicas.replica import WorkerHooks
@@ -41,10 +39,9 @@ from replicast.storage.journal import Journal, MemoryJournal
 from replicast.transport import Transport
 from replicast.update.audit_report import AuditReport
 from replicast.update.digest import digest_array, digest_state
-from replicast.update.edits import Edit, apply_edit
+from replicast.update.edits import Edit, Variable, apply_edit
 from replicast.update.guard import Guard
-from replicast.update.schema import Limits, Schema, Variable
-from replicast.update.state import Arrays, State, touched_parts
+from replicast.update.schema import Arrays, Limits, Schema, State, touched_parts
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
@@ -69,11 +66,12 @@ class MemoryState(State):
         for edit in edits:
             self.values[edit.variable] = apply_edit(edit, self.values[edit.variable])
 
-    def digest(self, edits: Sequence[Edit]) -> str:
+    def digest_later(self, edits: Sequence[Edit]) -> Callable[[], str]:
         whole, rows = touched_parts(edits)
         parts = {name: self.values[name] for name in whole}
         parts.update({f"{name}[rows]": self.values[name][indices] for name, indices in rows.items()})
-        return digest_state(parts)
+        digest = digest_state(parts)
+        return lambda: digest
 
     def read(self, names: Iterable[str], devices: Sequence[str] = ()) -> Arrays:
         return {name: self.values[name].copy() for name in names}
@@ -83,6 +81,9 @@ class MemoryState(State):
 
     def snapshot(self, buffers: Arrays, replica: int | None = None) -> None:
         buffers.update(self.read(self.values))
+
+    def restore_snapshot(self, buffers: Arrays, replica: int = 0) -> None:
+        self.values.update({name: value.copy() for name, value in buffers.items()})
 
 
 class Worker:
@@ -117,11 +118,18 @@ class Worker:
         )
         if start is not None:
             self.session.start_from(start)
+        reached = self.session.replica.reached
+
+        def on_reached(id_: str, stage: Stage) -> None:
+            reached(id_, stage)
+            if stage is Stage.APPLIED:
+                self.applied.append((self.session.step, id_))
+
+        self.session.replica.reached = on_reached
         self.hooks = WorkerHooks(
             check=self._check,
             take_snapshot=self.take_snapshot,
             write_checkpoint=self._write_checkpoint,
-            on_applied=lambda id_: self.applied.append((self.session.step, id_)),
             on_report=self._on_report,
             on_leave=self._on_leave,
             on_ended=job.ended.append,

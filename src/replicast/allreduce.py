@@ -48,7 +48,7 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -60,8 +60,8 @@ from replicast.config import host_id, shared_memory_directory
 from replicast.coordination import DirectExchange
 from replicast.errors import JobFailed
 from replicast.mapped_memory import Bytes, aligned, map_shared, memory_to_fill
-from replicast.tensorfiles import Array
 from replicast.transport.shared import SharedFile, name_prefix, opened, remove_leftovers
+from replicast.update.edits import Array
 
 SEVERAL_HOSTS = "the workers are on several hosts"
 OPEN_SECS = 120.0  # How long workers wait for each other, in each round at the start.
@@ -142,8 +142,8 @@ class Exchange:
         with self._one_call, np.errstate(all="ignore"):
             if self._unfinished:  # what the others have written since then belongs to other calls
                 raise JobFailed(
-                    f"worker {self.rank} goes on after a step in which its values were not summed with "
-                    "those of the others: nothing can be summed any more",
+                    f"worker {self.rank} continues after a step in which its values were not summed with "
+                    "those of the others. No later step can be summed: start the job again",
                     worker=self.rank,
                 )
             self._unfinished = True
@@ -336,54 +336,44 @@ class MessageLayout:
         self.offsets = [0] * len(forms)
         summed = [i for i, form in enumerate(forms) if not form.gathered]
         summed.sort(key=lambda i: (forms[i].dtype.str, forms[i].weighted))
-        sizes = [math.prod(shape) * form.dtype.itemsize for form, shape in zip(forms, shapes, strict=True)]
-        self.sizes = sizes
-        end = self._place(summed, sizes, self.header_bytes)
+        pairs = list(zip(forms, shapes, strict=True))
+        self.sizes = [math.prod(shape) * form.dtype.itemsize for form, shape in pairs]
+        end = self._place(summed, self.header_bytes)
         self.summed_bytes = end - self.header_bytes
-        self.nbytes = self._place(self.gathered, sizes, end)
+        self.nbytes = self._place(self.gathered, end)
         self.pieces: list[list[ValuePiece]] = [[] for _ in range(chunks_in(self.nbytes))]
         self.runs: list[list[SumRun]] = [[] for _ in range(chunks_in(end))]
         for i in (*summed, *self.gathered):
-            form, start = forms[i], self.offsets[i]
-            for chunk, first, last in _cut(start, sizes[i]):
-                begin = (chunk * CHUNK_BYTES + first - start) // form.dtype.itemsize
-                piece = ValuePiece(i, begin, begin + (last - first) // form.dtype.itemsize, first)
-                self.pieces[chunk].append(piece)
-                if not form.gathered:
-                    self._extend(chunk, form, first, last, chunk * CHUNK_BYTES)
+            form, at, element = forms[i], self.offsets[i], 0
+            stop = at + self.sizes[i]
+            while at < stop:  # cut at the borders of chunks
+                chunk, first = divmod(at, CHUNK_BYTES)
+                last = min(CHUNK_BYTES, first + stop - at)
+                after = element + (last - first) // form.dtype.itemsize
+                self.pieces[chunk].append(ValuePiece(i, element, after, first))
+                start, at, element = at, at + last - first, after
+                if form.gathered:
+                    continue
+                runs = self.runs[chunk]
+                if runs and (runs[-1].dtype, runs[-1].weighted) == (form.dtype, form.weighted):
+                    runs[-1] = runs[-1]._replace(last=last)  # of the same kind, with the padding in between
+                else:
+                    runs.append(SumRun(form.dtype, form.weighted, first, last, start))
         kinds = [
             (form.dtype.str, form.gathered, form.weighted, shape[1:] if form.gathered else shape)
-            for form, shape in zip(forms, shapes, strict=True)
+            for form, shape in pairs
         ]
         self.signature = zlib.crc32(repr(kinds).encode())
 
-    def _place(self, indices: Sequence[int], sizes: Sequence[int], offset: int) -> int:
+    def _place(self, indices: Sequence[int], offset: int) -> int:
         for i in indices:
             self.offsets[i] = offset
-            offset += aligned(sizes[i])
+            offset += aligned(self.sizes[i])
         return offset
-
-    def _extend(self, chunk: int, form: Form, first: int, last: int, start: int) -> None:
-        """Adds a piece to the chunk's last run if it is of the same kind, with the padding in between."""
-        runs = self.runs[chunk]
-        if runs and (runs[-1].dtype, runs[-1].weighted) == (form.dtype, form.weighted):
-            runs[-1] = runs[-1]._replace(last=last)
-        else:
-            runs.append(SumRun(form.dtype, form.weighted, first, last, start + first))
 
 
 def chunks_in(nbytes: int) -> int:
     return -(-nbytes // CHUNK_BYTES)
-
-
-def _cut(start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """Cuts bytes of a message at the borders of chunks: the chunk, and the first and last offset in it."""
-    stop = start + nbytes
-    while start < stop:
-        chunk, first = divmod(start, CHUNK_BYTES)
-        last = min(CHUNK_BYTES, first + stop - start)
-        yield chunk, first, last
-        start += last - first
 
 
 class ExchangePlan:

@@ -19,8 +19,8 @@ from typing import TypeVar
 
 import msgspec
 
+from replicast.codec import is_integer
 from replicast.errors import ClusterError, LaunchRefused
-from replicast.strictjson import is_integer
 
 # Set by `replicast run` for its workers.
 RUN_DIR = "REPLICAST_RUN_DIR"
@@ -63,9 +63,8 @@ def decoded(environ: Mapping[str, str], name: str, kind: type[_Kind], example: s
     try:
         return msgspec.json.decode(text, type=kind) if text else None
     except (msgspec.MsgspecError, UnicodeError) as error:
-        raise ClusterError(
-            f"{name} is not valid ({error})", received=shortened(text), remedy=example
-        ) from None
+        problem = f"{name} is not valid ({error})"
+        raise ClusterError(problem, received=shortened(text), remedy=example) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +147,9 @@ def shared_memory_directory(environ: Mapping[str, str]) -> Path:
     chosen = environ.get(SHM_DIR)
     if chosen:
         if not (Path(chosen).is_dir() and os.access(chosen, os.W_OK | os.X_OK)):
-            raise ClusterError(
-                f"{SHM_DIR} must be a directory that this process may write to",
-                received=repr(chosen),
-                remedy="Create it, or unset the variable to use /dev/shm",
-            )
+            problem = f"{SHM_DIR} must be a directory that this process may write to"
+            remedy = "Create it, or unset the variable to use /dev/shm"
+            raise ClusterError(problem, received=repr(chosen), remedy=remedy)
         return Path(chosen).resolve()
     usual = Path("/dev/shm")
     return usual if os.access(usual, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
@@ -198,11 +195,9 @@ def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
     if is_evaluator(environ):
         return None
     if "ps" in described.cluster:
-        raise ClusterError(
-            "TF_CONFIG describes parameter servers, which MultiWorkerMirroredStrategy does not use",
-            remedy='Leave only "worker" (and "chief") in "cluster"',
-            received=sorted(described.cluster),
-        )
+        problem = "TF_CONFIG describes parameter servers, which MultiWorkerMirroredStrategy does not use"
+        remedy = 'Leave only "worker" (and "chief") in "cluster"'
+        raise ClusterError(problem, remedy=remedy, received=sorted(described.cluster))
     jobs = {job: described.cluster[job] for job in ("chief", "worker") if described.cluster.get(job)}
     if not jobs:
         return None
@@ -215,11 +210,8 @@ def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
             )
     duplicates = sorted({address for address in addresses if addresses.count(address) > 1})
     if duplicates:
-        raise ClusterError(
-            "TF_CONFIG: two workers have the same address",
-            received=", ".join(duplicates),
-            remedy="Give every worker a different host:port",
-        )
+        problem, remedy = "TF_CONFIG: two workers have the same address", "Give each its own host:port"
+        raise ClusterError(problem, received=", ".join(duplicates), remedy=remedy)
     job, index = ("", -1) if described.task is None else (described.task.type, described.task.index)
     if isinstance(index, str) and index.isdecimal():
         index = int(index)
@@ -234,8 +226,8 @@ def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
     return Cluster(tuple(addresses), index if job == "chief" else chiefs + index, chiefs)
 
 
-def shortened(text: str, limit: int = 200) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
+def shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}… ({len(text)} characters)"
 
 
 def heartbeat_file(environ: Mapping[str, str], rank: int) -> Path | None:
@@ -254,11 +246,9 @@ def trusted_networks(environ: Mapping[str, str], addresses: Sequence[str]) -> tu
     try:
         return LOOPBACK + tuple(ipaddress.ip_network(part.strip()) for part in text.split(","))
     except ValueError as error:
-        raise ClusterError(
-            f"{TRUSTED_NETWORKS} must be networks separated by commas ({error})",
-            received=shortened(text),
-            remedy='For example 10.1.0.0/16,fd00::/8, or "any"',
-        ) from None
+        problem = f"{TRUSTED_NETWORKS} must be networks separated by commas ({error})"
+        remedy = 'For example 10.1.0.0/16,fd00::/8, or "any"'
+        raise ClusterError(problem, received=shortened(text), remedy=remedy) from None
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -12,13 +12,16 @@ differ, so none can be sent back. What follows is neither encrypted nor signed.
 A process that does not know the secret gets a nonce and nothing else: a connection has `HANDSHAKE_SECS` to
 show that it does, in 64 bytes, and of those that have not yet, only the newest `MAX_STRANGERS` stay.
 
-This module has no numpy: the launchers use it too.
+Names are resolved in threads, because a lookup has no time limit and ignores signals. This module has no
+numpy: the launchers use it too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
+import ipaddress
 import logging
 import math
 import secrets
@@ -26,9 +29,9 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 
-from replicast.deadline import Deadline
-from replicast.processes import accept_problem
+from replicast.processes import Deadline
 
 logger = logging.getLogger("replicast")
 
@@ -36,14 +39,82 @@ HANDSHAKE_SECS = 5.0  # All of it, however slowly the other side sends.
 # Connections that have not shown that they know the secret. One more closes the oldest of them, which would
 # be a host of the job if all hosts of a large one connect at once and fewer may stay.
 MAX_STRANGERS = 64
+# How long a launcher waits for names. The system's resolver asks silent servers for 10 to 30 s.
+NAMES_SECS = 30.0
 _CLOSE_SECS = 5.0
 _NO_ACCEPT_SECS = 0.1
+_LOOK_SECS = 0.2
 _VERSION = b"replicast-hosts-3"
 _NONCE = _PROOF = 32
 
 
 class WrongSecret(ConnectionError):  # noqa: N818 - reads as a sentence
     """The two sides have different secrets."""
+
+
+def look_up(host: str) -> Future[list[str]]:
+    """The addresses of a name, later; an IP address is its own address at once.
+
+    The thread is a daemon: it ends when the system's resolver gives up, which may take minutes, or with the
+    process.
+    """
+    found: Future[list[str]] = Future()
+
+    def run() -> None:
+        try:
+            answers = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+            found.set_result([str(address[0]) for *_, address in answers])
+        except OSError as error:
+            found.set_exception(error)
+        except BaseException as error:  # Such as a text that cannot be encoded as a name.
+            found.set_exception(OSError(f"{host!r} could not be looked up ({error})"))
+
+    if is_address(host):
+        found.set_result([host])
+    else:
+        try:
+            threading.Thread(target=run, name="replicast-lookup", daemon=True).start()
+        except RuntimeError:  # No more threads for now.
+            found.set_exception(OSError("no thread could be started to look up its name"))
+    return found
+
+
+class Dialer:
+    """Connects to a host, in a bounded time however long its name takes.
+
+    A lookup that takes longer goes on, and the next try takes its result: if the first of two DNS servers is
+    down, each lookup takes some seconds.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._lookup: Future[list[str]] | None = None
+
+    def connect(self, timeout_secs: float, waits: Callable[[], object] = lambda: None) -> socket.socket:
+        """A connection; the name, for which it `waits`, and each of its addresses have this time."""
+        if self._lookup is None:
+            self._lookup = look_up(self._host)
+        deadline = Deadline(timeout_secs)
+        while wait([self._lookup], deadline.left(_LOOK_SECS)).not_done:
+            waits()
+            if deadline.has_passed():
+                raise TimeoutError("no DNS server has resolved the name yet")
+        found, self._lookup = self._lookup, None
+        problem = OSError("it has no address")
+        for address in found.result():
+            try:
+                return socket.create_connection((address, self._port), timeout=timeout_secs)
+            except OSError as error:
+                problem = error
+        raise problem
+
+
+def is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def limit(connection: socket.socket, secs: float) -> None:
@@ -87,7 +158,7 @@ def introduce(connection: socket.socket, secret: bytes, deadline: Deadline) -> N
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     greeting = receive_bytes(connection, len(_VERSION) + _NONCE, deadline)
     if not greeting.startswith(_VERSION):
-        raise ConnectionError("there is another program, or another version of replicast")
+        raise ConnectionError("another program, or another version of replicast, listens there")
     theirs, mine = greeting[len(_VERSION) :], secrets.token_bytes(_NONCE)
     connection.sendall(mine + _proof(secret, b"connects", theirs, mine))
     try:
@@ -120,6 +191,15 @@ def shut(connection: socket.socket) -> None:
     """Wakes the thread of a connection, which closes it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+def accept_problem(error: OSError) -> str:
+    """Why `accept` fails for now, and would again at once; empty if only this connection is gone."""
+    if error.errno in (errno.ECONNABORTED, errno.EAGAIN):
+        return ""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "too many open files; see ulimit -n"
+    return error.strerror or str(error)
 
 
 class HostServer:

@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from replicast.deadline import Deadline
 from replicast.errors import ClusterError, JobFailed
+from replicast.processes import Deadline
 
 # After this many timed-out waits of a worker for one key, the service is made to release them.
 MAX_TIMED_OUT_WAITS = 20

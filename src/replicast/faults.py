@@ -97,7 +97,16 @@ class FaultPlan:
             due = [fault for fault in self._planned if (fault.point, fault.occurrence) == occurrence]
             self.fired += due
             for fault in due:
-                self._record(fault)
+                if self._run_dir is None:
+                    break
+                line = json.dumps({**fault.to_json(), "pid": os.getpid(), "time": time.time()}) + "\n"
+                access = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+                descriptor = os.open(self._run_dir / FIRED, access, 0o666)
+                try:
+                    os.write(descriptor, line.encode())
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
         for fault in due:  # outside of the lock: a process that is stopped may be continued
             if fault.action is Action.RAISE:
                 raise FaultInjected(
@@ -105,18 +114,6 @@ class FaultPlan:
                     f"without faults. Received: {fault.to_json()}"
                 )
             os.kill(os.getpid(), signal.SIGKILL if fault.action is Action.KILL else signal.SIGSTOP)
-
-    def _record(self, fault: Fault) -> None:
-        if self._run_dir is None:
-            return
-        line = json.dumps({**fault.to_json(), "pid": os.getpid(), "time": time.time()}) + "\n"
-        access = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(self._run_dir / FIRED, access, 0o666)
-        try:
-            os.write(descriptor, line.encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def point(name: str) -> None:
@@ -147,12 +144,6 @@ def take_plan(environ: Mapping[str, str]) -> FaultPlan | None:
         if (fault.worker, fault.attempt) == (worker, launch.attempt):
             logger.warning("%s is set: this worker will fail on purpose: %s", FAULTS, fault.to_json())
     return set_plan(faults, worker=worker, attempt=launch.attempt, run_dir=launch.run_dir)
-
-
-def read_fired(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns the faults that fired in a run, in order: their fields, `pid` and `time`."""
-    path = run_dir / FIRED
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 _plan: FaultPlan | None

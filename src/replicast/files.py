@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from replicast import faults
+from replicast.codec import parse_object, unsealed
 from replicast.errors import FileDamaged, printable
-from replicast.strictjson import parse_object, unsealed
 
 TEMPORARY = ".tmp-"
 MAX_JSON_BYTES = 256 * 2**20  # About ten times the size of a manifest of a hundred thousand variables.
@@ -311,7 +311,7 @@ def remove_leftovers(directory: RunDir, *, older_than_secs: float = 3600.0) -> N
 
 
 def read_json(path: RunPath, *, max_bytes: int = MAX_JSON_BYTES, is_sealed: bool = False) -> dict[str, Any]:
-    """The JSON object in a file, which may end with its checksum (`strictjson.sealed`)."""
+    """The JSON object in a file, which may end with its checksum (`codec.sealed`)."""
     try:
         content = read_small(path, max_bytes=max_bytes)
         return parse_object(unsealed(content)[0] if is_sealed else content)

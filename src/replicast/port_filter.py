@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from replicast.config import TRUSTED_NETWORKS, Cluster, Network, host_and_port, trusted_networks
-from replicast.names import is_address
+from replicast.connections import is_address
 
 logger = logging.getLogger("replicast")
 
@@ -42,12 +42,14 @@ def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[
     networks = trusted_networks(environ, cluster.addresses)
     if networks is None:
         return lambda: None
-    # An address alone: names would have to be resolved, perhaps otherwise than on the other machine.
-    absent = [
-        f"worker {worker} ({address})"
-        for worker, address in enumerate(cluster.addresses)  # Also this one: it connects to itself.
-        if not _may_connect(host_and_port(address)[0], networks)
-    ]
+    absent = []
+    for worker, address in enumerate(cluster.addresses):  # Also this one: it connects to itself.
+        host = host_and_port(address)[0]
+        # Only addresses: this machine may resolve a name to another address than the other machine does.
+        if is_address(host) and not any(
+            ipaddress.ip_address(host.partition("%")[0]) in network for network in networks
+        ):
+            absent.append(f"worker {worker} ({address})")
     if absent:
         logger.warning(
             "%s: not in %s=%s: unless it connects from another address, the workers cannot reach each other, "
@@ -57,12 +59,6 @@ def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[
             environ.get(TRUSTED_NETWORKS, ""),
         )
     return partial(limit_port, host_and_port(cluster.addresses[cluster.rank])[1], networks)
-
-
-def _may_connect(host: str, networks: Sequence[Network]) -> bool:
-    return not is_address(host) or any(
-        ipaddress.ip_address(host.partition("%")[0]) in network for network in networks
-    )
 
 
 def limit_port(port: int, networks: Sequence[Network]) -> None:

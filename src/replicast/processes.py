@@ -1,21 +1,28 @@
-"""Identifies processes by pid, host and start time: the kernel reuses a pid once it is free.
+"""Processes: which one it is, how this one was started and is told to end, how long one waits for others.
 
-Also says how this one was started.
+A process is identified by pid, host and start time: the kernel reuses a pid once it is free.
 """
 
 from __future__ import annotations
 
-import errno
+import ctypes
 import functools
+import math
 import os
 import platform
 import re
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+from replicast.config import read_launch
 
 _PACKAGES = ("replicast", "tensorflow", "keras", "tf_keras", "numpy")
 _SECRET = re.compile(r"(.*[-_.])?(pass(word|wd|phrase)?|secret|token|key|credentials?)", re.IGNORECASE)
@@ -23,9 +30,17 @@ _LOGIN = re.compile(r"://[^/@\s]+@")
 _GIT_SECS = 2.0  # A large repository on a slow disk must not keep a job from starting.
 _MOST_ARGUMENTS, _MAX_ARGUMENT = 200, 500
 
+REPEAT_SECS = 5.0
+# How long to wait until the main thread runs Python code. That of a Ray worker does so every few seconds.
+MAIN_THREAD_SECS = 2.5
+# Modules whose handlers do no more than the default one: they end the process.
+_ONLY_EXITS = ("ray._private.worker",)
+_AS_PENDING_CALL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+# What the main thread will be asked to run: the interpreter holds no reference, and may run it late.
+_PENDING: list[object] = []
+
 
 def this_process() -> dict[str, Any]:
-    """Identifies this process to others, as JSON values."""
     pid = os.getpid()
     return {"pid": pid, "host": socket.gethostname(), "machine": this_machine(), "started": _started(pid)}
 
@@ -38,15 +53,6 @@ def this_machine() -> str:
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
         return ""
-
-
-def accept_problem(error: OSError) -> str:
-    """Why `accept` fails for now, and would again at once; empty if only this connection is gone."""
-    if error.errno in (errno.ECONNABORTED, errno.EAGAIN):
-        return ""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return "too many open files; see ulimit -n"
-    return error.strerror or str(error)
 
 
 def is_on_this_host(process: Mapping[str, Any]) -> bool:
@@ -124,3 +130,89 @@ def commit_of(folder: Path) -> str:
     except (OSError, ValueError, subprocess.SubprocessError):
         return ""
     return told.decode(errors="replace").strip()
+
+
+class Deadline:
+    """A moment after which nobody waits any more; without a number of seconds, it never comes.
+
+    Every wait has one, and what it raises says who was waited for.
+    """
+
+    def __init__(self, secs: float | None) -> None:
+        self._ends = math.inf if secs is None else time.monotonic() + secs
+
+    def left(self, at_most: float = math.inf) -> float:
+        return max(0.0, min(at_most, self._ends - time.monotonic()))
+
+    def has_passed(self) -> bool:
+        return time.monotonic() >= self._ends
+
+
+# SIGTERM.
+
+
+class SigtermHandler:
+    """Calls `act` on the first SIGTERM.
+
+    A signal to a whole process group or cgroup reaches a worker twice: directly, and through its launcher,
+    which passes it on. A repeated signal must not end a process that is writing its last checkpoint. With a
+    launcher, repeated signals are ignored: the launcher kills the process after its timeout. Without one,
+    they are ignored for `REPEAT_SECS`; after that a signal ends the process at once.
+    """
+
+    def __init__(self, act: Callable[[], object], now: Callable[[], float]) -> None:
+        self.act = act
+        self._now = now
+        self._launched = read_launch(os.environ).launched
+        self._process = os.getpid()
+        self._told_at: float | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # A forked child inherits our handler, but does not train.
+            _end()
+        elif self._told_at is None:
+            self._told_at = self._now()
+            self.act()
+        elif not self._launched and self._now() - self._told_at >= REPEAT_SECS:
+            _end()
+
+
+def on_sigterm(act: Callable[[], object], *, now: Callable[[], float] = time.monotonic) -> bool:
+    """Sets a handler that calls `act` on SIGTERM, unless the script has its own handler."""
+
+    def set_handler() -> None:
+        there = signal.getsignal(signal.SIGTERM)  # Again: it may be some time since it was looked at.
+        if isinstance(there, SigtermHandler):
+            there.act = act
+        elif _may_replace(there):
+            signal.signal(signal.SIGTERM, SigtermHandler(act, now))
+
+    there = signal.getsignal(signal.SIGTERM)
+    if isinstance(there, SigtermHandler):
+        there.act = act
+    if not _may_replace(there):
+        return True
+    if threading.current_thread() is threading.main_thread():
+        set_handler()
+        return True
+    done = threading.Event()
+
+    def run(_: int | None) -> int:
+        set_handler()
+        done.set()
+        return 0
+
+    # In the main thread, which may not run Python code for some time.
+    call = _AS_PENDING_CALL(run)
+    _PENDING.append(call)
+    ctypes.pythonapi.Py_AddPendingCall(call, None)
+    return done.wait(MAIN_THREAD_SECS)
+
+
+def _may_replace(handler: object) -> bool:
+    return handler is signal.SIG_DFL or getattr(handler, "__module__", None) in _ONLY_EXITS
+
+
+def _end() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTERM)

@@ -24,10 +24,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from replicast.config import START_TIMEOUT, Cluster, host_and_port
-from replicast.deadline import Deadline
+from replicast.connections import Dialer, accept_problem, is_address
 from replicast.errors import ClusterError
-from replicast.names import addresses_of, is_address
-from replicast.processes import accept_problem
+from replicast.processes import Deadline
 
 REPORT_SECS = 10.0  # After this time a waiting worker reports who is missing.
 REPEAT_SECS = 30.0  # How often it does so again.
@@ -46,10 +45,7 @@ _MAX_STRANGERS = 64
 
 
 def meet(
-    cluster: Cluster,
-    timeout_secs: float,
-    report: Callable[[str], object],
-    heartbeat_secs: float,
+    cluster: Cluster, timeout_secs: float, report: Callable[[str], object], heartbeat_secs: float
 ) -> float:
     """Blocks until every worker of the cluster has called this, at most `timeout_secs`."""
     wait = _Wait(cluster, timeout_secs, report)
@@ -58,7 +54,8 @@ def meet(
         return heartbeat_secs
     hello = {"worker": cluster.rank, "addresses": list(cluster.addresses)}
     pauses_secs = itertools.chain(_FIRST_PAUSES_SECS, itertools.repeat(_LOOK_SECS))
-    while (agreed := _join(cluster, wait, hello)) is None:
+    dialer = Dialer(*host_and_port(cluster.addresses[0]))
+    while (agreed := _join(cluster, wait, dialer, hello)) is None:
         time.sleep(next(pauses_secs))
     agreed_secs, place = agreed
     deadline = Deadline(_SERVER_SECS)
@@ -106,7 +103,7 @@ class _Wait:
                 if not self._is_deaf:
                     self._is_deaf = True
                     who = f"worker {self._cluster.rank}"
-                    self._report(f"replicast: {who} cannot accept the others for now: {problem}\n")
+                    self._report(f"replicast: {who} cannot accept connections at the moment: {problem}\n")
                 time.sleep(_LOOK_SECS)
             return None
 
@@ -216,11 +213,13 @@ def _readable(sockets: Iterable[socket.socket], secs: float) -> list[socket.sock
         return [key.data for key, _ in selector.select(secs)]
 
 
-def _join(cluster: Cluster, wait: _Wait, hello: dict[str, Any]) -> tuple[float, tuple[str, int]] | None:
+def _join(
+    cluster: Cluster, wait: _Wait, dialer: Dialer, hello: dict[str, Any]
+) -> tuple[float, tuple[str, int]] | None:
     """Another worker: goes to worker 0 once and waits there."""
     missing, why = [0], _SILENT
     try:
-        with _connected(cluster.addresses[0], wait) as connection:
+        with dialer.connect(_ANSWER_SECS, lambda: wait.check([0], _NAMELESS)) as connection:
             line, place = _Line(connection), connection.getpeername()[:2]
             line.send(hello)
             heard = time.monotonic()
@@ -240,27 +239,11 @@ def _join(cluster: Cluster, wait: _Wait, hello: dict[str, Any]) -> tuple[float, 
                         )
                     missing = [worker for worker in message["missing"] if worker in range(cluster.size)]
                     why = ""
+    except socket.gaierror as error:
+        wait.check([0], f"has no address ({error.strerror})")
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # Not there yet, gone again, or another program at this address.
+        wait.check([0], _SILENT)  # Not there yet, gone again, or another program at this address.
     return None
-
-
-def _connected(address: str, wait: _Wait) -> socket.socket:
-    """A connection to worker 0. Says what it waits for; raises `OSError` if worker 0 cannot be reached."""
-    host, port = host_and_port(address)
-    try:
-        found = addresses_of(host, port, lambda: wait.check([0], _NAMELESS))
-    except OSError as error:
-        wait.check([0], f"has no address ({error.strerror or error})")
-        raise
-    problem: OSError | None = None
-    for place in found:
-        wait.check([0], _SILENT)
-        try:
-            return socket.create_connection(place, timeout=_ANSWER_SECS)
-        except OSError as error:
-            problem = error
-    raise problem or OSError("it has no address")
 
 
 def _listening(address: str) -> socket.socket:

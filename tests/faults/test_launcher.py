@@ -18,9 +18,8 @@ import pytest
 from replicast.config import SHM_DIR
 from replicast.errors import ClusterError
 from replicast.files import below
-from replicast.launcher.group import EndTimeouts
-from replicast.launcher.launcher import Settings, supervise
-from replicast.launcher.plan import JobPlan, hold_ports
+from replicast.launcher.launcher import supervise
+from replicast.launcher.plan import EndTimeouts, JobPlan, hold_ports
 from replicast.storage.run_files import changes
 from tests.jobs import environ, is_alive
 from tests.threads import eventually
@@ -107,9 +106,11 @@ def supervised(directory: Path, script: str, timeouts: EndTimeouts) -> int:
     """The exit code of two workers that are supervised from this process."""
     (directory / "train.py").write_text(PREAMBLE + script)
     logs = below(directory) / "logs"
-    settings = Settings(run_dir=directory, log_dir=logs, tee=frozenset(), timeouts=timeouts)
+    job = JobPlan(
+        argv=(sys.executable, "train.py"), workers=2, run_dir=directory, log_dir=logs, timeouts=timeouts
+    )
     with contextlib.chdir(directory):
-        return supervise(JobPlan(argv=(sys.executable, "train.py"), workers=2), settings, os.environ)
+        return supervise(job, os.environ)
 
 
 def gone(*pids: int) -> None:
@@ -238,20 +239,6 @@ sys.exit(143)
     assert (tmp_path / "written-0").exists()
 
 
-def test_the_others_are_stopped_when_they_do_not_end_by_themselves(launch: Launcher) -> None:
-    script = """
-if rank == 1:
-    wait_for("pid-0"); sys.exit(3)
-for_ever()
-"""
-    launched = launch(script)
-    pid = launched.pid("pid-0")
-    code, _, err = launched.finish()
-    assert code == 3
-    assert "worker 0 was stopped" in err
-    gone(pid)
-
-
 STUBBORN = """
 for signum in (signal.SIGINT, signal.SIGTERM):
     signal.signal(signum, lambda signum, frame: note("told", signum))
@@ -369,14 +356,16 @@ for_ever()
     launched = launch(script, "--run-dir", "run", "--max-restarts", "3")
     code, _, err = launched.finish()
     assert code == 1
+    assert "worker 0 was stopped" in err, "it does not end by itself"
+    gone(launched.pid("pid-0"))
     assert [(launched.directory / f"began{k}-1").exists() for k in range(3)] == [True, True, False]
     assert err.count("Traceback") == 1, "the second one is folded"
     *_, raised, where, last, _ = err.splitlines()
     assert re.fullmatch(r"replicast: ValueError: label 255 of \d+", raised)
     assert re.fullmatch(r"replicast: at train.py:\d+: note\(f\"began.*", where)
     assert last == (
-        "replicast: this is the error of the attempt before, soon after the start: a restart would repeat "
-        "it, so 2 of 3 are not used"
+        "replicast: the attempt before raised the same error, also soon after its start: another restart "
+        "would repeat it; 2 of 3 restarts are left"
     )
     reason = changes(launched.directory / "run")[-1].reason
     assert re.fullmatch(r"ValueError: label 255 of \d+ \(train\.py:\d+: note.*\)", reason)

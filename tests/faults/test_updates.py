@@ -24,7 +24,7 @@ HEAD = """
 import os, signal, sys, time
 from pathlib import Path
 import keras, numpy as np, tensorflow as tf, replicast
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 keras.utils.set_random_seed(7)
 tf.config.experimental.enable_op_determinism()
 strategy = replicast.Strategy()

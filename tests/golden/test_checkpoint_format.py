@@ -5,9 +5,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from replicast.core.records import Pending, Proposal
+from replicast.core.entries import Pending, Proposal
 from replicast.storage.checkpoints import CheckpointStore, Manifest, open_checkpoint
-from replicast.update.schema import Schema, Variable
+from replicast.update.edits import Variable
+from replicast.update.schema import Schema
 from replicast.update.trial import Trial
 
 FOLDER = Path(__file__).parent / "files" / "checkpoint"
@@ -68,7 +69,8 @@ def test_a_checkpoint_stays_what_it_is(tmp_path: Path) -> None:
     assert {name: (store.path(1200).as_path() / name).read_bytes() for name in FILES} == {
         name: (FOLDER / name).read_bytes() for name in FILES
     }
-    with open_checkpoint(FOLDER, verify=True) as reader:
+    with open_checkpoint(FOLDER) as reader:
+        reader.verify()
         assert reader.manifest == manifest
         assert reader.manifest.to_json() == manifest.to_json()
         for name, array in arrays().items():

@@ -19,17 +19,16 @@ from replicast.core.entries import (
     Receipt,
     Refused,
     Scheduled,
+    Stage,
     Started,
     Withdrawn,
 )
-from replicast.core.records import Stage
 from replicast.storage.claims import Claim, Fence, last_claim
 from replicast.storage.journal import FileJournal, committed_updates, counted_lines, load_update, read_stored
 from replicast.storage.run_files import RunInfo, read_run_info, write_run_info
-from replicast.update.effect import Effect
-from replicast.update.inverse import update_before
-from replicast.update.schema import Schema, Variable
-from replicast.update.trial import Trial, TrialOutcome
+from replicast.update.edits import Variable
+from replicast.update.schema import Schema, update_before
+from replicast.update.trial import Effect, Trial, TrialOutcome
 from replicast.update.update import Update
 
 TIME = 1700000000.25

@@ -10,7 +10,8 @@ import pytest
 
 import replicast
 from replicast.config import FAULTS
-from replicast.faults import Fault, Point, read_fired
+from replicast.faults import Fault, Point
+from tests.jobs import read_fired
 from tests.workers.test_examples import DIGEST, EXAMPLES, UPDATED, digests_in_logs, digests_of_workers, run
 
 SPECIAL_LINE = "strategy = replicast.Strategy()"

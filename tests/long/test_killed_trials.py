@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replicast.faults import Fault, Point, read_fired
+from replicast.faults import Fault, Point
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.journal import committed_updates
 from tests.faults.test_updates import start
-from tests.jobs import finish
+from tests.jobs import finish, read_fired
 from tests.pool.checks import assert_equal_on_all
 
 TRIED = """
@@ -80,5 +80,5 @@ def test_a_job_that_is_killed_in_trials_decides_alike_and_ends_with_the_bits_of_
     assert_equal_on_all([*states(tmp_path), *states(undisturbed)])
     receipts = [one.receipts[-1] for one in committed_updates(tmp_path / "run")]
     assert [receipt.trial is not None for receipt in receipts] == [True, True]
-    made = {manifest.step for manifest in CheckpointStore(tmp_path / "run").list()}
+    made = {manifest.step for manifest in CheckpointStore(tmp_path / "run").manifests()}
     assert made == {5, 12, 15, 24, 25, 30}

@@ -212,7 +212,7 @@ def journal_of(run_dir: Path) -> list[tuple[int, str, int, int]]:
 def steps_in(run_dir: Path) -> list[int]:
     store = CheckpointStore(run_dir)
     assert store.problems() == []
-    return [found.step for found in store.list()]
+    return [found.step for found in store.manifests()]
 
 
 def assert_same_end(found: Job, undisturbed: Job, kind: str) -> None:

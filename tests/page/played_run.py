@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.storage import inbox
 from replicast.storage.inbox import InboxAnswer
 from replicast.storage.run_files import (

@@ -11,7 +11,7 @@ import numpy as np
 from replicast.client import Overview, Pushed
 from replicast.client.directory import DirectoryRun
 from replicast.client.run import RunOperation
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.errors import NoAnswer
 from replicast.storage.inbox import InboxAnswer
 from replicast.storage.run_files import WorkerNote, append_audit, append_metrics, write_worker_note

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -328,6 +329,72 @@ def test_the_first_picture_waits_neither_for_all_metrics_nor_for_the_updates(
     expect(page.locator("#updates")).to_contain_text("No update yet")
 
 
+def test_metrics_that_came_before_the_first_event_are_read_later(page: Page, run: PlayedRun) -> None:
+    run.kill()
+    chart, told = page.locator(".chart"), "at step {}: loss"
+    path = f"api/runs/{run.path.name}/metrics?points=1200"
+    old = page.evaluate("async (path) => (await fetch(path)).text()", path)
+    append_metrics(run.path, (run.step + 5, time.time(), {"loss": 0.5}))
+    expect(chart).to_have_attribute("aria-label", re.compile(told.format(run.step + 5)))
+    page.route("**/metrics?points=1200*", lambda route: route.fulfill(body=old))  # As kept by the server.
+    page.clock.install()
+    page.reload()
+    expect(chart).to_have_attribute("aria-label", re.compile(told.format(run.step)))
+    page.unroute("**/metrics?points=1200*")
+    for _ in range(2):
+        page.clock.fast_forward(15_000)
+    expect(chart).to_have_attribute("aria-label", re.compile(told.format(run.step + 5)))
+
+
+def test_what_is_known_of_the_run_does_not_wait_for_plotly(page: Page, run: PlayedRun) -> None:
+    held: list[Route] = []
+    page.route("**/static/plotly.js", lambda route: held.append(route))
+    page.reload()
+    expect(page.locator("#workers")).to_contain_text("gpu-2, pid 4101")
+    expect(page.locator(".facts")).to_contain_text(re.compile(r"loss\d"))
+    assert held
+    for route in held:
+        route.continue_()
+    expect(page.locator(".chart .scatterlayer path").first).to_be_attached()
+
+
+def test_one_hover_tells_the_values_of_all_panels(page: Page, run: PlayedRun) -> None:
+    eventually(lambda: run.step > 20)
+    page.reload()
+    expect(page.locator(".chart .legend").first).to_be_attached()
+    plot = page.locator(".chart .nsewdrag").first
+
+    def told() -> bool:
+        box = plot.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2)
+        page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + box["height"] / 2)
+        said = " ".join(page.locator(".chart .hoverlayer text").all_text_contents())
+        return all(name in said for name in ("loss", "accuracy", "learning rate", "worker 0", "worker 1"))
+
+    eventually(told)
+
+
+def test_a_bad_trial_does_not_flatten_the_axis_and_the_picture_says_what_lies_outside(
+    page: Page, run: PlayedRun
+) -> None:
+    run.kill()
+    expect(page.locator(".chart .legend").first).to_be_attached()  # Drawn with every value in the picture.
+    moments = [(step, time.time() - 1000 + step) for step in range(run.step + 1, run.step + 501)]
+    for place, (step, moment) in enumerate(moments):
+        loss = 90.0 if 300 < place < 320 else 0.3 + 0.01 * (place % 7)
+        append_metrics(run.path, (step, moment, {"loss": loss}))
+    axis = "document.querySelector('.chart')?._fullLayout?.yaxis.range ?? [0, 99]"
+    eventually(lambda: page.evaluate(axis)[1] < 4)
+    expect(page.locator(".chart")).to_contain_text("▲ up to 90 outside")
+    expect(page.get_by_role("button", name="Reset zoom")).to_be_hidden()
+    page.get_by_label("All values in the picture").check()
+    eventually(lambda: page.evaluate(axis)[1] > 80)
+    expect(page.locator(".chart")).not_to_contain_text("▲")
+    page.get_by_label("All values in the picture").uncheck()
+    eventually(lambda: page.evaluate(axis)[1] < 4)
+
+
 def test_a_failed_job_is_told_once_with_the_last_lines_of_its_worker(page: Page, run: PlayedRun) -> None:
     run.kill()
     lines = ("Traceback (most recent call last):", "ValueError: \x1b[31mno data\x1b[0m")
@@ -337,6 +404,16 @@ def test_a_failed_job_is_told_once_with_the_last_lines_of_its_worker(page: Page,
     expect(page.locator("#failure")).to_have_text(f"{lines[0]}\nValueError: no data")
     expect(page.get_by_role("alert")).to_have_text("The job has failed.")
     expect(page.locator("#sentence")).to_contain_text("ValueError: no data")
+
+
+def test_what_reads_and_changes_nothing_is_not_listed_as_an_update(page: Page, run: PlayedRun) -> None:
+    names = ("id", "kind", "stage", "step", "waits_for", "trial_until", "author", "note")
+    pull = ("p" * 32, "pull", "prepared", None, "the trial of u1", None, "", "")
+    operations = [dict(zip(names, one, strict=True)) for one in (pull, ("u1", "update", *pull[2:]))]
+    (run.path / "operations.json").write_text(json.dumps({"step": run.step, "operations": operations}))
+    expect(page.locator("#updates")).to_contain_text("update u1")
+    expect(page.locator("#workers")).to_contain_text("reading values waits for the trial of u1")
+    expect(page.locator("#updates")).not_to_contain_text("pull")
 
 
 def test_a_start_by_hand_is_not_marked_as_a_restart(page: Page, run: PlayedRun) -> None:
@@ -358,12 +435,12 @@ def test_on_a_phone_numbers_are_whole_names_break_at_a_slash_and_several_runs_ar
     name = page.locator("dialog td").first
     expect(name).to_have_text("model/dense/bias")
     assert name.locator("wbr").count() == 2
-    assert name.evaluate("(one) => getComputedStyle(one).overflowWrap") == "normal"
+    expect(name).to_have_css("overflow-wrap", "normal")
     PlayedRun(serving.path / "another").prepare()  # of a single run, the page would show that one
     page.goto(serving.address)
     row = page.locator("tbody tr", has_text=run.path.name)
     expect(row).to_contain_text("training")
-    assert row.locator("td").nth(3).evaluate("(one) => getComputedStyle(one).whiteSpace") == "nowrap"
+    expect(row.locator("td").nth(3)).to_have_css("white-space", "nowrap")  # Asked again if it is redrawn.
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     row.get_by_role("link").click()
     expect(page.locator("#run-name")).to_have_text(run.path.name)
@@ -511,11 +588,11 @@ def test_logs_are_searched_followed_and_chosen_by_worker_and_attempt(page: Page,
     expect(log).to_have_text(re.compile("^The Needle\\s*$"))
     expect(log.locator("mark")).to_have_text("Needle")
     expect(page.locator("#logs")).to_contain_text("1 line of the last 1,001")
-    page.get_by_label("Attempt").select_option("0")
+    page.get_by_label("Attempt", exact=True).select_option("0")
     expect(log).to_contain_text("The Needle")
     page.get_by_label("Search").fill("")
     expect(log).to_contain_text("line 999 of 1 in 0")
-    page.get_by_label("Attempt").select_option("")
+    page.get_by_label("Attempt", exact=True).select_option("")
     path = run.path / "logs" / "attempt-1" / "worker-1.log"
     with path.open("a") as file:
         file.write("printed later\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import replicast.page
+from replicast.page.assets import plotly_script
 
 STATIC = Path(replicast.page.__file__).parent / "static"
 TEXT_ON = [
@@ -48,3 +49,10 @@ def test_the_page_loads_nothing_from_outside_and_puts_no_data_into_markup(path: 
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", content
     )
     assert not re.search(r"\sstyle=|\son[a-z]+=\"", content)
+
+
+def test_of_plotly_only_what_the_charts_use_is_run() -> None:
+    script = plotly_script()
+    assert script is not None
+    assert b".register([])" in script, "plotly registers its kinds of traces in another way: see assets.py"
+    assert not re.search(rb'if\(!document\.getElementById\("[0-9a-f]{64}"\)\)', script)

@@ -92,6 +92,11 @@ def test_rows_are_looked_up_edited_with_the_keyboard_alone_and_pushed(
     page.keyboard.press("Escape")
     expect(cell(rows, 2, 0)).to_have_text("0.3")
     expect(rows).to_contain_text("1 value changed in 1 row")
+    cell(rows, 2, 0).focus()
+    page.keyboard.press("Control+a")
+    selected = page.evaluate("getSelection().toString()")
+    assert "0.3" in selected
+    assert "Look up" not in selected, "the grid, not the page"
     run.tables[KERNEL][0, 2] = 0.5
     assert pushed(page, run).tolist() == [[0, 0, np.float32(0.1), np.float32(0.123456789)]]
     expect(cell(rows, 1, 2)).to_have_text("0.5")  # Looked up again.
@@ -132,7 +137,7 @@ def test_whole_rows_with_their_ids_are_pasted_from_csv_and_json(
     rows.get_by_role("button", name="Paste rows …").click()
     area = page.get_by_label(f"Rows of {TABLE}")
     for wrong, said in (
-        ("10,1,2", "“10” is no row of this table"),
+        ("10,1,2", "this table has no row “10”"),
         ("1 2\n3", "Look up the rows"),
         ("[1", "not JSON"),
     ):

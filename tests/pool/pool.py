@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
@@ -53,7 +54,11 @@ class Pool:
     ) -> list[Any]:
         """What `function(strategy, *args, **kwargs)` returns on every worker, or `WorkerFailed`."""
         __tracebackhide__ = True
-        return self._run([Call(function, args, kwargs)] * self.size, deadline_secs)
+        return self._begin([Call(function, args, kwargs)] * self.size, deadline_secs)()
+
+    def begin(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], list[Any]]:
+        """As `run`, for another pool to run beside this one; call what comes back for the results."""
+        return self._begin([Call(function, args, kwargs)] * self.size, CALL_SECS)
 
     def run_each(
         self,
@@ -66,7 +71,7 @@ class Pool:
         __tracebackhide__ = True
         if len(per_worker_args) != self.size:
             raise ValueError(f"{self.size} workers need as many arguments. Received: {len(per_worker_args)}")
-        return self._run([Call(function, tuple(args)) for args in per_worker_args], deadline_secs)
+        return self._begin([Call(function, tuple(args)) for args in per_worker_args], deadline_secs)()
 
     def stop(self) -> None:
         """Lets the workers leave by themselves, as at the end of a script, with exit code 0."""
@@ -102,7 +107,7 @@ class Pool:
         else:
             self.kill()
 
-    def _run(self, calls: list[Call], deadline_secs: float) -> list[Any]:
+    def _begin(self, calls: list[Call], deadline_secs: float) -> Callable[[], list[Any]]:
         __tracebackhide__ = True
         messages = [pickle.dumps(call) for call in calls]  # what cannot be sent to all is sent to none
         if not self._workers:
@@ -110,7 +115,7 @@ class Pool:
         for worker, message in zip(self._workers, messages, strict=True):
             worker.send(message)
         function = calls[0].function
-        return self._gather(f"{function.__module__}.{function.__qualname__}", deadline_secs)
+        return partial(self._gather, f"{function.__module__}.{function.__qualname__}", deadline_secs)
 
     def _start(self) -> None:
         __tracebackhide__ = True

@@ -1,4 +1,4 @@
-"""What was seen while a worker of the pool built its strategy: the calls into the service, and SIGTERM."""
+"""What was seen while a worker of the pool built its strategy: calls into the service, SIGTERM and SIGINT."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ watched_calls: list[str] = []
 """The other ones."""
 catches_sigterm: list[bool] = []
 """Whether the process had a handler for SIGTERM, of whomever, when the strategy was built."""
+keeps_sigint: list[bool] = []
+"""Whether SIGINT did the same as before when the strategy was built."""
 
 
 @contextlib.contextmanager
 def observed() -> Iterator[None]:
     """Fills the lists while the strategy is built here."""
+    before = is_caught(signal.SIGINT)
     with contextlib.ExitStack() as stack:
         for name in ("put", "get", "delete", "find_lost"):
             stack.enter_context(mock.patch.object(ServiceCoordination, name, _noting(name)))
         yield
     catches_sigterm.append(is_caught(signal.SIGTERM))
+    keeps_sigint.append(is_caught(signal.SIGINT) == before)
 
 
 def _noting(name: str) -> Any:

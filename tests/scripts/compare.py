@@ -18,6 +18,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, state
@@ -37,9 +38,14 @@ class PlainKeras:
         return contextlib.nullcontext()
 
 
-def in_plain_keras(_: None, script: Script, *args: Any) -> Any:
-    """Runs on a worker of the pool `plain`, which has no strategy."""
+def in_plain_keras(_: None, script: Script, *args: Any, eagerly: bool = False) -> Any:
+    """Runs on a worker of the pool `plain`, which has no strategy.
+
+    Tracing takes most of the time. Without graphs, the numbers are the same but for rounding and, as Keras
+    knows the size of every batch then, but for the logs of losses that are sums.
+    """
     start_afresh()
+    tf.config.run_functions_eagerly(eagerly)
     return script(PlainKeras(), *args)
 
 
@@ -69,13 +75,30 @@ def weights(model: keras.Model) -> dict[str, np.ndarray]:
     return {f"{number} {path.rpartition('/')[2]}": value for number, (path, value) in enumerate(values)}
 
 
+def in_plain_keras_and_on(
+    workers: Pool,
+    plain: Pool,
+    script: Script,
+    *args: Any,
+    eagerly: bool = False,
+    on_workers: Script | None = None,
+) -> tuple[Any, list[Any]]:
+    """What a script returns in plain Keras, and on the workers it or another one."""
+    __tracebackhide__ = True
+    in_one_process = plain.begin(in_plain_keras, script, *args, eagerly=eagerly)
+    try:
+        results = workers.run(on_workers or script, *args)
+    finally:
+        (expected,) = in_one_process()
+    return expected, results
+
+
 def assert_same_as_plain_keras(
     workers: Pool, plain: Pool, script: Script, *args: Any, rtol: float = 1e-4, atol: float = 1e-6
 ) -> Any:
     """Asserts that a script returns the same bits on all workers, and the numbers of plain Keras."""
     __tracebackhide__ = True
-    expected = plain.run(in_plain_keras, script, *args)[0]
-    results = workers.run(script, *args)
+    expected, results = in_plain_keras_and_on(workers, plain, script, *args)
     assert_equal_on_all(results)
     assert_close(results[0], expected, rtol=rtol, atol=atol)
     return results[0]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,10 +16,11 @@ import tensorflow as tf
 from keras import ops
 
 import replicast
-from replicast.training import Source, TensorFlowState, collectives
+from replicast.training import Source, TensorFlowState, collectives, rows
 from replicast.update.audit_report import SLICE_BYTES
 from tests.pool import Pool
-from tests.scripts.compare import assert_same_as_plain_keras, in_plain_keras, weights
+from tests.pool.checks import assert_equal_on_all
+from tests.scripts.compare import assert_close, assert_same_as_plain_keras, in_plain_keras_and_on, weights
 from tests.workers.test_updates import quietly
 
 ROWS, IDS, WIDTH = 50, 6, 4
@@ -72,6 +76,9 @@ WAYS = (
     *("ops.take", "ops.take, negative ids", "tf.gather", "tf.gather of TensorFlow's variable"),
     *("ragged", "two lookups"),
 )
+MIXED = ("ops.take", "tf.gather of TensorFlow's variable", "ragged")
+"""Where a table that is cast, a variable that is not, and what is neither could differ."""
+READING = ("tf.vectorized_map", "tf.nn.embedding_lookup_sparse")
 
 
 def uses_of(graph: Any, variable: Any) -> set[str]:
@@ -80,52 +87,39 @@ def uses_of(graph: Any, variable: Any) -> set[str]:
     return {operation.type for operation in inner.consumers()}
 
 
-def trained_with(strategy: Any, how: str, policy: str) -> dict[str, Any]:
+def trained_with(strategy: Any, ways: tuple[str, ...], optimizer: str, policy: str) -> dict[str, Any]:
+    """Trains a model with a table for each way to look up ids."""
     keras.config.set_dtype_policy(policy)
     with strategy.scope():
-        lookup = Lookup(how)
+        lookups = [Lookup(how) for how in ways]
         inputs = keras.Input((IDS,), dtype="int32")
-        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(lookup(inputs))))
-        model.compile(keras.optimizers.SGD(0.05), "mse")
+        each = [keras.layers.Dense(1)(keras.layers.Flatten()(lookup(inputs))) for lookup in lookups]
+        model = keras.Model(inputs, keras.layers.Add()(each))
+        model.compile(optimizer_of(optimizer), "mse")
     ids, y = batch()
     model.fit(ids, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
-    found = weights(model)
-    if strategy.size > 1:
-        assert lookup.graphs, "no step was traced"
-        for graph in lookup.graphs:
-            assert uses_of(graph, lookup.table) == {"ResourceGather", "ResourceScatterNdSub"}
-    return found
-
-
-MIXED = ("ops.take", "tf.gather of TensorFlow's variable", "ragged")
-"""Where a table that is cast, a variable that is not, and what is neither could differ."""
-
-
-@pytest.mark.parametrize(
-    ("how", "policy"), [*((way, "float32") for way in WAYS), *((way, "mixed_bfloat16") for way in MIXED)]
-)
-def test_a_lookup_in_fit_reads_no_table_and_has_the_numbers_of_plain_keras(
-    how: str, policy: str, pool2: Pool, plain: Pool
-) -> None:
-    loose = {} if policy == "float32" else {"rtol": 0.05, "atol": 0.01}
-    assert_same_as_plain_keras(pool2, plain, trained_with, how, policy, **loose)
-
-
-def squared_slices(strategy: Any, how: str) -> dict[str, Any]:
-    with strategy.scope():
-        inputs = keras.Input((IDS,), dtype="int32")
-        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(Lookup(how)(inputs))))
-        model.compile(keras.optimizers.Adagrad(0.05), "mse")
-    ids, y = batch()
-    model.fit(ids, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    if strategy.size > 1 and ways != READING:
+        for lookup in lookups:
+            assert lookup.graphs, "no step was traced"
+            for graph in lookup.graphs:
+                uses = uses_of(graph, lookup.table)
+                assert uses == {"ResourceGather", "ResourceScatterNdSub"}, lookup.how
     return weights(model)
 
 
-@pytest.mark.parametrize("how", ["tf.vectorized_map", "tf.nn.embedding_lookup_sparse"])
-def test_a_lookup_that_reads_the_table_has_the_slices_of_plain_keras(
-    how: str, pool2: Pool, plain: Pool
+def test_lookups_in_fit_read_no_table_and_have_the_numbers_of_plain_keras(pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, trained_with, WAYS, "SGD", "float32")
+
+
+def test_lookups_in_mixed_precision_read_no_table_and_are_close_to_plain_keras(
+    pool2: Pool, plain: Pool
 ) -> None:
-    assert_same_as_plain_keras(pool2, plain, squared_slices, how)
+    loose = {"rtol": 0.05, "atol": 0.01}
+    assert_same_as_plain_keras(pool2, plain, trained_with, MIXED, "SGD", "mixed_bfloat16", **loose)
+
+
+def test_lookups_that_read_the_table_have_the_slices_of_plain_keras(pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, trained_with, READING, "Adagrad", "float32")
 
 
 def embedding_model(strategy: Any, optimizer: Any, **compiled: Any) -> keras.Model:
@@ -167,24 +161,31 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-IN_LONG = ("Adagrad, steps_per_execution", "SGD, global_clipnorm", "LazyAdam, clipvalue", "SGD, momentum")
-"""What differs from the others in an option that Keras computes before the optimizer's part: tests/long."""
+IN_LONG = (
+    *("Adagrad, steps_per_execution", "SGD, global_clipnorm", "LazyAdam, clipvalue", "SGD, momentum"),
+    "Adam, amsgrad",
+)
+"""What differs from the others in an option that Keras computes, and not an optimizer of rows: tests/long."""
+ALSO_ON_ONE = (
+    "SGD",
+    "Adagrad",
+    "Adagrad, clipnorm",
+    "LazyAdam",
+    "RowWiseAdagrad",
+    "Adam",
+    "AdamW, decay, EMA",
+)
 
 
 @pytest.mark.parametrize("case", [case for case in OPTIONS if case not in IN_LONG])
-def test_an_optimizer_on_a_table_has_the_numbers_of_plain_keras(case: str, pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, fitted, *OPTIONS[case])
-
-
-@pytest.mark.parametrize(
-    "case", ["SGD", "Adagrad", "Adagrad, clipnorm", "LazyAdam", "RowWiseAdagrad", "Adam", "AdamW, decay, EMA"]
-)
-def test_one_worker_has_the_bits_of_plain_keras(case: str, pool1: Pool, plain: Pool) -> None:
-    expected = plain.run(in_plain_keras, fitted, *OPTIONS[case])[0]["weights"]
-    found = pool1.run(fitted, *OPTIONS[case])[0]["weights"]
-    assert {name: value.tobytes() for name, value in found.items()} == {
-        name: value.tobytes() for name, value in expected.items()
-    }
+def test_an_optimizer_on_a_table_has_the_numbers_of_plain_keras_and_on_one_worker_its_bits(
+    case: str, pool1: Pool, pool2: Pool, plain: Pool
+) -> None:
+    expected, results = in_plain_keras_and_on(pool2, plain, fitted, *OPTIONS[case])
+    assert_equal_on_all(results)
+    assert_close(results[0], expected, rtol=1e-4, atol=1e-6)
+    if case in ALSO_ON_ONE:
+        assert_equal_on_all([expected["weights"], pool1.run(fitted, *OPTIONS[case])[0]["weights"]])
 
 
 def touched_and_others(strategy: Any, name: str) -> dict[str, Any]:
@@ -269,33 +270,16 @@ def train(strategy: Any, how: str, name: str, ids: np.ndarray, y: np.ndarray) ->
     return {"weights": weights(model)}
 
 
-OF_SUMS = ("fit", "custom step", "loop", "loop without run")
-OF_SINGLE_SLICES = ("norm in the logs", "clipped", "applied in a branch")
-
-
-@pytest.mark.parametrize(
-    ("how", "name"),
-    [
-        *(("custom step", name) for name in ("SGD", "Adagrad", "LazyAdam", "RowWiseAdagrad")),
-        *(("loop", name) for name in ("SGD", "Adagrad", "LazyAdam")),
-        ("loop without run", "LazyAdam"),
-        *((f"custom step, {what}", "SGD") for what in OF_SINGLE_SLICES),
-    ],
-)
-def test_every_kind_of_training_on_a_table_has_the_numbers_of_plain_keras(
-    how: str, name: str, pool2: Pool, plain: Pool
-) -> None:
-    assert_same_as_plain_keras(pool2, plain, train, how, name, *batch())
-
-
 @pytest.mark.parametrize("how", ["fit", "custom step"])
 def test_a_worker_without_rows_touches_no_row_of_a_table(how: str, pool2: Pool, plain: Pool) -> None:
     # The last batch has one row: the other worker computes a row of zeros, whose ids are 0.
     assert_same_as_plain_keras(pool2, plain, train, how, "LazyAdam", *batch(33))
 
 
-def sent(strategy: Any, how: str, name: str, ids: np.ndarray) -> list[list[int]]:
-    """The lengths of all tensors that this worker sends in a step whose rows have these ids."""
+def train_and_watch(
+    strategy: Any, how: str, name: str, *data: np.ndarray
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """As `train`, and the lengths of all tensors that this worker sends."""
     exchange = strategy.extended.shared.exchange
     combine, lengths = exchange.combine, []
 
@@ -305,28 +289,35 @@ def sent(strategy: Any, how: str, name: str, ids: np.ndarray) -> list[list[int]]
 
     exchange.combine = watched
     try:
-        train(strategy, how, name, ids, np.zeros((len(ids), 1), "float32"))
+        return train(strategy, how, name, *data), lengths
     finally:
         exchange.combine = combine
-    return lengths
 
 
 @pytest.mark.parametrize(
     ("how", "name", "once"),
     [
-        *((how, "LazyAdam", True) for how in OF_SUMS),
-        *((f"custom step, {what}", "SGD", False) for what in OF_SINGLE_SLICES),
-        *(("fit", "SGD", True), ("custom step", "SGD", True), ("custom step", "Adagrad", False)),
-        *(("fit", "Adagrad", False), ("loop", "Adagrad", False)),
+        *((how, "LazyAdam", True) for how in ("fit", "custom step", "loop", "loop without run")),
+        *((how, "SGD", True) for how in ("fit", "custom step", "loop")),
+        *((how, "Adagrad", False) for how in ("fit", "custom step", "loop")),
+        ("custom step", "RowWiseAdagrad", True),
+        *((f"custom step, {what}", "SGD", False) for what in ("norm in the logs", "clipped")),
+        ("custom step, applied in a branch", "SGD", False),
     ],
 )
-def test_each_worker_sends_each_of_its_rows_once_unless_single_slices_are_needed(
-    how: str, name: str, once: bool, pool2: Pool
+def test_training_on_a_table_has_the_numbers_of_plain_keras_and_sends_each_row_once_or_as_single_slices(
+    how: str, name: str, once: bool, pool2: Pool, plain: Pool
 ) -> None:
-    ids = np.tile(np.array([5, 9, 9, 5, 9, 11], "int32"), (16, 1))
+    ids, y = batch()
+    ids = np.concatenate([np.full((48, 1), 4), 5 + ids[:, 1:] % 10], axis=1)  # 11 different ones on a worker
+    expected, results = in_plain_keras_and_on(
+        pool2, plain, train, how, name, ids, y, eagerly=True, on_workers=train_and_watch
+    )
+    assert_equal_on_all([trained for trained, _ in results])
+    assert_close(results[0][0], expected, rtol=1e-4, atol=1e-6)
     slices = 16 * IDS if how == "loop without run" else 8 * IDS  # there, each worker computes the batch
-    for lengths in pool2.run(sent, how, name, ids):
-        wanted, other = (3, slices) if once else (slices, 3)
+    for _, lengths in results:
+        wanted, other = (11, slices) if once else (slices, 11)
         assert sum(one.count(wanted) for one in lengths) >= 2, lengths  # the values and their indices
         assert not any(other in one for one in lengths), lengths
 
@@ -590,3 +581,110 @@ def test_the_initial_value_of_a_table_beyond_one_transfer_is_that_of_worker_0(
     expected = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
     for found in pool2.run(created_in_parts, dtype):
         np.testing.assert_array_equal(found, np.asarray(tf.cast(tf.cast(expected, dtype), "float32")))
+
+
+DRAWN = {
+    "uniform": keras.initializers.RandomUniform,
+    "normal": keras.initializers.RandomNormal,
+    "truncated": keras.initializers.TruncatedNormal,
+    "glorot": keras.initializers.GlorotUniform,
+    "he": keras.initializers.HeNormal,
+}
+
+
+class Halved(keras.initializers.RandomNormal):  # type: ignore[misc]  # Keras has no types
+    """Computes on what it has drawn: it is drawn as a whole."""
+
+    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+        return super().__call__(shape, dtype=dtype)[::-1] / 2
+
+
+def drawn_in_parts(strategy: Any, of: str) -> tuple[np.ndarray, list[int]]:
+    """A table with a random initial value, and how many rows were drawn at a time."""
+    initializer, counts = (DRAWN | {"halved": Halved})[of](seed=7 + strategy.rank), list[int]()
+    draw = rows.InitialRows.rows
+
+    def noting(self: rows.InitialRows, part: slice) -> tf.Tensor:
+        drawn = draw(self, part)
+        counts.append(drawn.shape[0])
+        return drawn
+
+    with (
+        mock.patch.object(collectives, "BROADCAST_BYTES", 400),
+        mock.patch.object(rows.InitialRows, "rows", noting),
+        strategy.scope(),
+    ):
+        table = keras.layers.Embedding(ROWS, WIDTH, embeddings_initializer=initializer)
+        table.build(None)
+    return np.asarray(table.embeddings.numpy()), counts
+
+
+def test_rows_that_two_threads_draw_at_the_same_time_are_those_of_each_and_later_draws_are_as_before() -> (
+    None
+):
+    meet, found = threading.Barrier(2), dict[int, np.ndarray]()
+
+    class Meets(keras.initializers.RandomUniform):  # type: ignore[misc]  # Keras has no types
+        def __call__(self, shape: Any, dtype: Any = None) -> Any:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                if meet.wait(0.2):
+                    time.sleep(0.2)  # whoever came last also ends last
+            return super().__call__(shape, dtype=dtype)
+
+    def draw(seed: int) -> None:
+        found[seed] = rows.InitialRows(Meets(seed=seed), (ROWS, WIDTH)).rows(slice(8, ROWS)).numpy()
+
+    stock = rows.random_ops.stateless_random_uniform_v2
+    threads = [threading.Thread(target=draw, args=(seed,)) for seed in (1, 2)]
+    with mock.patch.object(rows.random_ops, "stateless_random_uniform_v2", stock):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert rows.random_ops.stateless_random_uniform_v2 is stock
+    for seed in (1, 2):
+        expected = keras.initializers.RandomUniform(seed=seed)((ROWS, WIDTH)).numpy()
+        np.testing.assert_array_equal(found[seed], expected[8:])
+
+
+def sent_in_parts(strategy: Any) -> list[list[int]]:
+    """The shapes of the parts of tables with rows as large as a transfer."""
+    found, stock = [], tf.raw_ops.ResourceStridedSliceAssign
+
+    def noting(**arguments: Any) -> Any:
+        parts.append(arguments["end"][0] - arguments["begin"][0])
+        return stock(**arguments)
+
+    uniform = keras.initializers.RandomUniform(seed=1)
+    for initializer, width in [
+        (uniform, 100),
+        (uniform, 101),
+        (lambda *args, **kw: uniform(*args, **kw), 101),
+    ]:
+        parts = list[int]()
+        with (
+            mock.patch.object(collectives, "BROADCAST_BYTES", 400),
+            mock.patch.object(tf.raw_ops, "ResourceStridedSliceAssign", noting),
+            strategy.scope(),
+        ):
+            layer = keras.layers.Embedding(10, width, embeddings_initializer=initializer)
+            layer.build(None)
+        np.testing.assert_array_equal(layer.embeddings.numpy(), uniform((10, width)).numpy())
+        found.append(parts)
+    return found
+
+
+def test_the_parts_of_a_table_are_single_rows_if_these_are_large(pool2: Pool) -> None:
+    assert pool2.run(sent_in_parts)[1] == [[1] * 10, [4, 4, 2], [1] * 10]
+
+
+@pytest.mark.parametrize("of", [*DRAWN, "halved"])
+def test_a_random_initial_value_that_is_drawn_part_by_part_has_the_bits_of_keras(
+    of: str, pool2: Pool
+) -> None:
+    expected = (DRAWN | {"halved": Halved})[of](seed=7)((ROWS, WIDTH), dtype="float32").numpy()
+    found = pool2.run(drawn_in_parts, of)
+    for table, _ in found:
+        np.testing.assert_array_equal(table, expected)
+    assert len(found[0][1]) > 1 if of in DRAWN else found[0][1] == []
+    assert found[1][1] == [], "worker 1 draws nothing"

@@ -14,7 +14,7 @@ import tensorflow as tf
 import replicast
 from tests.pool import Pool
 from tests.pool.scripts import equal_on_all
-from tests.scripts.compare import assert_same_as_plain_keras, same_as_plain_keras
+from tests.scripts.compare import same_as_plain_keras
 from tests.scripts.models import data, values
 from tests.scripts.test_data import heard
 
@@ -54,7 +54,8 @@ def read(model: keras.Model) -> dict[str, Any]:
     }
 
 
-def reading(strategy: Any) -> Any:
+@same_as_plain_keras("pool2")
+def test_variables_are_read_as_in_plain_keras(strategy: Any) -> Any:
     model = regression(strategy)
     found = {"before": read(model)}
     model.fit(*data(12, 3, 2), batch_size=4, shuffle=False, verbose=0)
@@ -62,10 +63,6 @@ def reading(strategy: Any) -> Any:
     with strategy.scope():
         found["in the scope"] = read(model)
     return found
-
-
-def test_variables_are_read_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, reading)
 
 
 @equal_on_all("pool2")
@@ -81,7 +78,8 @@ def test_one_worker_alone_reads_variables_and_metrics(strategy: Any) -> Any:
     return model.evaluate(*data(12, 3, 2), batch_size=4, verbose=0)
 
 
-def assigning(strategy: Any) -> Any:
+@same_as_plain_keras("pool2")
+def test_variables_are_assigned_as_in_plain_keras(strategy: Any) -> Any:
     model = regression(strategy)
     with strategy.scope():
         counter = tf.Variable(1.0)
@@ -95,10 +93,6 @@ def assigning(strategy: Any) -> Any:
         kernel.assign(kernel + 1.0)
         counter.assign_sub(0.5)
     return [kernel.numpy(), float(model.optimizer.learning_rate), float(counter), model.get_weights()]
-
-
-def test_variables_are_assigned_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, assigning)
 
 
 @same_as_plain_keras("pool2")

@@ -16,9 +16,8 @@ from msgspec.structs import replace
 
 from replicast.core import coordinator as coordinator_module
 from replicast.core.coordinator import UNDECIDED, Coordinator
-from replicast.core.entries import Committed, History, Scheduled
-from replicast.core.events import CloseInbox, Write, WriteOutcome, Written
-from replicast.core.messages import Do, Tell
+from replicast.core.entries import Committed, History, Pending, Scheduled, Stage
+from replicast.core.messages import Applied, CloseInbox, Do, ReportId, Tell, Write, WriteOutcome, Written
 from replicast.core.operation import (
     Ask,
     Boundary,
@@ -30,22 +29,20 @@ from replicast.core.operation import (
     Outcome,
     Persist,
 )
+from replicast.core.operations import apply as apply_module
 from replicast.core.operations import attempt as attempt_module
-from replicast.core.operations import revert
 from replicast.core.operations.apply import (
     Apply,
     BeginTrial,
     Discard,
     EndTrial,
+    Keep,
     Load,
     Prepare,
     UpdateOperation,
 )
 from replicast.core.operations.attempt import Begin, TakeSnapshot
-from replicast.core.operations.audit import Audit, DeliverReport
-from replicast.core.operations.pull import Pull, PulledRows, TakeRows
-from replicast.core.operations.revert import Keep
-from replicast.core.records import Applied, Pending, ReportId, Stage
+from replicast.core.operations.audit import Audit, DeliverReport, Pull, PulledRows, TakeRows
 from replicast.core.worker import WorkerMachine
 from replicast.update import audit_report
 from tests.simulator import StoryFailed, World, random_plan
@@ -371,7 +368,7 @@ def keep_the_bytes_of_what_was_refused() -> Any:
 
 @mutation(0)
 def revert_what_is_reverted() -> Any:
-    return broken(revert, "why_not", lambda history, sequence, forced=False: "")
+    return broken(apply_module, "why_not", lambda history, sequence, forced=False: "")
 
 
 @mutation(0)

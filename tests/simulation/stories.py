@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from replicast.core.records import Proposal
+from replicast.core.entries import Proposal
 from replicast.update.trial import Trial
 from tests.simulator import Plan, World
 

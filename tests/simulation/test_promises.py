@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from replicast.core.entries import Committed
-from replicast.core.records import Proposal, Stage
+from replicast.core.entries import Committed, Proposal, Stage
 from replicast.update.trial import Trial
 from tests.simulator import Plan, World
 

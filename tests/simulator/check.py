@@ -7,11 +7,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replicast.core.entries import Committed, Decided, Entry, History, Payload, Saved, Scheduled
-from replicast.core.events import Ended
-from replicast.core.messages import Propose, Tell
-from replicast.core.operations.pull import PulledRows
-from replicast.core.records import Proposal, Stage
+from replicast.core.entries import (
+    Committed,
+    Decided,
+    Entry,
+    History,
+    Payload,
+    Proposal,
+    Saved,
+    Scheduled,
+    Stage,
+)
+from replicast.core.messages import Ended, Propose, Tell
+from replicast.core.operations.audit import PulledRows
 from replicast.update.audit_report import AuditReport
 from tests.simulator.disk import Disk
 from tests.simulator.model import check_before, check_reverts, model, needs_before

@@ -11,13 +11,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from replicast.core import events as e
+from replicast.core import messages as m
 from replicast.core.coordinator import Coordinator
-from replicast.core.entries import Payload, Saved
-from replicast.core.messages import OUTSIDE, Answer, Propose, Tell
+from replicast.core.entries import Payload, Proposal, Saved
+from replicast.core.messages import OUTSIDE, Answer, Propose, Refusal, Refuse, ReportId, Snapshot, Tell
 from replicast.core.operations.apply import Apply, BeginTrial, Load, Prepare
 from replicast.core.operations.attempt import Exit, TakeSnapshot
-from replicast.core.records import Proposal, Refusal, Refuse, ReportId, Snapshot
 from replicast.core.worker import WorkerMachine
 from tests.simulator.model import needs_before
 from tests.simulator.plan import TOGETHER, Action
@@ -120,63 +119,63 @@ class Process:
 
     def start(self) -> None:
         """Starts the process, which has joined the others and restored its state."""
-        self.feed(self.worker, e.Rested(("begin",)))
+        self.feed(self.worker, m.Rested(("begin",)))
 
     # Commands of both machines.
 
-    def _set_timer(self, machine: WorkerMachine | Coordinator, command: e.SetTimer) -> None:
-        self.clock.after(command.secs, self.feed, machine, e.TimerFired(command.number))
+    def _set_timer(self, machine: WorkerMachine | Coordinator, command: m.SetTimer) -> None:
+        self.clock.after(command.secs, self.feed, machine, m.TimerFired(command.number))
 
-    def _end_job(self, machine: WorkerMachine | Coordinator, command: e.EndJob) -> None:
+    def _end_job(self, machine: WorkerMachine | Coordinator, command: m.EndJob) -> None:
         self.story.notes.say(self.group.number, self.name, f"ends the job: {command.reason}")
         self.story.notes.count("jobs ended by the core")
         self.group.die(self)
 
     # Commands of the coordinator.
 
-    def _broadcast(self, machine: Coordinator, command: e.Broadcast) -> None:
+    def _broadcast(self, machine: Coordinator, command: m.Broadcast) -> None:
         self.group.append(command.message)
 
-    def _write(self, machine: Coordinator, command: e.Write) -> None:
+    def _write(self, machine: Coordinator, command: m.Write) -> None:
         """Queues a write: writes are carried out one at a time, as by one thread."""
         took = 0.002 + self.story.random.random() * 0.02
         self._write_ends = max(self.clock.now, self._write_ends) + took
         self.clock.at(self._write_ends, self._make_write, command)
 
-    def _make_write(self, command: e.Write) -> None:
+    def _make_write(self, command: m.Write) -> None:
         """Starts a write. A process that is stopped here may continue after another group has a claim."""
         self.run(self._write_entry, command)
 
-    def _write_entry(self, command: e.Write) -> None:
+    def _write_entry(self, command: m.Write) -> None:
         story, disk, number = self.story, self.story.disk, self.group.number
         story.writes += 1
-        outcome = e.WriteOutcome.DURABLE
+        outcome = m.WriteOutcome.DURABLE
         if story.writes == story.plan.unknown:
             story.notes.fired("unknown write")
             if story.random.random() < 0.5:
                 disk.append(number, command.entry)
-            outcome = e.WriteOutcome.UNKNOWN
+            outcome = m.WriteOutcome.UNKNOWN
         elif disk.full_until > self.clock.now:
             story.notes.fired("full disk")
-            outcome = e.WriteOutcome.FAILED
+            outcome = m.WriteOutcome.FAILED
         else:
             disk.append(number, command.entry)
             if disk.is_fenced(number):
                 story.notes.fired("stale write")
-                outcome = e.WriteOutcome.FENCED
+                outcome = m.WriteOutcome.FENCED
             elif isinstance(command.entry, Saved):
                 story.checks.saved(command.entry)
         if story.notes.recording:
-            failed = "" if outcome is e.WriteOutcome.DURABLE else f"{outcome.value.upper()}: "
+            failed = "" if outcome is m.WriteOutcome.DURABLE else f"{outcome.value.upper()}: "
             story.notes.say(number, "  journal", f"{failed}{described(command.entry)}")
         if self.coordinator is not None:
-            self.feed(self.coordinator, e.Written(command.number, outcome))
+            self.feed(self.coordinator, m.Written(command.number, outcome))
 
-    def _close_inbox(self, machine: Coordinator, command: e.CloseInbox) -> None:
+    def _close_inbox(self, machine: Coordinator, command: m.CloseInbox) -> None:
         if self.story.disk.inbox.pop(command.ticket, None) is not None:
             self.story.checks.settled(self.group.replicas(), command.ticket, command.tell)
 
-    def _ended(self, machine: Coordinator, command: e.Ended) -> None:
+    def _ended(self, machine: Coordinator, command: m.Ended) -> None:
         if isinstance(command.outcome.result, Refusal) and self.story.notes.recording:
             said = f"{command.id} is {described(command.outcome)}"
             self.story.notes.say(self.group.number, self.name, f"  {said}")
@@ -192,10 +191,10 @@ class Process:
 
     # Commands of the worker.
 
-    def _send(self, machine: WorkerMachine, command: e.Send) -> None:
+    def _send(self, machine: WorkerMachine, command: m.Send) -> None:
         self.group.send(self.rank, command.message)
 
-    def _perform(self, machine: WorkerMachine, command: e.Perform) -> None:
+    def _perform(self, machine: WorkerMachine, command: m.Perform) -> None:
         delay = self.story.random.random()
         if command.order.in_background:
             if self.hangs and isinstance(command.order, Load | Prepare):
@@ -212,7 +211,7 @@ class Process:
         else:
             self._carry_out(command)
 
-    def _carry_out(self, command: e.Perform) -> None:
+    def _carry_out(self, command: m.Perform) -> None:
         if not self.alive:
             return
         if self.frozen_until > self.clock.now:
@@ -232,26 +231,26 @@ class Process:
         )  # digested while training goes on
         if later:
             self.post(Answer(command.number, value), DIGEST_SECS)
-        self.feed(self.worker, e.Performed(command.number, value, answers=not later))
+        self.feed(self.worker, m.Performed(command.number, value, answers=not later))
         if isinstance(command.order, Exit):
             if self.rank == 0:
                 self._answer(command.order.asked_by)
             self.group.ended(self, left=True)
 
-    def _is_discarded(self, command: e.Perform) -> bool:
+    def _is_discarded(self, command: m.Perform) -> bool:
         """Whether it was fetching an update that has been discarded meanwhile."""
         fetches = isinstance(command.order, Prepare)
         return fetches and self.replica.fetching.pop(command.number, None) is None
 
-    def _settle(self, machine: WorkerMachine, command: e.Settle) -> None:
+    def _settle(self, machine: WorkerMachine, command: m.Settle) -> None:
         self.story.checks.settled(self.group.replicas(), command.ticket, command.tell)
 
-    def _discard(self, machine: WorkerMachine, command: e.DropPrepared) -> None:
+    def _discard(self, machine: WorkerMachine, command: m.DropPrepared) -> None:
         self.replica.discard(command.id)
 
     # The training thread: trains, reaches boundaries, and carries out the actions of its script.
 
-    def _pass(self, machine: WorkerMachine, command: e.PassBoundary) -> None:
+    def _pass(self, machine: WorkerMachine, command: m.PassBoundary) -> None:
         if self.story.plan.planned_at == "behind":
             self._take_planned()
         self._play()
@@ -260,7 +259,7 @@ class Process:
         """The position from which a restart continues: the action in which the script waits is repeated."""
         return self.place - 1 if self._is_unfinished else self.place
 
-    def _continue(self, machine: WorkerMachine, command: e.Continue) -> None:
+    def _continue(self, machine: WorkerMachine, command: m.Continue) -> None:
         waits_since, self._waits_since, self._is_unfinished = self._waits_since, None, False
         if waits_since is not None and self.clock.now - waits_since > LONG_SECS:
             raise StoryFailed(f"{self.name} has waited for what cannot come before it trains")
@@ -292,7 +291,7 @@ class Process:
         if self.story.plan.planned_at == "before":
             self._take_planned()
             self._report_planned(0)
-        self.feed(self.worker, e.Arrived(self.replica.step))
+        self.feed(self.worker, m.Arrived(self.replica.step))
 
     def _take_planned(self) -> None:
         """Takes the planned snapshot or audit of this step. An audit is reported immediately."""
@@ -345,18 +344,18 @@ class Process:
                 case ("wait", rank, secs):
                     if rank == self.rank and self._last_ticket:
                         self._is_unfinished, self._waits_since = True, self.clock.now
-                        self.post(e.Awaited(self._last_ticket, secs))
+                        self.post(m.Awaited(self._last_ticket, secs))
                         return
                 case _:
                     self._report_planned(self.place - 1)
                     self._is_unfinished = True
-                    self.post(e.Rested(action))
+                    self.post(m.Rested(action))
                     return
         if self.replica.step >= plan.steps:
             self._is_done = True
             self._report_planned(self.place)
             self.group.closing()
-            self.post(e.Rested(("close",)))
+            self.post(m.Rested(("close",)))
         else:
             if plan.planned_at == "late":
                 self._take_planned()
@@ -379,18 +378,18 @@ class Process:
 
 
 _CARRIED_OUT_BY: dict[type[Any], Callable[[Process, Any, Any], None]] = {
-    e.Send: Process._send,
-    e.Perform: Process._perform,
-    e.PassBoundary: Process._pass,
-    e.Continue: Process._continue,
-    e.Settle: Process._settle,
-    e.DropPrepared: Process._discard,
-    e.SetTimer: Process._set_timer,
-    e.EndJob: Process._end_job,
-    e.Broadcast: Process._broadcast,
-    e.Write: Process._write,
-    e.CloseInbox: Process._close_inbox,
-    e.Ended: Process._ended,
+    m.Send: Process._send,
+    m.Perform: Process._perform,
+    m.PassBoundary: Process._pass,
+    m.Continue: Process._continue,
+    m.Settle: Process._settle,
+    m.DropPrepared: Process._discard,
+    m.SetTimer: Process._set_timer,
+    m.EndJob: Process._end_job,
+    m.Broadcast: Process._broadcast,
+    m.Write: Process._write,
+    m.CloseInbox: Process._close_inbox,
+    m.Ended: Process._ended,
 }
 
 
@@ -498,7 +497,7 @@ class SimulatedGroup:
                 proposal = replace(message.proposal, content=InMemory(self.number, edits))
                 message = replace(message, proposal=proposal)
             first = self.processes[0]
-            event = e.FromWorker(OUTSIDE, message)
+            event = m.FromWorker(OUTSIDE, message)
             self._clock.after(0.05 * self._random(), first.feed, first.coordinator, event)
 
     def send(self, rank: int, message: Any) -> None:
@@ -507,7 +506,7 @@ class SimulatedGroup:
             self._notes.say(self.number, f"worker {rank} →", message)
         self._last_sent[rank] = arrives = max(self._arrival(rank), self._last_sent[rank])
         first = self.processes[0]
-        self._clock.at(arrives, first.feed, first.coordinator, e.FromWorker(rank, message))
+        self._clock.at(arrives, first.feed, first.coordinator, m.FromWorker(rank, message))
 
     def append(self, message: Any) -> None:
         """Appends a message of the coordinator to the log that all workers read."""

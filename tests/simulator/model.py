@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from replicast.core.entries import Committed, Decided, Entry, History, Payload
-from replicast.core.operations.revert import why_not
+from replicast.core.operations.apply import why_not
 from tests.simulator.replica import START, StoryFailed, change, overwrites, train, undone
 
 

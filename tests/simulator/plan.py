@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from replicast.core.records import Proposal
+from replicast.core.entries import Proposal
 from replicast.update.trial import Trial
 from tests.simulator.replica import Edit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from replicast.core.records import Applied, Published, Refuse, SeenDigests, Snapshot
+from replicast.core.messages import Applied, Published, Refuse, SeenDigests, Snapshot
 from replicast.update.trial import Trial
 
 

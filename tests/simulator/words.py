@@ -8,6 +8,8 @@ from msgspec import Struct
 
 from replicast.core import entries as n
 from replicast.core import messages as m
+from replicast.core.entries import Proposal
+from replicast.core.messages import Applied, Published, Refusal, ReportId, SeenDigests, Snapshot
 from replicast.core.operation import Outcome
 from replicast.core.operations.apply import (
     Apply,
@@ -15,15 +17,22 @@ from replicast.core.operations.apply import (
     Compute,
     Discard,
     EndTrial,
+    Invert,
     Load,
     Measure,
     Prepare,
+    WriteBefore,
 )
 from replicast.core.operations.attempt import Exit, TakeSnapshot
-from replicast.core.operations.audit import Compare, DeliverReport, Digest, Examine, Expected, Publish
-from replicast.core.operations.pull import TakeRows
-from replicast.core.operations.revert import Invert, WriteBefore
-from replicast.core.records import Applied, Proposal, Published, Refusal, ReportId, SeenDigests, Snapshot
+from replicast.core.operations.audit import (
+    Compare,
+    DeliverReport,
+    Digest,
+    Examine,
+    Expected,
+    Publish,
+    TakeRows,
+)
 from replicast.update.audit_report import AuditReport
 from tests.simulator.replica import InMemory
 

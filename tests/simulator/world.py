@@ -6,8 +6,8 @@ import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from replicast.core.entries import Proposal
 from replicast.core.messages import Propose, Request, Withdraw
-from replicast.core.records import Proposal
 from tests.simulator.check import GroupOutcome
 from tests.simulator.group import Process, SimulatedGroup
 from tests.simulator.plan import Plan, random_plan

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from replicast import Update
-from replicast.faults import Action, Fault, read_fired
+from replicast.faults import Action, Fault
 from replicast.storage import inbox
 from replicast.storage.journal import committed_updates
+from tests.jobs import read_fired
 
 PUSHED = "pushed"
 TRAIN = Path(__file__).with_name("train.py")

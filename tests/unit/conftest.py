@@ -22,7 +22,7 @@ hypothesis.settings.load_profile("at any load")
 @pytest.fixture(autouse=True)
 def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that is played dead is taken for dead at once; `played_job.meanwhile` lets commands listen."""
-    monkeypatch.setattr("replicast.client.notes.LISTEN_SECS", 0.0)
+    monkeypatch.setattr("replicast.client.directory.LISTEN_SECS", 0.0)
 
 
 @pytest.fixture
@@ -39,6 +39,20 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(os, "fsync", noting)
     return found
+
+
+@pytest.fixture
+def preads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes each `os.pread` from now on asks for."""
+    asked: list[int] = []
+    real = os.pread
+
+    def noting(descriptor: int, length: int, place: int) -> bytes:
+        asked.append(length)
+        return real(descriptor, length, place)
+
+    monkeypatch.setattr(os, "pread", noting)
+    return asked
 
 
 @pytest.fixture

@@ -70,7 +70,8 @@ class World:
         for node in nodes or range(self.hosts):
             assert self.launchers[node] is None
             session = f"s{next(self._sessions)}"
-            member = Member(node, self.last_attempts[node] + 1, self.max_restarts, self.timeouts, self.now)
+            member = Member(node, self.max_restarts, self.timeouts, self.now)
+            member.on_ready(self.last_attempts[node] + 1)
             launcher = Launcher(node, session, member)
             if node == 0:
                 names = tuple(f"h{number}" for number in range(self.hosts))

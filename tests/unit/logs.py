@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from replicast import strictjson
+from replicast import codec
 
 Damage = Callable[[bytes], bytes]
 
@@ -64,7 +64,7 @@ def join(line: bytes) -> bytes:
 
 def sealed(body: bytes) -> bytes:
     """A line with the seal that fits it; the body is a JSON object."""
-    return strictjson.sealed(body)[0]
+    return codec.sealed(body)[0]
 
 
 def rewritten(**fields: Any) -> Damage:

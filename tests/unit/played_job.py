@@ -14,8 +14,7 @@ import safetensors.numpy
 from click.testing import CliRunner, Result
 
 from replicast.cli import main
-from replicast.core.entries import Committed, Decided, Payload, Receipt, Scheduled, Withdrawn
-from replicast.core.records import Stage
+from replicast.core.entries import Committed, Decided, Payload, Receipt, Scheduled, Stage, Withdrawn
 from replicast.errors import UpdateRefused
 from replicast.processes import this_process
 from replicast.storage import inbox
@@ -23,13 +22,13 @@ from replicast.storage.claims import Fence
 from replicast.storage.inbox import InboxAnswer
 from replicast.storage.journal import FileJournal, undo
 from replicast.storage.run_files import FORMAT, RunInfo, WorkerNote, write_run_info, write_worker_note
-from replicast.update.effect import Effect, Histogram
-from replicast.update.schema import Schema, Variable, planned
-from replicast.update.trial import TrialOutcome
+from replicast.update.edits import Variable
+from replicast.update.schema import Schema, planned
+from replicast.update.trial import Effect, Histogram, TrialOutcome
 from replicast.update.update import Update
 
 LONG_AGO = 2 * 86_400.0
-"""A job that was heard of so many seconds ago is dead, and no clock is so wrong that one would listen."""
+"""A job that was heard from so many seconds ago is dead, and no clock is so wrong that one would listen."""
 START = {
     "command": ("train.py", "--lr", "0.1"),
     "versions": {"python": "3.12.3", "keras": "3.10.0"},
@@ -169,10 +168,11 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[float], object]) -
         moments.append(secs)
         act(secs)
 
-    monkeypatch.setattr("replicast.client.notes.LISTEN_SECS", 3.0)
-    monkeypatch.setattr("replicast.client.notes.sleep", sleep)
+    monkeypatch.setattr("replicast.client.directory.LISTEN_SECS", 3.0)
     monkeypatch.setattr("replicast.storage.inbox.Arrivals.wait", lambda _, secs: sleep(secs))
-    monkeypatch.setattr("replicast.client.notes.monotonic", lambda: sum(moments))
+    for module in ("directory", "run"):
+        monkeypatch.setattr(f"replicast.client.{module}.sleep", sleep)
+        monkeypatch.setattr(f"replicast.client.{module}.monotonic", lambda: sum(moments))
     return moments
 
 

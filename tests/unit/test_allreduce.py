@@ -305,7 +305,7 @@ def test_nothing_is_summed_any_more_after_a_call_that_failed(tmp_path: Path) -> 
 
     together(2, lambda rank: call(rank, long[: None if rank == 0 else 3]))
     # Worker 0 had written two chunks. Worker 1 would take the second for the first one of this call.
-    assert all("goes on after a step" in said for said in together(2, lambda rank: call(rank, 2 * long)))
+    assert all("continues after a step" in said for said in together(2, lambda rank: call(rank, 2 * long)))
 
 
 def test_a_worker_without_rows_adds_nothing_to_means_also_if_its_value_is_nan(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from replicast.update.audit_report import (
     rows_in_turn,
     what_follows,
 )
-from replicast.update.distance import deviation
-from replicast.update.edits import DTYPES, dtype_named
+from replicast.update.digest import deviation
+from replicast.update.edits import DTYPES
 
 
 def report(**fields: Any) -> AuditReport:
@@ -179,7 +179,7 @@ def test_every_replica_of_a_worker_counts_and_the_one_that_differs_is_named(
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
 def test_one_flipped_bit_is_found_and_located_in_every_dtype(name: str) -> None:
-    dtype = dtype_named(name)
+    dtype = np.dtype(name)
     reference = np.ones((3, 5), dtype)
     for place, bit in ((0, 0), (7, 8 * dtype.itemsize - 1), (14, 3)):
         if name == "bool" and bit:

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from replicast import __version__
 from replicast.cli import COMMANDS, main
-from replicast.launcher.launcher import Settings
+from replicast.launcher.plan import JobPlan
 
 HEAVY = ("tensorflow", "keras", "numpy", "rich")
 CHECKPOINT = [["checkpoint", name] for name in ("diff", "list", "patch", "show", "verify")]
@@ -49,10 +49,8 @@ def refused(*arguments: str) -> str:
 
 
 def test_launchers_are_more_patient_than_their_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Settings] = []
-    monkeypatch.setattr(
-        "replicast.launcher.launcher.supervise", lambda job, settings, environ: made.append(settings)
-    )
+    made: list[JobPlan] = []
+    monkeypatch.setattr("replicast.launcher.launcher.supervise", lambda job, environ: made.append(job))
     for secs in ("10", "60"):
         monkeypatch.setenv("REPLICAST_HEARTBEAT_TIMEOUT", secs)
         invoke("run", "train.py")

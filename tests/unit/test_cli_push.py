@@ -16,11 +16,11 @@ from rich.text import Text
 
 from replicast.cli.push import live_line
 from replicast.client import connect
-from replicast.core.records import Stage
+from replicast.codec import sealed, unsealed
+from replicast.core.entries import Stage
 from replicast.storage import inbox
 from replicast.storage.claims import Fence
 from replicast.storage.run_files import ENDED, WITHOUT_CALLBACK, Change, JobState, write_change
-from replicast.strictjson import sealed, unsealed
 from replicast.update.schema import planned
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update
@@ -144,12 +144,16 @@ def test_a_wrong_command_line_is_a_usage_error(run: Path, arguments: list[str], 
 def test_what_is_not_a_run_directory_is_a_usage_error(run: Path) -> None:
     Path("empty").mkdir()
     Path("logs").mkdir()
+    Path("starting").mkdir()
+    for node in (0, 1):  # On a directory that both hosts share.
+        (Path("starting") / f"launcher-{node}.lock").touch()
     (Path("logs") / "launcher-2.lock").touch()  # Of the second host of a job; worker 0 is on the first.
     for path, expected in {
         "nowhere": "There is no directory nowhere",
         ".": "Perhaps: run.",
-        "empty": "has no run.json yet: is the job still starting?",
+        "empty": "empty is not a run directory. Give the --run-dir",
         "logs": "is not shared with the first host",
+        "starting": "No job has begun in starting yet. If it is starting, try again",
         "x" * 300: "File name too long",
     }.items():
         assert expected in flat(output_of(2, "status", path))
@@ -190,9 +194,15 @@ def test_a_dry_run_shows_what_would_be_done_and_pushes_nothing(run: Path) -> Non
     trial = ("--trial-steps", 50, "--max-increase", 0.05)
     warned = output_of(0, "push", run, "--set", "learning_rate=-3", *trial, "--dry-run")
     assert has(
-        warned, "Warning: optimizer/learning_rate would be -3.", "On trial: 50 steps, loss, at most 5 %"
+        warned,
+        "optimizer/learning_rate: -3 is 3 times what the schedule computes",
+        "On trial: 50 steps, loss, at most 5 %",
     )
-    assert ("On trial" in good, "No problems" in warned, inbox.waiting(run)) == (False, False, [])
+    assert ("On trial" in good, "No problems" in warned, inbox.waiting(run)) == (False, True, [])
+    for more in (["--dry-run"], []):
+        said = flat(output_of(0, "push", run, "--set", "learning_rate=-1", *more))
+        assert said.count("-1 gives the rate back to the schedule") == 1
+        assert "Warning" not in said, "it is the documented way"
 
 
 def test_a_name_with_control_characters_cannot_reach_the_terminal(run: Path) -> None:
@@ -303,7 +313,7 @@ def test_a_push_during_the_first_start_is_accepted_and_the_job_checks_it(
     arguments = "push", run, "--set", "learning_rate=0.1", "--id"
     for more in (["--dry-run"], []):
         told = output_of(0, *arguments, "x", *more)
-        assert "Starting: no worker has been heard of yet" in told
+        assert "Starting: no worker has been heard from yet" in told
         assert "The job checks this when its workers have met" in flat(told)
         assert "damaged" not in told
     assert "known when its workers have met" in output_of(1, "pull", run, "dense/bias", "-o", "a.npy")

@@ -16,9 +16,11 @@ import safetensors.numpy
 from msgspec.structs import replace
 
 import replicast
-from replicast.core.entries import Before, Committed, Payload
-from replicast.core.records import Stage
-from replicast.errors import NotFound, RequestRefused
+from replicast.cli import runs
+from replicast.client.directory import DirectoryRun
+from replicast.client.run import Brief
+from replicast.core.entries import Before, Committed, Payload, Stage
+from replicast.errors import NotFound, RequestFailed, RequestRefused
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore, Manifest
 from replicast.storage.claims import Fence
@@ -36,8 +38,7 @@ from replicast.storage.run_files import (
     write_worker_note,
 )
 from replicast.update.digest import digest_array
-from replicast.update.inverse import update_before
-from replicast.update.schema import Schema, planned
+from replicast.update.schema import Schema, planned, update_before
 from replicast.update.update import Update
 from tests.unit.played_job import BIAS, SCHEMA, flat, has, heard_of, invoke, meanwhile, output_of
 
@@ -84,12 +85,12 @@ class Answering:
     "command",
     [
         *("show run N", "revert run N", "revert run N --dry-run", "withdraw run N"),
-        *("pull run dense/bias --rows N -o a.npy", "pull run dense/bias --rows 0:N -o a.npy"),
+        *("pull run dense/bias --rows N -o a.safetensors", "pull run dense/bias --rows 0:N -o a.safetensors"),
         *("log run --last N", "audit run --last N"),
         "push run --scale dense/bias=2 --at-step N --dry-run",
         "push run --scale dense/bias=2 --trial-steps N --dry-run",
         *("checkpoint show run N", "checkpoint verify run N"),
-        "checkpoint patch run N --scale dense/bias=2 --in-place",
+        "checkpoint patch run N --scale dense/bias=2 -o out",
     ],
 )
 def test_a_number_of_thousands_of_digits_is_refused_in_words(run: Path, command: str, digits: int) -> None:
@@ -220,12 +221,17 @@ def test_rows_and_ranges_of_rows_can_be_pulled(run: Path, monkeypatch: pytest.Mo
 
 def test_an_unknown_variable_or_row_is_told_with_what_there_is(run: Path) -> None:
     assert "perhaps model/dense/bias" in output_of(1, "pull", run, "dense/bais", "-o", "a.npy")
-    assert "0 to 2" in output_of(1, "pull", run, "dense/bias", "--rows", "7", "-o", "a.npy")
+    assert "0 to 2" in output_of(1, "pull", run, "dense/bias", "--rows", "7", "-o", "a.safetensors")
     for wrong in (
         ("-o", "a.txt"),
-        *(("--rows", rows, "-o", "a.npy") for rows in ("a", "-1", "0:" + "9" * 9999)),
+        *(("--rows", rows, "-o", "a.safetensors") for rows in ("a", "2:1", "0:" + "9" * 9999)),
     ):
         output_of(2, "pull", run, "dense/bias", *wrong)
+    for rows in ("-1", "1,-2:5"):
+        said = flat(output_of(2, "pull", run, "dense/bias", "--rows", rows, "-o", "a.safetensors"))
+        assert "Rows are counted from 0" in said
+    said = flat(output_of(2, "pull", run, "dense/bias", "--rows", "1", "-o", "a.npy"))
+    assert "Write a .safetensors file" in said, "a .npy file would not say which rows they are"
 
 
 def saved(run: Path, step: int = 40) -> dict[str, np.ndarray]:
@@ -281,12 +287,37 @@ def test_a_checkpoint_now_says_its_step_or_why_there_is_none(
 def test_a_stop_says_where_and_whether_the_state_is_saved(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Answering(run)
     meanwhile(monkeypatch, job.act)
-    assert output_of(0, "stop", run) == "stopped at step 700: the state is saved\n"
+    monkeypatch.setattr(runs, "EXIT_SECS", 0.0)  # The workers of this job never exit.
+    said = output_of(0, "stop", run)
+    assert said.startswith("stopped at step 700: the state is saved\nIts workers have not exited yet")
     found = inbox.stopped_by(run, 0)
     assert found is not None, "the launcher reads who has stopped the job"
     assert found.author == job.asked[0].author
     job.problem = "There is no run directory"
     assert "without a checkpoint" in output_of(1, "stop", run)
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_stop_waits_until_the_job_or_its_server_has_ended(
+    run: Path, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, after = Answering(run), list[float]()
+
+    def act(secs: float) -> None:
+        if job.asked:
+            after.append(secs)
+        if len(after) == 3 and not served:
+            write_change(run, Change(JobState.STOPPED, 0))
+        job.act(secs)
+
+    def gone(_run: DirectoryRun) -> Brief:
+        raise RequestFailed("The server cannot be reached")
+
+    meanwhile(monkeypatch, act)
+    if served:
+        monkeypatch.setattr(DirectoryRun, "brief", gone)
+    assert output_of(0, "stop", run) == "stopped at step 700: the state is saved\n"
+    assert len(after) == (0 if served else 3)
 
 
 @pytest.mark.parametrize("command", ["stop run", "checkpoint now run", "pull run dense/bias -o bias.npy"])

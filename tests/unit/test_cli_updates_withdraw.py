@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from replicast.client.directory import this_user
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.processes import this_process
 from replicast.storage import inbox
 from replicast.storage.run_files import ENDED

@@ -6,15 +6,15 @@ import json
 import math
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from replicast.cli import runs, texts
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.storage import inbox
 from replicast.storage.claims import Fence
 from replicast.storage.run_files import (
@@ -31,8 +31,8 @@ from replicast.storage.run_files import (
     write_worker_note,
 )
 from replicast.update.audit_report import Deviation, Difference
-from replicast.update.edits import BFLOAT16
-from replicast.update.schema import Schema, Variable
+from replicast.update.edits import BFLOAT16, Variable
+from replicast.update.schema import Schema
 from replicast.update.update import Update
 from tests.unit.played_job import (
     BIAS,
@@ -177,7 +177,7 @@ def test_status_says_who_holds_up_the_others_and_since_when(
     for rank, secs in ((0, others), (1, own)):
         now = time.time()
         known = WorkerNote(rank, 1, "box", 5 + 90 * rank, 0, now, training=True, waiting_for="")
-        write_worker_note(run, replace(known, step_secs=0.1, own_secs=secs, own_since=now - 240))
+        write_worker_note(run, structs.replace(known, step_secs=0.1, own_secs=secs, own_since=now - 240))
     output = flat(invoke("status", run).output)
     assert flat(said) in output
     assert output.count("slow") == bool(said), "however far apart the steps of their notes are"
@@ -187,7 +187,7 @@ def test_status_says_who_is_missing(run: Path) -> None:
     heard_of(run, secs_ago=12.2)
     output = invoke("status", run).output
     assert output.count("not seen for 12 s") == 2
-    assert "Not running: last heard of 12 s ago at step 5" in output
+    assert "Not running: last heard from 12 s ago at step 5" in output
     (run / "workers" / "1.json").unlink()
     assert "never seen" in invoke("status", run).output
 
@@ -355,7 +355,7 @@ def test_logs_prints_the_last_lines_and_follows_what_comes_and_a_restart(
 
     write(0, "one", "two", "three \x1b[31mred\x1b[2J")
     assert output_of(0, "logs", run, 1, "--lines", 2) == "two\nthree red\n"
-    assert "There is no log" in output_of(1, "logs", run, 0)
+    assert "There is no log" in output_of(1, "logs", run), "without a worker it is worker 0"
     later = iter([lambda: None, lambda: write(0, "four"), lambda: write(1, "again"), stop])
     monkeypatch.setattr(runs.time, "sleep", lambda _secs: next(later)())
     assert output_of(0, "logs", run, 1, "--lines", 3, "-f") == "one\ntwo\nthree red\nfour\nagain\n"
@@ -415,7 +415,7 @@ def test_what_a_new_start_has_yet_to_come_to_is_committed_and_not_verified(run: 
 
 def test_a_job_without_a_journal_is_not_said_to_have_committed_nothing(run: Path) -> None:
     for journaled, said in ((True, "no update has been committed yet"), (False, "keeps no journal")):
-        write_run_info(Fence(run, attempt=0), replace(read_run_info(run), journaled=journaled))
+        write_run_info(Fence(run, attempt=0), structs.replace(read_run_info(run), journaled=journaled))
         for command in ("log", "status"):
             assert said in invoke(command, run).output, command
 
@@ -443,7 +443,7 @@ def test_in_a_pipe_no_name_is_broken(run: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("COLUMNS")
     name = f"model/{'block_' * 30}kernel"
     schema = Schema([*SCHEMA, Variable(name, (), "float32", "trainable")])
-    write_run_info(Fence(run, attempt=0), replace(read_run_info(run), schema=schema))
+    write_run_info(Fence(run, attempt=0), structs.replace(read_run_info(run), schema=schema))
     inbox.submit(run, Update(id="x" * 90, note="why " * 60).assign(name, 1.0))
     listed = invoke("inspect", run).output
     assert any(line.startswith(f"{name} ") for line in listed.splitlines())
@@ -452,12 +452,23 @@ def test_in_a_pipe_no_name_is_broken(run: Path, monkeypatch: pytest.MonkeyPatch)
     assert name in invoke("push", run, "--set", f"{name}=1", "--dry-run").output
 
 
+def test_in_a_pipe_the_log_is_not_as_wide_as_its_longest_reason(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS")
+    inbox.submit(run, Update(id="why", note="because " * 60).assign("learning_rate", 1.0))
+    lines = invoke("status", run).output.splitlines()
+    assert "because because" in lines[-1]
+    assert max(map(len, lines)) < 130
+    assert not [line for line in lines if line != line.rstrip()]
+
+
 def test_without_an_audit_it_says_so_and_suggests_one_while_the_job_runs(run: Path) -> None:
     assert "give --now" in output_of(0, "audit", run)
     assert output_of(0, "audit", run, "--json") == ""
     heard_of(run, secs_ago=60)
     result = output_of(0, "audit", run)
-    assert ("--now" in result, "No audit was made. Not running: last heard of" in result) == (False, True)
+    assert ("--now" in result, "No audit was made. Not running: last heard from" in result) == (False, True)
 
 
 def test_the_list_of_audits_says_when_what_who_since_when_and_what_was_done(run: Path) -> None:

@@ -10,12 +10,10 @@ import numpy.typing as npt
 import pytest
 from msgspec import UNSET
 
-from replicast.update.distance import effects
-from replicast.update.edits import RESETS
-from replicast.update.effect import Effect, Histogram
-from replicast.update.inverse import parts_to_keep
-from replicast.update.schema import Schema, Variable, planned
-from replicast.update.state import touched_parts
+from replicast.update.edits import RESETS, Variable
+from replicast.update.guard import effects
+from replicast.update.schema import Schema, parts_to_keep, planned, touched_parts
+from replicast.update.trial import Effect, Histogram
 from replicast.update.update import Update
 from tests.threads import MemoryState
 
@@ -122,8 +120,8 @@ def test_of_rows_only_the_touched_ones_are_measured(operation: str) -> None:
 
 
 def test_a_large_variable_is_measured_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicast.update.distance._AT_ONCE", 64)
-    monkeypatch.setattr("replicast.update.distance._EXACT", 0)
+    monkeypatch.setattr("replicast.update.guard._AT_ONCE", 64)
+    monkeypatch.setattr("replicast.update.guard._EXACT", 0)
     value = np.linspace(-1, 1, 1000, dtype=np.float32).reshape(20, 50)
     for update in (Update().add("x", value * 1e-3), Update().assign("x", value * 1.001)):
         (found,) = done(update, {"x": value})

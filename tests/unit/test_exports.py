@@ -10,7 +10,7 @@ import pytest
 import replicast
 from replicast import errors
 from replicast.codec import encode
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.storage.journal import UpdateView
 
 ERRORS = [one for one in vars(errors).values() if inspect.isclass(one) and issubclass(one, Exception)]

@@ -20,6 +20,7 @@ from replicast.config import Cluster
 from replicast.errors import ClusterError, ReplicastError
 from replicast.faults import Action, Fault, FaultInjected, FaultPlan, Point
 from replicast.files import write_durably
+from tests.jobs import read_fired
 
 PACKAGE = Path(replicast.__file__).parent
 
@@ -119,12 +120,12 @@ def test_an_injected_error_is_not_caught_by_handlers_of_replicast_errors(tmp_pat
 def test_a_fault_is_recorded_before_it_fires_and_nothing_else_is(tmp_path: Path) -> None:
     faults.set_plan([raising(), raising("stage")], run_dir=tmp_path)
     faults.point("ready")
-    assert faults.read_fired(tmp_path) == []
+    assert read_fired(tmp_path) == []
     for name in ("apply", "stage"):
         with pytest.raises(FaultInjected):
             faults.point(name)
     faults.point("apply")
-    first, second = faults.read_fired(tmp_path)
+    first, second = read_fired(tmp_path)
     assert (first["point"], first["action"], second["point"]) == ("apply", "raise", "stage")
     assert {"worker", "occurrence", "attempt", "pid", "time"} <= set(first)
 
@@ -152,9 +153,7 @@ def test_a_process_that_is_killed_leaves_the_line_and_its_temporary_file(tmp_pat
     with doomed(tmp_path, "kill") as process:
         said, _ = process.communicate(timeout=120)
     assert (process.returncode, said) == (-signal.SIGKILL, "")
-    assert [(fired["point"], fired["pid"]) for fired in faults.read_fired(tmp_path)] == [
-        ("write", process.pid)
-    ]
+    assert [(fired["point"], fired["pid"]) for fired in read_fired(tmp_path)] == [("write", process.pid)]
     assert not (tmp_path / "file").exists()
     assert len(list(tmp_path.glob(".tmp-*"))) == 1
 
@@ -163,7 +162,7 @@ def test_a_stopped_process_continues_after_sigcont(tmp_path: Path) -> None:
     with doomed(tmp_path, "stop") as process:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
-        assert faults.read_fired(tmp_path)[0]["pid"] == process.pid
+        assert read_fired(tmp_path)[0]["pid"] == process.pid
         process.send_signal(signal.SIGCONT)
         said, _ = process.communicate(timeout=120)
     assert (process.returncode, said) == (0, "it went on\n")
@@ -173,7 +172,7 @@ def test_the_launcher_and_other_commands_ignore_the_fault_plan(tmp_path: Path) -
     with doomed(tmp_path, "kill", REPLICAST_LAUNCHED="") as process:
         said, _ = process.communicate(timeout=120)
     assert (process.returncode, said) == (0, "it went on\n")
-    assert faults.read_fired(tmp_path) == []
+    assert read_fired(tmp_path) == []
 
 
 # What a plan says.

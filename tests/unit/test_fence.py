@@ -6,10 +6,10 @@ import contextlib
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from replicast.core.entries import (
     Committed,
@@ -19,10 +19,10 @@ from replicast.core.entries import (
     Receipt,
     Refused,
     Scheduled,
+    Stage,
     Started,
     Withdrawn,
 )
-from replicast.core.records import Stage
 from replicast.errors import ClusterError, FileDamaged, JobFailed
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence, sees_group
@@ -228,9 +228,9 @@ def saved(run: Path) -> dict[int, str]:
     """What a reader finds, to the last byte."""
     store = CheckpointStore(run)
     assert store.problems() == []
-    for manifest in store.list():
-        store.open(manifest.step, verify=True).close()
-    return {manifest.step: manifest.state_digest for manifest in store.list()}
+    for manifest in store.manifests():
+        store.open(manifest.step).verify()
+    return {manifest.step: manifest.state_digest for manifest in store.manifests()}
 
 
 def test_a_checkpoint_that_was_stopped_anywhere_takes_the_place_of_none_of_the_next_group(

@@ -15,10 +15,10 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicast.codec import json_bytes
 from replicast.errors import FileDamaged
 from replicast.files import make_durably, read_json, remove_leftovers, write_durably, write_quickly
-from replicast.strictjson import json_bytes
-from replicast.tensorfiles import parse_tensors, read_bytes, tensor_chunks
+from replicast.update.tensorfiles import parse_tensors, read_bytes, tensor_chunks
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int, fired: list[str]) -> None:

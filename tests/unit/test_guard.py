@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import FrozenInstanceError
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 
 from replicast.errors import UpdateRefused
+from replicast.update.edits import Variable
 from replicast.update.guard import Guard, checked_guard
-from replicast.update.schema import Schema, Variable, planned
+from replicast.update.schema import Schema, planned
 from replicast.update.update import Update
 
 KERNEL = np.array([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]], np.float32)
@@ -215,3 +217,25 @@ def test_a_guard_is_immutable() -> None:
     assert guard == Guard(allow=("model/*",))
     assert checked_guard(guard) is guard
     assert checked_guard(None) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "allowed"),
+    [(-1, 0.001, True), (0.001, -1, True), (-1, -0.5, False), (0.5, 0.001, False), (-1, -1.05, True)],
+)
+def test_a_rate_is_not_compared_with_a_multiple_of_its_schedule(
+    before: float, after: float, allowed: bool
+) -> None:
+    rate = "optimizer/learning_rate"
+    schema, live = Schema([Variable(rate, (), "float32", "optimizer")]), np.array(before, "f4")
+    edits = planned(Update().assign(rate, after), schema).edits
+    with contextlib.nullcontext() if allowed else pytest.raises(UpdateRefused, match="relative change"):
+        Guard(max_relative_change=0.1).check(edits, schema, lambda _names: {rate: live})
+
+
+def test_a_rate_that_is_not_finite_exceeds_the_bound_also_in_place_of_a_schedule() -> None:
+    rate = "optimizer/learning_rate"
+    schema, live = Schema([Variable(rate, (), "float32", "optimizer")]), np.array(-1, "f4")
+    edits = planned(Update(allow_nonfinite=True).assign(rate, math.nan), schema).edits
+    with pytest.raises(UpdateRefused, match="relative change"):
+        Guard(max_relative_change=0.1, require_finite=False).check(edits, schema, lambda _names: {rate: live})

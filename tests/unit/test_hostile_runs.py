@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from replicast.codec import sealed_json, unsealed
 from replicast.errors import FileDamaged
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore, choose
@@ -24,7 +25,6 @@ from replicast.storage.run_files import (
     read_worker_notes,
     write_worker_note,
 )
-from replicast.strictjson import sealed_json, unsealed
 from replicast.update.update import Update
 from tests.unit.checkpoint.samples import assert_holds, state_of, written
 from tests.unit.played_job import invoke, made_run
@@ -52,7 +52,7 @@ def test_a_manifest_with_an_impossible_shape_hides_no_other_checkpoint(
     good = written(store, 5)
     written(store, 6)
     manifest_with_shape(store.path(6).as_path(), shape)
-    assert store.list() == [good]
+    assert store.manifests() == [good]
     assert [problem.path.parent for problem in store.problems()] == [store.path(6).as_path()]
     damaged: dict[int, str] = {}
     with choose(store, None, damaged) as reader:
@@ -85,7 +85,7 @@ def test_a_pipe_or_a_device_in_a_checkpoint_is_damage(tmp_path: Path, file: str)
         (store.path(step).as_path() / file).unlink()
     os.mkfifo(store.path(5).as_path() / file)
     (store.path(6).as_path() / file).symlink_to("/dev/zero")
-    assert store.list() == [good]
+    assert store.manifests() == [good]
     assert len(store.problems()) == 2
     assert_holds(store, 4, state_of())
 

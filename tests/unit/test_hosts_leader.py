@@ -82,6 +82,9 @@ SCENARIOS = {
     ),
     "without a restart left nobody waits for a lost first host": "restarts 0; kill 0; wait 5; codes - 75",
     "without a restart left nobody waits for another lost host": "restarts 0; kill 1; wait 5; codes 75 -",
+    "a host that does not come is named, and the job ends": (
+        "hosts 3; off; boot 0; boot 1; wait 60; codes - - -; wait 70; codes 75 75 -; blamed 2 2"
+    ),
     "a late host starts the job": "off; boot 0; wait 100; boot 1; wait 2; running 0 0",
     "a connection that is reset while both launchers live changes nothing": (
         "reset 1; wait 3; reset 1; wait 3; reset 1; wait 3; running 0 0"
@@ -156,7 +159,8 @@ def test_the_same_error_on_any_host_soon_after_the_start_ends_the_job() -> None:
 
 def running_member(node: int = 1, max_restarts: int = 3) -> Member:
     """A launcher that runs attempt 0."""
-    member = Member(node, 0, max_restarts, HostTimeouts(), 0.0)
+    member = Member(node, max_restarts, HostTimeouts(), 0.0)
+    member.on_ready(0)
     member.on_order(replace(RUN, max_restarts=max_restarts), 0.1)
     order = member.to_start(0.1)
     assert order is not None
@@ -201,7 +205,7 @@ def test_a_job_that_is_stopped_during_a_cut_says_how_long_nothing_was_heard(node
 
 def test_why_a_launcher_was_refused_is_said_of_the_host_that_did_not_come_until_it_has() -> None:
     leader = Leader(("a", "b"), "first", 1, HostTimeouts(join_secs=15.0), 0.0)
-    leader.on_refused("Another -n")
+    leader.refused = "Another -n"
     join(leader)
     assert leader.order.phase is Phase.RUN
     leader.on_time(40.0)
@@ -214,7 +218,7 @@ def test_why_a_launcher_was_refused_is_said_of_the_host_that_did_not_come_until_
 
     assert why(56.0).startswith("it did not join within 15 s. Was the command started there")
     leader = Leader(("a", "b"), "first", 1, HostTimeouts(join_secs=15.0), 0.0)
-    leader.on_refused("Another -n")
+    leader.refused = "Another -n"
     assert why(16.0) == "it did not join within 15 s. Another -n"
 
 
@@ -226,7 +230,8 @@ def test_a_launcher_that_comes_back_at_once_does_not_run_its_last_attempt_again(
     leader.on_closed(1, "one", 2.0)
     leader.on_joined(1, "two", "", 2.1)
     assert leader.order.phase is Phase.END, "this order is the first that the new launcher hears"
-    member = Member(1, 1, 3, HostTimeouts(), 2.1)
+    member = Member(1, 3, HostTimeouts(), 2.1)
+    member.on_ready(1)
     member.on_order(replace(leader.order, phase=Phase.RUN), 2.1)
     assert member.to_start(2.1) is None, "there are logs of it"
 
@@ -235,18 +240,6 @@ def test_the_first_launcher_does_not_take_itself_for_lost_after_it_was_stopped()
     member = running_member(0, max_restarts=0)
     member.on_group_end(WorkerExit(host=0, worker=0, code=3), left_behind=False)
     assert member.after(100.0) is None, "it decides when it has looked around"
-
-
-def test_a_host_that_does_not_come_is_named_and_the_job_ends() -> None:
-    world = World(3)
-    world.boot(0, 1)
-    world.run(60.0)
-    assert world.codes() == [None, None, None]
-    assert world.of(1).member.missing(world.now) == ((2,), "")
-    world.run(70.0)
-    assert world.codes() == [PEER, PEER, None]
-    assert {cause.host for cause in causes(world) if cause} == {2}
-    assert "did not join within 120 s" in causes(world)[0].why  # type: ignore[union-attr]
 
 
 def test_a_launcher_whose_first_one_does_not_come_says_so_and_ends() -> None:
@@ -262,7 +255,7 @@ def test_a_launcher_whose_first_one_does_not_come_says_so_and_ends() -> None:
 def test_why_the_first_launcher_is_not_reached_is_said_until_it_answers() -> None:
     world = World(2)
     world.boot(1)
-    world.of(1).member.on_unreachable("h0:5: Name or service not known")
+    world.of(1).member.unreachable = "h0:5: Name or service not known"
     world.run(60.0)
     assert world.of(1).member.missing(world.now) == ((0,), "h0:5: Name or service not known")
     world.boot(0)

@@ -21,7 +21,6 @@ import pytest
 from msgspec.structs import replace
 
 from replicast.connections import admit, introduce
-from replicast.deadline import Deadline
 from replicast.errors import ClusterError, LaunchRefused
 from replicast.launcher import hosts_link
 from replicast.launcher.failure import GroupEnd, LaunchOrder, Phase, WorkerExit
@@ -34,22 +33,21 @@ from replicast.launcher.hosts_leader import (
     difference,
     sent_from,
 )
-from replicast.launcher.hosts_link import MAX_LINE, First, Lines, Other, Part, Peers, listen
-from replicast.launcher.interruptions import Interruptions
-from replicast.launcher.launcher import Settings, supervise
+from replicast.launcher.hosts_link import MAX_LINE, First, Lines, Other, Peers, identity, listen
+from replicast.launcher.launcher import supervise
 from replicast.launcher.plan import JobPlan, own_node
-from replicast.launcher.screen import make_screen
+from replicast.launcher.screen import Interruptions, make_screen
+from replicast.processes import Deadline
 from tests.threads import eventually
 
 SECS = 120.0
-JOB = JobPlan(argv=("python", "train.py"), hosts=("a", "b"), node_rank=1, endpoint=("127.0.0.1", 1))
-PART = Part(
-    job=dataclasses.replace(JOB, hosts=(), nnodes=2, node_rank=0),
+JOB = JobPlan(
+    argv=("python", "train.py"),
+    nnodes=2,
     endpoint=("127.0.0.1", 1),
+    run_dir=Path("the-run"),
     secret=b"secret",
-    timeouts=HostTimeouts(leave_secs=0.0),
-    next_attempt=0,
-    run_name="the-run",
+    host_timeouts=HostTimeouts(leave_secs=0.0),
 )
 
 
@@ -66,19 +64,20 @@ class Launcher(contextlib.ExitStack):
         return self._shown.getvalue().splitlines()
 
 
-def of(kind: type[Peers], part: Part, *listener: socket.socket) -> Launcher:
+def of(kind: type[Peers], job: JobPlan, *listener: socket.socket) -> Launcher:
     shown = io.StringIO()
     screen = make_screen(shown, shown, tee=frozenset(), environ={})
-    return Launcher(kind(part, screen, Interruptions(), *listener), shown)
+    launcher = Launcher(kind(job, screen, Interruptions(), *listener), shown)
+    launcher.peers.ready(0)
+    return launcher
 
 
 def first(listener: socket.socket, **changes: Any) -> Launcher:
-    return of(First, dataclasses.replace(PART, **changes), listener)
+    return of(First, dataclasses.replace(JOB, **changes), listener)
 
 
 def other(endpoint: tuple[str, int], **changes: Any) -> Launcher:
-    job = dataclasses.replace(PART.job, node_rank=1, **changes.pop("job", {}))
-    return of(Other, dataclasses.replace(PART, job=job, endpoint=endpoint, **changes))
+    return of(Other, dataclasses.replace(JOB, node_rank=1, endpoint=endpoint, **changes))
 
 
 @pytest.fixture
@@ -88,9 +87,8 @@ def listener() -> socket.socket:
 
 
 def hello_of(**changes: Any) -> Hello:
-    job = dataclasses.replace(PART.job, node_rank=1, **changes)
-    identity = dataclasses.replace(PART, job=job).identity()
-    return Hello(node=1, session="theirs", address="127.0.0.1", identity=identity)
+    job = dataclasses.replace(JOB, node_rank=1, **changes)
+    return Hello(node=1, session="theirs", address="127.0.0.1", identity=identity(job))
 
 
 @contextlib.contextmanager
@@ -189,8 +187,8 @@ def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on(
 ) -> None:
     endpoint = listener.getsockname()[:2]
     problem = "it has a different job secret, or none. Set REPLICAST_JOB_SECRET"
-    with first(listener, timeouts=HostTimeouts(join_secs=1.0, leave_secs=0.0)) as launcher:
-        with other(endpoint, secret=theirs, timeouts=HostTimeouts(join_secs=1.0)) as asking:
+    with first(listener, host_timeouts=HostTimeouts(join_secs=1.0, leave_secs=0.0)) as launcher:
+        with other(endpoint, secret=theirs, host_timeouts=HostTimeouts(join_secs=1.0)) as asking:
             over = asking.peers.begin()
         assert over.failure is not None
         assert over.failure.why.startswith(f"it did not join within 1 s (127.0.0.1:{endpoint[1]}: {problem}")
@@ -212,7 +210,7 @@ def test_a_launcher_of_another_command_is_refused_and_both_sides_say_why(listene
     endpoint = listener.getsockname()[:2]
     with first(listener) as launcher:
         with (
-            other(endpoint, job={"workers": 2}) as refused,
+            other(endpoint, workers=2) as refused,
             pytest.raises(LaunchRefused, match="first host, 2"),
         ):
             refused.peers.begin()
@@ -224,8 +222,7 @@ def test_a_launcher_of_a_script_with_another_content_differs(tmp_path: Path) -> 
     script, found = tmp_path / "train.py", []
     for content in ("print(1)", "print(2)"):
         script.write_text(content)
-        job = JobPlan(argv=("python", str(script)))
-        found.append(dataclasses.replace(PART, job=job).identity())
+        found.append(identity(JobPlan(argv=("python", str(script)))))
     assert "a different content of the script" in difference(*found)
 
 
@@ -328,9 +325,8 @@ def test_a_launcher_says_when_no_dns_server_answers(
 
 def asked(endpoint: tuple[str, int], timeouts: HostTimeouts) -> int:
     """The exit code of a launcher without `--run-dir`, which waits for its name."""
-    job = dataclasses.replace(JOB, endpoint=endpoint)
-    settings = Settings(run_dir=None, log_dir=None, tee=frozenset(), secret=b"secret", host_timeouts=timeouts)
-    return supervise(job, settings, {})
+    asking = {"hosts": ("a", "b"), "node_rank": 1, "run_dir": None}
+    return supervise(dataclasses.replace(JOB, endpoint=endpoint, host_timeouts=timeouts, **asking), {})
 
 
 @pytest.mark.parametrize(
@@ -368,7 +364,8 @@ def test_a_launcher_that_asks_for_the_run_s_name_waits_for_the_first_one_as_any_
 
 def test_an_address_in_use_is_refused_in_sentences_that_end_once() -> None:
     refused = pytest.raises(
-        ClusterError, match=r"first launcher: another process does: another job\? Give each job a port"
+        ClusterError,
+        match=r"first launcher: another process uses this port, perhaps another job\. Give each job a port",
     )
     with listen(("127.0.0.1", 0)) as taken, refused:
         listen(taken.getsockname()[:2])
@@ -376,8 +373,7 @@ def test_an_address_in_use_is_refused_in_sentences_that_end_once() -> None:
 
 def test_a_command_of_any_length_fits_into_a_message() -> None:
     def program(*files: str) -> str:
-        job = JobPlan(argv=("python", "train.py", *files))
-        return dataclasses.replace(PART, job=job).identity()["program, or its arguments"]
+        return identity(JobPlan(argv=("python", "train.py", *files)))["program, or its arguments"]
 
     files = tuple(f"data/part-{number:05}.tfrecord" for number in range(20_000))
     assert len(program(*files)) < 4096

@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from replicast.core.entries import Committed, Payload, Refused, Saved, Scheduled
-from replicast.core.events import Ended
-from replicast.core.records import Pending, Proposal, Stage
+from replicast.core.entries import Committed, Payload, Pending, Proposal, Refused, Saved, Scheduled, Stage
+from replicast.core.messages import Ended
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import below, make_durably, write_durably
-from replicast.replicas.inbox_reader import RETRY_SECS, InboxReader
+from replicast.replicas.proposals import RETRY_SECS, InboxReader
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.claims import Fence
@@ -49,7 +48,10 @@ def stage_of(run: Path, id_: str) -> Stage | None:
 
 
 def reader_of(job: Job) -> InboxReader:
-    reader = InboxReader(job.workers[0].session, lambda _path, what, error: None)
+    session = job.workers[0].session
+    reader = InboxReader(
+        session.proposals, session.operations, session.attempt, lambda _path, what, error: None
+    )
     job.workers[0].hooks.on_inbox = reader.on_outcome
     return reader
 
@@ -229,7 +231,7 @@ def test_hostile_files_are_refused_without_being_read_as_a_whole_or_waiting_for_
     os.mkfifo(directory / "pipe.safetensors")
     count = len(inbox.waiting(tmp_path))
     with Job(1) as job, monkeypatch.context() as patched:
-        patched.setattr("replicast.replicas.inbox_reader.LOOK_SECS", DEADLINE_SECS)
+        patched.setattr("replicast.replicas.proposals.INBOX_SECS", DEADLINE_SECS)
         patched.setattr(os, "readv", lambda *_: pytest.fail("it is read as a whole"))
         patched.setattr(os, "fsync", lambda _: pytest.fail("it waits for the disk"))
         reader_of(job).look(tmp_path, training=True)
@@ -393,13 +395,25 @@ def between(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[], object
     return happened
 
 
-def test_withdrawing_between_the_jobs_note_and_its_reading_is_too_late(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_withdrawing_what_a_job_has_taken_is_the_jobs_to_decide(run: Path) -> None:
     path = inbox.submit(run, Update(id="x").assign("learning_rate", 1))
-    happened = between(monkeypatch, "read", lambda: inbox.withdraw(run, "x", job_is_running=lambda: True))
     assert inbox.take(run, path) is not None
-    assert happened == [False]
+    assert not inbox.withdraw(run, "x", job_is_running=lambda: True)
+
+
+def test_what_is_withdrawn_while_a_job_reads_it_is_not_taken_in_place_of_its_successor(run: Path) -> None:
+    path, withdrawn = inbox.submit(run, update_of("x")), []
+
+    def replaced(_update: Update) -> None:
+        if not withdrawn:
+            withdrawn.append(inbox.withdraw(run, "x", job_is_running=lambda: True))
+            inbox.submit(run, update_of("x", 2.0))
+
+    assert inbox.take(run, path, None, replaced) is None
+    assert withdrawn == [True]
+    taken = inbox.take(run, path)
+    assert taken is not None
+    assert taken.update.content_digest() == update_of("x", 2.0).content_digest()
 
 
 def test_an_update_that_is_taken_while_it_is_withdrawn_is_the_jobs_to_withdraw(
@@ -413,7 +427,7 @@ def test_an_update_that_is_taken_while_it_is_withdrawn_is_the_jobs_to_withdraw(
     assert inbox.ended(run) == {}, "the job may have committed it"
 
 
-def test_withdrawing_between_the_jobs_look_at_the_header_and_its_note_loses_nothing(
+def test_withdrawing_between_the_jobs_reading_and_its_note_loses_nothing(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = inbox.submit(run, Update(id="x").assign("learning_rate", 1))
@@ -527,7 +541,7 @@ class Asked:
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
-    monkeypatch.setattr("replicast.replicas.inbox_reader.LOOK_SECS", DEADLINE_SECS)  # one look sees all
+    monkeypatch.setattr("replicast.replicas.proposals.INBOX_SECS", DEADLINE_SECS)  # one look sees all
     with Job(2) as job:
         yield Asked(job, tmp_path)
 
@@ -740,6 +754,23 @@ def test_an_answer_that_the_disk_does_not_take_is_written_later(
     assert "There is no variable" in asked.refusal(id_)
 
 
+def test_an_update_whose_taking_the_disk_does_not_let_note_waits_and_is_taken_later(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = inbox.submit(asked.run_dir, Update(id="x").add(BIAS, ONES), at_step=10**6)
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    between(monkeypatch, "note_stage", full)
+    asked.look()
+    assert ([one.path for one in inbox.waiting(asked.run_dir)], inbox.ended(asked.run_dir)) == ([path], {})
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + RETRY_SECS + 1)
+    asked.look()
+    eventually(lambda: asked.settle() or stage_of(asked.run_dir, "x") is Stage.SCHEDULED)
+
+
 def test_a_withdrawal_is_answered_when_the_job_has_done_or_refused_it(asked: Asked) -> None:
     path = inbox.submit(asked.run_dir, Update(id="later").add(BIAS, ONES), at_step=10**6)
     asked.look()
@@ -750,11 +781,11 @@ def test_a_withdrawal_is_answered_when_the_job_has_done_or_refused_it(asked: Ask
     assert "unknown, or committed already" in asked.refusal(unknown)
 
 
-def test_a_withdrawal_that_removes_the_file_between_the_jobs_note_and_its_reading_has_happened(
+def test_a_withdrawal_that_removes_the_file_while_the_job_takes_it_has_happened(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = inbox.submit(asked.run_dir, Update(id="x").add(BIAS, ONES))
-    between(monkeypatch, "read", path.unlink)
+    between(monkeypatch, "note_stage", path.unlink)
     asked.look()
     assert stage_of(asked.run_dir, "x") is None, "no job has it"
     # Whoever has removed it has read the job's note before, and asks the job.

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 
 from replicast.errors import UpdateRefused
-from replicast.update.edits import Edit, EditKind, apply_edit
-from replicast.update.inverse import bytes_to_keep, disturbs, inverse, meaning, parts_to_keep, update_before
-from replicast.update.schema import Schema, Variable, planned
+from replicast.update.edits import Edit, EditKind, Variable, apply_edit
+from replicast.update.schema import (
+    Schema,
+    bytes_to_keep,
+    disturbs,
+    inverse,
+    meaning,
+    parts_to_keep,
+    planned,
+    update_before,
+)
 from replicast.update.update import Update
 from tests.threads import MemoryState
 

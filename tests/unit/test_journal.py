@@ -22,11 +22,11 @@ from replicast.core.entries import (
     Refused,
     Saved,
     Scheduled,
+    Stage,
     Started,
     Withdrawn,
 )
-from replicast.core.records import Stage
-from replicast.errors import FileDamaged, PayloadRemoved
+from replicast.errors import FileDamaged, JobFailed, PayloadRemoved
 from replicast.storage import journal as journal_module
 from replicast.storage.claims import Fence
 from replicast.storage.journal import (
@@ -295,14 +295,29 @@ def test_an_update_costs_so_many_syncs(tmp_path: Path, monkeypatch: pytest.Monke
     for step in (
         lambda: write(journal, payload_of(update_of(1))),
         lambda: journal.write(committed_of(1)),
+        journal.sync,
         lambda: journal.write(Before(1, "u1", journal.stage_before(update_of(1)))),
         lambda: journal.write(receipt_of(1)),
+        journal.sync,
+        journal.sync,
     ):
         synced.clear()
         step()
         counts.append(len(synced))
-    # Values take two: the file and its directory. A line takes one.
-    assert counts == [3, 1, 3, 1]
+    # Values take two: the file and its directory. A line takes one, which nobody waits for in two cases.
+    assert counts == [2, 1, 0, 3, 0, 1, 0]
+
+
+def test_a_line_that_cannot_be_synced_later_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = writer(tmp_path)
+    journal.write(receipt_of(1))
+    with monkeypatch.context() as patched:
+        fail_at(patched, 0, [])
+        with pytest.raises(JobFailed, match=r"cannot be synced \(No space"):
+            journal.sync()
+    journal.sync()
 
 
 def test_every_flipped_byte_of_a_payload_is_noticed(tmp_path: Path) -> None:
@@ -370,8 +385,9 @@ def test_wherever_the_disk_fails_an_entry_is_written_or_not_or_unknown(tmp_path:
         assert type(counted_lines(run_dir)[0][2].entry) is type(entry)
         if not fired:
             break
-    assert [outcome for _, outcome in outcomes[-2:]] == ["unknown", "written"]
-    assert {outcome for _, outcome in outcomes[:-2]} == {"not written"}
+    last = ["written"] if isinstance(entry, Payload) else ["unknown", "written"]
+    assert [outcome for _, outcome in outcomes[-len(last) :]] == last
+    assert {outcome for _, outcome in outcomes[: -len(last)]} == {"not written"}
     called = {"write", "fsync", "rename"} if isinstance(entry, Payload) else {"write", "fsync"}
     assert {name for name, _ in outcomes} == {*called, None}
 

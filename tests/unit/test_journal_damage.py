@@ -17,19 +17,21 @@ from replicast.core.entries import (
     Decided,
     Entry,
     Payload,
+    Pending,
+    Proposal,
     Receipt,
     Refused,
     Saved,
     Scheduled,
+    Stage,
     Started,
     Withdrawn,
 )
-from replicast.core.records import Pending, Proposal, Stage
 from replicast.errors import FileDamaged, PayloadRemoved
 from replicast.files import RunPath
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.storage.claims import Fence
+from replicast.storage.claims import Fence, place_of
 from replicast.storage.journal import FileJournal, MemoryJournal, Updates, committed_updates, load_update
 from replicast.update.trial import Trial
 from replicast.update.update import Update
@@ -160,7 +162,7 @@ def test_an_entry_with_another_value_is_damage_although_its_seal_is_right(
     assert list(Updates(tmp_path).history.committed) == [1]
     damage(tmp_path, 2, rewritten(**fields))
     (found,) = Updates(tmp_path).damaged
-    assert found.place == (1, 2)
+    assert place_of(found) == (1, 2)
 
 
 BODIES = [
@@ -183,7 +185,7 @@ def test_a_payload_of_impossible_size_is_damage(tmp_path: Path, nbytes: bytes) -
     body = re.sub(b'"nbytes":[0-9]+', b'"nbytes":' + nbytes, line[: line.rindex(b',"seal"')] + b"}")
     log_of(tmp_path).write_bytes(log_of(tmp_path).read_bytes().replace(line, sealed(body)))
     (found,) = Updates(tmp_path).damaged
-    assert found.place == (1, 1)
+    assert place_of(found) == (1, 1)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body[1][:30].decode())
@@ -195,7 +197,7 @@ def test_a_line_that_replicast_would_not_write_is_damage_although_its_seal_is_ri
     before = line[: line.rindex(b',"seal"')] + b"}"
     log_of(tmp_path).write_bytes(log_of(tmp_path).read_bytes().replace(line, sealed(before.replace(*body))))
     (found,) = Updates(tmp_path).damaged
-    assert found.place == (1, 2)
+    assert place_of(found) == (1, 2)
 
 
 def pipe(path: Path) -> None:

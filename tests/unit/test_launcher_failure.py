@@ -153,7 +153,7 @@ def frozen(worker: int) -> WorkerExit:
 
 
 TWO = Hosts(("gpu0", "gpu1"), 0)
-LOST = WorkerExit(host=1, why="nothing was heard of it")
+LOST = WorkerExit(host=1, why="nothing was heard from it")
 WITNESS = replace(
     ended(0, PEER_FAILED), says="worker 1 was lost: it sent no heartbeats (reported by worker 0)"
 )
@@ -193,14 +193,14 @@ def test_a_stopped_launcher_of_several_hosts_speaks_of_its_own_workers_alone() -
 
 
 def test_a_failure_on_another_host_names_the_host_and_who_reported_a_lost_one() -> None:
-    assert said(LOST, TWO) == "host gpu1 was lost: nothing was heard of it"
+    assert said(LOST, TWO) == "host gpu1 was lost: nothing was heard from it"
     assert said(replace(LOST, reported_by=1), TWO) == (
-        "host gpu1 was lost (reported by the launcher on gpu1): nothing was heard of it"
+        "host gpu1 was lost (reported by the launcher on gpu1): nothing was heard from it"
     )
     assert said(replace(ended(3, -9), host=1), TWO) == (
         "worker 3 on gpu1 failed first: killed by SIGKILL after 2.0 s. Log on gpu1: /logs/x.log"
     )
-    assert reason(LOST, TWO) == "host gpu1 was lost: nothing was heard of it"
+    assert reason(LOST, TWO) == "host gpu1 was lost: nothing was heard from it"
     assert reason(replace(ended(3, 1), host=1, why="ValueError: bad"), TWO) == "ValueError: bad on gpu1"
     assert reason(ended(3, -9)) == "killed by SIGKILL"
 
@@ -263,7 +263,7 @@ FIRST = LaunchOrder(phase=Phase.RUN, attempt=4, max_restarts=1)
 def test_what_follows_an_attempt(end: GroupEnd, code: int, restarts: int) -> None:
     def after(before: LaunchOrder) -> LaunchOrder:
         left = bool(end.left_behind)
-        return order_after(before, end.first_failure, end.interrupted_by, left_behind=left)
+        return order_after(before, first_cause(end.exits), end.interrupted_by, left_behind=left)
 
     order = after(FIRST)
     assert (order.code, order.phase is Phase.WAIT, order.attempt) == (code, bool(restarts), 4 + restarts)

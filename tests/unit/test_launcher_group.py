@@ -12,11 +12,10 @@ import pytest
 
 from replicast.config import PEER_FAILED
 from replicast.files import below
-from replicast.launcher.failure import GroupEnd
-from replicast.launcher.group import EndTimeouts, FrozenWorkers, Group, WorkerProcess
-from replicast.launcher.interruptions import Interruptions
-from replicast.launcher.plan import WorkerPlan
-from replicast.launcher.screen import Screen
+from replicast.launcher.failure import GroupEnd, first_cause
+from replicast.launcher.launcher import FrozenWorkers, Group, WorkerProcess
+from replicast.launcher.plan import EndTimeouts, JobPlan, WorkerPlan
+from replicast.launcher.screen import Interruptions, Screen
 
 
 def run_group(
@@ -29,9 +28,8 @@ def run_group(
     screen = Screen(out or io.StringIO(), io.StringIO(), live_rank=None, colour=False)
     timeouts = EndTimeouts(frozen_secs=frozen_secs, stop_failed_secs=0.1, settle_killed_secs=0.1)
     with Interruptions() as interruptions:
-        tee = frozenset({0})
-        group = Group(plans, screen=screen, tee=tee, timeouts=timeouts, interruptions=interruptions)
-        return group.run(os.environ)
+        job = JobPlan(argv=(), tee=frozenset({0}), timeouts=timeouts)
+        return Group(plans, job, screen, interruptions).run(os.environ)
 
 
 @pytest.mark.parametrize("level", ["", "0"])
@@ -83,7 +81,6 @@ def test_all_workers_of_a_group_are_closed_within_one_timeout(
 
 
 FREEZES = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-WAITS_FOR_EVER = "import time; time.sleep(3600)"
 
 
 @pytest.mark.parametrize(
@@ -116,13 +113,6 @@ def test_a_job_of_one_worker_may_be_paused() -> None:
     assert workers.for_at_least(0.0, now=300.0) == set()
 
 
-def test_a_frozen_worker_is_killed_and_named_and_the_others_are_ended(tmp_path: Path) -> None:
-    end = run_group(tmp_path, WAITS_FOR_EVER, FREEZES, frozen_secs=0.1)
-    assert end.first_failure is not None
-    assert (end.first_failure.worker, end.first_failure.frozen) == (1, True)
-    assert {ended.worker: ended.stopped for ended in end.exits} == {0: True, 1: True}
-
-
 @pytest.mark.parametrize(("code", "blamed"), [(PEER_FAILED, (0, -9)), (4, (1, 4))])
 def test_a_worker_that_fails_by_itself_is_named_and_not_one_that_fails_because_of_a_frozen_one(
     tmp_path: Path, code: int, blamed: tuple[int, int]
@@ -135,6 +125,6 @@ while not noted.exists() or not noted.read_text(): time.sleep(0.01)
 while ") T" not in pathlib.Path(f"/proc/{{noted.read_text()}}/stat").read_text(): time.sleep(0.01)
 sys.exit({code})
 """
-    failure = run_group(tmp_path, freezes, fails, frozen_secs=3600.0).first_failure
+    failure = first_cause(run_group(tmp_path, freezes, fails, frozen_secs=3600.0).exits)
     assert failure is not None
     assert (failure.worker, failure.code) == blamed

@@ -12,8 +12,15 @@ import pytest
 from replicast.config import HEARTBEAT_SECS, PEER_FAILED
 from replicast.coordination import LOOK_SECS, Loss, MemoryCoordination, lost_worker, unregistered_workers
 from replicast.errors import JobFailed
-from replicast.lifetime import CALL_SECS, GRACE_SECS, SILENT_AFTER_HEARTBEAT_SECS, Lifetime, Pauses
-from replicast.turns import POLL_SECS, TURNS_KEPT
+from replicast.lifetime import (
+    CALL_SECS,
+    GRACE_SECS,
+    POLL_SECS,
+    SILENT_AFTER_HEARTBEAT_SECS,
+    TURNS_KEPT,
+    Lifetime,
+    Pauses,
+)
 from tests.unit.slow_service import SlowService
 
 DEADLINE_SECS = 120.0
@@ -79,7 +86,7 @@ def little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[Worker]:
-    monkeypatch.setattr("replicast.turns.POLL_SECS", 0.02)
+    monkeypatch.setattr("replicast.lifetime.POLL_SECS", 0.02)
     heartbeat_secs = getattr(request, "param", HEARTBEAT_SECS)
     if heartbeat_secs < HEARTBEAT_SECS:
         monkeypatch.setattr("replicast.lifetime.SILENT_AFTER_HEARTBEAT_SECS", 0.0)
@@ -125,7 +132,7 @@ class SlowToLeave(MemoryCoordination):
 
 
 def test_a_worker_that_ends_because_all_have_left_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicast.turns.POLL_SECS", 0.02)
+    monkeypatch.setattr("replicast.lifetime.POLL_SECS", 0.02)
     service = SlowToLeave(MemoryCoordination.Store())
     exit_codes: list[int] = []
     lifetime = Lifetime(service, 0, 2, lambda: 7, exit_codes.append)
@@ -203,7 +210,7 @@ def test_of_two_failures_the_first_is_named(workers: list[Worker]) -> None:
 def test_workers_know_who_has_left_and_keys_of_turns_are_deleted(workers: list[Worker]) -> None:
     for _ in range(3 * TURNS_KEPT):
         for worker in workers:
-            worker.lifetime.turns.take()
+            worker.lifetime.take_turn()
     kept = workers[0].coordination._store.values
     # Of each turn that is kept: the key of the first worker there, and one of each worker.
     eventually(lambda: len([key for key in list(kept) if "/turn/" in key]) <= 3 * TURNS_KEPT)
@@ -218,15 +225,15 @@ def test_workers_know_who_has_left_and_keys_of_turns_are_deleted(workers: list[W
 def test_a_worker_knows_which_of_two_others_have_gone_on_and_left(
     monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    monkeypatch.setattr("replicast.turns.POLL_SECS", 0.02)
+    monkeypatch.setattr("replicast.lifetime.POLL_SECS", 0.02)
     store = MemoryCoordination.Store()
     workers = [Worker(store, rank, size=3) for rank in range(3)]
     second, last = (first + 1) % 3, workers[first - 1].lifetime
     for worker in (first, second):
         assert not last.has_gone_on(worker)
-        workers[worker].lifetime.turns.take()
+        workers[worker].lifetime.take_turn()
         assert last.has_gone_on(worker)
-    last.turns.take()
+    last.take_turn()
     leaving = [threading.Thread(target=workers[worker].lifetime.leave) for worker in (first, second)]
     for worker, thread in zip((first, second), leaving, strict=True):
         assert not last.has_left(worker)
@@ -255,9 +262,9 @@ def test_workers_that_exchanged_nothing_are_told_why(
 
 def test_a_worker_whose_data_ends_early_is_noticed_by_the_one_that_waits(workers: list[Worker]) -> None:
     for worker in workers:
-        worker.lifetime.turns.take()
+        worker.lifetime.take_turn()
         worker.transfers = 10
-    workers[1].lifetime.turns.take()  # its data ended after 10 transfers
+    workers[1].lifetime.take_turn()  # its data ended after 10 transfers
     workers[0].transfers = 11  # and this one has started the next step
     eventually(lambda: workers[0].coordination.aborted)
     assert "worker 1 reached the end of its data" in workers[0].coordination.aborted[0]
@@ -269,13 +276,13 @@ def test_a_worker_whose_data_ends_early_is_noticed_by_the_one_that_waits(workers
 def test_every_worker_that_waits_for_the_others_is_told_for_whom_and_then_what_all_say(
     late: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("replicast.turns.REMIND_SECS", LOOK_SECS)
+    monkeypatch.setattr("replicast.lifetime.REMIND_SECS", LOOK_SECS)
     store = MemoryCoordination.Store()
     workers = [Worker(store, rank, size=3, service=SlowService) for rank in range(3)]
     heard: dict[int, dict[int, str]] = {}
 
     def meet(rank: int) -> None:
-        heard[rank] = workers[rank].lifetime.turns.meet(f"of {rank}")
+        heard[rank] = workers[rank].lifetime.meet(f"of {rank}")
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
     early = [rank for rank in range(3) if rank != late]
@@ -291,7 +298,7 @@ def test_every_worker_that_waits_for_the_others_is_told_for_whom_and_then_what_a
     said = {rank: f"of {rank}" for rank in range(3)}
     assert [heard[rank] for rank in range(3)] == [said] * 3
     for worker in workers * (TURNS_KEPT + 1):
-        worker.lifetime.turns.take()
+        worker.lifetime.take_turn()
     eventually(lambda: not [key for key in list(store.values) if key.endswith("/all")])
     leave_all(workers)
 
@@ -301,7 +308,7 @@ def test_a_worker_that_waits_for_one_that_failed_is_told(workers: list[Worker]) 
 
     def meet() -> None:
         with pytest.raises(JobFailed) as failure:
-            workers[0].lifetime.turns.meet()
+            workers[0].lifetime.meet()
         told.append(failure.value)
 
     with in_a_thread(meet):
@@ -311,7 +318,7 @@ def test_a_worker_that_waits_for_one_that_failed_is_told(workers: list[Worker]) 
 
 def test_a_worker_that_others_wait_for_in_vain_does_not_wait_for_them(workers: list[Worker]) -> None:
     told: list[bool] = []
-    with in_a_thread(lambda: told.append(raises(workers[1].lifetime.turns.meet))):
+    with in_a_thread(lambda: told.append(raises(workers[1].lifetime.meet))):
         eventually(lambda: workers[0].lifetime.has_gone_on(1))
         workers[0].lifetime.failed(JobFailed("worker 1 did not come", worker=1))
     assert told == [True]
@@ -320,13 +327,13 @@ def test_a_worker_that_others_wait_for_in_vain_does_not_wait_for_them(workers: l
 
 def test_a_worker_that_is_only_slower_is_left_alone(workers: list[Worker]) -> None:
     for worker in workers:
-        worker.lifetime.turns.take()
+        worker.lifetime.take_turn()
         worker.transfers = 10
-    workers[1].lifetime.turns.take()
+    workers[1].lifetime.take_turn()
     polled = workers[0].lifetime.polls
     eventually(lambda: workers[0].lifetime.polls >= polled + 2)
     assert workers[0].coordination.aborted == []
-    workers[0].lifetime.turns.take()
+    workers[0].lifetime.take_turn()
     leave_all(workers)
     assert [worker.exit_codes for worker in workers] == [[], []]
 
@@ -353,7 +360,7 @@ def test_a_worker_that_leaves_while_another_trains_is_noticed(
 
 def test_a_worker_that_leaves_while_another_exchanges_metrics_is_noticed(workers: list[Worker]) -> None:
     with in_a_thread(workers[1].lifetime.leave):
-        workers[0].lifetime.turns.take()
+        workers[0].lifetime.take_turn()
         eventually(lambda: workers[0].coordination.aborted)
         assert "worker 1 reached the end of its script" in workers[0].coordination.aborted[0]
         workers[0].lifetime.leave()
@@ -379,13 +386,13 @@ def test_when_the_watching_thread_dies_the_job_fails_and_every_wait_ends(
     workers[0].coordination.get = lambda *_: 1 / 0  # type: ignore[method-assign,assignment]
     eventually(lambda: workers[0].coordination.aborted)
     with pytest.raises(JobFailed, match="thread that watches the job has died"):
-        workers[0].lifetime.turns.take()
+        workers[0].lifetime.take_turn()
     eventually(lambda: workers[0].exit_codes)
     assert workers[0].exit_codes == [1], "the failure is its own"
 
 
 def test_a_transfer_of_a_worker_that_writes_alone_ends_the_job_and_says_why(workers: list[Worker]) -> None:
-    with workers[0].lifetime.turns.alone("writing model.keras"):
+    with workers[0].lifetime.alone("writing model.keras"):
         workers[0].transfers += 1
         eventually(lambda: workers[0].coordination.aborted and workers[1].coordination.aborted)
     for worker in workers:
@@ -395,38 +402,38 @@ def test_a_transfer_of_a_worker_that_writes_alone_ends_the_job_and_says_why(work
 
 def test_a_turn_of_a_worker_that_writes_alone_is_refused(workers: list[Worker]) -> None:
     with (
-        workers[0].lifetime.turns.alone("writing model.keras"),
+        workers[0].lifetime.alone("writing model.keras"),
         pytest.raises(JobFailed, match="alone was writing"),
     ):
-        workers[0].lifetime.turns.take()
-    assert workers[0].lifetime.turns.take() == 1
+        workers[0].lifetime.take_turn()
+    assert workers[0].lifetime.take_turn() == 1
 
 
 def test_a_save_in_another_thread_does_not_unprotect_the_main_thread(workers: list[Worker]) -> None:
     def save() -> None:
-        with workers[0].lifetime.turns.alone("writing another.keras"):
+        with workers[0].lifetime.alone("writing another.keras"):
             pass
 
-    with workers[0].lifetime.turns.alone("writing model.keras"):
+    with workers[0].lifetime.alone("writing model.keras"):
         with in_a_thread(save):
             pass
         with pytest.raises(JobFailed, match="alone was writing model"):
-            workers[0].lifetime.turns.take()
+            workers[0].lifetime.take_turn()
 
 
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
     """Three workers; the service answers workers 1 and 2 slowly."""
-    monkeypatch.setattr("replicast.turns.POLL_SECS", 0.02)
+    monkeypatch.setattr("replicast.lifetime.POLL_SECS", 0.02)
     store = MemoryCoordination.Store()
     services = (MemoryCoordination, SlowService, SlowService)
     return [Worker(store, rank, size=3, service=service) for rank, service in enumerate(services)]
 
 
 def test_a_worker_that_went_on_from_a_boundary_is_not_waited_for_there(busy: list[Worker]) -> None:
-    busy[1].lifetime.turns.report_wait(step=3)
-    busy[2].lifetime.turns.report_wait(step=3)
-    busy[1].lifetime.turns.report_wait(None)
+    busy[1].lifetime.report_wait(step=3)
+    busy[2].lifetime.report_wait(step=3)
+    busy[1].lifetime.report_wait(None)
     busy[0].transfers = 1  # the next step
     polled = busy[0].lifetime.polls
     eventually(lambda: busy[0].lifetime.polls >= polled + 3 or busy[0].lifetime.failure is not None)
@@ -437,9 +444,9 @@ def test_a_worker_that_went_on_from_a_boundary_is_not_waited_for_there(busy: lis
 
 
 def test_a_missed_boundary_is_noticed_though_a_third_worker_goes_on(busy: list[Worker]) -> None:
-    busy[1].lifetime.turns.report_wait(step=3)
-    busy[0].lifetime.turns.report_wait(step=3)
-    busy[0].lifetime.turns.report_wait(None)
+    busy[1].lifetime.report_wait(step=3)
+    busy[0].lifetime.report_wait(step=3)
+    busy[0].lifetime.report_wait(None)
     busy[2].transfers = 1
     eventually(lambda: busy[2].coordination.aborted)
     assert "worker 1 waits for the others at the boundary of step 3" in busy[2].coordination.aborted[0]
@@ -459,7 +466,7 @@ def test_a_worker_exits_when_the_service_does_not_answer(
 ) -> None:
     eventually(lambda: workers[1].lifetime.polls)
     freeze_the_service(workers[1], monkeypatch)
-    script = threading.Thread(target=workers[1].lifetime.turns.take, daemon=True)
+    script = threading.Thread(target=workers[1].lifetime.take_turn, daemon=True)
     script.start()  # never returns
     eventually(lambda: workers[1].exit_codes)
     assert workers[1].exit_codes == [PEER_FAILED]
@@ -633,8 +640,8 @@ class Paused(Pauses):
 
 @pytest.fixture
 def paused(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
-    """Worker 1 stood still."""
-    monkeypatch.setattr("replicast.turns.POLL_SECS", 0.02)
+    """Worker 1 was paused."""
+    monkeypatch.setattr("replicast.lifetime.POLL_SECS", 0.02)
     store = MemoryCoordination.Store()
     return [Worker(store, 0), Worker(store, 1, pauses=Paused)]
 
@@ -646,7 +653,7 @@ class UnavailableError(Exception):
     __module__ = "tensorflow.python.framework.errors_impl"
 
 
-def test_a_worker_that_stood_still_names_itself_and_not_the_one_that_it_lost(
+def test_a_worker_that_was_paused_names_itself_and_not_the_one_that_it_lost(
     paused: list[Worker], capsys: pytest.CaptureFixture[str]
 ) -> None:
     paused[1].lifetime.failed(UnavailableError(LOST))
@@ -659,7 +666,7 @@ def test_a_worker_that_stood_still_names_itself_and_not_the_one_that_it_lost(
     assert paused[0].exit_codes == [PEER_FAILED]
 
 
-def test_an_error_of_the_script_is_its_own_though_the_worker_stood_still(paused: list[Worker]) -> None:
+def test_an_error_of_the_script_is_its_own_though_the_worker_was_paused(paused: list[Worker]) -> None:
     paused[1].lifetime.failed(ValueError("no such column"))
     assert str(paused[1].failure) == "worker 1 failed first: ValueError: no such column"
     paused[1].lifetime.leave()
@@ -667,7 +674,7 @@ def test_an_error_of_the_script_is_its_own_though_the_worker_stood_still(paused:
     paused[0].lifetime.leave()
 
 
-def test_what_another_worker_says_of_itself_counts_though_this_one_stood_still(paused: list[Worker]) -> None:
+def test_what_another_worker_says_of_itself_counts_though_this_one_was_paused(paused: list[Worker]) -> None:
     paused[0].lifetime.failed(ValueError("no such column"))
     eventually(lambda: paused[1].lifetime.failure)
     assert str(paused[1].failure) == "worker 0 failed first: ValueError: no such column"

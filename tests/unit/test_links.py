@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import replicast
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.errors import ReplicastError
 from replicast.files import (
     RunPath,
@@ -270,7 +270,7 @@ WRITES: dict[tuple[str, str], Callable[[Path], Any]] = {
     ("groups", "updates"): Updates,
     ("groups", "describe"): read_run_info,
     ("checkpoints", "save"): lambda run: written(CheckpointStore(run), 7),
-    ("checkpoints", "list"): lambda run: CheckpointStore(run).list(),
+    ("checkpoints", "list"): lambda run: CheckpointStore(run).manifests(),
     ("workers", "note"): lambda run: write_worker_note(run, note(0)),
     ("workers", "notes"): read_worker_notes,
     ("metrics.jsonl", "metrics"): lambda run: append_metrics(run, (1, time.time(), {"loss": 1.0})),
@@ -352,6 +352,7 @@ def test_a_linked_directory_is_named_and_never_taken_for_an_empty_one(
 _OWN = "files of the package, /proc, /dev or /sys, which no other user writes"
 _USERS = "a file that a user names, outside of any run"
 _ALLOWED = {
+    "cli/launch.py": "shared memory and Keras' settings",
     "cli/push.py": _USERS,
     "cli/runs.py": _USERS,
     "client/connection.py": "the file of a token",
@@ -367,15 +368,13 @@ _ALLOWED = {
     "replicas/worker_notes.py": _OWN,
     "lifetime.py": _OWN,
     "launcher/function.py": "a directory that only its user can enter, with the owner checked",
-    "launcher/checks.py": "shared memory and Keras' settings",
     "launcher/hosts_link.py": "the user's script",
     "transport/shared.py": "shared memory, with O_NOFOLLOW and the owner checked (SECURITY.md)",
 }
 _LEAVES = {
-    "replicas/follower.py": "asked as somebody outside asks",
     "replicas/joined_worker.py": "compared with the launcher's, not opened",
-    "replicas/replicas.py": "for users: replicas.run_dir",
-    "storage/checkpoint_tools.py": "written down as where a patched checkpoint comes from",
+    "replicas/replicas.py": "for users: replicas.run_dir; the evaluator asks as somebody outside asks",
+    "storage/checkpoints.py": "written down as where a patched checkpoint comes from",
     "storage/claims.py": "the parent of the run directory is synced",
     "client/connection.py": "a user who names a directory in a run means the run",
     "cli/checkpoint.py": "printed as JSON",
@@ -487,7 +486,7 @@ def every_operation(run: Path) -> None:
     store = CheckpointStore(run, job.fence)
     for step in (5, 6):
         written(store, step)
-    store.open(6, verify=True).close()
+    store.open(6).verify()
     store.prune(1)
     append_metrics(run, (1, time.time(), {"loss": 1.0}))
     client.status(), client.log(), client.show(1), client.metrics(), client.checkpoints(), client.audits()

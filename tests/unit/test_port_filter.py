@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from replicast.config import LOOPBACK, Cluster, Network, trusted_networks
+from replicast.connections import look_up
 from replicast.errors import ClusterError
-from replicast.names import addresses_of
 from replicast.port_filter import limit_port, port_limit
 
 
@@ -98,5 +98,5 @@ def test_a_lookup_for_which_no_thread_can_be_started_has_an_error(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", fails)
-    with pytest.raises(OSError, match="its name was not looked up"):
-        addresses_of("gpu1", 2222, lambda: None)
+    with pytest.raises(OSError, match="no thread could be started to look up its name"):
+        look_up("gpu1").result()

@@ -195,7 +195,9 @@ def test_a_worker_says_when_the_name_of_worker_0_has_no_address(monkeypatch: pyt
 
     port = free_addresses(1)[0].rpartition(":")[2]
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    monkeypatch.setattr("replicast.names.LOOK_SECS", DEADLINE_SECS)  # it looks until the lookup has ended
+    monkeypatch.setattr(
+        "replicast.connections._LOOK_SECS", DEADLINE_SECS
+    )  # it looks until the lookup has ended
     worker = Meeting((f"worker-0:{port}", "127.0.0.1:9"), 1, timeout_secs=0.1)
     worker.join(DEADLINE_SECS)
     assert f"worker 0 (worker-0:{port}) has no address (Name or service not known)" in str(worker.error)
@@ -367,7 +369,7 @@ def test_worker_0_says_once_why_it_cannot_accept_for_now_and_meets_the_others_la
     assert worker.has_met()
     assert host.has_met()
     assert failures == []
-    assert host.lines == [f"replicast: worker 0 cannot accept the others for now: {problem}\n"]
+    assert host.lines == [f"replicast: worker 0 cannot accept connections at the moment: {problem}\n"]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicast import Timeouts
+from replicast.codec import fields_of
 from replicast.errors import UpdateRefused
-from replicast.strictjson import fields_of
-from replicast.update.edits import Edit, EditKind, apply_edit
-from replicast.update.schema import Limits, Schema, Variable, planned
+from replicast.update.edits import Edit, EditKind, Variable, apply_edit
+from replicast.update.schema import NO_LIMITS, Limits, Schema, check_outline, planned
 from replicast.update.update import Update
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
@@ -344,3 +344,14 @@ def test_the_digest_tells_order_shape_dtype_and_slots_apart() -> None:
 def test_json_that_is_not_a_schema_is_a_value_error(fields: dict) -> None:
     with pytest.raises(ValueError, match="Received"):
         Schema.from_json(fields)
+
+
+def test_a_negative_factor_is_refused_for_a_rate_unless_its_author_has_been_checked() -> None:
+    schema = Schema([Variable("optimizer/learning_rate", (), "float32", "optimizer"), *SCHEMA])
+    update = Update().scale("learning_rate", -1)
+    for check in (planned, check_outline):
+        with pytest.raises(UpdateRefused, match="A learning rate cannot be scaled by a negative factor"):
+            check(update, schema)
+    assert planned(update, schema, NO_LIMITS).edits[0].factor == -1, "a journal of before is replayed"
+    for allowed in (Update().scale("learning_rate", 0.5), Update().scale("dense/kernel", -1)):
+        planned(allowed, schema)

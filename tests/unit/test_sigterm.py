@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from replicast.replicas.departure import on_sigterm
+from replicast.processes import on_sigterm
 from tests.threads import DEADLINE_SECS, eventually
 
 
@@ -24,7 +24,7 @@ def nobody_has_a_handler() -> Iterator[None]:
 
 def ended_script(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Runs a script that knows `on_sigterm` and has no launcher."""
-    preamble = "import os, signal\nfrom replicast.replicas.departure import on_sigterm\n"
+    preamble = "import os, signal\nfrom replicast.processes import on_sigterm\n"
     without = {name: value for name, value in os.environ.items() if name != "REPLICAST_LAUNCHED"}
     return subprocess.run(
         [sys.executable, "-c", preamble + script],
@@ -91,7 +91,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 WORKER = """
 import os, sys, time
 from pathlib import Path
-from replicast.replicas.departure import on_sigterm
+from replicast.processes import on_sigterm
 told = []
 on_sigterm(lambda: told.append(1))
 Path("new").write_text(str(os.getpid()))

@@ -91,7 +91,7 @@ def test_a_job_that_is_silent_and_has_no_launcher_any_more_was_lost(tmp_path: Pa
     write_change(tmp_path, Change(JobState.STARTING, 0, time=time.time() - 100, process=dead_process()))
     lost = read_state(tmp_path, [note(age=60)])
     assert lost.state is JobState.LOST
-    assert "last heard of 60 s ago" in lost.sentence
+    assert "last heard from 60 s ago" in lost.sentence
 
 
 def test_damaged_lines_hide_no_good_one(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_while_the_launcher_lives_the_end_of_the_workers_is_no_loss(tmp_path: Pa
     silent = read_state(tmp_path, [note(age=20)])
     assert (silent.state, silent.sentence) == (
         JobState.WAITING,
-        "Running at step 7: no worker has been heard of for 20 s",
+        "Running at step 7: no worker has been heard from for 20 s",
     )
 
 

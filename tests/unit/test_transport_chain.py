@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 
 from replicast import connections
 from replicast.coordination import DirectExchange, MemoryCoordination
-from replicast.deadline import Deadline
 from replicast.errors import ClusterError, UpdateRefused
 from replicast.mapped_memory import aligned
+from replicast.processes import Deadline
 from replicast.transport import (
     ChainTransport,
     Parcel,
@@ -43,8 +43,7 @@ from replicast.transport.chain import (
     Server,
     blocks_in,
 )
-from replicast.transport.parcel import lay_out
-from replicast.transport.shared import SharedFile
+from replicast.transport.shared import SharedFile, lay_out
 from replicast.update.digest import BLOCK_BYTES, digest_block
 from tests.threads import DEADLINE_SECS
 from tests.unit.chains import chain_of, environment
@@ -298,22 +297,31 @@ def test_a_host_that_gets_only_damaged_bytes_refuses_for_the_hosts_after_it_and_
     assert len(job.files()) == 1, "a file of a host that refused is left behind"
 
 
-def test_a_host_without_room_refuses_for_the_hosts_after_it_and_the_next_parcel_passes(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("call", "problem", "why"),
+    [
+        pytest.param("posix_fallocate", errno.ENOSPC, "Worker 1 has no room", id="no room"),
+        pytest.param("dup", errno.EMFILE, "OSError: .* Too many open files", id="no descriptors"),
+    ],
+)
+def test_a_host_that_cannot_receive_refuses_for_the_hosts_after_it_and_the_next_parcel_passes(
+    call: str, problem: int, why: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parcel = job.on("abcc").publish()
+    parcel = job.on("abbcc").publish()
 
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fails(*_: object) -> None:
+        raise OSError(problem, os.strerror(problem))
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", full)
-        with pytest.raises(UpdateRefused, match="Worker 1 has no room"):
-            job.workers[1].receive(parcel, 5.0)
-    job.workers[1].release("one")  # it may be told to discard it before the next host asks for it
-    for other in job.receive(parcel, ranks=(2, 3)):
-        with pytest.raises(UpdateRefused, match="Worker 1 has no room"):
+        patched.setattr(os, call, fails)
+        with pytest.raises((UpdateRefused, OSError), match=why.removeprefix("OSError: .* ")):
+            job.workers[1].receive(parcel, 60.0)
+    # Before their own time is up, they are told.
+    for other in job.receive(parcel, 60.0, ranks=(2, 3, 4)):
+        with pytest.raises(UpdateRefused, match=why):
             other.result()
+    for worker in job.workers[1:]:  # it may be told to discard it before the next host asks for it
+        worker.release("one")
     job.release("one")
     assert_arrived(job.receive(job.publish(name="two")))
 

@@ -15,7 +15,7 @@ from replicast.config import host_id, shared_memory_directory
 from replicast.coordination import DirectExchange, MemoryCoordination
 from replicast.errors import ClusterError, JobFailed, UpdateRefused
 from replicast.transport import ChainTransport, Parcel, Transport, open_transport
-from replicast.transport.parcel import arrays_in, check_share, lay_out, write_out
+from replicast.transport.shared import arrays_in, check_share, lay_out, write_out
 from replicast.update.digest import BLOCK_BYTES, blocks_of, digest_block, digest_of_blocks
 from tests.threads import DEADLINE_SECS
 from tests.unit.chains import environment
@@ -33,7 +33,7 @@ def test_arrays_come_back_from_a_buffer_as_they_went_in(kinds: list[tuple[str, t
     pieces, nbytes = lay_out(arrays)
     buffer = np.zeros(nbytes, np.uint8)
     blocks = write_out(arrays, pieces, buffer)
-    assert blocks == "".join(digest_block(block.content) for block in blocks_of(arrays))
+    assert blocks == "".join(digest_block(content) for _, _, content in blocks_of(arrays))
     assert nbytes % 64 == 0
     assert all(piece.offset % 64 == 0 for piece in pieces)
     parcel = Parcel("x", 1, nbytes, pieces, blocks)

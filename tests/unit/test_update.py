@@ -15,8 +15,8 @@ from hypothesis.extra import numpy as hnp
 
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.mapped_memory import LARGE_BYTES
-from replicast.tensorfiles import tensor_chunks
 from replicast.update.edits import DTYPES, RESETS, EditKind
+from replicast.update.tensorfiles import tensor_chunks
 from replicast.update.update import Update
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -196,13 +196,13 @@ def updates(draw: st.DrawFn) -> Update:
 
 
 @given(updates())
-def test_every_update_survives_its_file_and_its_parts(update: Update) -> None:
+def test_every_update_survives_its_file_and_its_content(update: Update) -> None:
     loaded, _ = Update.parse(memoryview(content(update)), "file")
     assert same(loaded, update)
     assert loaded.content_digest() == update.content_digest()
     assert content(loaded) == content(update)
-    parts = Update.from_parts(json.loads(json.dumps(update.describe())), update.arrays())
-    assert same(parts, update)
+    sent = Update.from_content(update.id, update.content())
+    assert same(sent.labelled(update.author, update.note), update)
 
 
 def test_a_saved_update_is_loaded(tmp_path: Path) -> None:
@@ -273,14 +273,13 @@ def test_a_file_of_too_many_edits_is_refused() -> None:
         Update.parse(file_with(GOOD | {"edits": [scale] * 100_001}, {}), "file")
 
 
-def test_parts_are_not_copied_and_must_belong_together() -> None:
-    update = small()
-    arrays = update.arrays()
-    made = Update.from_parts(update.describe(), arrays)
+def test_content_is_not_copied_and_must_belong_together() -> None:
+    *arrays, described = small().content()
+    made = Update.from_content("id", [*arrays, described])
     assert all(a is b for a, b in zip(made.arrays(), arrays, strict=True))
     for wrong in (arrays[:-1], [*arrays, ONES], arrays[::-1], [a.astype(np.int8) for a in arrays]):
         with pytest.raises(UpdateRefused):
-            Update.from_parts(update.describe(), wrong)
+            Update.from_content("id", [*wrong, described])
 
 
 ROWS = {"e": ONES, "e.indices": np.arange(3)}

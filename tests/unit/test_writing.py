@@ -24,7 +24,7 @@ class Worker:
         coordination = MemoryCoordination(store)
         self.lifetime = Lifetime(coordination, rank, 2, lambda: self.transfers, lambda _: None)
         self.lifetime.watch()
-        self.writing = Writing(coordination, rank, self.lifetime)
+        self.writing = Writing(self.lifetime)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def store() -> MemoryCoordination.Store:
 
 @pytest.fixture
 def workers(store: MemoryCoordination.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
-    monkeypatch.setattr("replicast.turns.POLL_SECS", 0.02)
+    monkeypatch.setattr("replicast.lifetime.POLL_SECS", 0.02)
     workers = [Worker(store, rank) for rank in range(2)]
     yield workers
     for worker in workers:

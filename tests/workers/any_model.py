@@ -102,10 +102,3 @@ def trained(strategy: Any, kind: str) -> Trained:
 
     places = iter(range(1000))
     return Trained(model, given, lambda: float(job_step(tf.constant(next(places) % 8))), weight, slot)
-
-
-def parts_of(variable: Any) -> list[np.ndarray]:
-    """The value of a variable on each device of this worker."""
-    value = variable.value if isinstance(variable, keras.Variable) else variable
-    each = value.values if isinstance(value, tf.distribute.DistributedValues) else [value]
-    return [one.numpy() for one in each]

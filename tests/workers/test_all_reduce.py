@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from replicast.coordination import MemoryCoordination
+from replicast.lifetime import Lifetime
 from replicast.training.collectives import sum_through_shared_memory
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
@@ -19,7 +20,6 @@ from tests.workers.recipes import trained
 from tests.workers.test_training import assert_replicas_equal, assert_same_numbers
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "uint16", "int32", "int64", "complex64")
-BY_TENSORFLOW = ("adam_on_arrays", "batches_that_do_not_divide", "embedding", "custom_train_step")
 
 
 def how(strategy: Any) -> str:
@@ -33,10 +33,9 @@ def test_workers_of_one_host_sum_through_shared_memory(pool2: Pool, pool3: Pool)
 
 def test_accelerators_use_tensorflows_collectives_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "replicast")
-    extended: Any = SimpleNamespace(_local_device_type="GPU", _num_workers=1)
-    lifetime: Any = SimpleNamespace(check=lambda: None, has_left=lambda worker: False)
-    coordination = MemoryCoordination(MemoryCoordination.Store())
-    assert not sum_through_shared_memory(extended, coordination, 0, lifetime, wanted=True)
+    extended: Any = SimpleNamespace(_local_device_type="GPU")
+    lifetime = Lifetime(MemoryCoordination(MemoryCoordination.Store()), 0, 1, lambda: 0)
+    assert sum_through_shared_memory(extended, lifetime, wanted=True) is None
     why = "worker 0 computes on an accelerator"
     text = f"TensorFlow's collectives sum the gradients, not shared memory: {why}"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("DEBUG", text)]
@@ -109,9 +108,13 @@ def trained_by_tensorflow(_: Any, names: tuple[str, ...]) -> list[Any]:
     return results
 
 
-def test_tensorflows_collectives_train_to_the_same_numbers(pool2: Pool, tmp_path: Path) -> None:
-    with Pool(2, tmp_path, strategy=False) as pool:
-        by_tensorflow = pool.run(trained_by_tensorflow, BY_TENSORFLOW)
-    for place, name in enumerate(BY_TENSORFLOW):
+def assert_same_by_tensorflow(pool2: Pool, names: tuple[str, ...], directory: Path) -> None:
+    with Pool(2, directory, strategy=False) as pool:
+        by_tensorflow = pool.run(trained_by_tensorflow, names)
+    for place, name in enumerate(names):
         assert_replicas_equal([results[place] for results in by_tensorflow])
         assert_same_numbers(by_tensorflow[0][place], pool2.run(trained, name)[0])
+
+
+def test_tensorflows_collectives_train_to_the_same_numbers(pool2: Pool, tmp_path: Path) -> None:
+    assert_same_by_tensorflow(pool2, ("batches_that_do_not_divide", "embedding"), tmp_path)

@@ -181,10 +181,6 @@ def test_every_feature_with_our_strategy(kind: str, pool2: Pool, tmp_path: Path)
     assert_all_held(kind, pool2.run(life, kind, tmp_path), devices=1)
 
 
-def test_every_feature_with_two_workers_of_three_devices(stock2x3: Pool, tmp_path: Path) -> None:
-    assert_all_held("keras 3", stock2x3.run(life, "keras 3", tmp_path), devices=3)
-
-
 # Names, and what has one without being part of the state.
 
 NAMES = {

@@ -20,14 +20,12 @@ import pytest
 import tensorflow as tf
 
 import replicast
-from replicast.client.patching import patch_in_place
 from replicast.errors import CheckpointError, JobFailed, UpdateRefused
 from replicast.replicas import job_checkpoints as restoring
 from replicast.replicas.job_checkpoints import Checkpoints
 from replicast.replicas.position import Training
 from replicast.storage import inbox
-from replicast.storage.checkpoint_tools import patch
-from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
+from replicast.storage.checkpoints import CheckpointStore, open_checkpoint, patch
 from replicast.storage.journal import committed_updates
 from replicast.training.variables import component
 from replicast.update.digest import digest_state
@@ -46,11 +44,11 @@ from tests.workers.test_updates import WAIT_SECS, Meeting, adam, change_here_onl
 def steps_in(run_dir: Path) -> list[int]:
     store = CheckpointStore(run_dir)
     assert store.problems() == []
-    return [manifest.step for manifest in store.list()]
+    return [manifest.step for manifest in store.manifests()]
 
 
 def places_in(run_dir: Path) -> list[tuple[int, int, int]]:
-    return [(found.step, found.epoch, found.batch) for found in CheckpointStore(run_dir).list()]
+    return [(found.step, found.epoch, found.batch) for found in CheckpointStore(run_dir).manifests()]
 
 
 class Driven:
@@ -536,19 +534,21 @@ def patched(strategy: Any, directory: Path, how: str) -> dict[str, Any]:
         source, target = (CheckpointStore(each).path(3).as_path() for each in (directory, run_dir))
         patch(source, correction(), target)
     elif strategy.rank == 0:
-        patch_in_place(directory, 3, correction())
+        inbox.submit(directory, correction())
     Meeting(strategy).all_say()
     scramble(replicas.model, strategy.rank)
     with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
         assert replicas.restore().step == 3
-        replicas.sync()
-        return {"digests": replicas.digests()}
+        training = Driven(replicas)
+        digests = replicas.digests()
+        training.end()
+        return {"digests": digests}
 
 
 def test_a_patched_checkpoint_gives_the_bits_of_the_live_update_at_its_step(
     pool2: Pool, tmp_path: Path
 ) -> None:
-    ways = ("live", "patched")
+    ways = ("live", "pushed for the next start")
     results = {how: pool2.run(patched, tmp_path / how, how) for how in (*ways, "patched beside")}
     digests = set()
     for how, result in results.items():
@@ -560,6 +560,33 @@ def test_a_patched_checkpoint_gives_the_bits_of_the_live_update_at_its_step(
         assert (record.id, record.step) == ("correction", 3)
         digests |= {digest for receipt in record.receipts for digest in receipt.digests.values()}
     assert len(digests) == 1
+
+
+def imported(strategy: Any, directory: Path) -> dict[str, Any]:
+    """A script that imports weights before it trains, with an update that waits for it."""
+    model = perceptron(strategy)
+    with replicas_of(model) as replicas:
+        replicas.export(directory / "weights.h5")
+        scramble(replicas.model, 0)
+    if strategy.rank == 0:
+        inbox.submit(directory / "run", mark(0))
+    Meeting(strategy).all_say()
+    with replicas_of(model, run_dir=directory / "run", durability="disk") as replicas:
+        assert replicas.restore() is None
+        replicas.import_weights(directory / "weights.h5")
+        before = replicas.read(["sequential/dense_1/bias"])
+        training = Driven(replicas)
+        after = replicas.read(["sequential/dense_1/bias"])
+        training.end()
+        return {"before": before, "after": after}
+
+
+def test_what_waits_is_applied_after_what_a_script_does_before_it_trains(pool2: Pool, tmp_path: Path) -> None:
+    results = pool2.run(imported, tmp_path)
+    assert_equal_on_all(results)
+    change = results[0]["after"]["sequential/dense_1/bias"] - results[0]["before"]["sequential/dense_1/bias"]
+    assert change.tolist() == [100.0, 0.0, 0.0, 0.0]
+    assert [(record.step, record.id) for record in committed_updates(tmp_path / "run")][-1][0] == 0
 
 
 # A damaged checkpoint is refused by every worker; all use the same other one.
@@ -607,6 +634,31 @@ def damaged(strategy: Any, run_dir: Path) -> dict[str, Any]:
             "fell back": fell_back,
             "warned": warned,
         }
+
+
+def begun_again(strategy: Any, run_dir: Path, restores: bool) -> list[str]:
+    """What is warned of when the training of a run with a checkpoint begins once more."""
+    model = perceptron(strategy, adam)
+    with replicas_of(model, run_dir=run_dir) as replicas:
+        replicas.save().result(60)
+        replicas.boundary()
+    with mock.patch("replicast.replicas.replicas.logger") as logger:
+        with replicas_of(model, run_dir=run_dir) as replicas:
+            if restores:
+                replicas.restore()
+            replicas.boundary()
+        return [call.args[0] % call.args[1:] for call in logger.warning.call_args_list]
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_script_that_forgets_to_restore_is_told_before_its_checkpoints_are_lost(
+    pool2: Pool, tmp_path: Path, restores: bool
+) -> None:
+    first, second = pool2.run(begun_again, tmp_path, restores)
+    assert second == []
+    assert (len(first), "does not call replicas.restore()" in "".join(first)) == (
+        (0, False) if restores else (1, True)
+    )
 
 
 @pytest.mark.parametrize("seen_by", ["all workers", "worker 0"])

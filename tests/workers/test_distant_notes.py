@@ -11,10 +11,10 @@ import math
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from replicast.replicas import worker_notes
 from replicast.replicas.position import Training

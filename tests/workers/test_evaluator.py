@@ -17,11 +17,10 @@ import pytest
 
 from replicast.client import connect
 from replicast.errors import CheckpointError, JobFailed
-from replicast.replicas.follower import Follower
+from replicast.replicas.replicas import Follower
 from replicast.storage.checkpoints import CheckpointStore, Manifest
 from replicast.storage.run_files import EVALUATIONS, measured_in
-from replicast.training.named_variables import Source
-from replicast.training.tensorflow_state import TensorFlowState
+from replicast.training.tensorflow_state import Source, TensorFlowState
 from tests.pool import Pool
 from tests.threads import eventually
 from tests.unit.played_job import output_of

@@ -45,7 +45,7 @@ def train(replicas: replicast.Replicas, epochs: int, *callbacks: Any) -> None:
 
 
 def saved(run_dir: Path) -> list[int]:
-    return [manifest.step for manifest in CheckpointStore(run_dir).list()]
+    return [manifest.step for manifest in CheckpointStore(run_dir).manifests()]
 
 
 def told_while_the_second_model_trains(strategy: Any, directory: Path, close_first: bool) -> dict[str, Any]:

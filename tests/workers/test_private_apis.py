@@ -22,10 +22,11 @@ import pytest
 import tensorflow as tf
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_api, saving_lib
+from keras.src.trainers import compile_utils
 from tensorflow.python.ops import array_ops
 
 import replicast
-from replicast.launcher.checks import release
+from replicast.cli.launch import release
 from replicast.training import feeding
 from replicast.training.keras_call import Trainer, keras_call, only_looks_at_shapes
 from replicast.training.resuming import _running_fit as running_fit
@@ -88,6 +89,7 @@ _SHORT = {
     "<launcher>": "tensorflow.python.distribute.cross_device_utils.CollectiveReplicaLauncher",
     "<extended>": "tensorflow.python.distribute.collective_all_reduce_strategy.CollectiveAllReduceExtended",
     "<adapters>": "keras.src.trainers.data_adapters",
+    "<random>": "tensorflow.python.ops.gen_stateless_random_ops_v2",
     "<iterator>": "keras.src.trainers.epoch_iterator.EpochIterator",
 }
 _ROW = re.compile(r"(?P<name>[^ :(]+)(\((?P<given>.*)\))?( \[Keras (?P<since>[\d.]+)\])?: (?P<needed>.*)")
@@ -146,6 +148,14 @@ training/rows.py
   keras.src.backend.tensorflow.numpy.take(x, indices, axis): how `keras.ops.take` looks rows up
   keras.src.backend.tensorflow.core.Variable: `tf.gather` asks it for `sparse_read`
   keras.src.backend.common.stateless_scope.in_stateless_scope(): whether a variable stands for another value
+  keras.Variable._initialize_with_initializer(self, initializer):
+      makes TensorFlow's variable behind one of Keras, where its initial value is to be drawn
+  <random>.stateless_random_uniform_v2(shape, key, counter, alg, dtype, name):
+      draws from a counter, as a part of what Keras draws
+  <random>.stateless_random_normal_v2(shape, key, counter, alg, dtype, name):
+      draws from a counter, as a part of what Keras draws
+  <random>.stateless_truncated_normal_v2(shape, key, counter, alg, dtype, name):
+      draws from a counter, as a part of what Keras draws
   keras.Variable._maybe_autocast(self, value): the value in the precision of the layer that runs
   keras.optimizers.Optimizer._get_variable_index(self, variable): the place of what remembers something of it
 training/collectives.py
@@ -171,7 +181,7 @@ training/collectives.py
       refuses to work in a scope outside of strategy.run
   keras.optimizers.LossScaleOptimizer._common_apply(self, grads, trainable_variables):
       applies the gradients if they are finite
-training/named_variables.py
+training/tensorflow_state.py
   keras.optimizers.Optimizer._get_current_learning_rate(self): what every step takes as its learning rate
 training/step.py
   keras.src.trainers.compile_utils.CompileMetrics.metrics: the metrics of compile, one by one
@@ -213,6 +223,8 @@ REDUCTION, OPTIMIZER, DATASET, SEEDED = "CollectiveAllReduce", "Optimizer", "Dat
 FIELDS = _table("""
 training/step.py
   MeanMetricWrapper._fn: the function whose values it averages
+  CompileMetrics._flat_metrics: lists of metrics, each with the name of its output
+  CompileMetrics._flat_weighted_metrics: the same of those with weights
   keras.Model._loss_tracker: the metric that Keras weights by its first input
   keras.Model._compile_loss: the metrics of the losses of several outputs
   Tensor._keras_mask: the mask of what a model returns
@@ -240,7 +252,7 @@ training/resuming.py
   EpochIterator._distributed_dataset: what the strategy made of it
   keras.Model._initial_epoch: fit begins with it, read after on_train_begin
   tf_keras.Model._training_state: its fit asks it where to begin, after on_train_begin
-training/named_variables.py
+training/tensorflow_state.py
   Optimizer._learning_rate: the stored rate, a schedule, or a function
   tf_keras.optimizers.legacy._create_all_weights: makes the slots of a legacy optimizer
 training/collectives.py
@@ -292,7 +304,7 @@ training/strategy.py
 replicas/callback.py
   keras.callbacks.CallbackList.callbacks:
       whoever is added to it in on_train_begin is called after all others from then on
-training/named_variables.py
+training/tensorflow_state.py
   keras.Optimizer.variables:
       what remembers something of a weight is named after it, in the order of the weights
 """)
@@ -420,6 +432,8 @@ def objects(strategy: Any) -> dict[str, Any]:
         adagrad, adam = keras.optimizers.Adagrad(), keras.optimizers.Adam(amsgrad=True)
         for optimizer in (adagrad, adam):
             optimizer.build(model.trainable_variables)
+    compiled = compile_utils.CompileMetrics(["mae"], ["mae"])
+    compiled.build(np.zeros((2, 1)), np.zeros((2, 1)))
     return {
         "keras.Variable": model.trainable_variables[0],
         "Handle": model.trainable_variables[0].value.values[0].handle,
@@ -441,6 +455,7 @@ def objects(strategy: Any) -> dict[str, Any]:
         BOARD: keras.callbacks.TensorBoard("board"),
         MIRRORED: model.trainable_variables[0].value,
         WRAPPER: keras.metrics.MeanSquaredError(),
+        "CompileMetrics": compiled,
         "tf_keras.Model": tf_keras.Sequential(),
         "tf_keras.optimizers.legacy": tf_keras.optimizers.legacy.SGD(),
         "CollectiveKeys": strategy.extended._collective_keys,

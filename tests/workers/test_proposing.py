@@ -7,15 +7,15 @@ import threading
 import numpy as np
 import pytest
 
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.errors import UpdateRefused
-from replicast.replicas.proposals import Proposals, Ticket, checked_step, checked_worker
-from replicast.update.update import Update
+from replicast.replicas.proposals import Proposals, Ticket, checked_worker
+from replicast.update.update import Update, checked_step
 from tests.threads import DEADLINE_SECS, Job, Worker, eventually
 
 
 def propose(proposing: Proposals, what: object) -> Ticket:
-    return proposing.propose(what, source=None, at_step=None)  # type: ignore[arg-type]
+    return proposing.propose(what, None, None, None)  # type: ignore[arg-type]
 
 
 def in_a_thread(proposing: Proposals, what: object) -> Ticket:
@@ -90,6 +90,6 @@ def test_what_is_committed_and_proposed_again_for_a_step_that_is_past_has_its_re
         first = job.workers[1].session.propose(update, at_step=3)
         eventually(lambda: first.stage is Stage.SCHEDULED)
         job.train(6)
-        again = job.workers[1].session.proposals.propose(update, source=None, at_step=3)
+        again = job.workers[1].session.proposals.propose(update, None, 3, None)
         assert again.result(DEADLINE_SECS) == first.result(DEADLINE_SECS)
         assert again.result(0).step == 3

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from replicast.cli import main
 from replicast.client.directory import this_user
 from replicast.config import TOLD_TO_END
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.run_files import last_metrics
@@ -249,7 +249,7 @@ def values_can_be_pulled_and_reverted_and_the_state_saved(directory: Path) -> No
     assert found["sequential/hidden/kernel.indices"].tolist() == [1, 5, 6]
     saved = command("checkpoint", "now", "run")
     assert saved.code == 0, saved
-    assert [one.step for one in CheckpointStore(directory / "run").list()] == [
+    assert [one.step for one in CheckpointStore(directory / "run").manifests()] == [
         int(re.findall(r"of step (\d+)", saved.said)[0])
     ]
 

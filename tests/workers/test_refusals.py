@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import keras
 import pytest
 import tensorflow as tf
 
@@ -42,6 +43,45 @@ def message_of_refusal(strategy: Any, name: str) -> str:
 def test_what_cannot_work_is_refused_on_every_worker(name: str, expected: str, pool2: Pool) -> None:
     messages = pool2.run(message_of_refusal, name)
     assert all(expected in message for message in messages), messages
+
+
+class Subclassed(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.only(inputs)
+
+
+def restore_before_there_are_variables(strategy: Any, run_dir: Path) -> tuple[str, bool, int]:
+    """Keras' own `build` says that the model is built, and makes no variables."""
+    x, y = arrays()
+    with strategy.scope():
+        model = Subclassed()
+        model.compile("sgd", "mse")
+        model.build(x.shape)
+    replicas = replicast.Replicas(model, run_dir=run_dir)
+    with pytest.raises(replicast.NotSupported) as refusal:
+        replicas.restore()
+    replicas.close()
+    with strategy.scope():
+        model = Subclassed()
+        model.compile("sgd", "mse")
+        model(x[:2])
+    replicas = replicast.Replicas(model, run_dir=run_dir)
+    restored = replicas.restore()
+    model.fit(x, y, verbose=0, callbacks=[replicas.callback()])
+    replicas.close()
+    return str(refusal.value), restored is None, len(model.weights)
+
+
+def test_a_model_that_is_built_without_variables_is_told_how_to_make_them(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    for said, is_first, count in pool2.run(restore_before_there_are_variables, tmp_path):
+        assert "Call model(sample_batch) inside strategy.scope()" in said
+        assert (is_first, count) == (True, 2)
 
 
 def begin_in_another_directory(strategy: Any, run_dir: Path) -> tuple[str, list[bool]]:

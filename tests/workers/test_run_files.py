@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from replicast.codec import parse_object
 from replicast.config import heartbeat_file
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.errors import JobFailed, UpdateRefused
-from replicast.replicas import inbox_reader
+from replicast.replicas import proposals
 from replicast.replicas import worker_notes as run_files
 from replicast.replicas.position import Fit, Position, Training
 from replicast.replicas.worker_notes import Pace, RunFiles, memory_bytes, progress
 from replicast.storage import inbox
 from replicast.storage.claims import Fence
 from replicast.storage.run_files import WorkerNote, last_metrics, read_worker_notes, write_worker_note
-from replicast.strictjson import parse_object
 from replicast.update.update import Update
 from tests.pool import Pool
 from tests.threads import Job, Worker, eventually
@@ -36,7 +36,7 @@ from tests.workers.test_updates import replicas_of
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setattr(run_files, "LOOK_SECS", 0.01)
-    monkeypatch.setattr(inbox_reader, "RETRY_SECS", 3600.0)
+    monkeypatch.setattr(proposals, "RETRY_SECS", 3600.0)
     with Job(1) as job:
         yield job
 
@@ -217,7 +217,7 @@ def test_an_entry_that_cannot_leave_the_inbox_keeps_no_other_from_its_word(
 def test_an_entry_that_was_set_aside_is_tried_again(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inbox_reader, "RETRY_SECS", 0.05)
+    monkeypatch.setattr(proposals, "RETRY_SECS", 0.05)
     block(tmp_path, "bad")
     bad = inbox.submit(tmp_path, Update(id="bad").scale("of/another/model", 2.0))
     refused = count_calls(monkeypatch, "refuse")

@@ -22,12 +22,12 @@ from msgspec.structs import replace
 from replicast import faults
 from replicast.config import TOLD_TO_END
 from replicast.core.entries import Saved
-from replicast.core.events import Ended, WriteOutcome
-from replicast.deadline import Deadline
+from replicast.core.messages import Ended, WriteOutcome
 from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged
+from replicast.processes import Deadline
 from replicast.replicas import job_checkpoints
-from replicast.replicas.departure import Departure
 from replicast.replicas.job_checkpoints import Checkpoints, SavePlan, Saving
+from replicast.replicas.joined_worker import Departure
 from replicast.replicas.position import Position, Training
 from replicast.storage.checkpoints import CheckpointStore, Manifest
 from replicast.update.update import Update
@@ -130,7 +130,7 @@ def test_the_time_since_the_last_checkpoint_goes_on_in_the_next_training(
 
     monkeypatch.setattr(job_checkpoints, "Deadline", Clocked)
     with saving_job(1, tmp_path, plan) as (job, made):
-        monkeypatch.setattr(made[0].checkpoints.session, "request", asked.append)
+        monkeypatch.setattr(made[0].checkpoints.session.proposals, "request", asked.append)
         for _ in range(6):  # as each `fit` does with its callback
             made[0].checkpoints.follow(plan)
             now[0] += 240.0
@@ -180,7 +180,7 @@ def test_a_job_told_to_exit_while_a_checkpoint_is_written_saves_behind_it_althou
         step = job.workers[0].session.step
     assert first == "worker 0 was told to exit: the state is saved"
     assert second == "worker 1 was told to exit: the state is saved"
-    assert [manifest.step for manifest in CheckpointStore(tmp_path).list()] == [10, step]
+    assert [manifest.step for manifest in CheckpointStore(tmp_path).manifests()] == [10, step]
 
 
 def test_a_job_told_to_exit_says_that_nothing_is_saved_when_the_replicas_differ(
@@ -188,7 +188,7 @@ def test_a_job_told_to_exit_says_that_nothing_is_saved_when_the_replicas_differ(
 ) -> None:
     def change(worker: Worker, step: int) -> None:
         if (worker.rank, step) == (0, 11):
-            eventually(lambda: CheckpointStore(tmp_path).list())
+            eventually(lambda: CheckpointStore(tmp_path).manifests())
         if (worker.rank, step) == (1, 12):
             worker.state.values["dense/bias"][:] = 7
 
@@ -196,7 +196,7 @@ def test_a_job_told_to_exit_says_that_nothing_is_saved_when_the_replicas_differ(
         for said in left(job, made, caplog, change):
             assert "was told to exit: the state is not saved. Worker 1 differs from worker 0 at step" in said
         eventually(lambda: not made[0].checkpoints.is_busy)
-    assert [manifest.step for manifest in CheckpointStore(tmp_path).list()] == [10]
+    assert [manifest.step for manifest in CheckpointStore(tmp_path).manifests()] == [10]
 
 
 def test_a_job_told_to_exit_says_why_nothing_is_saved(
@@ -363,7 +363,8 @@ def test_a_copy_that_is_being_written_is_not_written_over_when_the_job_ends(
             made[0].checkpoints.save_in_passing()
         go_on.set()
         assert first.result(DEADLINE_SECS) is not None
-    with CheckpointStore(tmp_path).open(1, verify=True) as reader:
+    with CheckpointStore(tmp_path).open(1) as reader:
+        reader.verify()
         assert not reader.read("dense/bias").any()
 
 
@@ -447,9 +448,10 @@ def test_a_checkpoint_that_is_skipped_leaves_the_one_that_is_being_written_alone
         eventually(lambda: len(job.workers[0].session.operations()) == 1)  # what was skipped has ended
         go_on.set()
         job.on_all(lambda worker: made[worker.rank].checkpoints.settle())
-    (manifest,) = CheckpointStore(tmp_path).list()
+    (manifest,) = CheckpointStore(tmp_path).manifests()
     assert manifest.step == 1
-    with CheckpointStore(tmp_path).open(1, verify=True) as reader:
+    with CheckpointStore(tmp_path).open(1) as reader:
+        reader.verify()
         assert not reader.read("dense/bias").any()
 
 
@@ -490,9 +492,9 @@ def test_what_is_proposed_at_the_boundary_of_a_checkpoint_that_was_requested_bel
             saver.worker.session.propose(update, at_step=10**6)
 
     with saving_job(2, tmp_path) as (job, made):
-        job.workers[0].session.request("save")
-        steps_until(job, made, CheckpointStore(tmp_path).list, propose)
-    (manifest,) = CheckpointStore(tmp_path).list()
+        job.workers[0].session.proposals.request("save")
+        steps_until(job, made, CheckpointStore(tmp_path).manifests, propose)
+    (manifest,) = CheckpointStore(tmp_path).manifests()
     assert {f"at-{step}" for step in range(1, manifest.step + 1)} <= {
         one.proposal.id for one in manifest.pending
     }
@@ -508,14 +510,14 @@ def test_a_checkpoint_that_was_requested_at_the_last_batch_of_an_epoch_waits_for
             saver.training.reached(Position(1), {}, epoch_ends=True)
 
         job.on_all(lambda worker: is_last_batch(made[worker.rank]))
-        first.request("save")
+        first.proposals.request("save")
         eventually(first.operations)
         steps_until(job, made, lambda: not first.operations(), is_last_batch)
-        assert store.list() == []
+        assert store.manifests() == []
         step = first.step
         job.on_all(lambda worker: made[worker.rank].checkpoints.after_epoch())
         job.on_all(lambda worker: made[worker.rank].checkpoints.settle())
-        assert [manifest.step for manifest in store.list()] == [step]
+        assert [manifest.step for manifest in store.manifests()] == [step]
 
 
 def test_workers_that_are_at_different_moments_of_an_epochs_end_take_part_in_the_same_checkpoints(
@@ -531,7 +533,7 @@ def test_workers_that_are_at_different_moments_of_an_epochs_end_take_part_in_the
             training.reached(Position(1), {}, epoch_ends=True)
             if worker.rank == 0:
                 assert has_passed.wait(DEADLINE_SECS)
-                worker.session.request("save")
+                worker.session.proposals.request("save")
                 eventually(lambda: worker.session.is_wanted)
             made[worker.rank].step()
             training.reached(Position(1), {})
@@ -544,7 +546,7 @@ def test_workers_that_are_at_different_moments_of_an_epochs_end_take_part_in_the
             made[worker.rank].checkpoints.settle(DEADLINE_SECS)
 
         job.on_all(end_of_epoch)
-        assert [manifest.step for manifest in CheckpointStore(tmp_path).list()] == [1]
+        assert [manifest.step for manifest in CheckpointStore(tmp_path).manifests()] == [1]
 
 
 # Which ones stay.

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 from typing import Any
 
+import pytest
+
+from replicast.config import Cluster
+from replicast.training import strategy as connecting
 from tests.pool import Pool, start
 
 
@@ -17,9 +23,33 @@ def test_no_call_into_the_service_is_made_before_the_job_is_watched(pool2: Pool)
         assert any("replicast/allreduce" in call for call in watched), "the calls were seen"
 
 
-def sigterm_after_the_start(strategy: Any) -> list[bool]:
-    return start.catches_sigterm
+def signals_after_the_start(strategy: Any) -> tuple[list[bool], list[bool]]:
+    return start.catches_sigterm, start.keeps_sigint
 
 
-def test_sigterm_has_its_default_action_again_after_the_strategy_is_built(pool2: Pool) -> None:
-    assert pool2.run(sigterm_after_the_start) == [[False], [False]]
+def test_sigterm_and_sigint_do_again_what_they_did_after_the_strategy_is_built(pool2: Pool) -> None:
+    assert pool2.run(signals_after_the_start) == [([False], [True])] * 2
+
+
+def test_ctrl_c_right_before_the_workers_are_connected_leaves_to_sigint_what_it_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    libc, interrupted = ctypes.CDLL(None), list[bool]()
+
+    class Interrupting:
+        def sigaction(self, signum: int, action: Any, old: Any) -> None:
+            libc.sigaction(signum, action, old)
+            if signum == signal.SIGINT and action is not None and not any(bytes(action)):
+                interrupted.append(start.is_caught(signal.SIGINT))
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(connecting.ctypes, "CDLL", lambda _: Interrupting())
+    monkeypatch.setattr(connecting.rendezvous, "meet", lambda *_: 1.0)
+    monkeypatch.setattr(connecting, "port_limit", lambda *_: None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            connecting._connect(None, Cluster(("a:1", "b:2"), rank=0), None)
+        assert (interrupted, start.is_caught(signal.SIGINT)) == ([False], True)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -10,6 +10,7 @@ import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import replicast
+from replicast.core.entries import Stage
 from tests.pool import Pool
 from tests.threads import eventually
 from tests.workers.recipes import arrays, perceptron
@@ -32,9 +33,11 @@ def trained(strategy: Any, directory: Path, *, watched: bool) -> str:
             def propose(step: int, replicas: replicast.Replicas = replicas) -> None:
                 if step == 2 and replicas.rank == 1:
                     rate = replicast.Update(note="too high").scale("optimizer/learning_rate", 0.5)
-                    replicas.propose(rate, at_step=6)
+                    ticket = replicas.propose(rate, at_step=6)
                     worse = replicast.Update().scale("dense_1/kernel", -3.0)
                     replicas.propose(worse, at_step=TRIED_AT, trial=replicast.Trial(steps=TRIAL_STEPS))
+                    # Training must not pass step 6 before worker 0 has it.
+                    eventually(lambda: ticket.stage is not Stage.PROPOSED)
 
             callbacks = [replicas.callback(), *([AtStep(propose)] if attempt == 0 else [])]
             if watched:

@@ -31,12 +31,7 @@ ON_TWO = (
     "evaluate_and_predict",
 )
 # Where a third worker could make a difference; tests/long has all of them.
-ON_THREE = (
-    "adam_on_arrays",
-    "batches_that_do_not_divide",
-    "a_last_batch_smaller_than_the_job",
-    "embedding",
-)
+ON_THREE = ("batches_that_do_not_divide", "a_last_batch_smaller_than_the_job", "embedding")
 NOISY_ON_THREE = ("mixed_float16_that_overflows_on_one_worker_only",)
 
 

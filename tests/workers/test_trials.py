@@ -139,8 +139,132 @@ def test_a_trial_that_helps_stays_and_no_checkpoint_is_of_its_middle(pool2: Pool
     assert told["outcome"] == "kept"
     assert told["after"][told["ended"]] == told["before"][told["ended"]]
     assert told["after"][told["ended"]] != told["before"][told["applied"]]
-    made = [manifest.step for manifest in CheckpointStore(tmp_path).list()]
+    made = [manifest.step for manifest in CheckpointStore(tmp_path).manifests()]
     assert made == [4, 8, 27, 28, 32, 36, 40, 44, 48]
+
+
+class ReturnsTheLoss(keras.Sequential):
+    """As many models of Keras' guides: its own train_step, and no metric."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def measured_alone(strategy: Any, kind: str) -> dict[str, Any]:
+    """What is known of each step of a fit whose last batch is short, and what each batch's loss is."""
+    keras.utils.set_random_seed(3)
+    x, y = arrays(4 * BATCH_SIZE + 3)
+    with strategy.scope():
+        layers = [keras.Input((x.shape[1],)), keras.layers.Dense(4, activation="softmax")]
+        model = (ReturnsTheLoss if kind == "custom step" else keras.Sequential)(layers)
+        metrics = (
+            []
+            if kind == "custom step"
+            else ["accuracy", keras.metrics.AUC(name="auc"), "RootMeanSquaredError"]
+        )
+        outputs = {"metrics": metrics, "loss": "categorical_crossentropy"}
+        model.compile(
+            keras.optimizers.SGD(0.0), steps_per_execution=2 if kind == "executions" else 1, **outputs
+        )
+    labels = keras.utils.to_categorical(y, 4).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((x, labels)).batch(BATCH_SIZE)
+    if kind == "unknown length":
+        data = data.filter(lambda *_: True)
+    with replicas_of(model) as replicas:
+        callback = replicas.callback()
+        model.fit(data, epochs=2, verbose=0, callbacks=[callback])
+        measures = callback._worker.session.replica.measures
+        history, means = measures.history(), measures.means
+        parts = [slice(at, at + BATCH_SIZE) for at in range(0, len(x), BATCH_SIZE)]
+        alone = [model.compute_loss(y=labels[part], y_pred=model(x[part])) for part in parts]
+        try:
+            measures.before("auc", 1)
+            refused = ""
+        except UpdateRefused as error:
+            refused = str(error)
+    steps = [steps for _, steps, _ in history]
+    losses = [values["loss"] for _, _, values in history]
+    return {
+        "steps": steps,
+        "losses": losses,
+        "alone": [float(one) for one in alone],
+        "means": means,
+        "refused": refused,
+    }
+
+
+class Level(keras.layers.Layer):
+    """Measures with means of its own: one counts batches, and one begins with the second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level, self.late = keras.metrics.Mean(name="level"), keras.metrics.Mean(name="late")
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x: Any) -> Any:
+        self.calls.assign_add(1.0)
+        self.level.update_state(keras.ops.mean(x))
+        self.late.update_state(keras.ops.mean(x), sample_weight=tf.cast(self.calls > 1.0, "float32"))
+        return x
+
+
+class TellsABatch(keras.Model):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return {**super().train_step(data), "kl_loss": keras.ops.mean(data[0])}
+
+
+@equal_on_all("pool1")
+def test_each_metric_of_fit_is_known_for_each_step_by_what_it_counts(strategy: Any) -> None:
+    x = np.arange(1, 45, dtype="float32").reshape(-1, 1) / 10
+    y, weights = (
+        (np.arange(44) // 8).reshape(-1, 1).astype("float32"),
+        np.where(np.arange(44) < 32, 1.0, 0.01),
+    )
+    with strategy.scope():
+        inputs = keras.Input((1,))
+        level = Level()(inputs)
+        zeros = [keras.layers.Dense(1, kernel_initializer="zeros", name=name)(level) for name in "ab"]
+        model = TellsABatch(inputs, dict(zip("ab", zeros, strict=True)))
+        of_each = {"metrics": {"a": ["mae"], "b": ["mae"]}, "weighted_metrics": {"a": ["mae"]}}
+        model.compile(keras.optimizers.SGD(0.0), {"a": "mae", "b": "mae"}, **of_each)
+    with replicas_of(model) as replicas:
+        callback = replicas.callback()
+        model.fit(
+            x, {"a": y, "b": y}, sample_weight={"a": weights, "b": weights},
+            batch_size=8, shuffle=False, verbose=0, callbacks=[callback],
+        )  # fmt: skip
+        measures = callback._worker.session.replica.measures
+        told = [values for _, _, values in measures.history()]
+    means = [float(x[at : at + 8].mean()) for at in range(0, 44, 8)]
+    for name in ("level", "kl_loss"):
+        assert [values[name] for values in told] == pytest.approx(means, rel=1e-4), name
+    assert [values["late"] for values in told] == pytest.approx([0.0, *means[1:]], rel=1e-4)
+    for name in ("a_mae", "b_mae", "a_weighted_mae"):
+        assert [values[name] for values in told] == pytest.approx(range(6), rel=1e-3), name
+    assert "kl_loss" not in measures.means
+
+
+@pytest.mark.parametrize("kind", ["plain", "executions", "unknown length", "custom step"])
+def test_each_step_of_fit_is_known_also_the_last_of_an_epoch_whose_batch_is_short(
+    pool2: Pool, kind: str
+) -> None:
+    results = pool2.run(measured_alone, kind)
+    assert_equal_on_all(results)
+    alone = results[0]["alone"]
+    if kind == "executions":
+        pairs = [np.mean(alone[:2]), np.mean(alone[2:4]), alone[4]]
+        assert results[0]["losses"] == pytest.approx(2 * pairs, rel=1e-4)
+    else:
+        assert results[0]["losses"] == pytest.approx(2 * alone, rel=1e-4)
+    if kind == "custom step":
+        return
+    no_means = {"auc": False, "RootMeanSquaredError": False}
+    assert results[0]["means"] == {"loss": True, "accuracy": True, **no_means}
+    assert "must be a mean" in results[0]["refused"]
 
 
 @equal_on_all("pool1")

@@ -25,7 +25,8 @@ from replicast.replicas.joined_worker import JoinedWorker
 from replicast.storage import inbox
 from replicast.storage.journal import committed_updates
 from replicast.training.variables import component
-from replicast.transport import Transport, open_transport
+from replicast.transport import Transport, open_transport, shared
+from replicast.transport.shared import arrays_in
 from replicast.update.edits import apply_edit
 from replicast.update.schema import Limits, planned
 from replicast.update.update import Update
@@ -526,7 +527,7 @@ def cannot_stage(strategy: Any) -> list[str]:
     with transports_opened() as opened, replicas_of(model) as replicas:
         transport = opened[0]
         assert isinstance(transport, Transport)
-        mapped, publish = transport._bytes_of, transport.publish
+        publish = transport.publish
 
         def published_and_damaged(parcel_id: str, given: Any, **how: Any) -> Any:
             parcel = publish(parcel_id, given)
@@ -537,7 +538,7 @@ def cannot_stage(strategy: Any) -> list[str]:
             return parcel
 
         damaged_here = mock.patch.object(
-            transport, "_bytes_of", lambda *given: flipped(mapped(*given).copy())
+            shared, "arrays_in", lambda content, parts: arrays_in(flipped(content.copy()), parts)
         )
         damaged_there = mock.patch.object(transport, "publish", published_and_damaged)
         full = mock.patch("os.posix_fallocate", no_room)
@@ -595,15 +596,13 @@ def idle(strategy: Any, directory: Path) -> dict[str, Any]:
 
     def watched_boundary(worker: JoinedWorker, **given: Any) -> None:
         transfers = strategy.extended.transfers_started()
-        turns = strategy.lifetime.turns.count
+        turns = strategy.lifetime.turns
         WATCHED["thread"] = threading.get_ident()
         try:
             boundary(worker, **given)
         finally:
             WATCHED["thread"] = None
-        moved.append(
-            strategy.extended.transfers_started() - transfers + strategy.lifetime.turns.count - turns
-        )
+        moved.append(strategy.extended.transfers_started() - transfers + strategy.lifetime.turns - turns)
 
     moved: list[int] = []
     WATCHED["events"].clear()

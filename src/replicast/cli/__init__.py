@@ -149,6 +149,6 @@ def main() -> None:
       replicast status runs/first
       replicast doctor
 
-    Exit codes of all commands: 2 when the command is wrong, 3 when the job is not running or does not answer,
-    130 after Ctrl-C. The help of each command says what 0 and 1 mean.
+    Exit codes of all commands: 2 when the command is wrong, 3 when a job that is asked does not answer or is
+    not running (1 for a push, which is refused), 130 after Ctrl-C. The help of each command says more.
     """

@@ -11,14 +11,19 @@ from rich.text import Text
 from replicast.cli import STOPPED, Failed, one_line, texts
 from replicast.cli.options import PATH, EditCommand, asks, directory_of, json_option, update_of
 from replicast.client import Run
-from replicast.client.examination import examine
-from replicast.client.patching import check_patch, patch_in_place
 from replicast.errors import CheckpointError, FileDamaged, printable
 from replicast.files import RunDir, RunPath, below
-from replicast.storage.checkpoint_tools import Equality
-from replicast.storage.checkpoint_tools import diff as compare
-from replicast.storage.checkpoint_tools import patch as patch_checkpoint
-from replicast.storage.checkpoints import MANIFEST, STATE, CheckpointStore, open_checkpoint
+from replicast.storage.checkpoints import (
+    MANIFEST,
+    STATE,
+    CheckpointStore,
+    Equality,
+    Manifest,
+    open_checkpoint,
+)
+from replicast.storage.checkpoints import diff as compare
+from replicast.storage.checkpoints import patch as patch_checkpoint
+from replicast.update.guard import examine
 
 _NONE_YET = "The run has no checkpoints yet."
 path_argument = click.argument("path", type=PATH, metavar="PATH|RUN")
@@ -36,7 +41,7 @@ def checkpoint() -> None:
       replicast checkpoint list runs/first
       replicast checkpoint now runs/first
       replicast checkpoint verify runs/first
-      replicast checkpoint patch runs/first --in-place --add delta.safetensors
+      replicast checkpoint patch runs/first --add delta.safetensors -o patched
     """
 
 
@@ -54,7 +59,7 @@ def list_(run: Path, as_json: bool) -> int:
     Exit code: 0; 1 when one is damaged, which is named.
     """
     store = CheckpointStore(directory_of(run))
-    manifests, problems = store.list(), store.problems()
+    manifests, problems = store.manifests(), store.problems()
     if as_json:
         for manifest in manifests:
             fields = manifest.to_json() | {"path": str(store.path(manifest.step).as_path())}
@@ -62,11 +67,12 @@ def list_(run: Path, as_json: bool) -> int:
     elif manifests:
         table = texts.make_table(">step", ">epoch", ">batch", ">update", ">size", "=when", "metrics")
         for one in manifests:
-            parent, metrics = one.parent, Text(texts.metrics(one.metrics))
-            by = "" if parent is None else f"patched by {one_line(parent.get('update_id', 'an update'))}"
-            note = Text(by, style="dim") if by else metrics
-            numbers = map(str, (one.step, one.epoch, one.batch, one.sequence))
-            table.add_row(*numbers, texts.size(one.nbytes), texts.when(one.created_at), note)
+            note = Text(texts.metrics(one.metrics))
+            if one.parent is not None:
+                by = one_line(one.parent.get("update_id", "an update"))
+                note = Text(f"patched by {by}", style="dim")
+            numbers = str(one.step), *_position(one), str(one.sequence), texts.size(one.nbytes)
+            table.add_row(*numbers, texts.when(one.created_at), note)
         texts.make_console().print(table)
         if (last := store.last()) is not None and last.step != manifests[-1].step:
             click.echo(f"The next start continues from step {last.step}: training went back to it.")
@@ -124,7 +130,7 @@ def show(path: Path, step: int | None, as_json: bool) -> None:
     last = f"update {manifest.sequence} is the last in it" if manifest.sequence else "no update is in it"
     facts = {
         "checkpoint": printable(found),
-        "step": f"{manifest.step}, batch {manifest.batch} of epoch {manifest.epoch}",
+        "step": "{}, epoch {}, batch {}".format(manifest.step, *_position(manifest)),
         "journal": last,
         "pending": one_line(", ".join(one.proposal.id for one in manifest.pending)),
         "written": f"{texts.date(manifest.created_at)}, attempt {manifest.attempt}",
@@ -163,7 +169,7 @@ def verify(path: Path, step: int | None) -> int:
         found, problems = [_the_checkpoint(path, step)], list[FileDamaged]()
     else:
         store = CheckpointStore(directory_of(path))
-        found, problems = [store.find(manifest.step) for manifest in store.list()], store.problems()
+        found, problems = [store.find(manifest.step) for manifest in store.manifests()], store.problems()
         if not found and not problems:
             click.echo(_NONE_YET)
     for one in found:
@@ -225,66 +231,45 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
 @path_argument
 @step_argument
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="The new checkpoint; must not exist yet.")
-@click.option("--in-place", is_flag=True, help="Have the next start of RUN apply it to its last checkpoint.")
 @click.pass_context
 def patch(
-    context: click.Context,
-    /,
-    path: Path,
-    step: int | None,
-    output: Path | None,
-    in_place: bool,
-    **options: Any,
+    context: click.Context, /, path: Path, step: int | None, output: Path | None, **options: Any
 ) -> int:
-    """Apply an update to a checkpoint: into a new one, or at the next start.
+    """Apply an update to a checkpoint: into a new one.
 
     A new checkpoint has the bits that every replica would have had if the update had been applied at that
     step; it names the one it was made from. Operations and files are those of `replicast push`, in the order
     in which they are given. Memory is needed for the update, not for the checkpoint.
 
-    With --in-place, the update becomes part of the journal of RUN: `replicast log` shows it, and the next
-    start, which continues from the last checkpoint, applies it there on every worker. No job may be running.
+    To have a stopped job apply it where its next start continues: `replicast push RUN --next-start`.
 
     \b
     Examples:
-      replicast checkpoint patch runs/first --in-place --add delta.safetensors --note "fix drifted bias"
-      replicast checkpoint patch runs/first --in-place --set learning_rate=1e-4 --dry-run
+      replicast checkpoint patch runs/first --set learning_rate=1e-4 --dry-run
       replicast checkpoint patch runs/first/checkpoints/00001200-1 --add delta.safetensors -o patched
       replicast checkpoint patch old/00001200-1 --update fix.safetensors -o runs/second/checkpoints/00001200
 
-    Exit code: 0; 1 when the update is refused, the checkpoint is damaged, OUT exists, or a job is running.
+    Exit code: 0; 1 when the update is refused, the checkpoint is damaged, or OUT exists.
     """
-    if in_place and output is not None:
-        raise click.UsageError("--in-place writes no checkpoint: leave -o out.")
-    if in_place and _is_checkpoint(path):
-        raise click.UsageError(f"--in-place needs a run, and {printable(path)} is a checkpoint.")
-    if not in_place and output is None and not options["dry_run"]:
-        raise click.UsageError("Missing option '-o' / '--output' for the new checkpoint, or --in-place.")
     source = _the_checkpoint(path, step)
     with open_checkpoint(source) as reader:
         before = reader.manifest
     update = update_of(context, options, lambda: before.schema)
     found = examine(update, before.schema)
     if options["dry_run"]:
-        code = texts.print_examination(found)
-        if in_place and not code:
-            check_patch(path, before.step, update)
-        return code
+        return texts.print_examination(found)
+    if output is None:
+        raise click.UsageError("Missing option '-o' / '--output' for the new checkpoint.")
     if texts.print_problems(found):
         return 1
-    if output is None:
-        done = patch_in_place(path, before.step, update)
-        click.echo(f"update {done.sequence} of the journal ({printable(update.id)})")
-        click.echo(f"  the next start of the job applies it at step {done.step}, where it continues")
-        return 0
     try:
         with texts.progress_bar(f"patching {source.name}") as progress:
             after = patch_checkpoint(source, update, output, progress=progress)
     except (OSError, KeyboardInterrupt) as error:
         reason = one_line(error.strerror if isinstance(error, OSError) else "Stopped")
-        fate = f"Nothing is left at {printable(output)}."
+        what = f"Could not patch the checkpoint of step {before.step}: {reason}"
         raise Failed(
-            f"The checkpoint of step {before.step} is not patched: {reason}. {fate}",
+            f"{what}. {printable(output)} was not created.",
             STOPPED if isinstance(error, KeyboardInterrupt) else 1,
         ) from error
     changed = sum(after.digests[name] != digest for name, digest in before.digests.items())
@@ -292,6 +277,12 @@ def patch(
     click.echo(f"patched {printable(output)}: {of}, {texts.size(after.nbytes)}, step {after.step}")
     click.echo(f"  state {after.state_digest}")
     return 0
+
+
+def _position(manifest: Manifest) -> tuple[str, str]:
+    """The epoch, counted from 1 as Keras does, and how many of its batches are done; "end" after the last."""
+    ended = manifest.epoch > 0 and manifest.batch == 0
+    return (str(manifest.epoch), "end") if ended else (str(manifest.epoch + 1), str(manifest.batch))
 
 
 def _is_checkpoint(path: RunDir) -> bool:

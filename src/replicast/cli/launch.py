@@ -6,10 +6,18 @@ They start without numpy and rich: these are loaded while the workers start, or 
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import json
 import logging
 import os
+import re
+import shutil
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,18 +25,16 @@ from typing import Any
 import click
 
 from replicast import config
-from replicast.errors import ServeRefused
+from replicast.errors import ClusterError, ServeRefused
 from replicast.files import below
 from replicast.launcher import launcher, plan
-from replicast.launcher.checks import Verdict, all_checks
-from replicast.launcher.group import EndTimeouts
 from replicast.launcher.hosts_leader import HostTimeouts
 
 _DIR, _FILE = click.Path(path_type=Path), click.Path(dir_okay=False, path_type=Path)
 _COUNT, _SECS = click.IntRange(min=0), click.FloatRange(min=0)
 _PORTS_SECS = 5.0
 _NEEDED = ("starlette", "uvicorn", "plotly")
-_STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
+_LITTLE_SHARED_MEMORY = 256 * 2**20
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "show_default": True})
@@ -46,7 +52,7 @@ _STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
 @click.option(
     "--grace",
     type=_SECS,
-    default=EndTimeouts().stop_secs,
+    default=plan.EndTimeouts().stop_secs,
     metavar="SECS",
     help="Time for the last checkpoint, before workers are killed; docs/hosts.md says how much.",
 )
@@ -129,27 +135,27 @@ def run(
     if job.fixed_ports is not None:
         # Refused before a run directory is made. After a kill -9 of the launcher before this one, its workers
         # may take a moment to give back their memory, and hold their ports until then.
-        plan.hold_ports(job.fixed_ports, within_secs=_PORTS_SECS if job.endpoint is not None else 0.0).close()
+        plan.hold_ports(job.fixed_ports, within_secs=_PORTS_SECS if job.nodes > 1 else 0.0).close()
     join_secs = config.start_timeout_secs(os.environ, HostTimeouts().join_secs)
     # Launchers are more patient than workers, who wait `heartbeat_secs` for each other.
     silent_secs = max(HostTimeouts().silent_secs, 2 * heartbeat_secs)
-    if run_dir is None and (job.endpoint is None or job.node_rank == 0):
+    if run_dir is None and job.node_rank == 0:
         name = program.rpartition(".")[2] if module else Path(program).stem
         run_dir = launcher.RUNS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
-    directory = None if run_dir is None else launcher.make_run_dir(run_dir)
-    settings = launcher.Settings(
-        run_dir=directory,
+    job = replace(
+        job,
+        run_dir=None if run_dir is None else launcher.make_run_dir(run_dir),
         log_dir=None if log_dir is None else below(log_dir.absolute()),
         tee=shown,
         max_restarts=max_restarts,
-        timeouts=EndTimeouts(stop_secs=grace, frozen_secs=heartbeat_secs),
+        timeouts=plan.EndTimeouts(stop_secs=grace, frozen_secs=heartbeat_secs),
         secret=os.environ.get(config.JOB_SECRET, "").strip().encode(),
         host_timeouts=HostTimeouts(join_secs=join_secs, silent_secs=silent_secs),
         page=page,
     )
     # The environment of the children, who get it without secrets.
     environ = {**os.environ, config.HEARTBEAT_TIMEOUT: f"{heartbeat_secs:g}"}
-    return launcher.supervise(job, settings, environ)
+    return launcher.supervise(job, environ)
 
 
 @click.command(context_settings={"show_default": True})
@@ -204,6 +210,111 @@ def serve(path: Path, token_file: Path | None, max_upload: int, **options: Any) 
         run(App(runs_in(path), settings), settings, listener)
 
 
+# --- What works on this machine and what does not, with how to fix it ---------------------------------------
+
+
+class Verdict(enum.Enum):
+    GOOD = "✓"  # Nothing to do.
+    NOTE = "!"  # Works, but worth knowing.
+    BROKEN = "✗"  # Must be fixed first.
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was checked, how it came out, what was found, and how to fix it."""
+
+    subject: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+
+
+# The distributions that bring a package, the oldest version that works, the first one that was not tested,
+# how to install and how to uninstall it. Release candidates of TensorFlow bring a second copy of Keras.
+_PACKAGES = {
+    "TensorFlow": (
+        ("tensorflow", "tensorflow-cpu"),
+        ((2, 20), (2, 23)),
+        "pip install 'replicast[cpu]' (no GPU) or 'replicast[tensorflow]'",
+        "pip uninstall -y tensorflow tensorflow-cpu, then install one of them",
+    ),
+    "Keras": (
+        ("keras", "keras-nightly"),
+        ((3, 12), ()),
+        "pip install 'keras>=3.12'",
+        "pip uninstall -y keras keras-nightly, then pip install --no-deps keras",
+    ),
+}
+
+
+def check_package(subject: str, version_of: Callable[[str], str] = metadata.version) -> Check:
+    names, (oldest, untested), install, uninstall = _PACKAGES[subject]
+    versions = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = version_of(name)
+    if not versions:
+        return Check(subject, Verdict.BROKEN, "not installed", install)
+    found = " and ".join(f"{name} {version}" for name, version in versions.items())
+    if len(versions) > 1:
+        return Check(subject, Verdict.BROKEN, f"{found}: two copies of the same files", uninstall)
+    (name, version), *_ = versions.items()
+    if release(version) < oldest or (untested and release(version) >= untested):
+        bounds = ((">=", oldest), ("<", untested))
+        ends = ",".join(f"{sign}{'.'.join(map(str, end))}" for sign, end in bounds if end)
+        return Check(subject, Verdict.BROKEN, f"{found}: not supported", f"pip install '{name}{ends}'")
+    return Check(subject, Verdict.GOOD, found)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers a version starts with: "2.21.0rc1" is (2, 21, 0)."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def check_backend(environ: Mapping[str, str]) -> Check:
+    home = environ.get("KERAS_HOME")
+    settings = (Path(home) if home is not None else Path.home() / ".keras") / "keras.json"
+    backend, where = environ.get("KERAS_BACKEND"), "KERAS_BACKEND"
+    remedy = "export KERAS_BACKEND=tensorflow"
+    if not backend:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # Keras ignores such a file too.
+            backend, where = json.loads(settings.read_text()).get("backend"), str(settings)
+            remedy = f'Set "backend": "tensorflow" in {where}, or {remedy}'
+    if not backend or not isinstance(backend, str) or backend == "tensorflow":
+        return Check("Keras backend", Verdict.GOOD, f"tensorflow ({where if backend else 'default'})")
+    return Check("Keras backend", Verdict.BROKEN, f"{backend} ({where})", remedy)
+
+
+def check_cluster(environ: Mapping[str, str]) -> Check:
+    try:
+        cluster = config.read_cluster(environ)
+    except ClusterError as error:
+        return Check("TF_CONFIG", Verdict.BROKEN, str(error), "Correct it, or unset TF_CONFIG")
+    if cluster is None:
+        return Check("TF_CONFIG", Verdict.GOOD, "not set: a job of one, or replicast run sets it")
+    return Check("TF_CONFIG", Verdict.GOOD, f"worker {cluster.rank} of {cluster.size}")
+
+
+def check_shared_memory(place: Path, free_bytes: Callable[[Path], int]) -> Check:
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        return Check("Shared memory", Verdict.BROKEN, f"{place} is missing or not writable", "Mount a tmpfs")
+    free = free_bytes(place)
+    found = f"{free / 2**20:,.0f} MiB free in {place}"
+    if free < _LITTLE_SHARED_MEMORY:
+        return Check("Shared memory", Verdict.NOTE, found, "In a container: docker run --shm-size=2g")
+    return Check("Shared memory", Verdict.GOOD, found)
+
+
+def check_machine(machine: plan.Machine) -> Check:
+    verdict, fit = Verdict.GOOD, f"up to -n {machine.cores} without sharing a core"
+    if machine.gpus:
+        fit = f"-n {len(machine.gpus)} gives each worker one GPU"
+    elif machine.cores < 2:
+        verdict, fit = Verdict.NOTE, "several workers share one core"
+    return Check("Cores and GPUs", verdict, f"{machine.cores} and {len(machine.gpus) or 'none'}: {fit}")
+
+
 @click.command(context_settings={"show_default": True})
 def doctor() -> int:
     """Check this machine, and say how to fix what is wrong.
@@ -214,18 +325,27 @@ def doctor() -> int:
 
     Exit code: 0 when nothing is broken, 1 when something must be fixed first, 2 when the command is wrong.
     """
-    checks = all_checks(os.environ)
     from rich.text import Text
 
     from replicast.cli import texts
 
+    memory = Path(os.environ.get(config.SHM_DIR) or "/dev/shm")
+    checks = [
+        Check("Python", Verdict.GOOD, ".".join(map(str, sys.version_info[:3]))),  # pip has checked it
+        check_package("TensorFlow"),
+        check_package("Keras"),
+        check_backend(os.environ),
+        check_shared_memory(memory, lambda place: shutil.disk_usage(place).free),
+        check_machine(plan.this_machine(os.environ)),
+        check_cluster(os.environ),
+    ]
+    styles = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
     rows = [
-        (Text(one.verdict.value, style=_STYLES[one.verdict]), one.subject, one.found, one.remedy)
+        (Text(one.verdict.value, style=styles[one.verdict]), one.subject, one.found, one.remedy)
         for one in checks
     ]
     texts.print_table("", "what", "found", "how to fix", rows=rows)
     broken = [check.subject for check in checks if check.verdict is Verdict.BROKEN]
-    click.echo(
-        f"Fix first: {', '.join(broken)}." if broken else "All is well. `replicast demo` shows two workers."
-    )
+    fine = "Nothing to fix. To see two workers train: replicast demo"
+    click.echo(f"Fix first: {', '.join(broken)}." if broken else fine)
     return 1 if broken else 0

@@ -17,10 +17,10 @@ from replicast.client.directory import this_user
 from replicast.client.run import OPERATIONS, Parameter, rows_of
 from replicast.errors import NotFound, printable
 from replicast.files import below
-from replicast.tensorfiles import HDF5, read_bytes, read_tensor_bytes
 from replicast.update.edits import EditKind
 from replicast.update.schema import Schema
-from replicast.update.update import MAX_TENSORS, Update, joined, update_in
+from replicast.update.tensorfiles import HDF5, read_bytes, read_tensor_bytes
+from replicast.update.update import Update, joined, update_in
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _ORDER = "replicast.order"
@@ -29,7 +29,7 @@ _METAVARS = {
     "which": "NUMBER|ID",
     "update_id": "ID",
     "rows": "1,5,10:20",
-    "worker": "WORKER",
+    "worker": "[WORKER]",
     "lines": "N",
     "attempt": "N",
     "timeout": "SECS",
@@ -145,14 +145,15 @@ def asks(*operations: str) -> Callable[[_Command], _Command]:
 
 
 def _parameter(one: Parameter) -> Callable[[_Command], _Command]:
-    metavar, kind = _METAVARS.get(one.name), None
+    metavar, kind, required = _METAVARS.get(one.name), None, one.default is inspect.Parameter.empty
     for annotated in (one.kind, *get_args(one.kind)):
         if get_origin(annotated) is Annotated and get_args(annotated)[0] in (int, float):
             # A number that is not too small; what is too large, the job refuses.
             base, limits = get_args(annotated)
             kind = (click.IntRange if base is int else click.FloatRange)(min=limits.ge)
-    if one.default is inspect.Parameter.empty:
-        return click.argument(one.name, type=kind, metavar=metavar)
+    if required or one.name == "worker":
+        default = None if required else one.default
+        return click.argument(one.name, type=kind, metavar=metavar, required=required, default=default)
     names = [f"--{one.name.replace('_', '-')}", *(["-n"] if one.name == "last" else [])]
     if one.kind is bool:
         return click.option(*names, is_flag=True, help=one.help)
@@ -175,6 +176,8 @@ def json_option(text: str) -> Callable[[_Command], _Command]:
 
 def directory_of(path: Path) -> Path:
     """The path, if it is a run directory or has checkpoints; else a usage error that names those near it."""
+    if str(path).startswith(("http:", "https:")):
+        raise click.UsageError("Checkpoints are files: give the run directory, on a machine that has it.")
     if not (below(path) / "checkpoints").is_dir():
         RUN.convert(path, None, None)
     return path
@@ -229,7 +232,7 @@ def _part(name: str, value: Any, options: dict[str, Any], schema: Callable[[], S
             return Update().scale(*_named_number("--scale", value, "NAME=FACTOR or an existing file"))
         value = Path(value), None
     path, array_name = value
-    content = read_tensor_bytes(path, max_tensors=MAX_TENSORS, other_formats=True)
+    content = read_tensor_bytes(path, other_formats=True)
     operation = None if name == "update" else EditKind(name)
     weight = options["weight"] if name == "blend" else None
     is_h5 = bytes(content[: len(HDF5)]) == HDF5

@@ -17,16 +17,15 @@ from replicast.cli import NO_ANSWER, STOPPED, Failed, one_line, printable_lines,
 from replicast.cli.options import PATH, EditCommand, Parsed, asks, update_of
 from replicast.client import Pushed, Run, connect
 from replicast.client.connection import is_address
-from replicast.client.examination import examine, values_of
 from replicast.client.run import Brief, progress_of
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.errors import NotFound, UpdatePending, printable
 from replicast.files import write_durably
 from replicast.storage.journal import UpdateView
-from replicast.tensorfiles import read_tensor_bytes, tensor_chunks
-from replicast.update.other_formats import tensors_in
+from replicast.update.guard import examine, values_of
+from replicast.update.tensorfiles import read_tensor_bytes, tensor_chunks, tensors_in
 from replicast.update.trial import Trial
-from replicast.update.update import MAX_TENSORS, update_in
+from replicast.update.update import update_in
 
 _DIFFER = _REVERTED = 4
 _BEFORE_COMMIT = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
@@ -78,6 +77,8 @@ def push(context: click.Context, /, run: Run, **options: Any) -> int:
             return code
         if texts.print_problems(found):
             return 1
+        for note in found.notes:
+            click.echo(one_line(note), err=True)
         pushed = run.push(update, options["at_step"], trial, next_start=options["next_start"])
     except KeyboardInterrupt as error:
         raise Failed("Stopped. Nothing was pushed.", STOPPED) from error
@@ -112,10 +113,7 @@ def revert(run: Run, which: str, wait: bool, timeout: float, **how: Any) -> int:
     found = run.revert(which, **how)
     if isinstance(found, Pushed):
         return _pushed(found, wait, timeout, f", which reverts update {printable(which)}")
-    code = texts.print_examination(found)
-    for line in found.notes:
-        click.echo(one_line(line))
-    return code
+    return texts.print_examination(found)
 
 
 @click.command()
@@ -160,32 +158,17 @@ def inspect(what: Path | Run) -> int:
     """
     if isinstance(what, Run):
         schema = what.schema()
-        variables = (
-            (
-                printable(one.name),
-                texts.shape(one.shape),
-                one.dtype,
-                texts.size(one.nbytes),
-                one.kind.replace("_", "-"),
-            )
-            for one in schema
-        )
+        variables = ((*texts.array_cells(one.name, one), one.kind.replace("_", "-")) for one in schema)
         texts.print_table("variable", "shape", "=dtype", ">size", "kind", rows=variables)
         nbytes = sum(one.nbytes for one in schema)
         click.echo(f"{texts.counted(len(schema), 'variable')}, {texts.size(nbytes)}")
         return 0
-    content = read_tensor_bytes(what, max_tensors=MAX_TENSORS, other_formats=True)
-    file = tensors_in(content, str(what), max_tensors=MAX_TENSORS)
+    content = read_tensor_bytes(what, other_formats=True)
+    file = tensors_in(content, str(what))
     if "replicast" in file.metadata:
         return texts.print_examination(examine(update_in(content, str(what), None, None), None))
     rows = (
-        (
-            printable(name),
-            texts.shape(one.shape),
-            one.dtype.name,
-            texts.size(one.nbytes),
-            texts.number(values_of(one).norm),
-        )
+        (*texts.array_cells(name, one), texts.number(values_of(one).norm))
         for name, one in file.tensors.items()
     )
     texts.print_table("tensor", "shape", "=dtype", ">size", ">norm", rows=rows)
@@ -213,6 +196,9 @@ def pull(run: Run, name: str, rows: tuple[int, ...] | None, output: Path, timeou
     """
     if output.suffix not in (".npy", ".safetensors"):
         raise click.BadParameter("It must end in .npy or .safetensors.", param_hint="--output")
+    if rows is not None and output.suffix == ".npy":
+        said = "A .npy file has no place for the indices of rows. Write a .safetensors file."
+        raise click.BadParameter(said, param_hint="--output")
     pulled = run.pull(name, rows, timeout)
     array = np.asarray(pulled.array)
     if output.suffix == ".npy":

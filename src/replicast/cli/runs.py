@@ -17,19 +17,19 @@ from rich.text import Text
 from replicast.cli import Failed, one_line, printable_lines, texts
 from replicast.cli.options import PATH, asks, json_option
 from replicast.client import Run
-from replicast.client.directory import DirectoryRun
-from replicast.client.examination import EditView
-from replicast.client.notes import runs_below
-from replicast.client.run import Brief, Overview
-from replicast.core.records import Stage
-from replicast.errors import printable
+from replicast.client.directory import DirectoryRun, runs_below
+from replicast.client.run import Brief, Overview, ticks
+from replicast.core.entries import Stage
+from replicast.errors import RequestFailed, printable
 from replicast.files import below
 from replicast.page.assets import report as make_report
 from replicast.storage.claims import read_chain
 from replicast.storage.journal import UpdateView
 from replicast.storage.run_files import ENDED, JobState, WorkerNote, absent_secs, age
+from replicast.update.guard import EditView
 
 WATCH_SECS = 1.0
+EXIT_SECS = 60.0
 _MOST_NEW = 1000  # Lines in that time.
 _LAST_ENDED = 5  # So many of the updates that were refused or withdrawn are in `status`.
 _MOST_LINES = 10  # Of each audit in the list: two for a variable that differs on one worker.
@@ -86,7 +86,7 @@ def _watch(run: Run, as_json: bool) -> None:
 
 
 @click.command("list")
-@click.argument("path", type=click.Path(exists=True, path_type=Path), metavar="DIR", default="runs")
+@click.argument("path", type=click.Path(exists=True, path_type=Path), metavar="[DIR]", default="runs")
 @json_option("One object per line: a run in short.")
 def list_runs(path: Path, as_json: bool) -> None:
     """List the runs in DIR, by default in runs: first those that failed, then those that run.
@@ -121,18 +121,18 @@ def _brief_cells(name: str, one: Brief) -> tuple[str, ...]:
 @click.command()
 @asks("log_lines")
 @click.option(
-    "-f", "--follow", is_flag=True, help="Go on as it prints more, also after a restart, until Ctrl-C."
+    "-f", "--follow", is_flag=True, help="Keep printing new lines, also after a restart, until Ctrl-C."
 )
 def logs(run: Run, worker: int, lines: int, attempt: int | None, follow: bool) -> None:
-    """Print the last lines that worker WORKER has printed, as a terminal shows them.
+    """Print the last lines that worker WORKER has printed, by default worker 0, as a terminal shows them.
 
     \b
     Examples:
-      replicast logs runs/first 0
+      replicast logs runs/first
       replicast logs runs/first 1 --lines 1000 --attempt 0
       replicast logs https://host:8080/first 0 -f
 
-    Exit code: 0; 1 when there is no such log.
+    Exit code: 0, also after Ctrl-C with -f; 1 when there is no such log.
     """
     known: list[str] | None = None
     with contextlib.suppress(KeyboardInterrupt):
@@ -277,8 +277,9 @@ def audit(run: Run, last: int, as_json: bool, now: bool, timeout: float) -> int:
 def stop(run: Run, timeout: float) -> None:
     """Stop a running job with a checkpoint, as SIGTERM does.
 
-    All workers save at one of the next steps and exit; the launcher does not start them again. The next start
-    continues from there. A job that is not inside a training loop stops when it is.
+    All workers save at one of the next steps and exit; the launcher does not start them again. The command
+    waits until they have exited, at most a minute longer than --timeout. The next start continues from there.
+    A job that is not inside a training loop stops when it is.
 
     \b
     Examples:
@@ -289,6 +290,15 @@ def stop(run: Run, timeout: float) -> None:
     or the request cannot be written; 3 when no job is running, or --timeout has passed.
     """
     click.echo(f"stopped at step {run.stop(timeout)}: the state is saved")
+    for is_last in ticks(EXIT_SECS, WATCH_SECS):
+        try:
+            state = JobState(run.brief().state)
+        except RequestFailed:  # The server of `run --serve` ends with the job.
+            return
+        if state.is_over or state is JobState.LOST:
+            return
+        if is_last:
+            click.echo("Its workers have not exited yet. A new start is refused until they have.", err=True)
 
 
 @click.command()

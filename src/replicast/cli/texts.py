@@ -1,7 +1,7 @@
 """How output looks: numbers and times in short, what files say made harmless, tables that fit 80 columns.
 
 Nothing is interpreted as markup: names, notes and reasons were written by others. Without a terminal, output
-is plain, and no line is broken.
+is plain; no line is broken but the prose about updates, and none ends in spaces.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from rich.table import Table
 from rich.text import Text
 
 from replicast.cli import error_text, one_line
-from replicast.client.examination import EditView, Examination
-from replicast.core.records import Stage
+from replicast.codec import json_value
+from replicast.core.entries import Stage
 from replicast.errors import printable
 from replicast.storage.journal import UpdateView
-from replicast.strictjson import json_value
-from replicast.update.edits import RESETS, EditKind
+from replicast.update.edits import RESETS, Array, EditKind, Variable
+from replicast.update.guard import EditView, Examination
 from replicast.update.trial import Trial, TrialOutcome
 
 _WIDEST = 120  # Longer lines are hard to read, however wide the terminal.
 _UNLIMITED = 100_000
+_WIDEST_REASON = 80  # What updates did, and why, is prose: broken also where no terminal says how wide it is.
 _RANDOM_ID = re.compile(r"[0-9a-f]{32}")
 _BEFORE_FACTOR = {EditKind.SCALE: "by ", EditKind.BLEND: "with weight "} | dict.fromkeys(RESETS, "to ")
 _STYLES = dict.fromkeys(Stage, "yellow") | {
@@ -85,6 +86,10 @@ def shape(dimensions: tuple[int, ...]) -> str:
     return "×".join(map(str, dimensions)) if dimensions else "scalar"
 
 
+def array_cells(name: str, array: Variable | Array) -> tuple[str, str, str, str]:
+    return printable(name), shape(array.shape), str(array.dtype), size(array.nbytes)
+
+
 def metrics(values: Mapping[str, float]) -> str:
     return "  ".join(f"{one_line(name)} {number(value)}" for name, value in values.items())
 
@@ -129,8 +134,20 @@ def print_json(*objects: Any) -> None:
         click.echo(json.dumps(json_value(one)))
 
 
+class _WithoutPadding(Console):
+    """Ends no line in spaces where it writes into a file or a pipe."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        if self.is_terminal:
+            super().print(*objects, **how)
+            return
+        with self.capture() as captured:
+            super().print(*objects, **how)
+        self.file.write("\n".join(line.rstrip() for line in captured.get().split("\n")))
+
+
 def make_console(*, stderr: bool = False) -> Console:
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    console = _WithoutPadding(stderr=stderr, highlight=False, markup=False, emoji=False)
     is_wide = not console.is_terminal and "COLUMNS" not in os.environ
     console.width = _UNLIMITED if is_wide else min(console.width, _WIDEST)
     return console
@@ -181,13 +198,14 @@ def progress_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
 def updates_table(views: Sequence[UpdateView]) -> Table:
     """Updates in any stage, by number or id; each with what became of it, and by whom it is."""
     took = [0.0 if view.receipt is None else view.receipt.propose_to_applied_secs for view in views]
-    table = make_table("#", ">step", "=stage", "what", ">size", *([">took"] if any(took) else []), "=when")
+    table = make_table("#", ">step", "=stage", ">size", *([">took"] if any(took) else []), "=when", "what")
+    table.columns[-1].max_width = _WIDEST_REASON
     for view, secs in zip(views, took, strict=True):
         name = short_id(view.id) if view.sequence is None else str(view.sequence)
         step, at = "" if view.step is None else str(view.step), view.committed_at or view.at
         numbers = [size(view.nbytes) if view.nbytes else ""]
         numbers += [seconds(secs) if secs else ""] if any(took) else []
-        table.add_row(name, step, stage_cell(view.stage), what_cell(view), *numbers, when(at))
+        table.add_row(name, step, stage_cell(view.stage), *numbers, when(at), what_cell(view))
     return table
 
 
@@ -250,6 +268,8 @@ def print_examination(found: Examination) -> int:
     if not found.problems:
         total = f"{counted(len(found.edits), 'edit')}, {size(found.nbytes)} of values."
         console.print(total if found.warnings else f"{total} No problems found.")
+    for note in found.notes:
+        click.echo(one_line(note))
     return 1 if found.problems else 0
 
 

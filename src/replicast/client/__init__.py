@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from replicast.client.connection import connect
-from replicast.client.examination import EditView, Examination
+from replicast.client.directory import is_run
 from replicast.client.metrics import Metrics, Series
-from replicast.client.notes import is_run
 from replicast.client.run import Brief, CheckpointView, Overview, Pulled, Pushed, Run
 from replicast.storage.journal import UpdateView
 from replicast.storage.run_files import Annotation
+from replicast.update.guard import EditView, Examination
 
 __all__ = [
     "Annotation",

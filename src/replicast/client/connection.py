@@ -20,15 +20,24 @@ from urllib.parse import quote, urlencode, urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from replicast.client.directory import DirectoryRun, this_user
-from replicast.client.examination import Examination
-from replicast.client.notes import is_run, ticks
-from replicast.client.run import PULLED, Brief, Overview, Pulled, Pushed, Run, RunOperation, TrialOptions
+from replicast.client.directory import DirectoryRun, is_run, this_user
+from replicast.client.run import (
+    PULLED,
+    Brief,
+    Overview,
+    Pulled,
+    Pushed,
+    Run,
+    RunOperation,
+    TrialOptions,
+    ticks,
+)
+from replicast.codec import parse_json, parse_object
 from replicast.config import TOKEN
 from replicast.errors import FileDamaged, NotFound, ReplicastError, RequestFailed, RequestRefused
 from replicast.files import RunDir, below
-from replicast.strictjson import parse_json, parse_object
-from replicast.tensorfiles import parse_tensors
+from replicast.update.guard import Examination
+from replicast.update.tensorfiles import parse_tensors
 
 TOKEN_FILE = "REPLICAST_TOKEN_FILE"
 _CALL_SECS = 30.0  # For an answer, beside the time that the job may take.
@@ -197,9 +206,11 @@ def connect(run: RunDir, *, token: str | None = None, token_file: Path | str | N
     near = [str(child) for child in (*children, below(path.as_path().parent)) if is_run(child)][-5:]
     if near:
         raise NotFound(f"{path} is not a run directory. Perhaps: {', '.join(near)}.")
-    if path.glob("launcher-*.lock") and not (path / "launcher-0.lock").exists():
+    if (path / "launcher-0.lock").exists():
+        raise NotFound(f"No job has begun in {path} yet. If it is starting, try again in a moment.")
+    if path.glob("launcher-*.lock"):
         raise NotFound(f"{path} has only logs here: it is not shared with the first host. Run this there.")
-    raise NotFound(f"{path} has no run.json yet: is the job still starting?")
+    raise NotFound(f"{path} is not a run directory. Give the --run-dir of the job: replicast list finds it.")
 
 
 def is_address(run: RunDir) -> bool:

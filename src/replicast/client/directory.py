@@ -17,38 +17,45 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
+from threading import Lock
+from time import monotonic, sleep
 from typing import Any, cast
 
 import msgspec
 from msgspec import structs
 
 from replicast import errors
-from replicast.client.examination import Examination, examine, views_of, warnings_of
 from replicast.client.metrics import Metrics, MetricsFile
-from replicast.client.notes import POLL_SECS, SeenJob, described_run, polls, schema_of, see
-from replicast.client.run import Brief, CheckpointView, Overview, Pulled, Pushed, Run, Start, ranges_of
-from replicast.core.entries import Receipt
-from replicast.core.records import Stage
+from replicast.client.run import Brief, CheckpointView, Overview, Pulled, Pushed, Run, Start, ranges_of, ticks
+from replicast.codec import parse_integer
+from replicast.core.entries import History, Stage
 from replicast.errors import FileDamaged, NoAnswer, NotFound, RequestRefused, UpdateRefused
 from replicast.files import RunDir, RunPath, below, read_json
 from replicast.launcher.screen import as_shown, without_colours
+from replicast.processes import is_alive, is_on_this_host
 from replicast.storage import inbox, run_files
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.storage.claims import group_numbers, log_path, read_claim
+from replicast.storage.claims import GROUPS, group_numbers, log_path, read_claim
 from replicast.storage.inbox import InboxAnswer, Kind, Rows
 from replicast.storage.journal import Updates, UpdateView, load_update, undo
 from replicast.storage.run_files import Annotation
-from replicast.strictjson import parse_integer
 from replicast.update.audit_report import AuditReport, workers_text
 from replicast.update.digest import digest_array
-from replicast.update.edits import Array
-from replicast.update.inverse import meaning
-from replicast.update.schema import Schema, Variable, planned
+from replicast.update.edits import Array, Variable
+from replicast.update.guard import Examination, examine, view_of, warnings_of
+from replicast.update.schema import Schema, meaning, planned
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
+POLL_SECS = 0.1
+MOST_RUNS = 500
+LISTEN_SECS = run_files.ABSENT_SECS
+"""A running worker writes a note every second, but worker 0 reads a large update in between."""
+_READ_NOTES_SECS = 1.0
+_TOO_OLD_SECS = 86_400.0
 _LAST, _LAST_ENDED = 5, 20  # In an overview: of the last updates, and of those refused or withdrawn.
 _LAST_CHANGES = 50
 _LAST_EVALUATIONS = 200
@@ -105,10 +112,8 @@ class DirectoryRun(Run):
                 seen.append((now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns))
         known = self._known
         if known is None or known[0] != seen:
-            self._known = known = (
-                seen,
-                Updates(self.path),
-            )  # What is written meanwhile is seen at the next look.
+            # What is written meanwhile is seen at the next look.
+            self._known = known = seen, Updates(self.path)
         return known[1]
 
     # The run as a whole.
@@ -157,7 +162,7 @@ class DirectoryRun(Run):
             evaluations=cast("Any", tuple(islice(evaluations, _LAST_EVALUATIONS))[::-1]),
             audit=next(iter(run_files.last_audits(self.path, 1)), None),
             operations=tuple(self._operations()) if brief.running else (),
-            changes=tuple(asdict(one) for one in told[-_LAST_CHANGES:]),
+            changes=tuple(one.to_json() for one in told[-_LAST_CHANGES:]),
             starts=tuple(self._starts()),
             restarted=sum(one.state is run_files.JobState.RESTARTING for one in told),
             annotation=brief.annotation,
@@ -217,7 +222,7 @@ class DirectoryRun(Run):
 
     def do_checkpoints(self) -> list[CheckpointView]:
         found = []
-        for one in CheckpointStore(self.path).list():
+        for one in CheckpointStore(self.path).manifests():
             patched_by = "" if one.parent is None else str(one.parent.get("update_id", "an update"))
             view = msgspec.convert(one, CheckpointView, from_attributes=True)
             found.append(structs.replace(view, patched_by=patched_by))
@@ -232,8 +237,8 @@ class DirectoryRun(Run):
         if not path.is_file():
             files = (file for one in logs.glob("attempt-*") for file in one.glob("worker-[0-9]*.log"))
             ranks = sorted({int(file.name[7:-4]) for file in files if file.name[7:-4].isdecimal()})
-            known = f"There are logs of {workers_text(ranks)}." if ranks else "Is there another --log-dir?"
-            raise NotFound(f"There is no log {path}: `replicast run` writes it. {known}")
+            known = f"There are logs of {workers_text(ranks)}." if ranks else "Perhaps it had a --log-dir."
+            raise NotFound(f"There is no log at {path}; only `replicast run` writes logs. {known}")
         last = islice(run_files.lines_from_the_end(path), max(lines, 0))
         return [without_colours(as_shown(line.decode(errors="replace"))) for line in last][::-1]
 
@@ -266,9 +271,8 @@ class DirectoryRun(Run):
         if update is None:
             return view
         info = described_run(self.path)
-        edits = tuple(
-            edit.to_json() for edit in views_of(update.edits, None if info is None else info.schema)
-        )
+        schema = None if info is None else info.schema
+        edits = tuple(view_of(edit, schema).to_json() for edit in update.edits)
         return structs.replace(view, edits=edits, detailed=True)
 
     def do_look(self, update_id: str, thoroughly: bool) -> UpdateView:
@@ -281,9 +285,7 @@ class DirectoryRun(Run):
             if found:
                 return found[0]
         if noted is None:
-            raise NotFound(
-                f"Nothing is known of update {update_id} in {self.path}: it may have been withdrawn."
-            )
+            raise NotFound(f"There is no update {update_id} in {self.path}; it may have been withdrawn.")
         return noted
 
     def do_annotate(
@@ -315,10 +317,15 @@ class DirectoryRun(Run):
 
     def _listed(self, views: Sequence[UpdateView]) -> tuple[UpdateView, ...]:
         """As they are told in a list: only `show` has the histograms, which are most of a long answer."""
-        return tuple(
-            structs.replace(view, receipts=tuple(_without_histograms(one) for one in view.receipts))
-            for view in views
-        )
+        found = []
+        for view in views:
+            receipts = list(view.receipts)
+            for place, receipt in enumerate(receipts):
+                if receipt.effects:
+                    plain = (structs.replace(one, histogram=msgspec.UNSET) for one in receipt.effects)
+                    receipts[place] = structs.replace(receipt, effects=tuple(plain))
+            found.append(structs.replace(view, receipts=tuple(receipts)))
+        return tuple(found)
 
     def _find(self, which: str | int) -> UpdateView:
         """The update that a person means: by its number, by its id, or by the beginning of its id.
@@ -443,12 +450,13 @@ class DirectoryRun(Run):
 
     def do_push(self, update: Update, at_step: int | None, trial: Trial | None, next_start: bool) -> Pushed:
         info = described_run(self.path)  # While the first workers start, the job checks it when it takes it.
-        plan, journal = update if info is None else planned(update, info.schema), self._journal()
-        if update.id in journal.history.withdrawn:
+        plan = update if info is None else planned(update, info.schema)
+        history = self._journal().history if self._may_know(update.id) else History()
+        if update.id in history.withdrawn:
             raise UpdateRefused(
                 "An update with this id was withdrawn", expected="a new id", received=update.id
             )
-        record = journal.history.by_id.get(update.id)
+        record = history.by_id.get(update.id)
         if record is not None and record.digest in (update.content_digest(), plan.content_digest()):
             return Pushed(self, update.id, record.sequence)
         if record is not None:
@@ -464,9 +472,19 @@ class DirectoryRun(Run):
             raise UpdateRefused(f"Step {at_step} is past", expected=expected, received=f"step {at_step}")
         signed = update.signed(this_user())
         warning = self._submit(signed, seen, next_start, at_step=at_step, trial=trial)
-        # Where the journal is damaged, the job knows what it has: it decides.
-        warnings = [_damage_text(journal), warning, *warnings_of(plan.edits)]
+        # Where the journal is damaged, the job knows what it has: it decides. It works while this reads.
+        warnings = [_damage_text(self._journal()), warning, *warnings_of(plan.edits)]
         return Pushed(self, update.id, warning="\n".join(filter(None, warnings)))
+
+    def _may_know(self, update_id: str) -> bool:
+        """Whether the journal may have an update, by its bytes: its entries take much longer to read."""
+        written = msgspec.json.encode(update_id)
+        for group in group_numbers(self.path):
+            if (path := log_path(self.path, group)).exists():
+                with os.fdopen(path.open(os.O_RDONLY), "rb") as log:
+                    if any(written in line for line in log):
+                        return True
+        return False
 
     def do_revert(
         self, which: str | int, note: str, dry_run: bool, force: bool, next_start: bool, author: str
@@ -555,24 +573,14 @@ class DirectoryRun(Run):
         except UpdateRefused as error:
             raise NotFound(str(error)) from error
         if wanted == ():
-            raise NotFound("Rows are wanted, and none is named.")
-        if not (seen := see(self.path)).running:
-            return self._pull_from_checkpoint(seen, variable, wanted, ranges, max_bytes)
-        answer, values = self._ask("pull", timeout, variable=variable, rows=ranges)
-        if values is None:
-            raise NoAnswer("The job has answered without values.")
-        with _answer_is_read():
-            digests = {int(rank): str(digest) for rank, digest in answer.details["digests"].items()}
-            return Pulled(variable.name, answer.done_at, digests[0], "job", values, wanted, digests)
-
-    def _pull_from_checkpoint(
-        self,
-        seen: SeenJob,
-        variable: Variable,
-        wanted: tuple[int, ...] | None,
-        ranges: Rows,
-        max_bytes: int | None,
-    ) -> Pulled:
+            raise NotFound("No rows were named.")
+        if (seen := see(self.path)).running:
+            answer, values = self._ask("pull", timeout, variable=variable, rows=ranges)
+            if values is None:
+                raise NoAnswer("The job has answered without values.")
+            with _answer_is_read():
+                digests = {int(rank): str(digest) for rank, digest in answer.details["digests"].items()}
+                return Pulled(variable.name, answer.done_at, digests[0], "job", values, wanted, digests)
         store, name = CheckpointStore(self.path), variable.name
         last = store.last()
         if last is None:
@@ -597,7 +605,7 @@ class DirectoryRun(Run):
         note: str = "",
     ) -> tuple[InboxAnswer, Array | None]:
         """Asks the job for something and waits for its answer, at most `timeout_secs`; a pull has values."""
-        seen, what = see(self.path), _WHAT[kind]
+        seen, read_at, what = see(self.path), monotonic(), _WHAT[kind]
         if not seen.running:
             raise NoAnswer(
                 f"The job is not running: {seen.state.sentence}. Only a running job can be asked for {what}."
@@ -612,7 +620,9 @@ class DirectoryRun(Run):
             ) from error
         answer = None
         try:
-            for seen in polls(self.path, timeout_secs):
+            for _ in ticks(timeout_secs, POLL_SECS):
+                if monotonic() - read_at >= _READ_NOTES_SECS:
+                    seen, read_at = see(self.path), monotonic()
                 answer = inbox.read_answer(self.path, id_)  # After the notes: a job may write it as it ends.
                 if answer is not None and answer.stage is Stage.REFUSED:
                     raise RequestRefused(f"The job refused it, at step {answer.step}: {answer.problem}")
@@ -629,11 +639,6 @@ class DirectoryRun(Run):
         finally:
             if kind != "leave" or answer is None:  # otherwise the launcher reads who has stopped the job
                 inbox.forget(self.path, id_)
-
-
-def _without_histograms(receipt: Receipt) -> Receipt:
-    plain = (structs.replace(one, histogram=msgspec.UNSET) for one in receipt.effects or ())
-    return structs.replace(receipt, effects=tuple(plain)) if receipt.effects else receipt
 
 
 @contextlib.contextmanager
@@ -660,7 +665,7 @@ def _waited_for(seen: SeenJob, workers: int) -> str:
     heard = {note.rank: note for note in seen.notes if now - note.time <= limit}
     silent = [rank for rank in range(workers) if rank not in heard]
     if silent:
-        return f"Waited for {workers_text(silent)}, not heard of for {run_files.age(limit)} or more."
+        return f"Waited for {workers_text(silent)}, not heard from for {run_files.age(limit)} or more."
     if not any(note.training for note in heard.values()):
         return "Waited for the training to begin: no worker is inside a training loop."
     step = min(note.step for note in heard.values())
@@ -685,3 +690,137 @@ def _size(info: run_files.RunInfo | None, now: run_files.RunState) -> int:
     if info is not None:
         return info.workers
     return 0 if now.change is None else now.change.workers
+
+
+# Whether the job runs, and what it has described.
+
+
+@dataclass(frozen=True, slots=True)
+class SeenJob:
+    """What the workers of a job last said, and what time it was then by their clock."""
+
+    run: RunPath
+    notes: list[run_files.WorkerNote]
+    now: float
+
+    @property
+    def state(self) -> run_files.RunState:
+        return run_files.read_state(self.run, self.notes, self.now)
+
+    @property
+    def running(self) -> bool:
+        """Whether a worker has written a note lately, and not that it has ended."""
+        return any(
+            abs(self.now - note.time) <= run_files.ABSENT_SECS
+            for note in self.notes
+            if note.waiting_for != run_files.ENDED
+        )
+
+
+def see(run: RunDir) -> SeenJob:
+    """Looks at a job. Blocks for at most `LISTEN_SECS`, and only if its notes look old or from the future."""
+    path = below(run)  # Absolute: a process may change its working directory.
+    return _reader_of(RunPath(path.root.absolute(), path.parts)).look()
+
+
+class _NotesReader:
+    """Whether a job runs, and what time it is there: its notes have the time of another machine's clock.
+
+        the last note looks recent                    it runs, at once: clocks rarely differ so much
+        it looks old, or is from the future           it runs if a note changes within `LISTEN_SECS`, and
+                                                      from then on the difference of the clocks is known
+        its processes were on this host and are gone  it does not run, at once
+        it is a day old, or the job has said how it ended
+
+    The times of the files would not do instead: a reader would have to write a file beside them to know the
+    file server's clock, and need not have the right to; and some file systems take the times from the
+    writer's clock.
+    """
+
+    def __init__(self, run: RunPath) -> None:
+        self._run = run
+        self._behind_secs = 0.0
+        self._dead: list[run_files.WorkerNote] | None = None
+        self._last: SeenJob | None = None
+        self._lock = Lock()
+
+    def look(self) -> SeenJob:
+        # The threads of a page: one of them listens, and the others go on with what is known.
+        last = self._last
+        if not self._lock.acquire(blocking=last is None):
+            return last if last is not None else self._seen()
+        try:
+            self._last = self._look()
+            return self._last
+        finally:
+            self._lock.release()
+
+    def _look(self) -> SeenJob:
+        seen = self._seen()
+        if seen.running or seen.notes == self._dead or self._is_surely_dead(seen):
+            return seen
+        listened = run_files.Watch(LISTEN_SECS, clock=lambda: monotonic())
+        run_files.watch(lambda: run_files.read_worker_notes(self._run), listened, lambda secs: sleep(secs))
+        if listened.moving:
+            self._behind_secs = time.time() - max(note.time for note in listened.moving)
+        seen = self._seen()
+        self._dead = None if listened.moving else seen.notes
+        return seen
+
+    def _seen(self) -> SeenJob:
+        return SeenJob(self._run, run_files.read_worker_notes(self._run), time.time() - self._behind_secs)
+
+    def _is_surely_dead(self, seen: SeenJob) -> bool:
+        for note in seen.notes:
+            process = {"host": note.host, "pid": note.pid, "machine": note.machine}
+            is_gone = is_on_this_host(process) and is_alive(process) is False
+            if note.waiting_for != run_files.ENDED and not is_gone and seen.now - note.time <= _TOO_OLD_SECS:
+                return run_files.has_ended(self._run, seen.notes)
+        return True
+
+
+_reader_of = lru_cache(maxsize=1000)(_NotesReader)
+
+
+def described_run(run: RunDir) -> run_files.RunInfo | None:
+    """The description of a run; None while its first workers start, or if they have failed to."""
+    try:
+        return run_files.read_run_info(run)
+    except FileDamaged:
+        if is_described(run) or not (below(run) / run_files.FILE).is_file():
+            raise
+        return None
+
+
+def schema_of(run: RunDir) -> Schema:
+    info = described_run(run)
+    if info is None:
+        raise NotFound(
+            f"{see(run).state.sentence}. Its variables are known when its workers have met: ask again then."
+        )
+    return info.schema
+
+
+def is_run(run: RunDir) -> bool:
+    return (below(run) / run_files.FILE).is_file() or is_described(run)
+
+
+def runs_below(root: RunPath) -> list[RunPath]:
+    """The run at a path, or else the runs in the directory that it names: the newest ones first.
+
+    Each is a path below this directory, so that no later access follows a link in its place either.
+    """
+    if is_run(root):
+        return [root]
+    found = []
+    with contextlib.suppress(OSError):
+        for path in root.iterdir():
+            with contextlib.suppress(OSError):  # One that cannot be read hides no other.
+                if not path.name.startswith(".") and path.is_dir() and is_run(path):
+                    found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)[:MOST_RUNS]]
+
+
+def is_described(run: RunDir) -> bool:
+    """Whether a job has described its variables in this directory: it does when its workers have met."""
+    return any((group / run_files.RUN_FILE).exists() for group in (below(run) / GROUPS).glob("*"))

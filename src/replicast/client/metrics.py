@@ -13,15 +13,18 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from replicast.codec import View, json_value
 from replicast.files import RunPath, open_plain
 from replicast.storage.run_files import MAX_METRICS_STEP, METRICS_LINE, MetricsLine, places_of
-from replicast.strictjson import View, json_value
+
+_Integers: TypeAlias = npt.NDArray[np.int64]
+_Floats: TypeAlias = npt.NDArray[np.float64]
 
 MAX_POINTS = 10_000  # Of a series: the most that can be asked for.
 MAX_SERIES = 100
@@ -46,11 +49,11 @@ class Series:
 
     def __init__(
         self,
-        steps: npt.NDArray[np.int64],
-        times: npt.NDArray[np.float64],
-        values: npt.NDArray[np.float64],
-        means: npt.NDArray[np.float64] | None = None,
-        counts: npt.NDArray[np.int64] | None = None,
+        steps: _Integers,
+        times: _Floats,
+        values: _Floats,
+        means: _Floats | None = None,
+        counts: _Integers | None = None,
     ) -> None:
         self.steps = steps
         self.times = times
@@ -82,10 +85,6 @@ class Series:
     def before(self, step: int) -> Series:
         return self._chosen(slice(0, int(np.searchsorted(self.steps, step))))
 
-    def followed_by(self, later: Series) -> Series:
-        pairs = zip(self._arrays(), later._arrays(), strict=True)
-        return Series(*(np.concatenate(pair) for pair in pairs))
-
     def decimated(self, points: int) -> Series:
         """At most so many points, with the extremes of every part."""
         if len(self) <= points:
@@ -112,7 +111,7 @@ class Series:
     def _arrays(self) -> tuple[npt.NDArray[Any], ...]:
         return self.steps, self.times, self.values, self.means, self.counts
 
-    def _chosen(self, which: slice | npt.NDArray[np.int64]) -> Series:
+    def _chosen(self, which: slice | _Integers) -> Series:
         return Series(*(array[which] for array in self._arrays()))
 
 
@@ -223,19 +222,15 @@ class _Seen:
             try:
                 lines = METRICS_LINE.decode_lines(piece)
             except (msgspec.MsgspecError, UnicodeDecodeError):
-                lines = list(self._whole_lines(piece))
+                lines = []
+                for line in filter(bytes.strip, piece.split(b"\n")):
+                    try:
+                        lines.append(METRICS_LINE.decode(line))
+                    except (msgspec.MsgspecError, UnicodeDecodeError):
+                        self.damaged += 1
             self.position += len(piece)
             if lines:
                 self._add(lines)
-
-    def _whole_lines(self, piece: bytes) -> Iterator[MetricsLine]:
-        """The lines of a piece without those that are damaged."""
-        for line in piece.split(b"\n"):
-            if line.strip():
-                try:
-                    yield METRICS_LINE.decode(line)
-                except (msgspec.MsgspecError, UnicodeDecodeError):
-                    self.damaged += 1
 
     def _add(self, lines: list[MetricsLine]) -> None:
         steps = np.array([line.step for line in lines], np.int64)
@@ -255,34 +250,25 @@ class _Seen:
             if name in self.series or len(self.series) < MAX_SERIES:
                 self._extend(name, lines, steps, times)
 
-    def _extend(
-        self,
-        name: str,
-        lines: list[MetricsLine],
-        steps: npt.NDArray[np.int64],
-        times: npt.NDArray[np.float64],
-    ) -> None:
+    def _extend(self, name: str, lines: list[MetricsLine], steps: _Integers, times: _Floats) -> None:
         """Adds the lines that have a value of this name; of those with the same step, the last one counts."""
         found: list[Any] = [line.values.get(name) for line in lines]
         if None in found:
             has = [place for place, value in enumerate(found) if value is not None]
-            lines, found, steps, times = (
-                [lines[at] for at in has],
-                [found[at] for at in has],
-                steps[has],
-                times[has],
-            )
+            lines, found = [lines[at] for at in has], [found[at] for at in has]
+            steps, times = steps[has], times[has]
         values = np.array(found)
         if values.dtype != np.float64:  # Some are text. To ask each line takes ten times as long.
             values = np.array([line.number(name) for line in lines])
         is_last = np.diff(steps, append=MAX_METRICS_STEP) > 0
         new = Series(steps, times, values)._chosen(np.flatnonzero(is_last))
-        known = self.series.get(name)
-        joined = new if known is None else known.before(int(steps[0])).followed_by(new)
-        self.series[name] = joined.decimated(_KEPT_POINTS) if len(joined) > 2 * _KEPT_POINTS else joined
+        if name in self.series:
+            pairs = zip(self.series[name].before(int(steps[0]))._arrays(), new._arrays(), strict=True)
+            new = Series(*map(np.concatenate, pairs))
+        self.series[name] = new.decimated(_KEPT_POINTS) if len(new) > 2 * _KEPT_POINTS else new
 
 
-def _counting(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _counting(steps: _Integers) -> _Integers:
     """The places of the lines that count: those that no restart goes back to, or behind."""
     places = np.flatnonzero(steps == np.minimum.accumulate(steps[::-1])[::-1])
     attempt = np.cumsum(np.diff(places, prepend=places[0]) > 1)  # Between two: what a restart has dropped.
@@ -290,7 +276,7 @@ def _counting(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.compress(attempt == attempt[last], places)
 
 
-def _firsts(bucket: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _firsts(bucket: _Integers, places: _Integers) -> _Integers:
     """Of some places, in order, the first one in each bucket."""
     return np.compress(np.diff(bucket[places], prepend=-1) != 0, places)
 

@@ -39,6 +39,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic, sleep
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
 from urllib.parse import quote
 
@@ -46,20 +47,18 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from replicast.client.examination import Examination, check_types, examine
 from replicast.client.metrics import MAX_POINTS, Metrics
-from replicast.client.notes import ticks
-from replicast.core.entries import Receipt
-from replicast.core.records import Stage
+from replicast.codec import View, described, json_value, parse_integer
+from replicast.core.entries import Receipt, Stage
 from replicast.errors import NotFound, ReplicasDiverged, UpdateFailed, UpdatePending, UpdateRefused
 from replicast.files import RunPath
 from replicast.storage.journal import UpdateView
 from replicast.storage.run_files import Annotation, Tags, Text, WorkerNote, absent_secs
-from replicast.strictjson import View, described, json_value, parse_integer
-from replicast.tensorfiles import tensor_chunks
 from replicast.update.audit_report import AuditReport
 from replicast.update.edits import Array
+from replicast.update.guard import Examination, check_types, examine
 from replicast.update.schema import Schema
+from replicast.update.tensorfiles import tensor_chunks
 from replicast.update.trial import MAX_INCREASE, MAX_METRIC_NAME, MAX_STEPS, Trial
 from replicast.update.update import MAX_STEP, Update
 
@@ -121,9 +120,12 @@ class PushOptions(TrialOptions, forbid_unknown_fields=True, kw_only=True):
 
 
 class RateOptions(TrialOptions, forbid_unknown_fields=True, kw_only=True):
-    """A new learning rate. Where there are several, name the variable."""
+    """A new learning rate. A value below 0 is a multiple of its schedule: -1 gives the rate back to it.
 
-    value: Annotated[float, Meta(gt=0)]
+    Where there are several, name the variable.
+    """
+
+    value: float
     variable: Annotated[str, Meta(min_length=1, max_length=1000)] = "learning_rate"
     at_step: Step | None = None
     next_start: bool = False
@@ -285,7 +287,9 @@ def rows_of(text: str, most: int = MAX_ROWS) -> tuple[int, ...]:
         except ValueError as error:
             said = f"Rows are given as 3,5,10:20, where 20 is not included; {error}"
             raise ValueError(f"{said}. Received: {part[:80]}") from error
-        if not 0 <= start < stop or len(found) + stop - start > most:
+        if start < 0:
+            raise ValueError(f"Rows are counted from 0. Received: {part[:80]}")
+        if not start < stop or len(found) + stop - start > most:
             raise ValueError(
                 f"A range must not be empty, and at most {most} rows can be read. Received: {part[:80]}"
             )
@@ -319,10 +323,10 @@ class Brief(View, frozen=True):
         run: Its directory or address.
         state: training, waiting (running, not in a training loop), lost, finished, never started, …
         sentence: The same in plain words.
-        running: Whether a worker was heard of lately.
+        running: Whether a worker was heard from lately.
         step: The last step that a worker has finished; None before the first note.
         workers: How many the job has.
-        heard_at: When a worker was last heard of, in seconds since 1970.
+        heard_at: When a worker was last heard from, in seconds since 1970.
         waits_for: Why no update is applied although the job trains, if that is so.
         began_at: When its first attempt began, in seconds since 1970.
         metrics: The last ones: `step`, `time`, `values`.
@@ -449,7 +453,7 @@ class Overview(View, frozen=True, kw_only=True):
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values; of each worker also how long ago it was heard of, and if it is slow."""
+        """The fields as JSON values; of each worker also the age of its last note, and whether it is slow."""
         made, slow = super().to_json(), self.slow
         for note in made["workers"]:
             silent = self.time - note["time"]
@@ -586,7 +590,7 @@ class Run:
             thoroughly: Read the journal in any case: a job that died may not have written its last note.
 
         Raises:
-            NotFound: Nothing is known of it: it has another id.
+            NotFound: No update has this id.
         """
 
     @operation("GET", "/audits", key="audits")
@@ -629,7 +633,7 @@ class Run:
             update: The update.
             at_step: When. Default: as soon as possible.
             trial: The condition of its trial, if any.
-            next_start: Also when the job is not running: it takes the update when it is started again.
+            next_start: Also when the job is not running: its next start applies it before it trains.
 
         Raises:
             UpdateRefused: It does not fit, another update has its id, the step is past, or the job is not
@@ -776,7 +780,7 @@ class Run:
     @operation("GET", "/logs/{worker}", key="lines")
     def log_lines(
         self,
-        worker: Rank,
+        worker: Rank = 0,
         lines: Annotated[int, clipped(1, 5000)] = 200,
         attempt: Annotated[int, Meta(ge=0, le=10**9)] | None = None,
     ) -> list[str]:
@@ -902,3 +906,20 @@ def _receipt_of(view: UpdateView) -> Receipt:
     if receipt is None:
         raise UpdateFailed(f"Update {view.id} is {view.stage}, and its receipt is lost", update_id=view.id)
     return receipt
+
+
+def ticks(
+    timeout_secs: float, every_secs: float, wait: Callable[[float], object] | None = None
+) -> Iterator[bool]:
+    """Waits between two looks at something; says whether the look is the last one, since the time is up.
+
+    The first waits are short: a job that trains in short steps answers within milliseconds. `wait` may end
+    earlier, when there is something to see.
+    """
+    ends, wait_secs = monotonic() + timeout_secs, every_secs / 64
+    wait = sleep if wait is None else wait
+    yield timeout_secs <= 0
+    while (left := ends - monotonic()) > 0:
+        wait(min(wait_secs, left))
+        wait_secs = min(1.5 * wait_secs, every_secs)
+        yield monotonic() >= ends

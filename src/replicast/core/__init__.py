@@ -34,5 +34,5 @@ Where to look:
     its script, and the workers' part of it                     `operations/apply.py`
     all training threads stop                                   `worker.py`, `Meeting` in `operation.py`
     entries of the journal, and which of them are valid         `entries.py`
-    what passes between the machines and the runtime            `messages.py`, `events.py`
+    what passes between the machines, and to the runtime        `messages.py`
 """

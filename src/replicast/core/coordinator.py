@@ -27,7 +27,7 @@ What is always true:
    changed.
 
 Who may call what. The runtime calls `handle`, from one thread at a time, and carries out the commands in
-order. Scripts call what `JobView` lists. Everything else is private. Commands and numbers follow from the
+order. Scripts call the public methods. Everything else is private. Commands and numbers follow from the
 events alone, so a simulation replays any schedule from its seed, and a transcript does not change from
 one run to the next.
 
@@ -47,9 +47,20 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from replicast.core import events as e
 from replicast.core import messages as m
-from replicast.core.entries import Committed, Entry, History, Receipt, Refused, Saved, Withdrawn
+from replicast.core.entries import (
+    Committed,
+    Entry,
+    History,
+    Pending,
+    Proposal,
+    Receipt,
+    Refused,
+    Saved,
+    Stage,
+    Withdrawn,
+)
+from replicast.core.messages import JobEnds, Refusal, Refuse, ReportId
 from replicast.core.operation import (
     AnyRequest,
     Ask,
@@ -68,12 +79,9 @@ from replicast.core.operation import (
     Reserve,
     Timeouts,
 )
-from replicast.core.operations.apply import Function, UpdateOperation
+from replicast.core.operations.apply import Function, Keep, Revert, UpdateOperation
 from replicast.core.operations.attempt import Barrier, Begin, Close, Leave, Save
-from replicast.core.operations.audit import Audit, Sync
-from replicast.core.operations.pull import Pull
-from replicast.core.operations.revert import Keep, Revert
-from replicast.core.records import JobEnds, Pending, Proposal, Refusal, Refuse, ReportId, Stage
+from replicast.core.operations.audit import Audit, Pull, Sync
 
 AHEAD = 4  # replayed updates that are prepared in advance: each holds its bytes
 MOST_SHARED = 16  # operations at one boundary; after that, training continues before the next one
@@ -108,6 +116,8 @@ def has_other_content(proposal: Proposal, known: Operation | None, record: Commi
 
 
 class Coordinator:
+    """To scripts it is a `JobView`, which describes its public methods."""
+
     def __init__(
         self,
         size: int,
@@ -121,15 +131,15 @@ class Coordinator:
         self.size = size
         self.history = history
         self.attempt = attempt
-        self.start = start
+        self.start = start  # the checkpoint that the workers have restored
         self.timeouts = timeouts or Timeouts()
-        self.audit_policy = audit_policy
+        self.audit_policy = audit_policy  # what happens to replicas that differ: "heal", "raise" or "warn"
         self.audits = AuditTrail()
         self.operations: dict[int, Operation] = {}  # the list, by number
         self.trial: Operation | None = None  # whose trial is in progress: most operations wait for its end
         self.leaving = False  # all workers have been told to exit: nothing more is decided
         self._numbers = itertools.count(1)  # of operations, orders, writes, timers and meetings
-        self._commands: list[e.CoordinatorCommand] = []
+        self._commands: list[m.CoordinatorCommand] = []
         self._over = False
         # Messages that wait until the work of earlier attempts is known.
         self._early: list[tuple[int, m.ToCoordinator]] | None = []
@@ -176,14 +186,14 @@ class Coordinator:
 
     # What comes in.
 
-    def handle(self, event: e.CoordinatorEvent) -> list[e.CoordinatorCommand]:
+    def handle(self, event: m.CoordinatorEvent) -> list[m.CoordinatorCommand]:
         """Handles an event; returns the commands to carry out, in order."""
         self._commands = []
         if self._over:
             return []
-        if isinstance(event, e.FromWorker):
+        if isinstance(event, m.FromWorker):
             self._on_message(event.rank, event.message)
-        elif isinstance(event, e.Written):
+        elif isinstance(event, m.Written):
             self._written(event)
         else:
             self._timers.pop(event.number, lambda: None)()
@@ -228,7 +238,10 @@ class Coordinator:
         kind, *arguments = rest.intent
         operation = OPERATIONS[kind](self.new_id(kind), *arguments)
         operation.tokens = tokens
-        self._give_up_reports(None if isinstance(operation, Close) else rest.step)
+        for id_ in [one for one in self._planned if isinstance(operation, Close) or one.step < rest.step]:
+            # What one of them has not reported by now, it never will.
+            gather, waiting = self._planned.pop(id_)
+            self._run(waiting, gather.refused_by(gather.missing))
         self._open(operation)
 
     def _request(self, request: m.Request) -> None:
@@ -353,10 +366,17 @@ class Coordinator:
             operation.running.close()
         operation.outcome, operation.stage = outcome, outcome.stage
         del self.operations[operation.number]
-        self._leave_boundary(operation)
+        self._end_turn(operation)
+        for several in (self._waiting, self._turn):
+            if operation in several:
+                several.remove(operation)
+        if operation.meeting is not None:
+            self._reserving.pop(operation.meeting.number, None)
+            self._release(operation.meeting)
+            operation.meeting = None
         step = operation.step
         if operation.proposal is None:
-            self._commands.append(e.Ended(operation.kind, operation.id, outcome, step, operation.asked_by))
+            self._commands.append(m.Ended(operation.kind, operation.id, outcome, step, operation.asked_by))
         else:
             tickets = tuple(operation.tickets)
             told = m.Tell(operation.id, tickets, outcome.stage, step, outcome.result, ended=True)
@@ -402,7 +422,7 @@ class Coordinator:
         if tell.stage.is_final:
             for ticket in [one for one in dict.fromkeys(tell.tickets) if one in self._inbox]:
                 self._inbox.discard(ticket)
-                self._commands.append(e.CloseInbox(ticket, tell))
+                self._commands.append(m.CloseInbox(ticket, tell))
 
     def _tell_progress(self, operation: Operation, tickets: tuple[str, ...]) -> None:
         """Tells waiting workers why it is not decided yet, and whether training must continue first."""
@@ -563,6 +583,7 @@ class Coordinator:
         self._open(Keep(self.new_id("keep"), record))
 
     def request_audit(self) -> None:
+        """Replicas differ; an audit that still waits for its boundary is enough."""
         if not any(isinstance(one, Audit) for one in self._waiting):
             self._open(Audit(self.new_id("audit")))
 
@@ -571,32 +592,32 @@ class Coordinator:
             self._in_checkpoints.update(one.proposal.id for one in entry.pending)
         number = next(self._numbers)
         self._writes[number] = entry, then
-        self._commands.append(e.Write(number, entry))
+        self._commands.append(m.Write(number, entry))
 
-    def _written(self, written: e.Written) -> None:
+    def _written(self, written: m.Written) -> None:
         entry, then = self._writes.pop(written.number)
         match written.outcome:
-            case e.WriteOutcome.DURABLE:
+            case m.WriteOutcome.DURABLE:
                 self.history.add(entry)
                 then(None)
-            case e.WriteOutcome.FAILED:
+            case m.WriteOutcome.FAILED:
                 then(Refusal(written.problem or "The journal cannot be written: free some space on its disk"))
-            case e.WriteOutcome.UNKNOWN:
+            case m.WriteOutcome.UNKNOWN:
                 self._end_job("It is unknown whether the journal was written: only a restart can tell")
-            case e.WriteOutcome.FENCED:
+            case m.WriteOutcome.FENCED:
                 self._end_job("Another group of workers has taken over the run directory")
 
     def _say(self, message: m.ToWorkers) -> None:
-        self._commands.append(e.Broadcast(message))
+        self._commands.append(m.Broadcast(message))
 
     def _set_timer(self, secs: float, then: Callable[[], None]) -> None:
         number = next(self._numbers)
         self._timers[number] = then
-        self._commands.append(e.SetTimer(number, secs))
+        self._commands.append(m.SetTimer(number, secs))
 
     def _end_job(self, reason: str) -> None:
         self._over = True
-        self._commands.append(e.EndJob(reason))
+        self._commands.append(m.EndJob(reason))
 
     # Planned reports: each worker makes its part of a save or an audit by itself, at the same boundary.
     #
@@ -641,12 +662,6 @@ class Coordinator:
                     del self._planned[other]
                 self._run(operation, gather.refused_by(passed))
 
-    def _give_up_reports(self, before: int | None) -> None:
-        """All workers rest: what one of them has not reported by now, it never will."""
-        for id_ in [one for one in self._planned if before is None or one.step < before]:
-            gather, operation = self._planned.pop(id_)
-            self._run(operation, gather.refused_by(gather.missing))
-
     # Whose turn it is at a boundary.
     #
     # Operations that need a boundary wait in the order of the list. Once all workers are stopped where an
@@ -684,17 +699,6 @@ class Coordinator:
             if operation.replays is not None:
                 self._replays.remove((operation.replays, operation.number))
                 operation.replays = None
-
-    def _leave_boundary(self, operation: Operation) -> None:
-        """An operation has ended: it waits for no turn, and needs no meeting of its own."""
-        self._end_turn(operation)
-        for several in (self._waiting, self._turn):
-            if operation in several:
-                several.remove(operation)
-        if operation.meeting is not None:
-            self._reserving.pop(operation.meeting.number, None)
-            self._release(operation.meeting)
-            operation.meeting = None
 
     def _schedule(self) -> bool:
         """Gives the turn to the next operation; returns whether there was one."""

@@ -10,17 +10,64 @@ there `content` is unset, and `file`, `sha256`, `nbytes` name the file beside th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from replicast.codec import Record
-from replicast.core.records import Content, Pending, Stage
-from replicast.update.effect import Effect
-from replicast.update.trial import Trial, TrialOutcome
+from replicast.update.trial import Effect, Trial, TrialOutcome
 
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # An integer in JSON may have any size.
+
+
+class Stage(StrEnum):
+    """The stages of an operation, in order. It never goes back."""
+
+    PROPOSED = "proposed"  # the coordinator has it
+    PREPARED = "prepared"  # every worker holds its bytes and has checked them; nothing has changed
+    SCHEDULED = "scheduled"  # durable, and every worker will stop at its step; it can still be withdrawn
+    COMMITTED = "committed"  # the record is durable: it will be applied, after a restart if necessary
+    APPLIED = "applied"  # every worker has applied it; a trial is in progress
+    VERIFIED = "verified"  # every worker reported the same digest
+    REVERTED = "reverted"  # its trial failed: every replica is back at the state before it
+    WITHDRAWN = "withdrawn"  # withdrawn before it was committed; nothing has changed
+    REFUSED = "refused"  # not accepted; nothing has changed
+    FAILED = "failed"  # committed, and the workers' digests differ
+
+    @property
+    def is_final(self) -> bool:
+        return self in _FINAL
+
+
+_FINAL = frozenset({Stage.VERIFIED, Stage.REVERTED, Stage.WITHDRAWN, Stage.REFUSED, Stage.FAILED})
+
+
+Content: TypeAlias = Any  # where the bytes of an update are: hashable, and opaque to the core
+
+
+class Proposal(Record):
+    """An update, a function that will compute one, or the number of an update to revert."""
+
+    id: str
+    digest: str
+    content: Content = None
+    at_step: int | None = None
+    trial: Trial | None = None
+    source: int | None = None
+    author: str = ""
+    note: str = ""
+    proposed_at: float = 0.0
+    reverts: int | None = None
+    forced: bool = False
+
+
+class Pending(Record):
+    """An uncommitted proposal in a checkpoint, made before its boundary."""
+
+    proposal: Proposal
+    tickets: tuple[str, ...]
 
 
 class Started(Record):
@@ -41,9 +88,7 @@ class Payload(Record):
     file: str = ""
     sha256: str = ""
     nbytes: _Size = 0
-    edits: msgspec.Raw = msgspec.Raw(
-        b"[]"
-    )  # A summary of each edit. It may be long, and few readers need it.
+    edits: msgspec.Raw = msgspec.Raw(b"[]")  # A summary of each. It may be long, and few readers need it.
 
 
 class Scheduled(Record):

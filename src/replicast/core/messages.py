@@ -1,4 +1,4 @@
-"""The messages between workers and the coordinator: twelve.
+"""What passes between the machines, twelve messages; and the events and commands of each with its runtime.
 
 To the coordinator, from any worker; each worker's messages arrive in order:
 
@@ -18,20 +18,93 @@ To all workers, from the coordinator; one log, which every worker reads in order
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any, ClassVar, Protocol, TypeAlias
 
+import msgspec
+
 from replicast.codec import Record
-from replicast.core.records import (
-    Applied,
-    Content,
-    Proposal,
-    Published,
-    ReportId,
-    SeenDigests,
-    Snapshot,
-    Stage,
-)
-from replicast.update.trial import Trial
+from replicast.core.entries import Content, Entry, Proposal, Stage
+from replicast.update.audit_report import ComparedRows
+from replicast.update.trial import Effect, Trial
+
+# Why an operation was refused: a record that is sent between processes, and the exception for it.
+
+
+class Refusal(Record):
+    """Why nothing was changed."""
+
+    problem: str
+    workers: tuple[int, ...] = ()
+    details: Mapping[str, Any] | None = None
+
+
+class Refuse(Exception):  # noqa: N818 - read as a sentence: raise Refuse("...")
+    """Raised by a script or an order to refuse the operation. Nothing has changed."""
+
+    def __init__(
+        self, problem: str, workers: tuple[int, ...] = (), details: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(problem)
+        self.refusal = Refusal(problem, workers, details)
+
+
+class JobEnds(Exception):  # noqa: N818 - read as a sentence: raise JobEnds("...")
+    """Raised by a script that can be neither carried out nor refused: every worker must exit."""
+
+
+# What a worker answers to an order, or reports by itself.
+
+
+class Published(Record):
+    """An update that a worker has created at a boundary, and that all workers can fetch."""
+
+    digest: str
+    content: Content
+    note: str = ""
+
+
+class ReportId(Record, order=True):
+    """Which planned save or audit a report belongs to: the same on all workers."""
+
+    kind: str
+    step: int
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kind}-step-{self.step}" + (f"-{self.count}" if self.count > 1 else "")
+
+
+class Applied(Record):
+    digest: str
+    applied_at: float = 0.0
+    stall_secs: float = 0.0
+    trained: int = 0
+    keeps: bool = False
+    effects: tuple[Effect, ...] = ()
+
+
+class SeenDigests(Record):
+    """One worker's digests in an audit."""
+
+    step: int
+    digests: Mapping[str, str]
+    free: Mapping[str, str] = msgspec.field(default_factory=dict)
+    secs: float = 0.0
+    trained: int = 0
+    time: float = 0.0
+    partly: tuple[ComparedRows, ...] = ()
+    devices: tuple[str, ...] = ()  # of its replicas, if it has several
+
+
+class Snapshot(Record):
+    """One worker's contribution to a checkpoint."""
+
+    step: int
+    digest: str
+    holds: frozenset[int]
+    details: Any
+
 
 # An order: a worker's part of an operation, as data that is sent to it and a method that runs there.
 
@@ -216,3 +289,157 @@ class Tell(Record):
 
 ToCoordinator: TypeAlias = Propose | Withdraw | Request | At | Answer | Rest
 ToWorkers: TypeAlias = Stop | Meet | Do | Release | Resume | Tell
+
+
+# Events that the runtime passes to the state machines.
+
+
+class WriteOutcome(Enum):
+    DURABLE = "durable"  # and no later group had claimed the run directory afterwards
+    FAILED = "failed"  # certainly not written: the disk is full
+    UNKNOWN = "unknown"  # it may have been written: only a restart can tell
+    FENCED = "fenced"  # a later group has claimed the run directory
+
+
+class FromWorker(Record):
+    """To the coordinator: a message has arrived; `rank` is OUTSIDE for those from the run directory."""
+
+    rank: int
+    message: ToCoordinator
+
+
+class Written(Record):
+    """To the coordinator: a write has finished."""
+
+    number: int
+    outcome: WriteOutcome
+    problem: str = ""
+
+
+class TimerFired(Record):
+    """To either: the time that `SetTimer` asked for has passed."""
+
+    number: int
+
+
+class Arrived(Record):
+    """To a worker: the training thread has finished `step` steps and waits for `PassBoundary`."""
+
+    step: int
+
+
+class Rested(Record):
+    """To a worker: the training thread waits until all others rest for the same reason."""
+
+    intent: tuple[Any, ...]
+
+
+class Awaited(Record):
+    """To a worker: the training thread waits for one of its tickets."""
+
+    ticket: str
+    secs: float | None
+
+
+class Performed(Record):
+    """To a worker: an order was carried out; `value` is its result, or a `Refusal`."""
+
+    number: int
+    value: Any
+    answers: bool = True
+
+
+CoordinatorEvent: TypeAlias = FromWorker | Written | TimerFired
+# Messages too: the log of the coordinator; a proposal of this process; an answer that comes later than
+# `Performed`, or a planned save or audit that the training thread made, as all do at this boundary.
+WorkerEvent: TypeAlias = ToWorkers | Propose | Answer | Arrived | Rested | Awaited | Performed | TimerFired
+
+
+# Commands of the state machines. The runtime carries them out in order.
+
+
+class Broadcast(Record):
+    """Coordinator: append to the log that every worker reads."""
+
+    message: ToWorkers
+
+
+class Write(Record):
+    """Coordinator: write an entry durably, then check for a later claim; `Written` has the result."""
+
+    number: int
+    entry: Entry
+
+
+class CloseInbox(Record):
+    """Coordinator: a proposal from the inbox has its outcome: record it, and remove the file."""
+
+    ticket: str
+    tell: Tell
+
+
+class Ended(Record):
+    """Coordinator: an operation without a ticket has ended."""
+
+    kind: str
+    id: str
+    outcome: Any
+    step: int | None = None
+    asked_by: tuple[str, ...] = ()
+
+
+class SetTimer(Record):
+    """Either: send `TimerFired` after this time. Timers are never cancelled: obsolete ones are ignored."""
+
+    number: int
+    secs: float
+
+
+class EndJob(Record):
+    """Either: the job cannot continue; the process exits, and with it the group."""
+
+    reason: str
+
+
+class Send(Record):
+    """Worker: send to the coordinator."""
+
+    message: ToCoordinator
+
+
+class Perform(Record):
+    """Worker: carry out an order, in the background or in the training thread; `Performed` is the result."""
+
+    number: int
+    order: Order
+
+
+class PassBoundary(Record):
+    """Worker: the training thread may start the next step."""
+
+    step: int
+
+
+class Continue(Record):
+    """Worker: the training thread returns from its wait, with a result or a `Refusal`."""
+
+    outcome: Any
+
+
+class Settle(Record):
+    """Worker: one of its tickets has reached a new stage."""
+
+    ticket: str
+    tell: Tell
+
+
+class DropPrepared(Record):
+    """Worker: the update prepared under this id is not needed any more."""
+
+    id: str
+
+
+CoordinatorCommand: TypeAlias = Broadcast | Write | CloseInbox | Ended | SetTimer | EndJob
+WorkerCommand: TypeAlias = (
+    Send | Perform | PassBoundary | Continue | Settle | DropPrepared | SetTimer | EndJob
+)

@@ -11,9 +11,8 @@ from collections.abc import Generator, Iterable
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from replicast.codec import Record
-from replicast.core.entries import Committed, Entry, History, Saved
-from replicast.core.messages import Order
-from replicast.core.records import Pending, Proposal, Refusal, ReportId, Stage
+from replicast.core.entries import Committed, Entry, History, Pending, Proposal, Saved, Stage
+from replicast.core.messages import Order, Refusal, ReportId
 
 
 class Ask(Record):
@@ -128,15 +127,11 @@ class AuditTrail:
     """The results of the audits of one attempt."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self.count = 0
         self.last_equal: int | None = None
         self._last_equal_as_a_whole: int | None = None
         self._partly: frozenset[str] = frozenset()  # the tables that audits compare slice by slice
         self.found_at: int | None = None
-
-    def next_number(self) -> int:
-        self._count += 1
-        return self._count
 
     def differ(self, step: int) -> int:
         """Records that they differ; returns the step at which that was first found."""

@@ -19,10 +19,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from replicast.core import events as e
 from replicast.core import messages as m
+from replicast.core.entries import Stage
 from replicast.core.operation import Timeouts
-from replicast.core.records import Stage
 
 _RESTING, _WAITING = "resting", "waiting"
 
@@ -47,13 +46,13 @@ class WorkerMachine:
         self._result: tuple[Any, ...] = ()
         self._stands = 0
         self._is_timed = False
-        self._commands: list[e.WorkerCommand] = []
-        self._on_event: dict[type[e.WorkerEvent], Callable[[Any], None]] = {
-            e.Arrived: self._arrive,
-            e.Performed: self._performed,
-            e.Rested: self._rest,
-            e.Awaited: self._wait_for,
-            e.TimerFired: self._timed_out,
+        self._commands: list[m.WorkerCommand] = []
+        self._on_event: dict[type[m.WorkerEvent], Callable[[Any], None]] = {
+            m.Arrived: self._arrive,
+            m.Performed: self._performed,
+            m.Rested: self._rest,
+            m.Awaited: self._wait_for,
+            m.TimerFired: self._timed_out,
             m.Propose: self._propose,
             m.Answer: self._send,
             m.Do: self._do,
@@ -64,7 +63,7 @@ class WorkerMachine:
             m.Tell: self._tell,
         }
 
-    def handle(self, event: e.WorkerEvent) -> list[e.WorkerCommand]:
+    def handle(self, event: m.WorkerEvent) -> list[m.WorkerCommand]:
         """Handles an event; returns the commands to carry out, in order."""
         self._commands = []
         self._on_event[type(event)](event)
@@ -90,10 +89,10 @@ class WorkerMachine:
 
     # The training thread.
 
-    def _arrive(self, event: e.Arrived) -> None:
+    def _arrive(self, event: m.Arrived) -> None:
         step = event.step
         if self.passes(step):
-            self._commands.append(e.PassBoundary(step))
+            self._commands.append(m.PassBoundary(step))
             return
         self.step, self._is_timed = step, False
         self._stand("")
@@ -103,18 +102,18 @@ class WorkerMachine:
         self.standing, self._why, self._result = True, why, ()
         self._say_standing()
 
-    def _rest(self, event: e.Rested) -> None:
+    def _rest(self, event: m.Rested) -> None:
         self._token += 1
         self._stand(_RESTING)
         self._send(m.Rest(self._token, self.step, event.intent))
 
-    def _wait_for(self, event: e.Awaited) -> None:
+    def _wait_for(self, event: m.Awaited) -> None:
         ticket, secs = event.ticket, event.secs
         self._stand(_WAITING)
         self._ticket = ticket
         self._patient = secs is not None
         self._stands += 1
-        self._commands.append(e.SetTimer(self._stands, self._timeouts.decide_secs if secs is None else secs))
+        self._commands.append(m.SetTimer(self._stands, self._timeouts.decide_secs if secs is None else secs))
         stage = self.tickets.get(ticket)
         if stage is None or stage.is_final or stage is Stage.SCHEDULED:
             self._result = (stage,)
@@ -144,26 +143,26 @@ class WorkerMachine:
         if self._orders:
             number, order = self._orders.popleft()
             self._performing = True
-            self._commands.append(e.Perform(number, order))
+            self._commands.append(m.Perform(number, order))
             return
         if self._stops_at(self.step):
             if not self._why and not self._is_timed:  # at a boundary: the coordinator must decide in time
                 self._is_timed = True
                 self._stands += 1
-                self._commands.append(e.SetTimer(self._stands, self._timeouts.decide_secs))
+                self._commands.append(m.SetTimer(self._stands, self._timeouts.decide_secs))
             return
         if not self._why:
             self.standing = False
-            self._commands.append(e.PassBoundary(self.step))
+            self._commands.append(m.PassBoundary(self.step))
         elif self._result:
             self.standing = False
-            self._commands.append(e.Continue(self._result[0]))
+            self._commands.append(m.Continue(self._result[0]))
 
     def _propose(self, propose: m.Propose) -> None:
         self.tickets[propose.ticket] = Stage.PROPOSED
         self._send(propose)
 
-    def _performed(self, event: e.Performed) -> None:
+    def _performed(self, event: m.Performed) -> None:
         if event.answers:
             self._send(m.Answer(event.number, event.value))
         if event.number in self._in_background:
@@ -172,7 +171,7 @@ class WorkerMachine:
         self._performing = False
         self._go_on()
 
-    def _timed_out(self, event: e.TimerFired) -> None:
+    def _timed_out(self, event: m.TimerFired) -> None:
         if event.number != self._stands or not self.standing or self._result:
             return
         if self._why == _WAITING:
@@ -181,7 +180,7 @@ class WorkerMachine:
         elif not self._why:
             secs = self._timeouts.decide_secs
             self._commands.append(
-                e.EndJob(f"Worker 0, the coordinator, decided nothing for step {self.step} within {secs:g} s")
+                m.EndJob(f"Worker 0, the coordinator, decided nothing for step {self.step} within {secs:g} s")
             )
 
     # The log.
@@ -200,7 +199,7 @@ class WorkerMachine:
             self._stops[meet.meeting] = meet.step
             if meet.step > self.step and self._why == _WAITING and not self._patient:
                 # The others continue to a later step, unless they also wait here.
-                self._commands.append(e.SetTimer(self._stands, self._timeouts.wait_secs))
+                self._commands.append(m.SetTimer(self._stands, self._timeouts.wait_secs))
             self._go_on()
 
     def _release(self, release: m.Release) -> None:
@@ -218,7 +217,7 @@ class WorkerMachine:
             return
         if do.order.in_background:
             self._in_background.add(do.number)
-            self._commands.append(e.Perform(do.number, do.order))
+            self._commands.append(m.Perform(do.number, do.order))
         else:
             self._orders.append((do.number, do.order))
             self._go_on()
@@ -227,7 +226,7 @@ class WorkerMachine:
         for ticket in tell.tickets:
             if ticket in self.tickets:
                 self.tickets[ticket] = tell.stage
-                self._commands.append(e.Settle(ticket, tell))
+                self._commands.append(m.Settle(ticket, tell))
                 if ticket == self._ticket and self._why == _WAITING and not self._result:
                     if tell.stage.is_final:
                         self._result = (tell.stage,)
@@ -238,7 +237,7 @@ class WorkerMachine:
                 if tell.stage.is_final:
                     del self.tickets[ticket], self._not_before[ticket]
         if tell.ended and tell.stage in (Stage.REFUSED, Stage.WITHDRAWN):
-            self._commands.append(e.DropPrepared(tell.id))
+            self._commands.append(m.DropPrepared(tell.id))
 
     def _send(self, message: m.ToCoordinator) -> None:
-        self._commands.append(e.Send(message))
+        self._commands.append(m.Send(message))

@@ -14,18 +14,12 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with(launcher: int) -> None:
-    """Makes the kernel kill this process when its launcher dies, also by kill -9. Linux only."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # It died before the call above.
-        os._exit(128 + signal.SIGKILL)
-
-
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    die_with(int(sys.argv[1]))
+    if sys.platform == "linux":  # Makes the kernel kill this process when its launcher dies, also by kill -9.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(sys.argv[1]):  # It died before the call above.
+            os._exit(128 + signal.SIGKILL)
     os.execvp(sys.argv[2], sys.argv[2:])
 
 

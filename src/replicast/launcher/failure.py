@@ -44,7 +44,7 @@ _LIBRARIES = (str(Path(os.__file__).parent), str(Path(__file__).parents[1]), "<"
 _GENERATED = re.compile(r"-packages/|__autograph_generated_file")
 _BLAMES = re.compile(r"replicast: (worker \d+ .+)")
 
-# What a message of another launcher may hold; checked when it is read.
+# Checked when a message of another launcher is read.
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 StopSignal = Literal[1, 2, 15]  # SIGHUP, SIGINT, SIGTERM
 
@@ -69,13 +69,8 @@ class WorkerExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     reported_by: Index = 0  # the host
 
     @property
-    def shell_code(self) -> int:
-        """The exit code as in a shell: 128 plus the number of the signal."""
-        return self.code if self.code >= 0 else 128 - self.code
-
-    @property
     def was_told_to(self) -> bool:
-        """Whether it saved and exited because of SIGTERM or a request to stop: nothing went wrong."""
+        """Whether it saved and exited because of SIGTERM or a request to stop: that is no failure."""
         return self.code == TOLD_TO_END
 
     @property
@@ -94,10 +89,6 @@ class GroupEnd:
     exits: tuple[WorkerExit, ...] = ()
     interrupted_by: signal.Signals | None = None
     left_behind: tuple[int, ...] = ()  # They could not be killed.
-
-    @property
-    def first_failure(self) -> WorkerExit | None:
-        return first_cause(self.exits)
 
 
 class Phase(enum.Enum):
@@ -135,11 +126,7 @@ def first_cause(exits: Iterable[WorkerExit]) -> WorkerExit | None:
 
 
 def order_after(
-    before: LaunchOrder,
-    failure: WorkerExit | None,
-    signum: int | None,
-    *,
-    left_behind: bool,
+    before: LaunchOrder, failure: WorkerExit | None, signum: int | None, *, left_behind: bool
 ) -> LaunchOrder:
     """What follows an attempt: the next one, or the job is over. `before` has the failure of the one before.
 
@@ -151,12 +138,13 @@ def order_after(
     if signum is not None:
         code = 128 + signum
     elif failure is not None:
-        code = failure.shell_code
+        code = failure.code if failure.code >= 0 else 128 - failure.code  # as in a shell
     over = replace(before, phase=Phase.OVER, code=code, failure=failure, signal=signum)
-    is_over = failure is None or signum is not None or left_behind or failure.was_told_to
-    if is_over or before.restarts >= before.max_restarts:
+    if failure is None or signum is not None or left_behind or failure.was_told_to:
         return over
-    if failure is not None and before.failure is not None and _repeats(before.failure, failure):
+    if before.restarts >= before.max_restarts:
+        return over
+    if before.failure is not None and _repeats(before.failure, failure):
         return replace(over, repeats=True)
     return replace(over, phase=Phase.WAIT, attempt=before.attempt + 1, restarts=before.restarts + 1)
 
@@ -262,11 +250,6 @@ class Hosts:
     def on(self, host: int) -> str:
         return "" if host == self.here else f" on {self.names[host]}"
 
-    def reporter(self, exited: WorkerExit) -> str:
-        if exited.reported_by == self.here:
-            return ""
-        return f" (reported by the launcher on {self.names[exited.reported_by]})"
-
     def lost(self, exited: WorkerExit) -> str:
         name = self.names[exited.host]
         return f"{name if name.startswith('host ') else f'host {name}'} was lost"
@@ -300,13 +283,6 @@ def restart_line(order: LaunchOrder, hosts: Hosts = ONE_HOST) -> str:
     return f"replicast: restart {order.restarts} of {order.max_restarts}{why}; {left} left after it"
 
 
-def stopping_line(signum: int, secs: float, where: str = "") -> str:
-    """What the first Ctrl-C or SIGTERM does, and on which other host it came."""
-    again = "; Ctrl-C again ends them at once" if signum == signal.SIGINT and not where else ""
-    name = signal_name(signum)
-    return f"replicast: {name}{where}: the workers save a checkpoint and exit, within {secs:g} s{again}"
-
-
 def report(order: LaunchOrder, end: GroupEnd | None, hosts: Hosts, screen: Screen, told_by: str = "") -> None:
     """Says who failed first, how the others ended, and who stopped the job; `end` is None if nothing ran."""
     failure = order.failure
@@ -322,7 +298,9 @@ def report_lines(
 ) -> Iterator[str]:
     failure = order.failure
     if failure is not None and failure.worker is None:
-        yield f"{hosts.lost(failure)}{hosts.reporter(failure)}: {failure.why}"
+        told_on = failure.reported_by
+        by = "" if told_on == hosts.here else f" (reported by the launcher on {hosts.names[told_on]})"
+        yield f"{hosts.lost(failure)}{by}: {failure.why}"
     elif failure is not None:
         where = hosts.on(failure.host)
         who, log = f"worker {failure.worker}{where}", failure.log if where else short_path(failure.log)
@@ -340,43 +318,36 @@ def report_lines(
         if order.repeats:
             left = order.max_restarts - order.restarts
             yield (
-                "this is the error of the attempt before, soon after the start: a restart would repeat it, "
-                f"so {left} of {order.max_restarts} are not used"
+                "the attempt before raised the same error, also soon after its start: another restart would "
+                f"repeat it; {left} of {order.max_restarts} restarts are left"
             )
     if failure is not None and end is not None:
-        others = sorted(end.exits, key=lambda one: one.worker or 0)
-        parts = [
-            f"worker {one.worker} {_how_other_ended(one)}" for one in others if one.worker != failure.worker
-        ]
+        parts = []
+        for one in sorted(end.exits, key=lambda one: one.worker or 0):
+            if one.frozen:
+                how = "was stopped by SIGSTOP"
+            elif one.stopped:
+                how = "was stopped"
+            elif one.was_told_to:
+                how = "exited too"
+            else:
+                how = "had finished" if one.code == 0 else f"failed afterwards ({one.how})"
+            if one.worker != failure.worker:
+                parts.append(f"worker {one.worker} {how}")
         parts += [f"worker {worker} could not be killed" for worker in end.left_behind]
         if parts:
             yield f"{', '.join(parts)}."
     if order.signal is not None:
-        yield _interruption(order, end or GroupEnd(), hosts)
-
-
-def _how_other_ended(one: WorkerExit) -> str:
-    if one.frozen:
-        return "was stopped by SIGSTOP"
-    if one.stopped:
-        return "was stopped"
-    if one.was_told_to:
-        return "exited too"
-    return "had finished" if one.code == 0 else f"failed afterwards ({one.how})"
-
-
-def _interruption(order: LaunchOrder, end: GroupEnd, hosts: Hosts) -> str:
-    """What stopped the group, on which other host, and whether all workers exited in time."""
-    killed = ", ".join(sorted(str(one.worker) for one in end.exits if one.code == -signal.SIGKILL))
-    if end.left_behind:
-        rest = f"could not be killed: worker {', '.join(map(str, end.left_behind))}"
-    elif killed:
-        rest = f"killed before it had exited: worker {killed}; the last checkpoint may be missing "
-        rest += "(--grace gives more time)"
-    else:
-        rest = f"{'all workers' if hosts == ONE_HOST else 'the workers on this host'} have exited"
-    name = signal_name(order.signal or signal.SIGTERM)
-    return f"stopped by {name}{hosts.on(order.stopped_on)}; {rest}"
+        here = end or GroupEnd()
+        killed = sorted(str(one.worker) for one in here.exits if one.code == -signal.SIGKILL)
+        if here.left_behind:
+            rest = f"could not be killed: worker {', '.join(map(str, here.left_behind))}"
+        elif killed:
+            rest = f"killed before it had exited: worker {', '.join(killed)}; the last checkpoint may be "
+            rest += "missing (--grace gives more time)"
+        else:
+            rest = f"{'all workers' if hosts == ONE_HOST else 'the workers on this host'} have exited"
+        yield f"stopped by {signal_name(order.signal)}{hosts.on(order.stopped_on)}; {rest}"
 
 
 def failure_box(failure: WorkerExit, hosts: Hosts) -> str:
@@ -397,6 +368,5 @@ def duration(secs: float) -> str:
 
 
 def short_path(path: RunDir) -> str:
-    """The path, relative to the working directory if it is below it."""
     relative = os.path.relpath(str(below(path)))
     return str(path) if relative.startswith("..") else relative

@@ -78,9 +78,19 @@ def launch(
     directory = Path(RUNS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}" if run_dir is None else run_dir)
     options = ["-n", str(workers), "--run-dir", str(directory), "--max-restarts", str(max_restarts)]
     options += [] if tee is None else ["--tee", tee]
+    if getattr(function, "__module__", None) == "__main__" and not find_spec("cloudpickle"):
+        what = "A function of a notebook or of the main script needs cloudpickle"
+        raise LaunchRefused(what, remedy="pip install cloudpickle, or move it into a module")
+    try:
+        pickled = _dumps((function, tuple(args)))
+    except Exception as error:  # Whatever a foreign object raises when it is pickled.
+        raise LaunchRefused(
+            f"The function cannot be sent to the workers ({type(error).__name__}: {str(error)[:300]})",
+            remedy="Create models, datasets and strategies in the function, and pass plain values",
+        ) from error
     with tempfile.TemporaryDirectory(prefix="replicast-launch-") as text:
         private = Path(text)  # Made for this user alone (0700).
-        _write(private / _CALL, (sys.path, _pickled(function, args)))
+        _write(private / _CALL, (sys.path, pickled))
         code, last = _follow([sys.executable, "-m", "replicast", "run", *options, "-m", __name__, text])
         if code == _CTRL_C:
             raise KeyboardInterrupt
@@ -98,19 +108,6 @@ def _dumps(value: Any) -> bytes:
     except ImportError:
         dumps = pickle.dumps
     return bytes(dumps(value))
-
-
-def _pickled(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    if getattr(function, "__module__", None) == "__main__" and not find_spec("cloudpickle"):
-        what = "A function of a notebook or of the main script needs cloudpickle"
-        raise LaunchRefused(what, remedy="pip install cloudpickle, or move it into a module")
-    try:
-        return _dumps((function, tuple(args)))
-    except Exception as error:  # Whatever a foreign object raises when it is pickled.
-        raise LaunchRefused(
-            f"The function cannot be sent to the workers ({type(error).__name__}: {str(error)[:300]})",
-            remedy="Create models, datasets and strategies in the function, and pass plain values",
-        ) from error
 
 
 def _follow(command: list[str]) -> tuple[int, str]:
@@ -175,7 +172,6 @@ def _read(path: Path) -> bytes:
 
 
 def main(private: Path) -> None:
-    """One worker."""
     rank = os.environ["RANK"]
     (private / _ERROR.format(rank)).unlink(missing_ok=True)  # of the attempt before
     paths, pickled = pickle.loads(_read(private / _CALL))

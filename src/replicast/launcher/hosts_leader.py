@@ -103,7 +103,7 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 
 
 class Presence:
-    """When the other side was last heard of, and whether it counts as lost."""
+    """When the other side was last heard from, and whether it counts as lost."""
 
     def __init__(self, timeouts: HostTimeouts) -> None:
         self._timeouts = timeouts
@@ -174,7 +174,7 @@ class Leader:
         self._names = tuple(hosts)
         self._failures: dict[int, WorkerExit] = {}  # by host, in the order in which they were reported
         self._missing_since = dict.fromkeys(range(len(hosts)), now)
-        self._refused = ""
+        self.refused = ""  # that a launcher was refused: perhaps the one that is waited for
         self._has_run = False
         self._failed_before: WorkerExit | None = None  # of the attempt before
         self.order = LaunchOrder(
@@ -198,10 +198,6 @@ class Leader:
 
     def has_joined(self, node: int, session: str) -> bool:
         return 0 <= node < len(self._hosts) and self._hosts[node].session == session
-
-    def on_refused(self, what: str) -> None:
-        """A launcher was refused: perhaps the one that is waited for."""
-        self._refused = what
 
     def on_joined(self, node: int, session: str, address: str, now: float) -> None:
         """A launcher has connected, for the first time or again. Call `refusal` before."""
@@ -266,7 +262,11 @@ class Leader:
                 # Without the failure of the attempt before.
                 self.order = order_after(self.order, None, None, left_behind=self._left_behind())
         if self.order.phase is Phase.END:
-            self._end()
+            self.order = order = replace(self.order, failure=first_cause(self._failures.values()))
+            if all(self._hosts[node].has_ended(order.attempt) for node in self._reports()):
+                left = self._left_behind() or order.failure is None
+                before = replace(order, failure=self._failed_before)
+                self.order = order_after(before, order.failure, order.signal, left_behind=left)
         if self.order.phase is Phase.WAIT:
             self._wait(now)
 
@@ -283,7 +283,7 @@ class Leader:
         elif late:
             why = f"it did not join within {self._timeouts.join_secs:g} s"
             same = "the same --hosts in the same order" if self._names[late[0]] else f"--node-rank {late[0]}"
-            hint = self._refused or f"Was the command started there, with {same} and the same secret?"
+            hint = self.refused or f"Was the command started there, with {same} and the same secret?"
             self._fail(late[0], f"{why}. {hint}")
 
     def _start(self) -> None:
@@ -297,17 +297,8 @@ class Leader:
         attempt = max(order.attempt, *(report.next_attempt for report in reports))
         addresses = tuple(name or host.address for name, host in zip(self._names, self._hosts, strict=True))
         self._has_run = True
-        self._failures, self._refused, self._failed_before = {}, "", order.failure
+        self._failures, self.refused, self._failed_before = {}, "", order.failure
         self.order = replace(order, phase=Phase.RUN, attempt=attempt, hosts=addresses)
-
-    def _end(self) -> None:
-        self.order = replace(self.order, failure=first_cause(self._failures.values()))
-        order, reports = self.order, self._reports()
-        if all(self._hosts[node].has_ended(order.attempt) for node in reports):
-            left = self._left_behind() or order.failure is None
-            before = replace(order, failure=self._failed_before)
-            cause, signum = order.failure, order.signal
-            self.order = order_after(before, cause, signum, left_behind=left)
 
     def _left_behind(self) -> bool:
         return any(report.left_behind for report in self._reports().values())
@@ -327,27 +318,25 @@ class Member:
     its workers run, `after` when they have exited. So no order can be missed: only the last one counts.
     """
 
-    def __init__(
-        self, node: int, next_attempt: int | None, max_restarts: int, timeouts: HostTimeouts, now: float
-    ) -> None:
+    def __init__(self, node: int, max_restarts: int, timeouts: HostTimeouts, now: float) -> None:
         self._node = node
         self._timeouts = timeouts
         self._presence = Presence(timeouts)
         self._lost_since: float | None = now  # It has not come yet.
-        self._unreachable = ""
+        self.unreachable = ""  # why the first launcher could not be reached, or does not belong to this job
         self._gave_up: WorkerExit | None = None  # the first host, because of which the workers here must end
         self.order = LaunchOrder(phase=Phase.WAIT, max_restarts=max_restarts)
         self._began = self.order  # the order with which the last attempt began here
-        self.report = Report(next_attempt=0 if next_attempt is None else next_attempt)
+        self.report = Report(next_attempt=0)
         # One that does not know its run directory yet, nor which attempts are in it, reports nothing.
-        self.is_ready = next_attempt is not None
+        self.is_ready = False
 
     def on_ready(self, next_attempt: int) -> None:
         self.report, self.is_ready = replace(self.report, next_attempt=next_attempt), True
 
     def on_order(self, order: LaunchOrder, now: float) -> None:
         self._presence.hear(now)
-        self._unreachable, self._lost_since = "", None
+        self.unreachable, self._lost_since = "", None
         self.order = order
         if self.report.running and order.session != self._began.session:
             # The first launcher was started again: nobody knows of the attempt that runs here.
@@ -358,10 +347,6 @@ class Member:
 
     def on_closed(self, now: float) -> None:
         self._presence.close(now)
-
-    def on_unreachable(self, why: str) -> None:
-        """The first launcher could not be reached, or does not belong to this job."""
-        self._unreachable = why
 
     def should_redial(self, now: float) -> bool:
         """Whether nothing was heard for `redial_secs`. Ask only for a connection at least that old."""
@@ -403,7 +388,7 @@ class Member:
             return replace(over, stopped_on=self._node)
         if now - self._lost_since < self._timeouts.join_secs:
             return None
-        problem = f" ({self._unreachable})" if self._unreachable else ""
+        problem = f" ({self.unreachable})" if self.unreachable else ""
         why = f"it did not join within {self._timeouts.join_secs:g} s{problem}"
         return replace(order, phase=Phase.OVER, failure=self._first_host(why), code=PEER_FAILED)
 
@@ -424,11 +409,20 @@ class Member:
         if self.order.attempt > self._began.attempt:
             return replace(self.order, phase=Phase.WAIT)
         why = self._gave_up.why if self._gave_up is not None else self._why_lost(now)
-        return self._without_leader(why, self.order.signal or self.report.signal) if why else None
+        if not why:
+            return None
+        # A restart, once the first host is there again, or the job is over.
+        own, before = self.report.failure, replace(self._began, failure=None)
+        signum = self.order.signal or self.report.signal
+        if signum is not None:
+            stopped_on = self._node if self.order.signal is None else self.order.stopped_on
+            before = replace(before, stopped_on=stopped_on)
+        is_told = signum is not None or (own is not None and own.was_told_to)
+        return order_after(before, own if is_told else self._first_host(why), signum, left_behind=False)
 
     def missing(self, now: float) -> tuple[tuple[int, ...], str]:
         """The hosts for which nothing is started, and what is known of it."""
-        return ((0,), self._unreachable) if self._why_lost(now) else (self.order.missing, "")
+        return ((0,), self.unreachable) if self._why_lost(now) else (self.order.missing, "")
 
     @property
     def _is_stopping(self) -> bool:
@@ -452,12 +446,3 @@ class Member:
 
     def _first_host(self, why: str) -> WorkerExit:
         return WorkerExit(host=0, why=why, reported_by=self._node)
-
-    def _without_leader(self, why: str, signum: int | None) -> LaunchOrder:
-        """What follows if the first host is lost: a restart, once it is there again, or the job is over."""
-        own, before = self.report.failure, replace(self._began, failure=None)
-        if signum is not None:
-            stopped_on = self._node if self.order.signal is None else self.order.stopped_on
-            before = replace(before, stopped_on=stopped_on)
-        is_told = signum is not None or (own is not None and own.was_told_to)
-        return order_after(before, own if is_told else self._first_host(why), signum, left_behind=False)

@@ -6,9 +6,9 @@
 Every other launcher has one connection to the first one (`connections.py`), over which go JSON objects, one
 per line: `Hello`, then reports one way and orders the other way. The kernel closes it when a process dies.
 
-    First    `hosts-accept`, and `hosts-serve` for each other host: takes its reports     `close` stops them
-             `hosts`: repeats the order, and notices who is silent                        `close` stops it
-    Other    `hosts`: connects, again and again if need be, and takes orders              `close` stops it
+    First    `hosts-accept`, and `hosts-serve` for each other host: takes its reports    `__exit__` stops them
+             `hosts`: repeats the order, and notices who is silent                       `__exit__` stops it
+    Other    `hosts`: connects, again and again if need be, and takes orders             `__exit__` stops it
 
 The state machines of `hosts_leader.py` are touched with the lock only. Nothing is sent that would block: who
 does not read is disconnected. If a thread dies, the main thread ends its workers and raises.
@@ -27,7 +27,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -37,13 +36,21 @@ import msgspec
 from msgspec.structs import replace
 
 from replicast.config import JOB_SECRET
-from replicast.connections import HANDSHAKE_SECS, HostServer, WrongSecret, introduce, limit, shut
-from replicast.deadline import Deadline
+from replicast.connections import (
+    HANDSHAKE_SECS,
+    NAMES_SECS,
+    Dialer,
+    HostServer,
+    WrongSecret,
+    introduce,
+    limit,
+    look_up,
+    shut,
+)
 from replicast.errors import ClusterError, LaunchRefused, ReplicastError, printable
-from replicast.launcher.failure import GroupEnd, Hosts, LaunchOrder, Phase, WorkerExit
+from replicast.launcher.failure import GroupEnd, Hosts, LaunchOrder, Phase, WorkerExit, first_cause
 from replicast.launcher.hosts_leader import (
     Hello,
-    HostTimeouts,
     Leader,
     Member,
     Message,
@@ -52,10 +59,9 @@ from replicast.launcher.hosts_leader import (
     difference,
     sent_from,
 )
-from replicast.launcher.interruptions import STOP_SIGNALS, Interruptions
 from replicast.launcher.plan import JobPlan, shown_address
-from replicast.launcher.screen import Screen
-from replicast.names import NAMES_SECS, Dialer, look_up
+from replicast.launcher.screen import STOP_SIGNALS, Interruptions, Screen
+from replicast.processes import Deadline
 
 CONNECT_SECS = 2.0
 TELL_AFTER_SECS, TELL_AGAIN_SECS = 10.0, 30.0  # when a launcher that waits says so
@@ -102,42 +108,24 @@ class Lines:
             raise ConnectionError(f"not a message of a launcher ({error})") from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What a launcher knows of a job on several hosts when it goes to meet the others."""
-
-    job: JobPlan
-    endpoint: tuple[str, int]
-    secret: bytes
-    timeouts: HostTimeouts
-    max_restarts: int = 0
-    next_attempt: int | None = None  # None: the name of the run directory must come from the first launcher.
-    run_name: str = ""
-    session: str = field(default_factory=lambda: secrets.token_hex(8))
-
-    def identity(self) -> dict[str, str]:
-        job, program = self.job, " ".join(self.job.argv[1:])
-        if len(program) > _MAX_PROGRAM:  # Replaced by its digest, so that it fits into a message.
-            digest = hashlib.sha256(program.encode(errors="surrogateescape")).hexdigest()
-            program = f"{job.argv[1][:200]} with {len(job.argv) - 2} arguments of the digest {digest}"
-        return {
-            "version of replicast": metadata.version("replicast"),
-            "program, or its arguments": program,
-            "content of the script (its SHA-256)": _digest_of(Path(job.argv[1])),
-            "number of workers (-n)": str(job.workers),
-            "number of hosts": str(job.nodes),
-            "--hosts": ",".join(job.hosts),
-            "--port": str(job.port),
-            "--max-restarts": str(self.max_restarts),
-        }
-
-
-def _digest_of(script: Path) -> str:
-    """Empty if it is not a file, as after `-m`."""
-    if not script.is_file():
-        return ""
-    with script.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+def identity(job: JobPlan) -> dict[str, str]:
+    """What must be the same on all hosts, by the words for it."""
+    program, script = " ".join(job.argv[1:]), Path(job.argv[1])
+    # Empty if it is not a file, as after `-m`.
+    content = hashlib.sha256(script.read_bytes()).hexdigest()[:16] if script.is_file() else ""
+    if len(program) > _MAX_PROGRAM:  # Replaced by its digest, so that it fits into a message.
+        digest = hashlib.sha256(program.encode(errors="surrogateescape")).hexdigest()
+        program = f"{job.argv[1][:200]} with {len(job.argv) - 2} arguments of the digest {digest}"
+    return {
+        "version of replicast": metadata.version("replicast"),
+        "program, or its arguments": program,
+        "content of the script (its SHA-256)": content,
+        "number of workers (-n)": str(job.workers),
+        "number of hosts": str(job.nodes),
+        "--hosts": ",".join(job.hosts),
+        "--port": str(job.port),
+        "--max-restarts": str(job.max_restarts),
+    }
 
 
 # --- What both kinds of launchers do ---------------------------------------------------------------------
@@ -146,15 +134,13 @@ def _digest_of(script: Path) -> str:
 class Peers:
     """The launchers of the other hosts, with which this one decides. A context manager of the main thread."""
 
-    def __init__(self, part: Part, screen: Screen, interruptions: Interruptions) -> None:
-        job = part.job
-        self._part, self._timeouts = part, part.timeouts
+    def __init__(self, job: JobPlan, screen: Screen, interruptions: Interruptions) -> None:
+        self._job, self._timeouts = job, job.host_timeouts
+        self._session = secrets.token_hex(8)
         self._screen, self._interruptions = screen, interruptions
-        self.member = Member(
-            job.node_rank, part.next_attempt, part.max_restarts, part.timeouts, time.monotonic()
-        )
+        self.member = Member(job.node_rank, job.max_restarts, self._timeouts, time.monotonic())
         # The addresses of the others are known when all have come.
-        names = job.hosts or (part.endpoint[0], *(f"host {node}" for node in range(1, job.nodes)))
+        names = job.hosts or (job.endpoint[0], *(f"host {node}" for node in range(1, job.nodes)))
         self.hosts = Hosts(names, job.node_rank)
         self._lock = threading.Condition()
         self._wake_main = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -175,40 +161,37 @@ class Peers:
         """Sends what has changed, or is due. With the lock."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(self._timeouts.leave_secs + CONNECT_SECS)
-        if not self._thread.is_alive():  # Else it may still write to it.
-            os.close(self._wake_main)
-
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close()
+        self._stop.set()
+        self._thread.join(self._timeouts.leave_secs + CONNECT_SECS)
+        if not self._thread.is_alive():  # Else it may still write to it.
+            os.close(self._wake_main)
 
     def fileno(self) -> int:
         """Readable when there may be something new to ask."""
         return self._wake_main
 
     def ask_run_name(self) -> LaunchOrder:
-        """Waits for the first order, which has the name of the run directory; `ready` must follow."""
-
-        def first_order(now: float) -> LaunchOrder | None:
-            return self.member.to_start(now) or (self.member.order if self.member.order.session else None)
-
-        return self._wait(first_order)
+        """Waits for the first order, which has the name of the run directory."""
+        member = self.member
+        return self._wait(
+            lambda now: member.to_start(now) or (member.order if member.order.session else None)
+        )
 
     def ready(self, next_attempt: int) -> None:
+        """The run directory is known, and which attempts are in it. Call it before `begin`."""
         with self._lock:
             self.member.on_ready(next_attempt)
 
     def begin(self) -> LaunchOrder:
         """Waits until all hosts are ready, at most the time to join; the job may be over before."""
         order = self._wait(self.member.to_start)
-        if order.phase is Phase.RUN and not self._part.job.hosts:
-            self.hosts = Hosts(order.hosts, self._part.job.node_rank)
+        if order.phase is Phase.RUN and not self._job.hosts:
+            self.hosts = Hosts(order.hosts, self._job.node_rank)
         return order
 
     def to_end(self) -> LaunchOrder | None:
@@ -221,12 +204,12 @@ class Peers:
             if self._failed is not None:  # It is raised when the group has ended.
                 return LaunchOrder(phase=Phase.END)
         failed = None if order is None else order.failure
-        is_own = failed and failed.worker is not None and failed.host == self._part.job.node_rank
+        is_own = failed and failed.worker is not None and failed.host == self._job.node_rank
         return order if order is not None and (order.signal is not None or not is_own) else None
 
     def decide(self, end: GroupEnd) -> LaunchOrder:
         """Waits until the workers of all hosts have exited."""
-        node, first = self._part.job.node_rank, end.first_failure
+        node, first = self._job.node_rank, first_cause(end.exits)
         failure = None if first is None else sent_from(node, first)
         with self._lock:
             self.member.on_group_end(failure, left_behind=bool(end.left_behind))
@@ -239,7 +222,7 @@ class Peers:
 
     def tell_failure(self, failure: WorkerExit) -> None:
         with self._lock:
-            self.member.on_failure(sent_from(self._part.job.node_rank, failure))
+            self.member.on_failure(sent_from(self._job.node_rank, failure))
             self.share(time.monotonic())
 
     def tell_signal(self, signum: signal.Signals) -> None:
@@ -272,7 +255,7 @@ class Peers:
                 for signum in self._interruptions.take():
                     if signum is signal.SIGINT and self._stopped_by is not None:
                         over = LaunchOrder(phase=Phase.OVER, code=130, signal=2)
-                        return replace(over, stopped_on=self._part.job.node_rank)
+                        return replace(over, stopped_on=self._job.node_rank)
                     if signum in STOP_SIGNALS:
                         self.tell_signal(signum)
 
@@ -324,23 +307,23 @@ class First(Peers):
     """The first launcher: it accepts the others, takes their reports and tells them its order."""
 
     def __init__(
-        self, part: Part, screen: Screen, interruptions: Interruptions, listener: socket.socket
+        self, job: JobPlan, screen: Screen, interruptions: Interruptions, listener: socket.socket
     ) -> None:
-        super().__init__(part, screen, interruptions)
-        now, job = time.monotonic(), part.job
-        names = job.hosts or (part.endpoint[0], *("" for _ in range(job.nodes - 1)))
-        self.leader = Leader(names, part.session, part.max_restarts, part.timeouts, now, part.run_name)
-        self.leader.on_joined(0, part.session, "", now)
-        self._identity = part.identity()
+        super().__init__(job, screen, interruptions)
+        now, run_name = time.monotonic(), "" if job.run_dir is None else job.run_dir.name
+        names = job.hosts or (job.endpoint[0], *("" for _ in range(job.nodes - 1)))
+        self.leader = Leader(names, self._session, job.max_restarts, self._timeouts, now, run_name)
+        self.leader.on_joined(0, self._session, "", now)
+        self._identity = identity(job)
         self._connections: dict[int, Lines] = {}  # by host
         self._server = HostServer(
             listener,
-            part.secret,
+            job.secret,
             partial(self._guard, self._talk),
             name="hosts",
             max_peers=2 * job.nodes,  # A launcher may connect again before its old connection is closed.
-            warn=lambda problem: self._say(f"cannot accept other launchers for now: {problem}"),
-            refused=self._refuse_stranger,
+            warn=lambda problem: self._say(f"cannot accept connections at the moment: {problem}"),
+            refused=lambda host: self._refuse(host, _OTHER_SECRET, of_stranger=True),
         )
 
     def serve(self) -> None:
@@ -349,7 +332,8 @@ class First(Peers):
                 self.share(time.monotonic())
 
     def share(self, now: float) -> None:
-        self.leader.on_report(0, self.member.report, now)
+        if self.member.is_ready:
+            self.leader.on_report(0, self.member.report, now)
         self.leader.on_time(now)
         order = self.leader.order
         if order != self.member.order:
@@ -367,11 +351,8 @@ class First(Peers):
         if kind is None and self.leader.order.phase is Phase.OVER:
             with self._lock:
                 self._lock.wait_for(lambda: not self._connections, self._timeouts.leave_secs)
-        self.close()
-
-    def close(self) -> None:
         self._server.close()
-        super().close()
+        super().__exit__(kind)
 
     def _talk(self, connection: socket.socket) -> None:
         """In a thread for each connection of a process that knows the secret."""
@@ -382,7 +363,14 @@ class First(Peers):
             hello = lines.receive()
             if isinstance(hello, Hello) and self._accept(hello, lines, host):
                 limit(connection, self._timeouts.silent_secs)
-                self._take_reports(hello.node, lines)
+                while True:
+                    report = lines.receive()
+                    with self._lock:
+                        if self._connections.get(hello.node) is not lines:  # It has connected again.
+                            return
+                        if isinstance(report, Report):
+                            self.leader.on_report(hello.node, report, time.monotonic())
+                            self.share(time.monotonic())
         except OSError as error:
             with self._lock:
                 if isinstance(hello, Hello) and self._connections.get(hello.node) is lines:
@@ -399,8 +387,7 @@ class First(Peers):
             refusal = "" if is_known else difference(self._identity, hello.identity)
             refusal = refusal or self.leader.refusal(hello.node, hello.session, now)
             if refusal:
-                self.leader.on_refused(f"A launcher at {host} was refused: {refusal}")
-                self._say(f"refused a launcher at {host}: {refusal}")
+                self._refuse(host, refusal)
                 lines.send(RefusedHost(why=refusal))
                 return False
             if hello.node in self._connections:
@@ -410,54 +397,38 @@ class First(Peers):
             lines.send(self.leader.order)
             return True
 
-    def _take_reports(self, node: int, lines: Lines) -> None:
-        while True:
-            report = lines.receive()
-            with self._lock:
-                if self._connections.get(node) is not lines:  # It has connected again.
-                    return
-                if isinstance(report, Report):
-                    self.leader.on_report(node, report, time.monotonic())
-                    self.share(time.monotonic())
-
-    def _refuse_stranger(self, host: str) -> None:
+    def _refuse(self, host: str, why: str, *, of_stranger: bool = False) -> None:
         with self._lock:
-            self.leader.on_refused(f"A launcher at {host} was refused: {_OTHER_SECRET}")
-            self._say(f"refused a launcher at {host}: {_OTHER_SECRET}", of_stranger=True)
+            self.leader.refused = f"A launcher at {host} was refused: {why}"
+            self._say(f"refused a launcher at {host}: {why}", of_stranger=of_stranger)
 
 
 def listen(endpoint: tuple[str, int], *, name_secs: float = 0.0) -> socket.socket:
     """A socket that listens at an address of this machine, and at no other."""
-    host, port = endpoint
-    address = _address_of(host, Deadline(name_secs))
+    (host, port), deadline, address = endpoint, Deadline(name_secs), ""
+    while not address:  # A name that has none yet is looked up again.
+        try:
+            address = look_up(host).result(NAMES_SECS)[0]
+        except OSError as error:
+            if deadline.has_passed():
+                late = isinstance(error, TimeoutError)
+                problem = f"was not resolved within {NAMES_SECS:g} s" if late else "has no address"
+                what = f"The name of the first host {problem}: {host}"
+                raise ClusterError(what, remedy="Correct it, or the DNS") from None
+            time.sleep(_NAME_PAUSE_SECS)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family, backlog=1024)
     except OSError as error:
         why = os.strerror(error.errno or 0)  # Without what create_server adds to it.
         if error.errno == errno.EADDRINUSE:
-            why = "another process does: another job?"
+            why = "another process uses this port, perhaps another job"
+        what = f"This machine cannot listen at {shown_address(*endpoint)}, the address of the first launcher"
         raise ClusterError(
-            f"This machine cannot listen at {shown_address(*endpoint)}, the address of the first launcher: "
-            f"{why}",
+            f"{what}: {why}",
             remedy="Give each job a port of its own (--port, or --rdzv-endpoint HOST:PORT) and --node-rank 0 "
             "to the first host alone, by a name or address that is its own",
         ) from None
-
-
-def _address_of(host: str, deadline: Deadline) -> str:
-    """The address of the first host. A name that has none is looked up again until then."""
-    while True:
-        try:
-            return look_up(host).result(NAMES_SECS)[0]
-        except TimeoutError:
-            problem = f"was not resolved within {NAMES_SECS:g} s"
-        except OSError:
-            problem = "has no address"
-        if deadline.has_passed():
-            what = f"The name of the first host {problem}: {host}"
-            raise ClusterError(what, remedy="Correct it, or the DNS")
-        time.sleep(_NAME_PAUSE_SECS)
 
 
 # --- Another launcher ------------------------------------------------------------------------------------
@@ -469,17 +440,17 @@ class Other(Peers):
     _lines: Lines | None = None
 
     def serve(self) -> None:
-        dialer, shown = Dialer(*self._part.endpoint), shown_address(*self._part.endpoint)
+        dialer, shown = Dialer(*self._job.endpoint), shown_address(*self._job.endpoint)
         while not self._stop.is_set():
             try:
                 with dialer.connect(CONNECT_SECS) as connection:
-                    introduce(connection, self._part.secret, Deadline(HANDSHAKE_SECS))
+                    introduce(connection, self._job.secret, Deadline(HANDSHAKE_SECS))
                     self._talk(Lines(connection))
             except OSError as error:
                 is_other = isinstance(error, WrongSecret)
                 why = "no answer" if isinstance(error, BlockingIOError) else error.strerror or str(error)
                 with self._lock:
-                    self.member.on_unreachable(f"{shown}: {_OTHER_SECRET if is_other else why}")
+                    self.member.unreachable = f"{shown}: {_OTHER_SECRET if is_other else why}"
                     # No answer says nothing about the process; a closed or refused connection does.
                     if isinstance(error, _CLOSED):
                         self.member.on_closed(time.monotonic())
@@ -495,16 +466,16 @@ class Other(Peers):
             except OSError:
                 shut(self._lines.connection)  # Its thread notices.
 
-    def close(self) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._lock:
             if self._lines is not None:
                 shut(self._lines.connection)
-        super().close()
+        super().__exit__(kind)
 
     def _talk(self, lines: Lines) -> None:
         address, since = str(lines.connection.getsockname()[0]), time.monotonic()
-        node, session = self._part.job.node_rank, self._part.session
-        lines.send(Hello(node=node, session=session, address=address, identity=self._part.identity()))
+        node, session = self._job.node_rank, self._session
+        lines.send(Hello(node=node, session=session, address=address, identity=identity(self._job)))
         limit(lines.connection, self._timeouts.beat_secs)
         try:
             while not self._stop.is_set():
@@ -514,7 +485,9 @@ class Other(Peers):
                 with self._lock:
                     now = time.monotonic()
                     if isinstance(message, RefusedHost):
-                        self._fail(_not_welcome(message.why, self._part.job))
+                        refused = f"The first launcher refused this host: {message.why}"
+                        remedy = "Start the same command on all hosts; only --node-rank may differ"
+                        self._fail(LaunchRefused(refused, remedy=remedy))
                         self._stop.set()
                     elif isinstance(message, LaunchOrder):
                         if self._lines is None:  # It is accepted.
@@ -530,14 +503,7 @@ class Other(Peers):
                 self._lines = None
 
 
-def _not_welcome(why: str, job: JobPlan) -> LaunchRefused:
-    """The first launcher has refused this one, which cannot be part of the job."""
-    same = "--hosts in the same order" if job.hosts else "another --node-rank on each"
-    remedy = f"Start the same command on all hosts, with {same}"
-    return LaunchRefused(f"The first launcher refused this host: {why}", remedy=remedy)
-
-
-def make_peers(part: Part, screen: Screen, interruptions: Interruptions) -> Peers:
-    if part.job.node_rank == 0:
-        return First(part, screen, interruptions, listen(part.endpoint, name_secs=_NAME_SECS))
-    return Other(part, screen, interruptions)
+def make_peers(job: JobPlan, screen: Screen, interruptions: Interruptions) -> Peers:
+    if job.node_rank == 0:
+        return First(job, screen, interruptions, listen(job.endpoint, name_secs=_NAME_SECS))
+    return Other(job, screen, interruptions)

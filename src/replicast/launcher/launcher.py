@@ -11,19 +11,33 @@ launcher stays light and quick: it imports neither TensorFlow nor numpy before t
 from __future__ import annotations
 
 import contextlib
+import enum
 import fcntl
+import math
 import os
 import select
+import selectors
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, cast
 
-from replicast.config import JOB_SECRET, SECRETS, TAKE_OVER, shared_memory_directory, without
+from replicast.codec import is_integer
+from replicast.config import (
+    JOB_SECRET,
+    PEER_FAILED,
+    SECRETS,
+    TAKE_OVER,
+    TOLD_TO_END,
+    shared_memory_directory,
+    without,
+)
 from replicast.errors import ClusterError, LaunchRefused, printable
 from replicast.files import RunDir, RunPath, below, make_durably
 from replicast.launcher.failure import (
@@ -35,19 +49,19 @@ from replicast.launcher.failure import (
     WorkerExit,
     duration,
     end_of,
+    first_cause,
     order_after,
     reason,
     report,
     restart_line,
     short_path,
     signal_name,
+    with_details,
 )
-from replicast.launcher.group import EndTimeouts, Group
-from replicast.launcher.hosts_leader import HostTimeouts
-from replicast.launcher.hosts_link import Part, Peers, make_peers
-from replicast.launcher.interruptions import Interruptions
+from replicast.launcher.hosts_link import Peers, make_peers
 from replicast.launcher.plan import (
     JobPlan,
+    WorkerPlan,
     bootstrapped,
     hold_ports,
     log_path,
@@ -55,62 +69,54 @@ from replicast.launcher.plan import (
     this_machine,
     warnings,
 )
-from replicast.launcher.screen import Screen, make_screen, without_colours
-from replicast.strictjson import is_integer
-
-if TYPE_CHECKING:
-    from replicast.storage.run_files import WorkerNote
+from replicast.launcher.screen import (
+    LOG_LEVEL,
+    STOP_SIGNALS,
+    Interruptions,
+    Output,
+    Screen,
+    make_screen,
+    without_colours,
+)
+from replicast.processes import is_frozen
 
 RUNS = Path("runs")
 _PAGE_START_SECS = 15.0
 _PAGE_END_SECS = 5.0
+_POLL_SECS = 1.0  # How often the group looks for frozen workers.
+_END_SECS = 10.0
+_MAX_DELAY_SECS = 5.0  # A longer delay between two looks means that the launcher itself was stopped.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    run_dir: Path | None  # None: the first launcher of several hosts gives its name.
-    log_dir: RunPath | None  # None: in the run directory
-    tee: frozenset[int]
-    max_restarts: int = 0
-    timeouts: EndTimeouts = field(default_factory=EndTimeouts)
-    secret: bytes = b""
-    host_timeouts: HostTimeouts = field(default_factory=HostTimeouts)
-    page: tuple[str, int] | None = None  # the address of `--serve`
-
-    def logs(self, run_dir: RunDir) -> RunPath:
-        return below(run_dir) / "logs" if self.log_dir is None else self.log_dir
-
-
-def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> int:
+def supervise(job: JobPlan, environ: Mapping[str, str]) -> int:
     """Runs a job to its end and reports on standard error. Only in the main thread."""
     of_page, environ = environ, without(environ, *SECRETS)  # No worker needs them.
-    run_dir, peers = settings.run_dir, None
+    run_dir, peers = job.run_dir, None
     with contextlib.ExitStack() as stack:
 
         def use(directory: Path) -> None:
             stack.enter_context(locked(directory, job.ranks[0]))
-            if settings.page is not None:
-                page = page_beside(settings.page, directory, settings.logs(directory), of_page)
+            if job.page is not None:
+                page = page_beside(job.page, directory, job.logs(directory), of_page)
                 print(f"replicast: {stack.enter_context(page)}", file=sys.stderr, flush=True)
 
         if run_dir is not None:
             use(run_dir)
-            # Before signals are caught: Ctrl-C ends the wait.
-            environ = _wait_for_other_hosts_job(job, run_dir, environ)
+            allowed = ""
+            if 0 in job.ranks and (below(run_dir) / "groups").is_dir():
+                from replicast.storage.run_files import check_free  # Imports numpy: not for a new run.
+
+                # Waits until no job of another host runs in the directory; one of this host would hold the
+                # lock. Before signals are caught: Ctrl-C ends the wait.
+                tell = partial(print, "replicast:", file=sys.stderr)
+                allowed = check_free(run_dir, environ.get(TAKE_OVER, ""), tell=tell)
+            # The first worker need not watch again what was watched here.
+            environ = {**without(environ, TAKE_OVER), **({TAKE_OVER: allowed} if allowed else {})}
         interruptions = stack.enter_context(Interruptions())
-        screen = make_screen(sys.stdout, sys.stderr, tee=settings.tee, environ=environ)
+        screen = make_screen(sys.stdout, sys.stderr, tee=job.tee, environ=environ)
         stack.enter_context(contextlib.closing(screen))
-        if job.endpoint is not None:
-            part = Part(
-                job=job,
-                endpoint=job.endpoint,
-                secret=settings.secret,
-                timeouts=settings.host_timeouts,
-                max_restarts=settings.max_restarts,
-                next_attempt=None if run_dir is None else next_attempt(settings.logs(run_dir), job.ranks),
-                run_name="" if run_dir is None else run_dir.name,
-            )
-            peers = stack.enter_context(make_peers(part, screen, interruptions))
+        if job.nodes > 1:
+            peers = stack.enter_context(make_peers(job, screen, interruptions))
         if run_dir is None:
             if peers is None:
                 raise ValueError("Only the launchers of other hosts have a run directory to learn")
@@ -120,35 +126,19 @@ def supervise(job: JobPlan, settings: Settings, environ: Mapping[str, str]) -> i
                 return order.code
             run_dir = make_run_dir(RUNS / Path(order.run_name).name)
             use(run_dir)
-            peers.ready(next_attempt(settings.logs(run_dir), job.ranks))
-        for line in warnings(job, settings.secret, environ):
+        attempt = next_attempt(job.logs(run_dir), job.ranks)
+        if peers is not None:
+            peers.ready(attempt)
+        for line in warnings(job, environ):
             screen.tell(f"replicast: warning: {line}")
-        supervision = _Supervision(
-            job, settings, run_dir, settings.logs(run_dir), environ, screen, interruptions, peers
-        )
-        return supervision.run()
-
-
-def _wait_for_other_hosts_job(job: JobPlan, run_dir: RunDir, environ: Mapping[str, str]) -> dict[str, str]:
-    """Waits until no job of another host runs in the directory; one of this host would hold the lock.
-
-    Returns the environment of the workers: their first one need not watch again what was watched here.
-    """
-    allowed = ""
-    if 0 in job.ranks and (below(run_dir) / "groups").is_dir():
-        from replicast.storage.run_files import check_free  # Imports numpy: not for a new run.
-
-        any_job = environ.get(TAKE_OVER, "")
-        allowed = check_free(run_dir, any_job, tell=lambda line: print(f"replicast: {line}", file=sys.stderr))
-    return {**without(environ, TAKE_OVER), **({TAKE_OVER: allowed} if allowed else {})}
+        supervision = _Supervision(job, run_dir, environ, screen, interruptions, peers)
+        return supervision.run(attempt)
 
 
 @dataclass(slots=True)
 class _Supervision:
     job: JobPlan
-    settings: Settings
     run_dir: Path
-    log_dir: RunPath
     environ: Mapping[str, str]
     screen: Screen
     interruptions: Interruptions
@@ -160,9 +150,8 @@ class _Supervision:
     def hosts(self) -> Hosts:
         return ONE_HOST if self.peers is None else self.peers.hosts
 
-    def run(self) -> int:
-        attempt = next_attempt(self.log_dir, self.job.ranks)
-        order = LaunchOrder(phase=Phase.RUN, attempt=attempt, max_restarts=self.settings.max_restarts)
+    def run(self, attempt: int) -> int:
+        order = LaunchOrder(phase=Phase.RUN, attempt=attempt, max_restarts=self.job.max_restarts)
         while True:
             if self.peers is not None:
                 order = self.peers.begin()
@@ -173,7 +162,7 @@ class _Supervision:
                     order = self.peers.decide(end)
                 else:
                     left = bool(end.left_behind)
-                    order = order_after(order, end.first_failure, end.interrupted_by, left_behind=left)
+                    order = order_after(order, first_cause(end.exits), end.interrupted_by, left_behind=left)
                 if any(ended.code for ended in end.exits):  # Killed workers leave their shared memory.
                     from replicast.transport.shared import remove_leftovers
 
@@ -183,13 +172,12 @@ class _Supervision:
                 self._finish(attempt, order, end)
                 return order.code
             report(order, end, self.hosts, self.screen)
-            why = "" if order.failure is None else reason(order.failure, self.hosts)
-            self._note("restarting", order.attempt, order.failure, why)
+            self._note("restarting", order.attempt, order.failure)
             self.screen.tell(restart_line(order, self.hosts))
 
     def _run_attempt(self, order: LaunchOrder) -> GroupEnd:
         job = replace(self.job, hosts=order.hosts) if order.hosts else self.job
-        attempt_dir = make_attempt_dir(self.log_dir, order.attempt)
+        attempt_dir = make_attempt_dir(job.logs(self.run_dir), order.attempt)
         fixed = job.fixed_ports
         with hold_ports([0] * job.workers if fixed is None else fixed) as ports:
             plans = plan_workers(
@@ -197,20 +185,12 @@ class _Supervision:
                 ports=ports.numbers,
                 attempt=order.attempt,
                 run_dir=self.run_dir,
-                log_dir=self.log_dir,
                 machine=this_machine(self.environ),
                 environ=self.environ,
             )
             start = f"logs in {short_path(attempt_dir)}; starting, which takes some seconds"
             self.screen.tell(f"replicast: {_who(job)}, attempt {order.attempt}, {start}")
-            group = Group(
-                plans,
-                screen=self.screen,
-                tee=self.settings.tee,
-                timeouts=self.settings.timeouts,
-                interruptions=self.interruptions,
-                peers=self.peers,
-            )
+            group = Group(plans, self.job, self.screen, self.interruptions, self.peers)
             return group.run(self.environ, lambda: self._started(order))
 
     def _started(self, order: LaunchOrder) -> None:
@@ -220,20 +200,28 @@ class _Supervision:
         self.has_started = True
 
     def _finish(self, attempt: int, order: LaunchOrder, end: GroupEnd | None) -> None:
-        """Says how the job ended, and notes it; `end` is None if nothing ran."""
-        failure = order.failure
+        """`end` is None if nothing ran."""
+        from replicast.storage import inbox, run_files  # Import numpy: not at start-up.
+
+        failure, by, at_step, step = order.failure, "", 0, None
         was_told_to = failure is not None and failure.was_told_to
-        by, at_step = _stopped_by(self.run_dir, attempt) if was_told_to else ("", 0)
+        # What the workers have left in the run directory only adds to what is said: if it cannot be read, the
+        # job ends as it would, with the same exit code.
+        with contextlib.suppress(OSError):
+            if was_told_to and (told := inbox.stopped_by(self.run_dir, attempt)):
+                by, at_step = told.author, told.done_at
         report(order, end, self.hosts, self.screen, f"stopped by {by} at step {at_step}" if by else "")
-        notes = [] if end is None else _notes(self.run_dir, attempt)
-        step = max((note.step for note in notes), default=None)  # None without notes: a job without Replicas
+        with contextlib.suppress(OSError):
+            notes = [] if end is None else run_files.read_worker_notes(self.run_dir)
+            # None in a job without Replicas.
+            step = max((note.step for note in notes if note.attempt == attempt), default=None)
         if order.code == 0:
-            if end is not None and self.settings.tee:
+            if end is not None and self.job.tee:
                 restarts = order.restarts
                 after = f" after {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
                 facts = [_who(self.job), *([] if step is None else [f"step {step}"])]
                 facts.append(duration(time.monotonic() - self.began))
-                logs = short_path(self.log_dir / f"attempt-{attempt}")
+                logs = short_path(self.job.logs(self.run_dir) / f"attempt-{attempt}")
                 self.screen.tell(f"replicast: finished{after}: {', '.join(facts)}, logs in {logs}")
             self._note("finished", attempt, step=step)
         elif order.signal is not None:
@@ -241,8 +229,7 @@ class _Supervision:
         elif failure is not None and was_told_to:
             self._note("stopped", attempt, why=by or f"SIGTERM to worker {failure.worker}", step=step)
         else:
-            why = "workers could not be killed" if failure is None else reason(failure, self.hosts)
-            self._note("failed", attempt, failure, why, step)
+            self._note("failed", attempt, failure, "workers could not be killed", step)
 
     def _note(
         self,
@@ -252,13 +239,14 @@ class _Supervision:
         why: str = "",
         step: int | None = None,
     ) -> None:
-        """Writes the state of the job. The launcher of worker 0 does; those of other hosts write nothing."""
+        """Writes the state of the job; only the launcher of worker 0 does. `why`: without a failure."""
         if 0 not in self.job.ranks:
             return
         from replicast.storage import run_files  # Imports numpy: not at start-up.
 
         worker, lines = None, tuple[str, ...]()
         if failure is not None:
+            why = reason(failure, self.hosts)
             worker = failure.host * self.job.workers if failure.worker is None else failure.worker
             lines = tuple(map(without_colours, failure.lines))
         change = run_files.Change(
@@ -283,26 +271,290 @@ def _who(job: JobPlan) -> str:
     return f"worker{'s' if job.workers > 1 else ''} {ranks} of {job.world_size}"
 
 
-# What the workers have left in the run directory only adds to what the launcher says: what cannot be read
-# there must change neither the exit code nor how the job ends.
+# --- The workers of one attempt --------------------------------------------------------------------------
+#
+#   RUNNING ── a worker fails ──→ SETTLING ── time is up ──→ STOPPING ── time is up ──→ KILLING
+#      └──────── Ctrl-C, SIGTERM, a signal on another host ─────↗    └── Ctrl-C again ────↗
+#
+# When one fails, the others notice by themselves and exit with their own message, which is better than that
+# of a killed process: so they get some time first, how much depends on how the first one ended. Then they are
+# asked (SIGTERM: they may save), then killed. No stage is without a time limit, and nothing is left running.
+#
+# A worker leads its own session, so that its whole process tree can be signalled; and the kernel kills it
+# when the launcher dies (`bootstrap.py`).
 
 
-def _notes(run_dir: RunDir, attempt: int) -> list[WorkerNote]:
-    from replicast.storage.run_files import read_worker_notes  # Imports numpy: not at start-up.
+class FrozenWorkers:
+    """Counts for how long each worker has been frozen. Pure: the caller looks at the processes.
 
-    with contextlib.suppress(OSError):
-        return [note for note in read_worker_notes(run_dir) if note.attempt == attempt]
-    return []
+    A group that is stopped as a whole has been paused on purpose and can be continued, so that does not
+    count. Nor does a job of one worker, for which nobody waits. Nor does time in which the launcher was
+    stopped too: when a suspended job is continued, the launcher may run again before the last worker does.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+        self._looked: float | None = None
+
+    def update(self, frozen: Collection[int], workers: int, now: float) -> None:
+        alone = frozen if len(frozen) < workers else ()
+        delay = 0.0 if self._looked is None else now - self._looked
+        uncounted = delay if delay > _MAX_DELAY_SECS else 0.0
+        since = {rank: begun + uncounted for rank, begun in self._since.items()}
+        self._since = {rank: since.get(rank, now) for rank in alone}
+        self._looked = now
+
+    def for_at_least(self, secs: float, now: float) -> set[int]:
+        return {rank for rank, since in self._since.items() if now - since >= secs}
 
 
-def _stopped_by(run_dir: RunDir, attempt: int) -> tuple[str, int]:
-    """Who has asked the job to stop, and at which step it did; empty if nobody has."""
-    from replicast.storage.inbox import stopped_by  # Imports numpy: not at start-up.
+class WorkerProcess:
+    """A running worker.
 
-    with contextlib.suppress(OSError):
-        if told := stopped_by(run_dir, attempt):
-            return told.author, told.done_at
-    return "", 0
+    Only `close` reaps the process, at the end of the group: until then its pid is not reused, and a signal to
+    its tree cannot reach an unrelated process.
+    """
+
+    def __init__(self, plan: WorkerPlan, output: Output, environ: Mapping[str, str]) -> None:
+        self.plan = plan
+        self.output = output
+        self.stopped = False
+        self.blamed_as_frozen = False  # The group ends because this worker was stopped by a signal.
+        self._started = time.monotonic()
+        self._process = subprocess.Popen(
+            bootstrapped(plan.argv),
+            env={**environ, **plan.env},
+            stdin=subprocess.DEVNULL,
+            stdout=output.writing_end,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            output.hand_over()
+            self.end_notice = os.pidfd_open(self._process.pid)  # Readable when the process has exited.
+        except BaseException:  # For example too many open files. Nobody else knows the process yet.
+            self._end(time.monotonic() + _END_SECS)
+            raise
+
+    def signal_tree(self, signum: signal.Signals, *, stops: bool = True) -> None:
+        self.stopped = self.stopped or stops
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signum)
+
+    def poll(self) -> WorkerExit | None:
+        status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is None:
+            return None
+        return WorkerExit(
+            worker=self.plan.rank,
+            code=status.si_status if status.si_code == os.CLD_EXITED else -status.si_status,
+            ran_secs=time.monotonic() - self._started,
+            log=str(self.plan.log),
+            stopped=self.stopped,
+            frozen=self.blamed_as_frozen,
+        )
+
+    def is_frozen(self) -> bool:
+        return is_frozen(self._process.pid)
+
+    def close(self, *, until: float) -> None:
+        """Kills what is left of the process tree, reaps the worker and reads the rest of its output."""
+        self._end(until)
+        os.close(self.end_notice)
+        self.output.close()
+
+    def _end(self, until: float) -> None:
+        self.signal_tree(signal.SIGKILL, stops=False)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=max(0.0, until - time.monotonic()))
+
+
+class Ending(enum.IntEnum):
+    RUNNING = 0  # No failure so far. A worker that exits with code 0 changes nothing.
+    SETTLING = 1  # One failed. The others are told and may exit with their own message.
+    STOPPING = 2  # The remaining workers were asked to exit.
+    KILLING = 3  # The remaining workers were killed.
+
+
+@dataclass(slots=True)
+class Group:
+    """The workers of one attempt. Use once; call `run` in the main thread."""
+
+    plans: Sequence[WorkerPlan]
+    job: JobPlan
+    screen: Screen
+    interruptions: Interruptions
+    peers: Peers | None = None
+
+    _workers: dict[int, WorkerProcess] = field(default_factory=dict, init=False)
+    _exits: dict[int, WorkerExit] = field(default_factory=dict, init=False)  # in the order of exit
+    _frozen: FrozenWorkers = field(default_factory=FrozenWorkers, init=False)
+    _ending: Ending = field(default=Ending.RUNNING, init=False)
+    _deadline: float = field(default=math.inf, init=False)  # of the stage
+    # The exit code of the worker, here or elsewhere, because of which the group ends.
+    _first_code: int | None = field(default=None, init=False)
+    _interrupted_by: signal.Signals | None = field(default=None, init=False)
+    # The signal, or none, of the order of other hosts by which the group ends; such an order is repeated.
+    _ends_for: tuple[int | None] | None = field(default=None, init=False)
+
+    def run(self, environ: Mapping[str, str], started: Callable[[], None] = lambda: None) -> GroupEnd:
+        """Runs the workers until all have exited. Has a time limit only after a failure or a signal."""
+        with contextlib.closing(selectors.DefaultSelector()) as selector:
+            try:
+                self._start(selector, environ)
+                started()
+                while len(self._exits) < len(self.plans) and not self._is_late(Ending.KILLING):
+                    self._wait_once(selector)
+            finally:
+                # All are killed before the first is waited for, so that many take no longer than one.
+                for worker in self._workers.values():
+                    worker.signal_tree(signal.SIGKILL, stops=False)
+                until = time.monotonic() + self.job.timeouts.kill_secs
+                for worker in self._workers.values():
+                    worker.close(until=until)
+        return GroupEnd(
+            exits=tuple(self._detailed(ended) for ended in self._exits.values()),
+            interrupted_by=self._interrupted_by,
+            left_behind=tuple(rank for rank in self._workers if rank not in self._exits),
+        )
+
+    def _start(self, selector: selectors.BaseSelector, environ: Mapping[str, str]) -> None:
+        selector.register(self.interruptions, selectors.EVENT_READ, self.interruptions)
+        if self.peers is not None:
+            selector.register(self.peers, selectors.EVENT_READ, self.peers)
+        for plan in self.plans:
+            teed = self.screen if plan.rank in self.job.tee else None
+            live = teed is not None and plan.rank == self.screen.live_rank
+            columns = self.screen.columns_for_live_worker() if live else None
+            output = Output(plan.rank, plan.log, teed, columns, chatter=LOG_LEVEL in environ)
+            try:
+                worker = WorkerProcess(plan, output, environ)
+            except BaseException:
+                output.close()
+                raise
+            self._workers[plan.rank] = worker
+            selector.register(worker.end_notice, selectors.EVENT_READ, worker)
+            selector.register(output.reading_end, selectors.EVENT_READ, output)
+
+    def _wait_once(self, selector: selectors.BaseSelector) -> None:
+        remaining = self._deadline - time.monotonic()
+        ready = [key for key, _ in selector.select(max(0.0, min(_POLL_SECS, remaining)))]
+        self._take_frozen()
+        for key in ready:
+            source = key.data
+            if isinstance(source, Output):
+                source.pump()
+                if source.at_end:
+                    selector.unregister(key.fileobj)
+            elif isinstance(source, WorkerProcess) and (ended := source.poll()) is not None:
+                selector.unregister(key.fileobj)
+                self._exits[source.plan.rank] = ended
+                if ended.code != 0:
+                    self._settle(ended.code)
+                    first = first_cause(self._exits.values())
+                    if self.peers is not None and first is not None:
+                        self.peers.tell_failure(self._detailed(first))
+            elif source is self.interruptions:
+                self._take_signals()
+        self._take_end()
+        if self._is_late(Ending.SETTLING):
+            timeouts, killed = self.job.timeouts, self._first_code == -signal.SIGKILL
+            secs = timeouts.stop_killed_secs if killed else timeouts.stop_failed_secs
+            self._enter(Ending.STOPPING, min(secs, timeouts.stop_secs))
+        elif self._is_late(Ending.STOPPING):
+            self._enter(Ending.KILLING, self.job.timeouts.kill_secs)
+
+    def _detailed(self, ended: WorkerExit) -> WorkerExit:
+        worker = self._workers[ended.worker or 0]
+        return with_details(ended, worker.plan.log, list(worker.output.tail)) if ended.code else ended
+
+    def _take_end(self) -> None:
+        """Other hosts have failed or were told to stop: the group ends as it would because of one here."""
+        end = None if self.peers is None else self.peers.to_end()
+        if self.peers is None or end is None or self._ends_for == (end.signal,):
+            return
+        self._ends_for = (end.signal,)
+        if end.signal is not None:
+            if self._interrupted_by is None:
+                self._stop_because_of(end.signal, self.peers.hosts.on(end.stopped_on))
+            return
+        for worker in self._rest():
+            worker.blamed_as_frozen = worker.blamed_as_frozen or worker.is_frozen()
+        # After the loss of a host, the others wait in vain as after that of a killed worker.
+        failed = end.failure
+        is_of_worker = failed is not None and failed.worker is not None
+        self._settle(failed.code if failed and is_of_worker else -signal.SIGKILL)
+
+    def _take_signals(self) -> None:
+        for signum in self.interruptions.take():
+            if signum not in STOP_SIGNALS:
+                for worker in self._workers.values():
+                    worker.output.resize(self.screen.columns_for_live_worker())
+            elif self._interrupted_by is None:
+                self._interrupted_by = signum
+                if self.peers is not None:
+                    self.peers.tell_signal(signum)
+                self._stop_because_of(signum)
+            elif signum is signal.SIGINT:
+                self._enter(Ending.KILLING, self.job.timeouts.kill_secs)
+
+    def _stop_because_of(self, signum: int, where: str = "") -> None:
+        """Asks the workers to save and exit, also after Ctrl-C."""
+        if self._ending < Ending.STOPPING:
+            again = "; Ctrl-C again ends them at once" if signum == signal.SIGINT and not where else ""
+            secs, told = self.job.timeouts.stop_secs, f"replicast: {signal_name(signum)}{where}"
+            self.screen.tell(f"{told}: the workers save a checkpoint and exit, within {secs:g} s{again}")
+            self._enter(Ending.STOPPING, self.job.timeouts.stop_secs)
+
+    def _take_frozen(self) -> None:
+        """Kills workers that have been frozen for too long: the others wait for them in vain."""
+        rest = self._rest()
+        frozen = [worker.plan.rank for worker in rest if worker.is_frozen()]
+        self._frozen.update(frozen, len(self.plans), time.monotonic())
+        if self._ending > Ending.SETTLING:
+            return
+        self._blame_frozen(self.job.timeouts.frozen_secs)
+        for worker in rest:
+            if worker.blamed_as_frozen:
+                worker.signal_tree(signal.SIGKILL)
+
+    def _blame_frozen(self, at_least_secs: float) -> None:
+        long = self._frozen.for_at_least(at_least_secs, time.monotonic())
+        for worker in self._rest():
+            worker.blamed_as_frozen = worker.blamed_as_frozen or worker.plan.rank in long
+
+    def _rest(self) -> list[WorkerProcess]:
+        return [worker for rank, worker in self._workers.items() if rank not in self._exits]
+
+    def _settle(self, code: int) -> None:
+        """A worker has exited with this code: the others may take some time to exit by themselves."""
+        if self._ending > Ending.SETTLING:
+            return
+        if self._first_code is None:
+            self._first_code = code
+        timeouts = self.job.timeouts
+        # A worker that freezes makes others fail after half of the timeout at the earliest, not before.
+        self._blame_frozen(0.0 if code == PEER_FAILED else timeouts.frozen_secs / 2)
+        secs = timeouts.settle_killed_secs if code < 0 else timeouts.settle_secs
+        if all(worker.is_frozen() for worker in self._rest()):  # None of them will exit by itself.
+            secs = timeouts.settle_killed_secs
+        elif code == PEER_FAILED:
+            secs = timeouts.settle_blamed_secs
+        elif code == TOLD_TO_END:  # The others are exiting too; one may still write the checkpoint.
+            secs = max(timeouts.settle_secs, timeouts.stop_secs)
+        elif code == -signal.SIGKILL:
+            secs = 0.0
+        # If the others already know, their time does not start again.
+        self._enter(Ending.SETTLING, min(secs, self._deadline - time.monotonic()))
+
+    def _enter(self, stage: Ending, at_most_secs: float) -> None:
+        self._ending, self._deadline = stage, time.monotonic() + at_most_secs
+        if stage > Ending.SETTLING:
+            for worker in self._rest():
+                worker.signal_tree(signal.SIGTERM if stage is Ending.STOPPING else signal.SIGKILL)
+
+    def _is_late(self, stage: Ending) -> bool:
+        return self._ending is stage and time.monotonic() >= self._deadline
 
 
 # --- The run directory: its default name, its lock and the logs ---------------------------------------------
@@ -315,7 +567,6 @@ def make_run_dir(path: Path) -> Path:
 
 
 def make_attempt_dir(log_dir: RunPath, attempt: int) -> RunPath:
-    """Creates the directory of one attempt's logs, if it is writable."""
     path = log_dir / f"attempt-{attempt}"
     with _created(path, "--log-dir"):
         make_durably(path)
@@ -378,7 +629,6 @@ def locked(run_dir: RunDir, first_rank: int) -> Iterator[None]:
 
 
 def parse_page_address(text: str) -> tuple[str, int]:
-    """The address in `--serve [HOST:]PORT`."""
     host, _, port = text.rpartition(":")
     if not is_integer(port, 0, 65535):
         raise LaunchRefused(f"--serve expects [HOST:]PORT. Received: {text}", remedy="For example: 8080")

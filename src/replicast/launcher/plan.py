@@ -14,10 +14,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from replicast.codec import is_integer
 from replicast.config import (
     ATTEMPT,
     FAULTS,
@@ -28,11 +29,11 @@ from replicast.config import (
     Cluster,
     trusted_networks,
 )
+from replicast.connections import NAMES_SECS, look_up
 from replicast.errors import ClusterError, LaunchRefused
 from replicast.faults import read_faults
-from replicast.files import RunDir, RunPath
-from replicast.names import NAMES_SECS, look_up
-from replicast.strictjson import is_integer
+from replicast.files import RunDir, RunPath, below
+from replicast.launcher.hosts_leader import HostTimeouts
 
 DEFAULT_PORT = 29500
 DEFAULT_RDZV_PORT = 29400
@@ -54,16 +55,41 @@ _PORT_PAUSE_SECS = 0.1
 # --- The job ---------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class EndTimeouts:
+    settle_secs: float = 5.0  # for the others to exit by themselves, after a worker has failed
+    settle_killed_secs: float = 1.0  # … after it was ended by a signal, or if all others are frozen
+    settle_blamed_secs: float = 15.0  # … after it exited because of another one, which has not exited yet
+    stop_secs: float = 30.0  # from SIGTERM to SIGKILL: for the last checkpoint
+    stop_failed_secs: float = 2.0  # … after a failure, when nothing is saved any more
+    stop_killed_secs: float = 0.25  # … after one of them was killed
+    kill_secs: float = 10.0  # for processes to disappear after SIGKILL
+    frozen_secs: float = 10.0  # a worker that is stopped so long, while another runs, is to blame
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
+    """All that was asked for, by options, by `TF_CONFIG` and by the environment."""
+
     argv: tuple[str, ...]
     workers: int = 1  # on each host
     hosts: tuple[str, ...] = ()
     nnodes: int = 1
     node_rank: int = 0
     port: int = DEFAULT_PORT
-    endpoint: tuple[str, int] | None = None  # where the launchers of several hosts meet
+    endpoint: tuple[str, int] = ("", 0)  # where the launchers of several hosts meet
     given: Cluster | None = None  # the cluster in TF_CONFIG, if somebody else has set it; spread over devices
+    run_dir: Path | None = None  # None: the first launcher of several hosts gives its name.
+    log_dir: RunPath | None = None  # None: in the run directory
+    tee: frozenset[int] = frozenset()  # the workers whose output is shown
+    max_restarts: int = 0
+    timeouts: EndTimeouts = field(default_factory=EndTimeouts)
+    host_timeouts: HostTimeouts = field(default_factory=HostTimeouts)
+    secret: bytes = b""
+    page: tuple[str, int] | None = None  # the address of `--serve`
+
+    def logs(self, run_dir: RunDir) -> RunPath:
+        return below(run_dir) / "logs" if self.log_dir is None else self.log_dir
 
     @property
     def nodes(self) -> int:
@@ -208,12 +234,20 @@ def own_node(hosts: Sequence[str]) -> int:
 
     Blocks until the names are resolved, at most `NAMES_SECS`.
     """
+
+    def is_own(address: str) -> bool:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family) as tried:
+            tried.bind((address, 0))
+            return True
+        return False
+
     lookups = [look_up(host) for host in hosts]
     unresolved = wait(lookups, NAMES_SECS).not_done
     found = []
     for node, lookup in enumerate(lookups):
         with contextlib.suppress(OSError):  # a name without an address
-            if lookup.done() and any(map(_is_own, lookup.result())):
+            if lookup.done() and any(map(is_own, lookup.result())):
                 found.append(node)
     if len(found) == 1:
         return found[0]
@@ -224,14 +258,6 @@ def own_node(hosts: Sequence[str]) -> int:
         remedy="Give --node-rank, the index of this machine in --hosts, from 0",
         received=",".join(hosts),
     )
-
-
-def _is_own(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family) as tried:
-        tried.bind((address, 0))
-        return True
-    return False
 
 
 # --- The program -----------------------------------------------------------------------------------------
@@ -248,7 +274,7 @@ def check_script(script: str) -> None:
 
 
 def check_module(module: str) -> None:
-    """Finds the package, without importing it; `python -m` looks in the current directory first."""
+    """The same for a package, which is not imported; `python -m` looks in the current directory first."""
     name = module.partition(".")[0]
     if not name or PathFinder.find_spec(name, [str(Path.cwd()), *sys.path]) is None:
         remedy = "Check its name, install it, or start from the directory that contains it"
@@ -324,7 +350,6 @@ def plan_workers(
     ports: Sequence[int],
     attempt: int,
     run_dir: RunDir,
-    log_dir: RunPath,
     machine: Machine,
     environ: Mapping[str, str],
 ) -> tuple[WorkerPlan, ...]:
@@ -337,8 +362,13 @@ def plan_workers(
         LAUNCHED: "1",
         _TUNABLES: environ.get(_TUNABLES, _HUGE_PAGES),
         **thread_settings(machine.cores, job.workers, environ),
-        **_proxy_settings(addresses, environ),
     }
+    if any(environ.get(name) for name in _PROXIES):
+        # gRPC honours the proxy variables even for 127.0.0.1: the workers would wait for each other for ever.
+        # Only gRPC reads the variable set here.
+        exempt = environ.get(_NO_GRPC_PROXY, environ.get("no_proxy", ""))
+        names = dict.fromkeys(address.rpartition(":")[0] for address in addresses)
+        shared[_NO_GRPC_PROXY] = ",".join([*filter(None, [exempt]), *names])
     plans = []
     for local_rank, rank in enumerate(job.ranks):
         env = {**shared, "RANK": str(rank)}
@@ -348,20 +378,10 @@ def plan_workers(
                 env[CUDA_VISIBLE_DEVICES] = machine.gpus[local_rank % len(machine.gpus)]
         if job.given is None or job.workers > 1 or "LOCAL_RANK" not in environ:
             env |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(job.workers)}
-        plans.append(WorkerPlan(rank=rank, argv=job.argv, env=env, log=log_path(log_dir, attempt, rank)))
+        plans.append(
+            WorkerPlan(rank=rank, argv=job.argv, env=env, log=log_path(job.logs(run_dir), attempt, rank))
+        )
     return tuple(plans)
-
-
-def _proxy_settings(addresses: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Exempts the workers' traffic from HTTP proxies, through which they would wait for ever.
-
-    gRPC honours the proxy variables even for 127.0.0.1. Only gRPC reads the variable set here.
-    """
-    if not any(environ.get(name) for name in _PROXIES):
-        return {}
-    exempt = environ.get(_NO_GRPC_PROXY, environ.get("no_proxy", ""))
-    hosts = dict.fromkeys(address.rpartition(":")[0] for address in addresses)
-    return {_NO_GRPC_PROXY: ",".join([*filter(None, [exempt]), *hosts])}
 
 
 def bootstrapped(argv: Sequence[str]) -> list[str]:
@@ -425,9 +445,8 @@ def _bind(number: int, family: socket.AddressFamily = socket.AF_INET6) -> socket
         raise
 
 
-def warnings(job: JobPlan, secret: bytes, environ: Mapping[str, str]) -> Iterator[str]:
-    """What the user should know before the workers are started."""
-    if job.endpoint is not None and not secret:
+def warnings(job: JobPlan, environ: Mapping[str, str]) -> Iterator[str]:
+    if job.nodes > 1 and not job.secret:
         yield (
             f"{JOB_SECRET} is not set: any process that can reach {shown_address(*job.endpoint)} can stop "
             "this job or take the place of a host; set it to the same random text on all hosts"

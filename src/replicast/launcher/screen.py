@@ -1,4 +1,4 @@
-"""What users see while workers run, and how a worker's output gets there and into its log.
+"""The launcher's terminal: how a worker's output gets there and into its log, and Ctrl-C as a file.
 
     worker ── pipe or pseudo-terminal ──→ Output ── every byte ──→ its log
                                             └─ LineAssembler ── lines ──→ Screen ──→ Outlet ──→ the terminal
@@ -17,13 +17,14 @@ import os
 import re
 import select
 import shutil
+import signal
 import struct
 import termios
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TextIO
+from typing import Any, Self, TextIO
 
 from replicast.files import RunPath
 
@@ -35,6 +36,7 @@ LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # If the user has set it, everything is show
 _WORKER_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _RESET = "\x1b[0m"
 _ERASE_LINE = "\r\x1b[K"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CAPACITY = 8 * 1024 * 1024  # How many characters may be queued; beyond that, lines are omitted.
 _STALLED_SECS = 5.0
 _CLOSE_SECS = 30.0
@@ -149,7 +151,12 @@ class LineAssembler:
 
     def feed(self, data: bytes) -> list[str]:
         *complete, rest = (self._unfinished + self._decoder.decode(data)).split("\n")
-        lines = [self._completed(line) for line in complete]
+        lines = []
+        for line in complete:
+            self._forget_bar_if_redrawn(line)
+            shown = as_shown(line)
+            self._bar, text = split_bar(shown) or (self._bar, shown)
+            lines.append(text)
         self._forget_bar_if_redrawn(rest)
         self._unfinished = _last_rewrite(rest)[-_MAX_UNFINISHED:]
         return lines
@@ -163,12 +170,6 @@ class LineAssembler:
     def partial(self) -> str:
         shown = as_shown(self._unfinished)
         return self._bar or (split_bar(shown) or [shown])[0]
-
-    def _completed(self, line: str) -> str:
-        self._forget_bar_if_redrawn(line)
-        shown = as_shown(line)
-        self._bar, text = split_bar(shown) or (self._bar, shown)
-        return text
 
     def _forget_bar_if_redrawn(self, line: str) -> None:
         if "\r" in line or "\b" in line:
@@ -193,12 +194,10 @@ def as_shown(line: str) -> str:
 
 
 def without_colours(line: str) -> str:
-    """The text of a line that `as_shown` returned."""
     return _ESCAPE.sub("", line).replace("\x1b", "")
 
 
 def cropped(line: str, columns: int) -> str:
-    """Crops a line that `as_shown` returned to a number of columns."""
     shown: list[str] = []
     room = columns
     for token in _TOKEN.finditer(line.expandtabs()):
@@ -323,7 +322,10 @@ class Screen:
     def __init__(self, out: TextIO, messages: TextIO, *, live_rank: int | None, colour: bool) -> None:
         self._stream = out
         self._out = Outlet(out)
-        self._messages = self._out if _same_file(out, messages) else Outlet(messages)
+        is_same = out is messages  # where the order of lines matters: a terminal, `2>&1`
+        with contextlib.suppress(OSError, ValueError):
+            is_same = is_same or os.path.sameopenfile(out.fileno(), messages.fileno())
+        self._messages = self._out if is_same else Outlet(messages)
         self.live_rank = live_rank
         self._colour = colour
         self._partial = ""
@@ -339,7 +341,6 @@ class Screen:
             self._out.put(shown, self._drawn_partial())
 
     def tell(self, message: str) -> None:
-        """Writes a message of the launcher itself, on a separate line."""
         bottom = self._drawn_partial() if self._messages is self._out else ""
         self._messages.put([message], bottom, must_appear=True)
 
@@ -379,15 +380,6 @@ def make_screen(out: TextIO, messages: TextIO, *, tee: frozenset[int], environ: 
     return Screen(out, messages, live_rank=live_rank, colour=terminal and not environ.get("NO_COLOR"))
 
 
-def _same_file(one: TextIO, other: TextIO) -> bool:
-    """Whether two streams write to the same file, where order matters: a terminal, `2>&1`."""
-    if one is other:
-        return True
-    with contextlib.suppress(OSError, ValueError):
-        return os.path.sameopenfile(one.fileno(), other.fileno())
-    return False
-
-
 # --- One worker's output ---------------------------------------------------------------------------------
 
 
@@ -395,7 +387,7 @@ class Output:
     """Receives all that one worker writes. Never stops reading: a full disk must not block a worker."""
 
     def __init__(
-        self, rank: int, log: RunPath, *, screen: Screen | None, columns: int | None, chatter: bool = True
+        self, rank: int, log: RunPath, screen: Screen | None, columns: int | None, *, chatter: bool = True
     ) -> None:
         self._rank = rank
         self._screen = screen
@@ -466,3 +458,42 @@ class Output:
 
     def _is_shown(self, line: str) -> bool:
         return self._chatter or not is_chatter(line)
+
+
+# --- Signals ---------------------------------------------------------------------------------------------
+
+
+class Interruptions:
+    """Signals as a file to select on, instead of exceptions at any point. Only in the main thread.
+
+    A signal that is ignored (`nohup`) stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self._reading_end, self._writing_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._before: dict[signal.Signals, Any] = {}
+        self._wakeup_before = -1
+
+    def __enter__(self) -> Self:
+        self._wakeup_before = signal.set_wakeup_fd(self._writing_end, warn_on_full_buffer=False)
+        for signum in (*STOP_SIGNALS, signal.SIGWINCH):
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                # Python itself writes the signal's number to the wakeup descriptor.
+                self._before[signum] = signal.signal(signum, lambda _signum, _frame: None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._reading_end)
+        os.close(self._writing_end)
+
+    def fileno(self) -> int:
+        return self._reading_end
+
+    def take(self) -> list[signal.Signals]:
+        try:
+            return [signal.Signals(number) for number in os.read(self._reading_end, 1024)]
+        except BlockingIOError:
+            return []

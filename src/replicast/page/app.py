@@ -35,14 +35,14 @@ from replicast.client.run import MAX_LOG, OPERATIONS, Rank, RateOptions, RunOper
 from replicast.errors import FileDamaged, ReplicastError, RequestRefused, refusal_of
 from replicast.files import RunPath
 from replicast.page import prometheus
-from replicast.page.assets import PAGE, PLOTLY, STATIC, TYPES, asset_names, plotly_file
+from replicast.page.assets import PAGE, PLOTLY, STATIC, TYPES, asset_names, plotly_script
 from replicast.page.live import Find, Runs, RunWatch, SlotResponse, events
 from replicast.page.openapi import description
 from replicast.page.security import SecurityMiddleware
 from replicast.page.web_server import HttpError, PageSettings, dumped, http_error, small_body, uploaded
-from replicast.tensorfiles import outline_of
 from replicast.update.edits import EditKind
-from replicast.update.update import MAX_TENSORS, Update, joined, update_in
+from replicast.update.tensorfiles import outline_of
+from replicast.update.update import Update, joined, update_in
 
 RUN = "/api/runs/{run}"
 MAX_JSON_BYTES = 256 * 1024  # Of values as JSON, which takes ten times as much, and holds up others.
@@ -208,7 +208,7 @@ def _update_in(path: RunPath, options: Any, author: str) -> Update:
     """The update in a file that nobody else changes. Its arrays are views of the mapped file."""
     operation = None if options.operation is None else EditKind(options.operation)
     try:
-        outline_of(path, max_tensors=MAX_TENSORS)
+        outline_of(path)
         with os.fdopen(path.open(os.O_RDONLY), "rb") as opened:
             content = np.memmap(opened, np.uint8, "r").data
         update = update_in(content, _SOURCE, operation, options.weight)
@@ -236,16 +236,12 @@ class App(Starlette):
             "/": self._asset,
             "/{run}": self._asset,
         }
-        rows = [
-            # The name of a variable has slashes.
-            (RUN + row.path.replace("{name}", "{name:path}"), partial(self._perform, row), row.method)
-            for row in ROWS
-        ]
+        routes = []
+        for row in ROWS:
+            path = RUN + row.path.replace("{name}", "{name:path}")  # The name of a variable has slashes.
+            routes.append(Route(path, partial(self._perform, row), methods=[row.method]))
         super().__init__(
-            routes=[
-                *(Route(path, answer, methods=[method]) for path, answer, method in rows),
-                *(Route(path, answer) for path, answer in others.items()),
-            ],
+            routes=[*routes, *(Route(path, answer) for path, answer in others.items())],
             middleware=[Middleware(SecurityMiddleware, settings=settings)],
             exception_handlers=dict.fromkeys(
                 (HTTPException, HttpError, ReplicastError, OSError, Exception), _answered
@@ -358,10 +354,9 @@ async def _answered(_request: Request, error: Exception) -> Response:
 @lru_cache(maxsize=64)
 def _content(name: str) -> tuple[bytes, bytes, str]:
     """A file as it is and compressed, and its tag. Blocks."""
-    path = plotly_file() if name == PLOTLY else STATIC / name
-    if path is None:
+    plain = plotly_script() if name == PLOTLY else (STATIC / name).read_bytes()
+    if plain is None:
         raise HttpError(503, "plotly is not installed", remedy="pip install 'replicast[page]'")
-    plain = path.read_bytes()
     return plain, gzip.compress(plain, 6, mtime=0), hashlib.sha256(plain).hexdigest()[:32]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import asdict
+import re
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,6 @@ from replicast.client.directory import DirectoryRun
 from replicast.client.run import OPERATIONS
 from replicast.storage.claims import Chain
 from replicast.storage.run_files import changes
-from replicast.strictjson import json_value
 
 STATIC = Path(__file__).parent / "static"
 PLOTLY = "plotly.js"
@@ -32,17 +31,26 @@ TYPES = {
     ".svg": "image/svg+xml",
 }
 _MOST_AUDITS = 1000
+_TRACES = re.compile(rb"register\(\[(?:[\w$]+\(\),?){20,}\]\)")
+_IF_NO_STYLE = re.compile(rb'if\(!document\.getElementById\("[0-9a-f]{64}"\)\)')
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data: blob:; "
     "form-action 'none'; base-uri 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 
 
-def plotly_file() -> Path | None:
-    """Plotly's JavaScript, as its Python package brings it."""
+def plotly_script() -> bytes | None:
+    """Plotly's JavaScript, as its Python package brings it, but for what no chart of this page uses.
+
+    That is every kind of trace other than scatter, which its core has: to run them takes a browser most of
+    the second that plotly holds up a page. And the style sheet of its maps, which a browser would report as a
+    violation of the page's policy. Of a version that is written otherwise, all of it is served.
+    """
     spec = find_spec("plotly")
-    found = None if spec is None or spec.origin is None else Path(spec.origin).parent
-    return None if found is None else found / "package_data" / "plotly.min.js"
+    if spec is None or spec.origin is None:
+        return None
+    script = (Path(spec.origin).parent / "package_data" / "plotly.min.js").read_bytes()
+    return _TRACES.sub(b"register([])", _IF_NO_STYLE.sub(b"if(false)", script))
 
 
 @lru_cache(maxsize=1)
@@ -53,8 +61,7 @@ def asset_names() -> frozenset[str]:
 def report(run: DirectoryRun, chain: Chain) -> str:
     """The page of a run as one HTML document that needs no server."""
     data = json.dumps(_data(run, chain), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    plotly, icon = plotly_file(), _address("icon.svg")
-    drawing = "" if plotly is None else plotly.read_text().replace("</script", "<\\/script")
+    drawing, icon = (plotly_script() or b"").decode().replace("</script", "<\\/script"), _address("icon.svg")
     style = (STATIC / "page.css").read_text()
     # Relative imports cannot be resolved from a data: address; names in the import map can.
     scripts = {f"replicast/{path.name}": _address(path.name) for path in sorted(STATIC.glob("*.js"))}
@@ -62,7 +69,7 @@ def report(run: DirectoryRun, chain: Chain) -> str:
         '<meta charset="utf-8">': '<meta charset="utf-8">\n  '
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<link rel="stylesheet" href="static/page.css">': f"<style>{style}</style>",
-        '<script src="static/plotly.js" id="plotly" async></script>': f"<script>{drawing}</script>",
+        '<link rel="modulepreload" href="static/plotly.js">': f"<script>{drawing}</script>",
         '<script src="static/main.js" type="module"></script>': (
             f'<script type="importmap">{json.dumps({"imports": scripts})}</script>\n'
             f'<script type="application/json" id="report-data">{data}</script>\n'
@@ -87,7 +94,7 @@ def _data(run: DirectoryRun, chain: Chain) -> dict[str, Any]:
     return {
         "status": told("status"),
         "chain": {"length": chain.length, "last": chain.last, "problems": list(chain.problems)},
-        "changes": [json_value(asdict(change)) for change in changes(run.path)],
+        "changes": [change.to_json() for change in changes(run.path)],
         "answers": {
             "api/runs": [{"name": name, "actions": False, **told("brief")}],
             "metrics": told("metrics"),

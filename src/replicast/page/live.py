@@ -15,8 +15,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from replicast.client import Run
-from replicast.client.directory import DirectoryRun
-from replicast.client.notes import runs_below
+from replicast.client.directory import DirectoryRun, runs_below
 from replicast.files import RunPath
 from replicast.page.web_server import MAX_FILES, MAX_STREAMS, HttpError, Threads, dumped, http_error
 

@@ -14,13 +14,13 @@ from replicast.storage.run_files import JobState
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _COUNT_SECS = 10.0
 _HELP = {
-    "running": "Whether a worker of the run was heard of lately",
+    "running": "Whether a worker of the run has written a note lately",
     "state": "Whether the run is in this state: 1 for one state, 0 for all others",
     "workers": "The number of workers of the job",
     "attempt": "The attempt of the job, from 0: each start and each restart begins another",
     "restarts_total": "How often the launcher has restarted the job",
     "step": "The last step that each worker has finished",
-    "seconds_since_note": "Seconds since each worker was last heard of",
+    "seconds_since_note": "Seconds since each worker was last heard from",
     "seconds_since_step": "Seconds since each worker finished a step",
     "step_seconds": "The mean time of the last steps of each worker",
     "memory_bytes": "The memory of each worker's process",

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from replicast.client.run import OPERATIONS
 from replicast.config import TOKEN
-from replicast.names import is_address
+from replicast.connections import is_address
 from replicast.page.web_server import (
     ACTIONS_PER_MINUTE,
     FAILED_TOKENS_PER_MINUTE,
@@ -89,8 +89,7 @@ class SecurityMiddleware:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers[name] = value
+                headers.update(HEADERS)
                 headers.setdefault("Cache-Control", "no-store")
             await send(message)
 

@@ -39,10 +39,10 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from replicast import errors
+from replicast.codec import json_value, parse_integer
 from replicast.config import TOKEN
 from replicast.errors import ServeRefused
-from replicast.files import TEMPORARY, RunDir, RunPath, below, make_durably
-from replicast.strictjson import json_value, parse_integer
+from replicast.files import TEMPORARY, RunDir, RunPath, below, make_durably, write_all
 
 logger = logging.getLogger("replicast")
 
@@ -375,17 +375,12 @@ async def uploaded(request: Request, run: RunDir, threads: Threads, max_bytes: i
         make_durably(temporary.parent)
         return temporary.open(os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
-    def write(chunk: bytes) -> None:
-        rest = memoryview(chunk)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-
     chunks = pieces(request, max_bytes)
     descriptor = await threads.call(create)
     try:
         try:
             async for chunk in chunks:
-                await threads.call(partial(write, chunk))
+                await threads.call(partial(write_all, descriptor, chunk))
         finally:
             await threads.call(partial(os.close, descriptor))
         yield temporary

@@ -18,38 +18,12 @@ from replicast.replicas.job_checkpoints import SaveEvery, SavePlan, WhenBusy
 from replicast.replicas.joined_worker import JoinedWorker
 from replicast.replicas.position import Fit, Position
 from replicast.training import start_at_epoch
-from replicast.training.resuming import (
-    ResumedEpoch,
-    callbacks_of,
-    resume_fit,
-    skip_fit,
-    start_tf_keras_at,
-)
+from replicast.training.resuming import ResumedEpoch, callbacks_of, resume_fit, skip_fit, start_tf_keras_at
+from replicast.training.step import EpochMetrics
 from replicast.training.strategy import StockJob
 from replicast.update.audit_report import Policy
 
 logger = logging.getLogger("replicast")
-
-
-class _AfterOthers(keras.callbacks.Callback):
-    """Runs after all other callbacks of a `fit`, so that a checkpoint includes their changes to the state."""
-
-    def __init__(self, ours: ReplicasCallback) -> None:
-        super().__init__()
-        self._ours = ours
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._ours.all_have_begun()
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._ours.epoch_has_begun()
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._ours.set_moment("batch")
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._ours.save_epoch()
-        self._ours.set_moment("epoch")
 
 
 class ReplicasCallback(keras.callbacks.Callback):
@@ -84,7 +58,8 @@ class ReplicasCallback(keras.callbacks.Callback):
         self._resumed = Position()
         self._resumed_epoch = ResumedEpoch()
         self._epoch = 0
-        self._after_others: _AfterOthers | None = None
+        self._after_others: keras.callbacks.Callback | None = None
+        self._metrics: EpochMetrics | None = None  # from the first batch on
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Applies the journal's updates for this step, and resumes at the position of a restored state."""
@@ -95,13 +70,16 @@ class ReplicasCallback(keras.callbacks.Callback):
                 remedy="Create a replicast.Replicas(model) for the model that is trained",
             )
         self._worker = self._replicas.training_begins()
-        self._refuse_stock_strategy()
+        job = self._worker.job
+        if self._is_keras_3 and isinstance(job, StockJob) and job.size > 1:
+            raise NotSupported(
+                "fit of Keras 3 on a tf.distribute.MultiWorkerMirroredStrategy",
+                reason="Keras 3 reduces whole batches and scalar metrics as no such strategy can",
+                remedy="Write 'strategy = replicast.Strategy()' instead, which is one too. Or call "
+                "replicas.boundary() in a custom training loop, or use tf_keras",
+            )
         self._worker.called_by = self
-        measured = [
-            *self.model.metrics,
-            *(m for one in self.model.metrics for m in getattr(one, "metrics", ())),
-        ]
-        self._worker.run_files.means = tuple(m.name for m in measured if isinstance(m, keras.metrics.Mean))
+        self._metrics = None
         called_with = self.params or {}
         fit = Fit(called_with.get("epochs", 1), called_with.get("steps"))
         self._resumed = self._worker.training.begin_fit(fit)
@@ -118,38 +96,31 @@ class ReplicasCallback(keras.callbacks.Callback):
             for board in others:
                 if isinstance(board, keras.callbacks.TensorBoard):
                     self._worker.session.open_board(str(board.log_dir))
-            self._after_others = _AfterOthers(self)
+            # After all other callbacks of this `fit`: a checkpoint includes their changes to the state.
+            self._after_others = keras.callbacks.LambdaCallback(
+                on_train_begin=lambda logs: self._all_have_begun(),
+                on_epoch_begin=lambda epoch, logs: self._epoch_has_begun(),
+                on_train_batch_end=lambda batch, logs: self._set_moment("batch"),
+                on_epoch_end=lambda epoch, logs: self._epoch_has_ended(),
+            )
             others.append(self._after_others)
-        self._resume_fit()
-
-    def _skip_fit(self) -> None:
-        if self._is_keras_3:
-            skip_fit(self.model, self._resumed.epoch, self._warn)
-        else:
-            start_tf_keras_at(self.model, sys.maxsize)
-
-    def _resume_fit(self) -> None:
         epoch, batch = self._resumed.epoch, self._resumed.batch
         if self._is_keras_3:
             self._resumed_epoch = resume_fit(self.model, epoch, batch, self._warn)
         elif epoch or batch:
             start_tf_keras_at(self.model, epoch, batch)
             self._warn(
-                f"fit of tf_keras continues at batch {batch} of epoch {epoch}, on data from its start: it "
-                "cannot start in the middle of a pass. Data that is the same in every epoch, with "
+                f"fit of tf_keras continues after batch {batch} of epoch {epoch + 1}, on data from its "
+                "start: it cannot start in the middle of a pass. Data that is the same in every epoch, with "
                 'save_every="epoch", makes this the same as without a restart; a custom training loop with '
                 "replicas.resume(dataset) needs neither"
             )
 
-    def _refuse_stock_strategy(self) -> None:
-        job = self._worker.job
-        if self._is_keras_3 and isinstance(job, StockJob) and job.size > 1:
-            raise NotSupported(
-                "fit of Keras 3 on a tf.distribute.MultiWorkerMirroredStrategy",
-                reason="Keras 3 reduces whole batches and scalar metrics as no such strategy can",
-                remedy="Write 'strategy = replicast.Strategy()' instead, which is one too. Or call "
-                "replicas.boundary() in a custom training loop, or use tf_keras",
-            )
+    def _skip_fit(self) -> None:
+        if self._is_keras_3:
+            skip_fit(self.model, self._resumed.epoch, self._warn)
+        else:
+            start_tf_keras_at(self.model, sys.maxsize)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch = epoch
@@ -170,7 +141,11 @@ class ReplicasCallback(keras.callbacks.Callback):
         steps = batch - self._first_step + 1
         position = self._position(batch)
         ends = self._after_others is not None and position.epoch > self._epoch
-        self._worker.training.reached(position, logs, batches=batch + 1, epoch_ends=ends)
+        if self._metrics is None:
+            self._metrics = EpochMetrics(self.model, logs or {})
+            self._worker.session.replica.measures.means = self._metrics.means
+        counts = self._metrics.counts()
+        self._worker.training.reached(position, logs, batches=batch + 1, counts=counts, epoch_ends=ends)
         self._worker.boundary(steps=steps, logs=logs, batches=0)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -180,7 +155,7 @@ class ReplicasCallback(keras.callbacks.Callback):
         self._worker.session.replica.measures.add(self._worker.session.step, validated)
         self._worker.audits.after_epoch()
         if self._after_others is None:
-            self.save_epoch()
+            self._save_epoch()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Settles all proposals, so that none waits for a step that never comes."""
@@ -201,7 +176,7 @@ class ReplicasCallback(keras.callbacks.Callback):
             return
         training.end_fit(stopped=self._is_stopped())
         self._worker.end_training()
-        self.set_moment("fit")
+        self._set_moment("fit")
 
     # Asked by tf_keras, which calls the methods for batches only where they are said to exist.
 
@@ -215,28 +190,32 @@ class ReplicasCallback(keras.callbacks.Callback):
 
     # Called after all other callbacks.
 
-    def set_moment(self, moment: str, steps_before: int = 0) -> None:
-        """A proposal made at, or begun from, the same moment of training has the same id in every attempt."""
+    def _set_moment(self, moment: str, steps_before: int = 0) -> None:
+        """A proposal of the same moment of training has the same id in every attempt."""
         session = self._worker.session
         session.proposals.set_moment(moment, session.step - steps_before)
 
-    def all_have_begun(self) -> None:
+    def _all_have_begun(self) -> None:
         """Inside an epoch: the saved state has the learning rate that was set when the epoch began."""
-        self.set_moment("epoch", self._resumed.batch)
+        self._set_moment("epoch", self._resumed.batch)
         if self._resumed.batch:
             of_optimizers = (each for each in self._worker.state.schema if each.kind == "optimizer")
             self._worker.training.frozen_variables.keep(each.name for each in of_optimizers if not each.shape)
 
-    def epoch_has_begun(self) -> None:
+    def _epoch_has_begun(self) -> None:
         self._worker.training.frozen_variables.put_back()
         self._worker.training.frozen_variables.release()
         resumes = self._resumed.batch and self._epoch == self._resumed.epoch
-        self.set_moment("batch" if resumes else "first")
+        self._set_moment("batch" if resumes else "first")
 
-    def save_epoch(self) -> None:
+    def _save_epoch(self) -> None:
         if self._is_stopped():
             self._worker.training.end_fit(stopped=True)
         self._worker.checkpoints.after_epoch()
+
+    def _epoch_has_ended(self) -> None:
+        self._save_epoch()
+        self._set_moment("epoch")
 
     def _is_over(self) -> bool:
         return self._resumed.inside == "over"

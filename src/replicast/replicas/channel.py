@@ -31,8 +31,8 @@ from typing import Any
 from replicast.codec import Record, decode, encode
 from replicast.connections import HANDSHAKE_SECS, limit, receive_bytes
 from replicast.coordination import LOOK_SECS, Coordination, DirectExchange
-from replicast.deadline import Deadline
 from replicast.errors import JobFailed
+from replicast.processes import Deadline
 
 logger = logging.getLogger("replicast")
 

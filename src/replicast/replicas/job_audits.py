@@ -6,7 +6,6 @@ examines a difference at one of the next boundaries, where all workers stop (`co
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import logging
@@ -15,13 +14,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from msgspec.structs import replace
 
 from replicast.coordination import DirectExchange
-from replicast.core.events import Ended
-from replicast.core.records import Refusal
+from replicast.core.messages import Ended, Refusal
 from replicast.errors import ClusterError, ReplicasDiverged, ReplicastError
 from replicast.files import RunDir
 from replicast.replicas.replica import joined
@@ -30,14 +27,7 @@ from replicast.storage.checkpoints import CheckpointStore, saved_of
 from replicast.storage.journal import committed_updates, load_update
 from replicast.storage.run_files import append_audit
 from replicast.training import TensorFlowState
-from replicast.update.audit_report import (
-    AuditReport,
-    Policy,
-    agree,
-    checked_policy,
-    groups_of,
-    seats_text,
-)
+from replicast.update.audit_report import AuditReport, Policy, agree, checked_policy, groups_of, seats_text
 from replicast.update.digest import digest_array
 from replicast.update.edits import FLOAT_DTYPES, apply_edit
 from replicast.update.schema import Schema
@@ -93,7 +83,11 @@ class Audits:
             problem="Worker {} has different audit settings than",
             remedy="Pass the same audit_every, on_divergence and may_differ on all workers",
         )
-        self._follow(plan)
+        self.follow(plan)
+
+    def follow(self, plan: AuditPlan) -> None:
+        self._plan = plan
+        self.session.set_audit_policy(plan.policy)
 
     def after_step(self, steps: int) -> None:
         every, step = self._plan.every, self.session.step
@@ -110,9 +104,6 @@ class Audits:
         if self._plan.ends and self._plan.every is not None:
             self._audit_in_passing(whole=True)
 
-    def training_ended(self) -> None:
-        self._follow(self.usual)
-
     def audit(self, policy: Policy | None) -> AuditReport:
         policy = self.usual.policy if policy is None else checked_policy(policy)
         report = self.session.rest("audit", policy)
@@ -127,10 +118,6 @@ class Audits:
             self._add(result)
         elif isinstance(result, Refusal):
             logger.warning("an audit could not be carried out: %s", result.problem)
-
-    def _follow(self, plan: AuditPlan) -> None:
-        self._plan = plan
-        self.session.set_audit_policy(plan.policy)
 
     def _audit_in_passing(self, *, whole: bool = False) -> None:
         several = self.session.size > 1 or self.session.state.devices
@@ -162,18 +149,15 @@ class Audits:
             if self.session.rank == 0:
                 log = logger.debug if report.equal else logger.warning
                 log("%s", "\n".join(report.lines()))
-                self._write(report)
+                try:
+                    if self.run_dir is not None:
+                        append_audit(self.run_dir, report)
+                except OSError as error:
+                    if not self._warned:
+                        self._warned = True
+                        logger.warning("audit reports cannot be written: %s", error)
                 self.answer(report)
             return report
-
-    def _write(self, report: AuditReport) -> None:
-        try:
-            if self.run_dir is not None:
-                append_audit(self.run_dir, report)
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                logger.warning("audit reports cannot be written: %s", error)
 
 
 def diverged(report: AuditReport, *, on_trial: bool = False) -> ReplicasDiverged:
@@ -224,17 +208,7 @@ def compare_at_start(
 
 
 def declared(schema: Schema, patterns: Sequence[str], *, local_statistics: bool) -> frozenset[str]:
-    names = [variable.name for variable in schema]
-    found = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matching = [name for name in names if fnmatchcase(name, pattern)]
-        if not matching:
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
-            raise ValueError(
-                f"may_differ must match variables by their full names, such as {', '.join(near)}. "
-                f"Received: {pattern!r}, which matches none"
-            )
-        found.update(matching)
+    found = schema.matching(patterns, "may_differ")
     if local_statistics:
         floats = (variable for variable in schema if variable.dtype in FLOAT_DTYPES)
         found.update(variable.name for variable in floats if variable.kind == "non_trainable")

@@ -24,17 +24,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import itertools
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import metadata
 from typing import Any, Literal
 
 import numpy as np
@@ -44,10 +42,8 @@ from msgspec.structs import replace
 from replicast import faults
 from replicast.codec import Record, decode, encode
 from replicast.config import host_id
-from replicast.core.entries import Saved
-from replicast.core.events import Ended, WriteOutcome
-from replicast.core.records import Refusal, Refuse, ReportId, Snapshot, Stage
-from replicast.deadline import Deadline
+from replicast.core.entries import Saved, Stage
+from replicast.core.messages import Ended, Refusal, Refuse, ReportId, Snapshot, WriteOutcome
 from replicast.errors import (
     CheckpointError,
     FileDamaged,
@@ -58,25 +54,25 @@ from replicast.errors import (
     UpdateRefused,
 )
 from replicast.mapped_memory import memory_to_fill
-from replicast.replicas.lanes import LOOK_SECS, wait_for
+from replicast.processes import Deadline, this_start
 from replicast.replicas.position import Position, Training
-from replicast.replicas.replica import joined
-from replicast.replicas.session import Session
-from replicast.storage.checkpoint_tools import differences
+from replicast.replicas.replica import joined, numbers
+from replicast.replicas.session import LOOK_SECS, Session, wait_for
 from replicast.storage.checkpoints import (
     CheckpointReader,
     CheckpointStore,
     Manifest,
     advice,
     choose,
+    differences,
     saved_of,
 )
 from replicast.transport import Parcel
-from replicast.transport.parcel import arrays_in, lay_out
+from replicast.transport.shared import arrays_in, lay_out
 from replicast.update.audit_report import what_follows
 from replicast.update.digest import digest_array
-from replicast.update.edits import Edit, EditKind, dtype_named
-from replicast.update.state import Arrays
+from replicast.update.edits import Edit, EditKind
+from replicast.update.schema import Arrays
 
 logger = logging.getLogger("replicast")
 
@@ -242,7 +238,7 @@ class Checkpoints:
         if isinstance(every, timedelta) and self.session.rank == 0 and self._timer.has_passed():
             self._timer = _timer(every)
             if self._plan.when_busy == "wait" or not self.is_busy:
-                self.session.request("save")
+                self.session.proposals.request("save")
 
     def after_epoch(self) -> None:
         """The end of an epoch, with all that callbacks do there."""
@@ -251,7 +247,13 @@ class Checkpoints:
         if due:
             self.save_in_passing()
         for _ in range(due - 1):
-            self._save_once_more()
+            # Worker 0 skips another one of the same boundary. It counts all the same: another worker may take
+            # the two at different moments of this boundary.
+            taken = self._unreported
+            self.report()
+            if taken is not None:
+                part = self._empty if self.session.rank == 0 else taken[1]
+                self._unreported = self.session.next_report("save"), part
 
     def _save_due(self) -> None:
         if self.training.epoch_ends:
@@ -292,17 +294,6 @@ class Checkpoints:
         saving = self._opened(str(id_))
         self._unreported = id_, self._take(saving)
         return saving
-
-    def _save_once_more(self) -> None:
-        """Another checkpoint is due where `save_in_passing` was called just now: worker 0 skips it.
-
-        It counts all the same: another worker may take the two at different moments of this boundary.
-        """
-        taken = self._unreported
-        self.report()
-        if taken is not None:
-            part = self._empty if self.session.rank == 0 else taken[1]
-            self._unreported = self.session.next_report("save"), part
 
     def report(self) -> None:
         """Called when training continues: this worker's proposals so far belong to the last checkpoint."""
@@ -395,14 +386,15 @@ class Checkpoints:
         """A checkpoint that worker 0 writes, if the coordinator of the job has nothing against it."""
         if self.session.rank != 0:
             return Saving(done=True)
-        saving = self._expected[id_] = Saving(id_, self._check_written)
-        return saving
+        threads = self.session.threads
 
-    def _check_written(self) -> None:
-        """Raises if no thread is left that could write. Any thread."""
-        if self.session.threads.have_ended():
-            self.session.threads.check()
-            raise _ended_before()
+        def check() -> None:  # Any thread.
+            if threads.have_ended():  # no thread is left that could write
+                threads.check()
+                raise _ended_before()
+
+        saving = self._expected[id_] = Saving(id_, check)
+        return saving
 
     def _empty(self) -> Snapshot:
         return Snapshot(self.session.step, "", frozenset(self.session.replica.holds), None)
@@ -428,7 +420,7 @@ class Checkpoints:
             attempt=self.session.attempt,
             schema=self.session.state.schema,
             metrics=numbers(self.training.metrics),
-            versions=dict(versions()),
+            versions=this_start()["versions"],
             script=self.training.position.script(),
         )
         measured = replica.measures.history()
@@ -455,12 +447,26 @@ class Checkpoints:
         if not copy.saving.begin_writing():  # another checkpoint has replaced it and reuses its memory
             return WriteOutcome.FAILED
         try:
-            manifest = self._written(copy, saved)
+            if self.store is None:
+                raise no_run_dir()
+            manifest = self.store.write(copy.draft.with_updates(saved), copy.arrays, copy.digests)
+            self._prune(self.store, manifest)
         except JobFailed as error:
             copy.saving.finish(error=error)
             return WriteOutcome.FENCED
         except (ReplicastError, OSError) as error:
-            self._fail(copy.saving, self._not_written(error, saved.step))
+            failure: Exception = error
+            if isinstance(error, OSError):
+                remedy = _REMEDIES.get(error.errno or 0, "Check the file system")
+                failure = CheckpointError(
+                    f"The checkpoint of step {saved.step} could not be written",
+                    path=None if self.store is None else self.store.path(saved.step),
+                    step=saved.step,
+                    received=str(error),
+                    remedy=f"{remedy}. Earlier checkpoints are intact",
+                )
+                failure.__cause__ = error
+            self._fail(copy.saving, failure)
             return WriteOutcome.FAILED
         except BaseException as error:
             copy.saving.finish(error=JobFailed(f"Checkpoints can no longer be written: {error}"))
@@ -495,27 +501,6 @@ class Checkpoints:
         self._failed = saving, error  # first: who has waited for the end of it then looks for its failure
         saving.finish(error=error)
 
-    def _not_written(self, error: Exception, step: int) -> Exception:
-        if not isinstance(error, OSError):
-            return error
-        remedy = _REMEDIES.get(error.errno or 0, "Check the file system")
-        failure = CheckpointError(
-            f"The checkpoint of step {step} could not be written",
-            path=None if self.store is None else self.store.path(step),
-            step=step,
-            received=str(error),
-            remedy=f"{remedy}. Earlier checkpoints are intact",
-        )
-        failure.__cause__ = error
-        return failure
-
-    def _written(self, copy: _StateCopy, saved: Saved) -> Manifest:
-        if self.store is None:
-            raise no_run_dir()
-        manifest = self.store.write(copy.draft.with_updates(saved), copy.arrays, copy.digests)
-        self._prune(self.store, manifest)
-        return manifest
-
     def _prune(self, store: CheckpointStore, manifest: Manifest) -> None:
         """Removes old checkpoints. The new one is intact, whatever happens to the others."""
         best = self._plan.keep_best
@@ -530,7 +515,7 @@ class Checkpoints:
             store.prune(self._plan.keep, best, self.named)
             # And the payloads that no start from a checkpoint needs. This is the only thread that writes and
             # removes checkpoints: the list has all of them.
-            kept = [saved_of(manifest) for manifest in store.list()]
+            kept = [saved_of(manifest) for manifest in store.manifests()]
             held = frozenset.intersection(*(saved.holds for saved in kept)) if kept else frozenset()
             proposals = [one.proposal for saved in kept for one in saved.pending]
             pending = frozenset((one.id, one.digest) for one in proposals)
@@ -573,16 +558,6 @@ class RestorePlan(Record):
     left_out: list[str]
 
 
-class RestoreProblem(Record):
-    """Why nothing can be restored, for all to raise."""
-
-    problem: str
-    fields: dict[str, Any]
-
-
-_Told = RestorePlan | RestoreProblem | None
-
-
 @dataclass(eq=False, repr=False)
 class Restore:
     """One worker's part. `run` is for the training threads of all workers, each with the same arguments."""
@@ -605,14 +580,36 @@ class Restore:
         damaged: dict[int, str] = {}
         for turn in itertools.count():
             what = f"restore/{number}/{turn}"
-            reader = self._tell_plan(what, step, partial, damaged)
-            told: _Told = decode(session.exchange.hear(what, self._secs))
+            reader: CheckpointReader | None = None
+            told: RestorePlan | Refusal | None = None
+            if session.rank == 0:
+                try:
+                    reader = choose(self.store, step, damaged)
+                    told = None if reader is None else self._plan(reader, partial)
+                except (ReplicastError, OSError) as error:
+                    if reader is not None:
+                        reader.close()
+                    failed = error if isinstance(error, CheckpointError) else CheckpointError(str(error))
+                    reader, told = None, Refusal(failed.problem, details=failed.to_json())
+                session.exchange.tell(what, encode(told))
+            told = decode(session.exchange.hear(what, self._secs))
             if told is None:
                 return None
-            if isinstance(told, RestoreProblem):
-                raise CheckpointError(told.problem, **told.fields)
+            if isinstance(told, Refusal):
+                raise CheckpointError.from_json(told.details or {})
             left_out, manifest = told.left_out, Manifest.from_json(told.manifest)
-            problem = self._take(what, reader, told.host, manifest, left_out)
+            names = [variable.name for variable in session.state.schema if variable.name not in left_out]
+            with contextlib.ExitStack() as closing:
+                if reader is not None:
+                    closing.enter_context(reader)
+                elif told.host == host_id(os.environ):  # it may see the same checkpoint
+                    with contextlib.suppress(ReplicastError, OSError):
+                        found = closing.enter_context(self.store.open(manifest.step))
+                        reader = found if found.manifest.state_digest == manifest.state_digest else None
+                problem = self._read_all(reader, what, names) if manifest.nbytes <= MOST_AT_ONCE else None
+                if problem is None:
+                    own = reader if session.rank == 0 else None
+                    problem = self._receive_all(own, what, manifest, names)
             if not problem:
                 break
             damaged[manifest.step] = problem  # The same on all workers, which try another one together.
@@ -624,24 +621,6 @@ class Restore:
         session.start_from(saved)
         position = Position(manifest.epoch, manifest.batch).at(manifest.script)
         return Restored(manifest.step, position, tuple(left_out), saved.holds)
-
-    def _tell_plan(
-        self, what: str, step: int | None, partial: bool, damaged: dict[int, str]
-    ) -> CheckpointReader | None:
-        """Worker 0 tells the others what will be restored, or why nothing can be."""
-        if self.session.rank != 0:
-            return None
-        reader: CheckpointReader | None = None
-        told: _Told
-        try:
-            reader = choose(self.store, step, damaged)
-            told = None if reader is None else self._plan(reader, partial)
-        except (ReplicastError, OSError) as error:
-            if reader is not None:
-                reader.close()
-            reader, told = None, _problem_of(error)
-        self.session.exchange.tell(what, encode(told))
-        return reader
 
     def _plan(self, reader: CheckpointReader, partial: bool) -> RestorePlan:
         manifest, schema = reader.manifest, self.session.state.schema
@@ -657,64 +636,36 @@ class Restore:
         left_out = sorted(variable.name for variable in schema if variable.name in differs)
         return RestorePlan(host_id(os.environ), manifest.to_json(), left_out)
 
-    def _take(
-        self, what: str, reader: CheckpointReader | None, host: str, manifest: Manifest, left_out: list[str]
-    ) -> str:
-        """All workers read or receive the checkpoint. Returns what is wrong with it; empty if nothing is."""
-        names = [variable.name for variable in self.session.state.schema if variable.name not in left_out]
-        with contextlib.ExitStack() as closing:
-            if reader is None and host == host_id(os.environ):
-                reader = self._see(manifest)
-            if reader is not None:
-                closing.enter_context(reader)
-            problem = self._read_all(reader, what, names) if manifest.nbytes <= MOST_AT_ONCE else None
-            if problem is not None:
-                return problem
-            return self._receive_all(reader if self.session.rank == 0 else None, what, manifest, names)
-
-    def _see(self, manifest: Manifest) -> CheckpointReader | None:
-        """Opens the same checkpoint on another worker of the same host; None if that is not possible."""
-        try:
-            reader = self.store.open(manifest.step)
-        except (ReplicastError, OSError):
-            return None
-        if reader.manifest.state_digest != manifest.state_digest:
-            reader.close()
-            return None
-        return reader
-
-    # Each reads it.
-
     def _read_all(self, reader: CheckpointReader | None, what: str, names: list[str]) -> str | None:
         """Every worker reads the checkpoint. No state changes before all have read and verified all of it.
 
         Whether all see its directory is not asked first: that would cost every restore on one host a round of
         messages, and spare the workers on worker 0's host only a reading in vain where there are several.
         """
-        values, problem = ({}, _UNSEEN) if reader is None else self._read(reader, names)
+        values: Arrays = {}
+        problem = _UNSEEN
+        if reader is not None:
+            found = [self.session.state.schema.resolve(name) for name in names]
+            like = [np.broadcast_to(np.zeros((), np.dtype(one.dtype)), one.shape) for one in found]
+            pieces, nbytes = lay_out(like)
+            # TensorFlow takes over this memory without a copy.
+            values = dict(zip(names, arrays_in(memory_to_fill(nbytes), pieces), strict=True))
+            try:
+                wrong = [name for name in names if not reader.read_into(name, values[name])]
+                problem = (
+                    f"the bytes of {', '.join(wrong[:5])} are not those that were written" if wrong else ""
+                )
+            except FileDamaged as error:
+                problem = error.problem.removesuffix(f". {advice(reader.path)}")
         verdicts = self.session.exchange.agree(f"{what}/read", problem, self._secs)
         if reader is None or _UNSEEN in verdicts.values():
             return None
-        found = [f"worker {rank} reads: {verdict}" for rank, verdict in verdicts.items() if verdict]
-        if found:
+        said = [f"worker {rank} reads: {verdict}" for rank, verdict in verdicts.items() if verdict]
+        if said:
             file = reader.path / "state.safetensors"
-            return str(FileDamaged(file, f"{'; '.join(found[:3])[:500]}. {advice(reader.path)}"))
+            return str(FileDamaged(file, f"{'; '.join(said[:3])[:500]}. {advice(reader.path)}"))
         self.session.state.apply([Edit(EditKind.ASSIGN, name, {"value": values[name]}) for name in names])
         return ""
-
-    def _read(self, reader: CheckpointReader, names: list[str]) -> tuple[Arrays, str]:
-        """All variables, and what is wrong with them. TensorFlow takes over their memory without a copy."""
-        found = [self.session.state.schema.resolve(name) for name in names]
-        like = [np.broadcast_to(np.zeros((), dtype_named(one.dtype)), one.shape) for one in found]
-        pieces, nbytes = lay_out(like)
-        values = dict(zip(names, arrays_in(memory_to_fill(nbytes), pieces), strict=True))
-        try:
-            wrong = [name for name in names if not reader.read_into(name, values[name])]
-        except FileDamaged as error:
-            return values, error.problem.removesuffix(f". {advice(reader.path)}")
-        return values, f"the bytes of {', '.join(wrong[:5])} are not those that were written" if wrong else ""
-
-    # Worker 0 sends it.
 
     def _receive_all(
         self, reader: CheckpointReader | None, what: str, manifest: Manifest, names: list[str]
@@ -724,49 +675,43 @@ class Restore:
         So nobody needs memory for a second state. After the first parcel the state is that of the checkpoint
         in part: whatever goes wrong then ends the job. So worker 0 verifies the file before it sends any.
         """
-        exchange = self.session.exchange
+        exchange, transport = self.session.exchange, self.session.transport
         if reader is not None:
-            exchange.tell(f"{what}/verified", json.dumps(_wrong_in(reader)))
+            problem = ""
+            try:
+                reader.verify()
+            except FileDamaged as error:
+                problem = str(error)
+            exchange.tell(f"{what}/verified", json.dumps(problem))
         if problem := str(json.loads(exchange.hear(f"{what}/verified", self._secs))):
             return problem
         for place, batch in enumerate(self._batches(names)):
             key = f"{what}/{place}"
+            parcel: Parcel | Refusal
             if reader is not None:
-                exchange.tell(key, encode(self._published(reader, key, batch)))
-            parcel: Parcel | Refusal = decode(exchange.hear(key, self._secs))
+                parcel_id = f"{exchange.name}-{key.replace('/', '-')}"
+                try:
+                    parcel = transport.publish(parcel_id, [reader.read(name) for name in batch])
+                except (FileDamaged, UpdateRefused) as error:  # it has changed meanwhile, or there is no room
+                    parcel = Refusal(str(error))
+                exchange.tell(key, encode(parcel))
+            parcel = decode(exchange.hear(key, self._secs))
             if isinstance(parcel, Refusal):
                 raise JobFailed(f"Worker 0 could not send the checkpoint: {parcel.problem}{_IN_PART}")
-            values, problem = self._received(parcel, batch, manifest.digests)
+            pairs: list[tuple[str, npt.NDArray[Any]]] = []
+            try:
+                pairs = [*zip(batch, transport.receive(parcel, self._secs), strict=True)]
+                wrong = [name for name, value in pairs if digest_array(value) != manifest.digests[name]]
+                problem = f"{', '.join(wrong[:5])} has other values" if wrong else ""
+            except UpdateRefused as error:
+                problem = str(error)
             for rank, verdict in exchange.agree(key, problem, self._secs).items():
                 if verdict:
                     problem = f"Worker {rank} has not received the checkpoint intact: {verdict}"
                     raise JobFailed(f"{problem}{_IN_PART}", worker=rank)
-            pairs = zip(batch, values, strict=True)
             self.session.state.apply([Edit(EditKind.ASSIGN, name, {"value": value}) for name, value in pairs])
-            self.session.transport.release(parcel.id)
+            transport.release(parcel.id)
         return ""
-
-    def _published(self, reader: CheckpointReader, key: str, names: list[str]) -> Parcel | Refusal:
-        """Worker 0: a parcel with these variables, or why it cannot send them."""
-        parcel_id = f"{self.session.exchange.name}-{key.replace('/', '-')}"
-        try:
-            return self.session.transport.publish(parcel_id, [reader.read(name) for name in names])
-        except (
-            FileDamaged,
-            UpdateRefused,
-        ) as error:  # it has changed meanwhile; or there is no room
-            return Refusal(str(error))
-
-    def _received(
-        self, parcel: Parcel, names: list[str], digests: Mapping[str, str]
-    ) -> tuple[list[npt.NDArray[Any]], str]:
-        try:
-            values = self.session.transport.receive(parcel, self._secs)
-        except UpdateRefused as error:
-            return [], str(error)
-        pairs = zip(names, values, strict=True)
-        wrong = [name for name, value in pairs if digest_array(value) != digests[name]]
-        return values, f"{', '.join(wrong[:5])} has other values" if wrong else ""
 
     def _batches(self, names: list[str]) -> Iterator[list[str]]:
         sizes = {variable.name: variable.nbytes for variable in self.session.state.schema}
@@ -778,37 +723,3 @@ class Restore:
             batch.append(name)
         if batch:
             yield batch
-
-
-def _wrong_in(reader: CheckpointReader) -> str:
-    try:
-        reader.verify()
-    except FileDamaged as error:
-        return str(error)
-    return ""
-
-
-def _problem_of(error: Exception) -> RestoreProblem:
-    if not isinstance(error, CheckpointError):
-        return RestoreProblem(str(error), {})
-    names = ("path", "step", "variable", "expected", "received", "remedy")
-    fields = {name: getattr(error, name) for name in names}
-    return RestoreProblem(error.problem, fields | {"path": error.path and str(error.path)})
-
-
-def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    found = {}
-    for name, value in logs.items():
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            found[name] = float(value)
-    return found
-
-
-@functools.cache
-def versions() -> Mapping[str, Any]:
-    """The versions of the packages that a checkpoint depends on. Asked once: that takes milliseconds."""
-    found = {}
-    for package in ("replicast", "tensorflow", "tensorflow-cpu", "keras", "numpy"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found

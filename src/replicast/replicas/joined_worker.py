@@ -1,4 +1,4 @@
-"""One worker of a model that all workers have built: how it joins them, and what its parts tell each other.
+"""One worker of a model that all workers have built: how it joins and leaves, what its parts tell each other.
 
 `JoinedWorker` makes every part, and says which of them the session calls back (`WorkerHooks`). The
 constructor meets the other workers in these rounds, each with `join_secs`, and an error names the worker that
@@ -13,19 +13,26 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from replicast.config import ATTEMPT, heartbeat_file, host_id, read_launch
+from replicast.config import ATTEMPT, TOLD_TO_END, heartbeat_file, host_id, read_launch
 from replicast.coordination import DirectExchange
-from replicast.core.events import Ended
+from replicast.core.messages import Ended
 from replicast.core.operation import Timeouts
-from replicast.errors import FileDamaged, JobFailed, NotSupported, ReplicastError, exception_sentence
+from replicast.errors import (
+    ClusterError,
+    FileDamaged,
+    JobFailed,
+    NotSupported,
+    ReplicastError,
+    exception_sentence,
+)
 from replicast.files import RunDir, below
-from replicast.processes import this_start
+from replicast.processes import on_sigterm, this_start
 from replicast.replicas.channel import Channel, open_sockets
-from replicast.replicas.departure import Departure, leave_on_sigterm
 from replicast.replicas.job_audits import AuditPlan, Audits, compare_at_start, declared, expected_digests
 from replicast.replicas.job_checkpoints import Checkpoints
 from replicast.replicas.position import Training
@@ -48,13 +55,15 @@ from replicast.storage.run_files import (
     write_run_info,
 )
 from replicast.training import Source, StrategyJob, TensorFlowState
-from replicast.training.named_variables import Changes
 from replicast.training.strategy import StockJob
+from replicast.training.tensorflow_state import Changes
 from replicast.transport import open_transport
 from replicast.update.guard import Guard
 from replicast.update.schema import Limits
 
 logger = logging.getLogger("replicast")
+
+WRONG_CALLS = 100  # how often the end of a script retries while another worker is still at another call
 
 
 class JoinedWorker:
@@ -89,11 +98,11 @@ class JoinedWorker:
         local_statistics = source.is_keras_3 and isinstance(job, StockJob)
         free = declared(self.state.schema, may_differ, local_statistics=local_statistics) | self.state.local
         self.state.local = free
-        rank, size, secs = job.rank, job.size, timeouts.join_secs
+        rank, size, secs, launch = job.rank, job.size, timeouts.join_secs, read_launch(os.environ)
 
         watched = ""
         if rank == 0 and run_dir is not None:
-            watched = check_free(run_dir, read_launch(os.environ).take_over, tell=logger.warning)
+            watched = check_free(run_dir, launch.take_over, tell=logger.warning)
             # Before the others hear from this worker: until then none of them writes.
             with contextlib.suppress(OSError):  # If the disk has a problem, the first write reports it.
                 clean_run(run_dir)
@@ -120,7 +129,12 @@ class JoinedWorker:
             # Again: the others may have let this worker wait, and another job may have begun.
             check_free(run_dir, watched, tell=logger.warning)
             fence = Fence(run_dir, attempt, this_start())
-            _warn_if_other_size(run_dir, size)
+            with contextlib.suppress(ReplicastError, OSError):
+                before = read_run_info(run_dir).workers
+                if before != size:
+                    logger.warning(
+                        "%s: the previous attempt had %d workers, this one has %d", run_dir, before, size
+                    )
             info = RunInfo(FORMAT, self.state.schema, size, attempt, time.time(), journaled=durable)
             write_run_info(fence, info)
             journal = FileJournal(run_dir, fence) if durable else journal
@@ -128,7 +142,7 @@ class JoinedWorker:
             store.clean()
         group = exchange.agree("group", "" if fence is None else fence.identity, secs)[0]
 
-        listed = store.list() if rank == 0 and store is not None else []
+        listed = store.manifests() if rank == 0 and store is not None else []
         saved = [saved_of(manifest) for manifest in listed]
         self.session = Session(
             exchange,
@@ -146,7 +160,7 @@ class JoinedWorker:
         self.training = Training(self.session)
         self.checkpoints = Checkpoints(self.session, self.training, store)
         # Whether the launcher of this host reads the notes in this directory, which it has made.
-        launch, path = read_launch(os.environ), None if run_dir is None else below(run_dir).as_path()
+        path = None if run_dir is None else below(run_dir).as_path()
         launcher_reads = launch.launched and path is not None and path.absolute() == launch.run_dir
         self.run_files = RunFiles(
             self.session,
@@ -160,19 +174,23 @@ class JoinedWorker:
             waited=job.waited_secs,
         )
         self.departure = Departure(
-            self.session, self.checkpoints, self.training, job.leavings, self._answer_leave
+            self.session,
+            self.checkpoints,
+            self.training,
+            job.leavings,
+            partial(self.run_files.inbox.left, run_dir),
         )
-        self.audits = Audits(self.session, run_dir, audits, self._answer_audit)
+        self.audits = Audits(self.session, run_dir, audits, partial(self.run_files.inbox.audited, run_dir))
         self.session.start(
             WorkerHooks(
                 check=job.lifetime.check,
-                trained=job.transfers_started,
+                trained=job.lifetime.transfers_started,
                 take_snapshot=self.checkpoints.take_snapshot,
                 write_checkpoint=self.checkpoints.write,
                 expected_digests=self._expected_digests,
                 on_report=self.audits.on_report,
                 on_leave=self.departure.leave,
-                on_long_wait=job.lifetime.turns.report_wait,
+                on_long_wait=job.lifetime.report_wait,
                 on_ended=self._on_ended,
                 on_inbox=self.run_files.inbox.on_outcome,
                 on_note=self.run_files.on_note,
@@ -194,10 +212,14 @@ class JoinedWorker:
 
     def begin_training(self) -> None:
         self._notice_changes(self._source.changes())
-        if self.training.has_begun:
-            self.count_steps()
-        else:
-            self.together()
+        self.count_steps()
+        if not self.training.has_begun:
+            # Not before: what a script imports or synchronises would replace what an update has changed.
+            begun = self.session.begun
+            self.run_files.take_first()
+            self.session.begin()
+            if begun:
+                self.session.rest("meet", "training begins")
             self.training.has_begun = True
         self.session.arrive(self.session.step)
         self.training.active = True
@@ -222,7 +244,6 @@ class JoinedWorker:
             )
 
     def boundary(self, *, steps: int, logs: Mapping[str, Any] | None, batches: int) -> None:
-        """As `Replicas.boundary`."""
         session = self.session
         now = time.monotonic()
         self._notice_changes(self._source.changes(now=now))
@@ -248,7 +269,7 @@ class JoinedWorker:
         try:
             session.rest("close")  # also finishes a checkpoint that needs another boundary
         finally:
-            self.audits.training_ended()
+            self.audits.follow(self.audits.usual)
         session.wait_for_outcomes()
         self.checkpoints.settle()
         self.checkpoints.check()
@@ -292,7 +313,7 @@ class JoinedWorker:
         self.session.stop()
         self.run_files.finish(finished=not told_to)
         self._states.ended(self.session.step, told_to=told_to, at_exit=at_exit)
-        if not self.departure.ends:  # at the end of the script it stays: SIGTERM need not exit then
+        if not self.session.script_ended:  # at the end of the script it stays: SIGTERM need not exit then
             self.job.leavings.remove(self.departure)
 
     def script_ends(self) -> None:
@@ -312,10 +333,8 @@ class JoinedWorker:
     # What the session asks and tells, where it is not one part alone that answers.
 
     def _expected_digests(self, names: Sequence[str]) -> dict[str, str]:
-        if self._run_dir is None or self.session.rank != 0:
-            return {}
-        holds = self.session.replica.holds
-        return expected_digests(self._run_dir, holds, names, durable=self._durable)
+        run_dir, holds = self._run_dir, self.session.replica.holds
+        return {} if run_dir is None else expected_digests(run_dir, holds, names, durable=self._durable)
 
     def _on_ended(self, ended: Ended) -> None:
         if ended.kind in ("save", "leave"):
@@ -323,21 +342,6 @@ class JoinedWorker:
         elif ended.kind == "audit":
             self.audits.on_ended(ended)
         self.run_files.inbox.ended(ended)
-
-    def _answer_audit(self, report: Any) -> None:
-        if self._run_dir is not None:
-            self.run_files.inbox.audited(self._run_dir, report.requests, report.step, report.to_json())
-
-    def _answer_leave(self, problem: str) -> None:
-        if self._run_dir is not None and self.session.rank == 0:
-            self.run_files.inbox.left(self._run_dir, problem)
-
-
-def _warn_if_other_size(run_dir: RunDir, size: int) -> None:
-    with contextlib.suppress(ReplicastError, OSError):
-        before = read_run_info(run_dir).workers
-        if before != size:
-            logger.warning("%s: the previous attempt had %d workers, this one has %d", run_dir, before, size)
 
 
 def attempt_of(
@@ -355,6 +359,96 @@ def attempt_of(
             last = last_claim(run_dir)
             counted = 0 if last is None else last.attempt + 1
     return int(exchange.agree("attempt", str(counted), timeout_secs)[0])
+
+
+# Leaving. SIGTERM arrives at one worker or at all, or a script calls `replicas.leave()`. Each such worker
+# requests the operation "leave" (`core/operations/attempt.py`): all save at one boundary, and the processes
+# exit with 143. A script may have several models. The one that reaches a boundary first leaves, and saves the
+# other models too: all workers are at the same line of the script then.
+
+
+@dataclass(eq=False, repr=False)
+class Departure:
+    """One model's part in leaving. For the training thread; `ask` for any thread and signal handler.
+
+    `companions` are those of all models of the script. `answer` tells those outside the job who have asked
+    the workers to exit why the state was not saved, or nothing.
+    """
+
+    session: Session
+    checkpoints: Checkpoints
+    training: Training
+    companions: list[Departure]
+    answer: Callable[[str], None]
+    left: bool = False
+
+    def ask(self) -> None:
+        if not self.left and not self.session.script_ended:
+            self.session.proposals.request("leave")
+
+    def settle(self) -> None:
+        """Settles open proposals together with all workers, unless all have left already."""
+        for _ in range(WRONG_CALLS):
+            if self.left:
+                return
+            try:
+                self.session.begin()
+                if not self.left:
+                    self.session.rest("close")
+            except ClusterError as error:
+                # Another worker is at another call: both get this error, and it reaches its end later.
+                logger.warning("worker %d is at the end of its script. %s", self.session.rank, error)
+            else:
+                return
+
+    def leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
+        """Called at a boundary of all workers, after the save; then the process exits."""
+        if self.checkpoints.store is None:
+            problem = "There is no run directory"
+        elif problem:
+            problem = self.checkpoints.why_not_written() or problem
+        self._say(problem)
+        if asked_by:
+            self.answer(problem)
+        for other in self.companions:
+            if not other.left and other.training.has_begun:
+                try:
+                    problem = other.checkpoints.save_before_leaving()
+                except (ReplicastError, OSError) as error:
+                    problem = str(error)
+                session = other.session  # all workers are here, and worker 0 knows what became of it
+                with contextlib.suppress(ReplicastError):
+                    said = session.exchange.agree("saved", problem, session.timeouts.join_secs)
+                    problem = said[0] or problem
+                other._say(problem)
+        # Worker 0 hosts the coordination service: the others may still read from it.
+        with contextlib.suppress(ReplicastError):
+            self.session.exchange.agree("leave", "", self.session.timeouts.answer_secs)
+
+    def _say(self, problem: str) -> None:
+        self.left = True
+        which = f" ({self.session.exchange.name})" if len(self.companions) > 1 else ""
+        said = f"the state is not saved. {problem}" if problem else "the state is saved"
+        logger.warning("worker %d was told to exit: %s%s", self.session.rank, said, which)
+
+
+def leave_on_sigterm(departures: Sequence[Departure]) -> None:
+    """Makes all models of the script leave on SIGTERM, also those that are created later."""
+
+    def told() -> None:
+        training = [one for one in departures if one.training.active]
+        for one in training:
+            one.ask()
+        if not training and not any(one.left or one.session.script_ended for one in departures):
+            logger.warning("this worker was told to exit outside of a training: nothing is saved")
+            sys.exit(TOLD_TO_END)
+
+    if not on_sigterm(told):
+        logger.warning(
+            "On SIGTERM this worker saves nothing: only the main thread can set a signal handler, and this "
+            "Replicas was created in another thread. Call replicas.leave() when the machine is to be taken "
+            "away"
+        )
 
 
 class RunStates:
@@ -385,7 +479,10 @@ class RunStates:
         elif isinstance(error, KeyboardInterrupt):
             self._write(JobState.STOPPED, step, "Ctrl-C")
         else:
-            self._write(JobState.FAILED, step, _first_line(error), 0)
+            reason = "it exited before its end"
+            if error is not None:
+                reason = exception_sentence("".join(traceback.format_exception_only(error)).splitlines())
+            self._write(JobState.FAILED, step, reason, 0)
 
     def _write(
         self, state: JobState, step: int | None = None, reason: str = "", worker: int | None = None
@@ -395,9 +492,3 @@ class RunStates:
                 write_change(self._run_dir, self._change(state, step=step, worker=worker, reason=reason))
         except OSError as error:
             logger.warning("the state of the job cannot be written: %s", error)
-
-
-def _first_line(error: BaseException | None) -> str:
-    if error is None:
-        return "it exited before its end"
-    return exception_sentence("".join(traceback.format_exception_only(error)).splitlines())

@@ -8,7 +8,7 @@ script or its callbacks change again meanwhile is put back: it is in the restore
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 from replicast.errors import CheckpointError
 from replicast.replicas.session import Session
 from replicast.update.edits import Edit, EditKind
-from replicast.update.state import Arrays
+from replicast.update.schema import Arrays
 
 logger = logging.getLogger("replicast")
 
@@ -234,12 +234,14 @@ class Training:
         position: Position,
         logs: Mapping[str, Any] | None,
         batches: int | None = None,
+        counts: Mapping[str, Sequence[Any]] = {},
         epoch_ends: bool = False,
     ) -> None:
         self.epoch_ends = epoch_ends
         self.position = self._fits.stamped(position)
         self.metrics = logs if logs is not None else {}
-        self._session.replica.measures.batches = batches
+        measures = self._session.replica.measures
+        measures.batches, measures.counts = batches, counts
 
     def restored(self, position: Position) -> None:
         self.position = position

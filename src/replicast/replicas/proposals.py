@@ -1,28 +1,49 @@
-"""The proposals of one worker: their ids, their tickets, and the bytes that it publishes.
+"""What is asked of a job, on its way in and back: a worker's proposals, and worker 0's side of the inbox.
 
-An id that the training thread gives is the same in every attempt, so that what a restarted script proposes
-again is applied only once. It is made of the worker, the moment of the training, and a count. A proposal of
-another thread has no definite moment: it gets a random id.
+An id that the training thread gives to a proposal is the same in every attempt, so that what a restarted
+script proposes again is applied only once. It is made of the worker, the moment of the training, and a count.
+A proposal of another thread has no definite moment: it gets a random id.
+
+Requests from outside the job become proposals and operations, and their outcomes become answers:
+
+    inbox/<id>.…      ──► first, take: updates that the attempt begins with, before its first step
+                      ──► look: refused alone, left for later, or handed to the coordinator
+    an outcome        ──► a queue ──► take_outcomes ──► (still our run?) ──► settle: answer, then remove it
+    the job exits     ──► audited, left: answered at once, by the training thread
+                      ──► finish: requests that still wait are refused, updates wait for the next start
+
+The thread `run-files` calls `look`, `take_outcomes` and `settle`. The training thread calls `first` and
+`take`, not at the same time, and `finish` after that thread has stopped. Any thread may report an outcome.
+Between taking an outcome and acting on it, the caller checks that the run still belongs to this group: one
+that was presumed dead must answer nothing.
+
+A disk error never loses a request: it stays where it is, and is tried again later. Whatever else goes wrong
+is the fault of that one request, which is refused.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import operator
+import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy.typing as npt
 
 from replicast import faults
-from replicast.core import events as e
-from replicast.core.entries import Receipt
-from replicast.core.messages import OUTSIDE, Propose, Tell, Withdraw
-from replicast.core.records import Proposal, Refusal, Stage
+from replicast.codec import fields_of
+from replicast.core import messages as m
+from replicast.core.entries import Proposal, Receipt, Stage
+from replicast.core.messages import OUTSIDE, Ended, Propose, Refusal, Request, Tell, Withdraw
+from replicast.core.operations.audit import PulledRows
 from replicast.errors import (
+    FileDamaged,
     JobFailed,
     ReplicasDiverged,
     ReplicastError,
@@ -31,13 +52,23 @@ from replicast.errors import (
     printable,
 )
 from replicast.errors import refusal_of as unexpected_refusal
-from replicast.replicas.lanes import Lane
+from replicast.files import RunDir, RunPath
+from replicast.processes import Deadline, this_process
 from replicast.replicas.replica import Function, StateReplica
-from replicast.update.schema import planned
+from replicast.storage import inbox
+from replicast.storage.inbox import InboxAnswer, InboxRequest
+from replicast.update.audit_report import AuditReport
+from replicast.update.schema import check_outline, planned
 from replicast.update.trial import Trial
-from replicast.update.update import MAX_STEP, Update, checked_text
+from replicast.update.update import MAX_STEP, Update, checked_integer, checked_step, checked_text
 
 logger = logging.getLogger("replicast")
+
+RETRY_SECS = 10.0  # How long a request is left alone after a disk error: others need not wait for it.
+# How long one look at the updates, or at the others, may take: the thread also writes notes.
+INBOX_SECS = 0.3
+CLEAN_SECS = 60.0
+MAX_PULL_BYTES = 1 << 30
 
 _ORDER = list(Stage)
 
@@ -55,8 +86,7 @@ class Ticket:
     waits_for: str = ""
     proposed_at: float = field(default_factory=time.time)
     settled: threading.Event = field(default_factory=threading.Event)
-    _receipt: Receipt | None = None
-    _error: ReplicastError | None = None
+    _outcome: Receipt | ReplicastError | None = None
 
     def done(self) -> bool:
         """Whether `result` would return or raise at once."""
@@ -73,53 +103,40 @@ class Ticket:
         started = time.monotonic()
         if not self._wait_for(self, timeout) and not self.settled.is_set():
             is_up = timeout is not None and time.monotonic() - started >= timeout
-            raise UpdatePending(self._where(timeout if is_up else None), stage=self.stage, update_id=self.id)
-        if self._error is not None:
-            raise self._error
-        if self._receipt is None:
-            raise UpdatePending(f"Update {self.id} has no outcome", stage=self.stage, update_id=self.id)
-        return self._receipt
-
-    def _where(self, timeout: float | None) -> str:
-        if self.stage is Stage.SCHEDULED and self.step is not None:
-            ends = f"it is scheduled for step {self.step}"
-        elif self.stage is Stage.APPLIED and self.trial is not None:
-            ends = f"its trial of {self.trial.steps} steps is not over"
-        else:
-            ends = f"it is {self.stage}" + (f" and waits for {self.waits_for}" if self.waits_for else "")
-        waited = "this thread has to train first" if timeout is None else f"{timeout:g} s have passed"
-        return f"Update {self.id}: {waited}, and {ends}. Continue training and ask again"
+            waited = f"{timeout:g} s have passed" if is_up else "this thread has to train first"
+            if self.stage is Stage.SCHEDULED and self.step is not None:
+                ends = f"it is scheduled for step {self.step}"
+            elif self.stage is Stage.APPLIED and self.trial is not None:
+                ends = f"its trial of {self.trial.steps} steps is not over"
+            else:
+                ends = f"it is {self.stage}" + (f" and waits for {self.waits_for}" if self.waits_for else "")
+            problem = f"Update {self.id}: {waited}, and {ends}. Continue training and ask again"
+            raise UpdatePending(problem, stage=self.stage, update_id=self.id)
+        if isinstance(self._outcome, Receipt):
+            return self._outcome
+        problem = f"Update {self.id} has no outcome"
+        raise self._outcome or UpdatePending(problem, stage=self.stage, update_id=self.id)
 
     def reach(self, stage: Stage) -> None:
         if not self.done() and _ORDER.index(stage) > _ORDER.index(self.stage):
             self.stage, self.waits_for = stage, ""
 
     def told(self, tell: Tell) -> None:
-        """Records progress reported by the coordinator. The first outcome is final."""
-        if self.done():
+        if self.done():  # the first outcome is final
             return
         self.reach(tell.stage)
         self.step = self.step if tell.step is None else tell.step
         self.waits_for = tell.waits_for
         if not tell.stage.is_final:
             return
-        match tell.stage, tell.outcome:
-            case ((Stage.VERIFIED | Stage.REVERTED), Receipt()):
-                self._receipt, self.stage, self.step = tell.outcome, tell.stage, tell.outcome.step
-            case Stage.FAILED, Receipt():
-                self._error = diverged(tell.outcome)
-            case Stage.WITHDRAWN, _:
-                self._error = UpdateRefused("It was withdrawn")
-            case _, Refusal():
-                self._error = refused(tell.outcome)
-            case _:
-                self._error = UpdateRefused("It was refused in an earlier attempt of the job")
-        self.stage = tell.stage
+        self._outcome, self.stage = outcome_of(tell), tell.stage
+        if isinstance(self._outcome, Receipt):
+            self.step = self._outcome.step
         self.settled.set()
 
     def fail(self, stage: Stage, error: ReplicastError) -> None:
         if not self.done():
-            self._error, self.stage = error, stage
+            self._outcome, self.stage = error, stage
             self.settled.set()
 
 
@@ -140,6 +157,20 @@ def refused(refusal: Refusal) -> UpdateRefused:
         return UpdateRefused.from_json(refusal.details)
     worker = refusal.workers[0] if refusal.workers else None
     return UpdateRefused(refusal.problem, worker=worker)
+
+
+def outcome_of(tell: Tell) -> Receipt | ReplicastError:
+    match tell.stage, tell.outcome:
+        case ((Stage.VERIFIED | Stage.REVERTED), Receipt() as receipt):
+            return receipt
+        case Stage.FAILED, Receipt() as receipt:
+            return diverged(receipt)
+        case Stage.WITHDRAWN, _:
+            return UpdateRefused("It was withdrawn")
+        case _, Refusal() as refusal:
+            return refused(refusal)
+        case _:
+            return UpdateRefused("It was refused in an earlier attempt of the job")
 
 
 def refusal_of(error: UpdateRefused, rank: int) -> Refusal:
@@ -182,7 +213,7 @@ class Proposals:
     """The proposals of one worker, and on worker 0 those from outside the job. Any thread may propose."""
 
     replica: StateReplica
-    outbox: Lane
+    in_outbox: Callable[[Callable[[], object]], None]
     size: int
     in_training_thread: Callable[[], bool]
     post: Callable[[Any], None]
@@ -222,12 +253,7 @@ class Proposals:
     # Of this worker. All return at once.
 
     def propose(
-        self,
-        update: Update | Function,
-        *,
-        source: int | None = None,
-        at_step: int | None = None,
-        trial: Trial | None = None,
+        self, update: Update | Function, source: int | None, at_step: int | None, trial: Trial | None
     ) -> Ticket:
         if trial is not None and not isinstance(trial, Trial):
             raise UpdateRefused(
@@ -257,26 +283,18 @@ class Proposals:
         return self.propose_function(self._new_id(f"function-{runs_on}"), update, runs_on, at_step, trial)
 
     def revert(self, number: Any, note: str, *, force: bool) -> Ticket:
-        """As `Replicas.revert`: worker 0 makes the update that undoes it."""
-        sequence = checked_step(number)
-        if sequence is None:
-            raise UpdateRefused("A revert needs the number of an update", received="None")
+        sequence = checked_integer(number, MAX_STEP, "A revert needs the number of an update")
         note = checked_text("note", note)
         ticket = self._ticket(self._new_id(f"revert-{sequence}-worker-{self.rank}"))
         return self._propose(ticket, note=note, reverts=sequence, forced=force)
 
     def propose_update(self, update: Update, at_step: int | None, trial: Trial | None) -> Ticket:
         ticket = self._ticket(update.id, trial)
-        self.outbox.do(lambda: self._publish(update, ticket, at_step))
+        self.in_outbox(lambda: self._publish(update, ticket, at_step))
         return ticket
 
     def propose_function(
-        self,
-        id_: str,
-        function: Function,
-        source: int,
-        at_step: int | None = None,
-        trial: Trial | None = None,
+        self, id_: str, function: Function, source: int, at_step: int | None, trial: Trial | None = None
     ) -> Ticket:
         """Proposes a function to be run on worker `source`, which must propose it too."""
         if source == self.rank:
@@ -285,14 +303,16 @@ class Proposals:
 
     def _propose(self, ticket: Ticket, **fields: Any) -> Ticket:
         """Proposes what has no bytes yet."""
-        known: dict[str, Any] = {
-            "trial": ticket.trial,
-            "author": f"worker {self.rank}",
-            "proposed_at": ticket.proposed_at,
-        }
-        proposal = Proposal(ticket.id, "", **known, **fields)
-        self.outbox.do(lambda: self.post(Propose(ticket.number, proposal)))
+        author, proposed_at = f"worker {self.rank}", ticket.proposed_at
+        proposal = Proposal(
+            ticket.id, "", trial=ticket.trial, author=author, proposed_at=proposed_at, **fields
+        )
+        self.in_outbox(lambda: self.post(Propose(ticket.number, proposal)))
         return ticket
+
+    def request(self, kind: str, asked_by: tuple[str, ...] = (), arguments: tuple[Any, ...] = ()) -> None:
+        """Requests an operation of all workers at one of the next boundaries. Signal handlers may call it."""
+        self.in_outbox(lambda: self.post(Request(kind, asked_by, arguments)))
 
     # On worker 0, from outside the job.
 
@@ -301,19 +321,18 @@ class Proposals:
     ) -> None:
         """Proposes an update from the inbox. Blocks while its bytes are copied."""
         proposal = self._published(update, _outside(ticket), at_step, trial, time.time())
-        self.post(e.FromWorker(OUTSIDE, Propose(ticket, proposal)))
+        self.post(m.FromWorker(OUTSIDE, Propose(ticket, proposal)))
 
     def revert_from_outside(self, ticket: str, update: Update, sequence: int, *, forced: bool) -> None:
         known: dict[str, Any] = {"author": update.author, "note": update.note, "proposed_at": time.time()}
         proposal = Proposal(update.id, "", reverts=sequence, forced=forced, **known)
-        self.post(e.FromWorker(OUTSIDE, Propose(ticket, proposal)))
+        self.post(m.FromWorker(OUTSIDE, Propose(ticket, proposal)))
 
     def withdraw_from_outside(self, ticket: str, id_: str) -> None:
-        self.post(e.FromWorker(OUTSIDE, Withdraw(ticket, id_)))
+        self.post(m.FromWorker(OUTSIDE, Withdraw(ticket, id_)))
 
     def close_from_outside(self, ticket: str, stage: Stage) -> None:
-        """Releases a proposal from outside that has its outcome. Called by the event loop."""
-        self.replica.releasing.do(lambda: self.replica.parcels.release_ticket(_outside(ticket), stage))
+        self.replica.release_later(lambda: self.replica.parcels.release_ticket(_outside(ticket), stage))
 
     # What becomes of them.
 
@@ -328,7 +347,7 @@ class Proposals:
             logger.warning("update %s is refused: %s", tell.id, printable(problem))
         if ticket.done():
             del self._tickets[number]
-            self.replica.releasing.do(lambda: self.replica.parcels.release_ticket(number, tell.stage))
+            self.replica.release_later(lambda: self.replica.parcels.release_ticket(number, tell.stage))
 
     def reach(self, id_: str, stage: Stage) -> None:
         for ticket in list(self._tickets.values()):
@@ -378,28 +397,316 @@ def _outside(ticket: str) -> str:
     return f"outside {ticket}"
 
 
-def checked_step(at_step: Any) -> int | None:
-    """The step that an author chose, if it can be one. Whether it is past, only the coordinator knows."""
-    if at_step is None:
-        return None
-    step = -1 if isinstance(at_step, bool) else _integer(at_step)
-    if not 0 <= step < MAX_STEP:
-        raise UpdateRefused(
-            "at_step must be a number of steps", expected="an integer from 0 on", received=repr(at_step)[:200]
-        )
-    return step
-
-
 def checked_worker(source: Any, size: int) -> int:
-    number = _integer(source)
-    if not 0 <= number < size:
-        expected = f"source from 0 to {size - 1}"
-        raise UpdateRefused("There is no such worker", expected=expected, received=repr(source))
-    return number
+    return checked_integer(source, size, "There is no such worker", f"source from 0 to {size - 1}")
 
 
-def _integer(value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        return -1
+# The inbox.
+
+_NOTHING: Mapping[str, Any] = {}
+_Outcome: TypeAlias = Tell | tuple[InboxAnswer, npt.NDArray[Any] | None]
+
+
+@dataclass(slots=True)
+class _Taken:
+    path: RunPath
+    request: InboxRequest | None = None  # None: an update
+    noted: dict[str, Any] | None = None
+
+
+@dataclass(eq=False, repr=False)
+class InboxReader:
+    """The requests of others, from the first look to their answer. Each method may raise OSError."""
+
+    proposals: Proposals
+    operations: Callable[[], list[dict[str, Any]]]  # the current ones
+    attempt: int
+    warn: Callable[[RunDir, str, Exception], None]
+    may_save: Callable[[], bool] = lambda: True
+
+    def __post_init__(self) -> None:
+        self._replica = self.proposals.replica
+        self._taken: dict[str, _Taken] = {}  # by the ticket of an update, by the id of another request
+        self._outcomes: queue.SimpleQueue[tuple[str, _Outcome]] = queue.SimpleQueue()
+        self._unsettled: dict[str, _Outcome] = {}
+        self._retry_at: dict[RunPath, float] = {}
+        self._lost: set[str] = set()  # ids of updates that were withdrawn before they could be read
+        self._arrived: dict[str, float | None] | None = None
+        self._cleaned_at = -CLEAN_SECS
+        self.arrivals: inbox.Arrivals | None = None  # woken by each outcome, which has to be answered
+
+    def first(self, run_dir: RunDir) -> list[RunPath]:
+        """What waits when an attempt begins to train, up to the first trial or revert.
+
+        A trial needs a step to measure, and a revert may be of an update that the journal applies again
+        first: a later look takes them, in their order.
+        """
+        return list(itertools.takewhile(inbox.is_plain, (one.path for one in inbox.waiting(run_dir))))
+
+    def take(self, run_dir: RunDir, path: RunPath) -> None:
+        self._each(run_dir, [path], self._propose)
+
+    def look(self, run_dir: RunDir, *, training: bool) -> None:
+        """Takes what is new, while a training runs: otherwise the script may be over."""
+        now = time.monotonic()
+        if now - self._cleaned_at >= CLEAN_SECS:
+            self._cleaned_at = now
+            inbox.clean(run_dir)
+        if training:
+            self._each(run_dir, [one.path for one in inbox.waiting(run_dir)], self._propose)
+        paths = inbox.requests(run_dir)
+        # The author's clock may be another one: a request that comes from now on has its time by the clock of
+        # this process. Of those that were there at the first look, only the wall clock tells the age.
+        before = dict.fromkeys(map(inbox.id_of, paths)) if self._arrived is None else self._arrived
+        self._arrived = {id_: before.get(id_, now) for id_ in map(inbox.id_of, paths)}
+        self._each(run_dir, paths, partial(self._consider, training=training))
+
+    def take_outcomes(self, run_dir: RunDir) -> None:
+        """Takes the outcomes that have come, for `settle`: check in between whose run it is."""
+        while not self._outcomes.empty():
+            key, outcome = self._outcomes.get()
+            if key in self._taken:
+                self._unsettled[key] = outcome
+
+    def settle(self, run_dir: RunDir) -> None:
+        """Answers what has its outcome, and notes the stage of the other updates."""
+        for key, outcome in list(self._unsettled.items()):
+            taken = self._taken[key]
+            if self._process(run_dir, taken.path, partial(self._settle, taken, outcome)):
+                del self._unsettled[key], self._taken[key]
+        updates = [taken for taken in self._taken.values() if taken.request is None]
+        under_way = {one["id"]: one for one in self.operations()} if updates else {}
+        for taken in updates:
+            one = under_way.get(inbox.id_of(taken.path))
+            if one is not None and taken.noted != one:
+                taken.noted = one
+                waits = {name: one[name] for name in ("step", "waits_for", "trial_until")}
+                inbox.note_stage(run_dir, one["id"], Stage(one["stage"]), taken_by=this_process(), **waits)
+
+    def finish(self, run_dir: RunDir) -> None:
+        """The same at the end of the job: there is no later retry, and what is left over is told."""
+        self._retry_at.clear()
+        self.settle(run_dir)
+        ended = UpdateRefused(f"The job has ended at step {self._step}")
+        for path in inbox.requests(run_dir):
+            self._process(run_dir, path, lambda run_dir, path: self._refuse(run_dir, path, ended))
+        known = self._known()
+        left = [ascii(one.id[:8]) for one in inbox.waiting(run_dir) if one.path not in known]
+        if left:
+            logger.warning(
+                "%s not applied, because no step was trained since; kept in the inbox for the next start: %s",
+                "1 update was" if len(left) == 1 else f"{len(left)} updates were",
+                ", ".join(left[:5]) + (", …" if len(left) > 5 else ""),
+            )
+
+    # Outcomes.
+
+    @property
+    def _step(self) -> int:
+        return self._replica.machine.step
+
+    def on_outcome(self, ticket: str, tell: Tell) -> None:
+        """An update or a withdrawal has its outcome. Called by the event loop."""
+        self._put((ticket, tell))
+
+    def _put(self, outcome: tuple[str, _Outcome]) -> None:
+        self._outcomes.put(outcome)
+        if self.arrivals is not None:
+            self.arrivals.wake()
+
+    def ended(self, ended: Ended) -> None:
+        """An operation has ended: its requests will be answered. Any thread."""
+        values = self._replica.pulled.pop(ended.id, None)
+        result = ended.outcome.result
+        if ended.kind == "leave" and ended.outcome.stage is Stage.VERIFIED:
+            return  # the process exits: `left` has answered
+        step = self._step if ended.step is None else ended.step
+        for id_ in ended.asked_by:
+            if isinstance(result, Refusal):
+                answer = self._answer(id_, Stage.REFUSED, step, result.problem)
+            elif isinstance(result, PulledRows):
+                details = fields_of(result) | {"equal": result.equal}
+                answer = self._answer(id_, Stage.VERIFIED, step, details=details)
+            elif ended.kind == "save" and result is not None:
+                answer = self._answer(id_, Stage.VERIFIED, int(result))
+            elif ended.kind == "save":
+                problem = "The checkpoint was skipped: another one was being written"
+                answer = self._answer(id_, Stage.REFUSED, step, problem)
+            else:
+                continue  # an audit: `audited` has answered
+            self._put((id_, (answer, values)))
+
+    def audited(self, run_dir: RunDir | None, report: AuditReport) -> None:
+        """An audit has its report. Called before a training thread raises it, which may end the process."""
+        for id_ in report.requests:
+            answer = self._answer(id_, Stage.VERIFIED, report.step, details=report.to_json())
+            self._answer_now(run_dir, id_, answer)
+
+    def left(self, run_dir: RunDir | None, problem: str) -> None:
+        """All workers exit on request. Called in the training thread."""
+        for id_, taken in list(self._taken.items()):
+            if taken.request is not None and taken.request.kind == "leave":
+                self._answer_now(run_dir, id_, self._answer(id_, Stage.VERIFIED, self._step, problem))
+
+    def _answer_now(self, run_dir: RunDir | None, id_: str, answer: InboxAnswer) -> None:
+        if run_dir is None:
+            return
+        try:
+            inbox.answer(run_dir, id_, answer)
+        except OSError as error:
+            logger.warning("an answer cannot be written, and will be retried: %s", printable(error))
+        self._put((id_, (answer, None)))  # `settle` tries again, or finds the request gone
+
+    def _answer(
+        self, id_: str, stage: Stage, step: int, problem: str = "", details: Mapping[str, Any] = _NOTHING
+    ) -> InboxAnswer:
+        taken = self._taken.get(id_)
+        request = None if taken is None else taken.request
+        return InboxAnswer(
+            stage,
+            time.time(),
+            step,
+            problem,
+            kind="" if request is None else request.kind,
+            author="" if request is None else request.author,
+            attempt=self.attempt,
+            details=dict(details),
+        )
+
+    # One request.
+
+    def _known(self) -> set[RunPath]:
+        return {taken.path for taken in self._taken.values()}
+
+    def _each(
+        self, run_dir: RunDir, paths: Iterable[RunPath], act: Callable[[RunDir, RunPath], None]
+    ) -> None:
+        deadline, known = Deadline(INBOX_SECS), self._known()
+        for path in paths:
+            if path not in known:
+                self._process(run_dir, path, act)
+            if deadline.has_passed():
+                return
+
+    def _process(self, run_dir: RunDir, path: RunPath, act: Callable[[RunDir, RunPath], None]) -> bool:
+        """Does something with one request; returns whether that is done, or is to be tried again.
+
+        A full disk may have space again, so it is retried; not often, since an answer is fsynced. Any other
+        error is caused by the request itself: it is refused, and the job continues.
+        """
+        if time.monotonic() < self._retry_at.get(path, 0.0):
+            return False
+        self._retry_at.pop(path, None)
+        try:
+            try:
+                act(run_dir, path)
+            except (UpdateRefused, FileDamaged) as error:
+                self._refuse(run_dir, path, error, durably=False)
+            except (OSError, ReplicastError):
+                raise
+            except Exception as error:
+                logger.exception("%s is refused: unexpected error while processing it", path)
+                self._refuse(run_dir, path, error)
+        except OSError as error:
+            self._retry_at[path] = time.monotonic() + RETRY_SECS
+            self.warn(path, f"{path} stays in the inbox and will be retried after the others", error)
+            return False
+        return True
+
+    def _refuse(self, run_dir: RunDir, path: RunPath, error: Exception, *, durably: bool = True) -> None:
+        if path.name.endswith(".safetensors"):
+            inbox.refuse(run_dir, path, error, durably=durably)
+        else:
+            id_ = inbox.id_of(path)
+            problem = str(error) if isinstance(error, ReplicastError) else f"{type(error).__name__}: {error}"
+            inbox.answer(run_dir, id_, self._answer(id_, Stage.REFUSED, self._step, problem))
+
+    def _propose(self, run_dir: RunDir, path: RunPath) -> None:
+        try:
+            # Identifies this file: the same update may be submitted again after a refusal.
+            status = path.stat()
+        except FileNotFoundError:
+            return  # withdrawn just now
+        ticket = f"{path.name}@{status.st_ino}-{status.st_mtime_ns}"
+        taken = inbox.take(run_dir, path, self._replica.limits.max_bytes, self._check)
+        if taken is None:  # withdrawn just now; who has done so may believe that it was taken, and ask
+            self._lost.add(inbox.id_of(path))
+            return
+        self._lost.discard(taken.update.id)
+        if taken.reverts is None:
+            self.proposals.propose_from_outside(ticket, taken.update, taken.at_step, taken.trial)
+        else:
+            self.proposals.revert_from_outside(ticket, taken.update, taken.reverts, forced=taken.forced)
+        self._taken[ticket] = _Taken(path)
+
+    def _check(self, update: Update) -> None:
+        """Refuses by its header alone what does not fit the state; a revert gets its edits later."""
+        if update.edits:
+            check_outline(update, self._replica.state.schema, self._replica.limits)
+
+    def _consider(self, run_dir: RunDir, path: RunPath, *, training: bool) -> None:
+        if inbox.answer_of(run_dir, inbox.id_of(path)) is not None:
+            path.unlink(missing_ok=True)  # A job died between its answer and this: it must not stop twice.
+            return
+        try:
+            request = inbox.read_request(path)
+        except FileNotFoundError:
+            return  # its author has given up just now
+        if self._is_late(request):
+            raise UpdateRefused("The deadline passed before the job could do it")
+        if not training or (request.kind == "save" and not self.may_save()):
+            return
+        arguments: tuple[Any, ...] = ()
+        if request.kind == "pull":
+            variable = self._replica.state.schema.resolve(request.name)
+            nbytes = inbox.checked_rows(variable, request.rows)
+            if nbytes > MAX_PULL_BYTES:
+                raise UpdateRefused(
+                    "These are too many values for one pull",
+                    variable=variable.name,
+                    expected=f"at most {MAX_PULL_BYTES} bytes",
+                    received=f"{nbytes} bytes",
+                    remedy="Pull some rows at a time",
+                )
+            arguments = variable.name, request.rows
+            if any(one.request is not None and one.request.kind == "pull" for one in self._taken.values()):
+                return  # one copy in memory at a time
+        self._taken[request.id] = _Taken(path, request)
+        if request.kind == "withdraw" and request.name in self._lost:
+            self.on_outcome(request.id, Tell(request.name, (request.id,), Stage.WITHDRAWN))
+        elif request.kind == "withdraw":
+            self.proposals.withdraw_from_outside(request.id, request.name)
+        else:
+            self.proposals.request(request.kind, (request.id,), arguments)
+
+    def _is_late(self, request: InboxRequest) -> bool:
+        arrived = None if self._arrived is None else self._arrived.get(request.id)
+        if arrived is None:
+            return time.time() > request.deadline
+        return time.monotonic() - arrived >= request.deadline - request.requested_at
+
+    def _settle(self, taken: _Taken, told: _Outcome, run_dir: RunDir, path: RunPath) -> None:
+        if isinstance(told, tuple):
+            inbox.answer(run_dir, inbox.id_of(path), *told)
+            return
+        outcome = outcome_of(told)
+        if (request := taken.request) is not None:  # a withdrawal
+            stage, problem = Stage.REFUSED, "" if isinstance(outcome, Receipt) else outcome.problem
+            if told.stage is Stage.WITHDRAWN:
+                stage, problem = Stage.WITHDRAWN, ""
+                update, who, why = path.with_name(f"{request.name}.safetensors"), request.author, request.note
+                inbox.note_end(run_dir, update, Stage.WITHDRAWN, withdrawn_by=who, why=why)
+            inbox.answer(run_dir, request.id, self._answer(request.id, stage, self._step, problem))
+            return
+        if isinstance(outcome, Receipt):
+            inbox.note_stage(run_dir, told.id, told.stage, step=told.step, receipt=outcome)
+        elif isinstance(outcome, ReplicasDiverged):
+            logger.error("%s", outcome)
+            inbox.note_stage(run_dir, told.id, Stage.FAILED, step=told.step, problem=str(outcome))
+        elif told.stage is Stage.WITHDRAWN:
+            inbox.note_end(run_dir, path, Stage.WITHDRAWN)
+            inbox.note_stage(run_dir, told.id, Stage.WITHDRAWN)
+        else:
+            inbox.refuse(run_dir, path, outcome)
+            return
+        path.unlink(missing_ok=True)

@@ -7,8 +7,9 @@
     release    frees the memory of both
 
 `RecentMetrics` holds loss and metrics of the recent steps, unconverted until a trial needs them. Keras' logs
-in `fit` are running means over the epoch so far. If m(k) is the mean after k batches, the mean of the last j
-batches is (m(k)·k - m(k-j)·(k-j)) / j. The logs of a custom training loop are used as they are.
+in `fit` are running means over the rows of the epoch so far. If m is the mean of n rows, and m' that of the
+n' rows before the last steps, their own mean is (m·n - m'·n') / (n - n'). Where Keras counts no rows, batches
+take their place. The logs of a custom training loop are used as they are.
 """
 
 from __future__ import annotations
@@ -30,34 +31,45 @@ import xxhash
 from msgspec.structs import replace
 
 from replicast import faults
-from replicast.core.entries import Saved
-from replicast.core.events import Ended, WriteOutcome
-from replicast.core.messages import Tell
-from replicast.core.operations.pull import Ranges
-from replicast.core.records import Applied, Content, Published, Refuse, SeenDigests, Snapshot, Stage
+from replicast.core.entries import Content, Saved, Stage
+from replicast.core.messages import (
+    Applied,
+    Ended,
+    Published,
+    Refuse,
+    SeenDigests,
+    Snapshot,
+    Tell,
+    WriteOutcome,
+)
+from replicast.core.operations.audit import Ranges
 from replicast.core.worker import WorkerMachine
 from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
 from replicast.mapped_memory import copied
-from replicast.replicas.lanes import Lane
 from replicast.storage.journal import Journal, undo_of
 from replicast.storage.run_files import RATE
 from replicast.transport import Parcel, Transport
 from replicast.update.audit_report import SLICE_BYTES, rows_in_turn
-from replicast.update.digest import digest_array, is_finite
-from replicast.update.distance import MEASURED_BYTES, deviation, effects
+from replicast.update.digest import deviation, digest_array, is_finite
 from replicast.update.edits import RESETS, Edit, EditKind
-from replicast.update.effect import Effect
-from replicast.update.guard import Guard
-from replicast.update.inverse import bytes_to_keep, parts_to_keep, update_before
-from replicast.update.schema import Limits, Schema, planned
-from replicast.update.state import Arrays, Held, State, touched_parts
-from replicast.update.trial import Trial
+from replicast.update.guard import MEASURED_BYTES, Guard, effects
+from replicast.update.schema import (
+    NO_LIMITS,
+    Arrays,
+    Held,
+    Limits,
+    Schema,
+    State,
+    bytes_to_keep,
+    parts_to_keep,
+    planned,
+    touched_parts,
+    update_before,
+)
+from replicast.update.trial import Effect, Trial
 from replicast.update.update import Update
 
 logger = logging.getLogger("replicast")
-
-# For values that a replica publishes from its own state, and updates that their author has checked.
-NO_LIMITS = Limits(max_bytes=2**62, max_edits=2**62)
 
 
 @dataclass(eq=False, repr=False)
@@ -98,8 +110,15 @@ class Parcels:
             with self._lock:
                 self._refused.setdefault(id_, []).append(parcel.id)
             raise
-        if parcel.to_read:
-            update = _with_own_values(update)
+        if parcel.to_read:  # a variable takes over the memory of what `assign` gives it; the others read only
+            update = update.replaced(
+                [
+                    dataclasses.replace(edit, arrays={"value": copied(edit.arrays["value"])})
+                    if edit.operation is EditKind.ASSIGN
+                    else edit
+                    for edit in update.edits
+                ]
+            )
         with self._lock:
             self._prepared[id_, digest] = update, parcel.id
         faults.point("ready")
@@ -171,27 +190,13 @@ class Parcels:
             self.release(parcel)
 
 
-def _with_own_values(update: Update) -> Update:
-    """Copies what a variable takes over: `assign` keeps the memory, all other operations only read it."""
-    edits = [
-        dataclasses.replace(edit, arrays={"value": copied(edit.arrays["value"])})
-        if edit.operation is EditKind.ASSIGN
-        else edit
-        for edit in update.edits
-    ]
-    return update.replaced(edits)
-
-
 # Updates that one worker computes from the live values at a boundary.
 
 Function = Callable[[Mapping[str, npt.NDArray[Any]]], "Update | Mapping[str, Any] | None"]
 
 
 class LiveValues(Mapping[str, "npt.NDArray[Any]"]):
-    """The values of the variables at this boundary. Each lookup makes a copy.
-
-    Any unique suffix of a name works, as in an update.
-    """
+    """The values of the variables at this boundary, by any unique suffix of a name. Each lookup copies."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -243,16 +248,27 @@ class _Logs(NamedTuple):
     steps: int
     logs: Mapping[str, Any]
     time: float = 0.0
-    batches: int | None = None
+    batches: int | None = None  # of the epoch so far; None outside of `fit`
+    counts: Mapping[
+        str, Sequence[Any]
+    ] = {}  # what each mean is over so far: parts of a sum; not of all known
     before: Mapping[str, Any] = {}  # the logs after the batches of the epoch before these steps
+    counts_before: Mapping[str, Sequence[Any]] = {}
 
-    def own(self, metric: str) -> float | None:
-        """The value of these steps alone; None if it is not known."""
+    def own_mean(self, metric: str) -> float | None:
+        """These steps alone, of a metric whose running mean the logs have; None if that is not known."""
         value = _number(self.logs.get(metric))
         if value is None or self.batches is None or self.batches <= self.steps:
             return value
-        mean, done = _number(self.before.get(metric)), self.batches - self.steps
-        return None if mean is None else (value * self.batches - mean * done) / self.steps
+        mean = _number(self.before.get(metric))
+        if mean is None:
+            return None
+        done, whole = float(self.batches - self.steps), float(self.batches)
+        if metric in self.counts:
+            done, whole = (sum(map(float, of.get(metric, ()))) for of in (self.counts_before, self.counts))
+            if whole <= done:  # not measured in these steps; or not by this metric, or it was reset
+                return None if 0 < whole == done and value == mean else value
+        return (value * whole - mean * done) / (whole - done)
 
 
 class RecentMetrics:
@@ -262,7 +278,11 @@ class RecentMetrics:
         self._new: deque[_Logs] = deque(maxlen=MOST_UNWRITTEN)
         self._previous: _Logs | None = None  # the last boundary, even if a trial was reverted since
         self._since: int | None = None
+        # Of `fit`, set before `note`.
         self.batches: int | None = None
+        self.counts: Mapping[str, Sequence[Any]] = {}
+        # Of the metrics of `fit`, whether the logs have their running means. Others are taken as they are.
+        self.means: Mapping[str, bool] = {}
         self.rate: float | None = None  # The learning rate, when it was last told.
 
     def note(self, step: int, steps: int, logs: Mapping[str, Any] | None, rate: float | None = None) -> None:
@@ -270,10 +290,10 @@ class RecentMetrics:
         batches, self.batches = self.batches, None
         if logs is None:
             return
-        last = self._previous
-        follows = last is not None and batches is not None and last.batches == batches - steps
-        before = last.logs if last is not None and follows else {}
-        self._previous = _Logs(step, steps, dict(logs), time.time(), batches, before)
+        last, now = self._previous, _Logs(step, steps, dict(logs), time.time(), batches, self.counts)
+        if last is not None and batches is not None and last.batches == batches - steps:
+            now = now._replace(before=last.logs, counts_before=last.counts)
+        self._previous = now
         self._last.append(self._previous)
         self._new.append(self._previous)
         if rate is not None and rate != self.rate:
@@ -286,18 +306,11 @@ class RecentMetrics:
         """What was measured beside the steps, as by a validation: for metrics.jsonl alone."""
         self._new.append(_Logs(step, 0, dict(logs), time.time()))
 
-    def take(self, is_mean: Callable[[str], bool]) -> Iterator[tuple[int, float, dict[str, float]]]:
-        """What was measured since the last call: step, time and own values. One thread; not the training one.
-
-        In `fit` the own values of what `is_mean` says is a mean over the epoch; others are told as they are.
-        """
+    def take(self) -> Iterator[tuple[int, float, dict[str, float]]]:
+        """What was measured since the last call: step, time, own values. One thread; not the training one."""
         while self._new:
             one = self._new.popleft()
-            values = {
-                str(name): one.own(name) if name != RATE and is_mean(name) else _number(one.logs[name])
-                for name in one.logs
-            }
-            yield one.step, one.time, {name: value for name, value in values.items() if value is not None}
+            yield one.step, one.time, self._own_of_all(one)
 
     def begin(self, step: int) -> None:
         self._since = step
@@ -331,6 +344,14 @@ class RecentMetrics:
                 expected=f"one of {', '.join(map(str, last.logs)) or 'none: the logs are empty'}",
                 received=repr(metric),
             )
+        if last.batches is not None and self.means.get(metric) is False:
+            means = [name for name, is_mean in self.means.items() if is_mean]
+            raise UpdateRefused(
+                "The metric of a trial must be a mean: the value of single steps cannot be told from a "
+                "metric that Keras computes over the whole epoch",
+                expected=f"one of {', '.join(means)}" if means else "a loss, or a keras.metrics.Mean",
+                received=repr(metric),
+            )
         latest: list[tuple[int, float]] = []
         values = self._own_values(metric, None)
         while values and steps > 0:
@@ -348,12 +369,7 @@ class RecentMetrics:
 
     def history(self) -> MetricHistory:
         """The values that a later trial may need, for a checkpoint. For the training thread."""
-        found: MetricHistory = []
-        for one in self._last:
-            own = {str(metric): one.own(metric) for metric in one.logs}
-            known = {metric: value for metric, value in own.items() if value is not None}
-            found.append((one.step, one.steps, known))
-        return found
+        return [(one.step, one.steps, self._own_of_all(one)) for one in self._last]
 
     def recall(self, history: Iterable[Sequence[Any]]) -> None:
         self._last = deque(_Logs(int(step), int(steps), logs) for step, steps, logs in history)
@@ -362,7 +378,14 @@ class RecentMetrics:
         """The number of steps and the own value of each boundary, oldest first."""
         # A copy: the training thread may append meanwhile.
         chosen = (one for one in tuple(self._last) if since is None or one.step > since)
-        return [(one.steps, value) for one in chosen if (value := one.own(metric)) is not None]
+        return [(one.steps, value) for one in chosen if (value := self._own(one, metric)) is not None]
+
+    def _own_of_all(self, one: _Logs) -> dict[str, float]:
+        own = {str(metric): self._own(one, metric) for metric in one.logs}
+        return {metric: value for metric, value in own.items() if value is not None}
+
+    def _own(self, one: _Logs, metric: str) -> float | None:
+        return one.own_mean(metric) if self.means.get(metric) else _number(one.logs.get(metric))
 
 
 def _number(value: Any) -> float | None:
@@ -372,31 +395,29 @@ def _number(value: Any) -> float | None:
         return None
 
 
+def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): number for name, value in logs.items() if (number := _number(value)) is not None}
+
+
 def _mean(values: Sequence[tuple[int, float]]) -> float | None:
     steps = sum(count for count, _ in values)
     return sum(count * value for count, value in values) / steps if steps else None
-
-
-def _no_snapshot(id_: str, due: bool, again: bool) -> Callable[[], Snapshot]:
-    raise Refuse("This worker makes no checkpoints")
 
 
 @dataclass
 class WorkerHooks:
     """What a session and its replica ask of the worker around them, and in which thread."""
 
+    # Training thread: this worker's part of a checkpoint, as `Replica.snapshot`.
+    take_snapshot: Callable[[str, bool, bool], Callable[[], Snapshot]]
     # Any thread: raises if another worker has failed.
     check: Callable[[], None] = lambda: None
     # Training thread: how many transfers this worker has started in steps.
     trained: Callable[[], int] = lambda: 0
-    # Training thread: this worker's part of a checkpoint, as `Replica.snapshot`.
-    take_snapshot: Callable[[str, bool, bool], Callable[[], Snapshot]] = _no_snapshot
     # Worker 0, lane "saver".
     write_checkpoint: Callable[[Saved], WriteOutcome] = lambda saved: WriteOutcome.DURABLE
     # Worker 0, training thread, all workers stopped: those known by checkpoint and journal.
     expected_digests: Callable[[Sequence[str]], dict[str, str]] = lambda names: {}
-    # Training thread: this worker has applied an update.
-    on_applied: Callable[[str], None] = lambda id_: None
     # Training thread: the report of an audit for which all workers stopped, and whether it is raised.
     on_report: Callable[[Any, bool], None] = lambda report, raises: None
     # Training thread: all workers exit now. Why the state was not saved, and who asked.
@@ -430,7 +451,7 @@ class StateReplica:
     machine: WorkerMachine
     state: State
     parcels: Parcels
-    releasing: Lane
+    release_later: Callable[[Callable[[], object]], None]  # in the lane "release"
     reached: Callable[[str, Stage], None]
     limits: Limits
     receive_secs: float
@@ -440,7 +461,7 @@ class StateReplica:
 
     def __post_init__(self) -> None:
         self.rank = self.machine.rank
-        self.hooks = WorkerHooks()  # those of the worker around, from `Session.start` on
+        self.hooks: WorkerHooks  # those of the worker around, from `Session.start` on
         self.functions: dict[str, Function] = {}  # that this worker has proposed and will run
         self._copy: list[Arrays] | None = None  # during a trial: the state before it, of each local replica
         # Worker 0: what updates have overwritten, from their boundary until it is written. A revert needs it.
@@ -526,7 +547,7 @@ class StateReplica:
 
         def report() -> Applied:
             applied = Applied(digested(), applied_at, stall_secs, trained, keeps, measured())
-            self.releasing.do(lambda: self.parcels.release_applied(parcel_id))
+            self.release_later(lambda: self.parcels.release_applied(parcel_id))
             return applied
 
         return report

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,33 +22,30 @@ import keras
 import numpy.typing as npt
 import tensorflow as tf
 
+from replicast.client import connect
+from replicast.client.run import Brief
 from replicast.config import read_launch, start_timeout_secs
 from replicast.core.entries import Receipt
+from replicast.core.messages import Refusal
 from replicast.core.operation import Timeouts
-from replicast.core.records import Refusal
-from replicast.errors import CheckpointError, ClusterError, NotSupported
+from replicast.errors import CheckpointError, ClusterError, FileDamaged, JobFailed, NotFound, NotSupported
 from replicast.files import RunDir, below
 from replicast.replicas.callback import ReplicasCallback
-from replicast.replicas.follower import Follower
 from replicast.replicas.job_audits import AuditPlan
-from replicast.replicas.job_checkpoints import (
-    Restore,
-    Restored,
-    SaveEvery,
-    Saving,
-    WhenBusy,
-    no_run_dir,
-)
+from replicast.replicas.job_checkpoints import Restore, Restored, SaveEvery, Saving, WhenBusy, no_run_dir
 from replicast.replicas.joined_worker import JoinedWorker
 from replicast.replicas.position import Position
 from replicast.replicas.proposals import Ticket, checked_worker, refused
-from replicast.replicas.replica import Function
-from replicast.storage.checkpoints import CheckpointStore
-from replicast.training import Source, Strategy, job_of
+from replicast.replicas.replica import Function, numbers
+from replicast.storage.checkpoints import CheckpointStore, Equality, Manifest, differences
+from replicast.storage.run_files import EVALUATIONS, JobState, append_metrics, measured_in
+from replicast.training import Source, Strategy, TensorFlowState, job_of
 from replicast.training.resuming import Batches
 from replicast.training.strategy import StockJob
+from replicast.training.tensorflow_state import GLOBAL_SEED
 from replicast.training.writing import writing_alone
 from replicast.update.audit_report import AuditReport, Policy
+from replicast.update.edits import Edit, EditKind
 from replicast.update.guard import Guard, checked_guard
 from replicast.update.schema import Limits, Schema
 from replicast.update.trial import Trial
@@ -57,7 +55,9 @@ logger = logging.getLogger("replicast")
 
 Durability = Literal["disk", "memory"]
 
+POLL_SECS, REMIND_SECS = 1.0, 60.0  # of the evaluator
 WRITE_SECS = 3600.0  # how long the others wait while worker 0 reads or writes a model file
+_TO_BUILD = "Call model(sample_batch) inside strategy.scope(), or give the model a keras.Input"
 
 
 class Replicas:
@@ -371,7 +371,7 @@ class Replicas:
         Raises:
             UpdateRefused: `source`, `at_step` or `trial` is not valid.
         """
-        return self._active().session.proposals.propose(update, source=source, at_step=at_step, trial=trial)
+        return self._active().session.proposals.propose(update, source, at_step, trial)
 
     def revert(self, number: int, note: str = "", *, force: bool = False) -> Ticket:
         """Proposes an update that undoes a committed one. Any worker, any thread; returns at once.
@@ -524,6 +524,16 @@ class Replicas:
     def training_begins(self) -> JoinedWorker:
         """Called by the callback, or the first boundary, on all workers. Resumes the journal's updates."""
         worker = self._open() if self._worker is None else self._active()
+        if self.rank == 0 and self._run_dir is not None and not (worker.training.has_begun or self._restores):
+            last = CheckpointStore(self._run_dir).last()
+            if last is not None and last.attempt < worker.session.attempt:
+                logger.warning(
+                    "the run has a checkpoint of step %d, and this script does not call replicas.restore(): "
+                    "training starts at step %d, and the checkpoints of before are removed once there are "
+                    "later ones. To continue from it, call replicas.restore() before training",
+                    last.step,
+                    worker.session.step,
+                )
         worker.begin_training()
         return worker
 
@@ -550,8 +560,7 @@ class Replicas:
             raise NotSupported(
                 "A model that is not built",
                 reason="its variables do not exist yet, so they have no names",
-                remedy="Give it a keras.Input, or call model.build(shape) inside strategy.scope(), or wait "
-                "until training has begun",
+                remedy=f"{_TO_BUILD}, or wait until training has begun",
             )
         return self._worker
 
@@ -649,3 +658,103 @@ def _tracked(source: Source) -> tf.train.Checkpoint:
         return source.model
     optimizers = {name: one for name, one in source.optimizers().items() if name == "optimizer"}
     return tf.train.Checkpoint(model=source.model, **optimizers)
+
+
+class Follower:
+    """The evaluator of a job: reads each new checkpoint into the model and measures it.
+
+    It is no worker. It reads the run directory as anybody outside does, claims nothing in it, and writes one
+    file of its own, evaluations.jsonl. So it can be late, killed or started again, and the job does not
+    notice. A checkpoint is known by its step and the moment when worker 0 made it: after a restart of the job
+    there may be another one of the same step.
+    """
+
+    def __init__(self, source: Source, run_dir: RunDir) -> None:
+        if not source.is_built:
+            raise NotSupported(
+                "follow with a model that is not built",
+                reason="its variables do not exist yet, so they have no names",
+                remedy=_TO_BUILD,
+            )
+        named, hints = source.variables()
+        weights = (one._replace(slots=()) for one in named if one.kind != "optimizer")
+        self._state = TensorFlowState([one for one in weights if one.name != GLOBAL_SEED], hints)
+        self._names = [variable.name for variable in self._state.schema]
+        self._run_dir = run_dir
+        self._store = CheckpointStore(run_dir)
+
+    def run(self, evaluate: Callable[[], Any], start_secs: float) -> dict[int, dict[str, float]]:
+        found: dict[int, dict[str, float]] = {}
+        known = {(one["step"], one["time"]) for one in measured_in(self._run_dir, EVALUATIONS)}
+        # If it was stopped or has failed, a scheduler may be starting it again, together with this process.
+        brief = self._brief()
+        at_first = None if brief is None else (brief.state, brief.heard_at)
+        has_run, seen = False, time.monotonic()
+        reminded = seen
+        while True:
+            brief = self._brief()  # Before the checkpoints: one that the job makes at its end is not missed.
+            if brief is not None and (brief.running or (brief.state, brief.heard_at) != at_first):
+                has_run = True
+            for manifest in self._store.manifests():
+                key = (manifest.step, round(manifest.created_at, 6))
+                if key in known:
+                    continue
+                known.add(key)  # Also a damaged one: it is said once.
+                if not self._restore(manifest):
+                    continue
+                metrics = evaluate()
+                if not isinstance(metrics, Mapping):
+                    raise TypeError(
+                        "evaluate must return metrics by name, as model.evaluate(…, return_dict=True) does. "
+                        f"Received: {type(metrics).__name__}"
+                    )
+                found[manifest.step] = values = numbers(metrics)
+                append_metrics(self._run_dir, (manifest.step, manifest.created_at, values), file=EVALUATIONS)
+                logger.info("step %d evaluated: %s", manifest.step, values)
+            now, state = time.monotonic(), None if brief is None else brief.state
+            if brief is not None and brief.running:
+                seen = now
+            elif state == JobState.FINISHED or (has_run and state == JobState.STOPPED):
+                return found
+            elif brief is not None and has_run and state == JobState.FAILED:
+                raise JobFailed(f"The job of {below(self._run_dir)} has failed: {brief.sentence}")
+            elif now - seen > start_secs:
+                if found:
+                    return found
+                said = "has no job" if brief is None else f"has no running job ({brief.sentence})"
+                raise JobFailed(f"{below(self._run_dir)} {said}; the evaluator has waited {start_secs:.0f} s")
+            elif now - reminded > REMIND_SECS:
+                logger.warning("the evaluator waits for a job in %s", below(self._run_dir))
+                reminded = now
+            time.sleep(POLL_SECS)
+
+    def _brief(self) -> Brief | None:
+        try:
+            return connect(str(below(self._run_dir).as_path())).brief()
+        except (NotFound, FileDamaged):  # It is not there yet.
+            return None
+
+    def _restore(self, manifest: Manifest) -> bool:
+        """Reads a checkpoint into the model. False if it was removed meanwhile, or is damaged."""
+        try:
+            with self._store.open(manifest.step) as reader:
+                for one in differences(self._state.schema, reader.manifest.schema):
+                    if one.verdict is not Equality.ONLY_SECOND:  # as those of its optimizer
+                        raise CheckpointError(
+                            "The checkpoint is of another model",
+                            path=reader.path,
+                            step=manifest.step,
+                            variable=one.name,
+                            expected=one.first,
+                            received=one.second,
+                        )
+                values = {name: reader.read(name) for name in self._names}
+        except FileDamaged as error:
+            logger.warning("the checkpoint of step %d is not evaluated: %s", manifest.step, error)
+            return False
+        except CheckpointError:
+            if any(one.step == manifest.step for one in self._store.manifests()):
+                raise
+            return False  # Removed since it was listed: the job keeps the latest ones.
+        self._state.apply([Edit(EditKind.ASSIGN, name, {"value": values[name]}) for name in self._names])
+        return True

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import importlib
 import itertools
 import logging
 import queue
@@ -41,7 +42,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -49,39 +50,135 @@ from typing import Any
 from replicast import faults
 from replicast.config import TOLD_TO_END
 from replicast.coordination import DirectExchange
-from replicast.core import events as e
+from replicast.core import messages as m
 from replicast.core.coordinator import Coordinator
-from replicast.core.entries import Committed, Decided, Entry, Payload, Receipt, Saved
-from replicast.core.messages import Answer, Request, Tell
+from replicast.core.entries import Committed, Decided, Entry, Payload, Receipt, Saved, Stage
+from replicast.core.messages import Answer, Refusal, Refuse, ReportId, Request, Tell
 from replicast.core.operation import Outcome, Timeouts
-from replicast.core.operations.apply import Apply, BeginTrial, EndTrial
+from replicast.core.operations.apply import Apply, BeginTrial, EndTrial, WriteBefore
 from replicast.core.operations.attempt import Exit, TakeSnapshot
-from replicast.core.operations.revert import WriteBefore
-from replicast.core.records import Refusal, Refuse, ReportId, Stage
 from replicast.core.worker import WorkerMachine
 from replicast.errors import ClusterError, FileDamaged, JobFailed, ReplicastError, UpdateRefused
+from replicast.processes import Deadline
 from replicast.replicas.channel import Channel, Note
-from replicast.replicas.lanes import WorkerThreads, wait_for
 from replicast.replicas.proposals import Proposals, Ticket, log_trial, refusal_of
 from replicast.replicas.replica import Parcels, StateReplica, WorkerHooks
-from replicast.replicas.telemetry import Telemetry
-from replicast.storage.journal import Journal, NotWritten, PerhapsWritten
+from replicast.storage.journal import Journal, NotWritten, PerhapsWritten, Updates, UpdateView
 from replicast.transport import Transport
 from replicast.update.audit_report import Policy
 from replicast.update.guard import Guard
-from replicast.update.schema import Limits
-from replicast.update.state import State
+from replicast.update.schema import Limits, State
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
 logger = logging.getLogger("replicast")
 
+LOOK_SECS = 0.5
 IDLE_SECS = 1.0
 STOP_SECS = 5.0
 REMIND_SECS = 0.5
 LONG_SECS = 10.0  # then the other workers are told that this one waits: they may wait for it in a transfer
 RAISE_SECS = 30.0  # how long an error that all workers raise is held back until the coordinator lets go
 _MUST_NOT_FAIL = (Apply, BeginTrial, EndTrial)
+_MOST_CHANGES = 20  # so many variables of an update have a curve of their own
+
+
+def wait_for(event: threading.Event, secs: float | None, check: Callable[[], None]) -> bool:
+    """Blocks until the event is set, and returns True; False after `secs`.
+
+    Meanwhile `check` is called twice a second. It raises when nobody is left who could set the event.
+    """
+    deadline = Deadline(secs)
+    while not event.wait(deadline.left(LOOK_SECS)):
+        check()
+        if deadline.has_passed():
+            return event.is_set()
+    return True
+
+
+class Lane:
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+
+    def do(self, task: Callable[[], object]) -> None:
+        """Queues a task and returns at once. Any thread or signal handler."""
+        self._tasks.put(task)
+
+    def flushed(self) -> threading.Event:
+        """Is set when all tasks are done that were queued before."""
+        done = threading.Event()
+        self.do(done.set)
+        return done
+
+    def end(self) -> None:
+        """Stops the lane after the tasks that are already queued."""
+        self._tasks.put(None)
+
+    def run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # what it holds, such as values of variables, is free while the lane waits for the next
+
+
+class WorkerThreads:
+    def __init__(self, on_death: Callable[[], None] = lambda: None) -> None:
+        self.stopping = threading.Event()
+        self._on_death = on_death
+        self._threads: list[threading.Thread] = []
+        self._lanes: list[Lane] = []
+        self._death: JobFailed | FileDamaged | None = None
+
+    def start(self, name: str, target: Callable[[], None]) -> None:
+        """Starts a thread; `target` must return soon after `stopping` is set."""
+        thread = threading.Thread(
+            target=self._run, args=(name, target), name=f"replicast-{name}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def lane(self, name: str) -> Lane:
+        lane = Lane()
+        self._lanes.append(lane)
+        self.start(name, lane.run)
+        return lane
+
+    def check(self) -> None:
+        if self._death is not None:
+            raise self._death
+
+    def stop(self, timeout_secs: float) -> None:
+        """Stops all threads and waits at most `timeout_secs` in total. Must not be called by one of them."""
+        self._stop_soon()
+        deadline = Deadline(timeout_secs)
+        for thread in self._threads:
+            thread.join(deadline.left(timeout_secs))
+            if thread.is_alive():
+                logger.debug("thread %s did not exit within %.0f s", thread.name, timeout_secs)
+
+    def have_ended(self) -> bool:
+        return self.stopping.is_set() and not any(thread.is_alive() for thread in self._threads)
+
+    def _stop_soon(self) -> None:
+        self.stopping.set()
+        for lane in self._lanes:
+            lane.end()
+
+    def _run(self, name: str, target: Callable[[], None]) -> None:
+        try:
+            target()
+        except BaseException as error:
+            if self.stopping.is_set():
+                logger.debug("thread %s failed while stopping", name, exc_info=error)
+                return
+            if isinstance(error, JobFailed | FileDamaged):
+                self._death = error  # the training thread reports it
+            else:
+                logger.error("the background thread %r died", name, exc_info=error)
+                said = f"{type(error).__name__}: {error}"
+                self._death = JobFailed(f"The background thread {name!r} of replicast died: {said}")
+                self._death.__cause__ = error
+            self._stop_soon()
+            self._on_death()
 
 
 class Gate:
@@ -94,7 +191,7 @@ class Gate:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._replica = session.replica
-        self._items: queue.SimpleQueue[e.Perform | tuple[Any]] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[m.Perform | tuple[Any]] = queue.SimpleQueue()
         self._is_left_early = False
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
@@ -108,7 +205,7 @@ class Gate:
         announce()
         while True:
             item = self._next()
-            if not isinstance(item, e.Perform):
+            if not isinstance(item, m.Perform):
                 self._is_left_early = False
                 self._raise_error()
                 self._session.check()
@@ -119,7 +216,7 @@ class Gate:
                 return None
             self._replica.stopped_at = time.monotonic()
 
-    def perform(self, command: e.Perform) -> None:
+    def perform(self, command: m.Perform) -> None:
         self._items.put(command)
 
     def let_go(self, value: Any = None) -> None:
@@ -140,23 +237,23 @@ class Gate:
                 "them. Let the script exit, and restart the job"
             )
 
-    def _next(self) -> e.Perform | tuple[Any]:
+    def _next(self) -> m.Perform | tuple[Any]:
         waited = 0.0
         while True:
             try:
                 item = self._items.get(timeout=REMIND_SECS)
                 if waited >= LONG_SECS:
-                    self._session.replica.hooks.on_long_wait(None)
+                    self._replica.hooks.on_long_wait(None)
                 return item
             except queue.Empty:
                 waited += REMIND_SECS
                 if waited == LONG_SECS:
                     # Not in a lane: what is known of this worker must not stay behind when it trains on.
-                    self._session.replica.hooks.on_long_wait(self._session.step)
+                    self._replica.hooks.on_long_wait(self._session.step)
             if self.error is None:
                 self._session.check()
             elif waited >= RAISE_SECS:  # the one that raised first may have ended the coordinator
-                self._session.replica.hooks.on_long_wait(None)
+                self._replica.hooks.on_long_wait(None)
                 self._raise_error()
 
     def _raise_error(self) -> None:
@@ -164,7 +261,7 @@ class Gate:
         if error is not None:
             raise error
 
-    def _carry_out(self, command: e.Perform) -> None:
+    def _carry_out(self, command: m.Perform) -> None:
         order = command.order
         try:
             value: Any = order.perform(self._replica)
@@ -247,8 +344,8 @@ class Session:
             self._worker,
             self.state,
             self._parcels,
-            self._releasing,
-            self._reached,
+            self._releasing.do,
+            lambda id_, stage: self.proposals.reach(id_, stage),
             self.limits,
             receive_secs=self.timeouts.prepare_secs - 10.0,
             journal=journal,
@@ -257,7 +354,12 @@ class Session:
         )
         self._gate = Gate(self)
         self.proposals = Proposals(
-            self.replica, self._outbox, self.size, self.in_training_thread, self._events.put, self._wait_for
+            self.replica,
+            self._outbox.do,
+            self.size,
+            self.in_training_thread,
+            self._events.put,
+            self._wait_for,
         )
 
     def start(self, hooks: WorkerHooks) -> None:
@@ -313,14 +415,14 @@ class Session:
             self._gate.thread = threading.current_thread()
             self.check()
         else:
-            self._gate.enter(lambda: self._events.put(e.Arrived(step)))
+            self._gate.enter(lambda: self._events.put(m.Arrived(step)))
 
     def rest(self, *intent: Any) -> Any:
         """Waits at this boundary until all workers rest here with the same intent.
 
         All earlier proposals, of any worker, are settled when it returns. Blocks as long as the others run.
         """
-        outcome = self._gate.enter(lambda: self._outbox.do(lambda: self._events.put(e.Rested(intent))))
+        outcome = self._gate.enter(lambda: self._outbox.do(lambda: self._events.put(m.Rested(intent))))
         if isinstance(outcome, Refusal):
             self.exchange.check_nobody_left()  # a worker that has left is the better explanation
             raise ClusterError(outcome.problem, remedy="Every worker must make the same calls to replicast")
@@ -386,10 +488,6 @@ class Session:
     def propose(self, update: Update, at_step: int | None = None, trial: Trial | None = None) -> Ticket:
         return self.proposals.propose_update(update, at_step, trial)
 
-    def request(self, kind: str, asked_by: tuple[str, ...] = (), arguments: tuple[Any, ...] = ()) -> None:
-        """Requests an operation of all workers at one of the next boundaries. Signal handlers may call it."""
-        self._outbox.do(lambda: self._events.put(Request(kind, asked_by, arguments)))
-
     def send_note(self, text: str) -> None:
         """Sends this worker's note to worker 0, before whatever it sends next. Not for worker 0."""
         self._events.put(Note(text))
@@ -430,7 +528,7 @@ class Session:
             return ticket.done()
         if self.in_training_thread():
             secs = self.timeouts.wait_secs if timeout is None and not self.begun else timeout
-            awaited = e.Awaited(ticket.number, secs)
+            awaited = m.Awaited(ticket.number, secs)
             self._gate.enter(lambda: self._outbox.do(lambda: self._events.put(awaited)))
             return ticket.done()
         return wait_for(ticket.settled, timeout, self.check)
@@ -464,7 +562,7 @@ class Session:
                 if isinstance(message, Note):
                     self.replica.hooks.on_note(rank, message.text)
                 else:
-                    self._events.put(e.FromWorker(rank, message))
+                    self._events.put(m.FromWorker(rank, message))
 
     def _handle(self, event: Any) -> None:
         pending = [] if event is None else [event]
@@ -474,7 +572,7 @@ class Session:
     def _handle_one(self, event: Any) -> list[Any]:
         """Passes an event to its machine, executes the commands, and returns the local events that follow."""
         if isinstance(event, Request):
-            return self._dispatch([e.Send(event)], None)
+            return self._dispatch([m.Send(event)], None)
         if isinstance(event, Note):
             self.channel.send([event])
             return []
@@ -482,7 +580,7 @@ class Session:
         if isinstance(event, tuple):  # a timer of one of the machines
             machine, event = event
         else:
-            is_for_coordinator = isinstance(event, e.FromWorker | e.Written)
+            is_for_coordinator = isinstance(event, m.FromWorker | m.Written)
             machine = self._coordinator if is_for_coordinator else self._worker
         if machine is None:
             return []
@@ -496,54 +594,54 @@ class Session:
 
     def _dispatch(self, commands: list[Any], machine: WorkerMachine | Coordinator | None) -> list[Any]:
         follow: list[Any] = []
-        sent = [command.message for command in commands if isinstance(command, e.Send)]
-        said = [command.message for command in commands if isinstance(command, e.Broadcast)]
+        sent = [command.message for command in commands if isinstance(command, m.Send)]
+        said = [command.message for command in commands if isinstance(command, m.Broadcast)]
         if said:  # to the others first: worker 0 must not act on a message that they may never receive
             self.channel.broadcast(said)
             follow += said
         if sent and self._coordinator is None:
             self.channel.send(sent)
         elif sent:  # worker 0 and its coordinator are in one process
-            follow += [e.FromWorker(self.rank, message) for message in sent]
+            follow += [m.FromWorker(self.rank, message) for message in sent]
         for command in commands:
-            if isinstance(command, e.SetTimer):
-                timer = machine, e.TimerFired(command.number)
+            if isinstance(command, m.SetTimer):
+                timer = machine, m.TimerFired(command.number)
                 heapq.heappush(self._timers, (time.monotonic() + command.secs, next(self._numbers), timer))
-            elif not isinstance(command, e.Send | e.Broadcast):
+            elif not isinstance(command, m.Send | m.Broadcast):
                 self._carry_out(command)
         return follow
 
     def _carry_out(self, command: Any) -> None:
         match command:
-            case e.Perform(_, order):
+            case m.Perform(_, order):
                 if not order.in_background:
                     self._gate.perform(command)
                 elif isinstance(order, WriteBefore):
                     self._files.do(lambda: self._perform(command))
                 else:
                     self._preparing.do(lambda: self._perform(command))
-            case e.PassBoundary():
+            case m.PassBoundary():
                 self._gate.let_go()
-            case e.Continue(outcome):
+            case m.Continue(outcome):
                 self._gate.let_go(outcome)
-            case e.Settle(number, tell):
+            case m.Settle(number, tell):
                 self.proposals.told(number, tell)
-            case e.DropPrepared(id_):
+            case m.DropPrepared(id_):
                 self._parcels.discard_soon(id_)
                 self._preparing.do(lambda: self.replica.discard(id_))
-            case e.Write(number, entry):
+            case m.Write(number, entry):
                 self._write(number, entry)
-            case e.CloseInbox(ticket, tell):
+            case m.CloseInbox(ticket, tell):
                 self.proposals.close_from_outside(ticket, tell.stage)
                 self.replica.hooks.on_inbox(ticket, tell)
-            case e.Ended():
+            case m.Ended():
                 self._releasing.do(lambda: self.replica.hooks.on_ended(command))
-            case e.EndJob(reason):
+            case m.EndJob(reason):
                 raise JobFailed(reason)
 
     # Orders, in a lane or in the gate.
 
-    def _perform(self, command: e.Perform) -> None:
+    def _perform(self, command: m.Perform) -> None:
         """Executes an order in a lane. An unexpected error refuses only this order."""
         try:
             value = command.order.perform(self.replica)
@@ -557,7 +655,7 @@ class Session:
             logger.warning("%s failed on this worker", type(command.order).__name__, exc_info=True)
             problem = f"A worker could not prepare it ({type(error).__name__}: {error})"
             value = refusal_of(UpdateRefused(problem), self.rank)
-        self._events.put(e.Performed(command.number, value))
+        self._events.put(m.Performed(command.number, value))
 
     def performed(self, number: int, order: Any, value: Any) -> None:
         later = isinstance(order, TakeSnapshot) or callable(value)
@@ -565,12 +663,7 @@ class Session:
             # Training goes on meanwhile. In the outbox: earlier proposals belong to a checkpoint, and a
             # checkpoint that holds an update comes after the report that it is applied.
             self._outbox.do(lambda: self._events.put(Answer(number, value() if callable(value) else value)))
-        self._events.put(e.Performed(number, None if later else value, answers=not later))
-
-    def _reached(self, id_: str, stage: Stage) -> None:
-        self.proposals.reach(id_, stage)
-        if stage is Stage.APPLIED:
-            self.replica.hooks.on_applied(id_)
+        self._events.put(m.Performed(number, None if later else value, answers=not later))
 
     # Worker 0's writes: entries in one lane, and checkpoints, which take longer, in another.
 
@@ -579,21 +672,30 @@ class Session:
         if journal is None:
             return
 
-        def then(outcome: e.WriteOutcome, problem: str) -> None:
+        def then(outcome: m.WriteOutcome, problem: str) -> None:
             if (telemetry := self._telemetry) is not None and isinstance(entry, Receipt):
                 self._telling.do(lambda: telemetry.tell(entry.sequence))
-            self._events.put(e.Written(number, outcome, problem))
+            self._events.put(m.Written(number, outcome, problem))
+
+        def write_entry() -> None:
+            outcome, problem = _written(journal, entry, update)
+            then(outcome, problem)
+            if outcome is m.WriteOutcome.DURABLE:
+                journal.sync()  # of what nobody waits for
 
         if isinstance(entry, Saved):
-            write = self.replica.hooks.write_checkpoint
-            self._saver.do(lambda: then(write(entry), "The checkpoint cannot be written"))
+            saved, write = entry, self.replica.hooks.write_checkpoint
+
+            def save() -> None:
+                then(write(saved), "The checkpoint cannot be written")
+
+            self._entries.do(lambda: self._saver.do(save))  # What it relies on is synced by then.
             return
         update = self._parcels.prepared(entry.id, entry.digest) if isinstance(entry, Payload) else None
-        self._entries.do(lambda: then(*_written(journal, entry, update)))
+        self._entries.do(write_entry)
 
 
-def _written(journal: Journal, entry: Entry, update: Update | None) -> tuple[e.WriteOutcome, str]:
-    """Writes an entry; returns what is known of it, and why it failed."""
+def _written(journal: Journal, entry: Entry, update: Update | None) -> tuple[m.WriteOutcome, str]:
     if isinstance(entry, Receipt):
         faults.point("verify")
     elif isinstance(entry, Decided):
@@ -602,13 +704,128 @@ def _written(journal: Journal, entry: Entry, update: Update | None) -> tuple[e.W
         journal.write(entry, update)
     except NotWritten as error:
         logger.warning("%s", error)
-        return e.WriteOutcome.FAILED, str(error)
+        return m.WriteOutcome.FAILED, str(error)
     except (PerhapsWritten, FileDamaged) as error:
         logger.error("%s", error)
-        return e.WriteOutcome.UNKNOWN, str(error)
+        return m.WriteOutcome.UNKNOWN, str(error)
     except JobFailed as error:
         logger.error("%s", error)
-        return e.WriteOutcome.FENCED, str(error)
+        return m.WriteOutcome.FENCED, str(error)
     if isinstance(entry, Committed):
         faults.point("commit")
-    return e.WriteOutcome.DURABLE, ""
+    return m.WriteOutcome.DURABLE, ""
+
+
+# Updates, trials and restarts for the tools that people have: TensorBoard and OpenTelemetry.
+
+
+class Telemetry:
+    """Worker 0 tells of an update once its receipt is durable. What fails here is logged once, no more.
+
+    Call the methods in its lane: they may block as long as a disk or a collector does.
+    """
+
+    def __init__(self, journal: Journal, attempt: int) -> None:
+        self._journal = journal
+        self._attempt = attempt
+        self._updates: Updates | None = None
+        self._boards: dict[str, Any] = {}
+        self._warned = False
+
+    def open_board(self, log_dir: str, step: int) -> None:
+        """Writes below a directory in which Keras' TensorBoard callback writes, from this step on."""
+        with self._one_warning():
+            if log_dir in self._boards:
+                return
+            import tensorflow as tf  # a user's test has workers without it
+
+            place = tf.io.gfile.join(log_dir, "replicast")
+            board = self._boards[log_dir] = tf.summary.create_file_writer(place)
+            with board.as_default(step):
+                tf.summary.scalar("replicast/attempt", self._attempt)
+                if self._attempt:
+                    text = f"Attempt {self._attempt} begins at step {step}"
+                    tf.summary.text("replicast/restarts", text)
+                board.flush()
+
+    def tell(self, sequence: int) -> None:
+        with self._one_warning():
+            tracing: Any = None
+            with contextlib.suppress(ImportError):
+                tracing = importlib.import_module("opentelemetry.trace")
+            if self._boards or tracing is not None:
+                self._updates = self._updates or Updates(self._journal)
+                self._updates.read_on()
+                view = self._updates.committed(sequence)
+                if self._boards:
+                    self._write(view)
+                if tracing is not None:
+                    _trace(tracing, view)
+
+    @contextlib.contextmanager
+    def _one_warning(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            if not self._warned:
+                self._warned = True
+                logger.exception("TensorBoard or OpenTelemetry cannot be told of updates")
+
+    def _write(self, view: UpdateView) -> None:
+        import tensorflow as tf
+
+        why = " · ".join(filter(None, (view.author, view.note)))
+        changes = "".join(f"\n- {text}" for text in view.texts)
+        replayed = ", again after a restart" if len(view.receipts) > 1 else ""
+        text = f"**Update {view.sequence}: {view.stage}** at step {view.step}{replayed}\n\n{why}\n{changes}"
+        for board in self._boards.values():
+            with board.as_default(view.step):
+                tf.summary.text("replicast/updates", text)
+                for name, (begun, ended) in view.timings.items() if len(view.receipts) == 1 else ():
+                    tf.summary.scalar(f"replicast/{name}_secs", ended - begun)
+                for effect in view.effects[:_MOST_CHANGES]:
+                    if effect.relative is not None:
+                        tf.summary.scalar(f"replicast/relative_change/{effect.variable}", effect.relative)
+                if (trial := view.outcome) is not None:
+                    outcome = f"Update {view.sequence} is {trial.outcome}: {trial.reason}"
+                    tf.summary.text("replicast/trials", outcome, trial.step)
+                    for when, value in (("before", trial.before), ("during", trial.during)):
+                        if value is not None:
+                            tf.summary.scalar(f"replicast/trial_{trial.metric}_{when}", value, trial.step)
+                board.flush()
+
+
+def _trace(api: Any, view: UpdateView) -> None:
+    """One span, from the proposal to the receipt, with one inside for each part of it."""
+    receipt, outcome = view.receipt, view.outcome
+    if receipt is None or len(view.receipts) > 1:  # an earlier attempt has told of it
+        return
+    tracer = api.get_tracer("replicast")
+    begins, ends = zip(*view.timings.values(), strict=True)
+    about = {
+        "id": view.id,
+        "sequence": view.sequence,
+        "step": view.step,
+        "attempt": view.attempt,
+        "stage": str(view.stage),
+        "author": view.author,
+        "note": view.note,
+        "changes": view.texts,
+        "workers": view.workers,
+        "digest": receipt.digests[0],
+        "trial": None if outcome is None else outcome.reason,
+    }
+    attributes = {f"replicast.{name}": value for name, value in about.items() if value is not None}
+    # Not within a span of whatever runs in this thread: an update is a trace of its own.
+    root = api.set_span_in_context(api.INVALID_SPAN)
+    span = tracer.start_span("replicast.update", root, attributes=attributes, start_time=_ns(min(begins)))
+    inside = api.set_span_in_context(span)
+    for name, (begun, ended) in view.timings.items():
+        tracer.start_span(f"replicast.{name}", inside, start_time=_ns(begun)).end(_ns(ended))
+    if view.stage is Stage.FAILED:
+        span.set_status(api.StatusCode.ERROR, "the workers' digests differ")
+    span.end(_ns(max(ends)))
+
+
+def _ns(secs: float) -> int:
+    return int(secs * 1e9)

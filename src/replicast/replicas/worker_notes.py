@@ -23,7 +23,6 @@ per 2 s) and for 1,000 (one per 20 s). Only the last note of each worker is in m
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import math
@@ -33,17 +32,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from replicast.deadline import Deadline
+from msgspec.structs import replace
+
+from replicast.codec import described, parse_object
 from replicast.errors import FileDamaged, JobFailed, printable
-from replicast.files import RunDir, below, write_quickly
-from replicast.processes import this_machine
-from replicast.replicas.inbox_reader import InboxReader
-from replicast.replicas.job_checkpoints import numbers
+from replicast.files import RunDir, RunPath, below, write_quickly
+from replicast.processes import Deadline, this_machine
 from replicast.replicas.position import Position, Training
+from replicast.replicas.proposals import InboxReader
+from replicast.replicas.replica import numbers
 from replicast.replicas.session import Session
 from replicast.storage.claims import Fence, sees_group
 from replicast.storage.inbox import Arrivals
@@ -57,7 +59,6 @@ from replicast.storage.run_files import (
     sent_every_secs,
     write_worker_note,
 )
-from replicast.strictjson import described, parse_object
 
 logger = logging.getLogger("replicast")
 
@@ -95,16 +96,17 @@ class RunFiles:
         session = self.session
         self._operations: list[dict[str, Any]] = []
         self._warned: set[RunDir] = set()
-        self.inbox = InboxReader(session, self._warn, self.may_save)
+        self.inbox = InboxReader(
+            session.proposals, session.operations, session.attempt, self._warn, self.may_save
+        )
         self._distant = DistantNotes(self._warn)
         self._fit: tuple[int, int] | None = None
         self._sends_every = sent_every_secs(session.size)
         spread = session.rank / session.size * self._sends_every  # They must not all come at once.
         self._sends_at = time.monotonic() + SEES_SECS + spread
-        self._noting = threading.Lock()
+        self._noting, self._reading = threading.Lock(), threading.Lock()
         self.waiting_for = ""
         self.logs: Mapping[str, Any] | None = None
-        self.means: tuple[str, ...] = ()  # The metrics of `fit` that are means over the epoch.
         self._pace = Pace()
         self._began = self._recorded = time.monotonic()
         self.on_note = self._distant.receive
@@ -115,6 +117,15 @@ class RunFiles:
             self.session.threads.start("run-files", self._run)
         if self.heartbeat is not None:
             self.session.threads.start("heartbeat", self._beat)
+
+    def take_first(self) -> None:
+        """Before the attempt trains: what waits in the inbox is applied before its first step."""
+        waiting: list[RunPath] = []
+        if self.session.rank == 0:
+            with self._reading:
+                self._with_files(lambda run_dir: waiting.extend(self.inbox.first(run_dir)))
+                for path in waiting:  # Each by itself: another group may have taken over meanwhile.
+                    self._with_files(partial(self.inbox.take, path=path))
 
     def finish(self, *, finished: bool = True) -> None:
         """Writes the last state, after the threads have stopped; `finished` if nobody has told it to end."""
@@ -149,13 +160,17 @@ class RunFiles:
                     if self.group and now >= self._sends_at:
                         self._sends_at = now + self._sends_every
                         self.session.send_note(json.dumps(self._note().to_json()))
-                if is_first:
-                    self._with_files(
-                        self.inbox.take_outcomes,
-                        self.inbox.settle,
-                        self._distant.write,
-                        lambda run_dir: self.inbox.look(run_dir, training=self.training.active),
-                    )
+                # `take_first` may read for long, and the notes tell others that this job runs.
+                if is_first and self._reading.acquire(blocking=False):
+                    try:
+                        self._with_files(
+                            self.inbox.take_outcomes,
+                            self.inbox.settle,
+                            self._distant.write,
+                            lambda run_dir: self.inbox.look(run_dir, training=self.training.active),
+                        )
+                    finally:
+                        self._reading.release()
 
     def _stopping_after_a_wait(self) -> bool:
         """Waits for a request or an outcome, or until it is time to look; says whether to stop."""
@@ -163,10 +178,9 @@ class RunFiles:
         if arrivals is None:
             return stopping.wait(LOOK_SECS)
         deadline = Deadline(LOOK_SECS)
-        # However many requests arrive, the thread rests between two looks.
-        while not stopping.wait(_REST_SECS) and not deadline.has_passed():
-            if arrivals.wait(_STOP_SECS):
-                break
+        stopping.wait(_REST_SECS)  # However many requests arrive, the thread rests between two looks.
+        while not stopping.is_set() and not deadline.has_passed() and not arrivals.wait(_STOP_SECS):
+            pass  # Other files of the inbox, as the note that an author writes just before its update.
         return stopping.is_set()
 
     def _beat(self) -> None:
@@ -207,7 +221,12 @@ class RunFiles:
     def _with_files(self, *acts: Callable[[RunDir], None]) -> None:
         """Runs each action if this worker writes; a disk error in one does not prevent the others."""
         run_dir = self.run_dir
-        if run_dir is None or not (self._sees_directory() or self.launcher_reads):
+        if run_dir is None:
+            return
+        # Whether it is worker 0's. A shared file system may show that after some seconds.
+        if self.group is not None and sees_group(run_dir, self.group):
+            self.group = None
+        if self.group is not None and not self.launcher_reads:
             return
         problem = "the run directory cannot be kept up to date"
         for act in acts:
@@ -222,13 +241,6 @@ class RunFiles:
                 act(run_dir)
             except OSError as error:
                 self._warn(run_dir, problem, error)
-
-    def _sees_directory(self) -> bool:
-        """Whether the run directory is worker 0's. A shared file system may show that after some seconds."""
-        group, run_dir = self.group, self.run_dir
-        if group is not None and run_dir is not None and sees_group(run_dir, group):
-            self.group = None
-        return self.group is None
 
     def _warn(self, path: RunDir, problem: str, error: Exception) -> None:
         if path not in self._warned:
@@ -263,11 +275,11 @@ class RunFiles:
         """The metrics of every step since the last time. Readers thin them out."""
         if self.session.rank == 0:
             measures = self.session.replica.measures
-            taken = measures.take(functools.cache(self._is_mean))
-            if measured := [one for one in taken if one[2]]:
+            if measured := [one for one in measures.take() if one[2]]:
                 if measures.rate is not None:  # The last line is what `status` tells.
                     measured[-1][2].setdefault(RATE, measures.rate)
-                append_metrics(run_dir, *measured)
+                running = [name for name, is_mean in measures.means.items() if not is_mean]
+                append_metrics(run_dir, *measured, running=running)
 
     def _record_notes(self, run_dir: RunDir) -> None:
         """Adds a line of what the workers' notes say to a file for charts: step time and memory by rank.
@@ -287,10 +299,6 @@ class RunFiles:
                 if (value := getattr(note, name)) is not None
             }
             append_metrics(run_dir, (self.session.step, time.time(), told), file=WORKERS)
-
-    def _is_mean(self, metric: str) -> bool:
-        """Whether the logs of `fit` have the mean of a metric over the epoch: with outputs, by its end."""
-        return metric.endswith("loss") or any(metric.endswith(name) for name in self.means)
 
     def _write_operations(self, run_dir: RunDir) -> None:
         operations = [] if self.waiting_for == ENDED else self.session.operations()

@@ -18,9 +18,12 @@ import logging
 import math
 import os
 import secrets
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -30,12 +33,7 @@ from msgspec.structs import replace
 from xxhash import xxh3_128
 
 from replicast import faults, files
-from replicast.core.entries import Saved
-from replicast.core.records import Pending
-from replicast.errors import CheckpointError, FileDamaged
-from replicast.files import TEMPORARY, RunDir, RunPath, below
-from replicast.storage.claims import CHECKPOINTS, Fence, checkpoint_name, last_claim, named_checkpoints
-from replicast.strictjson import (
+from replicast.codec import (
     View,
     check_format,
     described,
@@ -45,10 +43,22 @@ from replicast.strictjson import (
     sealed_json,
     unsealed,
 )
-from replicast.tensorfiles import header_of
-from replicast.update.digest import begun_digest, digest_of_digests
-from replicast.update.edits import Array, dtype_named
-from replicast.update.schema import Schema, Variable
+from replicast.core.entries import Pending, Saved
+from replicast.errors import CheckpointError, FileDamaged
+from replicast.files import TEMPORARY, RunDir, RunPath, below
+from replicast.storage.claims import (
+    CHECKPOINTS,
+    Fence,
+    checkpoint_name,
+    checkpoint_parts,
+    last_claim,
+    named_checkpoints,
+)
+from replicast.update.digest import begun_digest, digest_of_digests, distance
+from replicast.update.edits import Array, Edit, Variable, apply_to_slice, by_variable, slices_of
+from replicast.update.schema import Schema, planned
+from replicast.update.tensorfiles import header_of
+from replicast.update.update import Update
 
 logger = logging.getLogger("replicast")
 
@@ -133,7 +143,7 @@ class Span:
 
     def hasher(self) -> xxh3_128:
         """For the variable's bytes in row-major order, in pieces: the digest is that of `digest_array`."""
-        return begun_digest(dtype_named(self.variable.dtype), self.variable.shape)
+        return begun_digest(np.dtype(self.variable.dtype), self.variable.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +159,7 @@ def layout_of(schema: Schema) -> Layout:
             "A variable has a name that safetensors reserves", variable=_RESERVED, remedy="Rename it"
         )
     variables = {variable.name: variable for variable in schema}
-    header, names = header_of({one.name: (dtype_named(one.dtype), one.shape) for one in schema}, METADATA)
+    header, names = header_of({one.name: (np.dtype(one.dtype), one.shape) for one in schema}, METADATA)
     spans, size = dict[str, Span](), len(header)
     for name in names:  # Their bytes follow each other in this order.
         spans[name] = Span(variables[name], size, variables[name].nbytes)
@@ -181,7 +191,17 @@ def write_contents(directory: RunPath, draft: Manifest, pieces_of: Callable[[Var
     with _new_file(directory / STATE) as descriptor:
         files.write_all(descriptor, layout.header)
         for name, span in layout.spans.items():  # A digest is computed while its variable is written.
-            digests[name] = _write_variable(descriptor, span, pieces_of(span.variable))
+            hasher, place = span.hasher(), span.start
+            for piece in pieces_of(span.variable):
+                files.write_all(descriptor, piece)
+                files.start_writing(descriptor, place, len(piece))
+                hasher.update(piece)
+                place += len(piece)
+            if place != span.start + span.nbytes:
+                problem, received = "A variable has the wrong size", str(place - span.start)
+                expected = f"{span.nbytes} bytes"
+                raise CheckpointError(problem, variable=name, expected=expected, received=received)
+            digests[name] = hasher.hexdigest()
     digest = digest_of_digests(digests)
     manifest = replace(draft, digests=digests, state_digest=digest, nbytes=layout.nbytes)
     with _new_file(directory / MANIFEST) as descriptor:
@@ -211,34 +231,13 @@ def put_in_place(temporary: RunPath, path: RunPath) -> None:
 def _pieces(array: Array | None, variable: Variable) -> Pieces:
     array = None if array is None else np.asarray(array)
     if array is None or (array.dtype.name, array.shape) != (variable.dtype, variable.shape):
-        raise CheckpointError(
-            "A variable does not match the schema",
-            variable=variable.name,
-            expected=f"{variable.dtype} of shape {variable.shape}",
-            received="none" if array is None else f"{array.dtype.name} of shape {array.shape}",
-        )
+        problem, expected = "A variable does not match the schema", _described(variable)
+        received = "none" if array is None else f"{array.dtype.name} of shape {array.shape}"
+        raise CheckpointError(problem, variable=variable.name, expected=expected, received=received)
     if not array.nbytes:
         return ()
-    native = np.ascontiguousarray(array, dtype_named(variable.dtype)).reshape(-1).view(np.uint8).data
+    native = np.ascontiguousarray(array, np.dtype(variable.dtype)).reshape(-1).view(np.uint8).data
     return (native[start : start + PIECE_BYTES] for start in range(0, len(native), PIECE_BYTES))
-
-
-def _write_variable(descriptor: int, span: Span, pieces: Pieces) -> str:
-    """Writes a variable behind the one before it; returns its digest."""
-    digest, place = span.hasher(), span.start
-    for piece in pieces:
-        files.write_all(descriptor, piece)
-        files.start_writing(descriptor, place, len(piece))
-        digest.update(piece)
-        place += len(piece)
-    if place != span.start + span.nbytes:
-        raise CheckpointError(
-            "A variable has the wrong size",
-            variable=span.variable.name,
-            expected=f"{span.nbytes} bytes",
-            received=str(place - span.start),
-        )
-    return digest.hexdigest()
 
 
 Progress = Callable[[int, int], None]  # Called with the number of bytes done, and the total.
@@ -273,7 +272,7 @@ class CheckpointReader:
     def read(self, name: str) -> Array:
         """Reads a variable's value into new memory: a truncated file, if mapped, would crash the process."""
         variable = self._span(name).variable
-        value: Array = np.empty(variable.shape, dtype_named(variable.dtype))
+        value: Array = np.empty(variable.shape, np.dtype(variable.dtype))
         if not self.read_into(name, value):
             raise self._damaged(f"the bytes of {name} are not those that were written")
         value.flags.writeable = False
@@ -288,7 +287,7 @@ class CheckpointReader:
             self._read_at(span.start + start * row_bytes, (stop - start) * row_bytes)
             for start, stop in ranges
         )
-        rows: Array = np.frombuffer(content, dtype_named(span.variable.dtype))
+        rows: Array = np.frombuffer(content, np.dtype(span.variable.dtype))
         return rows.reshape(-1, *shape[1:]) if row_bytes else np.empty((0, *shape[1:]), rows.dtype)
 
     def read_into(self, name: str, target: Array) -> bool:
@@ -332,13 +331,9 @@ class CheckpointReader:
     def _span(self, name: str) -> Span:
         span = self.layout.spans.get(name)
         if span is None:
-            raise CheckpointError(
-                "There is no such variable in the checkpoint",
-                path=self.path,
-                variable=name,
-                expected=f"one of its {len(self.layout.spans)}",
-                received=name,
-            )
+            problem = "The checkpoint does not have this variable"
+            expected = f"one of its {len(self.layout.spans)}"
+            raise CheckpointError(problem, path=self.path, variable=name, expected=expected, received=name)
         return span
 
     def _read_at(self, place: int, nbytes: int) -> memoryview:
@@ -377,12 +372,8 @@ def _readable(file: RunPath) -> Iterator[None]:
         raise _damaged(file, f"it cannot be read ({why})") from error
 
 
-def open_checkpoint(path: RunDir, *, verify: bool = False) -> CheckpointReader:
-    """Opens a committed checkpoint by its directory.
-
-    Checks everything but the variables' bytes: that the manifest is there and intact, and that the state's
-    file has the expected header and size.
-    """
+def open_checkpoint(path: RunDir) -> CheckpointReader:
+    """Opens a committed checkpoint by its directory. Checks everything but the bytes of the variables."""
     path = below(path)
     with contextlib.ExitStack() as stack:
         try:
@@ -392,7 +383,17 @@ def open_checkpoint(path: RunDir, *, verify: bool = False) -> CheckpointReader:
             raise CheckpointError(
                 f"There is no checkpoint here ({error.strerror})", path=path, received=str(path)
             ) from error
-        manifest = _read_manifest(path, directory)
+        with _readable(path / MANIFEST):
+            try:
+                content = files.read_small(MANIFEST, max_bytes=files.MAX_JSON_BYTES, directory=directory)
+            except FileNotFoundError:
+                problem = "The checkpoint is not complete, or it is not a checkpoint"
+                expected = f"a file {MANIFEST}"
+                raise CheckpointError(problem, path=path, expected=expected, received="none") from None
+        try:
+            manifest = Manifest.from_json(parse_object(unsealed(content)[0]))
+        except ValueError as error:
+            raise _damaged(path / MANIFEST, f"it is not a valid manifest: {error}") from error
         layout, file = layout_of(manifest.schema), path / STATE
         with _readable(file):
             descriptor = files.open_plain(STATE, directory=directory)
@@ -404,29 +405,10 @@ def open_checkpoint(path: RunDir, *, verify: bool = False) -> CheckpointReader:
                 raise _damaged(file, f"it must have {manifest.nbytes} bytes. Received: {size}")
             if header != layout.header:
                 raise _damaged(file, "its header does not match the variables in the manifest")
-            if verify:
-                reader.verify()
         except BaseException:
             reader.close()
             raise
     return reader
-
-
-def _read_manifest(path: RunPath, directory: int) -> Manifest:
-    with _readable(path / MANIFEST):
-        try:
-            content = files.read_small(MANIFEST, max_bytes=files.MAX_JSON_BYTES, directory=directory)
-        except FileNotFoundError:
-            raise CheckpointError(
-                "The checkpoint is not complete, or it is not a checkpoint",
-                path=path,
-                expected=f"a file {MANIFEST}",
-                received="none",
-            ) from None
-    try:
-        return Manifest.from_json(parse_object(unsealed(content)[0]))
-    except ValueError as error:
-        raise _damaged(path / MANIFEST, f"it is not a valid manifest: {error}") from error
 
 
 # Which checkpoint is the last one: training may have gone back to an earlier step and continued from there.
@@ -454,13 +436,6 @@ def _age(manifest: Manifest) -> tuple[int, int]:
     return manifest.line, manifest.step
 
 
-# Inside the class, `list` is a method.
-_Manifests: TypeAlias = list[Manifest]
-_Problems: TypeAlias = list[FileDamaged]
-_Steps: TypeAlias = list[int]
-_Paths: TypeAlias = list[RunPath]
-
-
 class CheckpointStore:
     def __init__(self, run_dir: RunDir, fence: Fence | None = None) -> None:
         self._run_dir, self._fence = run_dir, fence
@@ -476,33 +451,33 @@ class CheckpointStore:
     def find(self, step: int) -> RunPath:
         if paths := self._counting().get(step):
             return paths[-1]
-        steps = [manifest.step for manifest in self.list()]
+        steps = [manifest.step for manifest in self.manifests()]
         there = f"one of {', '.join(map(str, steps[-5:]))}" if steps else "a run with checkpoints"
         problem = "There is no checkpoint of this step"
         raise CheckpointError(problem, path=self._new(step), step=step, expected=there, received=str(step))
 
-    def list(self) -> _Manifests:
+    def manifests(self) -> list[Manifest]:
         """The committed checkpoints by step, without damaged ones. The last of them need not be `last`."""
         return [found for _, found in sorted(self._look().items()) if isinstance(found, Manifest)]
 
-    def problems(self) -> _Problems:
-        """What is wrong with the checkpoints that `list` omits. Damaged bytes are only found by `verify`."""
+    def problems(self) -> list[FileDamaged]:
+        """What is wrong with those that `manifests` omits. Damaged bytes are only found by `verify`."""
         return [found for _, found in sorted(self._look().items()) if isinstance(found, FileDamaged)]
 
     def last(self) -> Manifest | None:
         """The committed checkpoint that training would go on from: of the latest step of the current line."""
         return self.last_and_skipped()[0]
 
-    def last_and_skipped(self) -> tuple[Manifest | None, _Problems]:
+    def last_and_skipped(self) -> tuple[Manifest | None, list[FileDamaged]]:
         """What `last` returns, and what is wrong with checkpoints that may be later."""
-        skipped: _Problems = []
+        skipped: list[FileDamaged] = []
         for found in self._look().values():
             if isinstance(found, Manifest):
                 return found, skipped
             skipped.append(found)
         return None, skipped
 
-    def steps(self) -> _Steps:
+    def steps(self) -> list[int]:
         """The steps that have a checkpoint, intact or not; the latest, in the sense of `last`, first."""
         return list(self._look())
 
@@ -510,20 +485,16 @@ class CheckpointStore:
         with self.open(step) as reader:
             return reader.manifest
 
-    def open(self, step: int, *, verify: bool = False) -> CheckpointReader:
+    def open(self, step: int) -> CheckpointReader:
         """Opens the checkpoint of a step. If copied from another run, its manifest lists no updates."""
         reader = open_checkpoint(self.find(step))
-        if reader.manifest.run not in (
-            "",
-            self._run(),
-        ):  # Numbers of another run's updates mean nothing here.
+        # Numbers of another run's updates mean nothing here.
+        if reader.manifest.run not in ("", self._run()):
             reader.manifest = replace(reader.manifest, sequence=0, missing=(), pending=())
         if reader.manifest.step != step:
             reader.close()
             problem = f"it is the checkpoint of another step. Received: {reader.manifest.step}"
             raise FileDamaged(self.path(step), f"{problem}. {advice(self.path(step))}")
-        if verify:
-            reader.verify()
         return reader
 
     def write(
@@ -536,10 +507,11 @@ class CheckpointStore:
         """
         if draft.step < 0:
             raise ValueError(f"A step is counted from 0. Received: {draft.step}")
+        last = max(self.manifests(), key=_age, default=None)
+        line = 0 if last is None else last.line + (draft.step < last.step)
+        draft = replace(draft, line=line, run=self._run())
         with temporary_directory(self.directory) as temporary:
-            manifest = write_contents(
-                temporary, self._placed(draft), lambda one: _pieces(arrays.get(one.name), one)
-            )
+            manifest = write_contents(temporary, draft, lambda one: _pieces(arrays.get(one.name), one))
             known = manifest.digests if digests is None else digests
             for name, digest in manifest.digests.items():
                 if known.get(name) != digest:  # Memory may change under a writer.
@@ -550,10 +522,16 @@ class CheckpointStore:
                         expected=f"digest {known.get(name)}",
                         received=digest,
                     )
-            self._put_in_place(temporary, draft.step)
+            replaced = self._counting().get(draft.step, [])
+            put_in_place(temporary, self._new(draft.step))
+            if self._fence is not None:
+                self._fence.check()
+            # Only now: the new name is durable, and counts for a group that takes over the run.
+            with contextlib.suppress(OSError):  # A leftover only uses disk space: no one reads it any more.
+                self._remove(replaced)
         return manifest
 
-    def prune(self, keep: int, best: Best | None = None, named: int | None = None) -> _Steps:
+    def prune(self, keep: int, best: Best | None = None, named: int | None = None) -> list[int]:
         """Removes old checkpoints: all but the last `keep` and the best one. Damaged ones are left alone."""
         if keep < 1:
             raise ValueError(
@@ -561,15 +539,28 @@ class CheckpointStore:
             )
         if best is not None and best[1] not in ("min", "max"):
             raise ValueError(f'The best is the "min" or the "max" of a metric. Received: {best[1]!r}')
-        ordered = latest_first(self.list())
+        ordered = latest_first(self.manifests())
         kept = {manifest.step for manifest in ordered[:keep]} | {named}
         if best is not None:  # Of equal ones, the latest.
             metric, sign = best[0], 1.0 if best[1] == "max" else -1.0
             ranked = [one for one in ordered if not math.isnan(one.metrics.get(metric, math.nan))]
             if ranked:
                 kept.add(max(ranked, key=lambda one: sign * one.metrics[metric]).step)
-        superfluous = sorted(manifest.step for manifest in ordered if manifest.step not in kept)
-        return [step for step in superfluous if self._removed(step)]
+        removed = []
+        for step in sorted(manifest.step for manifest in ordered if manifest.step not in kept):
+            path = self.path(step)
+            try:
+                self.remove(step)
+                removed.append(step)
+            except (CheckpointError, FileNotFoundError):
+                pass  # It was removed by someone else meanwhile.
+            except OSError as error:  # A failure does not affect the one just written.
+                if path not in self._stuck:
+                    logger.warning(
+                        "the old checkpoint %s cannot be removed and uses disk space: %s", path, error
+                    )
+                self._stuck.add(path)
+        return removed
 
     def remove(self, step: int) -> None:
         """Removes a checkpoint, even a damaged one; atomically for readers, even if interrupted."""
@@ -577,20 +568,6 @@ class CheckpointStore:
         # Older ones of the same step first: a reader would find them once the newest is gone.
         self._remove(self._counting().get(step, []))
         files.sync_directory(self.directory)
-
-    def _removed(self, step: int) -> bool:
-        """Removes an old checkpoint if possible. A failure does not affect the one just written."""
-        path = self.path(step)
-        try:
-            self.remove(step)
-        except (CheckpointError, FileNotFoundError):
-            return False  # It was removed by someone else meanwhile.
-        except OSError as error:
-            if path not in self._stuck:
-                logger.warning("the old checkpoint %s cannot be removed and uses disk space: %s", path, error)
-            self._stuck.add(path)
-            return False
-        return True
 
     def clean(self) -> None:
         """Removes leftovers of a writer that died. Only while no one is writing.
@@ -614,10 +591,10 @@ class CheckpointStore:
                     step,
                 )
 
-    def _counting(self) -> dict[int, _Paths]:
+    def _counting(self) -> dict[int, list[RunPath]]:
         """The directories of the checkpoints that count, by step; those of one step with the newest last."""
         claim = last_claim(self._run_dir)
-        counting: dict[int, _Paths] = {}
+        counting: dict[int, list[RunPath]] = {}
         for (step, _, _), path in named_checkpoints(self._run_dir):
             if claim is None or claim.counts(path.name):
                 counting.setdefault(step, []).append(path)
@@ -638,22 +615,6 @@ class CheckpointStore:
             with contextlib.suppress(FileNotFoundError):
                 path.rename(aside)
             aside.rmtree()
-
-    def _placed(self, draft: Manifest) -> Manifest:
-        """The draft of a checkpoint that is the last one of this run once it is written."""
-        last = max(self.list(), key=_age, default=None)
-        line = 0 if last is None else last.line + (draft.step < last.step)
-        return replace(draft, line=line, run=self._run())
-
-    def _put_in_place(self, temporary: RunPath, step: int) -> None:
-        """Gives a written checkpoint its name, and removes those of the same step."""
-        replaced = self._counting().get(step, [])
-        put_in_place(temporary, self._new(step))
-        if self._fence is not None:
-            self._fence.check()
-        # Only now: the new name is durable, and counts for a group that takes over the run.
-        with contextlib.suppress(OSError):  # A leftover only uses disk space: no one reads it any more.
-            self._remove(replaced)
 
     def _look(self) -> dict[int, Manifest | FileDamaged]:
         """What is there by step, the latest in the sense of `last` first."""
@@ -705,3 +666,145 @@ def choose(store: CheckpointStore, step: int | None, damaged: dict[int, str]) ->
         remedy=f"Choose another (replicast checkpoint verify tells which are intact), or remove "
         f"{store.directory} to start from scratch",
     )
+
+
+# An update applied to a checkpoint, in a stream, into a new checkpoint that names its parent.
+
+
+def patch(
+    source: RunDir, update: Update, destination: Path | str, *, progress: Progress | None = None
+) -> Manifest:
+    """Writes the checkpoint that would exist if the update had been applied at its step.
+
+    Needs little memory beyond that of the update, however large the checkpoint is. Every byte that is read
+    is checked against its digest, so that damage is never copied.
+    """
+    target = RunPath(Path(destination).absolute().parent) / Path(destination).name
+    with open_checkpoint(source) as reader:
+        _check_destination(target, reader.manifest)
+        of_each = by_variable(planned(update, reader.manifest.schema).edits)
+        done, total = 0, reader.layout.nbytes - len(reader.layout.header)
+
+        def pieces_of(variable: Variable) -> Pieces:
+            nonlocal done
+            edits = of_each.get(variable.name)
+            pieces = reader.pieces(variable.name) if edits is None else _edited(reader, variable, edits)
+            for piece in pieces:
+                yield piece
+                done += len(piece)
+                if progress is not None:
+                    progress(done, total)
+
+        with temporary_directory(target.parent) as temporary:
+            before, path = reader.manifest, str(reader.path.as_path().resolve())
+            parent = {"step": before.step, "path": path, "update_id": update.id}
+            draft = replace(before, parent=parent, created_at=time.time(), metrics={})
+            manifest = write_contents(temporary, draft, pieces_of)
+            _check_destination(target, manifest)  # It may exist by now.
+            put_in_place(temporary, target)
+    return manifest
+
+
+def _check_destination(destination: RunPath, manifest: Manifest) -> None:
+    try:
+        step = checkpoint_parts(destination.name)[0]
+    except ValueError:
+        step = None  # Not the name of a run's checkpoint.
+    beside = [destination]
+    if step is not None:  # A job may find it there, so nothing else may have this step.
+        beside += destination.parent.glob(f"{step:08d}-*")
+    there = [path for path in beside if path.exists()]
+    if there:
+        problem, remedy = "The destination exists already", "Use a directory that does not exist yet"
+        raise CheckpointError(problem, path=destination, received=str(there[0]), remedy=remedy)
+    if step is not None and step != manifest.step:
+        problem = "The destination has the name of another step"
+        expected = f"{manifest.step:08d}, or a name that is not a number"
+        raise CheckpointError(problem, path=destination, expected=expected, received=destination.name)
+
+
+def _edited(reader: CheckpointReader, variable: Variable, edits: Sequence[Edit]) -> Iterator[memoryview]:
+    dtype, blocks = np.dtype(variable.dtype), list(slices_of(variable.shape))
+    sizes = (block.shape[0] * block.shape[1] * dtype.itemsize for block in blocks)
+    for block, piece in zip(blocks, reader.pieces(variable.name, sizes), strict=True):
+        current = np.frombuffer(piece, np.uint8).view(dtype).reshape(block.shape)
+        after = apply_to_slice(edits, variable.shape, block, current)
+        yield np.ascontiguousarray(after).reshape(-1).view(np.uint8).data
+
+
+# The differences between two checkpoints, or two models.
+
+NOTHING = "nothing"
+
+
+class Equality(StrEnum):
+    EQUAL = "equal"  # every bit
+    DIFFERENT = "different"  # other bits
+    CHANGED = "changed"  # another shape or dtype, so that values cannot be compared
+    ONLY_FIRST = "only in the first"
+    ONLY_SECOND = "only in the second"
+
+
+class Comparison(View, frozen=True):
+    """One variable of two checkpoints or models. The numbers are None where values were not compared."""
+
+    name: str
+    verdict: Equality
+    first: str
+    second: str
+    elements: int | None = None
+    differing: int | None = None
+    one_is_nan: int | None = None
+    max_absolute: float | None = None
+    max_relative: float | None = None
+
+
+def differences(a: Schema, b: Schema) -> list[Comparison]:
+    """The variables whose shape or dtype differ, or that only one has: those of `a` first, in its order."""
+    first, second = ({variable.name: _described(variable) for variable in schema} for schema in (a, b))
+    found = []
+    for name in dict.fromkeys((*first, *second)):
+        if first.get(name) != second.get(name):
+            verdict = Equality.ONLY_SECOND if name not in first else Equality.ONLY_FIRST
+            verdict = Equality.CHANGED if name in first and name in second else verdict
+            found.append(Comparison(name, verdict, first.get(name, NOTHING), second.get(name, NOTHING)))
+    return found
+
+
+def diff(a: RunDir, b: RunDir, *, values: bool = True, progress: Progress | None = None) -> list[Comparison]:
+    """Compares two checkpoints in a stream; every byte is checked, even if both have the same digests."""
+    with open_checkpoint(a) as first, open_checkpoint(b) as second:
+        changed = {each.name: each for each in differences(first.manifest.schema, second.manifest.schema)}
+        names = tuple(dict.fromkeys((*first.names(), *second.names())))
+        holders = {name: [one for one in (first, second) if name in one.layout.spans] for name in names}
+        total = sum(one.layout.spans[name].nbytes for name in names for one in holders[name])
+        done, made = 0, []
+        for name in names:
+            made.append(changed.get(name) or _compared(first, second, name, values=values))
+            for reader in holders[name] if values else []:
+                if made[-1].verdict is not Equality.DIFFERENT:  # Otherwise the comparison has read them.
+                    for _ in reader.pieces(name):  # Equal digests in the manifests do not prove intact bytes.
+                        pass
+                done += reader.layout.spans[name].nbytes
+                if progress is not None:
+                    progress(done, total)
+        return made
+
+
+def _described(variable: Variable) -> str:
+    return f"{variable.dtype} of shape {variable.shape}"
+
+
+def _compared(first: CheckpointReader, second: CheckpointReader, name: str, *, values: bool) -> Comparison:
+    variable = first.layout.spans[name].variable
+    text, dtype = _described(variable), np.dtype(variable.dtype)
+    if first.manifest.digests[name] == second.manifest.digests[name]:
+        return Comparison(name, Equality.EQUAL, text, text, math.prod(variable.shape), 0, 0, 0.0, 0.0)
+    if not values:
+        return Comparison(name, Equality.DIFFERENT, text, text)
+    sides = (reader.pieces(name) for reader in (first, second))
+    values_of = ((np.frombuffer(piece, np.uint8).view(dtype) for piece in side) for side in sides)
+    found = distance(zip(*values_of, strict=True))
+    verdict = Equality.DIFFERENT if found.count else Equality.EQUAL
+    numbers = found.of, found.count, found.one_is_nan, found.largest_absolute, found.largest_relative
+    return Comparison(name, verdict, text, text, *numbers)

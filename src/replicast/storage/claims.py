@@ -26,12 +26,15 @@ with its seal. A line is read only if writing it again gives the same bytes: no 
                                                   it, or leave blocks of zeros in it: nobody acted on it
     after the fsync                               written
 
+Nobody waits for the fsync of a payload or a receipt (`FileJournal.write`): the next line brings it along.
+
 Bytes that a line names have their final name, durably, before the line is written; without it they are void.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import re
 import sys
@@ -44,12 +47,11 @@ from typing import Any
 import msgspec
 
 from replicast import faults
-from replicast.codec import Record, json_line
+from replicast.codec import Record, json_line, sealed, unsealed
 from replicast.core.entries import Logged
 from replicast.errors import FileDamaged, JobFailed
 from replicast.files import RunDir, RunPath, below, make_durably, sync_directory, write_all, write_durably
 from replicast.processes import this_process
-from replicast.strictjson import sealed, unsealed
 
 GROUPS, LOG, RELEASED, CHECKPOINTS = "groups", "log.jsonl", "ended", "checkpoints"
 MAX_LINE_BYTES = 64 * 2**20  # A summary of a hundred thousand edits takes about 10 MiB.
@@ -102,10 +104,6 @@ class LogLine:
     offset: int
     nbytes: int
 
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.group, self.number
-
 
 @dataclass(frozen=True, slots=True)
 class DamagedLines:
@@ -116,9 +114,8 @@ class DamagedLines:
     last: int
     error: FileDamaged
 
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.group, self.number
+
+place_of = operator.attrgetter("group", "number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +158,6 @@ def read_log(run_dir: RunDir, group: int, most: int = sys.maxsize, *, sync: bool
                 try:
                     line = _parsed(piece, group, file.tell() - len(piece))
                 except ValueError as error:
-                    # JSON has no zeros: they are blocks that did not reach the disk before a power failure.
                     problem, invalid, torn = problem or str(error), invalid + 1, b"\0" in piece
                     continue
                 expected = log.last + 1 if log.lines or log.damaged else 0
@@ -180,9 +176,11 @@ def read_log(run_dir: RunDir, group: int, most: int = sys.maxsize, *, sync: bool
         problem = f"cannot be read ({error.strerror})"
         if most == sys.maxsize:
             raise FileDamaged(path, problem) from error
+    # JSON has no zeros: they are blocks that did not reach the disk before a power failure.
+    is_torn_tail = torn and invalid == 1
     if most < sys.maxsize and log.last < most:
         lose(most)
-    elif problem and most == sys.maxsize and not (torn and invalid == 1):
+    elif problem and most == sys.maxsize and not is_torn_tail:
         lose(log.last + 1)
     return log
 
@@ -305,7 +303,7 @@ def read_chain(run_dir: RunDir) -> Chain:
     length, before, problems = 0, "", list[str]()
     records: list[LogLine | DamagedLines] = [one for log in logs for one in log.lines]
     records += [one for log in logs for one in log.damaged]
-    for one in sorted(records, key=lambda one: one.place):
+    for one in sorted(records, key=place_of):
         if isinstance(one, DamagedLines):
             problems.append(str(one.error))
             length, before = length + one.last - one.number + 1, ""
@@ -325,7 +323,7 @@ class Fence:
 
     def __init__(self, run_dir: RunDir, attempt: int, start: Mapping[str, Any] | None = None) -> None:
         self._run_dir = below(run_dir)
-        self.entries = 0
+        self.entries, self.is_synced = 0, True
         groups = self._run_dir / GROUPS
         make_durably(groups)
         with contextlib.suppress(PermissionError):  # Then this user did not create the run in it.
@@ -377,8 +375,8 @@ class Fence:
     def is_taken_over(self) -> bool:
         return group_directory(self._run_dir, self.number + 1).exists()
 
-    def append(self, entry: Claim | Logged) -> LogLine:
-        """Writes the next line of the log; it is on disk when this returns. Only for one thread.
+    def append(self, entry: Claim | Logged, *, sync: bool = True) -> LogLine:
+        """Writes the next line of the log. Only for one thread. With `sync`, all lines are on disk then.
 
         After an OSError it is written if `entries` has grown, as far as anybody can tell, and not otherwise.
         """
@@ -400,11 +398,20 @@ class Fence:
             # From here on others can read it. It is never cut off again: the next group may have counted it.
             self.entries, self._nbytes, self._previous = number, offset + len(content), seal
             faults.point("write")
-            os.fsync(descriptor)
+            self.is_synced = False
+            if sync:
+                os.fsync(descriptor)
+                self.is_synced = True
         finally:
             os.close(descriptor)
         self.check()
         return LogLine(self.number, number, written_at, entry, previous, seal, offset, len(content))
+
+    def sync(self) -> None:
+        if not self.is_synced:
+            with os.fdopen(self._log.open(os.O_WRONLY), "wb") as file:
+                os.fsync(file.fileno())
+            self.is_synced = True
 
     def _sealed(self, number: int, entry: Claim | Logged, written_at: float) -> tuple[bytes, str]:
         # Written as it is read again: where a record has a float, its author may have given the integer 1.
@@ -432,7 +439,7 @@ def _taken_over(run_dir: RunDir, number: int, attempt: int) -> tuple[Claim, str]
         log = read_log(run_dir, before.group, sync=True)
         counted = (*before.counted, *([(before.group, log.last)] if log.last else []))
         lines = log.lines if log.last or not counted else read_log(run_dir, *counted[-1]).lines
-        previous = lines[-1].seal if lines and (lines[-1].place,) == counted[-1:] else ""
+        previous = lines[-1].seal if lines and (place_of(lines[-1]),) == counted[-1:] else ""
     own = set(group_numbers(run_dir))  # A checkpoint of any other group was copied here by a user.
     checkpoints = tuple(
         name

@@ -12,14 +12,15 @@ that the next attempt answers what a job that died has left. First the answer is
 removed: after a crash between the two, the next attempt only removes it. An update that is proposed again is
 applied once, since the journal knows its id. Answers are kept for an hour, for authors that still wait.
 
-**Anybody may write here.** What is no request is refused, alone. Before memory is allocated for values, all
-that the header and the size of a file tell is checked. Names are escaped wherever they are shown.
+**Anybody may write here.** A file that is not a request is refused; the others are served. All that a file's
+header and size tell is checked before memory is allocated for its values. Names are escaped where shown.
 
-**Taking and withdrawing an update may race.** The job first notes that it has taken the update and then opens
-the file; a withdrawal first removes the file and then reads the note. So the second sees the first, and a job
-that may have it already is asked to withdraw it; if the file was gone before the job could open it, the job
-answers that it is withdrawn. Who has withdrawn it and why is written down before the file is removed: if the
-withdrawal is killed between the two, the update still waits, and that counts.
+**Taking and withdrawing an update may race.** The job reads the file, notes that it has taken the update, and
+then looks whether the same file is still there; a withdrawal first removes the file and then reads the note.
+So the second sees the first, and a job that may have it already is asked to withdraw it; if the file was gone
+before the job looked, the job answers that it is withdrawn. Who has withdrawn it and why is written down
+before the file is removed: if the withdrawal is killed between the two, the update still waits, and that
+counts.
 """
 
 from __future__ import annotations
@@ -43,19 +44,23 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from replicast import files
-from replicast.codec import json_line
-from replicast.core.entries import Receipt
-from replicast.core.records import Stage
+from replicast.codec import described, json_line, parse_object
+from replicast.core.entries import Receipt, Stage
 from replicast.errors import FileDamaged, UpdateIdInUse, UpdateRefused, refusal_of
 from replicast.files import RunDir, RunPath, below, write_durably
 from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage.checkpoints import CheckpointStore
 from replicast.storage.journal import EditSummary, Updates, UpdateView, summary
-from replicast.strictjson import described, parse_object
-from replicast.tensorfiles import TensorFile, outline_of, parse_tensors, read_tensor_bytes, tensor_chunks
-from replicast.update.schema import Variable
+from replicast.update.edits import Variable, refused
+from replicast.update.tensorfiles import (
+    TensorFile,
+    outline_of,
+    parse_tensors,
+    read_tensor_bytes,
+    tensor_chunks,
+)
 from replicast.update.trial import Trial
-from replicast.update.update import MAX_STEP, MAX_TENSORS, Update, checked_text
+from replicast.update.update import Update, checked_step, checked_text
 
 _UPDATE, _REQUEST = ".safetensors", ".request.json"
 _ANSWER, _VALUES = ".answer.json", ".answer.tensors"  # not `.safetensors`: every such file is an update
@@ -155,7 +160,7 @@ def submit(
     forced: bool = False,
 ) -> RunPath:
     """Puts an update into the inbox, atomically and durably. Submitting the same update again is a no-op."""
-    submitted = Submitted(update, _checked_step(at_step), trial, reverts, forced)
+    submitted = Submitted(update, checked_step(at_step), trial, reverts, forced)
     path = _inbox(run_dir) / f"{update.id}{_UPDATE}"
     if path.exists():
         return _same(path, submitted)
@@ -228,7 +233,7 @@ def answer_of(run_dir: RunDir, id_: str) -> InboxAnswer | None:
 
 
 def read_answer(run_dir: RunDir, id_: str) -> InboxAnswer | None:
-    """The same for who waits: an answer that cannot be read raises `FileDamaged`, and no other will come."""
+    """As `answer_of`, for whoever waits: raises `FileDamaged` for an unreadable answer, the only one."""
     path = _inbox(run_dir) / f"{id_}{_ANSWER}"
     if not path.exists():
         return None
@@ -247,7 +252,7 @@ def values_of(run_dir: RunDir, id_: str, shape: tuple[int, ...], dtype: str) -> 
             expected = f"{_TENSOR} of shape {shape}, {dtype}"
             raise FileDamaged(path, "other values", expected=expected, received=str(found)[:200])
 
-    content = read_tensor_bytes(path, max_tensors=1, follow=False, check=check)
+    content = read_tensor_bytes(path, max_tensors=1, check=check)
     return parse_tensors(content, path.name, max_tensors=1).tensors[_TENSOR]
 
 
@@ -336,7 +341,8 @@ def _is_taken(run_dir: RunDir, update_id: str, job_is_running: Callable[[], bool
     journal = Updates(run_dir)
     if journal.has_promised(update_id):
         return True
-    pending = {one.proposal.id for manifest in CheckpointStore(run_dir).list() for one in manifest.pending}
+    there = CheckpointStore(run_dir).manifests()
+    pending = {one.proposal.id for manifest in there for one in manifest.pending}
     return update_id in pending and update_id not in journal.ended
 
 
@@ -424,14 +430,9 @@ def read(
 ) -> Submitted:
     """Reads an update from the inbox, with its step and trial; `check` sees its header before its values."""
     content = read_tensor_bytes(
-        path,
-        max_tensors=MAX_TENSORS,
-        max_bytes=max_bytes,
-        follow=False,
-        holes=False,
-        check=lambda outline: check(_submitted(path, outline).update),
+        path, max_bytes=max_bytes, holes=False, check=lambda outline: check(_submitted(path, outline).update)
     )
-    return _submitted(path, parse_tensors(content, path.name, max_tensors=MAX_TENSORS))
+    return _submitted(path, parse_tensors(content, path.name))
 
 
 def _submitted(path: RunPath, file: TensorFile) -> Submitted:
@@ -441,30 +442,36 @@ def _submitted(path: RunPath, file: TensorFile) -> Submitted:
     command = f"replicast push {shlex.quote(str(run_dir))} --add {shlex.quote(str(later))}"
     update, extra = Update.of_file(file, path.name, f"Say what to do with them, for example: {command}")
     if path.name != f"{update.id}{_UPDATE}":
-        raise UpdateRefused(
-            "The file in the inbox must be named like the update in it",
-            expected=f"{update.id}{_UPDATE}",
-            received=path.name,
-        )
-    step, trial = _checked_step(extra.get("at_step")), extra.get("trial")
+        problem = "The file in the inbox must be named like the update in it"
+        raise UpdateRefused(problem, expected=f"{update.id}{_UPDATE}", received=path.name)
+    step, trial = checked_step(extra.get("at_step")), extra.get("trial")
     try:
         trial = None if trial is None else Trial.from_json(trial)
     except (AttributeError, TypeError, ValueError) as error:
         raise UpdateRefused(f"The trial is not valid: {error}", received=repr(trial)[:200]) from error
-    reverts, forced = _checked_step(extra.get("reverts")), extra.get("forced", False)
+    reverts = checked_step(extra.get("reverts"), "A revert needs the number of an update")
     if reverts is not None and (update.edits or step is not None or trial is not None):
         raise UpdateRefused("A revert has no edits, step or trial of its own", received=repr(update)[:200])
-    return Submitted(update, step, trial, reverts, forced is True)
+    return Submitted(update, step, trial, reverts, extra.get("forced") is True)
+
+
+def is_plain(path: RunPath) -> bool:
+    """Whether it is neither a trial nor a revert. A file that is not an update is refused when taken."""
+    try:
+        found = _submitted(path, outline_of(path))
+    except Exception:
+        return True
+    return found.trial is None and found.reverts is None
 
 
 def describe(path: RunPath) -> UpdateView | None:
     """An update in the inbox, by the header of its file; None if it is gone, too long or no update."""
-    with contextlib.suppress(OSError, FileDamaged, UpdateRefused):
+    with contextlib.suppress(Exception):  # Of any kind: one that somebody made up hides no other.
         nbytes = path.stat().st_size
         if is_small := nbytes <= _SMALL_BYTES:
             found = read(path, _SMALL_BYTES)  # Its values can be told too.
         else:
-            found = _submitted(path, outline_of(path, max_tensors=MAX_TENSORS, max_bytes=_MAX_SHOWN_BYTES))
+            found = _submitted(path, outline_of(path, max_bytes=_MAX_SHOWN_BYTES))
         return UpdateView(
             id=found.update.id,
             stage=Stage.PROPOSED,
@@ -482,7 +489,7 @@ def describe(path: RunPath) -> UpdateView | None:
 
 
 def read_request(path: RunPath) -> InboxRequest:
-    """Reads a request. Raises `UpdateRefused` for what is none, and FileNotFoundError if it is gone."""
+    """Reads a request. Raises `UpdateRefused` for anything else, and FileNotFoundError if it is gone."""
     try:
         request = described(
             InboxRequest, "request", parse_object(files.read_small(path, max_bytes=_MAX_REQUEST_BYTES))
@@ -507,17 +514,28 @@ def take(
 ) -> Submitted | None:
     """Reads an update that the job will propose: `withdraw` cannot remove it any more.
 
-    The header is checked first: of what is not an update, or not one for this job, nothing is noted.
+    Of what is not an update, or not one for this job, nothing is noted. None if it was withdrawn, or replaced
+    by another one with its id, before it was noted.
     """
     try:
-        check(_submitted(path, outline_of(path, max_tensors=MAX_TENSORS)).update)
-        note_stage(run_dir, id_of(path), Stage.PROPOSED, taken_by=this_process())
-        return read(path, max_bytes, check)  # Checks again: it may be another file by now.
-    except FileDamaged as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            (_inbox(run_dir) / f"{id_of(path)}{_ANSWER}").unlink(missing_ok=True)  # it is not taken
-            return None
-        raise
+        before = _file_at(path)
+        found = read(path, max_bytes, check)
+    except (FileDamaged, FileNotFoundError) as error:
+        if isinstance(error, FileDamaged) and not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        return None
+    note_stage(run_dir, id_of(path), Stage.PROPOSED, taken_by=this_process())
+    with contextlib.suppress(FileNotFoundError):
+        if _file_at(path) == before:
+            return found
+    (_inbox(run_dir) / f"{id_of(path)}{_ANSWER}").unlink(missing_ok=True)  # it is not taken
+    return None
+
+
+def _file_at(path: RunPath) -> tuple[int, int]:
+    """Identifies the file: another one may get the same name."""
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def note_stage(run_dir: RunDir, update_id: str, stage: Stage, **fields: Any) -> None:
@@ -528,12 +546,12 @@ def note_stage(run_dir: RunDir, update_id: str, stage: Stage, **fields: Any) -> 
 
 
 def refuse(run_dir: RunDir, path: RunPath, error: Exception, *, durably: bool = True) -> None:
-    refused = _refused(run_dir)
+    directory = _refused(run_dir)
     note_end(run_dir, path, Stage.REFUSED, durably=durably, reason=refusal_of(error).to_json())
     with contextlib.suppress(FileNotFoundError):
-        path.rename(refused / path.name)
+        path.rename(directory / path.name)
         if durably:
-            files.sync_directory(refused)
+            files.sync_directory(directory)
     (_inbox(run_dir) / f"{id_of(path)}{_ANSWER}").unlink(missing_ok=True)
 
 
@@ -564,38 +582,25 @@ def checked_rows(variable: Variable, rows: Rows) -> int:
     if not rows:
         return variable.nbytes
     if not variable.shape:
-        raise UpdateRefused("A scalar variable has no rows", variable=variable.name)
+        raise refused(variable.name, "A scalar variable has no rows")
     count = variable.shape[0]
     beyond = [stop - 1 for _, stop in rows if stop > count]
     if beyond:
-        raise UpdateRefused(
-            "There is no such row",
-            variable=variable.name,
-            expected=f"0 to {count - 1}" if count else "none: the variable has no rows",
-            received=str(beyond[0]),
-        )
+        expected = f"0 to {count - 1}" if count else "none: the variable has no rows"
+        raise refused(variable.name, "There is no such row", expected, str(beyond[0]))
     return variable.nbytes // count * sum(stop - start for start, stop in rows)
 
 
 def _check(request: InboxRequest) -> None:
     if (request.kind in ("pull", "withdraw")) != bool(request.name):
-        raise UpdateRefused("A pull names a variable, a withdrawal an update, and no other request any")
+        raise UpdateRefused("A pull names a variable, a withdrawal an update; other requests name neither")
     if any(not 0 <= start < stop for start, stop in request.rows):
-        raise UpdateRefused(
-            "Rows are ranges, each from a row to a later one", received=str(request.rows)[:200]
-        )
+        problem = "Rows are ranges, each from a row to a later one"
+        raise UpdateRefused(problem, received=str(request.rows)[:200])
     checked_text("name of the file", request.id)  # It is part of messages and answers.
     checked_text("author", request.author, _MAX_AUTHOR)
     checked_text("name", request.name, 1000)
     checked_text("note", request.note)
-
-
-def _checked_step(value: Any) -> int | None:
-    if value is not None and (type(value) is not int or not 0 <= value < MAX_STEP):
-        raise UpdateRefused(
-            "The step is not valid", expected="an integer of at least 0", received=repr(value)[:200]
-        )
-    return value
 
 
 def _named(run_dir: RunDir, suffix: str) -> list[RunPath]:

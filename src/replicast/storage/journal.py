@@ -34,9 +34,11 @@ import msgspec
 from msgspec import UNSET
 
 from replicast import faults
+from replicast.codec import View, parse_integer
 from replicast.core.entries import (
     Before,
     Committed,
+    Content,
     Decided,
     Entry,
     History,
@@ -45,31 +47,28 @@ from replicast.core.entries import (
     Refused,
     Saved,
     Scheduled,
+    Stage,
     Withdrawn,
 )
-from replicast.core.operations.apply import outcome_of
-from replicast.core.operations.revert import why_not
-from replicast.core.records import Content, Stage
-from replicast.errors import FileDamaged, PayloadRemoved, ReplicastError, UpdateRefused
+from replicast.core.operations.apply import outcome_of, why_not
+from replicast.errors import FileDamaged, JobFailed, PayloadRemoved, ReplicastError, UpdateRefused
 from replicast.files import RunDir, RunPath, below, remove_leftovers, write_durably
 from replicast.mapped_memory import copied
 from replicast.storage import claims
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.storage.claims import GROUPS, Claim, DamagedLines, Fence, LogLine
+from replicast.storage.claims import GROUPS, Claim, DamagedLines, Fence, LogLine, place_of
 from replicast.storage.run_files import Annotation, Around
-from replicast.strictjson import View, parse_integer
-from replicast.tensorfiles import read_bytes
 from replicast.update.edits import RESETS, Edit, EditKind
-from replicast.update.effect import Effect
-from replicast.update.inverse import NOT_KEPT, disturbs, inverse
-from replicast.update.trial import Trial, TrialOutcome
+from replicast.update.schema import NOT_KEPT, disturbs, inverse
+from replicast.update.tensorfiles import read_bytes
+from replicast.update.trial import Effect, Trial, TrialOutcome
 from replicast.update.update import Update
 
 logger = logging.getLogger("replicast")
 
 HELD_BY_ALL = "every checkpoint that is kept contains it"
-REVERTIBLE_BYTES = 2**30  # So many bytes of the newest updates are kept for reverts.
-KEPT_BYTES = 1 << 26  # The most bytes of update values that a journal in memory keeps.
+REVERTIBLE_BYTES = 2**30  # Of the newest updates, these are kept for reverts.
+KEPT_BYTES = 1 << 26  # Of the newest updates, these are kept by a journal in memory.
 _NOT_AN_ENTRY = "A checkpoint is not a journal entry: the checkpoint store writes it"
 _BEFORE = " before"
 _NO_EDITS = msgspec.Raw(b"[]")
@@ -95,7 +94,7 @@ def counted_lines(run_dir: RunDir) -> tuple[list[LogLine], list[DamagedLines]]:
                 sequence = received
             if line.number:
                 lines.append(line)
-    return lines, sorted(damaged, key=lambda one: one.place)
+    return lines, sorted(damaged, key=place_of)
 
 
 def read_stored(run_dir: RunDir, line: LogLine) -> Update:
@@ -109,7 +108,7 @@ def read_stored(run_dir: RunDir, line: LogLine) -> Update:
             raise PayloadRemoved(entry.id)
         problem = f"The values before update {entry.sequence} are not kept any more: {HELD_BY_ALL}"
         raise UpdateRefused(problem, remedy=NOT_KEPT)
-    content = read_bytes(path, max_bytes=entry.nbytes, follow=False)
+    content = read_bytes(path, max_bytes=entry.nbytes)
     if hashlib.sha256(content).hexdigest() != entry.sha256:
         raise FileDamaged(path, "its sha256 is not that of its entry", expected=entry.sha256)
     return Update.parse(content, str(path))[0]
@@ -173,10 +172,7 @@ def _last_checkpoint(run_dir: RunDir) -> RunPath | None:
 
 
 def unneeded_payloads(
-    files: Iterable[LogLine],
-    held: Container[int],
-    group: int,
-    pending: Container[tuple[str, str]] | None,
+    files: Iterable[LogLine], held: Container[int], group: int, pending: Container[tuple[str, str]] | None
 ) -> Iterator[LogLine]:
     """The entries whose bytes no attempt will need again: payloads, and values before updates.
 
@@ -275,8 +271,19 @@ class FileJournal(StoredJournal):
         super().__init__(run_dir)
         for one in self.damaged:
             raise _stopped(self.run_dir, one.error, "it may say what became of an update")
-        if not self._fence.is_taken_over():
-            self._remove_void()
+        if self._fence.is_taken_over():
+            return
+        # Files of earlier groups that no line which counts names only use disk space.
+        named = {
+            (line.group, line.entry.file) for line in self.lines if isinstance(line.entry, Payload | Before)
+        }
+        for group in claims.group_numbers(self.run_dir):
+            if group < self._fence.number:
+                directory = claims.group_directory(self.run_dir, group)
+                remove_leftovers(directory, older_than_secs=0.0)
+                for path in directory.glob("*.safetensors"):
+                    if (group, path.name) not in named:
+                        path.unlink(missing_ok=True)
 
     def _add(self, line: LogLine) -> None:
         if isinstance(line.entry, Payload):  # The summary of its edits may be long: it is read again.
@@ -285,7 +292,11 @@ class FileJournal(StoredJournal):
         super()._add(line)
 
     def write(self, entry: Entry, update: Update | None = None) -> None:
-        """Writes an entry. It is durable when this returns."""
+        """Writes an entry. It is durable when this returns, or for a payload or a receipt at the next `sync`.
+
+        An author waits for the disk less often. The commit, and a checkpoint that needs the payload, sync it
+        before; what a power failure takes of a receipt, the next attempt writes again.
+        """
         if isinstance(entry, Committed) and entry.sequence != self._committed + 1:
             raise ValueError(f"The next update is {self._committed + 1}. Received: {entry.sequence}")
         if isinstance(entry, Saved):
@@ -302,7 +313,7 @@ class FileJournal(StoredJournal):
                 stored = entry.content or {}
                 file = stored.get("file", "")
                 entry = msgspec.structs.replace(entry, content=UNSET, **stored)
-            self._add(self._fence.append(entry))
+            self._add(self._fence.append(entry, sync=not isinstance(entry, Payload | Receipt)))
         except OSError as error:
             if self._fence.entries >= number:
                 raise PerhapsWritten(
@@ -316,6 +327,15 @@ class FileJournal(StoredJournal):
             raise NotWritten(
                 f"The journal cannot be written ({error.strerror}). "
                 f"Free space on the disk of {self.run_dir}, or repair it, and propose the update again."
+            ) from error
+
+    def sync(self) -> None:
+        try:
+            self._fence.sync()
+        except OSError as error:
+            problem = f"What was written to {self._fence.directory / claims.LOG} cannot be synced"
+            raise JobFailed(
+                f"{problem} ({error.strerror}). Only a restart can tell what is on disk"
             ) from error
 
     def _write_update(self, file: str, update: Update) -> dict[str, Any]:
@@ -378,7 +398,7 @@ class FileJournal(StoredJournal):
             return 0
         removed = 0
         for line in list(unneeded_payloads(self.lines, held, self._fence.number, pending)):
-            if line.place not in self._removed:
+            if place_of(line) not in self._removed:
                 try:
                     stored_path(self.run_dir, line).unlink()
                     removed += 1
@@ -386,21 +406,8 @@ class FileJournal(StoredJournal):
                     pass  # An earlier attempt has removed it.
                 except OSError:
                     continue  # It is retried next time.
-                self._removed.add(line.place)
+                self._removed.add(place_of(line))
         return removed
-
-    def _remove_void(self) -> None:
-        """Removes files of earlier groups that no line which counts names: they use disk space."""
-        named = {
-            (line.group, line.entry.file) for line in self.lines if isinstance(line.entry, Payload | Before)
-        }
-        for group in claims.group_numbers(self.run_dir):
-            if group < self._fence.number:
-                directory = claims.group_directory(self.run_dir, group)
-                remove_leftovers(directory, older_than_secs=0.0)
-                for path in directory.glob("*.safetensors"):
-                    if (group, path.name) not in named:
-                        path.unlink(missing_ok=True)
 
 
 class MemoryJournal(StoredJournal):
@@ -419,10 +426,16 @@ class MemoryJournal(StoredJournal):
         if isinstance(entry, Payload):
             update = _checked(entry, update)
             if update.nbytes <= KEPT_BYTES:  # a copy: what was received is in memory that is used again
-                arrays = [copied(array) for array in update.arrays()]
-                self._keep((entry.id, entry.digest), Update.from_parts(update.describe(), arrays))
+                copies = [
+                    replace(edit, arrays={name: copied(array) for name, array in edit.arrays.items()})
+                    for edit in update.edits
+                ]
+                self._keep((entry.id, entry.digest), update.with_edits(copies))
             entry = msgspec.structs.replace(entry, content=UNSET)
         self._add(LogLine(0, len(self.lines) + 1, time.time(), entry, "", "", 0, 0))
+
+    def sync(self) -> None:
+        """Nothing is on disk."""
 
     def load(self, id_: str, digest: str) -> Update:
         update = self._updates.get((id_, digest))
@@ -756,12 +769,9 @@ def undo(run_dir: RunDir, which: int | str, *, forced: bool = False) -> Undo:
     try:
         sequence = by_id.sequence if by_id is not None else parse_integer(str(which))
     except ValueError as error:
-        raise UpdateRefused(
-            "There is no such update",
-            expected="the number or the id of a committed update",
-            received=str(which)[:200],
-            remedy="replicast log lists them",
-        ) from error
+        expected, remedy = "the number or the id of a committed update", "replicast log lists them"
+        problem, received = "There is no such update", str(which)[:200]
+        raise UpdateRefused(problem, expected=expected, received=received, remedy=remedy) from error
     problem = why_not(run.history, sequence, forced=forced)
     if problem:
         raise UpdateRefused(problem)

@@ -1,41 +1,41 @@
-"""What a job says of itself in its run directory, and whether it is alive by what it says."""
+"""What a job writes about itself into its run directory, and whether it is alive, judged by that."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import islice
+from itertools import islice, pairwise
 from statistics import fmean
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from replicast import files
-from replicast.codec import json_line
+from replicast.codec import (
+    View,
+    check_format,
+    described,
+    json_bytes,
+    json_line,
+    json_value,
+    parse_json,
+    parse_object,
+    sealed_json,
+)
 from replicast.config import ANY, shortened
 from replicast.errors import ClusterError, FileDamaged
 from replicast.files import RunDir, RunPath, below
 from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage import claims
 from replicast.storage.claims import Fence
-from replicast.strictjson import (
-    View,
-    check_format,
-    described,
-    json_bytes,
-    json_value,
-    parse_json,
-    parse_object,
-    sealed_json,
-)
 from replicast.update.audit_report import AuditReport
 from replicast.update.schema import Schema
 from replicast.update.update import MAX_TEXT
@@ -52,15 +52,16 @@ ENDED = "nothing: it has ended"  # What a worker waits for after it has ended.
 _SENT_SECS, _MOST_SENT_PER_SEC = 2.0, 50  # By each worker; by all together, the more the less often each.
 _PIECE_BYTES = 64 * 1024
 MAX_METRICS_STEP = 2**62  # Sums and differences of two fit into 64 bits.
-_AROUND_BYTES, _MOST_AROUND = 64 * 1024, 20  # of metrics: some hundred lines, and so many of them
-_NEAR_BYTES = 16 * 1024  # Each line less that is parsed counts: a list of updates looks at 200 places.
+_AROUND_BYTES = 64 * 1024  # of metrics on each side of an update: some hundred lines
+_MOST_AROUND, _MOST_SAMPLED = 20, 20  # metrics of an update, and steps on each side of it
+_MOST_AT_A_STEP = 5  # lines
+_NEAR_BYTES = 16 * 1024  # A list of updates looks at 200 places, so few lines may be parsed at each.
 _MAX_LINE_BYTES = 4 * 2**20
 _MAX_BACK_BYTES = 256 * 2**20
 _MAX_NOTE_BYTES, _MAX_ANNOTATION_BYTES = 64 * 1024, 128 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class RunInfo:
+class RunInfo(View, frozen=True):
     format: int
     schema: Schema
     workers: int
@@ -68,21 +69,17 @@ class RunInfo:
     created_at: float
     journaled: bool = True
 
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__} | {"schema": self.schema.to_json()}
-
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> RunInfo:
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
         check_format(FORMAT, "a run", fields)
         return described(cls, "run", fields)
 
 
-# Others may write a note: of a larger number, no float can be made for charts.
+# Anybody may write a note: a larger number could not become a float for the charts.
 Whole = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerNote:
+class WorkerNote(View, frozen=True):
     rank: Whole
     pid: Whole
     host: str
@@ -100,9 +97,6 @@ class WorkerNote:
     machine: str = ""
     own_secs: float | None = None  # Of a step, without waiting for others; None where it is not measured.
     own_since: float | None = None  # Since when it takes about so long.
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def sent_every_secs(workers: int) -> float:
@@ -161,21 +155,32 @@ def _decoded(kind: type[_Record], content: bytes) -> _Record:
 
 
 def append_metrics(
-    run_dir: RunDir, *measured: tuple[int, float, Mapping[str, float]], file: str = METRICS
+    run_dir: RunDir,
+    *measured: tuple[int, float, Mapping[str, float]],
+    file: str = METRICS,
+    running: Sequence[str] = (),
 ) -> None:
-    """Appends a line for each step, its time and its values."""
-    rows = []
+    """Appends a line for each step, its time and its values. Those of `running` are of the epoch so far."""
+    rows = list[dict[str, Any]]()
     for step, at, values in measured:  # Seven digits tell a float32, and microseconds a step.
         numbers = {
             name.encode(errors="backslashreplace").decode(): json_value(float(f"{value:.7g}"))
             for name, value in values.items()
         }
         rows.append({"step": step, "time": round(at, 6), "values": numbers})
+        if running:
+            rows[-1]["running"] = running
     append_line(below(run_dir) / file, msgspec.json.Encoder().encode_lines(rows)[:-1])
 
 
 def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
-    return next(measured_in(run_dir, METRICS), None)
+    """The metrics of the last step. A validation after it has a line of its own, which is included."""
+    found: dict[str, Any] | None = None
+    for one in islice(measured_in(run_dir, METRICS), _MOST_AT_A_STEP):
+        if found is not None and one["step"] != found["step"]:
+            break
+        found = one if found is None else found | {"values": one["values"] | found["values"]}
+    return found
 
 
 def measured_in(run_dir: RunDir, file: str) -> Iterator[dict[str, Any]]:
@@ -215,6 +220,7 @@ class MetricsLine(msgspec.Struct, gc=False):
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_METRICS_STEP)]
     time: float
     values: dict[str, float | str]
+    running: tuple[str, ...] = ()  # Metrics of the epoch so far, such as an AUC.
 
     def number(self, metric: str) -> float:
         """A value as `append_metrics` wrote it; NaN for any other text."""
@@ -227,14 +233,15 @@ class MetricsLine(msgspec.Struct, gc=False):
 METRICS_LINE = msgspec.json.Decoder(MetricsLine)
 
 
-def metrics_around(run_dir: RunDir, step: int, at: float, most: int = 20) -> tuple[Around, ...]:
+def metrics_around(run_dir: RunDir, step: int, at: float) -> tuple[Around, ...]:
     """The metrics in the steps before and after one that ended about this time, the loss first.
 
-    Without those that were not measured on both sides. The place is found by the times of the lines, which
-    only grow; steps are repeated after a restart. So little is read, however long the file is.
+    Without those that were not measured on both sides, or are of the epoch so far. The place is found by the
+    times of the lines, which only grow; steps are repeated after a restart. So little is read, however long
+    the file is.
     """
     try:
-        descriptor = files.open_plain(below(run_dir) / "metrics.jsonl")
+        descriptor = files.open_plain(below(run_dir) / METRICS)
     except OSError:
         return ()
     with os.fdopen(descriptor, "rb"):
@@ -242,20 +249,26 @@ def metrics_around(run_dir: RunDir, step: int, at: float, most: int = 20) -> tup
         start = max(0, low - _AROUND_BYTES)
         content = os.pread(descriptor, high - start + _AROUND_BYTES, start)
         lines = list(_metrics_in(content, whole=start == 0))
-    ends = [
-        place
-        for place, (one, next_) in enumerate(itertools.pairwise(lines), 1)
-        if one.step <= step < next_.step
-    ]
+    ends = [place for place, (one, next_) in enumerate(pairwise(lines), 1) if one.step <= step < next_.step]
     if not ends:
         return ()
     place = min(ends, key=lambda place: abs(lines[place].time - at))
     before, after = list(_growing(reversed(lines[:place]), -1)), list(_growing(lines[place:], 1))
-    names = sorted(dict.fromkeys(name for one in before + after for name in one.values), key="loss".__ne__)
+    sides = before + after
+    running = {RATE, *(name for one in sides for name in one.running)}
+    names = sorted(
+        dict.fromkeys(name for one in sides for name in one.values if name not in running), key="loss".__ne__
+    )
     found = []
     for metric in names[:_MOST_AROUND]:
-        samples = [_sample(side, metric, most) for side in (before, after)]
-        if metric != RATE and all(one.steps for one in samples):
+        samples = []
+        for side in (before, after):
+            measured = (one.number(metric) for one in side if metric in one.values)
+            values = list(islice(measured, _MOST_SAMPLED))
+            mean = fmean(values) if values else math.nan
+            spread = math.sqrt(fmean((value - mean) * (value - mean) for value in values or [mean]))
+            samples.append(Sample(mean, spread, len(values)))
+        if all(one.steps for one in samples):
             found.append(Around(metric, *samples))
     return tuple(found)
 
@@ -290,15 +303,6 @@ def _growing(lines: Iterable[MetricsLine], sign: int) -> Iterator[MetricsLine]:
             return
         last = one.step
         yield one
-
-
-def _sample(lines: Sequence[MetricsLine], metric: str, most: int) -> Sample:
-    """The first lines that have a metric; of none, there is no mean."""
-    found = itertools.islice((one for one in lines if metric in one.values), most)
-    values = [one.number(metric) for one in found]
-    mean = fmean(values) if values else math.nan
-    spread = math.sqrt(fmean((value - mean) * (value - mean) for value in values or [mean]))
-    return Sample(mean, spread, len(values))
 
 
 # What people have noted about a run, or about one of its updates, also after its end. No job reads it.
@@ -415,7 +419,7 @@ _MOST_CHANGES = 10_000
 
 
 class JobState(StrEnum):
-    """How a run is. Training, waiting, ending, lost and never started are found out, not written."""
+    """The state of a run. Training, waiting, ending, lost and never started are concluded, not written."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -437,13 +441,12 @@ class JobState(StrEnum):
         return self in (JobState.FINISHED, JobState.FAILED, JobState.STOPPED)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(View, frozen=True):
     state: JobState
     attempt: int
     time: float = 0.0
     by: str = "launcher"
-    process: dict[str, Any] = field(default_factory=dict)
+    process: Mapping[str, Any] = {}
     workers: int = 0
     step: int | None = None
     worker: int | None = None
@@ -470,19 +473,19 @@ def write_change(run_dir: RunDir, change: Change) -> None:
     append_line(below(run_dir) / FILE, json_line(stamped))
 
 
-def changes(run_dir: RunDir, last: int = _MOST_CHANGES) -> list[Change]:
-    return list(islice(_changes(run_dir), last))[::-1]
+def changes(run_dir: RunDir) -> list[Change]:
+    return list(islice(_changes(run_dir), _MOST_CHANGES))[::-1]
 
 
 def _changes(run_dir: RunDir) -> Iterator[Change]:
-    """Those that can be read, the last one first."""
+    """The readable ones, the last one first."""
     for line in lines_from_the_end(below(run_dir) / FILE):
         with contextlib.suppress(ValueError):
             yield _decoded(Change, line)
 
 
 def read_state(run_dir: RunDir, notes: Sequence[WorkerNote], now: float | None = None) -> RunState:
-    """How a run is, by its last change and by what its workers last said."""
+    """The state of a run, by its last change and the last notes of its workers."""
     now = time.time() if now is None else now
     change = next(_changes(run_dir), None)
     heard = [
@@ -540,10 +543,10 @@ def _sentence(
     silent = now - max((note.time for note in heard), default=now if change is None else change.time)
     running = f"Running{at}{tries}, not inside a training loop"
     if heard and silent > ABSENT_SECS:
-        running = f"Running{at}{tries}: no worker has been heard of for {age(silent)}"
+        running = f"Running{at}{tries}: no worker has been heard from for {age(silent)}"
     return {
-        JobState.NEVER_STARTED: "No worker has been heard of yet",
-        JobState.STARTING: f"Starting{tries}: no worker has been heard of yet{ago.replace(' ago', '')}",
+        JobState.NEVER_STARTED: "No worker has been heard from yet",
+        JobState.STARTING: f"Starting{tries}: no worker has been heard from yet{ago.replace(' ago', '')}",
         JobState.RESTARTING: f"Restarting{tries}{who}{reason}",
         JobState.TRAINING: f"Training{at}{tries}",
         JobState.WAITING: running,
@@ -551,7 +554,7 @@ def _sentence(
         JobState.FINISHED: f"Finished{at}{ago}",
         JobState.FAILED: f"Failed{at}{tries}{who}{reason}{ago}",
         JobState.STOPPED: f"Stopped{at}{reason.replace(':', ' by', 1)}{ago}",
-        JobState.LOST: f"Not running: last heard of {age(silent)} ago{at}{tries}; it did not say why",
+        JobState.LOST: f"Not running: last heard from {age(silent)} ago{at}{tries}; it did not say why",
     }[state]
 
 

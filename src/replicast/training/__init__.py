@@ -8,25 +8,22 @@ use says why in a comment, and `tests/workers/test_private_apis.py` fails when o
     keras_call     which Keras call is running, on which model, with which callbacks
     feeding        each worker's share of every batch, without a transfer per step; comparison of the data
     step           one training step of a Keras model: weighted gradients, exact metrics, equal statistics
-    origins        what a tensor of a step comes from: rows, common values, constants, a call
     collectives    tensor exchange between workers, with keys that work inside loops
-    functions      comparison of what the workers compute, when a step is traced
+    graphs         what a tensor of a step comes from; whether all workers compute the same
     variables      the variables of a job: how they read, where they are created, who holds them, shared seeds
     rows           large tables: lookups and optimizers that touch single rows
     row_optimizers `LazyAdam` and `RowWiseAdagrad`
     writing        files that one worker writes for all; callbacks that write files
     resuming       where `fit`, or a custom training loop, continues after a restore
-    named_variables  what a user gives to `Replicas`: the names of its variables, the slots of its optimizers
-    tensorflow_state named variables on this worker, with all its replicas: how edits change them, digests
+    tensorflow_state what a user gives to `Replicas`: its variables by name, their values, edits, digests
 """
 
 import gc
 
-from replicast.training.functions import per_worker
-from replicast.training.named_variables import Source
+from replicast.training.graphs import per_worker
 from replicast.training.resuming import start_at_epoch
 from replicast.training.strategy import Strategy, StrategyJob, job_of
-from replicast.training.tensorflow_state import TensorFlowState
+from replicast.training.tensorflow_state import Source, TensorFlowState
 
 __all__ = ["Source", "Strategy", "StrategyJob", "TensorFlowState", "job_of", "per_worker", "start_at_epoch"]
 

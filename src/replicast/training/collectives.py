@@ -7,8 +7,8 @@ transfer.
 Inside graphs, the workers of one host sum through shared memory (`SharedSums`). All else is left to
 TensorFlow's collectives, which match transfers by a key. Keys work inside loops because they come from a
 counter in the graph (`CountingLauncher`). Both kinds of transfer advance this counter, when the values to
-send exist and before they wait: so `turns.py` can compare how far the workers are, and detect one that waits
-in vain.
+send exist and before they wait: so `lifetime.py` can compare how far the workers are, and detect one that
+waits in vain.
 
 Replaced in TensorFlow: its launchers of collectives, and the class behind MultiWorkerMirroredStrategy, the
 only place where they can be replaced. Replaced in Keras: `LossScaleOptimizer._tf_apply`
@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,9 +34,10 @@ from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
 from replicast.allreduce import SEVERAL_HOSTS, Exchange, ExchangePlan, Form, open_exchange
-from replicast.coordination import Coordination, DirectExchange
+from replicast.coordination import DirectExchange
 from replicast.errors import NotSupported
 from replicast.lifetime import Lifetime
+from replicast.training.graphs import SliceKind, kind_of, lookups_of
 from replicast.training.keras_call import (
     compiled_model,
     keras_looks_at_attributes,
@@ -43,8 +45,7 @@ from replicast.training.keras_call import (
     optimizer_that_sums,
     replaced,
 )
-from replicast.training.origins import SliceKind, kind_of, lookups_of
-from replicast.training.rows import UndecidedSlices, once_for_each_row, once_if_summed
+from replicast.training.rows import InitialRows, UndecidedSlices, once_for_each_row, once_if_summed
 from replicast.training.variables import creator_in_scope, replicated, sharing_seed_generator
 
 logger = logging.getLogger("replicast")
@@ -85,16 +86,8 @@ class SharedSums:
         self.exchange = exchange
         self._counter = counter
 
-    @staticmethod
-    def supports(values: Sequence[Any]) -> bool:
-        return all(_SUMMED_AS.get(v.dtype, v.dtype).as_numpy_dtype in _NUMBERS for v in values)
-
-    def sum(self, values: Sequence[Any]) -> list[Any]:
-        """The sum of each value over the workers; for row-sparse gradients, all workers' slices."""
-        return self.combine(values, [False] * len(values), tf.constant(1.0))
-
     def combine(self, values: Sequence[Any], weighted: Sequence[bool], weight: tf.Tensor) -> list[Any]:
-        """The sum of each value over the workers, or its weighted mean."""
+        """The sum of each value over the workers, or its weighted mean; of row-sparse ones, all slices."""
         sent: list[tuple[tf.Tensor, bool, bool]] = []  # and whether it is gathered, and weighted
         for value, mean in zip(values, weighted, strict=True):
             sparse = isinstance(value, tf.IndexedSlices)
@@ -137,12 +130,11 @@ class SharedSums:
 class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
     """Sums through shared memory where that is possible; else draws each key from a counter, in the graph.
 
-    All workers must use the same key for the same collective. TensorFlow draws it in Python when a function
-    is called and passes it in, which does not reach a function nested in control flow: `steps_per_execution`
-    fails. A key fixed while tracing would reach it, but does not work for gathers whose lengths change. A
-    counter that every worker advances in the same order solves both, and costs one local addition. Outside
-    of graphs, a Python counter is used. A key is drawn only when the tensor to transfer exists: a step that
-    finds no data left must not count as a transfer.
+    TensorFlow draws a key in Python when a function is called and passes it in, which does not reach a
+    function nested in control flow: `steps_per_execution` fails. A key fixed while tracing would reach it,
+    but does not work for gathers whose lengths change. A counter that every worker advances in the same order
+    solves both, and costs one local addition; outside of graphs, it is one of Python. A key is drawn only
+    when the tensor to transfer exists: a step that finds no data left must not count as a transfer.
 
     All collectives of several tensors, of slices and of rows are made from the two methods that are replaced.
     """
@@ -156,7 +148,7 @@ class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
 
     def all_reduce(self, input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if shared := self._owner.shared_sums([input_tensor]):
-            return shared.sum([input_tensor])[0]
+            return shared.combine([input_tensor], [False], tf.constant(1.0))[0]
         self._tensor = input_tensor
         return super().all_reduce(input_tensor, *args, **kwargs)
 
@@ -175,13 +167,7 @@ class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
 
 
 class ReplicatedExtended(CollectiveAllReduceExtended):
-    """The implementation of MultiWorkerMirroredStrategy, with these changes.
-
-    Collectives count their keys (`CountingLauncher`); an optimizer may run inside `tf.cond`
-    (`_use_merge_call`, `_create_variable`); row-sparse gradients are summed to the slices of one process
-    (`sum_over_workers`); gradients are not summed twice (`summed_already`); outside of `strategy.run`, an
-    optimizer applies the mean of the workers' gradients (`update`).
-    """
+    """The implementation of MultiWorkerMirroredStrategy, with what Keras 3 and our transfers need."""
 
     def __init__(
         self, container: tf.distribute.Strategy, cluster_resolver: Any, options: Any, heartbeat_secs: float
@@ -227,19 +213,14 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         return updated
 
     def shared_sums(self, values: Sequence[Any]) -> SharedSums | None:
-        """How to sum these values through shared memory; None if TensorFlow has to."""
-        possible = self.shared is not None and not tf.executing_eagerly()
-        return self.shared if possible and SharedSums.supports(values) else None
+        numbers = all(_SUMMED_AS.get(v.dtype, v.dtype).as_numpy_dtype in _NUMBERS for v in values)
+        return self.shared if numbers and not tf.executing_eagerly() else None
 
     def transfers_started(self) -> int:
-        """How many transfers this worker has started, inside steps and to create variables.
-
-        The same on all workers at the same line of the script.
-        """
+        """How many transfers this worker has started: equal on all workers at the same line of the script."""
         return int(self.keys.numpy()) - FIRST_KEY + self.variables_created
 
     def in_run(self) -> bool:
-        """Whether this thread is inside `strategy.run`."""
         context = tf.distribute.get_replica_context()
         return context is not None and context.strategy is self._container_strategy()
 
@@ -291,7 +272,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         # TensorFlow broadcasts worker 0's initial value, but not of every dtype that Keras uses, and at most
         # 2 GiB: a large table goes in parts. The others create the variable with a value of their own, and
         # write the parts into it: together they would take the memory of a second table, and TensorFlow's
-        # allocator returns none.
+        # allocator returns none. So does worker 0 if it can draw the parts one by one.
         stock, given = super()._get_variable_creator_initial_value, kwargs["initial_value"]
         dtype = tf.as_dtype(kwargs["dtype"]) if kwargs.get("dtype") is not None else None
 
@@ -301,18 +282,24 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
             return tf.cast(stock(replica_id, device, primary_var, **sent)(), part.dtype)
 
         def initial_value() -> tf.Tensor:
-            value = given() if callable(given) else given
+            is_first = self._container_strategy().rank == 0
+            by_rows = isinstance(given, InitialRows) and given.can_be_drawn(BROADCAST_BYTES)
+            value = tf.zeros(given.shape) if by_rows else given() if callable(given) else given
             value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), dtype)
             shape, rest, kind = value.shape, value.shape[1:], value.dtype
             nbytes = (shape.num_elements() or 0) * kind.size
-            if nbytes <= BROADCAST_BYTES or self._num_workers == 1 or not shape.rank:
+            if nbytes <= BROADCAST_BYTES or (self._num_workers == 1 and not by_rows) or not shape.rank:
                 return broadcast(value)
-            rows = max(1, BROADCAST_BYTES * shape[0] // nbytes)
+            # All workers have the same parts, also one with a GPU, which does not draw them one by one.
+            step = 4 // math.gcd(4, rest.num_elements()) if isinstance(given, InitialRows) else 1
+            rows = max(step, BROADCAST_BYTES * shape[0] // nbytes // step * step)
             parts = [slice(start, min(shape[0], start + rows)) for start in range(0, shape[0], rows)]
 
             def receive(variable: Any) -> None:
                 for part in parts:
-                    received = broadcast(tf.zeros([part.stop - part.start, *rest], kind))
+                    drawn = is_first and by_rows
+                    own = given.rows(part) if drawn else tf.zeros([part.stop - part.start, *rest], kind)
+                    received = broadcast(own)
                     for component in variable.values:
                         # `component[part].assign` would read the variable first, and so copy it.
                         tf.raw_ops.ResourceStridedSliceAssign(
@@ -323,7 +310,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
                             value=received,
                         )
 
-            if self._container_strategy().rank == 0:
+            if is_first and not by_rows:
                 for part in parts:
                     broadcast(value[part])
             else:
@@ -356,7 +343,24 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         def combine(parts: list[Any], means: list[bool]) -> list[Any]:
             if shared is not None:
                 return shared.combine(parts, means, weight)
-            return _weighted_with(functools.partial(reduce, tf.distribute.ReduceOp.SUM), parts, means, weight)
+            # TensorFlow's collectives only sum, and not every dtype: one for each. A worker without rows has
+            # 0 of the mean, even if its value is NaN.
+            weighted = [
+                mapped(part, lambda v: tf.math.multiply_no_nan(v, tf.cast(weight, v.dtype))) if mean else part
+                for part, mean in zip(parts, means, strict=True)
+            ]
+            sent = (*weighted, *[weight] * any(means))
+            carried = [tf.cast(value, CARRIERS.get(value.dtype, value.dtype)) for value in sent]
+            summed: dict[int, Any] = {}
+            for dtype in dict.fromkeys(value.dtype for value in carried):
+                places = [place for place, value in enumerate(carried) if value.dtype == dtype]
+                sums = reduce(tf.distribute.ReduceOp.SUM, [carried[place] for place in places])
+                summed.update(zip(places, sums, strict=True))
+            totals = [tf.cast(summed[place], part.dtype) for place, part in enumerate(parts)]
+            return [
+                mapped(total, lambda v: v / tf.cast(summed[len(parts)], v.dtype)) if mean else total
+                for total, mean in zip(totals, means, strict=True)
+            ]
 
         # A worker without rows has computed a row of zeros, which would touch a row of a table: its number 0.
         has_rows = None if rows is None else rows > 0
@@ -400,15 +404,18 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
                 "with strategy.run() in a tf.function and divide the loss by the global batch size."
             )
         self._warned = True
-        return [None if gradient is None else self._mean(gradient) for gradient in gradients]
-
-    def _mean(self, gradient: Any) -> Any:
-        carried = tf.cast(gradient, CARRIERS.get(gradient.dtype, gradient.dtype))
-        with self._container_strategy().scope():
-            mean = self.reduce_to(tf.distribute.ReduceOp.MEAN, carried, self.worker_devices[0])
-        if isinstance(mean, tf.IndexedSlices):
-            mean = _one_list_if_equal(mean, self._num_workers)
-        return tf.cast(mean, gradient.dtype)
+        means: list[Any] = []
+        for gradient in gradients:
+            mean = None
+            if gradient is not None:
+                carried = tf.cast(gradient, CARRIERS.get(gradient.dtype, gradient.dtype))
+                with self._container_strategy().scope():
+                    mean = self.reduce_to(tf.distribute.ReduceOp.MEAN, carried, self.worker_devices[0])
+                if isinstance(mean, tf.IndexedSlices):
+                    mean = _one_list_if_equal(mean, self._num_workers)
+                mean = tf.cast(mean, gradient.dtype)
+            means.append(mean)
+        return means
 
 
 class Transfer:
@@ -467,62 +474,32 @@ def _scale_losses_between_steps() -> None:
 
 
 def sum_through_shared_memory(
-    extended: ReplicatedExtended, coordination: Coordination, rank: int, lifetime: Lifetime, wanted: bool
-) -> bool:
+    extended: ReplicatedExtended, lifetime: Lifetime, wanted: bool
+) -> Exchange | None:
     """Makes the steps of all workers sum through shared memory, if all of them can and want to.
 
     Blocks until all workers have called it, at most two minutes. Worker 0 logs why they cannot.
     """
-    unwilling = ""
+    rank, unwilling = lifetime.rank, ""
     if not wanted:
         unwilling = f'worker {rank} has all_reduce="tensorflow"'
     elif extended._local_device_type != "CPU":
         unwilling = f"worker {rank} {_ON_ACCELERATOR}"
-    direct = DirectExchange(coordination, "allreduce", rank, extended._num_workers, lifetime.has_left)
+    direct = DirectExchange(lifetime.coordination, "allreduce", rank, lifetime.size, lifetime.has_left)
     exchange = open_exchange(direct, os.environ, lifetime.check, unwilling)
     if isinstance(exchange, Exchange):
         extended.shared = SharedSums(exchange, extended.keys)
         lifetime.dead_worker = exchange.dead_worker
-        return True
+        return exchange
     if rank == 0 and wanted:
         # Between accelerators TensorFlow's collectives are the right way, and between hosts the only one.
         expected = logging.INFO if exchange == SEVERAL_HOSTS else logging.WARNING
         level = logging.DEBUG if exchange.endswith(_ON_ACCELERATOR) else expected
         logger.log(level, "TensorFlow's collectives sum the gradients, not shared memory: %s", exchange)
-    return False
+    return None
 
 
-# Weighted means with TensorFlow's collectives, which only sum, and not every dtype.
-
-
-def _weighted_with(
-    all_reduce: Callable[[list[Any]], list[Any]], parts: list[Any], means: list[bool], weight: tf.Tensor
-) -> list[Any]:
-    """Sums values over the workers; some of them are averaged. One collective for each dtype."""
-    # A worker without rows has 0 of the mean, even if its value is NaN.
-    weighted = [
-        _mapped(part, lambda v: tf.math.multiply_no_nan(v, tf.cast(weight, v.dtype))) if mean else part
-        for part, mean in zip(parts, means, strict=True)
-    ]
-    carried = [
-        _cast(value, CARRIERS.get(value.dtype, value.dtype)) for value in (*weighted, *[weight] * any(means))
-    ]
-    summed: dict[int, Any] = {}
-    for dtype in dict.fromkeys(value.dtype for value in carried):
-        places = [place for place, value in enumerate(carried) if value.dtype == dtype]
-        summed.update(zip(places, all_reduce([carried[place] for place in places]), strict=True))
-    totals = [_cast(summed[place], part.dtype) for place, part in enumerate(parts)]
-    return [
-        _mapped(total, lambda v: v / tf.cast(summed[len(parts)], v.dtype)) if mean else total
-        for total, mean in zip(totals, means, strict=True)
-    ]
-
-
-def _cast(value: Any, dtype: tf.DType) -> Any:
-    return value if value.dtype == dtype else _mapped(value, lambda v: tf.cast(v, dtype))
-
-
-def _mapped(value: Any, function: Callable[[tf.Tensor], tf.Tensor]) -> Any:
+def mapped(value: Any, function: Callable[[tf.Tensor], tf.Tensor]) -> Any:
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(function(value.values), value.indices, value.dense_shape)
     return function(value)

@@ -43,7 +43,6 @@ from tensorflow.python.eager import context
 from replicast.coordination import DirectExchange
 from replicast.errors import NotSupported
 from replicast.training.keras_call import KerasCall, only_looks_at_shapes
-from replicast.turns import Turns
 
 logger = logging.getLogger("replicast")
 
@@ -107,7 +106,6 @@ def named_leaves(structure: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _arrays(batch: Any) -> tuple[list[_Array], list[_Array]]:
-    """The arrays of x, and those of y and sample_weight."""
     as_keras = isinstance(batch, (tuple, list)) and 0 < len(batch) <= len(PARTS)
     parts = zip(PARTS, batch, strict=False) if as_keras else [("x", batch)]
     leaves = [(part, *named) for part, value in parts for named in named_leaves(value, part)]
@@ -183,16 +181,12 @@ def _counted(data: Any) -> _Array | None:
 
 
 def rows_of(data: Any) -> tf.Tensor:
-    """The number of rows of a share."""
     counted = _counted(data)
     return tf.constant(1) if counted is None else length_of(counted.value)
 
 
 def first_input_is_whole(data: Any) -> tf.Tensor | None:
-    """Whether the first array of x, by which Keras weights the loss in its logs, is not rows.
-
-    None if it certainly is rows.
-    """
+    """Whether the first array of x, by which Keras weights its loss, is not rows; None if it surely is."""
     inputs, labels = _arrays(data)
     if not labels or len(inputs) < 2:
         return None
@@ -211,7 +205,7 @@ def at_least_one_row(data: Any, rows: tf.Tensor) -> Any:
             return leaf
         shape = tf.shape(leaf)
         zeros = functools.partial(tf.zeros, tf.concat([[1], shape[1:]], axis=0), leaf.dtype)
-        # A conditional even if there are certainly no rows: `origins.py` must recognize rows of a batch here,
+        # A conditional even if there are certainly no rows: `graphs.py` must recognize rows of a batch here,
         # as on the workers that have some.
         whole = tf.cond((shape[0] > 0) | (rows > 0), lambda: leaf, zeros)
         whole.set_shape([1 if leaf.shape[0] == 0 else None, *leaf.shape[1:]])
@@ -314,15 +308,12 @@ class Excerpt(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of_batch(what: str, parts: Mapping[str, Sequence[np.ndarray[Any, Any]]], order: str = "") -> Excerpt:
-        labelled = any(
-            target.ndim > 0 and bool(np.any(target != target[:1])) for target in parts.get("y", ())
-        )
+        labelled = any(each.ndim > 0 and bool(np.any(each != each[:1])) for each in parts.get("y", ()))
         digests = {name: _digest(part) for name, part in parts.items()}
         return Excerpt(what, order=order, digests=digests, labelled=labelled)
 
 
 def _parts_of(batch: Any) -> dict[str, Any]:
-    """The inputs, targets and weights of a batch, by name."""
     return dict(zip(PARTS, batch, strict=False)) if isinstance(batch, tuple) else {"x": batch}
 
 
@@ -338,18 +329,10 @@ def _digest(components: Sequence[np.ndarray[Any, Any]]) -> str:
 
 
 class DataComparison:
-    """Compares the workers' data of one `fit`, `evaluate` or `predict`."""
-
-    def __init__(
-        self,
-        own: Excerpt,
-        strategy: Any,
-        meet: Callable[[str], dict[int, str]],
-        warn: Callable[[str], None],
-    ) -> None:
+    def __init__(self, own: Excerpt, strategy: Any, warn: Callable[[str], None]) -> None:
         self._own = own
         self._strategy = strategy
-        self._meet = meet
+        self._meet = strategy.lifetime.meet if strategy.size > 1 else lambda message: {0: message}
         self._warn = warn
         self._direct = DirectExchange(
             strategy.coordination,
@@ -367,9 +350,8 @@ class DataComparison:
             self._meet("")
             return
         self._compared = True
-        heard = self._meet(msgspec.json.encode(self._own).decode())
-        decode = functools.partial(msgspec.json.decode, type=Excerpt)
-        samples = {worker: decode(text) for worker, text in sorted(heard.items()) if text}
+        heard = sorted(self._meet(msgspec.json.encode(self._own).decode()).items())
+        samples = {worker: msgspec.json.decode(text, type=Excerpt) for worker, text in heard if text}
         self.seed = samples.get(0, self._own).seed
         refuse_other_lengths(samples)
         self._compare(samples, "a sample of its rows" if self._own.unit == "rows" else "its first batch")
@@ -428,10 +410,8 @@ def refuse_other_lengths(samples: Mapping[int, Excerpt]) -> None:
         return
     first = next(iter(known.values()))
     lengths = ", ".join(f"worker {worker} has {s.length} {s.unit}" for worker, s in known.items())
-    reason, remedy = (
-        "each worker takes its own rows of every batch, so all need the same data",
-        "Give every worker all of the data, and do not divide it by rank",
-    )
+    reason = "each worker takes its own rows of every batch, so all need the same data"
+    remedy = "Give every worker all of the data, and do not divide it by rank"
     if first.divided:
         reason = "every step uses one batch of each worker"
         remedy = "Give every worker the same number of batches, for example with dataset.take(n)"
@@ -566,9 +546,6 @@ class Share(tf.data.Dataset):
     def _pass_over(self, share: tf.data.Dataset) -> Iterator[Any]:
         return iter(share) if self._shapes is None else DataPass(share, self._shapes)
 
-    def is_infinite(self) -> bool:
-        return bool(self._share.cardinality() == tf.data.INFINITE_CARDINALITY)
-
 
 def _divided(batches: tf.data.Dataset, rank: int, size: int, division: Division) -> tf.data.Dataset:
     """One worker's rows of every batch; what is not rows, whole."""
@@ -601,51 +578,41 @@ class ArrayShare:
     directly, which is cheaper than passing them between threads, and large ones ahead in a pipeline.
     """
 
-    def __init__(
-        self,
-        adapter: ArrayDataAdapter,
-        *,
-        rank: int,
-        size: int,
-        compared: DataComparison,
-        in_graph: bool,
-        epoch: Callable[[], int | None],
-    ) -> None:
-        self._rank = rank
-        self._size = size
+    def __init__(self, strategy: Any, call: KerasCall, compared: DataComparison) -> None:
+        self._strategy = strategy
         self._compared = compared
-        self._epoch_told = epoch
-        self._epoch = 0
-        self._batch_size = adapter.batch_size
-        self._shuffle = adapter._shuffle
+        self._is_fit = call.method == "fit"
+        self._passes = 0
+        self._batch_size, self._shuffle = call.adapter.batch_size, call.adapter._shuffle
         with tf.device("CPU:0"):
             # Keras makes tuples of lists as well: tf.data takes a list for a tensor.
-            arrays = keras.tree.lists_to_tuples(adapter._inputs)
+            arrays = keras.tree.lists_to_tuples(call.adapter._inputs)
             self._tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
         leaves = tf.nest.flatten(self._tensors)
         self._rows = int(leaves[0].shape[0])
+        in_graph = getattr(call.model, "steps_per_execution", 1) > 1
         bytes_of_row = sum(leaf.dtype.size * int(np.prod(leaf.shape[1:])) for leaf in leaves)
-        self._ahead = in_graph or bytes_of_row * self._batch_size // size > LARGE_SHARE_BYTES
+        self._ahead = in_graph or bytes_of_row * self._batch_size // strategy.size > LARGE_SHARE_BYTES
 
     def __iter__(self) -> Iterator[Any]:
         if only_looks_at_shapes():
             rows = min(self._rows, self._batch_size)
             return iter([tf.nest.map_structure(lambda tensor: tensor[:rows], self._tensors)])
         self._compared.open_pass()
-        told = self._epoch_told()
-        epoch = self._epoch if told is None else told
-        self._epoch += 1
+        known = self._is_fit and self._strategy.epoch is not None
+        epoch = self._strategy.epoch if known else self._passes
+        self._passes += 1
         return self._rest(epoch, 0)
 
     def at(self, position: DataPosition) -> Iterator[Any]:
         """The rest of a pass."""
         self._compared.open_pass()
-        self._epoch += position.passes + 1
+        self._passes += position.passes + 1
         return self._rest(position.epoch, position.batches)
 
     def _rest(self, epoch: int, done: int) -> Iterator[Any]:
         order = epoch_order(self._rows, self._batch_size, self._shuffle, (*self._compared.seed, epoch))
-        shares = shares_of_order(order, self._batch_size, self._rank, self._size)
+        shares = shares_of_order(order, self._batch_size, self._strategy.rank, self._strategy.size)
         rest = itertools.islice(shares, done, None)
         return iter(self._pipeline(list(rest))) if self._ahead else map(self._gather, rest)
 
@@ -692,49 +659,33 @@ def shares_of_order(
 class Inputs:
     """Divides the data of Keras calls among the workers, by its kind, and compares the workers' data."""
 
-    def __init__(self, strategy: Any, turns: Turns) -> None:
+    def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self._rank, self._size = strategy.rank, strategy.size
-        self._meet = turns.meet if strategy.size > 1 else lambda message: {0: message}
         self._generator: object = self  # differs from any context's generator
         self._seeds_drawn = 0
         self._warned: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
         # How many passes used the orders of a repeated shuffle.
         self._passes: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
 
-    def are_arrays(self, call: KerasCall) -> bool:
-        """Whether the data is arrays in memory whose rows can be gathered: dense, and no None."""
-        if not isinstance(call.adapter, ArrayDataAdapter):
-            return False
-        leaves = tf.nest.flatten(call.adapter._inputs)
-        return all(isinstance(leaf, (np.ndarray, tf.Tensor)) and leaf.ndim > 0 for leaf in leaves)
-
-    def share_of_arrays(self, call: KerasCall) -> ArrayShare:
-        adapter, strategy = call.adapter, self._strategy
-        sample = Excerpt.of_arrays(call.data_name, adapter._inputs, self._next_seed())
-        return ArrayShare(
-            adapter,
-            rank=self._rank,
-            size=self._size,
-            compared=self._comparison(call, sample),
-            epoch=(lambda: strategy.epoch) if call.method == "fit" else (lambda: None),
-            in_graph=getattr(call.model, "steps_per_execution", 1) > 1,
-        )
-
-    def _next_seed(self) -> tuple[int, int]:
-        """A seed for the orders of arrays: from the user's global seed, if there is one, else a random one.
-
-        Begins again when the global seed is set again. No random generator of the user is changed.
-        """
+    def share_of_arrays(self, call: KerasCall) -> ArrayShare | None:
+        """None if the data is not arrays in memory whose rows can be gathered: dense, and no None."""
+        leaves = tf.nest.flatten(getattr(call.adapter, "_inputs", None))
+        gathers = all(isinstance(leaf, (np.ndarray, tf.Tensor)) and leaf.ndim > 0 for leaf in leaves)
+        if not isinstance(call.adapter, ArrayDataAdapter) or not gathers:
+            return None
+        # The seed of their orders is the user's global one, if there is one, else random. It begins again
+        # when the global seed is set again. No random generator of the user is changed.
         generator = getattr(context.context(), "_rng", None)  # absent until a seed is set
         if generator is not self._generator:
             self._generator, self._seeds_drawn = generator, 0
         self._seeds_drawn += 1
         chosen = context.global_seed()
-        return secrets.randbits(32) if chosen is None else int(chosen) & 0xFFFFFFFF, self._seeds_drawn
+        seed = secrets.randbits(32) if chosen is None else int(chosen) & 0xFFFFFFFF
+        sample = Excerpt.of_arrays(call.data_name, call.adapter._inputs, [seed, self._seeds_drawn])
+        return ArrayShare(self._strategy, call, self._comparison(call, sample))
 
     def share_of_batches(self, dataset: tf.data.Dataset, call: KerasCall, *, divided: bool = False) -> Share:
-        """This worker's rows of every batch of a dataset."""
         adapter, what = call.adapter, call.data_name
         # Only a pass that is used to its end reads ahead. Otherwise reading ahead would draw the next
         # order from a shuffled, repeated dataset, and take batches from a generator.
@@ -746,9 +697,11 @@ class Inputs:
             dataset, ahead = dataset.take(call.steps), True
         first_batch = next(iter(getattr(adapter, "_first_batches", None) or ()), None)
         if first_batch is not None:
-            parts = _parts_of(first_batch).items()
-            arrays = {name: tf.nest.flatten(part, expand_composites=True) for name, part in parts}
-            sample = Excerpt.of_batch(what, {name: [*map(np.asarray, part)] for name, part in arrays.items()})
+            parts = {
+                name: [np.asarray(leaf) for leaf in tf.nest.flatten(part, expand_composites=True)]
+                for name, part in _parts_of(first_batch).items()
+            }
+            sample = Excerpt.of_batch(what, parts)
         else:
             # The order that Keras will draw for the batches of a PyDataset, with Python's generator.
             shuffled = isinstance(adapter, PyDatasetAdapter) and adapter.shuffle
@@ -765,17 +718,9 @@ class Inputs:
         is_unknown = dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY and adapter.num_batches is None
         if is_unknown and not divided:
             self._warn_of_unknown_length(call, dataset.element_spec)
-        return Share(
-            dataset,
-            0 if divided else self._rank,
-            1 if divided else self._size,
-            opened=opened,
-            first_batch=first_batch,
-            ahead=ahead,
-            report=compared.report_first_batch
-            if first_batch is None and not divided and self._size > 1
-            else None,
-        )
+        rank, size = (0, 1) if divided else (self._rank, self._size)
+        report = compared.report_first_batch if first_batch is None and size > 1 else None
+        return Share(dataset, rank, size, opened=opened, first_batch=first_batch, ahead=ahead, report=report)
 
     def share_of_loop(self, dataset: tf.data.Dataset) -> Share:
         """This worker's rows of every batch of a dataset for a custom training loop."""
@@ -802,11 +747,10 @@ class Inputs:
                 self._passes[shuffle] = self._passes.get(shuffle, 0) + 1
             if self._rank == 0 and any(self._passes[shuffle] == 2 for shuffle in shuffles):
                 logger.warning(
-                    "The %s is shuffled, then repeated, and a second pass over it begins before its end. In "
-                    "one process, TensorFlow reads ahead, and what it has read when a pass ends decides the "
-                    "order of the next one: that depends on timing. So this pass may have another order than "
-                    "in one process, and on another worker if the pipeline itself reads ahead. Shuffle after "
-                    "repeat instead: dataset.repeat().shuffle(n, seed=1) (docs/train.md, steps).",
+                    "The %s is shuffled, then repeated, and a second pass over it begins before its end. Its "
+                    "order depends on how far TensorFlow had read ahead: it may differ from that of one "
+                    "process, and between workers if the pipeline itself reads ahead. Shuffle after repeat "
+                    "instead: dataset.repeat().shuffle(n, seed=1) (docs/train.md, steps).",
                     what,
                 )
 
@@ -839,7 +783,7 @@ class Inputs:
 
     def _comparison(self, call: KerasCall, sample: Excerpt) -> DataComparison:
         warn = functools.partial(self.warn_once, call.model, call.method)
-        return DataComparison(sample, self._strategy, self._meet, warn)
+        return DataComparison(sample, self._strategy, warn)
 
 
 def repeated_shuffles(dataset: tf.data.Dataset, *, repeated: bool = False) -> Iterator[tf.data.Dataset]:

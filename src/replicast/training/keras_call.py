@@ -34,7 +34,6 @@ class KerasCall:
 
     model: Any
     method: str
-    iterator: Any
     adapter: Any
     steps: int | None
     callbacks: Any
@@ -59,20 +58,18 @@ def keras_call() -> KerasCall | None:
     return KerasCall(
         model=model,
         method="validation" if validates else outer.f_code.co_name,
-        iterator=iterator,
         adapter=iterator.data_adapter,
         steps=None if steps is None else -(-steps // execution) * execution,
         callbacks=outer.f_locals.get("callbacks"),
     )
 
 
-def local_of_fit(model: keras.Model, name: str, kind: type) -> tuple[Any, dict[str, Any]] | None:
-    """A local variable of the running `fit`, and all of them. Private: `fit` keeps these nowhere else."""
+def locals_of_fit(model: keras.Model) -> dict[str, Any]:
+    """The local variables of the running `fit`, if it is found. Private: `fit` keeps these nowhere else."""
     frame: Any = sys._getframe(2)
     while frame is not None and not (frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model):
         frame = frame.f_back
-    found = None if frame is None else frame.f_locals.get(name)
-    return (found, frame.f_locals) if isinstance(found, kind) else None
+    return {} if frame is None else dict(frame.f_locals)
 
 
 def predicting_model() -> Any:

@@ -1,4 +1,4 @@
-"""Resumes `fit` after a restore: sets the epoch, and the position in its data.
+"""Resumes `fit`, or a custom training loop, after a restore: sets the epoch, and the position in its data.
 
 Keras' epoch iterator keeps state from epoch to epoch: its current iterator over the data, and how many
 batches it has taken from it. Both follow from the number of epochs and batches done, so they are not saved.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,19 +27,22 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from replicast.training.feeding import ArrayShare, DataPosition, Share
-from replicast.training.keras_call import local_of_fit
+from replicast.training.keras_call import locals_of_fit
 
 POSITIONED = (ArrayDataAdapter, GeneratorDataAdapter, PyDatasetAdapter, TFDatasetAdapter)
 Batches = Any  # any iterable: best a `tf.data.Dataset`, but also a distributed dataset, a list or a generator
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
+class Lengths(NamedTuple):
     """The lengths that determine where an epoch ends."""
 
     data: int | None
     epoch: int | None
     execution: int = 1
+
+    def up_to_executions(self, batches: int) -> int:
+        """Rounds up to whole executions: only the end of the data shortens one."""
+        return -(-batches // self.execution) * self.execution
 
 
 @dataclass(slots=True)
@@ -69,20 +73,13 @@ def start_at_epoch(model: keras.Model, epoch: int) -> None:
     model._initial_epoch = epoch
 
 
-class _FitStart(NamedTuple):
-    epoch: int
-    batch: int
-
-    def maybe_load_initial_counters_from_ckpt(self, *_: Any, **__: Any) -> tuple[int, int]:
-        return self
-
-
 def start_tf_keras_at(model: Any, epoch: int, batch: int = 0) -> None:
     """As `start_at_epoch`, for a model of tf_keras; 0 for wherever the script says.
 
     Private: tf_keras' own BackupAndRestore sets this attribute in `on_train_begin`, and `fit` asks it then.
     """
-    model._training_state = _FitStart(epoch, batch) if epoch or batch else None
+    start = types.SimpleNamespace(maybe_load_initial_counters_from_ckpt=lambda *_, **__: (epoch, batch))
+    model._training_state = start if epoch or batch else None
 
 
 def resume_fit(model: keras.Model, epoch: int, batch: int, warn: Callable[[str], None]) -> ResumedEpoch:
@@ -94,8 +91,8 @@ def resume_fit(model: keras.Model, epoch: int, batch: int, warn: Callable[[str],
     if found is None:
         warn(
             f"The data of this fit could not be found: it starts from the beginning, not after {batch} "
-            f"batches of epoch {epoch}. Call model.fit directly; if you do, report this version of Keras. "
-            f"Received: Keras {keras.__version__}"
+            f"batches of epoch {epoch + 1}. Call model.fit directly; if you do, report this version of "
+            f"Keras. Received: Keras {keras.__version__}"
         )
         return ResumedEpoch()
     iterator, first_epoch = found
@@ -106,7 +103,42 @@ def resume_fit(model: keras.Model, epoch: int, batch: int, warn: Callable[[str],
             "skipped, but in the order after it. Pass a tf.data.Dataset, arrays, or a keras.utils.PyDataset "
             f"with workers=1 and without steps_per_epoch to fit. Received: {type(adapter).__name__}"
         )
-    return _position(iterator, first_epoch, max(epoch - first_epoch, 0), batch, warn)
+    # The state of Keras' iterator: the current iterator, and how much of it was used.
+    epochs, steps, data = max(epoch - first_epoch, 0), iterator.steps_per_epoch, iterator._distributed_dataset
+    lengths = Lengths(iterator._num_batches, steps, iterator.steps_per_execution)
+    of_epoch = steps if steps is not None else lengths.data
+    if of_epoch is not None and batch >= lengths.up_to_executions(of_epoch):
+        warn(
+            "The checkpoint was saved with longer epochs than these, so the data is at another position. "
+            "Call fit with the same batch size and steps_per_epoch as before. "
+            f"Received: {batch} batches done of an epoch that has {of_epoch}"
+        )
+        batch = of_epoch - 1
+    position = data_position(epochs, batch, lengths)
+    uncounted = _repeat_epochs(adapter, epochs, lengths) if isinstance(adapter, PyDatasetAdapter) else 0
+    if _must_be_read(iterator):
+        whole = None if steps is None else lengths.up_to_executions(steps)
+        current, used, complete = read_to(lambda: iter(data), epochs, batch, whole)
+        if not complete:
+            warn(
+                "The data has fewer batches than were used before the restore: the epoch ends at once. Pass "
+                "the same data to fit after every restart; a generator must be a new one. "
+                f"Received: {used} batches of data, {batch} batches done of the epoch"
+            )
+    else:
+        used = position.batches
+        if isinstance(data, Share | ArrayShare):
+            current = data.at(position._replace(epoch=first_epoch + position.epoch))
+        else:  # data distributed by TensorFlow: there is no other way to skip
+            for _ in range(position.passes):
+                iter(data)
+            current = iter(data)
+            _take(current, used)
+    iterator._current_iterator = current
+    iterator._steps_seen = used
+    # While steps_per_epoch is set, Keras uses the current iterator, and that many batches of it.
+    iterator.steps_per_epoch = sys.maxsize if of_epoch is None else of_epoch - batch
+    return ResumedEpoch(iterator, steps, uncounted)
 
 
 def skip_fit(model: keras.Model, ended: int, warn: Callable[[str], None]) -> None:
@@ -134,7 +166,7 @@ def skip_fit(model: keras.Model, ended: int, warn: Callable[[str], None]) -> Non
         # Creates as many iterators over the data as Keras did in these epochs: each draws an order.
         data = iterator._distributed_dataset
         if _must_be_read(iterator):
-            read_to(lambda: iter(data), epochs, 0, _up_to_executions(lengths.epoch or 0, lengths.execution))
+            read_to(lambda: iter(data), epochs, 0, lengths.up_to_executions(lengths.epoch or 0))
             return
         with_the_current_one = int(epochs > 0 and lengths.epoch is not None)
         for _ in range(data_position(epochs, 0, lengths).passes + with_the_current_one):
@@ -151,12 +183,12 @@ def data_position(epochs: int, batch: int, lengths: Lengths) -> DataPosition:
     if lengths.epoch is None:
         per_epoch = 2 if lengths.data is not None else 1
         return DataPosition(per_epoch * epochs, batch, epoch=epochs)
-    whole = _up_to_executions(lengths.epoch, lengths.execution)
+    whole = lengths.up_to_executions(lengths.epoch)
     if lengths.data is None:
         return DataPosition(0, epochs * whole + batch, epoch=0)
     passes = used = opened = 0
     for epoch in range(epochs):
-        used += min(whole, _up_to_executions(lengths.data - used, lengths.execution))
+        used += min(whole, lengths.up_to_executions(lengths.data - used))
         if used >= lengths.data:
             passes, used, opened = passes + 1, 0, epoch
     return DataPosition(passes, used + batch, epoch=opened)
@@ -177,71 +209,20 @@ def read_to(
 
 
 def _take(batches: Iterator[Any], count: int | None) -> int:
-    taken = 0
-    while taken != count:
-        if next(batches, None) is None:
-            break
-        taken += 1
-    return taken
-
-
-def _up_to_executions(batches: int, execution: int) -> int:
-    """Rounds up to whole executions: only the end of the data shortens one."""
-    return -(-batches // execution) * execution
-
-
-def _position(
-    iterator: EpochIterator, first_epoch: int, epochs: int, batch: int, warn: Callable[[str], None]
-) -> ResumedEpoch:
-    """Restores the state of Keras' iterator: the current iterator, and how much of it was used."""
-    steps, adapter, data = iterator.steps_per_epoch, iterator.data_adapter, iterator._distributed_dataset
-    lengths = Lengths(iterator._num_batches, steps, iterator.steps_per_execution)
-    of_epoch = steps if steps is not None else lengths.data
-    if of_epoch is not None and batch >= _up_to_executions(of_epoch, lengths.execution):
-        warn(
-            "The checkpoint was saved with longer epochs than these, so the data is at another position. "
-            "Call fit with the same batch size and steps_per_epoch as before. "
-            f"Received: {batch} batches done of an epoch that has {of_epoch}"
-        )
-        batch = of_epoch - 1
-    position = data_position(epochs, batch, lengths)
-    uncounted = _repeat_epochs(adapter, epochs, lengths) if isinstance(adapter, PyDatasetAdapter) else 0
-    if _must_be_read(iterator):
-        whole = None if steps is None else _up_to_executions(steps, lengths.execution)
-        current, used, complete = read_to(lambda: iter(data), epochs, batch, whole)
-        if not complete:
-            warn(
-                "The data has fewer batches than were used before the restore: the epoch ends at once. Pass "
-                "the same data to fit after every restart; a generator must be a new one. "
-                f"Received: {used} batches of data, {batch} batches done of the epoch"
-            )
-    else:
-        used = position.batches
-        if isinstance(data, Share | ArrayShare):
-            current = data.at(position._replace(epoch=first_epoch + position.epoch))
-        else:  # data distributed by TensorFlow: there is no other way to skip
-            for _ in range(position.passes):
-                iter(data)
-            current = iter(data)
-            _take(current, used)
-    iterator._current_iterator = current
-    iterator._steps_seen = used
-    # While steps_per_epoch is set, Keras uses the current iterator, and that many batches of it.
-    iterator.steps_per_epoch = sys.maxsize if of_epoch is None else of_epoch - batch
-    return ResumedEpoch(iterator, steps, uncounted)
+    return sum(1 for _ in itertools.islice(batches, count))
 
 
 def _must_be_read(iterator: EpochIterator) -> bool:
-    """Whether the position in the data can only be found by reading.
-
-    All passes of a generator share it; and data of unknown length may have started again in between.
+    """Whether only reading finds the position: all passes of a generator share it, and data of unknown length
+    may have started again in between.
     """
     if isinstance(iterator.data_adapter, GeneratorDataAdapter):
         return True
     if iterator.steps_per_epoch is None or not isinstance(iterator.data_adapter, TFDatasetAdapter):
         return False
     data = iterator._distributed_dataset
-    return iterator._num_batches is None and not (isinstance(data, Share) and data.is_infinite())
+    is_infinite = isinstance(data, Share) and data.cardinality() == tf.data.INFINITE_CARDINALITY
+    return iterator._num_batches is None and not is_infinite
 
 
 def _is_read_ahead_of_changes(adapter: Any, steps: int | None) -> bool:
@@ -278,17 +259,18 @@ def _repeat_epochs(adapter: PyDatasetAdapter, epochs: int, lengths: Lengths) -> 
 
 def callbacks_of(model: keras.Model) -> list[keras.callbacks.Callback] | None:
     """The list of callbacks of the running `fit`, in order; a callback appended to it is called last."""
-    found = local_of_fit(model, "callbacks", keras.callbacks.CallbackList)
-    return None if found is None else found[0].callbacks
+    found = locals_of_fit(model).get("callbacks")
+    return found.callbacks if isinstance(found, keras.callbacks.CallbackList) else None
 
 
 def _running_fit(model: keras.Model) -> tuple[EpochIterator, int] | None:
     """The iterator of the running `fit`, and its `initial_epoch`."""
-    found = local_of_fit(model, "epoch_iterator", EpochIterator)
-    return None if found is None else (found[0], int(found[1].get("initial_epoch", 0)))
+    found = locals_of_fit(model)
+    iterator = found.get("epoch_iterator")
+    return (iterator, int(found.get("initial_epoch", 0))) if isinstance(iterator, EpochIterator) else None
 
 
-# Positions the data of a custom training loop after a restore.
+# A custom training loop.
 
 
 def length_of(batches: Batches) -> int:
@@ -299,7 +281,6 @@ def length_of(batches: Batches) -> int:
 
 
 def rest_of(batches: Batches, passes: int, done: int) -> Batches:
-    """The rest of a pass."""
     if not isinstance(batches, Sequence | Iterator):
         for _ in range(passes):
             iter(batches)  # each pass draws an order: skip those of the earlier passes

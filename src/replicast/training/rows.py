@@ -15,6 +15,8 @@ accumulator. So, for the variables of a `replicast.Strategy`:
                  makes a table of the gradient and has 14. The others stay as they are.
     exchange     if all that uses a gradient is an optimizer that adds up the slices of a repeated row
                  (`sums_repeated_rows`), each worker sends each of its rows once.
+    start        a random initial value is drawn part by part, to the bits of Keras: as a whole it
+                 takes three tables on the way (`InitialRows`).
     audits       variables that are written by rows (`is_written_by_rows`) are compared in turns, slice by
                  slice: see `replicas/job_audits.py`.
 
@@ -32,7 +34,8 @@ their last bits from worker to worker.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -44,10 +47,14 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow import core as keras_core
 from keras.src.backend.tensorflow import numpy as keras_numpy
 
+# Private: the operations behind `tf.random.stateless_...`, which start at a counter. A seed is all that the
+# public functions take.
+from tensorflow.python.ops import gen_stateless_random_ops_v2 as random_ops
+
 # Private: a variable that bypasses creators; in a scope, `tf.Variable` would create one of the strategy.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from replicast.training.origins import in_vectorized_map
+from replicast.training.graphs import in_vectorized_map
 from replicast.training.variables import ReplicatedVariable
 
 
@@ -140,12 +147,81 @@ def read_by_rows() -> None:
         return
     keras_numpy.take = _taking_rows(keras_numpy.take)
     keras_core.Variable.sparse_read = property(_sparse_read)
+    keras_core.Variable._initialize_with_initializer = _drawing_rows(
+        keras_core.Variable._initialize_with_initializer
+    )
     every = keras.optimizers.Optimizer
     every.assign = _writing_rows(every.assign, tf.raw_ops.ResourceScatterNdUpdate)
     every.assign_add = _writing_rows(every.assign_add, tf.raw_ops.ResourceScatterNdAdd)
     every.assign_sub = _writing_rows(every.assign_sub, tf.raw_ops.ResourceScatterNdSub)
     keras.optimizers.Adagrad.update_step = _adagrad_step(keras.optimizers.Adagrad.update_step)
     keras.optimizers.Adam.update_step = _adam_step(keras.optimizers.Adam.update_step)
+
+
+_DRAWN = tuple(
+    getattr(keras.initializers, name).__call__
+    for name in ("RandomUniform", "RandomNormal", "TruncatedNormal", "VarianceScaling")
+)
+# What four numbers of a tensor take of the counter.
+_COUNTS = {
+    "stateless_random_uniform_v2": 1,
+    "stateless_random_normal_v2": 1,
+    "stateless_truncated_normal_v2": 256,
+}
+_patching = threading.Lock()  # these are replaced while rows are drawn
+
+
+def _drawing_rows(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def initialize(self: Any, initializer: Any) -> None:
+        is_drawn = type(initializer).__call__ in _DRAWN and isinstance(initializer.seed, int)
+        if is_drawn and self.dtype == "float32" and len(self.shape) > 1:
+            self._initialize(InitialRows(initializer, self.shape))
+        else:
+            stock(self, initializer)
+
+    return initialize
+
+
+class InitialRows:
+    """A random initial value of Keras, of which rows can be drawn alone.
+
+    It is drawn from a counter by an algorithm (Philox) in which each number depends on its place alone.
+    """
+
+    def __init__(self, initializer: Callable[..., tf.Tensor], shape: Sequence[int]) -> None:
+        self._initializer = initializer
+        self.shape = tf.TensorShape(shape)
+
+    def __call__(self) -> tf.Tensor:
+        return self._initializer(self.shape.as_list(), dtype="float32")
+
+    def can_be_drawn(self, most_bytes: int) -> bool:
+        """Whether it is larger, and on a CPU: a GPU may use the counter in another way."""
+        is_on_cpu = tf.executing_eagerly() and not tf.config.list_logical_devices("GPU")
+        return is_on_cpu and 4 * (self.shape.num_elements() or 0) > most_bytes
+
+    def rows(self, part: slice) -> tf.Tensor:
+        """The rows of a part. Before it is a multiple of four numbers: the generator makes four at a time."""
+        rest = self.shape[1:]
+        with _patching:
+            here, stock = threading.get_ident(), {name: getattr(random_ops, name) for name in _COUNTS}
+
+            def draw(shape: Any, *, key: Any, counter: tf.Tensor, of: str, **more: Any) -> tf.Tensor:
+                if threading.get_ident() == here:
+                    low, high = map(int, counter)
+                    place = (high << 64) + low + part.start * rest.num_elements() // 4 * _COUNTS[of]
+                    counter = tf.constant([place % 2**64, (place >> 64) % 2**64], tf.uint64)
+                    shape = [part.stop - part.start, *rest]
+                return stock[of](shape, key=key, counter=counter, **more)
+
+            try:
+                for name in _COUNTS:
+                    setattr(random_ops, name, functools.partial(draw, of=name))
+                return self()
+            finally:
+                for name, function in stock.items():
+                    setattr(random_ops, name, function)
 
 
 def _sparse_read(variable: Any) -> Callable[..., tf.Tensor]:
@@ -192,12 +268,9 @@ def _writing_rows(stock: Callable[..., None], scatter: Callable[..., Any]) -> Ca
 def _adagrad_step(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def update_step(self: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        is_table = isinstance(gradient, tf.IndexedSlices) and replicated_table(variable) is not None
         # Without an epsilon, a row whose accumulator is 0 becomes NaN, touched or not.
-        if (
-            not isinstance(gradient, tf.IndexedSlices)
-            or replicated_table(variable) is None
-            or not self.epsilon
-        ):
+        if not is_table or not self.epsilon:
             stock(self, gradient, variable, learning_rate)
             return
         accumulator = self._accumulators[self._get_variable_index(variable)]

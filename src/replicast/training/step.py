@@ -28,7 +28,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -44,7 +44,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.framework import auto_control_deps_utils
 
 from replicast.errors import NotSupported
-from replicast.training.collectives import ReplicatedExtended, Transfer
+from replicast.training.collectives import ReplicatedExtended, Transfer, mapped
 from replicast.training.feeding import (
     at_least_one_row,
     first_input_is_whole,
@@ -52,16 +52,16 @@ from replicast.training.feeding import (
     rows_of,
     with_unknown_rows,
 )
+from replicast.training.graphs import CommonTensors, in_vectorized_map, is_of_some_rows, tensors_in
 from replicast.training.keras_call import replaced
-from replicast.training.origins import CommonTensors, in_vectorized_map, is_of_some_rows, tensors_in
 from replicast.training.rows import UndecidedSlices, once_if_summed, sums_repeated_rows
-from replicast.training.variables import SummedVariable, component, held_optimizers, local
+from replicast.training.variables import SummedVariable, component, components, held_optimizers, local
+from replicast.update.edits import FLOAT_DTYPES
 
 logger = logging.getLogger("replicast")
 
 # Rows are counted in units of 1024, so that a gradient times its rows stays in the range of float16.
 ROWS_UNIT = 1024.0
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
 _FILLED_FROM_ROWS = (
     "%s comes out of a step with another value on each worker: each fills it from its own rows. The step "
     "replaces it with the mean over the workers, unless it is an integer. That is right for a running mean, "
@@ -95,13 +95,10 @@ class KerasStep:
         losses = [loss for loss in tf.nest.flatten(getattr(model, "loss", None)) if loss is not None]
         reductions = [getattr(loss, "reduction", "sum_over_batch_size") for loss in losses]
         self._sums_its_loss = any(reduction in ("sum", "none", None) for reduction in reductions)
-        # In a stock step nothing can read the weights after they were changed: one transfer at the end will
-        # do.
+        # In a stock step nothing reads the weights after they were changed: one transfer at its end will do.
         names = ("train_step", "compute_metrics", "get_metrics_result")
         methods = [getattr(getattr(model, name), "__func__", None) for name in names]
         self._applies_last = methods == [getattr(keras.Model, name) for name in names]
-        self._rows = tf.constant(0.0)
-        self._watch = Writes([])
         self._kept: list[tuple[Callable[..., Any], list[Any], Any]] = []
         self._clips_own = False
         self._common = CommonTensors()
@@ -123,7 +120,7 @@ class KerasStep:
         rows = rows_of(data)
         self._rows = tf.cast(rows, tf.float32) / ROWS_UNIT
         metrics = StepMetrics(
-            self._model, data, self._extended.gather_rows, self._means, sums_its_loss=self._sums_its_loss
+            self._model, data, self._extended, self._rows, sums_its_loss=self._sums_its_loss
         )
         self._watch = watch = Writes([*metrics.variables, *self._assignable()])
         with contextlib.ExitStack() as stack:
@@ -141,11 +138,11 @@ class KerasStep:
             stack.enter_context(replaced(self._extended, "alone", not self._sums_its_loss))
             logs = self._function(at_least_one_row(data, rows))
         self._decide_what_is_sent(logs)
+
         states = {id(v) for v in metrics.variables}
         others = [v for v in watch.written if id(v) not in states]
-        counted = [v for v in others if v.dtype not in _FLOATS]
-        statistics = [v for v in others if v.dtype in _FLOATS]
-
+        statistics = [v for v in others if v.dtype in FLOAT_DTYPES]
+        compared = [*statistics, *(v for v in others if v.dtype not in FLOAT_DTYPES)]
         own = [value for value in tf.nest.flatten(logs) if not metrics.is_result(value)]
         transfer = Transfer(self._extended, self._rows)
         gradients = [
@@ -153,7 +150,6 @@ class KerasStep:
             for _, kept, _ in self._kept
         ]
         assign_states = metrics.add_states([v for v in watch.written if id(v) in states], transfer)
-        compared = [*statistics, *counted]
         means = transfer.add([precise(local(v)) for v in compared], averaged=True)
         mean_logs = transfer.add([tf.cast(v, tf.float32) for v in own], averaged=True)
         transfer.send()
@@ -170,9 +166,6 @@ class KerasStep:
             lambda v: metrics.recomputed(v) if metrics.is_result(v) else next(each), logs
         )
 
-    def _means(self, scalars: list[tf.Tensor]) -> list[tf.Tensor]:
-        return self._extended.sums(scalars, [True] * len(scalars), self._rows)
-
     def _assignable(self) -> list[keras.Variable]:
         """Variables that the step may assign without an optimizer: mostly moving statistics.
 
@@ -181,7 +174,7 @@ class KerasStep:
         """
         weights = [] if self._applies_last else self._model.trainable_variables
         variables = (*self._model.non_trainable_variables, *weights)
-        numbers = [v for v in variables if v.dtype in _FLOATS]
+        numbers = [v for v in variables if v.dtype in FLOAT_DTYPES]
         # Only compared: there is no mean of integers. Seeds are the same on all workers.
         return numbers + [v for v in variables if "int" in v.dtype and v.name != "seed_generator_state"]
 
@@ -196,11 +189,10 @@ class KerasStep:
             return
         self._warn_of_clipping(gradients)
         whole = self._of_the_whole_batch(gradients, optimizer)
-        first = len(_operations())
-        with self._watch.ignoring(), replaced(self._extended, "summed_already", True):
+        with self._watch.ignoring() as ignored, replaced(self._extended, "summed_already", True):
             apply(whole, trainable_variables)
         if sums_repeated_rows(optimizer):
-            self._adding_up.update(_operations()[first:])
+            self._adding_up.update(ignored)
 
     def _of_the_whole_batch(self, gradients: list[Any], optimizer: Any = None) -> list[Any]:
         """The gradients over the rows of all workers. Those that are common already are not sent again.
@@ -244,10 +236,7 @@ class KerasStep:
         """A sum of losses counts each row; a worker without rows has computed a row of zeros instead."""
         if gradient is None or not self._sums_its_loss:
             return gradient
-        is_sparse = isinstance(gradient, tf.IndexedSlices)
-        values = gradient.values if is_sparse else gradient
-        values = tf.where(self._rows > 0, values, tf.zeros_like(values))
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if is_sparse else values
+        return mapped(gradient, lambda values: tf.where(self._rows > 0, values, tf.zeros_like(values)))
 
     def _decide_what_is_sent(self, logs: Any) -> None:
         """Slices that only an optimizer uses which adds them up are sent once for each row."""
@@ -352,9 +341,8 @@ def tape_returning(whole_batch: Callable[[list[Any]], list[Any]]) -> Iterator[No
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # TensorFlow has no types
     def gradient(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         found = stock(tape, target, sources, *args, **kwargs)
-        if threading.get_ident() != thread or graph_here() is not graph or record.could_possibly_record():
-            return found
-        if in_vectorized_map():
+        elsewhere = threading.get_ident() != thread or graph_here() is not graph or in_vectorized_map()
+        if elsewhere or record.could_possibly_record():
             return found
         if graph is not None and is_of_some_rows(target):
             return found
@@ -383,7 +371,7 @@ class Writes:
         self._candidates = candidates
         self._before: list[Any] = []
         self._first = 0
-        self._ignored: list[tuple[Any, range]] = []
+        self._ignored: set[tf.Operation] = set()
 
     def __enter__(self) -> Writes:
         if tf.executing_eagerly():
@@ -393,36 +381,33 @@ class Writes:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None and self._candidates:
-            flags = self._changed_values() if tf.executing_eagerly() else self._written_in_graph()
-            self.written = [v for v, flag in zip(self._candidates, flags, strict=True) if flag]
+        if kind is not None or not self._candidates:
+            return
+        if tf.executing_eagerly():
+            differs = [
+                tf.not_equal(old, local(v)) for old, v in zip(self._before, self._candidates, strict=True)
+            ]
+            changed = tf.cast(tf.stack([tf.reduce_any(each) for each in differs]), tf.float32)
+            context = tf.distribute.get_replica_context()
+            flags = context.all_reduce(tf.distribute.ReduceOp.SUM, changed).numpy()
+        else:
+            captures = tf.compat.v1.get_default_graph().captures
+            outside = {id(inner): id(outer) for outer, inner in captures}
+            handles: set[int] = set()
+            for operation in _operations()[self._first :]:
+                if operation not in self._ignored:
+                    _, writes = auto_control_deps_utils.get_read_write_resource_inputs(operation)
+                    handles.update(outside.get(id(handle), id(handle)) for handle in writes)
+            flags = [id(component(v).handle) in handles for v in self._candidates]
+        self.written = [v for v, flag in zip(self._candidates, flags, strict=True) if flag]
 
     @contextlib.contextmanager
-    def ignoring(self) -> Iterator[None]:
-        """Ignores what is written inside. Only in a graph; has no effect eagerly."""
-        first = len(_operations())
-        yield
-        self._ignored.append((tf.compat.v1.get_default_graph(), range(first, len(_operations()))))
-
-    def _written_in_graph(self) -> list[bool]:
-        graph = tf.compat.v1.get_default_graph()
-        outside = {id(inner): id(outer) for outer, inner in graph.captures}
-        handles: set[int] = set()
-        ignored = {place for where, places in self._ignored if where is graph for place in places}
-        for place, operation in enumerate(_operations()):
-            if place < self._first or place in ignored:
-                continue
-            _, writes = auto_control_deps_utils.get_read_write_resource_inputs(operation)
-            handles.update(outside.get(id(handle), id(handle)) for handle in writes)
-        return [id(component(v).handle) in handles for v in self._candidates]
-
-    def _changed_values(self) -> Any:
-        changed = [
-            tf.reduce_any(tf.not_equal(before, local(v)))
-            for before, v in zip(self._before, self._candidates, strict=True)
-        ]
-        context = tf.distribute.get_replica_context()
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.stack(changed), tf.float32)).numpy()
+    def ignoring(self) -> Iterator[list[tf.Operation]]:
+        """Ignores the operations that are added inside, which it then yields. No effect eagerly."""
+        first, ignored = len(_operations()), list[tf.Operation]()
+        yield ignored
+        ignored += _operations()[first:]
+        self._ignored.update(ignored)
 
 
 def _operations() -> list[tf.Operation]:
@@ -454,14 +439,12 @@ _WRAPPER = keras.metrics.MeanMetricWrapper.update_state
 
 
 class StepMetrics:
-    """The metrics of a model in one step."""
-
     def __init__(
         self,
         model: keras.Model,
         data: Any,
-        gather: Callable[[list[tf.Tensor]], list[tf.Tensor]],
-        mean: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+        extended: ReplicatedExtended,
+        weight: tf.Tensor,
         *,
         sums_its_loss: bool,
     ) -> None:
@@ -469,8 +452,8 @@ class StepMetrics:
         self._sums_its_loss = sums_its_loss
         self._data = data
         self._rows = rows_of(data)
-        self._gather = gather
-        self._mean = mean
+        self._extended = extended
+        self._weight = weight
         self.variables = list(model.metrics_variables)
         # The value of each before the step, and the total of the job then: zeros if it is in parts, which the
         # step sums too.
@@ -513,11 +496,14 @@ class StepMetrics:
         of_all_rows = {id(v) for metric in self._whole.values() for v in metric.variables}
         means = (metric for key, metric in self._scalar.items() if key not in self._summed)
         of_scalars = {id(v) for metric in means for v in metric.variables}
-        # Keras weights the loss in its logs by the first array of x, which may not be rows.
+        # Keras weights the loss in its logs by the first array of x, which may not be rows. Private: there is
+        # no other way to the metrics in which it keeps the loss, and with several outputs that of each.
         tracker = getattr(self._model, "_loss_tracker", None)
         tracked = set() if tracker is None or whole_first is None else {id(v) for v in tracker.variables}
         flags = transfer.add([tf.cast(whole_first & (rows > 0), tf.int32)] if tracked else [])
-        sums = {id(metric.total): metric for metric in self._losses()} if self._sums_its_loss else {}
+        compiled = getattr(self._model, "_compile_loss", None)
+        losses = [one for one in (tracker, *(compiled.metrics if compiled else ())) if one is not None]
+        sums = {id(metric.total): metric for metric in losses} if self._sums_its_loss else {}
 
         def state_of(variable: keras.Variable) -> Callable[[], tf.Tensor]:
             before, total = self._before[id(variable)]
@@ -568,13 +554,6 @@ class StepMetrics:
                     variable.value.mark_whole()
 
         return assign
-
-    def _losses(self) -> list[keras.metrics.Metric]:
-        """The metrics in which Keras keeps the loss, and with several outputs that of each."""
-        # Private: there is no other way to them.
-        compiled = getattr(self._model, "_compile_loss", None)
-        found = [getattr(self._model, "_loss_tracker", None), *(compiled.metrics if compiled else ())]
-        return [metric for metric in found if metric is not None]
 
     def _recording(self, metric: keras.metrics.Metric) -> Callable[[], Any]:
         result = metric.result
@@ -647,7 +626,8 @@ class StepMetrics:
         parts = [_parts(metric, leaf) for leaf in needed.values()]
         rows = [only_real(part, self._rows) for leaf in parts for part in leaf if part.shape.rank != 0]
         scalars = [part for leaf in parts for part in leaf if part.shape.rank == 0]
-        joined, means = iter(self._gather(rows) if rows else ()), iter(self._mean(scalars) if scalars else ())
+        joined = iter(self._extended.gather_rows(rows) if rows else ())
+        means = iter(self._extended.sums(scalars, [True] * len(scalars), self._weight) if scalars else ())
         for (key, leaf), own in zip(needed.items(), parts, strict=True):
             received = [next(means if part.shape.rank == 0 else joined) for part in own]
             whole = received[0]
@@ -657,6 +637,48 @@ class StepMetrics:
             self._gathered[key] = leaf, whole
         of_all = [self._gathered[id(leaf), here][1] if _varies(leaf) else leaf for leaf in flat]
         return tf.nest.pack_sequence_as(structure, of_all)
+
+
+class EpochMetrics:
+    """What the logs of a running `fit` are, once its first batch has ended: Keras builds metrics in it.
+
+    Attributes:
+        means: Of each metric in the logs, whether it is a running mean over the epoch. What a custom
+            `train_step` returns is missing, unless it has the name of a metric: then the count of that tells.
+    """
+
+    def __init__(self, model: Any, logs: Mapping[str, Any]) -> None:
+        named: dict[str, Any] = {}
+        for each in model.metrics:
+            # Private: what `compile` got, in lists that know the output whose name is before the metric's.
+            lists = [*getattr(each, "_flat_metrics", ()), *getattr(each, "_flat_weighted_metrics", ())]
+            for group in filter(None, lists or [each]):
+                output = getattr(group, "output_name", None)
+                prefix = f"{output}_" if output else ""
+                for one in getattr(group, "metrics", None) or [group]:
+                    twice = bool(lists) and prefix + one.name in named
+                    named[f"{prefix}weighted_{one.name}" if twice else prefix + one.name] = one
+        named = {name: one for name, one in named.items() if name in logs}
+        self.means = {name: _is_mean(type(one)) for name, one in named.items()}
+        means = {name: one for name, one in named.items() if isinstance(one, keras.metrics.Mean)}
+        self._counts = {name: components(one.count) for name, one in means.items()}
+
+    def counts(self) -> dict[str, tuple[tf.Tensor, ...]]:
+        """The number of rows, batches or weights that each mean of the epoch so far is over: parts of a sum.
+
+        Like the logs, they are not waited for: on a GPU that would end its work ahead of Python.
+        """
+        read = tf.raw_ops.ReadVariableOp  # several times as fast as `read_value`
+        return {
+            name: tuple(read(resource=part.handle, dtype=part.dtype) for part in parts)
+            for name, parts in self._counts.items()
+        }
+
+
+def _is_mean(kind: type) -> bool:
+    """Finds Mean by its name: tf_keras has one, too. A subclass with a result of its own does not count."""
+    base = next((one for one in kind.__mro__ if one.__name__ == "Mean"), None)
+    return base is not None and kind.result is base.result  # type: ignore[attr-defined]
 
 
 def _varies(leaf: Any) -> bool:

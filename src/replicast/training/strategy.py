@@ -19,7 +19,7 @@ import signal
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import keras
@@ -34,20 +34,14 @@ from replicast.config import (
     read_cluster,
     start_timeout_secs,
 )
-from replicast.coordination import (
-    Coordination,
-    MemoryCoordination,
-    ServiceCoordination,
-    unregistered_workers,
-)
+from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination, unregistered_workers
 from replicast.errors import ClusterError, NotSupported
 from replicast.lifetime import Lifetime
 from replicast.port_filter import port_limit
 from replicast.training import feeding
 from replicast.training.collectives import REGISTER_SECS, ReplicatedExtended, sum_through_shared_memory
-from replicast.training.functions import Functions, Step
+from replicast.training.graphs import Functions, Step
 from replicast.training.keras_call import (
-    KerasCall,
     Trainer,
     keras_call,
     keras_scales_a_loss,
@@ -99,8 +93,6 @@ class StrategyJob:
         self._rank, self._size = (0, 1) if cluster is None else (cluster.rank, cluster.size)
         # Whether this process is the evaluator in `TF_CONFIG`, and no worker: see `Replicas.follow`.
         self.is_evaluator = is_evaluator(os.environ)
-        # How many transfers this worker has started: the same on all workers at the same line of the script.
-        self.transfers_started = transfers_started
         # For each open `Replicas`, the part that lets the job leave; in the same order on all workers.
         self.leavings: list[Any] = []
         # Called at the start of every `fit` with its model, and with the callbacks as they were passed.
@@ -161,13 +153,18 @@ class StrategyJob:
 
 
 class StockJob(StrategyJob):
-    """The job of a strategy of TensorFlow."""
-
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self.strategy = strategy
         several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-        cluster = _cluster_of(strategy) if several else None
-        self.join(cluster, self._keys_drawn if cluster is not None else lambda: 0)
+        # The workers that it has connected, whatever told it of them: TF_CONFIG, Slurm.
+        resolver: Any = strategy.cluster_resolver if several else None
+        tasks = {} if resolver is None else resolver.cluster_spec().as_dict()
+        chiefs, workers = tasks.get("chief", []), tasks.get("worker", [])
+        if len(chiefs) + len(workers) < 2:
+            self.join(None, lambda: 0)
+            return
+        rank = resolver.task_id + (0 if resolver.task_type == "chief" else len(chiefs))
+        self.join(Cluster((*chiefs, *workers), rank, len(chiefs)), self._keys_drawn)
 
     def _keys_drawn(self) -> int:
         # Private: the counters from which TensorFlow draws a key for each transfer, when a step is called.
@@ -178,17 +175,6 @@ class StockJob(StrategyJob):
         # The default strategy has a scope too, but entering it inside another one is refused.
         is_default = self.strategy is tf.distribute.get_strategy()
         return contextlib.nullcontext() if is_default else self.strategy.scope()
-
-
-def _cluster_of(strategy: Any) -> Cluster | None:
-    """The workers that a stock strategy has connected, whatever told it of them: TF_CONFIG, Slurm."""
-    resolver = strategy.cluster_resolver
-    tasks = {} if resolver is None else resolver.cluster_spec().as_dict()
-    chiefs, workers = tasks.get("chief", []), tasks.get("worker", [])
-    if len(chiefs) + len(workers) < 2:
-        return None
-    first = 0 if resolver.task_type == "chief" else len(chiefs)
-    return Cluster((*chiefs, *workers), first + resolver.task_id, len(chiefs))
 
 
 def job_of(strategy: tf.distribute.Strategy) -> StrategyJob:
@@ -216,9 +202,6 @@ def job_of(strategy: tf.distribute.Strategy) -> StrategyJob:
 _stock_job = functools.cache(StockJob)
 
 
-# The start of a worker, in this order: it meets the others, TensorFlow connects them, and it is watched.
-
-
 def _connect(
     strategy: tf.distribute.Strategy,
     cluster: Cluster | None,
@@ -231,25 +214,27 @@ def _connect(
     limit_port = port_limit(cluster, os.environ)
     heartbeat_secs = HEARTBEAT_SECS
     if cluster is not None and cluster.size > 1:
-
-        def tell(line: str) -> None:
-            sys.stderr.write(line)
-            sys.stderr.flush()
-
         timeout_secs, own_heartbeat = start_timeout_secs(os.environ), heartbeat_timeout_secs(os.environ)
-        heartbeat_secs = rendezvous.meet(cluster, timeout_secs, tell, own_heartbeat)
+        heartbeat_secs = rendezvous.meet(cluster, timeout_secs, sys.stderr.write, own_heartbeat)
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    if is_evaluator(os.environ):  # that one would connect it with the workers
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+    options = options or tf.distribute.experimental.CommunicationOptions()
+    # TensorFlow connects the workers in one call that holds Python's lock until all of them are connected: no
+    # thread and no signal handler of Python runs meanwhile. It takes less than a second, unless a worker or
+    # its host is lost just then. Before it connects, TensorFlow installs a handler of SIGTERM of its own,
+    # which ends nothing. So what SIGTERM did before is put back; not with the module `signal`, which can do
+    # this in the main thread only, and only for its own handlers. And Ctrl-C ends the process at once: Python
+    # would only hear of it when the call has failed, in the middle of making TensorFlow's error.
+    libc = ctypes.CDLL(None)
+    old_sigterm, old_sigint = (ctypes.create_string_buffer(_SIGACTION_BYTES) for _ in range(2))
+    libc.sigaction(signal.SIGTERM, None, old_sigterm)
+    python_handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    default = bytes(_SIGACTION_BYTES) if python_handles and cluster is not None and cluster.size > 1 else None
+    libc.sigaction(signal.SIGINT, None, old_sigint)
     try:
-        with _kept(signal.SIGTERM):
-            resolvers = tf.distribute.cluster_resolver
-            extended = ReplicatedExtended(
-                strategy,
-                # The resolver of TF_CONFIG would connect an evaluator with the workers.
-                resolvers.SimpleClusterResolver(tf.train.ClusterSpec({}))
-                if is_evaluator(os.environ)
-                else resolvers.TFConfigClusterResolver(),
-                options or tf.distribute.experimental.CommunicationOptions(),
-                heartbeat_secs,
-            )
+        libc.sigaction(signal.SIGINT, default, None)  # SIG_DFL is 0; None changes nothing
+        extended = ReplicatedExtended(strategy, resolver, options, heartbeat_secs)
     except (tf.errors.DeadlineExceededError, tf.errors.UnavailableError) as error:
         if cluster is None:
             raise
@@ -258,27 +243,13 @@ def _connect(
         raise ClusterError(
             f"All workers had met, but TensorFlow could not connect worker {cluster.rank} with {names} "
             f"within {REGISTER_SECS:.0f} s",
-            remedy="A process or a host was lost, or stopped, in this moment: start all workers again",
+            remedy="A process or a host was lost or stopped just then: start all workers again",
         ) from error
+    finally:
+        libc.sigaction(signal.SIGTERM, old_sigterm, None)
+        libc.sigaction(signal.SIGINT, old_sigint, None)
     limit_port()
     return extended, heartbeat_secs
-
-
-# TensorFlow connects the workers in one call that holds Python's lock until all of them are connected: no
-# thread and no signal handler of Python runs meanwhile. It takes less than a second, unless a worker or its
-# host is lost just then. Before it connects, TensorFlow installs a handler of SIGTERM of its own, which ends
-# nothing. Afterwards SIGTERM does again what it did before.
-
-
-@contextlib.contextmanager
-def _kept(signum: int) -> Iterator[None]:
-    # Not with the module `signal`, which can do this in the main thread only, and only for its own handlers.
-    libc, before = ctypes.CDLL(None), ctypes.create_string_buffer(_SIGACTION_BYTES)
-    libc.sigaction(signum, None, before)
-    try:
-        yield
-    finally:
-        libc.sigaction(signum, before, None)
 
 
 class Strategy(StrategyJob, tf.distribute.MultiWorkerMirroredStrategy):
@@ -335,20 +306,18 @@ class Strategy(StrategyJob, tf.distribute.MultiWorkerMirroredStrategy):
             heartbeat_secs=heartbeat_secs,
             trained_alone=_a_model_was_trained,
         )
-        self._writing = Writing(self.coordination, self.rank, self.lifetime)
-        self._callbacks = Callbacks(self.rank, self._writing, self.lifetime.turns.meet)
-        self._inputs = feeding.Inputs(self, self.lifetime.turns)
-        self._functions = Functions(self.lifetime.turns, extended.keys)
+        self._writing = Writing(self.lifetime)
+        self._callbacks = Callbacks(self._writing)
+        self._inputs = feeding.Inputs(self)
+        self._functions = Functions(self.lifetime, extended.keys)
         if self.size > 1:
             write_once(self._writing)
             report_from_first_worker(self.rank)
-            extended.next_turn = self.lifetime.turns.take
-            if sum_through_shared_memory(
-                extended, self.coordination, self.rank, self.lifetime, wanted=all_reduce == "auto"
-            ):
+            extended.next_turn = self.lifetime.take_turn
+            exchange = sum_through_shared_memory(extended, self.lifetime, wanted=all_reduce == "auto")
+            if exchange is not None:
                 self.all_reduce = "shared memory"
-                shared = extended.shared
-                self.waited_secs = lambda: 0.0 if shared is None else shared.exchange.waited_secs
+                self.waited_secs = lambda: exchange.waited_secs
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -374,12 +343,15 @@ class Strategy(StrategyJob, tf.distribute.MultiWorkerMirroredStrategy):
 
         A step of a Keras model has the result of the whole batch: see `replicast.training.step`.
         """
-        fn = _without_function(fn)
+        # The step of a model that a script has decorated with `tf.function`: Keras compiles it anyway.
+        method: Any = getattr(getattr(fn, "python_function", None), "__wrapped__", None)
+        owner = getattr(getattr(method, "__self__", None), "target", None)  # TensorFlow's stand-in for `self`
+        if isinstance(owner, Trainer):
+            fn = types.MethodType(method.__func__, owner)
         model, predicting = getattr(fn, "__self__", None), predicting_model()
         step, is_step = fn, predicting is None and isinstance(model, Trainer)
-        traced = None
-        if self.size > 1:
-            traced = self._traced(fn if predicting is None else predicting.predict_step, args)
+        compared = fn if predicting is None else predicting.predict_step
+        traced = self._traced(compared, args) if self.size > 1 else None
         if is_step:
             self._refuse_what_cannot_work(model)
             if self.size == 1:
@@ -427,11 +399,16 @@ class Strategy(StrategyJob, tf.distribute.MultiWorkerMirroredStrategy):
         """
         call = keras_call()
         if call is not None:
-            self._prepare(call)
+            self._refuse_what_cannot_work(call.model)
+            self._warn_of_losses(call.model)
+            if self.size > 1:
+                self._callbacks.prepare(call.callbacks, call.method)
+            for tell in self.on_fit if call.method == "fit" else ():
+                tell(call.model, call.callbacks)
         if isinstance(dataset, feeding.Share):
             return dataset
-        if call is not None and self._inputs.are_arrays(call):
-            return self._inputs.share_of_arrays(call)
+        if call is not None and (arrays := self._inputs.share_of_arrays(call)) is not None:
+            return arrays
         policies = tf.data.experimental.AutoShardPolicy
         policy = dataset.options().experimental_distribute.auto_shard_policy
         divided = policy == policies.OFF
@@ -456,14 +433,6 @@ class Strategy(StrategyJob, tf.distribute.MultiWorkerMirroredStrategy):
             for name, warning in feeding.losses_that_mix_rows(getattr(model, "loss", None)).items():
                 self._inputs.warn_once(model, name, warning)
 
-    def _prepare(self, call: KerasCall) -> None:
-        self._refuse_what_cannot_work(call.model)
-        self._warn_of_losses(call.model)
-        if self.size > 1:
-            self._callbacks.prepare(call.callbacks, call.method)
-        for tell in self.on_fit if call.method == "fit" else ():
-            tell(call.model, call.callbacks)
-
     def _refuse_what_cannot_work(self, model: Any) -> None:
         on_cpus = self.size > 1 and self.extended._local_device_type == "CPU"
         if getattr(model, "jit_compile", False) is True and on_cpus:
@@ -473,13 +442,6 @@ class Strategy(StrategyJob, tf.distribute.MultiWorkerMirroredStrategy):
                 remedy='Compile the model with jit_compile=False (the default, "auto", does)',
             )
         take_over(self, model)
-
-
-def _without_function(fn: Any) -> Any:
-    """The step of a model that a script has decorated with `tf.function`: Keras compiles it anyway."""
-    method: Any = getattr(getattr(fn, "python_function", None), "__wrapped__", None)
-    model = getattr(getattr(method, "__self__", None), "target", None)  # TensorFlow's stand-in for `self`
-    return types.MethodType(method.__func__, model) if isinstance(model, Trainer) else fn
 
 
 def _a_model_was_trained() -> bool:

@@ -31,7 +31,7 @@ from tensorflow.python.distribute.values import MirroredVariable, SyncOnReadVari
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from replicast.errors import NotSupported, ReplicastError
-from replicast.training.functions import per_worker
+from replicast.training.graphs import per_worker
 
 logger = logging.getLogger("replicast")
 
@@ -89,7 +89,6 @@ class SummedVariable(_Converted, SyncOnReadVariable):
             self._whole = ResourceVariable(True, trainable=False, name="whole")
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in TensorFlow; between steps, each worker gets the total."""
         if self._between_steps():
             self.mark_whole()
             return self._primary.assign(value, *args, **kwargs)
@@ -166,7 +165,6 @@ class SummedVariable(_Converted, SyncOnReadVariable):
         return self._part() if self._in_custom_step() else super()._get()
 
     def value(self) -> Any:
-        """As in TensorFlow: in a custom step this worker's part, between steps the total."""
         return self._part() if self._in_custom_step() else super().value()
 
     def _get_cross_replica(self) -> Any:
@@ -252,11 +250,8 @@ def creating_in_scope(strategy: tf.distribute.Strategy, function: Callable[..., 
 
 
 def is_built(model: Any) -> bool:
-    """Whether all variables of the model and its metrics exist, as far as can be told.
-
-    A model without `call` is never built itself; only its layers are.
-    """
-    # Private: Keras checks the same three before it builds a model.
+    """Whether all variables of the model and its metrics exist, as far as can be told."""
+    # Private: Keras checks the same three before it builds a model: without `call`, only its layers are.
     own = type(model).call not in (keras.layers.Layer.call, keras.Model.call)
     parts = [*model._flatten_layers(include_self=own), model._compile_metrics, model._compile_loss]
     return all(part is None or part.built for part in parts)
@@ -377,7 +372,6 @@ def move(strategy: tf.distribute.Strategy, variables: Iterable[keras.Variable]) 
 
 
 def is_distributed(variable: keras.Variable) -> bool:
-    """Whether a variable is part of a job."""
     return isinstance(variable.value, tf.distribute.DistributedValues)
 
 
@@ -431,19 +425,16 @@ class _Joining:
 
     def next(self, ordered: bool = True) -> Any:
         if self.generator is None or not is_distributed(self.generator.state):
-            self._join()
+            if self.generator is None:
+                with tf.variable_creator_scope(creator_in_scope(self._strategy)):
+                    self.generator = keras.random.SeedGenerator()
+            move(self._strategy, [self.generator.state])
+            if self._strategy.leavings and self._strategy.rank == 0:
+                logger.warning(
+                    "A step draws random numbers from keras.random without a seed. The state of Keras' "
+                    "global seed generator is not in the checkpoints and audits of this job's Replicas, "
+                    "because it was created later: after a restart, the step draws other numbers. Make a "
+                    "keras.random.SeedGenerator an attribute of the model, and pass it as seed=."
+                )
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, self.generator)
         return self.generator.next(ordered=ordered)
-
-    def _join(self) -> None:
-        if self.generator is None:
-            with tf.variable_creator_scope(creator_in_scope(self._strategy)):
-                self.generator = keras.random.SeedGenerator()
-        move(self._strategy, [self.generator.state])
-        if self._strategy.leavings and self._strategy.rank == 0:
-            logger.warning(
-                "A step draws random numbers from keras.random without a seed. The state of Keras' global "
-                "seed generator is not in the checkpoints and audits of this job's Replicas, because it was "
-                "created later: after a restart, the step draws other numbers. Make a "
-                "keras.random.SeedGenerator an attribute of the model, and pass it as seed=."
-            )

@@ -40,7 +40,6 @@ import xxhash
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 
-from replicast.coordination import Coordination
 from replicast.errors import JobFailed, ReplicastError
 from replicast.lifetime import Lifetime
 from replicast.training.keras_call import replaced
@@ -52,10 +51,7 @@ WRITE_SECS = 3600.0
 POLL_SECS = 0.5
 REMIND_SECS = 30.0
 POSITIONS_KEPT = 3  # a worker deletes its keys of a position after this many later positions
-_METHODS = (
-    (keras.Model, ("save", "save_weights", "export")),
-    (keras.export.ExportArchive, ("write_out",)),
-)
+_METHODS = ((keras.Model, ("save", "save_weights", "export")), (keras.export.ExportArchive, ("write_out",)))
 _FUNCTIONS = (
     (saving_lib, "save_model"),
     (saving_lib, "save_weights_only"),
@@ -83,10 +79,11 @@ _writing: Writing | None = None  # decides who writes what Keras writes in this 
 class Writing:
     """Decides which worker writes each file, and makes the others wait for it."""
 
-    def __init__(self, coordination: Coordination, rank: int, lifetime: Lifetime) -> None:
-        self._coordination = coordination
-        self.rank = rank
+    def __init__(self, lifetime: Lifetime) -> None:
         self._lifetime = lifetime
+        self._coordination = lifetime.coordination
+        self.rank = lifetime.rank
+        self.meet = lifetime.meet
         self._position = (-1, -1)
         self._counts: Counter[str] = Counter()
         self._put: deque[tuple[tuple[int, int], str]] = deque()
@@ -97,10 +94,24 @@ class Writing:
         """Calls `write` on one of the workers that write this path; the others wait for it, at most 1 h."""
         if getattr(_thread, "writes", False):
             return write()
-        key, worker = self._claim(path, kind)
+        # Worker 0 writes the path if it claims it, else the first worker that does. So the others wait until
+        # worker 0 has claimed this path or written another one, has passed this position, or is too late.
+        key, turn = self.next_key(_digest(path)), self.next_key(kind)
+        if self.rank != 0:
+            waits = self._waits(0, f"reach the point where it may write {path}")
+            while self._coordination.get(key, POLL_SECS / 10) is None:
+                if self._coordination.get(turn, POLL_SECS / 2) is not None:
+                    break
+                if next(waits) > ARRIVE_SECS or self._lifetime.has_gone_on(0):
+                    logger.info("worker 0 does not write %s; worker %d does", path, self.rank)
+                    break
+        mine = self.put_key(key, str(self.rank))
+        worker = self.rank if mine else int(self.wait_for_key(key, 0, f"write {path}"))
+        if self.rank == 0:
+            self.put_key(turn, str(path))
         if worker == self.rank:
             try:
-                with writing_alone(), self._lifetime.turns.alone(f"writing {path}"):
+                with writing_alone(), self._lifetime.alone(f"writing {path}"):
                     result = write()
             except BaseException as error:  # also Ctrl-C: the others must not wait for this file
                 self.put_key(f"{key}/done", json.dumps(_described(error)))
@@ -115,39 +126,30 @@ class Writing:
                 return write()
         return None
 
-    def _claim(self, path: Any, kind: str) -> tuple[str, int]:
-        """Decides which worker writes this path here: worker 0 if it claims it, else the first that does.
-
-        Returns the key of the path at this position, and the worker. Blocks until worker 0 has made a claim
-        of its own, has passed this position, or the time is up.
-        """
-        key, turn = self.next_key(_digest(path)), self.next_key(kind)
-        if self.rank != 0:
-            waits = self._waits(0, f"reach the point where it may write {path}")
-            while self._coordination.get(key, POLL_SECS / 10) is None:
-                if self._coordination.get(turn, POLL_SECS / 2) is not None:
-                    break
-                if next(waits) > ARRIVE_SECS or self._lifetime.has_gone_on(0):
-                    logger.info("worker 0 does not write %s; worker %d does", path, self.rank)
-                    break
-        mine = self.put_key(key, str(self.rank))
-        worker = self.rank if mine else int(self.wait_for_key(key, 0, f"write {path}"))
-        if self.rank == 0:
-            self.put_key(turn, str(path))
-        return key, worker
-
     def next_key(self, name: str) -> str:
         """A key of this position in the script; the n-th key of a name is the same on all workers."""
-        where = self._where()
+        position = self._lifetime.position()
+        if position != self._position:
+            self._position = position
+            self._counts.clear()
+            # Delete the keys of a position that all workers have left. A transfer or turn ends only if all
+            # join it: once this worker is two positions further, all have left the first.
+            with self._lock:
+                self._positions.append(position)
+                old = []
+                while self._put and self._put[0][0] < self._positions[0]:
+                    old.append(self._put.popleft()[1])
+            for key in old:
+                self._coordination.delete(key)
         self._counts[name] += 1
-        return f"{where}/{name}/{self._counts[name]}"
+        return f"replicast/write/{position[0]}-{position[1]}/{name}/{self._counts[name]}"
 
     def put_key(self, key: str, value: str) -> bool:
         """Writes a key that the others read before they leave this position; it is deleted later."""
         put = self._coordination.put(key, value)
         if put:
             with self._lock:
-                self._put.append((self._lifetime.turns.position(), key))
+                self._put.append((self._lifetime.position(), key))
         return put
 
     def wait_for_key(self, key: str, worker: int, what: str) -> str:
@@ -171,22 +173,6 @@ class Writing:
                 reminded = now
             yield now - began
 
-    def _where(self) -> str:
-        position = self._lifetime.turns.position()
-        if position != self._position:
-            self._position = position
-            self._counts.clear()
-            # Delete the keys of a position that all workers have left. A transfer or turn ends only if all
-            # join it: once this worker is two positions further, all have left the first.
-            with self._lock:
-                self._positions.append(position)
-                old = []
-                while self._put and self._put[0][0] < self._positions[0]:
-                    old.append(self._put.popleft()[1])
-            for key in old:
-                self._coordination.delete(key)
-        return f"replicast/write/{position[0]}-{position[1]}"
-
 
 def write_once(writing: Writing) -> None:
     """From now on, one worker writes each file that Keras writes, as `writing` decides.
@@ -199,9 +185,9 @@ def write_once(writing: Writing) -> None:
     if first:
         for owner, names in _METHODS:
             for name in names:
-                setattr(owner, name, _written_once(getattr(owner, name)))
+                setattr(owner, name, _written_once(getattr(owner, name), whole=False))
         for module, name in _FUNCTIONS:
-            setattr(module, name, _written_once(_written_whole(getattr(module, name))))
+            setattr(module, name, _written_once(getattr(module, name), whole=True))
 
 
 def report_from_first_worker(rank: int) -> None:
@@ -229,44 +215,41 @@ def writing_alone() -> Iterator[None]:
         _thread.writes = before
 
 
-def _written_once(write: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(write)
-    def once(*args: Any, **kwargs: Any) -> Any:
-        path = inspect.signature(write).bind_partial(*args, **kwargs).arguments.get("filepath")
-        if _writing is None or not isinstance(path, str | os.PathLike):  # Keras also writes to open files
-            return write(*args, **kwargs)
-        return _writing.once(path, functools.partial(write, *args, **kwargs))
-
-    return once
-
-
-def _written_whole(write: Callable[..., Any]) -> Callable[..., Any]:
-    """Writes one file beside its place and renames it: nobody ever sees a part of it.
+def _written_once(write: Callable[..., Any], *, whole: bool) -> Callable[..., Any]:
+    """Lets one worker write a file. `whole`: it writes beside its place and renames, so nobody sees a part.
 
     A model that Keras writes as several files or as a directory has no such moment.
     """
 
     @functools.wraps(write)
-    def whole(*args: Any, **kwargs: Any) -> Any:
+    def once(*args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(write).bind_partial(*args, **kwargs)
-        path: Any = bound.arguments.get("filepath")
-        one_file = isinstance(path, str | os.PathLike) and str(path).endswith((".keras", ".h5", ".hdf5"))
-        shards = bound.arguments.get("max_shard_size") is not None
-        if not one_file or shards or "://" in str(path) or not Path(path).absolute().parent.is_dir():
+        path = bound.arguments.get("filepath")
+        if _writing is None or not isinstance(path, str | os.PathLike):  # Keras also writes to open files
             return write(*args, **kwargs)
+        is_sharded = bound.arguments.get("max_shard_size") is not None
+        is_one_file = (
+            str(path).endswith((".keras", ".h5", ".hdf5")) and not is_sharded and "://" not in str(path)
+        )
+        if not whole or not is_one_file or not Path(path).absolute().parent.is_dir():
+            return _writing.once(path, functools.partial(write, *args, **kwargs))
         place = Path(path).resolve()  # a link stays a link
         # Keras looks at the suffix. What a crash leaves behind is replaced by the next save of this worker.
-        part = place.with_name(f".part-{0 if _writing is None else _writing.rank}-{place.name}")
-        part.unlink(missing_ok=True)  # also a link
-        bound.arguments["filepath"] = str(part)
-        try:
-            result = write(*bound.args, **bound.kwargs)
-            part.replace(place)
-        finally:
-            part.unlink(missing_ok=True)
-        return result
+        part = place.with_name(f".part-{_writing.rank}-{place.name}")
 
-    return whole
+        def write_and_rename() -> Any:
+            part.unlink(missing_ok=True)  # also a link
+            try:
+                result = write(*bound.args, **bound.kwargs)
+                part.replace(place)
+            finally:
+                part.unlink(missing_ok=True)
+            return result
+
+        bound.arguments["filepath"] = str(part)
+        return _writing.once(path, write_and_rename)
+
+    return once
 
 
 def _described(error: BaseException) -> dict[str, Any]:
@@ -303,10 +286,8 @@ class Callbacks:
     call ends. The callback can then be copied, pickled, given another path and used again.
     """
 
-    def __init__(self, rank: int, writing: Writing, meet: Callable[[str], dict[int, str]]) -> None:
-        self._rank = rank
+    def __init__(self, writing: Writing) -> None:
         self._writing = writing
-        self._meet = meet
         self._changes: dict[Any, contextlib.ExitStack] = {}  # by callback
 
     def prepare(self, callbacks: Any, method: str) -> None:
@@ -317,7 +298,8 @@ class Callbacks:
         for callback in prepared:
             self._restore(callback)  # the previous call may have raised before it restored it
         own = {callback: _target_of(callback) for callback in prepared}
-        said = {worker: json.loads(text) for worker, text in self._meet(json.dumps([*own.values()])).items()}
+        heard = self._writing.meet(json.dumps([*own.values()]))
+        said = {worker: json.loads(text) for worker, text in heard.items()}
         for callback, target in own.items():
             self._changes[callback] = contextlib.ExitStack()
             is_backup = isinstance(callback, keras.callbacks.BackupAndRestore)
@@ -327,12 +309,11 @@ class Callbacks:
                     "needs a backup_dir on a file system that all workers share, and is needed on all of them"
                 )
             writer = min(worker for worker, targets in said.items() if target in targets)
-            self._prepare(callback, is_elsewhere=writer != self._rank)
-            complete = _nothing
+            self._prepare(callback, is_elsewhere=writer != self._writing.rank)
+            log = ""
             if isinstance(callback, (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)):
-                key = self._writing.next_key(_digest(target))
-                complete = functools.partial(self._complete, key, writer, target)
-            self._restore_at(callback, _ENDS.get(method, "on_train_end"), complete)
+                log = self._writing.next_key(_digest(target))
+            self._restore_at(callback, _ENDS.get(method, "on_train_end"), log, writer, target)
 
     def _prepare(self, callback: Any, *, is_elsewhere: bool) -> None:
         match callback:
@@ -356,22 +337,18 @@ class Callbacks:
                 self._replace(callback, "_get_file_path", _path_in_a_directory)
             case _:  # reports and does nothing else
                 for name in _HOOKS if is_elsewhere else ():
-                    self._replace(callback, name, _nothing)
+                    self._replace(callback, name, lambda *_, **__: None)
 
-    def _complete(self, key: str, writer: int, log: str) -> None:
-        """Publishes that the log is complete, or waits for the worker that writes it."""
-        if writer == self._rank:
-            self._writing.put_key(key, "")
-        else:
-            self._writing.wait_for_key(key, writer, f"complete {log}")
-
-    def _restore_at(self, callback: Any, end: str, last: Callable[[], None]) -> None:
-        """Restores the callback after Keras has called its method `end`; calls `last` before that."""
+    def _restore_at(self, callback: Any, end: str, log: str, writer: int, target: str) -> None:
+        """Restores the callback after Keras has called its method `end`, and its log is complete."""
         own = getattr(callback, end)
 
         def ended(callback: Any, logs: Any = None) -> None:
             own(logs)
-            last()
+            if log and writer == self._writing.rank:
+                self._writing.put_key(log, "")
+            elif log:
+                self._writing.wait_for_key(log, writer, f"complete {target}")
             self._restore(callback)
 
         self._replace(callback, end, ended)
@@ -391,7 +368,8 @@ class Callbacks:
         self._writing.once(callback.backup_dir, save, kind="backup")
 
     def _delete_together(self, callback: Any, logs: Any = None) -> None:
-        self._meet("")  # others may still be reading it: a fit that has nothing left to do ends at once
+        # Others may still be reading it: a fit that has nothing left to do ends at once.
+        self._writing.meet("")
         end = functools.partial(type(callback).on_train_end, callback, logs)
         self._writing.once(callback.backup_dir, end, kind="backup")
 
@@ -429,6 +407,3 @@ def _path_in_a_directory(callback: Any, *args: Any, **kwargs: Any) -> str:
     if "://" not in path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _nothing(*_: Any, **__: Any) -> None: ...

@@ -53,6 +53,7 @@ from msgspec.structs import replace
 from replicast.config import host_and_port, host_id, read_cluster, shared_memory_directory
 from replicast.connections import (
     HANDSHAKE_SECS,
+    Dialer,
     HostServer,
     introduce,
     limit,
@@ -61,13 +62,11 @@ from replicast.connections import (
     shut,
 )
 from replicast.coordination import DirectExchange
-from replicast.deadline import Deadline
-from replicast.errors import ClusterError, JobFailed, UpdateRefused
-from replicast.names import Dialer
-from replicast.tensorfiles import Array
-from replicast.transport.parcel import Inspect, Parcel, damaged_block, not_arrived
-from replicast.transport.shared import SharedFile, Transport
+from replicast.errors import ClusterError, JobFailed, UpdateRefused, refusal_of
+from replicast.processes import Deadline
+from replicast.transport.shared import Inspect, Parcel, SharedFile, Transport, damaged_block, not_arrived
 from replicast.update.digest import BLOCK_BYTES, digest_block
+from replicast.update.edits import Array
 
 logger = logging.getLogger("replicast")
 
@@ -127,7 +126,10 @@ class ChainTransport(Transport):
                 self._tell_host(parcel, {"memory": memory})
                 parcel = replace(parcel, memory=memory)
             return super().receive(parcel, deadline.left(), inspect)
-        except UpdateRefused as refusal:
+        except (
+            Exception
+        ) as error:  # Of any kind, such as a full memory: others would wait until their deadline.
+            refusal = refusal_of(error)
             ends.holdings.remove(parcel.id, refusal)
             if not is_local:
                 self._tell_host(parcel, {"refused": refusal.to_json()})

@@ -10,6 +10,8 @@ keeps a file once no worker uses it any more, and the others keep their mapping 
 mapped privately. A source that publishes a parcel in memory of an earlier one (`Parcel.memory`) knows that no
 worker of the job uses the earlier one any more. So another host may then write over the file in which it has
 received the earlier one (`SharedFile.mirrors`), and nothing else has to be said.
+
+The chain between hosts uses the same parcels: arrays in one buffer, with a digest of each block.
 """
 
 from __future__ import annotations
@@ -19,27 +21,21 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from replicast.deadline import Deadline
-from replicast.errors import ClusterError
-from replicast.mapped_memory import Bytes, map_private, map_shared, map_to_read
-from replicast.tensorfiles import Array
-from replicast.transport.parcel import (
-    Inspect,
-    Parcel,
-    arrays_in,
-    check_share,
-    damaged,
-    lay_out,
-    no_room,
-    not_arrived,
-    path_part,
-    write_out,
-)
+import ml_dtypes  # noqa: F401 - makes bfloat16 and the 8-bit floats known to numpy by name
+import numpy as np
+
+from replicast.codec import Record
+from replicast.errors import ClusterError, UpdateRefused
+from replicast.mapped_memory import ALIGNMENT, Bytes, aligned, map_private, map_shared, map_to_read
+from replicast.processes import Deadline
+from replicast.update.digest import DIGITS, blocks_of, digest_block, digest_of_blocks, name_of
+from replicast.update.edits import Array
 
 logger = logging.getLogger("replicast")
 
@@ -48,6 +44,133 @@ KEPT_BYTES = (1 << 20, 1 << 31)  # The smallest and the largest file that is kep
 KEPT_PART = 8
 _POLL_SECS = 0.002
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+# Called with the index of an array in the parcel, and a flat chunk of that array.
+Inspect = Callable[[int, Array], None]
+_PARCEL_ID = re.compile(r"[A-Za-z0-9._-]{1,100}")
+
+
+class Piece(Record):
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+class Parcel(Record):
+    """The description of a parcel, which the source sends to the others so that they can fetch the bytes."""
+
+    id: str
+    source: int
+    nbytes: int
+    arrays: tuple[Piece, ...]
+    blocks: str
+    memory: str = ""  # the first parcel in this memory of the source, if it may be used again
+    to_read: bool = False
+
+    @property
+    def digest(self) -> str:
+        """One digest of the bytes of all arrays; independent of their offsets."""
+        return digest_of_blocks(self.blocks)
+
+
+def damaged(parcel: Parcel, expected: str, received: str, worker: int) -> UpdateRefused:
+    return UpdateRefused(
+        f"The bytes of parcel {parcel.id!r} from worker {parcel.source} arrived damaged at worker {worker}",
+        expected=expected,
+        received=received,
+        worker=worker,
+        remedy="Propose it again; if it happens again, check that worker's memory and network",
+    )
+
+
+def damaged_block(parcel: Parcel, block: int, found: str, worker: int) -> UpdateRefused | None:
+    """The refusal of a block whose bytes have another digest than those that the source published."""
+    expected = parcel.blocks[DIGITS * block : DIGITS * (block + 1)]
+    if found == expected:
+        return None
+    return damaged(parcel, f"digest {expected} of block {block}", f"digest {found}", worker)
+
+
+def not_arrived(parcel: Parcel, timeout_secs: float, worker: int, waited_for: int) -> UpdateRefused:
+    return UpdateRefused(
+        f"Worker {worker} waited {timeout_secs:g} s for parcel {parcel.id!r} from worker {waited_for}",
+        expected=f"{parcel.nbytes:,} bytes from worker {waited_for}",
+        received="nothing",
+        worker=worker,
+        remedy=f"See worker {waited_for}'s log for the reason, then propose it again",
+    )
+
+
+# The layout of arrays in one buffer, and its verification: pure functions between arrays and bytes.
+
+
+def path_part(name: str) -> str:
+    """The id of a parcel or a job, if it can be part of a file name."""
+    if not _PARCEL_ID.fullmatch(name):
+        raise ValueError(
+            "The id of a parcel or a job consists of at most 100 letters, digits, dots, hyphens and "
+            f"underscores. Received: {name!r}"
+        )
+    return name
+
+
+def lay_out(arrays: Sequence[Array]) -> tuple[tuple[Piece, ...], int]:
+    """The position of each array, and the size of the buffer: a multiple of 64 bytes, and at least 64."""
+    pieces = []
+    end = 0
+    for array in arrays:
+        if array.dtype.hasobject or array.dtype.kind in "SUMm" or name_of(array.dtype).startswith("void"):
+            raise TypeError(f"Only arrays of numbers can be sent. Received: dtype {array.dtype}")
+        pieces.append(Piece(name_of(array.dtype), tuple(array.shape), end))
+        end += aligned(array.nbytes)
+    return tuple(pieces), max(end, ALIGNMENT)
+
+
+def write_out(arrays: Sequence[Array], pieces: Sequence[Piece], buffer: Bytes) -> str:
+    """Copies the arrays into a buffer; returns the digests of the copies' blocks."""
+    digests = []
+    for place, start, content in blocks_of(arrays):
+        target = buffer[pieces[place].offset + start :]
+
+        def copy(at: int, chunk: Bytes, target: Bytes = target) -> Bytes:
+            written = target[at : at + len(chunk)]
+            written[:] = chunk
+            return written
+
+        digests.append(digest_block(content, copy))
+    return "".join(digests)
+
+
+def arrays_in(buffer: Bytes, pieces: Sequence[Piece]) -> list[Array]:
+    """The arrays in a buffer, as views that keep it alive."""
+    return [
+        buffer[piece.offset : piece.offset + piece.nbytes].view(piece.dtype).reshape(piece.shape)
+        for piece in pieces
+    ]
+
+
+def check_share(
+    parcel: Parcel, arrays: Sequence[Array], rank: int, local_ranks: Sequence[int], inspect: Inspect
+) -> None:
+    """Verifies this worker's share of the blocks of a parcel, and inspects their values in the same pass."""
+    for number, (place, _, content) in enumerate(blocks_of(arrays)):
+        if local_ranks[number % len(local_ranks)] != rank:
+            continue
+
+        def inspected(_: int, chunk: Bytes, place: int = place) -> Bytes:
+            inspect(place, chunk.view(arrays[place].dtype))
+            return chunk
+
+        refusal = damaged_block(parcel, number, digest_block(content, inspected), rank)
+        if refusal is not None:
+            raise refusal
+
+
+# Files in shared memory.
 
 
 class SharedFile:
@@ -114,25 +237,14 @@ def remove_leftovers(directory: Path) -> list[Path]:
     removed = []
     with contextlib.suppress(OSError):
         for path in sorted(directory.glob(f"{name_prefix()}*")):
-            if _remove_if_left(path):
+            # Not those that cannot be opened (a link, another user's, already gone) or locked (its owner is
+            # alive), and no directory.
+            with contextlib.suppress(OSError), opened(path, os.O_RDONLY | os.O_NONBLOCK) as descriptor:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
                 removed.append(path)
                 logger.info("removed %s, which a process that has died left behind", path)
     return removed
-
-
-def _remove_if_left(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # a link, another user's, or already gone
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
-    except OSError:  # its owner is alive, or it is a directory
-        return False
-    finally:
-        os.close(descriptor)
-    return True
 
 
 def _unnamed_file(directory: Path) -> int:
@@ -166,18 +278,13 @@ class Transport:
         try:
             os.close(_unnamed_file(directory))
         except OSError as error:
-            raise ClusterError(
-                f"{directory} cannot be used for shared memory",
-                received=str(error),
-                remedy="Set REPLICAST_SHM_DIR to a directory in a tmpfs, such as /dev/shm",
-            ) from error
+            problem = f"{directory} cannot be used for shared memory"
+            remedy = "Set REPLICAST_SHM_DIR to a directory in a tmpfs, such as /dev/shm"
+            raise ClusterError(problem, received=str(error), remedy=remedy) from error
         remove_leftovers(directory)  # of dead processes of this user
 
     def publish(self, parcel_id: str, arrays: Sequence[Array], *, to_read: bool = False) -> Parcel:
-        """Makes the arrays available to all workers. Only on the source.
-
-        The arrays are copied before this returns and may be changed afterwards.
-        """
+        """Makes copies of the arrays available to all workers. Only on the source."""
         path_part(parcel_id)
         pieces, nbytes = lay_out(arrays)
         with self._filled(parcel_id, nbytes, "" if to_read else None) as file:
@@ -200,7 +307,19 @@ class Transport:
         """
         arrays = self._to_read.get(parcel.id)
         if arrays is None:
-            arrays = arrays_in(self._bytes_of(parcel, timeout_secs), parcel.arrays)
+            with self._lock:
+                name, content = self._mapped.get(parcel.source, ("", None))
+            if content is None or name != parcel.memory:
+                with self._waited_for(parcel, timeout_secs) as descriptor:
+                    if parcel.memory:
+                        content = map_to_read(descriptor, os.fstat(descriptor).st_size)
+                    else:
+                        content = map_private(descriptor, parcel.nbytes)
+                # Otherwise the source frees the memory, and a mapping would hold it.
+                if parcel.memory and self._is_worth_keeping(len(content)):
+                    with self._lock:
+                        self._mapped[parcel.source] = parcel.memory, content
+            arrays = arrays_in(content, parcel.arrays)
         check_share(parcel, arrays, self._rank, self._local_ranks, inspect)
         return arrays
 
@@ -244,7 +363,26 @@ class Transport:
 
         It is used again for what comes into the same memory, if there is one (`_kept`).
         """
-        file = self._reserved(nbytes, memory)
+        with self._lock:
+            file = self._kept.pop(memory or "", None)
+        if file is not None and (memory is None or nbytes > file.nbytes):
+            file.remove()  # first, because its space may be needed
+            file = None
+        if file is None:
+            status = os.statvfs(self._directory)
+            try:
+                file = SharedFile(self._directory, nbytes)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                raise UpdateRefused(
+                    f"Worker {self._rank} has no room for the update in {self._directory}",
+                    expected=f"{nbytes:,} bytes free",
+                    received=f"{status.f_bavail * status.f_frsize:,} bytes free",
+                    worker=self._rank,
+                    remedy="Free some space there, or set REPLICAST_SHM_DIR to a directory with more (in a "
+                    "container, increase the size of /dev/shm)",
+                ) from error
         try:
             yield file
             if not file.name:
@@ -254,41 +392,6 @@ class Transport:
             file.remove()
             raise
         self._files[parcel_id] = file
-
-    def _reserved(self, nbytes: int, memory: str | None) -> SharedFile:
-        with self._lock:
-            kept = self._kept.pop(memory or "", None)
-        if kept is not None:
-            if memory is not None and nbytes <= kept.nbytes:
-                return kept
-            kept.remove()  # first, because its space may be needed
-        status = os.statvfs(self._directory)
-        try:
-            return SharedFile(self._directory, nbytes)
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            free = status.f_bavail * status.f_frsize
-            remedy = (
-                "Free some space there, or set REPLICAST_SHM_DIR to a directory with more (in a container, "
-                "increase the size of /dev/shm)"
-            )
-            raise no_room(nbytes, free, str(self._directory), self._rank, remedy) from error
-
-    def _bytes_of(self, parcel: Parcel, timeout_secs: float) -> Bytes:
-        """Waits for the bytes of a parcel and maps them; does not verify them."""
-        with self._lock:
-            name, known = self._mapped.get(parcel.source, ("", None))
-        if known is not None and name == parcel.memory:
-            return known
-        with self._waited_for(parcel, timeout_secs) as descriptor:
-            if not parcel.memory:
-                return map_private(descriptor, parcel.nbytes)
-            found = map_to_read(descriptor, os.fstat(descriptor).st_size)
-        if self._is_worth_keeping(len(found)):  # else the source frees it, and a mapping would hold it
-            with self._lock:
-                self._mapped[parcel.source] = parcel.memory, found
-        return found
 
     @contextlib.contextmanager
     def _waited_for(self, parcel: Parcel, timeout_secs: float) -> Iterator[int]:

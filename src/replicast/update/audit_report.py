@@ -15,11 +15,9 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 
 from msgspec import field
 
-from replicast.codec import Record
-from replicast.strictjson import described, fields_of
+from replicast.codec import Record, described, fields_of
 
 # Which workers agree on a variable, and which worker's value is the reference.
-
 #
 # A worker may have several replicas, each on its device. It reports one digest of a variable as long as they
 # agree. If they differ, its digest is a list of theirs, in the order of its devices, with commas.
@@ -177,10 +175,7 @@ class ComparedRows(Record):
 
 
 def rows_in_turn(tables: Mapping[str, tuple[int, int]], turn: int) -> tuple[ComparedRows, ...]:
-    """The rows of each table that the audit with this number compares: one slice of one of them.
-
-    `tables` has the rows and the bytes of each.
-    """
+    """Of tables with so many rows and bytes, the rows that this audit compares: one slice of one of them."""
     in_slice = {name: max(1, SLICE_BYTES * rows // nbytes) for name, (rows, nbytes) in tables.items()}
     slices = {name: -(-rows // in_slice[name]) for name, (rows, _) in tables.items()}
     audits = sum(slices.values())

@@ -1,4 +1,4 @@
-"""Digests of the bits of arrays: two digests are equal if every bit of the arrays is.
+"""Comparing arrays: by digests, which are equal if every bit of the arrays is, and by their distance.
 
 `-0.0` and `0.0` differ, and so do two NaNs with different payloads: digests compare the stored bits, not
 their meaning. A digest is xxh3_128 as 32 hexadecimal digits, over the dtype's name, the shape, and the
@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from msgspec.structs import replace
 
 from replicast.mapped_memory import Bytes
+from replicast.update.audit_report import Deviation
 from replicast.update.edits import FLOAT_DTYPES, Array
 
 
@@ -70,20 +72,12 @@ Each = Callable[[int, Bytes], Bytes]
 """Called with the offset of a chunk in its block, and the chunk; returns the chunk or a copy to digest."""
 
 
-class ArrayBlock(NamedTuple):
-    """A part of one array: the index of the array, the offset of the part, and the part."""
-
-    place: int
-    start: int
-    content: Bytes
-
-
-def blocks_of(arrays: Sequence[npt.NDArray[Any]]) -> Iterator[ArrayBlock]:
-    """All blocks of all arrays; an empty array has no blocks."""
+def blocks_of(arrays: Sequence[npt.NDArray[Any]]) -> Iterator[tuple[int, int, Bytes]]:
+    """Each block of all arrays: the index of its array, its offset there, and its bytes."""
     for place, array in enumerate(arrays):
         content = bytes_of(array)
         for start in range(0, len(content), BLOCK_BYTES):
-            yield ArrayBlock(place, start, content[start : start + BLOCK_BYTES])
+            yield place, start, content[start : start + BLOCK_BYTES]
 
 
 def bytes_of(array: npt.NDArray[Any]) -> Bytes:
@@ -111,6 +105,11 @@ def digest_of_blocks(digests: str) -> str:
 _CHUNK = 2**16  # Elements. Small enough that temporary results stay in the processor's cache.
 
 
+def chunks_of(array: Array) -> Iterator[Array]:
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return (flat[start : start + _CHUNK] for start in range(0, flat.size, _CHUNK))
+
+
 def is_finite(array: Array) -> bool:
     """Whether no element is NaN or infinite."""
     return name_of(array.dtype) not in FLOAT_DTYPES or nonfinite(array)[0] == 0
@@ -124,12 +123,8 @@ def _surely_finite(array: Array) -> bool:
     """
     if array.dtype not in (np.float32, np.float64):
         return False
-    flat = np.ascontiguousarray(array).reshape(-1)
     with np.errstate(all="ignore"):
-        return all(
-            math.isfinite(np.dot(chunk, chunk))
-            for chunk in (flat[start : start + _CHUNK] for start in range(0, flat.size, _CHUNK))
-        )
+        return all(math.isfinite(np.dot(chunk, chunk)) for chunk in chunks_of(array))
 
 
 def nonfinite(array: Array) -> tuple[int, int]:
@@ -155,3 +150,67 @@ def nonfinite(array: Array) -> tuple[int, int]:
         first = start + int(np.argmax(wrong)) if first < 0 else first
         found += int(np.count_nonzero(wrong))
     return found, first
+
+
+# The distance between two arrays of the same shape and dtype, in bits and in numbers.
+
+_PIECE_BYTES = 2**20  # In float64 and with temporary arrays, a piece takes up to forty times its size.
+
+
+def deviation(mine: Array, reference: Array) -> Deviation:
+    """Compares a value of any dtype with the reference, in bits and in numbers."""
+    if (mine.shape, mine.dtype) != (reference.shape, reference.dtype):
+        raise ValueError(
+            f"Only values of the same shape and dtype can be compared, here {reference.dtype} "
+            f"{reference.shape}. Received: {mine.dtype} {mine.shape}"
+        )
+    found = distance([(mine, reference)])
+    if found.first_index is None:
+        return found
+    index = np.unravel_index(found.first_index[0], mine.shape)
+    return replace(found, first_index=tuple(int(place) for place in index))
+
+
+def distance(pairs: Iterable[tuple[Array, Array]]) -> Deviation:
+    """Compares a value in parts, each with the reference's, piece by piece. Its index has one dimension."""
+    count = of = one_is_nan = 0
+    absolute = relative = 0.0
+    first: tuple[int] | None = None
+    for pair in pairs:
+        left, right = (np.ascontiguousarray(side).reshape(-1) for side in pair)
+        bits, length = np.dtype(f"u{left.dtype.itemsize}"), _PIECE_BYTES // left.dtype.itemsize
+        for start in range(0, left.size, length):
+            piece = slice(start, start + length)
+            where = left[piece].view(bits) != right[piece].view(bits)
+            if where.any():
+                count += int(np.count_nonzero(where))
+                first = (of + start + int(np.argmax(where)),) if first is None else first
+                nans, *largest = _largest(left[piece][where], right[piece][where])
+                one_is_nan += nans
+                absolute, relative = max(absolute, largest[0]), max(relative, largest[1])
+        of += left.size
+    return Deviation(count, of, absolute, relative, first, one_is_nan)
+
+
+def _largest(left: Array, right: Array) -> tuple[int, float, float]:
+    """The number of elements that are NaN on one side only; the largest absolute and relative difference."""
+    one_is_nan = 0
+    with np.errstate(all="ignore"):
+        if left.dtype.name in FLOAT_DTYPES:
+            left, right = left.astype(np.float64), right.astype(np.float64)
+            one_is_nan = int(np.count_nonzero(np.isnan(left) != np.isnan(right)))
+            numbers = ~(np.isnan(left) | np.isnan(right))
+            left, right = left[numbers], right[numbers]
+            absolute = np.abs(left - right)
+        else:
+            # The difference of integers may wrap around; as an unsigned integer it is right.
+            unsigned = np.dtype(f"u{left.dtype.itemsize}")
+            forth, back = (
+                pair[0].view(unsigned) - pair[1].view(unsigned) for pair in ((left, right), (right, left))
+            )
+            absolute = np.where(left > right, forth, back).astype(np.float64)
+        if not absolute.size:
+            return one_is_nan, 0.0, 0.0
+        larger = np.maximum(np.abs(left.astype(np.float64)), np.abs(right.astype(np.float64)))
+        relative = np.where(np.isinf(absolute), np.inf, absolute / np.where(larger == 0, 1.0, larger))
+    return one_is_nan, float(absolute.max()), float(relative.max())

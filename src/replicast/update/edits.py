@@ -17,28 +17,53 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from replicast.errors import UpdateRefused
 
 Array: TypeAlias = npt.NDArray[Any]
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)  # with this import, numpy knows it by name
 FLOAT_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 INTEGER_DTYPES = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 DTYPES = FLOAT_DTYPES | INTEGER_DTYPES | {"bool"}
+MAX_DIMENSIONS = 32
+MAX_ELEMENTS = 2**48  # more than any array has; numpy raises on sizes that overflow
+
+Kind: TypeAlias = Literal["trainable", "non_trainable", "optimizer"]
+
+
+class Variable(Struct, frozen=True):
+    """One variable of the state."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Kind
+    slots: tuple[tuple[str, float], ...] = ()  # the optimizer's variables for it, and what they are reset to
+
+    def __post_init__(self) -> None:
+        if (
+            self.dtype not in DTYPES
+            or len(self.shape) > MAX_DIMENSIONS
+            or any(size < 0 for size in self.shape)
+            # Zeros count as 1: numpy multiplies the other dimensions too, and they may overflow.
+            or math.prod(max(size, 1) for size in self.shape) >= MAX_ELEMENTS
+        ):
+            raise ValueError(f"Invalid dtype or shape of {self.name}. Received: {self.dtype} {self.shape}")
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 class EditKind(StrEnum):
-    """What an edit does to its variable.
-
-    A name, the arrays that it needs in the order in which they are written, sent and digested, and whether it
-    needs a factor.
-    """
+    """What an edit does, the arrays that it needs, in the order of files, and whether it needs a factor."""
 
     arrays: tuple[str, ...]
     has_factor: bool
@@ -119,11 +144,6 @@ def low_rank_norm(a: Array, b: Array) -> float:
     with np.errstate(all="ignore"):
         a, b = a.astype(np.float64), b.astype(np.float64)
         return math.sqrt(max(0.0, float(np.sum((a.T @ a) * (b @ b.T)))))
-
-
-def dtype_named(name: str) -> np.dtype[Any]:
-    """The dtype with this name, which numpy does not know for bfloat16."""
-    return BFLOAT16 if name == "bfloat16" else np.dtype(name)
 
 
 def factor_as(factor: float, dtype: npt.DTypeLike) -> Array:

@@ -1,8 +1,8 @@
-"""Guards: limits on how much an update may change, and on which variables."""
+"""What an update changes: told before it (`examine`), limited (`Guard`), measured after it (`effects`)."""
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,29 +10,188 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import numpy as np
+from msgspec import UNSET, structs
 
-from replicast.update.digest import nonfinite
+from replicast.codec import View
+from replicast.errors import UpdateRefused
+from replicast.update.digest import chunks_of, nonfinite
 from replicast.update.edits import (
     FLOAT_DTYPES,
     RESETS,
     Array,
     Edit,
     EditKind,
+    Variable,
     apply_edit,
     by_variable,
-    dtype_named,
+    edit_in_slice,
     factor_as,
+    in_slice,
     low_rank_norm,
     refused,
+    slices_of,
     touched_rows,
 )
-from replicast.update.schema import Schema
+from replicast.update.schema import Schema, is_rate, planned
+from replicast.update.trial import Effect, Histogram, Trial
+from replicast.update.update import Update
 
 Read = Callable[[Iterable[str]], Mapping[str, Array]]
-_CHUNK = 2**16  # Elements. In float64 they stay in the processor's cache.
 _REMEDY = "Make the change smaller, or pass another guard to the job's Replicas"
 _NOT_FINITE = "Make them finite, or pass a guard with require_finite=False to the job's Replicas"
 _OTHER_VARIABLE = "Leave this variable out of the update, or pass another guard to the job's Replicas"
+
+
+# What an update would do.
+
+
+class Values(View, frozen=True):
+    """The values of an array in short: how many are not finite; of the others, extremes and 2-norm."""
+
+    size: int
+    nonfinite: int
+    minimum: float
+    maximum: float
+    norm: float
+
+
+class EditView(View, frozen=True):
+    """One edit, for people."""
+
+    variable: str
+    operation: EditKind
+    factor: float | None
+    shape: tuple[int, ...] | None
+    dtype: str
+    nbytes: int
+    rows: int | None
+    rank: int | None
+    values: Values | None
+
+
+class Examination(View, frozen=True):
+    """What an update would do to a run, without doing it."""
+
+    edits: tuple[EditView, ...]
+    problems: tuple[UpdateRefused, ...] = ()
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all values."""
+        return sum(edit.nbytes for edit in self.edits)
+
+
+def examine(update: Update, schema: Schema | None) -> Examination:
+    """What an update would do, and why it would be refused: all problems, not only the first."""
+    check_types(update)
+    problems: list[UpdateRefused] = []
+    edits: list[Edit] = []
+    if schema is None:  # What is wrong whatever the state is.
+        expected, views = "finite values, or allow_nonfinite=True", tuple(map(view_of, update.edits))
+        if not views:
+            none = UpdateRefused("The update has no edits", expected="at least one", received="none")
+            problems.append(none)
+        for view in () if update.allow_nonfinite else views:
+            if view.values is not None and view.values.nonfinite:
+                problem = f"{view.values.nonfinite} of {view.values.size} values are not finite"
+                problems.append(refused(view.variable, problem, expected, "NaN or infinity"))
+            elif view.factor is not None and not math.isfinite(view.factor):
+                factor = str(view.factor)
+                problems.append(refused(view.variable, "The factor is not finite", expected, factor))
+        return Examination(views, tuple(problems))
+    for edit in update.edits:
+        try:
+            # A reset is judged together with the others: it needs the edit whose slots it resets.
+            edits += () if edit.operation in RESETS else planned(update.replaced([edit]), schema).edits
+        except UpdateRefused as error:
+            problems.append(error)
+            edits.append(edit)
+    if not problems:
+        try:
+            edits = list(planned(update, schema, look_at=lambda _place: False).edits)
+        except UpdateRefused as error:
+            problems.append(error)
+    views = tuple(view_of(edit, schema) for edit in edits)
+    return Examination(views, tuple(problems), tuple(warnings_of(edits)), tuple(_notes_of(views)))
+
+
+def check_types(update: object, trial: object = None) -> None:
+    """A dictionary is a common mistake, and would fail later with an error about an attribute."""
+    if not isinstance(update, Update):
+        example = 'replicast.Update().add("dense/bias", delta)'
+        raise TypeError(f"Expected an Update, such as {example}. Received: {type(update).__name__}")
+    if not isinstance(trial, Trial | None):
+        raise TypeError(f"Expected a Trial, such as replicast.Trial(50). Received: {type(trial).__name__}")
+
+
+def values_of(array: Array) -> Values:
+    """The values of an array in short; needs little memory."""
+    infinite, squares, low, high = 0, 0.0, math.inf, -math.inf
+    for chunk in chunks_of(array):
+        with np.errstate(all="ignore"):
+            finite = chunk.astype(np.float64)
+            finite = finite[np.isfinite(finite)]
+            squares += float(np.dot(finite, finite))
+        infinite += chunk.size - finite.size
+        if finite.size:
+            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
+    if low > high:
+        low = high = math.nan
+    return Values(array.size, infinite, low, high, math.sqrt(squares))
+
+
+def view_of(edit: Edit, schema: Schema | None = None) -> EditView:
+    """An edit in short; the schema tells shape and dtype where the edit itself does not."""
+    arrays, shape, dtype, rank, values = edit.arrays, None, "", None, None
+    if schema is not None:
+        with contextlib.suppress(UpdateRefused):
+            variable = schema.resolve(edit.variable)
+            shape, dtype = variable.shape, variable.dtype
+    written = arrays.get("value", arrays.get("rows"))
+    if edit.operation is EditKind.ADD_LOW_RANK:
+        a, b = arrays["a"], arrays["b"]
+        shape, rank, dtype = (*a.shape[:1], *b.shape[-1:]), a.shape[-1], a.dtype.name
+        first, second = values_of(a), values_of(b)
+        extremes = min(first.minimum, second.minimum), max(first.maximum, second.maximum)
+        # The norm is that of their product, which is never computed as a whole.
+        norm = low_rank_norm(a, b) if a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0] else math.nan
+        nonfinite = first.nonfinite + second.nonfinite
+        values = Values(first.size + second.size, nonfinite, *extremes, norm)
+    elif written is not None:
+        shape, dtype, values = written.shape, written.dtype.name, values_of(written)
+    rows = arrays["indices"].size if "indices" in arrays else None
+    return EditView(edit.variable, edit.operation, edit.factor, shape, dtype, edit.nbytes, rows, rank, values)
+
+
+def warnings_of(edits: Iterable[Edit]) -> Iterator[str]:
+    """What is allowed and hardly meant. Cheap: looks at the values of scalars only."""
+    for edit in edits:
+        name = edit.variable.rpartition("/")[2]
+        if name in ("iteration", "iterations") and edit.operation not in RESETS:
+            yield (
+                f"{edit.variable} is the optimizer's own count of steps. Learning rate schedules and the "
+                "bias correction of Adam follow it; the step of the job stays as it is"
+            )
+        elif name == "learning_rate" and edit.operation in (EditKind.ASSIGN, EditKind.SCALE):
+            given = edit.arrays.get("value", np.array(edit.factor)).astype(np.float64)
+            if given.min(initial=math.inf) == 0:  # below 0: `_notes_of`
+                how = "multiplied by " if edit.operation is EditKind.SCALE else ""
+                yield f"{edit.variable} would be {how}0. A rate that trains is positive"
+
+
+def _notes_of(edits: Iterable[EditView]) -> Iterator[str]:
+    """What a learning rate below 0 means: `training/tensorflow_state.py`."""
+    for edit in edits:
+        of_rate = edit.variable.endswith("/learning_rate") and edit.operation is EditKind.ASSIGN
+        if of_rate and edit.values is not None and (value := edit.values.minimum) < 0:
+            means = f"is {'half of' if value == -0.5 else f'{-value:g} times'} what the schedule computes"
+            means = "gives the rate back to the schedule" if value == -1 else means
+            yield f"{edit.variable}: {value:g} {means}. Without a schedule it would be the rate itself"
+
+
+# The bounds of a guard.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +212,8 @@ class Guard:
     Attributes:
         max_norm: The maximum L2 norm of the change of a variable.
         max_relative_change: The maximum norm of the change divided by the norm of the value; for row edits,
-            of the touched rows. Any change to an all-zero value is too large.
+            of the touched rows. Any change to an all-zero value is too large. Between a learning rate and a
+            multiple of its schedule, which is below 0, it is not measured.
         allow: Shell patterns (`*/bias`) of the full names that may be changed. Empty: all.
         deny: Patterns of names that may not be changed, even if they are allowed.
         require_finite: Refuse NaN and infinity even in an update with `allow_nonfinite=True`.
@@ -67,9 +227,19 @@ class Guard:
 
     def __post_init__(self) -> None:
         for name in ("max_norm", "max_relative_change"):
-            object.__setattr__(self, name, _checked_bound(name, getattr(self, name)))
+            if (bound := getattr(self, name)) is not None:
+                is_number = isinstance(bound, int | float | np.number) and not isinstance(bound, bool)
+                if not is_number or not 0 < bound < math.inf:
+                    must = "must be a number above 0, or None for no bound"
+                    raise ValueError(f"{name} {must}. Received: {bound!r}")
+                object.__setattr__(self, name, float(bound))
         for name in ("allow", "deny"):
-            object.__setattr__(self, name, _checked_patterns(name, getattr(self, name)))
+            patterns = getattr(self, name)
+            checked = None if isinstance(patterns, str) else tuple(patterns)
+            if checked is None or not all(isinstance(pattern, str) and pattern for pattern in checked):
+                must = 'must be a list of patterns, such as ["*/bias"]'
+                raise ValueError(f"{name} {must}. Received: {patterns!r}")
+            object.__setattr__(self, name, checked)
         if not isinstance(self.require_finite, bool):
             raise ValueError(f"require_finite must be True or False. Received: {self.require_finite!r}")
 
@@ -79,57 +249,42 @@ class Guard:
         Raises:
             ValueError: A pattern matches no variable.
         """
-        names = [variable.name for variable in schema]
-        for which, patterns in (("allow", self.allow), ("deny", self.deny)):
-            for pattern in patterns:
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
-                    raise ValueError(
-                        f"The guard's {which} must match variables by their full names, such as "
-                        f"{', '.join(near)}. Received: {pattern!r}, which matches none"
-                    )
+        schema.matching(self.allow, "The guard's allow")
+        schema.matching(self.deny, "The guard's deny")
 
     def check(self, edits: Sequence[Edit], schema: Schema, read: Read) -> None:
-        """Checks what an update would change.
+        """Checks what a planned update would change; raises `UpdateRefused` for the first bound it exceeds.
 
-        Args:
-            edits: The edits of a planned update.
-            schema: The state's variables.
-            read: Returns the current values of variables. Called for one variable at a time, and only if its
-                value is needed to compute the change.
-
-        Raises:
-            UpdateRefused: A bound is exceeded; reports the first one found.
+        `read` returns current values: for one variable at a time, and only if they are needed.
         """
-        for edit in edits:
-            self._check_name(edit.variable)
+        for name in dict.fromkeys(edit.variable for edit in edits):
+            denied = next((pattern for pattern in self.deny if fnmatchcase(name, pattern)), None)
+            if denied is not None:
+                problem = "The guard denies changes to this variable"
+                raise refused(name, problem, f"none that matches {denied!r} (deny)", name, _OTHER_VARIABLE)
+            if self.allow and not any(fnmatchcase(name, pattern) for pattern in self.allow):
+                problem = "The guard does not allow changes to this variable"
+                expected = f"one that matches {' or '.join(map(repr, self.allow))} (allow)"
+                raise refused(name, problem, expected, name, _OTHER_VARIABLE)
         for name, several in by_variable(edit for edit in edits if edit.operation not in RESETS).items():
             if self.require_finite:
                 for edit in several:
                     _check_finite(name, edit, schema.resolve(name).dtype)
-            if self.max_norm is not None or self.max_relative_change is not None:
-                self._check_change(name, several, read)
-
-    def _check_name(self, name: str) -> None:
-        denied = next((pattern for pattern in self.deny if fnmatchcase(name, pattern)), None)
-        if denied is not None:
-            problem = "The guard denies changes to this variable"
-            raise refused(name, problem, f"none that matches {denied!r} (deny)", name, _OTHER_VARIABLE)
-        if self.allow and not any(fnmatchcase(name, pattern) for pattern in self.allow):
-            problem = "The guard does not allow changes to this variable"
-            expected = f"one that matches {' or '.join(map(repr, self.allow))} (allow)"
-            raise refused(name, problem, expected, name, _OTHER_VARIABLE)
-
-    def _check_change(self, name: str, edits: list[Edit], read: Read) -> None:
-        live = functools.cache(lambda: read([name])[name])  # read when it is first needed
-        change = _norm_of_change(edits, live)
-        if self.max_norm is not None:
-            _check_bound(name, "norm", "max_norm", self.max_norm, change)
-        if self.max_relative_change is not None:
-            size = math.sqrt(sum(_squares(_rows(live(), touched_rows(edits)))))
-            relative = 0.0 if change == 0 else math.inf if size == 0 else change / size
-            bound = self.max_relative_change
-            _check_bound(name, "relative change", "max_relative_change", bound, relative)
+            if self.max_norm is None and self.max_relative_change is None:
+                continue
+            live = functools.cache(lambda name=name: read([name])[name])  # read when it is first needed
+            change = _norm_of_change(several, live)
+            if self.max_norm is not None:
+                _check_bound(name, "norm", "max_norm", self.max_norm, change)
+            if self.max_relative_change is not None:
+                if is_rate(schema.resolve(name)) and math.isfinite(change):
+                    after = functools.reduce(lambda value, edit: apply_edit(edit, value), several, live())
+                    if bool(live() < 0) != bool(after < 0):
+                        continue
+                size = math.sqrt(sum(_squares(_rows(live(), touched_rows(several)))))
+                relative = 0.0 if change == 0 else math.inf if size == 0 else change / size
+                bound = self.max_relative_change
+                _check_bound(name, "relative change", "max_relative_change", bound, relative)
 
 
 def checked_guard(guard: Guard | None) -> Guard | None:
@@ -140,21 +295,6 @@ def checked_guard(guard: Guard | None) -> Guard | None:
             f"Received: {guard!r}"
         )
     return guard
-
-
-def _checked_bound(name: str, bound: float | None) -> float | None:
-    if bound is None:
-        return None
-    if isinstance(bound, bool) or not isinstance(bound, int | float | np.number) or not 0 < bound < math.inf:
-        raise ValueError(f"{name} must be a number above 0, or None for no bound. Received: {bound!r}")
-    return float(bound)
-
-
-def _checked_patterns(name: str, patterns: Sequence[str]) -> tuple[str, ...]:
-    checked = None if isinstance(patterns, str) else tuple(patterns)
-    if checked is None or not all(isinstance(pattern, str) and pattern for pattern in checked):
-        raise ValueError(f'{name} must be a list of patterns, such as ["*/bias"]. Received: {patterns!r}')
-    return checked
 
 
 def _check_bound(name: str, what: str, parameter: str, bound: float, found: float) -> None:
@@ -169,7 +309,7 @@ def _check_finite(name: str, edit: Edit, dtype: str) -> None:
         return
     numbers = {key: array for key, array in edit.arrays.items() if key != "indices"}
     if edit.factor is not None:
-        numbers["factor"] = factor_as(edit.factor, dtype_named(dtype))
+        numbers["factor"] = factor_as(edit.factor, np.dtype(dtype))
     for key, array in numbers.items():
         found, first = nonfinite(array)
         if found:
@@ -189,10 +329,7 @@ def _norm_of_change(edits: list[Edit], live: Callable[[], Array]) -> float:
             rows = touched_rows(edits)
             before = after = _rows(live(), rows)
             for edit in edits:
-                if rows is not None:
-                    places = np.searchsorted(rows, edit.arrays["indices"])
-                    edit = replace(edit, arrays={**edit.arrays, "indices": places})
-                after = apply_edit(edit, after)
+                after = apply_edit(edit if rows is None else _of_touched(edit, rows), after)
             squares = sum(_squares(after, before))
         return math.sqrt(squares)
 
@@ -203,14 +340,97 @@ def _rows(value: Array, rows: Array | None) -> Array:
 
 def _squares(array: Array, subtracted: Array | None = None) -> Iterator[float]:
     """The sums of squares of an array, or of the difference of two, for each chunk, in float64."""
-    others = None if subtracted is None else _chunks(subtracted)
-    for chunk in _chunks(array):
+    others = None if subtracted is None else chunks_of(subtracted)
+    for chunk in chunks_of(array):
         wide = chunk.astype(np.float64)
         if others is not None:
             wide -= next(others)
         yield float(np.dot(wide, wide))
 
 
-def _chunks(array: Array) -> Iterator[Array]:
-    flat = np.ascontiguousarray(array).reshape(-1)
-    return (flat[start : start + _CHUNK] for start in range(0, flat.size, _CHUNK))
+# What edits have done to a variable.
+
+MEASURED_BYTES = 2**28  # of what an update touches: the effects of a larger one are not measured
+_EXACT = 2**13  # elements: so many are measured in float64, which takes about three times as long
+_SAMPLED, _BINS = 2**13, 32  # elements in a histogram: 0.2 ms, which an author waits for; 2.5 of 2**16
+_MOST_HISTOGRAMS = 16  # of one update: each takes some hundred bytes of its receipt
+_AT_ONCE = 2**13  # elements: they stay in the cache, and are too few for the threads of a matrix library
+
+
+def effects(
+    edits: Sequence[Edit], schema: Schema, before: Mapping[str, Array], after: Mapping[str, Array]
+) -> tuple[Effect, ...]:
+    """What edits of a planned update have done to each variable, without resets of slots.
+
+    `before` is what they overwrote, as far as it was kept; `after` what they touched: variables, or of those
+    with edits of rows these rows, each once.
+    """
+    asked = by_variable(edit for edit in edits if edit.operation not in RESETS)
+    found = [
+        _effect(several, schema.resolve(name), before.get(name), after[name])
+        for name, several in asked.items()
+        if name in after
+    ]
+    rest = (structs.replace(effect, histogram=UNSET) for effect in found[_MOST_HISTOGRAMS:])
+    return (*found[:_MOST_HISTOGRAMS], *rest)
+
+
+def _effect(edits: Sequence[Edit], variable: Variable, before: Array | None, after: Array) -> Effect:
+    """Values before that were not kept are what undoing the edits gives: where it would not, they are."""
+    rows = touched_rows(edits)
+    found = Effect(variable.name, variable.shape, None if rows is None else len(rows))
+    undone = before is None and all(edit.operation in _UNDO for edit in edits)
+    if before is None and not undone:
+        return found
+    if rows is not None and undone:  # as edits of a table that has these rows alone
+        edits = [_of_touched(edit, rows) for edit in edits]
+    wide = np.float64 if after.size <= _EXACT else np.float32
+    squares = changed = 0.0
+    least, greatest, stride, sampled = math.inf, -math.inf, -(-after.size // _SAMPLED), list[Array]()
+    with np.errstate(all="ignore"):
+        for part in slices_of(after.shape, _AT_ONCE):
+            new: Array = in_slice(after, part).astype(wide)
+            old: Array = new if before is None else in_slice(before, part).astype(wide)
+            for edit in reversed(edits) if undone else ():
+                cut = edit_in_slice(edit, after.shape, part)
+                old = old if cut is None else _UNDO[edit.operation](old, cut)
+            difference = (new - old).reshape(-1)
+            squares += float(np.dot(old.reshape(-1), old.reshape(-1)))
+            changed += float(np.dot(difference, difference))
+            # Of what is not finite, both are NaN or infinite from here on.
+            least, greatest = np.minimum(least, difference.min()), np.maximum(greatest, difference.max())
+            sampled.append(difference[::stride].copy())
+    if after.size == 1:
+        return structs.replace(found, before=_finite(old.item()), after=_finite(new.item()))
+    found = structs.replace(found, norm=_finite(math.sqrt(squares)), change=_finite(math.sqrt(changed)))
+    if not sampled or not math.isfinite(greatest - least):
+        return found
+    values, span = np.concatenate(sampled).astype(np.float64), (float(least), float(greatest))
+    counts = np.histogram(values, _BINS, span)[0] if least < greatest else np.array([values.size])
+    return structs.replace(found, histogram=Histogram(*span, tuple(counts.tolist())))
+
+
+def _of_touched(edit: Edit, rows: Array) -> Edit:
+    """An edit of rows as one of a table that has only the touched ones, in order."""
+    places = np.searchsorted(rows, edit.arrays["indices"])
+    if edit.operation is EditKind.ADD_ROWS and len(places) == len(rows):  # each slice would search them all
+        return Edit(EditKind.ADD, edit.variable, {"value": edit.arrays["rows"][np.argsort(places)]})
+    return replace(edit, arrays={**edit.arrays, "indices": places})
+
+
+def _without_rows(value: Array, cut: Edit) -> Array:
+    value = value.copy()
+    value[cut.arrays["indices"]] -= cut.arrays["rows"]
+    return value
+
+
+_UNDO: dict[EditKind, Callable[[Array, Edit], Array]] = {
+    EditKind.ADD: lambda value, cut: value - cut.arrays["value"],
+    EditKind.ADD_ROWS: _without_rows,
+    EditKind.ADD_LOW_RANK: lambda value, cut: value - cut.arrays["a"].astype(value.dtype) @ cut.arrays["b"],
+    EditKind.SCALE: lambda value, cut: value / (cut.factor or math.nan),
+}
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Trials of updates: the criterion, and the outcome. Pure data."""
+"""What an update does: to its variables (`Effect`), and to a metric, by which a `Trial` decides. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from typing import Annotated, Literal, get_type_hints
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import force_setattr
 
-from replicast.strictjson import View
+from replicast.codec import Record, View
 
 Mode = Literal["min", "max"]
 
@@ -90,3 +90,66 @@ def judged(
     few = f" ({measured} of its {trial.steps} steps)" if measured < trial.steps else ""
     reason = f"{trial.metric} was {before:.6g} before the update and {during:.6g} in the trial{few}"
     return trial.allows(before, during), f"{reason}; the limit was {limit}", during
+
+
+# What an update has done to its variables; `guard.py` measures it.
+
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+class Histogram(Record):
+    """The changes of the touched values, or of an even sample, from least to greatest in equal bins."""
+
+    least: float
+    greatest: float
+    counts: tuple[int, ...]
+
+    def __str__(self) -> str:
+        most = max(self.counts)
+        bars = "".join(_BARS[-(-(len(_BARS) - 1) * count // most)] for count in self.counts)
+        return f"{self.least:.3g} {bars} {self.greatest:.3g}"
+
+
+class Effect(Record):
+    """What an update has done to one variable. None: not measured, or not a finite number.
+
+    Attributes:
+        variable: Its name.
+        shape: The shape of the variable.
+        rows: How many rows were touched; None if all of it was.
+        before: The value before, of a variable with one element.
+        after: Its value afterwards.
+        norm: The L2 norm of the touched values before.
+        change: The L2 norm of their change.
+        histogram: How their changes are distributed; for the first variables of an update.
+    """
+
+    variable: str
+    shape: tuple[int, ...]
+    rows: int | None = None
+    before: float | None = None
+    after: float | None = None
+    norm: float | None = None
+    change: float | None = None
+    histogram: Histogram | UnsetType = UNSET
+
+    @property
+    def relative(self) -> float | None:
+        """The norm of the change in relation to the norm before."""
+        return self.change / self.norm if self.norm and self.change is not None else None
+
+    def __str__(self) -> str:
+        if self.before is not None or self.after is not None:
+            return f"{self._short(self.before)} → {self._short(self.after)}"
+        shape = "×".join(map(str, self.shape))
+        text = shape if self.rows is None else f"{self.rows} row{'' if self.rows == 1 else 's'} of {shape}"
+        if self.norm is None or self.change is None:
+            return text
+        part = "" if self.relative is None else f" ({100 * self.relative:.3g} %)"
+        return f"{text}, norm {self.norm:.4g}, changed by {self.change:.4g}{part}"
+
+    def _short(self, value: float | None) -> str:
+        if value is not None and value < 0 and self.variable.endswith("/learning_rate"):
+            # `training/tensorflow_state.py`: a rate below 0 is that many times what the schedule computes.
+            return "the schedule" if value == -1 else f"{-value:.6g} × the schedule"
+        return "not finite" if value is None else f"{value:.6g}"

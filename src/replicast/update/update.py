@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import operator
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,20 +15,28 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from replicast.codec import json_value
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import RunDir, RunPath, write_durably
 from replicast.mapped_memory import copied
-from replicast.strictjson import json_value
-from replicast.tensorfiles import TensorFile, loads_strictly, parse_tensors, read_tensor_bytes, tensor_chunks
 from replicast.update.digest import blocks_of, digest_block, digest_of_blocks, name_of
 from replicast.update.edits import DTYPES, FLOAT_DTYPES, RESETS, Array, Edit, EditKind, refused
-from replicast.update.other_formats import Variables, edits_of_adapter, tensors_in
+from replicast.update.tensorfiles import (
+    MAX_TENSORS,
+    TensorFile,
+    Variables,
+    edits_of_adapter,
+    loads_strictly,
+    parse_tensors,
+    read_tensor_bytes,
+    tensor_chunks,
+    tensors_in,
+)
 
 # The parts of an update, built and checked from user input: values, JSON, plain tensors.
 
-MAX_EDITS_IN_FILE = 100_000
+MAX_EDITS_IN_FILE = MAX_TENSORS // 2
 MAX_STEP = 2**63  # a larger number could be written into the journal, and not be read again
-MAX_TENSORS = 2 * MAX_EDITS_IN_FILE
 MAX_TEXT = 10_000
 _MAX_NAME = 1_000
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -39,11 +48,8 @@ _LABELS = ("id", "author", "note")
 def checked_id(value: Any) -> str:
     """Checks that an id can be used as a file's name."""
     if not isinstance(value, str) or _ID.fullmatch(value) is None:
-        raise UpdateRefused(
-            "The id is not valid",
-            expected="up to 100 of A-Z a-z 0-9 . _ -, beginning with a letter or digit",
-            received=repr(value)[:200],
-        )
+        expected = "up to 100 of A-Z a-z 0-9 . _ -, beginning with a letter or digit"
+        raise UpdateRefused("The id is not valid", expected=expected, received=repr(value)[:200])
     return str.__str__(value)
 
 
@@ -61,6 +67,22 @@ def checked_text(what: str, value: Any, most: int = MAX_TEXT) -> str:
     return str.__str__(value)
 
 
+def checked_integer(value: Any, below: int, problem: str, expected: str = "an integer of 0 or more") -> int:
+    """Checks a number that an author chose. What is more than an `int`, such as numpy's, becomes one."""
+    number = -1
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)
+    if not 0 <= number < below:
+        raise UpdateRefused(problem, expected=expected, received=repr(value)[:200])
+    return number
+
+
+def checked_step(value: Any, problem: str = "at_step must be a number of steps") -> int | None:
+    """Checks that a number can be a step. Whether it is past, only the coordinator knows."""
+    return None if value is None else checked_integer(value, MAX_STEP, problem)
+
+
 def edit_from_values(operation: EditKind, variable: Any, factor: Any, values: Mapping[str, Any]) -> Edit:
     """An edit from what an author passed."""
     name = _checked_name(variable)
@@ -76,7 +98,15 @@ def edit_from_values(operation: EditKind, variable: Any, factor: Any, values: Ma
         loose = {}
     for array in arrays.values():
         array.flags.writeable = False
-    return Edit(operation, name, arrays, _factor_of(operation, name, factor), any(loose.values()))
+    if operation.has_factor != (factor is not None):
+        expected = "a number" if operation.has_factor else "none"
+        raise refused(name, f"The factor does not fit {operation}", expected, repr(factor)[:200])
+    if factor is not None:
+        array, _ = _array_of(name, factor)
+        if array.size != 1 or array.ndim > 1:
+            raise refused(name, "The factor must be a scalar", received=f"an array of shape {array.shape}")
+        factor = float(array.astype(np.float64).reshape(-1)[0])
+    return Edit(operation, name, arrays, factor, any(loose.values()))
 
 
 def cast_loose(variable: str, array: Array, dtype: np.dtype[Any]) -> Array:
@@ -106,20 +136,9 @@ def ordered_arrays(edit: Edit) -> Iterator[tuple[str, Array]]:
     return ((name, edit.arrays[name]) for name in edit.operation.arrays)
 
 
-def array_to_json(array: Array) -> dict[str, Any]:
+def _array_to_json(array: Array) -> dict[str, Any]:
     """The dtype and shape of an array, which are needed to find it in a buffer."""
     return {"dtype": name_of(array.dtype), "shape": list(array.shape)}
-
-
-def edit_to_json(edit: Edit, describe_array: Callable[[str, Array], Any]) -> dict[str, Any]:
-    """An edit without its bytes."""
-    return {
-        "operation": str(edit.operation),
-        "variable": edit.variable,
-        "factor": json_value(edit.factor),
-        "loose": edit.loose,
-        "arrays": {name: describe_array(name, array) for name, array in ordered_arrays(edit)},
-    }
 
 
 class _DescribedEdit(Struct):
@@ -144,46 +163,54 @@ class _DescribedUpdate(Struct):
 def _from_description(description: Any, array_of: Callable[[str, Any], Array]) -> Update:
     known_format = description.get("format") if isinstance(description, dict) else None
     if known_format != FORMAT:
-        raise UpdateRefused(
-            "This version of replicast cannot read the format of the update",
-            expected=str(FORMAT),
-            received=repr(known_format)[:200],
-            remedy="Use the version that wrote it",
-        )
+        problem, remedy = "This version cannot read the format of the update", "Use the version that wrote it"
+        received = repr(known_format)[:200]
+        raise UpdateRefused(problem, expected=str(FORMAT), received=received, remedy=remedy)
     try:
         known = msgspec.convert(description, _DescribedUpdate)
     except msgspec.ValidationError as error:
         problem = f"The description of the update is not valid ({error})"
         raise UpdateRefused(problem, received=str(description)[:200]) from error
-    edits = [_edit_of(number, edit, array_of) for number, edit in enumerate(known.edits)]
+    edits = []
+    for number, edit in enumerate(known.edits):
+        operation, variable = edit.operation, _checked_name(edit.variable)
+        if (edit.factor is not None) != operation.has_factor or set(edit.arrays) != set(operation.arrays):
+            expected = f"arrays {list(operation.arrays)}" + (" and a factor" if operation.has_factor else "")
+            received = f"arrays {list(edit.arrays)}, factor {edit.factor}"[:200]
+            raise refused(variable, f"Edit {number} is not what {operation} needs", expected, received)
+        what = f"The array {{!r}} of edit {number}"
+        arrays = {name: array_of(what.format(name), edit.arrays[name]) for name in operation.arrays}
+        factor = None if edit.factor is None else float(edit.factor)
+        edits.append(Edit(operation, variable, arrays, factor, edit.loose))
     head = {name: getattr(known, name) for name in known.__struct_fields__ if name != "edits"}
     return Update(**head).with_edits(edits)
 
 
-def _edit_of(number: int, known: _DescribedEdit, array_of: Callable[[str, Any], Array]) -> Edit:
-    operation, variable = known.operation, _checked_name(known.variable)
-    if (known.factor is not None) != operation.has_factor or set(known.arrays) != set(operation.arrays):
-        expected = f"arrays {list(operation.arrays)}" + (" and a factor" if operation.has_factor else "")
-        received = f"arrays {list(known.arrays)}, factor {known.factor}"[:200]
-        raise refused(variable, f"Edit {number} is not what {operation} needs", expected, received)
-    what = f"The array {{!r}} of edit {number}"
-    arrays = {name: array_of(what.format(name), known.arrays[name]) for name in operation.arrays}
-    factor = None if known.factor is None else float(known.factor)
-    return Edit(operation, variable, arrays, factor, known.loose)
+def update_in(
+    content: memoryview, source: str, operation: EditKind | None, weight: float | None, **more: Any
+) -> Update:
+    """The update in the bytes of a file: a saved one; with an operation, an edit for each of its tensors.
 
-
-def edits_of_tensors(
-    tensors: Mapping[str, Array], operation: EditKind, weight: float | None
-) -> tuple[Edit, ...]:
-    """One edit for each variable that a plain file names."""
+    `more` is for files of other tools (`tensors_in`).
+    """
+    if operation is None:
+        return Update.parse(content, source, remedy="Choose an operation (--add, --assign, …)")[0]
+    file = tensors_in(content, source, **more)
+    if _METADATA in file.metadata:
+        raise UpdateRefused(
+            f"{source} is a saved update, which has its own operations",
+            expected="a plain file of tensors",
+            received="a saved update",
+            remedy="Leave the operation out; for replicast push, give it with --update",
+        )
     if operation in RESETS:
         raise UpdateRefused("Values cannot be reset from a file", remedy="Use assign, or reset_slots=True")
     if (operation is EditKind.BLEND) != (weight is not None):
         problem = "A blend needs a weight, and no other operation takes one"
         raise UpdateRefused(problem, received=f"{operation}, {weight}")
-    rest = dict(tensors)
-    edits = []
-    for name in tensors:
+    rest = dict(file.tensors)
+    edits = list[Edit]()
+    for name in file.tensors:
         if name not in rest:
             continue
         if operation is EditKind.SCALE:
@@ -200,27 +227,7 @@ def edits_of_tensors(
             expected = " and ".join(variable + suffixes[key] for key in keys)
             raise refused(variable, f"A tensor is missing to {operation}", expected, f"no {missing[0]}")
         edits.append(edit_from_values(operation, variable, weight, values))
-    return tuple(edits)
-
-
-def update_in(
-    content: memoryview, source: str, operation: EditKind | None, weight: float | None, **more: Any
-) -> Update:
-    """The update in the bytes of a file: a saved one; with an operation, an edit for each of its tensors.
-
-    `more` is for files of other tools (`tensors_in`).
-    """
-    if operation is None:
-        return Update.parse(content, source, remedy="Choose an operation (--add, --assign, …)")[0]
-    file = tensors_in(content, source, max_tensors=MAX_TENSORS, **more)
-    if "replicast" in file.metadata:
-        raise UpdateRefused(
-            f"{source} is a saved update, which has its own operations",
-            expected="a plain file of tensors",
-            received="a saved update",
-            remedy="Leave the operation out; for replicast push, give it with --update",
-        )
-    return Update().replaced(edits_of_tensors(file.tensors, operation, weight))
+    return Update().replaced(edits)
 
 
 def joined(
@@ -270,32 +277,13 @@ def _array_of(variable: str, value: Any) -> tuple[Array, bool]:
         raise refused(variable, problem, "floats, integers or bools", str(array.dtype))
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    if not isinstance(value, np.ndarray) or not _is_frozen(array):
+    owner = array  # of the memory, which no array may write to
+    while not owner.flags.writeable and isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    if not isinstance(value, np.ndarray) or owner.flags.writeable:
         # Even if another object reports read-only memory: it may still write to it itself.
         return copied(array), loose
     return np.asarray(array, order="C").view(), loose
-
-
-def _is_frozen(array: Array) -> bool:
-    """Whether no known array can write to this memory."""
-    while not array.flags.writeable:
-        if not isinstance(array.base, np.ndarray):
-            return True
-        array = array.base
-    return False
-
-
-def _factor_of(operation: EditKind, variable: str, factor: Any) -> float | None:
-    if operation.has_factor != (factor is not None):
-        expected = "a number" if operation.has_factor else "none"
-        raise refused(variable, f"The factor does not fit {operation}", expected, repr(factor)[:200])
-    if factor is None:
-        return None
-    array, _ = _array_of(variable, factor)
-    if array.size != 1 or array.ndim > 1:
-        received = f"an array of shape {array.shape}"
-        raise refused(variable, "The factor must be a scalar", received=received)
-    return float(array.astype(np.float64).reshape(-1)[0])
 
 
 class Update:
@@ -431,34 +419,29 @@ class Update:
 
     def content_digest(self) -> str:
         """The digest of `content`: equal for two updates that do the same."""
-        return digest_of_blocks("".join(digest_block(block.content) for block in blocks_of(self.content())))
+        return digest_of_blocks("".join(digest_block(content) for _, _, content in blocks_of(self.content())))
 
     @classmethod
     def from_content(cls, id_: str, content: Sequence[Array]) -> Update:
         """The update that `content` came from, under an id. Its arrays are not copied."""
         *arrays, described = content
-        return cls.from_parts({**json.loads(described.tobytes()), "id": id_}, arrays)
-
-    def describe(self) -> dict[str, Any]:
-        """Everything but the bytes, as JSON values: with `arrays()`, what `from_parts` needs."""
-        return self._described(lambda _number, _name, array: array_to_json(array))
-
-    @classmethod
-    def from_parts(cls, description: Mapping[str, Any], arrays: Sequence[Array]) -> Update:
-        """Rebuilds an update from what `describe` and `arrays` returned. The arrays are not copied."""
         rest = iter(arrays)
 
         def next_array(what: str, spec: Any) -> Array:
             array = next(rest, None)
-            if array is None or spec != array_to_json(array):
-                received = "nothing" if array is None else str(array_to_json(array))
+            if array is None or spec != _array_to_json(array):
+                received = "nothing" if array is None else str(_array_to_json(array))
                 raise UpdateRefused(f"{what} is not there", expected=str(spec)[:200], received=received)
             return array
 
-        update = _from_description(description, next_array)
+        update = _from_description({**json.loads(described.tobytes()), "id": id_}, next_array)
         if next(rest, None) is not None:
             raise UpdateRefused("There are more arrays than described", received=f"{len(arrays)} arrays")
         return update
+
+    def describe(self) -> dict[str, Any]:
+        """Everything but the bytes, as JSON values."""
+        return self._described(lambda _number, _name, array: _array_to_json(array))
 
     def save(self, path: Path | str) -> None:
         """Writes the update as a safetensors file: complete and durable, or not at all.
@@ -486,7 +469,7 @@ class Update:
             FileDamaged: The file cannot be read, is damaged, too large, or not an update.
         """
         file = path if isinstance(path, RunPath) else Path(path)
-        content = read_tensor_bytes(file, max_tensors=MAX_TENSORS, max_bytes=max_bytes)
+        content = read_tensor_bytes(file, max_bytes=max_bytes)
         return cls.parse(content, str(path))[0]
 
     @classmethod
@@ -495,7 +478,7 @@ class Update:
 
         The arrays are views of `content`. `remedy` is the advice for a file that contains only tensors.
         """
-        return cls.of_file(parse_tensors(content, source, max_tensors=MAX_TENSORS), source, remedy)
+        return cls.of_file(parse_tensors(content, source), source, remedy)
 
     @classmethod
     def of_file(cls, file: TensorFile, source: str, remedy: str = "") -> tuple[Update, dict[str, Any]]:
@@ -568,8 +551,7 @@ class Update:
             one_of = f"one of {', '.join(one for one in EditKind if one not in RESETS)}"
             problem = "There is no such operation"
             raise UpdateRefused(problem, expected=one_of, received=str(operation)) from error
-        limits: Any = {"max_tensors": MAX_TENSORS, "max_bytes": max_bytes}
-        content = read_tensor_bytes(Path(path), other_formats=True, **limits)
+        content = read_tensor_bytes(Path(path), other_formats=True, max_bytes=max_bytes)
         update = update_in(content, str(path), kind, weight, schema=schema, max_bytes=max_bytes)
         return cls(note=note, author=author, id=id).with_edits(update.edits)
 
@@ -600,7 +582,7 @@ class Update:
             FileDamaged: A file is missing, damaged, too large, or not a LoRA adapter.
             UpdateRefused: Modules have no variable in the schema, or another shape.
         """
-        edits = edits_of_adapter(Path(path), schema, names or {}, MAX_TENSORS)
+        edits = edits_of_adapter(Path(path), schema, names or {})
         return cls(note=note, author=author, id=id).with_edits(edits)
 
     def _with(self, operation: EditKind, variable: str, factor: Any = None, **values: Any) -> Update:
@@ -620,7 +602,14 @@ class Update:
             "reset_slots": self.reset_slots,
             "allow_nonfinite": self.allow_nonfinite,
             "edits": [
-                edit_to_json(edit, partial(describe_array, number)) for number, edit in enumerate(self.edits)
+                {
+                    "operation": str(edit.operation),
+                    "variable": edit.variable,
+                    "factor": json_value(edit.factor),
+                    "loose": edit.loose,
+                    "arrays": {name: describe_array(at, name, array) for name, array in ordered_arrays(edit)},
+                }
+                for at, edit in enumerate(self.edits)
             ],
         }
 

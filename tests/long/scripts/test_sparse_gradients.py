@@ -9,7 +9,7 @@ import pytest
 
 from tests.pool import Pool
 from tests.scripts import test_rows as rows
-from tests.scripts.compare import assert_same_as_plain_keras
+from tests.scripts.compare import assert_same_as_plain_keras, same_as_plain_keras
 from tests.scripts.test_sparse_gradients import OPTIMIZERS, lookups, sparse_inputs
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -65,12 +65,9 @@ def test_lookups_train_as_in_plain_keras_on_three_workers(pool3: Pool, plain: Po
     assert_same_as_plain_keras(pool3, plain, lookups, "Adam", {})
 
 
-def several_steps(strategy: Any) -> Any:
+@same_as_plain_keras("pool2")
+def test_lookups_train_as_in_plain_keras_with_several_steps_per_execution(strategy: Any) -> Any:
     return lookups(strategy, "Adam", {}, steps_per_execution=3)
-
-
-def test_lookups_train_as_in_plain_keras_with_several_steps_per_execution(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, several_steps)
 
 
 @pytest.mark.parametrize("case", rows.IN_LONG)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
-from tests.scripts.compare import assert_close, assert_same_as_plain_keras, weights
+from tests.scripts.compare import assert_close, assert_same_as_plain_keras, same_as_plain_keras, weights
 from tests.scripts.test_validation import Pieces, columns, compiled, rows_of
 
 
@@ -77,7 +77,8 @@ def test_validation_sees_what_it_sees_in_plain_keras(kind: str, pool2: Pool, pla
     assert_same_as_plain_keras(pool2, plain, validated, kind)
 
 
-def several_steps_at_once(strategy: Any) -> Any:
+@same_as_plain_keras("pool2")
+def test_several_steps_per_execution_see_what_they_see_in_plain_keras(strategy: Any) -> Any:
     model = compiled(strategy, steps_per_execution=3)
     history = model.fit(
         rows_of(2).shuffle(40, seed=1).repeat().batch(8),
@@ -88,10 +89,6 @@ def several_steps_at_once(strategy: Any) -> Any:
         validation_steps=6,
     ).history
     return {"history": history, "weights": weights(model)}
-
-
-def test_several_steps_per_execution_see_what_they_see_in_plain_keras(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, several_steps_at_once)
 
 
 TRAININGS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -124,7 +121,8 @@ def test_several_fits_see_what_they_see_in_plain_keras(kind: str, pool2: Pool, p
     assert_same_as_plain_keras(pool2, plain, fitted_three_times, kind)
 
 
-def evaluated_and_predicted(strategy: Any) -> Any:
+@same_as_plain_keras("pool2")
+def test_evaluate_and_predict_see_what_they_see_in_plain_keras(strategy: Any) -> Any:
     model = compiled(strategy)
     x, y = columns()
     model.fit(x, y, shuffle=False, verbose=0)
@@ -141,11 +139,8 @@ def evaluated_and_predicted(strategy: Any) -> Any:
     }
 
 
-def test_evaluate_and_predict_see_what_they_see_in_plain_keras(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, evaluated_and_predicted)
-
-
-def texts(strategy: Any) -> Any:
+@same_as_plain_keras("pool2")
+def test_batches_of_changing_width_come_in_the_order_of_plain_keras(strategy: Any) -> Any:
     random = np.random.default_rng(3)
     texts = [random.integers(1, 20, random.integers(2, 9)).astype("int32") for _ in range(40)]
     pairs = [(text, np.int32(text.sum() % 3)) for text in texts]
@@ -161,10 +156,6 @@ def texts(strategy: Any) -> Any:
     history = [model.fit(data, validation_data=data, epochs=2, verbose=0).history for _ in range(2)]
     # Not the optimizer's iterations: plain Keras counts the step that finds no data left.
     return {"history": history, "weights": model.get_weights()}
-
-
-def test_batches_of_changing_width_come_in_the_order_of_plain_keras(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, texts)
 
 
 def validated_by_generator(strategy: Any) -> Any:
@@ -186,14 +177,11 @@ def test_a_generator_for_validation_loses_no_batch_between_epochs(pool2: Pool) -
     assert pool2.run(validated_by_generator) == [8, 8]
 
 
-def trained_by_generator(strategy: Any) -> Any:
+@same_as_plain_keras("pool2")
+def test_a_generator_with_steps_trains_as_in_plain_keras(strategy: Any) -> Any:
     model = compiled(strategy)
     history = model.fit(endless(2), steps_per_epoch=4, epochs=3, verbose=0).history
     return {"history": history, "weights": weights(model)}
-
-
-def test_a_generator_with_steps_trains_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, trained_by_generator)
 
 
 def of_unknown_length(strategy: Any) -> Any:

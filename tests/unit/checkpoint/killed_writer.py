@@ -13,9 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from replicast.client.patching import patch_in_place
-from replicast.storage.checkpoint_tools import patch
-from replicast.storage.checkpoints import CheckpointStore
+from replicast.storage.checkpoints import CheckpointStore, patch
 from replicast.update.update import Update
 from tests.unit.checkpoint.operations import Operations
 from tests.unit.checkpoint.samples import draft_of, state_of
@@ -24,8 +22,6 @@ from tests.unit.checkpoint.samples import draft_of, state_of
 def write(what: str, run: Path) -> None:
     if what == "patch":
         patch(run / "checkpoints" / "00000005", Update(id="u").scale("half", 2.0), run / "patched")
-    elif what == "patch in place":
-        patch_in_place(run, 5, Update(id="u").scale("half", 2.0))
     elif what == "remove":
         CheckpointStore(run).remove(5)
     else:

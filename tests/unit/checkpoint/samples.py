@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from replicast.storage.checkpoints import CheckpointStore, Manifest
-from replicast.update.schema import Schema, Variable
+from replicast.update.edits import Variable
+from replicast.update.schema import Schema
 
 Arrays = dict[str, npt.NDArray[Any]]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -69,7 +70,8 @@ def made(folder: Path, step: int, arrays: Arrays, **fields: Any) -> Path:
 
 
 def assert_holds(store: CheckpointStore, step: int, arrays: Arrays) -> None:
-    reader = store.open(step, verify=True)
+    reader = store.open(step)
+    reader.verify()
     assert reader.names() == tuple(arrays)
     for name, array in arrays.items():
         found = reader.read(name)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from replicast.storage.checkpoint_tools import patch
-from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
+from replicast.storage.checkpoints import CheckpointStore, open_checkpoint, patch
 from replicast.update.digest import digest_state
 from replicast.update.update import Update
 from tests.unit.checkpoint.operations import at_each_operation
@@ -40,8 +39,8 @@ def write(store: CheckpointStore, step: int) -> None:
 def digests(store: CheckpointStore) -> dict[int, str]:
     """What is there, read to the last byte."""
     found = {}
-    for manifest in store.list():
-        store.open(manifest.step, verify=True).close()
+    for manifest in store.manifests():
+        store.open(manifest.step).verify()
         found[manifest.step] = manifest.state_digest
     assert store.problems() == []
     return found
@@ -128,7 +127,7 @@ def test_each_failing_operation_of_a_patch_leaves_all_or_nothing(tmp_path: Path)
                 assert operations.fired is not None
         assert not list(destination.parent.glob(".tmp-*"))
         if destination.exists():
-            open_checkpoint(destination, verify=True).close()
+            open_checkpoint(destination).verify()
         if operations.fired is None:
             break
         fired.append(operations.fired)
@@ -154,7 +153,7 @@ def test_a_writer_killed_at_any_operation_leaves_all_or_nothing(tmp_path: Path, 
         before = digests(store)
         assert before in expected(what)
         if (run / "patched").exists():
-            open_checkpoint(run / "patched", verify=True).close()
+            open_checkpoint(run / "patched").verify()
         store.clean()
         assert leftovers(store) == []
         assert digests(store) == before

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from replicast.core.entries import Saved
-from replicast.core.records import Pending, Proposal
+from replicast.codec import sealed_json, unsealed
+from replicast.core.entries import Pending, Proposal, Saved
 from replicast.errors import CheckpointError, FileDamaged
 from replicast.storage.checkpoints import (
     CheckpointStore,
@@ -24,7 +24,6 @@ from replicast.storage.checkpoints import (
     saved_of,
 )
 from replicast.storage.claims import Fence
-from replicast.strictjson import sealed_json, unsealed
 from replicast.update.digest import digest_array, digest_state
 from replicast.update.trial import Trial
 from tests.unit.checkpoint.samples import assert_holds, draft_of, flip, state_of, written
@@ -42,7 +41,7 @@ def test_what_is_written_is_read_back_to_the_last_bit(store: CheckpointStore) ->
     assert manifest.digests == {name: digest_array(array) for name, array in arrays.items()}
     assert manifest.state_digest == digest_state(arrays)
     assert store.manifest(1200) == manifest
-    assert store.list() == [manifest]
+    assert store.manifests() == [manifest]
     assert store.problems() == []
 
 
@@ -126,7 +125,7 @@ def test_a_name_that_the_format_keeps_for_itself_is_refused(store: CheckpointSto
 def test_what_is_no_json_is_refused_before_anything_is_written(store: CheckpointStore) -> None:
     with pytest.raises(TypeError):
         store.write(draft_of({}, script={"key": object()}), {})
-    assert store.list() == []
+    assert store.manifests() == []
 
 
 def test_metrics_may_be_no_numbers(store: CheckpointStore) -> None:
@@ -145,7 +144,7 @@ def test_other_bytes_than_those_of_the_digests_are_not_put_in_place(store: Check
     with pytest.raises(CheckpointError, match="changed while it was being written") as refused:
         store.write(draft_of(arrays, 5), arrays | {"half": changed["half"]}, digests)
     assert refused.value.variable == "half"
-    assert store.list() == [first]
+    assert store.manifests() == [first]
     assert [path.name for path in store.path(5).as_path().parent.iterdir()] == ["00000005"]
 
 
@@ -165,7 +164,7 @@ def test_another_checkpoint_of_the_same_step_takes_its_place(
     first = written(store, 5)
     second = written(store, 5, **fields)
     assert first != second
-    assert store.list() == [second]
+    assert store.manifests() == [second]
     assert_holds(store, 5, state_of(fields.get("seed", 0)))
     assert list(store.directory.as_path().iterdir()) == [store.path(5).as_path()]
 
@@ -191,11 +190,11 @@ def test_a_crash_before_the_old_one_of_a_step_is_removed_leaves_the_new_one(
 ) -> None:
     first, second = two_of_a_step(store, tmp_path)
     assert first != second
-    assert store.list() == [second]
+    assert store.manifests() == [second]
     assert_holds(store, 5, state_of(1))
     store.clean()
     assert len(list(store.directory.as_path().iterdir())) == 1
-    assert store.list() == [second]
+    assert store.manifests() == [second]
 
 
 def test_cleaning_removes_what_is_under_a_temporary_name(store: CheckpointStore) -> None:
@@ -205,13 +204,13 @@ def test_cleaning_removes_what_is_under_a_temporary_name(store: CheckpointStore)
     (store.directory.as_path() / ".tmp-0123" / "state.safetensors").write_bytes(b"half")
     store.clean()
     assert sorted(path.name for path in store.directory.as_path().iterdir()) == ["00000005", "00000006"]
-    assert store.list() == [first, second]
+    assert store.manifests() == [first, second]
 
 
 def test_removing_takes_what_waits_behind_too(store: CheckpointStore, tmp_path: Path) -> None:
     two_of_a_step(store, tmp_path)
     store.remove(5)
-    assert store.list() == []
+    assert store.manifests() == []
     with pytest.raises(CheckpointError, match="Received: 5"):
         store.remove(5)
 
@@ -222,7 +221,7 @@ def test_pruning_keeps_the_last_ones_and_the_best(store: CheckpointStore) -> Non
     written(store, 7, metrics={})
     assert store.prune(6, ("loss", "min")) == [0, 1]
     assert store.prune(2, ("loss", "min")) == [2, 3, 5]
-    assert [manifest.step for manifest in store.list()] == [4, 6, 7]
+    assert [manifest.step for manifest in store.manifests()] == [4, 6, 7]
     assert store.prune(1, ("accuracy", "max")) == [4, 6]
     assert store.prune(1) == []
     with pytest.raises(ValueError, match="Received: 0"):
@@ -232,7 +231,7 @@ def test_pruning_keeps_the_last_ones_and_the_best(store: CheckpointStore) -> Non
 
 
 def test_a_run_without_checkpoints_has_none_and_a_missing_step_names_others(store: CheckpointStore) -> None:
-    assert store.list() == store.problems() == []
+    assert store.manifests() == store.problems() == []
     assert store.last() is None
     with pytest.raises(CheckpointError, match="Received: 3") as caught:
         store.open(3)
@@ -246,7 +245,7 @@ def test_steps_of_more_digits_and_other_names(store: CheckpointStore) -> None:
     written(store, 123456789)
     for name in ("7", "000000007", "latest", "00000007.bak"):
         (store.path(1).as_path().parent / name).mkdir()
-    assert [manifest.step for manifest in store.list()] == [123456789]
+    assert [manifest.step for manifest in store.manifests()] == [123456789]
     assert store.problems() == []
 
 
@@ -258,7 +257,8 @@ def test_a_variable_that_is_not_there_is_named(store: CheckpointStore) -> None:
 
 def test_a_checkpoint_is_opened_by_its_path(store: CheckpointStore, tmp_path: Path) -> None:
     manifest = written(store, 5)
-    with open_checkpoint(store.path(5).as_path(), verify=True) as reader:
+    with open_checkpoint(store.path(5).as_path()) as reader:
+        reader.verify()
         assert reader.manifest == manifest
     with pytest.raises(CheckpointError, match="no checkpoint here"):
         open_checkpoint(tmp_path / "none")
@@ -336,7 +336,7 @@ def test_a_flipped_byte_anywhere_in_any_file_is_found(store: CheckpointStore) ->
         for place in range(0, size, max(1, size // 200)):
             flip(path, place, 1 << place % 8)
             with pytest.raises(FileDamaged):
-                store.open(5, verify=True)
+                store.open(5).verify()
             flip(path, place, 1 << place % 8)
     assert_holds(store, 5, state_of())
 
@@ -365,7 +365,7 @@ def test_damaged_ones_are_left_out_and_named(store: CheckpointStore) -> None:
     (store.path(4).as_path() / "manifest.json").write_text("")
     (store.path(5).as_path() / "state.safetensors").write_bytes(b"")
     store.path(6).as_path().rename(store.path(7).as_path())
-    assert store.list() == [good]
+    assert store.manifests() == [good]
     assert store.last() == good
     assert [
         problem.path.relative_to(store.path(0).as_path().parent).parts[0] for problem in store.problems()
@@ -529,7 +529,7 @@ def saved(went_back: CheckpointStore, step: int, named: int | None = None, seed:
     """A checkpoint of a training that is at this step now; gives those that are there then."""
     written(went_back, step, seed, metrics={"loss": 0.2})
     went_back.prune(3, BEST, named)
-    return [manifest.step for manifest in went_back.list()]
+    return [manifest.step for manifest in went_back.manifests()]
 
 
 def test_what_is_written_after_going_back_stays_and_is_the_last_one(went_back: CheckpointStore) -> None:
@@ -597,7 +597,7 @@ def test_damaged_bytes_of_a_later_step_cost_no_whole_checkpoint(went_back: Check
     flip(went_back.path(2000).as_path() / "state.safetensors", -1)
     written(went_back, 1600)
     went_back.prune(1)
-    assert [manifest.step for manifest in went_back.list()] == [1600]
+    assert [manifest.step for manifest in went_back.manifests()] == [1600]
 
 
 def test_an_old_one_that_cannot_be_removed_is_reported_once_and_does_not_stop_pruning(
@@ -616,7 +616,7 @@ def test_an_old_one_that_cannot_be_removed_is_reported_once_and_does_not_stop_pr
     with caplog.at_level(logging.WARNING, "replicast"):
         assert went_back.prune(1) == [1500]
         assert went_back.prune(1) == []
-    assert [manifest.step for manifest in went_back.list()] == [1000, 2000]
+    assert [manifest.step for manifest in went_back.manifests()] == [1000, 2000]
     (said,) = caplog.messages
     assert str(went_back.path(1000).as_path()) in said
     assert "Permission denied" in said

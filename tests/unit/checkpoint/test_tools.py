@@ -19,24 +19,26 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from replicast.errors import CheckpointError, FileDamaged, UpdateRefused
-from replicast.storage import checkpoint_tools
-from replicast.storage.checkpoint_tools import (
+from replicast.storage import checkpoints
+from replicast.storage.checkpoints import (
+    CheckpointStore,
     Comparison,
     Equality,
     diff,
     differences,
+    open_checkpoint,
     patch,
 )
-from replicast.storage.checkpoints import CheckpointStore, open_checkpoint
-from replicast.update.edits import RESETS, Edit, EditKind, apply_edit, apply_to_slice, slices_of
-from replicast.update.schema import Variable, planned
+from replicast.update.edits import RESETS, Edit, EditKind, Variable, apply_edit, apply_to_slice, slices_of
+from replicast.update.schema import planned
 from replicast.update.update import Update
 from tests.threads import MemoryState
 from tests.unit.checkpoint.samples import BFLOAT16, Arrays, flip, made, schema_of, state_of
 
 
 def values(path: Path) -> Arrays:
-    with open_checkpoint(path, verify=True) as reader:
+    with open_checkpoint(path) as reader:
+        reader.verify()
         return {name: reader.read(name) for name in reader.names()}
 
 
@@ -85,7 +87,7 @@ def test_the_new_checkpoint_names_its_parent_and_keeps_its_position(tmp_path: Pa
 def test_a_patched_checkpoint_can_be_that_of_another_run_and_be_patched_again(tmp_path: Path) -> None:
     source, other = made(tmp_path, 1200, state_of()), CheckpointStore(tmp_path / "other")
     patch(source, Update(id="u1").scale("half", 2.0), other.path(1200).as_path())
-    assert [manifest.step for manifest in other.list()] == [1200]
+    assert [manifest.step for manifest in other.manifests()] == [1200]
     again = patch(other.path(1200).as_path(), Update(id="u2").scale("half", 0.5), tmp_path / "again")
     assert again.digests == open_checkpoint(source).manifest.digests
     assert again.parent is not None
@@ -146,7 +148,7 @@ MEMORY = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from replicast.storage.checkpoint_tools import patch
+from replicast.storage.checkpoints import patch
 from replicast.update.update import Update
 
 generator = np.random.default_rng(0)
@@ -285,10 +287,11 @@ def test_a_patched_file_holds_the_bits_of_edits_on_the_whole(
     for edit in edits:
         whole = apply_edit(edit, whole)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as context:
-        context.setattr(checkpoint_tools, "slices_of", partial(slices_of, elements=elements))
+        context.setattr(checkpoints, "slices_of", partial(slices_of, elements=elements))
         source = made(Path(folder), 1200, {"x": before, "y": np.ones(3)})
         patch(source, Update().replaced(edits), Path(folder) / "patched")
-        with open_checkpoint(Path(folder) / "patched", verify=True) as reader:
+        with open_checkpoint(Path(folder) / "patched") as reader:
+            reader.verify()
             found = {name: reader.read(name) for name in reader.names()}
     assert found["x"].tobytes() == whole.tobytes()
     assert found["y"].tolist() == [1.0] * 3

@@ -1,4 +1,4 @@
-"""A run directory, seen from its parent, whose job was just heard of."""
+"""A run directory, seen from its parent, whose job was just heard from."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from replicast.client import Run, connect
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.errors import NoAnswer, RequestFailed
 from replicast.storage import inbox
 from replicast.storage.inbox import InboxAnswer
@@ -73,7 +73,7 @@ def note(directory: Path, rank: int, step: int = 5, *, training: bool = True, ag
     ("first", "second", "said"),
     [
         ({"step": 6}, {}, "Furthest behind: worker 1, at step 5"),
-        ({"step": 6}, {"age": 30}, "Waited for worker 1, not heard of"),
+        ({"step": 6}, {"age": 30}, "Waited for worker 1, not heard from"),
         ({"training": False}, {"training": False}, "training to begin"),
         ({}, {}, "Furthest behind: workers 0 and 1, at step 5"),
     ],

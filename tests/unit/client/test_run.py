@@ -13,7 +13,7 @@ from msgspec import UNSET, structs
 from replicast.client import Run, connect
 from replicast.client.directory import DirectoryRun
 from replicast.client.run import OPERATIONS, rows_of, rows_text
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.errors import (
     NoAnswer,
     NotFound,
@@ -27,8 +27,7 @@ from replicast.storage import inbox
 from replicast.storage.inbox import InboxAnswer
 from replicast.storage.journal import Updates
 from replicast.storage.run_files import append_audit, append_metrics
-from replicast.update.effect import Histogram
-from replicast.update.trial import Trial
+from replicast.update.trial import Histogram, Trial
 from replicast.update.update import Update
 from tests.page.live import TOKEN, served_run
 from tests.unit.played_job import BIAS, LONG_AGO, PlayedJob, heard_of, meanwhile
@@ -119,7 +118,7 @@ def test_a_push_to_a_job_that_is_not_running_is_refused_unless_it_is_for_the_nex
     assert inbox.waiting(directory) == []
     pushed = run.push(slower(), next_start=True)
     assert "It will take the update when it is started again" in pushed.warning
-    with pytest.raises(UpdatePending, match=r"is proposed\. Not running: last heard of") as caught:
+    with pytest.raises(UpdatePending, match=r"is proposed\. Not running: last heard from") as caught:
         pushed.result(timeout=1)
     assert (caught.value.stage, caught.value.update_id) == (Stage.PROPOSED, "slower")
 
@@ -169,22 +168,6 @@ def test_digits_alone_are_a_number_or_a_whole_id(run: Run, job: PlayedJob) -> No
     for ask in (run.show, run.revert, run.withdraw):
         with pytest.raises(NotFound, match="no update 7 in"):
             ask("7")
-
-
-def test_what_a_job_does_not_give_back_in_time_is_told(
-    run: Run, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    meanwhile(monkeypatch, lambda _secs: heard_of(directory))
-    run.push(slower(), at_step=40)
-    played = PlayedJob(directory)
-    played.stops_at = Stage.SCHEDULED
-    played.act_all()
-    with pytest.raises(NoAnswer, match="without a withdrawal"):
-        run.withdraw("slower")
-    played.stops_at = Stage.COMMITTED
-    played.act_all()
-    with pytest.raises(UpdateRefused, match="Too late"):
-        run.withdraw("slower")
 
 
 def test_log_and_show_tell_the_same_of_an_update(run: Run, job: PlayedJob) -> None:
@@ -294,11 +277,15 @@ def test_an_examination_tells_every_problem_and_pushes_nothing(run: Run, directo
     assert inbox.waiting(directory) == []
 
 
-def test_a_learning_rate_that_is_not_positive_is_warned_of(run: Run) -> None:
-    for value in (0, -3):
-        (warning,) = run.examine(Update().assign("learning_rate", value)).warnings
-        assert f"optimizer/learning_rate would be {value}" in warning
-    assert run.examine(Update().scale("learning_rate", -1)).warnings
+def test_a_learning_rate_of_0_is_warned_of_and_one_below_0_explained(run: Run) -> None:
+    for update in (Update().assign("learning_rate", 0), Update().scale("learning_rate", 0)):
+        (warning,) = run.examine(update).warnings
+        assert "A rate that trains is positive" in warning
+    for value, means in ((-1, "back to the schedule"), (-0.5, "half of what"), (-3, "3 times what")):
+        found = run.examine(Update().assign("learning_rate", value))
+        assert (found.warnings, len(found.notes), means in found.notes[0]) == ((), 1, True)
+    (problem,) = run.examine(Update().scale("learning_rate", -1)).problems
+    assert "cannot be scaled by a negative factor" in str(problem)
     (warning,) = run.examine(Update().assign("optimizer/iteration", 0)).warnings
     assert "is the optimizer's own count of steps" in warning
     assert run.push(Update().assign("optimizer/iteration", 0)).warning == warning

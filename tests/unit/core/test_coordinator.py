@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from replicast.core import events as e
 from replicast.core import messages as m
 from replicast.core.coordinator import Coordinator
-from replicast.core.entries import History, Payload, Scheduled, Withdrawn
+from replicast.core.entries import History, Payload, Proposal, Scheduled, Stage
+from replicast.core.messages import Refusal, ReportId, SeenDigests
 from replicast.core.operations.apply import Load, UpdateOperation
-from replicast.core.records import Proposal, Refusal, ReportId, SeenDigests, Snapshot, Stage
 
 ADD = Proposal("add", "digest", (("add", "d", 5),))
 
@@ -28,11 +27,11 @@ class Job:
     def tell(self, event: Any) -> list[Any]:
         commands = self.coordinator.handle(event)
         self.commands += commands
-        self.said += [command.message for command in commands if isinstance(command, e.Broadcast)]
+        self.said += [command.message for command in commands if isinstance(command, m.Broadcast)]
         return commands
 
     def hear(self, rank: int, message: Any) -> list[Any]:
-        return self.tell(e.FromWorker(rank, message))
+        return self.tell(m.FromWorker(rank, message))
 
     def all_answer(self, value: Any = None) -> list[Any]:
         number = next(one.number for one in reversed(self.said) if isinstance(one, m.Do))
@@ -43,60 +42,51 @@ class Job:
         for rank in (0, 1):
             self.hear(rank, m.Rest(1, step, intent))
 
-    def written(self, outcome: e.WriteOutcome = e.WriteOutcome.DURABLE) -> list[Any]:
-        write = next(one for one in reversed(self.commands) if isinstance(one, e.Write))
-        return self.tell(e.Written(write.number, outcome))
+    def written(self, outcome: m.WriteOutcome = m.WriteOutcome.DURABLE) -> list[Any]:
+        write = next(one for one in reversed(self.commands) if isinstance(one, m.Write))
+        return self.tell(m.Written(write.number, outcome))
 
     def told(self) -> m.Tell:
         return next(one for one in reversed(self.said) if isinstance(one, m.Tell))
 
-    def timers(self) -> list[e.SetTimer]:
-        return [one for one in self.commands if isinstance(one, e.SetTimer)]
-
-    def report_save(self, rank: int, step: int) -> list[Any]:
-        return self.hear(
-            rank, m.Answer(ReportId("save", step), Snapshot(step, "digest", frozenset(), "state"))
-        )
+    def timers(self) -> list[m.SetTimer]:
+        return [one for one in self.commands if isinstance(one, m.SetTimer)]
 
     def ended(self) -> list[tuple[str, Any]]:
         """The id and the problem of each save and audit that was refused."""
-        ended = (one for one in self.commands if isinstance(one, e.Ended))
+        ended = (one for one in self.commands if isinstance(one, m.Ended))
         return [(one.id, one.outcome.result) for one in ended if isinstance(one.outcome.result, Refusal)]
-
-
-def test_workers_that_wait_for_each_other_at_different_places_are_told_where_each_is() -> None:
-    job = Job()
-    job.hear(0, m.Rest(2, 5, ("sync", 0)))
-    job.hear(1, m.Rest(2, 5, ("save",)))
-    resume = job.said[-1]
-    assert isinstance(resume, m.Resume)
-    assert isinstance(resume.outcome, Refusal)
-    assert "worker 0 at step 5: sync; worker 1 at step 5: save" in resume.outcome.problem
 
 
 def test_a_worker_that_does_not_prepare_in_time_is_named_and_its_late_answer_changes_nothing() -> None:
     job = Job()
     job.hear(0, m.Propose("t", ADD))
     job.hear(0, m.Answer(job.said[-1].number, None))
-    job.tell(e.TimerFired(job.timers()[-1].number))
+    job.tell(m.TimerFired(job.timers()[-1].number))
     assert job.told().stage is Stage.REFUSED
     assert job.told().outcome == Refusal("Worker 1 did not prepare the update within 130 s", (1,))
     late = next(one for one in job.said if isinstance(one, m.Do))
     assert job.hear(1, m.Answer(late.number, None)) == []
 
 
-def test_a_worker_that_does_not_come_to_the_agreed_boundary_is_named() -> None:
+def stopped() -> tuple[Job, m.Stop]:
+    """A job with a proposal that all have prepared, and the order to stop for it."""
     job = Job()
     job.hear(0, m.Propose("t", ADD))
     job.all_answer()
     job.written()
     stop = job.said[-1]
     assert isinstance(stop, m.Stop)
+    return job, stop
+
+
+def test_a_worker_that_does_not_come_to_the_agreed_boundary_is_named() -> None:
+    job, stop = stopped()
     job.hear(0, m.At(stop.meeting, 5, True))
     job.hear(1, m.At(stop.meeting, 4, False))
     assert job.said[-1] == m.Meet(stop.meeting, 5)
     for timer in job.timers():
-        job.tell(e.TimerFired(timer.number))
+        job.tell(m.TimerFired(timer.number))
     told = job.told()
     assert told.stage is Stage.REFUSED
     assert told.outcome.problem == "Worker 1 did not reach the boundary within 900 s"
@@ -104,38 +94,11 @@ def test_a_worker_that_does_not_come_to_the_agreed_boundary_is_named() -> None:
 
 
 def test_a_worker_that_does_not_answer_a_stop_is_named_and_the_others_continue() -> None:
-    job = Job()
-    job.hear(0, m.Propose("t", ADD))
-    job.all_answer()
-    job.written()
-    stop = job.said[-1]
-    assert isinstance(stop, m.Stop)
+    job, stop = stopped()
     job.hear(0, m.At(stop.meeting, 4, True))
-    job.tell(e.TimerFired(job.timers()[1].number))
+    job.tell(m.TimerFired(job.timers()[1].number))
     assert m.Release(stop.meeting) in job.said
     assert job.told().outcome == Refusal("Worker 1 did not answer within 30 s", (1,))
-
-
-def test_a_save_that_only_one_worker_makes_is_refused_when_the_others_have_passed_it() -> None:
-    job = Job()
-    job.report_save(0, 20)
-    job.report_save(1, 15)
-    assert job.ended() == [("save-step-15", Refusal("Worker 0 did not report its save of step 15", (0,)))]
-    job.report_save(1, 20)
-    assert [one.entry.step for one in job.commands if isinstance(one, e.Write)] == [20]
-
-
-def test_a_part_of_a_save_that_comes_after_its_time_is_ignored() -> None:
-    job = Job()
-    job.report_save(0, 10)
-    job.tell(e.TimerFired(job.timers()[-1].number))
-    late = [("save-step-10", Refusal("Worker 1 did not report its save of step 10 within 900 s", (1,)))]
-    assert job.ended() == late
-    assert job.report_save(1, 10) == []
-    for rank in (0, 1):
-        job.report_save(rank, 20)
-    assert job.ended() == late
-    assert [one.entry.step for one in job.commands if isinstance(one, e.Write)] == [20]
 
 
 def test_a_rest_of_all_workers_does_not_wait_for_a_report_that_one_of_them_has_left_out() -> None:
@@ -182,14 +145,6 @@ def test_an_unexpected_exception_about_one_proposal_refuses_that_one(monkeypatch
     assert "Unexpected OverflowError in update add" in job.told().outcome.problem
     job.hear(0, m.Propose("u", ADD))
     assert isinstance(job.said[-1], m.Do)
-
-
-def test_what_is_withdrawn_before_the_journal_is_taken_up_is_withdrawn() -> None:
-    coordinator = Coordinator(1, History())
-    coordinator.handle(e.FromWorker(m.OUTSIDE, m.Propose("push", ADD)))
-    coordinator.handle(e.FromWorker(m.OUTSIDE, m.Withdraw("withdraw", "add")))
-    commands = coordinator.handle(e.FromWorker(0, m.Rest(1, 0, ("begin",))))
-    assert [one.entry for one in commands if isinstance(one, e.Write)] == [Withdrawn("add")]
 
 
 def test_what_is_scheduled_is_promised_before_the_first_step_of_the_next_attempt() -> None:

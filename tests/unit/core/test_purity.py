@@ -17,7 +17,7 @@ PURE = {
 """No threads, locks, clocks, files, sockets, subprocesses, numpy or TensorFlow among them."""
 BELOW_CORE = {
     f"replicast.{one.replace('/', '.')}": PACKAGE / f"{one}.py"
-    for one in ("codec", "strictjson", "update/audit_report", "update/effect", "update/trial")
+    for one in ("codec", "update/audit_report", "update/trial")
 }
 
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from replicast.core import events as e
 from replicast.core import messages as m
+from replicast.core.entries import Proposal, Stage
 from replicast.core.operations.attempt import TakeSnapshot
-from replicast.core.records import Proposal, Stage
 from replicast.core.worker import WorkerMachine
 
 
 def without_timers(commands: list[Any]) -> list[Any]:
-    return [command for command in commands if not isinstance(command, e.SetTimer)]
+    return [command for command in commands if not isinstance(command, m.SetTimer)]
 
 
 def test_an_idle_boundary_is_passed_at_once_and_nothing_is_sent() -> None:
     worker = WorkerMachine(0)
-    assert worker.handle(e.Arrived(1)) == [e.PassBoundary(1)]
+    assert worker.handle(m.Arrived(1)) == [m.PassBoundary(1)]
     assert worker.passes(2)
     assert worker.step == 2
 
@@ -33,11 +32,11 @@ def test_a_stop_for_a_far_step_costs_the_boundaries_before_it_nothing() -> None:
 def test_training_continues_before_a_late_answer() -> None:
     worker = WorkerMachine(0)
     worker.handle(m.Stop(7))
-    worker.handle(e.Arrived(1))
+    worker.handle(m.Arrived(1))
     worker.handle(m.Do(8, TakeSnapshot("a")))
     worker.handle(m.Release(7))
-    assert worker.handle(e.Performed(8, None, answers=False)) == [e.PassBoundary(1)]
-    assert worker.handle(m.Answer(8, "x")) == [e.Send(m.Answer(8, "x"))]
+    assert worker.handle(m.Performed(8, None, answers=False)) == [m.PassBoundary(1)]
+    assert worker.handle(m.Answer(8, "x")) == [m.Send(m.Answer(8, "x"))]
 
 
 def test_a_training_thread_that_waits_for_a_ticket_continues_with_its_outcome_or_when_the_time_is_up() -> (
@@ -45,40 +44,40 @@ def test_a_training_thread_that_waits_for_a_ticket_continues_with_its_outcome_or
 ):
     worker = WorkerMachine(0)
     worker.handle(m.Propose("t", Proposal("a", "digest", ())))
-    assert worker.handle(e.Awaited("t", 5.0)) == [e.SetTimer(1, 5.0)]
+    assert worker.handle(m.Awaited("t", 5.0)) == [m.SetTimer(1, 5.0)]
     told = m.Tell("a", ("t",), Stage.VERIFIED)
-    assert worker.handle(told) == [e.Settle("t", told), e.Continue(Stage.VERIFIED)]
+    assert worker.handle(told) == [m.Settle("t", told), m.Continue(Stage.VERIFIED)]
     worker.handle(m.Propose("u", Proposal("b", "digest", ())))
-    worker.handle(e.Awaited("u", 5.0))
-    assert worker.handle(e.TimerFired(2)) == [e.Continue(Stage.PROPOSED)]
+    worker.handle(m.Awaited("u", 5.0))
+    assert worker.handle(m.TimerFired(2)) == [m.Continue(Stage.PROPOSED)]
 
 
 def test_a_training_thread_does_not_wait_for_the_coordinator_forever_and_names_it() -> None:
     worker = WorkerMachine(1)
-    worker.handle(e.Rested(("begin",)))
+    worker.handle(m.Rested(("begin",)))
     worker.handle(m.Resume((1, 1), "over"))
     worker.handle(m.Stop(7))
-    timer = worker.handle(e.Arrived(1))[-1]
-    assert isinstance(timer, e.SetTimer)
-    (ends,) = worker.handle(e.TimerFired(timer.number))
-    assert isinstance(ends, e.EndJob)
+    timer = worker.handle(m.Arrived(1))[-1]
+    assert isinstance(timer, m.SetTimer)
+    (ends,) = worker.handle(m.TimerFired(timer.number))
+    assert isinstance(ends, m.EndJob)
     assert "Worker 0, the coordinator" in ends.reason
 
 
 def test_a_training_thread_waits_without_a_limit_only_for_what_can_come_before_it_trains() -> None:
     worker = WorkerMachine(0)
     worker.handle(m.Propose("t", Proposal("a", "digest", ())))
-    assert without_timers(worker.handle(e.Awaited("t", None))) == []
+    assert without_timers(worker.handle(m.Awaited("t", None))) == []
     waits = m.Tell("a", ("t",), Stage.PREPARED, waits_for="the trial of b, until step 3", waits_until=3)
-    assert worker.handle(waits) == [e.Settle("t", waits), e.Continue(Stage.PREPARED)]
-    worker.handle(e.Arrived(2))
-    assert without_timers(worker.handle(e.Awaited("t", None))) == [e.Continue(Stage.PREPARED)]
-    worker.handle(e.Arrived(3))
-    assert without_timers(worker.handle(e.Awaited("t", None))) == []
+    assert worker.handle(waits) == [m.Settle("t", waits), m.Continue(Stage.PREPARED)]
+    worker.handle(m.Arrived(2))
+    assert without_timers(worker.handle(m.Awaited("t", None))) == [m.Continue(Stage.PREPARED)]
+    worker.handle(m.Arrived(3))
+    assert without_timers(worker.handle(m.Awaited("t", None))) == []
     worker.handle(m.Stop(7))
     (timer,) = worker.handle(m.Meet(7, 4))  # the others may still come to wait here
-    assert isinstance(timer, e.SetTimer)
-    assert worker.handle(e.TimerFired(timer.number)) == [e.Continue(Stage.PREPARED)]
+    assert isinstance(timer, m.SetTimer)
+    assert worker.handle(m.TimerFired(timer.number)) == [m.Continue(Stage.PREPARED)]
 
 
 def test_every_order_is_a_method_of_a_replica_that_takes_its_fields() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.errors import UpdatePending, UpdateRefused
 from replicast.replicas.proposals import Ticket
 from replicast.update.update import Update

@@ -166,7 +166,7 @@ def test_a_sync_makes_replicas_equal_instead_of_raising_that_they_differ(asked: 
             if asked == "in passing":
                 worker.audit_in_passing()
             elif worker.rank == 0:
-                worker.session.request("audit")
+                worker.session.proposals.request("audit")
             worker.session.rest("sync", 0)
 
         job.on_all(script)

@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 
 from replicast.codec import decode, encode
+from replicast.core import entries as n
 from replicast.core import messages as m
 from replicast.core import operations
-from replicast.core import records as r
 from replicast.core.entries import Receipt
 from replicast.core.operation import Outcome
-from replicast.core.operations import apply, attempt, audit, pull, revert
+from replicast.core.operations import apply, attempt, audit
 from replicast.replicas.channel import Note
 from replicast.transport import Parcel, Piece
 from replicast.update.audit_report import AuditReport, Declared, Difference
-from replicast.update.distance import deviation
+from replicast.update.digest import deviation
 from replicast.update.trial import Trial, TrialOutcome
 
 PARCEL = Parcel("test-1-1", 1, 128, (Piece("float32", (4, 3), 0), Piece("bfloat16", (), 64)), "ab" * 16)
 TRIAL = Trial(5, "accuracy", -0.1, "max")
-PROPOSAL = r.Proposal("fix", "digest", PARCEL, 7, TRIAL, None, 'worker "1"', "note\nof two lines", 1.5)
+PROPOSAL = n.Proposal("fix", "digest", PARCEL, 7, TRIAL, None, 'worker "1"', "note\nof two lines", 1.5)
 RECEIPT = Receipt(
     3,
     "fix",
@@ -36,12 +36,12 @@ RECEIPT = Receipt(
     0.25,
     0.5,
     1e9,
-    r.Stage.REVERTED,
+    n.Stage.REVERTED,
     TrialOutcome(3, "reverted", 12, "loss", 0.1, None, "why"),
     2,
     (7, 7),
 )
-REFUSAL = r.Refusal(
+REFUSAL = m.Refusal(
     "There is no room",
     (1,),
     {"type": "UpdateRefused", "problem": "There is no room", "worker": 1, "variable": None},
@@ -73,18 +73,18 @@ ORDERS: list[Any] = [
     audit.Expected(("dense/bias",)),
     audit.Compare("heal-1", "digest", ("dense/bias",)),
     audit.DeliverReport(REPORT, raises=True),
-    pull.TakeRows("pull-1", "dense/bias", ((0, 3), (5, 6))),
-    revert.WriteBefore(3),
-    revert.Invert("undo", 3),
+    audit.TakeRows("pull-1", "dense/bias", ((0, 3), (5, 6))),
+    apply.WriteBefore(3),
+    apply.Invert("undo", 3),
 ]
 ANSWERS: list[Any] = [
     None,
     PARCEL,
     REFUSAL,
-    r.Published("digest", PARCEL, "note"),
-    r.Applied("digest", 1e9, 0.125, 7),
-    r.SeenDigests(7, {"": "digest"}, {"seed": "other"}, 0.1, 7, 1e9),
-    r.Snapshot(7, "digest", frozenset({1, 2}), [[7, 1, {"loss": 0.5}]]),
+    m.Published("digest", PARCEL, "note"),
+    m.Applied("digest", 1e9, 0.125, 7),
+    m.SeenDigests(7, {"": "digest"}, {"seed": "other"}, 0.1, 7, 1e9),
+    m.Snapshot(7, "digest", frozenset({1, 2}), [[7, 1, {"loss": 0.5}]]),
     {"dense/bias": "digest"},
     [0.1, 5],
     [None, 0],
@@ -92,21 +92,21 @@ ANSWERS: list[Any] = [
 ]
 MESSAGES: list[Any] = [
     m.Propose("worker-1-ab-1", PROPOSAL),
-    m.Propose("worker-1-ab-2", r.Proposal("f", "", source=1)),
-    m.Propose("worker-1-ab-3", r.Proposal("undo", "", reverts=3, forced=True)),
+    m.Propose("worker-1-ab-2", n.Proposal("f", "", source=1)),
+    m.Propose("worker-1-ab-3", n.Proposal("undo", "", reverts=3, forced=True)),
     m.Request("pull", ("request-1",), ("dense/bias", [[0, 3]])),
     m.Withdraw("withdraw-1", "fix"),
     m.Request("audit", ("request-1",)),
     m.At(8, 7, standing=True),
-    *(m.Answer(number, answer) for number in (5, r.ReportId("save", 4, 2)) for answer in ANSWERS),
+    *(m.Answer(number, answer) for number in (5, m.ReportId("save", 4, 2)) for answer in ANSWERS),
     m.Rest(4, 7, ("sync", 0, "dense/bias")),
     m.Stop(8),
     m.Stop(8, at_step=15),
     m.Meet(8, 9),
     *(m.Do(9, order, of) for order in ORDERS for of in (None, (0,))),
     m.Release(8),
-    *(m.Resume((4, 5), outcome) for outcome in (None, REFUSAL, Outcome(r.Stage.VERIFIED, REPORT))),
-    *(m.Tell("fix", ("a", "b"), stage, 7, RECEIPT, "the trial of 2", ended=True) for stage in r.Stage),
+    *(m.Resume((4, 5), outcome) for outcome in (None, REFUSAL, Outcome(n.Stage.VERIFIED, REPORT))),
+    *(m.Tell("fix", ("a", "b"), stage, 7, RECEIPT, "the trial of 2", ended=True) for stage in n.Stage),
     Note('{"rank": 1}'),
 ]
 
@@ -126,10 +126,10 @@ def test_a_measure_that_is_not_a_number_arrives_as_such() -> None:
 
 
 def test_text_that_is_not_valid_unicode_is_escaped() -> None:
-    refusal = r.Refusal("no file \udcff", (1,), {"problem": "\ud800"})
-    received = decode(encode([3, m.Answer(r.ReportId("save", 4), refusal), m.Resume((4,), {0: "\udcff"})]))
-    escaped = r.Refusal("no file \\udcff", (1,), {"problem": "\\ud800"})
-    assert received == [3, m.Answer(r.ReportId("save", 4), escaped), m.Resume((4,), {0: "\\udcff"})]
+    refusal = m.Refusal("no file \udcff", (1,), {"problem": "\ud800"})
+    received = decode(encode([3, m.Answer(m.ReportId("save", 4), refusal), m.Resume((4,), {0: "\udcff"})]))
+    escaped = m.Refusal("no file \\udcff", (1,), {"problem": "\\ud800"})
+    assert received == [3, m.Answer(m.ReportId("save", 4), escaped), m.Resume((4,), {0: "\\udcff"})]
 
 
 def test_every_kind_of_message_is_among_those() -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from replicast import faults
-from replicast.core.entries import Committed, Entry, Payload, Receipt
-from replicast.core.records import Stage
+from replicast.core.entries import Committed, Entry, Payload, Receipt, Stage
 from replicast.errors import JobFailed
 from replicast.replicas.proposals import Ticket
 from replicast.storage.journal import MemoryJournal, NotWritten, PerhapsWritten
@@ -68,7 +67,7 @@ def break_the_reader(job: Job) -> None:
 
 def break_the_loop(job: Job) -> None:
     job.workers[1].coordination.put = zero  # type: ignore[method-assign]
-    job.workers[1].session.request("audit")
+    job.workers[1].session.proposals.request("audit")
 
 
 def break_the_outbox(job: Job) -> None:

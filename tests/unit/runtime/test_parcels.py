@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.errors import UpdateRefused
 from replicast.replicas.replica import Parcels
 from replicast.transport import Parcel, Transport
 from replicast.update.digest import BLOCK_BYTES
-from replicast.update.schema import Schema, Variable
+from replicast.update.edits import Variable
+from replicast.update.schema import Schema
 from replicast.update.update import Update
 from tests.unit.chains import chain_of
 

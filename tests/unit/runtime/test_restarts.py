@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from replicast.config import TOLD_TO_END
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.errors import JobFailed
-from replicast.replicas.lanes import WorkerThreads
 from replicast.replicas.proposals import Ticket
+from replicast.replicas.session import WorkerThreads
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, Journal, MemoryJournal
 from replicast.update.trial import Trial
@@ -98,7 +98,7 @@ def leaving(job: Job, rank: int = 0, meanwhile: Callable[[Worker], None] = train
             meanwhile(worker)
         return ended.value.code
 
-    job.workers[rank].session.request("leave")
+    job.workers[rank].session.proposals.request("leave")
     assert job.on_all(until_told) == [TOLD_TO_END] * job.size
 
 
@@ -138,7 +138,7 @@ def test_a_script_that_ends_when_all_are_told_to_end_saves_and_is_not_ended_by_f
         job.train(3)
         for worker in job.workers:
             worker.session.script_ended = True
-        job.workers[0].session.request("leave")
+        job.workers[0].session.proposals.request("leave")
         job.on_all(lambda worker: worker.session.rest("close"))
         eventually(lambda: job.checkpoints)
         assert [worker.left for worker in job.workers] == ["", ""]

@@ -13,7 +13,8 @@ from replicast.errors import UpdateRefused
 from replicast.replicas.proposals import Ticket
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, Updates, committed_updates, undo
-from replicast.update.schema import Limits, Schema, Variable
+from replicast.update.edits import Variable
+from replicast.update.schema import Limits, Schema
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 from tests.threads import Job, eventually, start_values

@@ -19,7 +19,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.errors import UpdatePending, UpdateRefused
 from replicast.replicas.proposals import Ticket
 from replicast.update.edits import apply_edit

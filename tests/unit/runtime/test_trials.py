@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast.core.records import Refusal, Stage
+from replicast.core.entries import Stage
+from replicast.core.messages import Refusal
 from replicast.errors import ReplicasDiverged, UpdateRefused
 from replicast.replicas.proposals import Ticket
 from replicast.replicas.replica import MOST_BOUNDARIES as MOST
@@ -253,6 +254,7 @@ def running_means(values: list[float], epoch: int, per_boundary: int) -> list[tu
 def test_what_each_step_measured_is_found_in_running_means(per_boundary: int) -> None:
     values = [float(value) for value in np.random.default_rng(1).normal(2.0, 1.0, 60)]
     measures = RecentMetrics()
+    measures.means = {"loss": True}
     for step, batches, mean in running_means(values, 20, per_boundary):
         if step == 40 + per_boundary:
             assert measures.before("loss", 10) == pytest.approx(np.mean(values[30:40]))
@@ -273,17 +275,70 @@ def test_what_each_step_measured_is_found_in_running_means(per_boundary: int) ->
 def test_every_boundary_is_told_once_with_its_own_values_where_the_logs_have_means() -> None:
     values = [float(value) for value in np.random.default_rng(1).normal(2.0, 1.0, 600)]
     measures, told = RecentMetrics(), list[tuple[int, float, dict[str, float]]]()
+    measures.means = {"loss": True, "auc": False}
     for step, batches, mean in running_means(values, 200, 1):
         measures.batches = batches
         measures.note(step, 1, {"loss": mean, "auc": mean})
         if step % 150 == 0:
-            told += measures.take(lambda name: name == "loss")
+            told += measures.take()
     measures.add(600, {"val_loss": 3.0})
-    told += measures.take(lambda _name: True)
+    told += measures.take()
     assert [step for step, _, _ in told] == [*range(1, 601), 600]
     assert told[-1][2] == {"val_loss": 3.0}
     assert [one["loss"] for _, _, one in told[:-1]] == pytest.approx(values)
     assert told[199][2]["auc"] == pytest.approx(np.mean(values[:200]))
+
+
+def test_a_short_batch_at_the_end_of_an_epoch_counts_by_its_rows() -> None:
+    own, rows = [2.0, 4.0, 3.0, 1.0, 9.0], [8, 8, 8, 8, 2]
+    measures = RecentMetrics()
+    measures.means = {"loss": True}
+    for epoch in range(2):
+        for done in range(1, 6):
+            measures.batches, measures.counts = done, {"loss": rows[:done]}
+            mean = np.average(own[:done], weights=rows[:done])
+            measures.note(5 * epoch + done, 1, {"loss": mean, "raw": own[done - 1]})
+    told = list(measures.take())
+    assert [values["loss"] for _, _, values in told] == pytest.approx(2 * own)
+    assert [values["raw"] for _, _, values in told] == 2 * own
+    assert measures.before("loss", 2) == pytest.approx(5.0)
+    assert measures.before("raw", 2) == 5.0
+
+
+def test_each_mean_is_over_its_own_count_and_without_one_it_is_the_value_of_the_step() -> None:
+    own = [2.0, 4.0, 3.0, 1.0]
+    weights = {"loss": [8, 8, 8, 2], "level": [1, 1, 1, 1], "late": [0, 4, 4, 0], "unused": [0, 0, 0, 0]}
+    measures = RecentMetrics()
+    measures.means = dict.fromkeys([*weights, "uncounted"], True)
+    for done in range(1, 5):
+        measures.batches, measures.counts = done, {name: of[:done] for name, of in weights.items()}
+        logs = {name: np.dot(own[:done], of[:done]) / max(1, sum(of[:done])) for name, of in weights.items()}
+        measures.note(done, 1, {**logs, "unused": own[done - 1], "uncounted": np.mean(own[:done])})
+    told = [values for _, _, values in measures.take()]
+    for name in ("loss", "level", "unused", "uncounted"):
+        assert [values[name] for values in told] == pytest.approx(own), name
+    assert [values.get("late") for values in told] == [0.0, pytest.approx(4.0), pytest.approx(3.0), None]
+
+
+def test_a_mean_that_is_reset_in_each_step_is_the_value_of_the_step() -> None:
+    measures = RecentMetrics()
+    measures.means = {"loss": True}
+    for step, (value, count) in enumerate([(2.0, 8), (4.0, 8), (3.0, 2)], 1):
+        measures.batches, measures.counts = step, {"loss": [count]}
+        measures.note(step, 1, {"loss": value})
+    assert [values["loss"] for _, _, values in measures.take()] == [2.0, 4.0, 3.0]
+
+
+def test_a_trial_on_what_is_no_mean_over_the_epoch_is_refused_in_fit_and_taken_in_a_custom_loop() -> None:
+    measures = RecentMetrics()
+    measures.means = {"loss": True, "auc": False, "accuracy": True}
+    measures.batches = 1
+    measures.note(1, 1, {"loss": 1.0, "auc": 0.5, "accuracy": 0.25})
+    with pytest.raises(UpdateRefused, match="must be a mean") as refused:
+        measures.before("auc", 1)
+    assert (refused.value.expected, refused.value.received) == ("one of loss, accuracy", "'auc'")
+    measures.note(2, 1, {"auc": 0.5})
+    assert measures.before("auc", 1) == 0.5
 
 
 def test_what_a_custom_loop_gives_is_taken_as_it_is_also_from_one_dict_and_only_the_last_is_kept() -> None:
@@ -347,12 +402,11 @@ def test_a_trial_that_makes_no_sense_is_a_mistake(options: dict[str, Any]) -> No
 
 def test_the_learning_rate_is_among_the_metrics_where_it_has_changed_and_no_trial_reads_it() -> None:
     measures = RecentMetrics()
+    measures.means = {"loss": True, "rate": True}
     for step, rate in enumerate([0.1, None, 0.1, 0.05, None]):  # None: it was not looked at.
         measures.batches = step + 1
         measures.note(step, 1, {"loss": 1.0}, rate)
-    # A mean over the epoch may be called "rate".
-    taken = measures.take(lambda name: name.endswith(("loss", "rate")))
-    assert [told.get("learning_rate") for _, _, told in taken] == [
+    assert [told.get("learning_rate") for _, _, told in measures.take()] == [
         0.1, None, None, 0.05, None,
     ]  # fmt: skip
     assert measures.rate == 0.05

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.errors import ReplicasDiverged, UpdateRefused
 from replicast.replicas.proposals import Ticket
 from replicast.replicas.replica import Parcels

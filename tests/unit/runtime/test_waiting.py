@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.errors import ClusterError, JobFailed, UpdatePending
 from replicast.replicas import session
 from replicast.replicas.proposals import Ticket

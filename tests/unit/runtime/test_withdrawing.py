@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from replicast.core.records import Stage
+from replicast.core.entries import Stage
 from replicast.storage.claims import Fence
 from replicast.storage.journal import FileJournal, MemoryJournal
 from replicast.transport import Parcel

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from replicast.core.entries import Saved, Started
-from replicast.core.messages import Order, Replica
+from replicast.core.entries import Saved, Stage, Started
+from replicast.core.messages import JobEnds, Order, Refusal, Refuse, Replica, ReportId, Snapshot
 from replicast.core.operation import (
     Ask,
     Boundary,
@@ -22,7 +22,6 @@ from replicast.core.operation import (
     Script,
 )
 from replicast.core.operations.apply import under_way
-from replicast.core.records import JobEnds, Refusal, Refuse, ReportId, Snapshot, Stage
 from replicast.update.audit_report import agree
 
 Snapshots = dict[int, Snapshot | None]
@@ -125,12 +124,9 @@ def saved(job: JobView, snapshots: Snapshots) -> Part[Outcome]:
     differing = tuple(rank for rank, one in sorted(taken.items()) if not agree((one.digest, first.digest)))
     if differing:
         job.request_audit()
-        among = (
-            "is not equal on all its devices"
-            if "," in taken[differing[0]].digest
-            else "differs from worker 0"
-        )
-        problem = f"Worker {differing[0]} {among} at step {first.step}"
+        has_unequal_devices = "," in taken[differing[0]].digest
+        differs = "is not equal on all its devices" if has_unequal_devices else "differs from worker 0"
+        problem = f"Worker {differing[0]} {differs} at step {first.step}"
         return Outcome(Stage.FAILED, Refusal(problem, differing, {"step": first.step}))
     yield EarlierStored()
     state = tuple(taken[rank].details for rank in sorted(taken))

@@ -24,15 +24,28 @@ Sync: every replica becomes equal to that of one worker. All training threads re
     Prepare ────────────────────────────────► fetch the bytes, check them                  in the background
     write the payload and the record: THE COMMIT
     Apply, release ─────────────────────────► assign, report the digest, continue
+
+Pull: the live values of one variable, or of some rows of it, at one boundary.
+
+    coordinator                               every worker
+    stop all
+    TakeRows, release ──────────────────────► digest the rows; worker 0 also copies them; go on
+    all digests equal? the answer says so
+    the end of the operation ───────────────► worker 0 writes the copy that was asked for   in the background
+
+Nothing is changed, so it may happen in a trial.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from msgspec.structs import replace
 
-from replicast.core.messages import Order
+from replicast.codec import Record
+from replicast.core.entries import Proposal, Stage
+from replicast.core.messages import Order, Refusal, Refuse, ReportId, SeenDigests
 from replicast.core.operation import (
     Ask,
     Boundary,
@@ -56,7 +69,6 @@ from replicast.core.operations.apply import (
     under_way,
     verified,
 )
-from replicast.core.records import Proposal, Refusal, Refuse, ReportId, SeenDigests, Stage
 from replicast.update.audit_report import (
     AuditOutcome,
     AuditReport,
@@ -68,6 +80,7 @@ from replicast.update.audit_report import (
 )
 
 Reports = dict[int, SeenDigests]
+Ranges = tuple[tuple[int, int], ...]
 
 
 class Audit(Operation):
@@ -83,9 +96,15 @@ class Audit(Operation):
 
     def script(self, job: JobView) -> Script:
         if self.report is not None:
-            quiet = self._compared_quietly(job, self.report.step, (yield Collect(self.report)))
-            if quiet is not None:
-                return quiet
+            step, seen = self.report.step, (yield Collect(self.report))
+            if _all_agree(seen):
+                report = _report(job, step, seen)
+                if job.audits.found_at is None:
+                    job.audits.are_equal(step, partly=frozenset(one.variable for one in report.partly))
+                return Outcome(Stage.VERIFIED, report)
+            if job.audits.last_equal is not None and step < job.audits.last_equal:
+                return Outcome(Stage.VERIFIED)  # they were made equal since
+            job.audits.differ(step)
         elif self.tokens:
             yield EarlierSettled()
         step = self.step = yield Boundary()
@@ -106,18 +125,6 @@ class Audit(Operation):
             yield Ask(DeliverReport(report, report.outcome == "raised"))
         equal = report.outcome in ("equal", "healed")
         return Outcome(Stage.VERIFIED if equal else Stage.FAILED, report)
-
-    def _compared_quietly(self, job: JobView, step: int, seen: Reports) -> Outcome | None:
-        """The outcome of a planned audit if no stop is needed; None if the workers differ."""
-        if _all_agree(seen):
-            report = _report(job, step, seen)
-            if job.audits.found_at is None:
-                job.audits.are_equal(step, partly=frozenset(one.variable for one in report.partly))
-            return Outcome(Stage.VERIFIED, report)
-        if job.audits.last_equal is not None and step < job.audits.last_equal:
-            return Outcome(Stage.VERIFIED)  # they were made equal since
-        job.audits.differ(step)
-        return None
 
     def _differences(self, job: JobView, seen: Reports) -> Part[tuple[Difference, ...]]:
         """The variables that differ, each with its reference."""
@@ -212,8 +219,9 @@ def _all_agree(seen: Reports) -> bool:
 
 def _report(job: JobView, step: int, seen: Reports) -> AuditReport:
     """The report of an audit without differences so far."""
+    job.audits.count += 1
     return AuditReport(
-        job.audits.next_number(),
+        job.audits.count,
         step,
         max(one.time for one in seen.values()),
         step,
@@ -273,6 +281,36 @@ class Sync(Operation):
         return outcome
 
 
+class PulledRows(Record):
+    name: str
+    rows: Ranges
+    step: int
+    digests: Mapping[int, str]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all workers have the same values."""
+        return agree(self.digests.values())
+
+
+class Pull(Operation):
+    """Somebody outside the job wants to see values."""
+
+    kind = "pull"
+    in_trial = True
+
+    def __init__(self, id_: str, name: str, rows: Ranges = ()) -> None:
+        super().__init__(id_)
+        self.name = name
+        self.rows = rows
+
+    def script(self, job: JobView) -> Script:
+        step = self.step = yield Boundary()
+        digests = yield Go(TakeRows(self.id, self.name, self.rows))
+        pulled = PulledRows(self.name, self.rows, step, digests)
+        return Outcome(Stage.VERIFIED if pulled.equal else Stage.FAILED, pulled)
+
+
 class Digest(Order):
     names: tuple[str, ...] = ()
     method: ClassVar[str] = "digests"
@@ -305,3 +343,10 @@ class DeliverReport(Order):
     report: AuditReport
     raises: bool
     method: ClassVar[str] = "report"
+
+
+class TakeRows(Order):
+    id: str
+    name: str
+    rows: Ranges
+    method: ClassVar[str] = "pull"

@@ -13,11 +13,25 @@ const LANE = 30, TITLE = 24, BOTTOM = 46;
 const RATE = "learning_rate";
 const SYSTEM = { step_secs: ["step time", "s"], memory_bytes: ["memory", "B"] };
 
-/** Resolves when plotly is there; it is large, and the page does not wait for it. */
-export const plotly = new Promise((resolve) => {
-  const wait = () => (window.Plotly ? resolve(window.Plotly) : !report && setTimeout(wait, 50));
-  wait();
-});
+let loading, tell;
+const told = new Promise((resolve) => { tell = resolve; });
+const MOST_WAIT_MS = 3000;
+
+/** What is known of the run is on the screen: from now on, plotly may hold up the page. */
+export function pictureIsThere() {
+  requestAnimationFrame(() => setTimeout(tell));
+}
+
+/** Plotly. To run its 5 MB takes a browser a second, in which the page stands still: only where a chart is drawn, after all else. */
+async function plotly() {
+  loading ??= report ? window.Plotly ?? new Promise(() => {}) : (async () => {
+    await Promise.race([told, new Promise((resolve) => setTimeout(resolve, MOST_WAIT_MS))]);
+    await import("./plotly.js");
+    await new Promise((resolve) => setTimeout(resolve)); // The first drawing is a task of its own.
+    return window.Plotly;
+  })();
+  return loading;
+}
 
 // Plotly reads a little HTML in texts.
 const harmless = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
@@ -38,11 +52,14 @@ export class Chart {
     this.key = this.marks.key;
     this.smoothing = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0.9, oninput: changed });
     this.logarithmic = el("input", { type: "checkbox", onchange: changed });
+    this.whole = el("input", { type: "checkbox", onchange: changed });
+    this.wholeLabel = el("label", { class: "check small", hidden: true }, this.whole, "All values in the picture");
+    this.clips = {}; // Of each axis that does not show all values: its range, and the farthest values.
     this.axis = el("select", { onchange: () => { this.detail = null; changed(); } }, el("option", { value: "step" }, "steps"), el("option", { value: "time" }, "time"));
     this.reset = el("button", { type: "button", class: "tiny", hidden: true, onclick: () => this.zoom(null) }, "Reset zoom");
     this.shown = el("div", { class: "panels", role: "group", "aria-label": "Panels" });
     this.controls = el("div", { class: "controls" },
-      el("label", { class: "check small" }, "Smoothing", this.smoothing), el("label", { class: "check small" }, this.logarithmic, "Losses on a log scale"),
+      el("label", { class: "check small" }, "Smoothing", this.smoothing), el("label", { class: "check small" }, this.logarithmic, "Losses on a log scale"), this.wholeLabel,
       el("label", { class: "check small" }, "Over", this.axis), this.shown, this.reset);
     this.training = new Map();
     this.evaluations = new Map();
@@ -56,8 +73,9 @@ export class Chart {
     document.addEventListener("visibilitychange", () => this.changed && this.soon());
   }
 
-  /** Shows everything that the server has. */
+  /** Shows everything that the server has; not what it had before, when a later answer came first. */
   setAll(metrics) {
+    if (metrics.position < this.position) return;
     this.training = new Map(Object.entries(metrics.series));
     this.position = metrics.position;
     const wait = this.plot.querySelector(".wait");
@@ -135,20 +153,20 @@ export class Chart {
     this.changed = true;
     if ((this.planned && wait) || document.hidden || !isVisible(this.node)) return;
     clearTimeout(this.planned);
-    this.planned = setTimeout(() => { this.planned = null; plotly.then(this.drawn); }, wait);
+    this.planned = setTimeout(() => { this.planned = null; plotly().then(this.drawn); }, wait);
   }
 
   /** Called when the chart is shown again. */
   async resized() {
     this.soon(0);
-    if (this.plot._fullLayout) (await plotly).Plots.resize(this.plot);
+    if (this.plot._fullLayout) (await plotly()).Plots.resize(this.plot);
   }
 
   async zoom(first, last) {
-    const library = await plotly;
+    const library = await plotly();
     if (!this.plot._fullLayout) return;
     const axes = Object.keys(this.plot._fullLayout).filter((name) => /^[xy]axis\d*$/.test(name));
-    if (first === null) await library.relayout(this.plot, Object.fromEntries(axes.map((name) => [`${name}.autorange`, true])));
+    if (first === null) await library.relayout(this.plot, Object.fromEntries(axes.map((name) => (this.clips[name] ? [`${name}.range`, [...this.clips[name].range]] : [`${name}.autorange`, true]))));
     else await library.relayout(this.plot, { "xaxis.range": [this.x(first.step, first.time), this.x(last.step, last.time)] });
   }
 
@@ -156,7 +174,7 @@ export class Chart {
   async look(step, around) {
     const main = this.main();
     if (!main) return;
-    await (await plotly).react && this.draw();
+    await (await plotly()).react && this.draw();
     const time = (at) => between(main.steps, main.times, at) ?? main.times.at(-1);
     const [first, last] = [Math.max(0, step - around), step + around];
     await this.zoom({ step: first, time: time(first) }, { step: last, time: time(last) });
@@ -178,7 +196,7 @@ export class Chart {
     }
     const found = [...metrics.values()];
     const rate = this.training.get(RATE);
-    if (rate) found.push({ title: "learning rate", kind: "system", lines: [{ name: "learning rate", one: { ...rate, ...lasting(rate, this.main()) }, shape: "hv" }] });
+    if (rate) found.push({ title: "learning rate", kind: "system", lines: [{ name: "learning rate", one: lasting(rate, this.main()), shape: "hv" }] });
     for (const [field, [title, unit]] of Object.entries(SYSTEM)) {
       const lines = [...this.workers].filter(([name]) => name.startsWith(`${field}/`)).map(([name, one]) => ({ name: `worker ${name.split("/")[1]}`, one }));
       if (lines.length) found.push({ title, unit, kind: "system", lines });
@@ -198,7 +216,7 @@ export class Chart {
   }
 
   async draw() {
-    const library = await plotly;
+    const library = await plotly();
     const all = this.panels(), panels = this.watched ? all : all.slice(0, 1); // All panels at once, at first, would freeze the page.
     if (this.position === null || !panels.length || !isVisible(this.node)) return; // Until the metrics are there, it says "Loading".
     this.changed = false;
@@ -220,9 +238,15 @@ export class Chart {
     this.plot.on("plotly_relayout", () => this.zoomed());
   }
 
+  isZoomed() {
+    return this.plot._fullLayout?.xaxis.autorange === false;
+  }
+
   zoomed() {
+    if (this.wasZoomed !== this.isZoomed()) this.soon(0); // What lies outside is shown to those who look closer.
+    this.wasZoomed = this.isZoomed();
     const axes = Object.values(this.plot._fullLayout).filter((one) => one?._id && /^[xy]/.test(one._id));
-    this.reset.hidden = axes.every((one) => one.autorange);
+    this.reset.hidden = axes.every((one) => one.autorange || this.clips[one._name]?.range.every((end, at) => end === one.range[at]));
     this.placeMarks();
     clearTimeout(this.asking);
     const { xaxis } = this.plot._fullLayout, main = this.main();
@@ -280,11 +304,11 @@ export class Chart {
   }
 
   /**
-   * The mean of the last points, the later ones counting more. It begins again at each update, whose effect must not be smoothed
-   * away. Of a series with points left out, the means of what was left out are used: those of the extremes that are kept differ.
+   * The mean of the last points, the later ones counting more. It begins again at each update, and where one was reverted: their
+   * effects must not be smoothed away. Of a series with points left out, the means of what was left out are used: those of the extremes that are kept differ.
    */
   smoothed(one, values, keep) {
-    const updates = this.marks.all.filter((mark) => (mark.kind === "update" || mark.kind === "trial") && mark.run === one.run).map((mark) => mark.step).sort((a, b) => a - b);
+    const updates = this.marks.all.filter((mark) => (mark.kind === "update" || mark.kind === "trial") && mark.run === one.run).flatMap((mark) => [mark.step, mark.ended ?? mark.step]).sort((a, b) => a - b);
     const x = [], y = [];
     let sum = 0, weight = 0, at = 0;
     for (const [place, raw] of values.entries()) {
@@ -307,7 +331,7 @@ export class Chart {
     const layout = {
       height: LANE + inner + BOTTOM, margin: { l: narrow ? 44 : 56, r: 12, t: LANE, b: BOTTOM }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: ink, family: getComputedStyle(document.body).fontFamily, size: 12 }, uirevision: this.axis.value, dragmode: narrow ? false : "zoom",
-      hovermode: "x unified", hoversubplots: "axis", hoverdistance: 30,
+      hovermode: "x unified", hoversubplots: "axis", hoverdistance: -1,
       hoverlabel: { bgcolor: css("--card"), bordercolor: line, font: { color: css("--ink"), size: 12 } }, showlegend: true, annotations: [],
       xaxis: {
         ...axis, title: { text: this.axis.value === "time" ? "" : "step", font: { size: 11 }, standoff: 6 }, nticks: narrow ? 4 : 8, anchor: panels.length === 1 ? "y" : `y${panels.length}`, spikecolor: ink, spikethickness: 1, spikedash: "solid", spikemode: "across", showspikes: true,
@@ -315,17 +339,51 @@ export class Chart {
       },
     };
     let top = 1;
+    const clipped = panels.map((panel) => (panel.kind === "system" || (panel.kind === "loss" && this.logarithmic.checked) ? null : clip(panel.lines.map((line) => line.one.values))));
+    this.wholeLabel.hidden = clipped.every((one) => one === null);
+    this.clips = this.whole.checked || this.isZoomed() ? {} : Object.fromEntries(clipped.flatMap((one, at) => (one ? [[`yaxis${at ? at + 1 : ""}`, one]] : [])));
     for (const [at, panel] of panels.entries()) {
       const number_ = at ? at + 1 : "", share = (pixels) => pixels / inner;
       const high = top - share(TITLE), low = high - share(HEIGHTS[panel.kind] * (narrow ? 0.85 : 1));
       const logarithmic = panel.kind === "loss" && this.logarithmic.checked;
       layout[`yaxis${number_}`] = { ...axis, anchor: "x", domain: [Math.max(0, low), high], type: logarithmic ? "log" : "linear", nticks: panel.kind === "loss" ? 6 : 4, rangemode: panel.kind === "system" ? "tozero" : "normal", ...(panel.unit ? { tickformat: "~s", ticksuffix: panel.unit } : {}) };
+      const cut = this.clips[`yaxis${number_}`];
+      const note = { xref: "paper", yref: "paper", x: 0, y: high, xanchor: "left", yanchor: "bottom", showarrow: false, align: "left", borderpad: 0 };
+      // Said each time: plotly takes what is left out from the drawing before, and an axis that was cut would keep no range at all.
+      layout[`yaxis${number_}`].autorange = !cut;
+      if (cut) {
+        layout[`yaxis${number_}`].range = [...cut.range];
+        layout.annotations.push({ ...note, text: outside(cut), xshift: 14 + 7 * panel.title.length, font: { size: 11, color: ink } });
+      }
       layout[`legend${number_}`] = { orientation: "h", x: 1, xanchor: "right", y: high, yanchor: "bottom", font: { color: ink, size: 11 }, bgcolor: "rgba(0,0,0,0)" };
-      layout.annotations.push({ text: harmless(panel.title), xref: "paper", yref: "paper", x: 0, y: high, xanchor: "left", yanchor: "bottom", showarrow: false, align: "left", borderpad: 0, font: { size: 12, weight: 600, color: css("--ink") } });
+      layout.annotations.push({ ...note, text: harmless(panel.title), font: { size: 12, weight: 600, color: css("--ink") } });
       top = low;
     }
     return layout;
   }
+}
+
+/**
+ * Where an axis ends if few values, as those of a bad trial, would flatten all others; null if none do. What the training began
+ * with stays in the picture.
+ */
+export function clip(lines) {
+  const known = lines.map((values) => values.map(finite).filter((value) => value !== null));
+  const sorted = Float64Array.from(known.flat()).sort();
+  if (sorted.length < LEAST_SMOOTHED) return null;
+  const begun = known.flatMap((values) => values.slice(0, Math.ceil(values.length / 20)));
+  const [low, high] = [0.2, 0.8].map((part) => sorted[Math.floor(part * (sorted.length - 1))]), far = 4 * (high - low);
+  const [bottom, top] = [Math.min(low - far, ...begun), Math.max(high + far, ...begun)];
+  const inside = sorted.filter((value) => value >= bottom && value <= top);
+  const [first, last] = [inside[0], inside.at(-1)], [least, most] = [sorted[0], sorted.at(-1)];
+  if (!(last > first) || most - least < 1.5 * (last - first)) return null;
+  const margin = (last - first) / 16;
+  return { range: [first - margin, last + margin], least: least < first ? least : null, most: most > last ? most : null };
+}
+
+function outside({ least, most }) {
+  const said = [most === null ? "" : `▲ up to ${number(most)}`, least === null ? "" : `▼ down to ${number(least)}`].filter(Boolean).join(", ");
+  return `${said} outside`;
 }
 
 function summary(panels) {
@@ -344,10 +402,17 @@ function joined(known = { steps: [], times: [], values: [] }, later) {
   return Object.fromEntries(Object.entries(fields).map(([field, [before, after]]) => [field, [...before.slice(0, kept), ...after]]));
 }
 
-/** A value that lasts until it is told again lasts until now. */
+/** A value that lasts until it is told again, at each of the main series' steps too, so that it can be pointed at. */
 function lasting(one, main) {
-  if (!main || main.steps.at(-1) <= one.steps.at(-1)) return {};
-  return { steps: [...one.steps, main.steps.at(-1)], times: [...one.times, main.times.at(-1)], values: [...one.values, one.values.at(-1)] };
+  const all = [...one.steps.map((step, at) => [step, one.times[at], one.values[at]]), ...(main?.steps ?? []).map((step, at) => [step, main.times[at], null])];
+  const found = { steps: [], times: [], values: [] };
+  for (const [step, time, value] of all.sort((a, b) => a[0] - b[0])) {
+    if (value === null && (step === found.steps.at(-1) || !found.steps.length)) continue;
+    found.steps.push(step);
+    found.times.push(time);
+    found.values.push(value ?? found.values.at(-1));
+  }
+  return found;
 }
 
 /** The `y` of the first `x` that is not below a value; null if there is none, or nothing to look for. */

@@ -136,7 +136,7 @@ const empty = (run) => ({ name: run.name, read: false, step: null, series: new M
 function mark(run, view, began) {
   const at = view.committed_at ?? view.verified_at;
   const text = [`${run.name}: update ${view.sequence} at step ${count(view.step)}`, editsText(view, 1), [view.author, view.note].filter(Boolean).join(": "), view.outcome ? `trial ${view.outcome.outcome}` : ""].filter(Boolean).join(" · ");
-  return { key: `${run.name} ${view.id}`, run: run.name, kind: view.trial ? "trial" : "update", step: view.step, time: at ? at - began : null, text: plain(text), href: `${encodeURIComponent(run.name)}#/updates/${encodeURIComponent(view.id)}` };
+  return { key: `${run.name} ${view.id}`, run: run.name, kind: view.trial ? "trial" : "update", step: view.step, ended: view.outcome?.outcome === "reverted" ? view.outcome.step : null, time: at ? at - began : null, text: plain(text), href: `${encodeURIComponent(run.name)}#/updates/${encodeURIComponent(view.id)}` };
 }
 
 function factsOf(run, known) {

@@ -48,7 +48,7 @@ export class Checkpoints {
     this.list.parentElement.hidden = shown.length === 0;
     showList(this.list, shown.map((one) => ({ ...one, ago: ago(one.created_at) })), (one) => `${one.attempt}-${one.step}-${one.created_at}`, (one) => el("tr", {},
       el("td", { class: "keep" }, count(one.step)),
-      el("td", {}, `epoch ${one.epoch + 1}, batch ${count(one.batch)}`, el("div", { class: "dim small" }, metricsText(one))),
+      el("td", {}, one.epoch && !one.batch ? `end of epoch ${count(one.epoch)}` : `epoch ${count(one.epoch + 1)}, batch ${count(one.batch)}`, el("div", { class: "dim small" }, metricsText(one))),
       el("td", { class: "keep" }, size(one.nbytes)),
       el("td", { class: "dim keep" }, one.ago)));
   }

@@ -238,6 +238,7 @@ export class Rows {
     if (moves[event.key]) this.move(cell, ...moves[event.key]);
     else if (event.key === "Enter" || event.key === "F2") this.edit(cell);
     else if (event.key === "Delete" || event.key === "Backspace") this.takeBack(cell);
+    else if ((event.ctrlKey || event.metaKey) && event.key === "a") getSelection().selectAllChildren(this.grid);
     else if (typed) this.edit(cell, event.key);
     else return;
     event.preventDefault();

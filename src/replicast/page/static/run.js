@@ -2,7 +2,7 @@
 
 import { Actions } from "./actions.js";
 import { follow, get } from "./api.js";
-import { Chart } from "./chart.js";
+import { Chart, pictureIsThere } from "./chart.js";
 import { byId, card, el, setText, unlessPressed } from "./dom.js";
 import { count, duration, editsText, number, plain, seconds, setServerTime } from "./format.js";
 import { Audits, Checkpoints } from "./history.js";
@@ -42,7 +42,7 @@ export async function showRun(run) {
   for (;;) {
     await follow(`${base}/events`, {
       open: () => { link.live(); page.reload(); },
-      lost: () => link.lost(),
+      lost: () => { link.lost(); page.chart.position &&= 0; }, // A server that comes back counts anew.
       denied: () => link.lost(),
       event: (name, data) => page.event(name, data),
     });
@@ -160,9 +160,13 @@ class RunPage {
     for (const view of (await get(`${this.base}/updates?last=${MOST}`)).updates) this.known.set(view.id, view);
   }
 
-  /** Reads what is not in the events. */
+  /** Reads what is not in the events; and the metrics, if the last of them came between what was read and the first event. */
   async refresh() {
+    const { position } = this.chart;
+    const isBehind = this.status?.metrics && position === this.position && this.status.metrics.step > (this.chart.main()?.steps.at(-1) ?? -1);
+    this.position = position;
     await Promise.all([
+      isBehind ? this.readMetrics() : null,
       quietly(() => this.readUpdates()),
       quietly(() => this.updatePage.read()),
       quietly(async () => { this.audits = (await get(`${this.base}/audits?last=20`)).audits; }),
@@ -203,6 +207,7 @@ class RunPage {
     this.showNote(status.annotation);
     this.chart.setEvaluations(status.evaluations ?? []);
     const all = Math.max(0, ...[...this.known.values()].map((view) => view.sequence));
+    pictureIsThere();
     this.chart.setMarks(this.marks(), all > this.known.size ? `the last ${count(this.known.size)} of ${count(all)} updates` : "");
   }
 
@@ -258,7 +263,7 @@ class RunPage {
     const who = (view) => [view.author, view.note].filter(Boolean).join(": ");
     const said = (view) => [`update ${view.sequence} at step ${count(view.step)}`, editsText(view, 1), who(view), view.outcome ? `trial ${view.outcome.outcome}` : ""].filter(Boolean).join(" · ");
     const marks = [
-      ...[...this.known.values()].map((view) => ({ key: view.id, kind: view.trial ? "trial" : "update", step: view.step, text: said(view), href: addressOf(view) })),
+      ...[...this.known.values()].map((view) => ({ key: view.id, kind: view.trial ? "trial" : "update", step: view.step, ended: view.outcome?.outcome === "reverted" ? view.outcome.step : null, text: said(view), href: addressOf(view) })),
       ...this.status.starts.slice(1).map((one) => ({ key: `attempt ${one.attempt}`, time: one.at, href: report ? "#changes" : `#/logs/${Math.max(0, one.attempt - 1)}`, ...restartMark(this.status, one) })),
       ...this.checkpoints.map((one) => ({ key: `step ${one.step}`, kind: "checkpoint", step: one.step, time: one.created_at, text: `checkpoint of step ${count(one.step)}`, href: "#/checkpoints" })),
     ];

@@ -21,7 +21,7 @@ const COLUMNS = {
   step: { by: (run) => run.step, down: true, class: "right wide-only" },
   ran: { by: ranSecs, down: true, class: "right wide-only" },
   workers: { by: (run) => run.workers, down: true, class: "right wide-only" },
-  "heard of": { by: (run) => run.heard_at, down: true, class: "wide-only" },
+  "last seen": { by: (run) => run.heard_at, down: true, class: "wide-only" },
 };
 
 export async function showRuns(first) {
@@ -108,7 +108,7 @@ class RunsPage {
       type: "button", class: "tiny", "aria-pressed": String(one.pressed), "data-focus": one.name, onclick: () => { this.state = one.name; this.show(); } }, `${one.name} ${one.many}`));
   }
 
-  /** By the chosen column; what has no value comes last, equal ones by when they were heard of. */
+  /** By the chosen column; what has no value comes last, equal ones by when they were last seen. */
   order(a, b) {
     const { by, down } = COLUMNS[this.sorted[0]];
     const [x, y] = [by(a), by(b)], sign = Boolean(down) !== this.sorted[1] ? -1 : 1;

@@ -28,7 +28,7 @@ export function rowsText(ids, size) {
   const known = new Set(), ranges = [];
   ids.forEach((text, at) => {
     const id = Number(text);
-    if (!/^\s*\d+\s*$/.test(String(text)) || id >= size) throw new Error(`Line ${at + 1}: “${String(text).slice(0, 40)}” is no row of this table. Expected: 0 to ${size - 1}.`);
+    if (!/^\s*\d+\s*$/.test(String(text)) || id >= size) throw new Error(`Line ${at + 1}: this table has no row “${String(text).slice(0, 40)}”. Expected: 0 to ${size - 1}.`);
     if (known.has(id)) throw new Error(`Line ${at + 1}: row ${id} is there twice.`);
     known.add(id);
     if (ranges.length && ranges.at(-1)[1] === id) ranges.at(-1)[1] = id + 1;

@@ -161,7 +161,8 @@ const LEAST_STEPS = 5; // One step has no spread, and of two or three it says li
 export function verdict(before, after) {
   const error = Math.sqrt(before.spread ** 2 / before.steps + after.spread ** 2 / after.steps);
   const change = after.mean - before.mean;
-  const part = before.mean ? ` (${Number(Math.abs((100 * change) / before.mean).toPrecision(2))} %)` : "";
+  const ratio = Math.abs(change / before.mean);
+  const part = !before.mean ? "" : ratio < 10 ? ` (${Number((100 * ratio).toPrecision(2))} %)` : `, ${number(Number(ratio.toPrecision(2)))} times what it was`;
   const by = `${change < 0 ? "lower" : "higher"} by ${number(Math.abs(change))}${part}`;
   if (!Number.isFinite(change)) return "not finite";
   if (change === 0) return "the same";

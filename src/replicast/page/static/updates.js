@@ -7,6 +7,7 @@ import { stageChip } from "./state.js";
 import { addressOf, isRevertable, isWithdrawable } from "./update.js";
 
 const MOST = 1000; // That the server lists.
+const CHANGING = new Set(["update", "trial", "function", "revert"]); // Audits, saves and pulls are shown under Workers.
 
 export class Updates {
   /** @param actions {allowed(), withdraw(view), revert(view), more()} */
@@ -31,7 +32,7 @@ export class Updates {
 
   show(status, applied) {
     const known = new Set([...status.scheduled, ...status.waiting].map((view) => view.id));
-    const others = status.operations.filter((one) => one.stage !== "scheduled" && !known.has(one.id));
+    const others = status.operations.filter((one) => CHANGING.has(one.kind) && one.stage !== "scheduled" && !known.has(one.id));
     const allowed = this.actions.allowed();
     const kept = this.kept();
     this.fill("under way", others, (one) => `${one.kind}-${one.id}`, operation);

@@ -4,13 +4,15 @@ import { card, el, setText } from "./dom.js";
 import { count, duration, seconds, size } from "./format.js";
 
 const ENDED = "nothing: it has ended";
+const ASKED = { audit: "an audit", save: "a checkpoint", pull: "reading values", sync: "a sync" }; // What changes no value.
 const COLUMNS = ["worker", "step", "step time", "memory", "now"];
 
 export class Workers {
   constructor() {
     this.body = el("tbody");
     const head = el("tr", {}, COLUMNS.map((name) => el("th", { scope: "col", class: ["step", "step time", "memory"].includes(name) ? "right" : "" }, name)));
-    this.node = card("workers", "Workers", el("div", { class: "body scroll" }, el("table", {}, el("thead", {}, head), this.body)));
+    this.asked = el("p", { class: "dim small" });
+    this.node = card("workers", "Workers", el("div", { class: "body scroll" }, el("table", {}, el("thead", {}, head), this.body), this.asked));
   }
 
   show(status) {
@@ -20,6 +22,8 @@ export class Workers {
       fill(this.body.children[rank], notes.get(rank), status);
     }
     while (this.body.children.length > status.size) this.body.lastChild.remove();
+    setText(this.asked, status.operations.filter((one) => ASKED[one.kind] && one.waits_for).map((one) => `${ASKED[one.kind]} waits for ${one.waits_for}`).join(" · "));
+    this.asked.hidden = !this.asked.textContent;
   }
 }
 

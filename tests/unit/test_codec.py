@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replicast.strictjson import (
+from replicast.codec import (
     MAX_DEPTH,
     MAX_INTEGER,
     json_bytes,

@@ -1,69 +1,293 @@
-"""Tensors in files of other tools: .npy, .npz, .weights.h5, and folders with a LoRA adapter.
+"""Files of tensors: safetensors, written without copying the data, and files of other tools, which are read.
 
-Such a file is hostile until it is read. What its headers claim is checked against the bytes that there are
-before memory is taken for it, the arrays of one file take at most `max_bytes` together, compressed or not,
-and nothing is unpickled: an array of objects is refused by its dtype.
+A file is hostile until it is read. What its headers claim is checked against the bytes that there are before
+memory is taken for it, the arrays of one file take at most `max_bytes` together, compressed or not, and
+nothing is unpickled: an array of objects is refused by its dtype.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import math
+import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, Protocol
+from typing import IO, Annotated, Any, Literal, Protocol
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from replicast.codec import parse_json
 from replicast.errors import FileDamaged, UpdateRefused
-from replicast.tensorfiles import (
-    HDF5,
-    MAX_BYTES,
-    NUMPY,
-    ZIP,
-    TensorFile,
-    loads_strictly,
-    parse_tensors,
-    read_bytes,
-    read_tensor_bytes,
-)
-from replicast.update.edits import DTYPES, Array, Edit, EditKind, dtype_named
+from replicast.files import RunPath, open_plain
+from replicast.update.edits import BFLOAT16, DTYPES, MAX_DIMENSIONS, Array, Edit, EditKind, Variable
 
-_MAX_HEADER_BYTES = 10_000  # numpy's own limit
+MAX_BYTES = 4 * 2**30
+MAX_TENSORS = 200_000  # in one file
+MAX_HEADER_BYTES = 32 * 2**20
+_METADATA = "__metadata__"
+# How much less than its size a file from outside may take on disk. Not 0: ZFS stores zeros as holes.
+_MOST_HOLES_BYTES = 64 * 2**20
+# How files of other formats begin.
+ZIP, NUMPY, HDF5 = b"PK\x03\x04", b"\x93NUMPY", b"\x89HDF\r\n"
+_OTHER_FORMATS = {
+    ZIP: "a ZIP archive, as .npz and .keras files are",
+    NUMPY: "a NumPy file",
+    HDF5: "an HDF5 file",
+}
+_DTYPES: dict[str, np.dtype[Any]] = {
+    **{f"F{8 * size}": np.dtype(f"f{size}") for size in (8, 4, 2)},
+    **{f"I{8 * size}": np.dtype(f"i{size}") for size in (8, 4, 2, 1)},
+    **{f"U{8 * size}": np.dtype(f"u{size}") for size in (8, 4, 2, 1)},
+    "BF16": BFLOAT16,
+    "BOOL": np.dtype(np.bool_),
+}
+_Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_OTHER_SIZE = "it does not have the size given in its header"
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, Array]
+
+
+def header_of(
+    tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[str]]:
+    """The header of a safetensors file, and the names in the order of their bytes.
+
+    Wide dtypes come first, so that every tensor is aligned to its element size.
+    """
+    order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    offset = 0
+    for name in order:
+        dtype, shape = tensors[name]
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded, order
+
+
+def tensor_chunks(tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of a safetensors file piece by piece, without copying the arrays."""
+    header, order = header_of({name: (one.dtype, one.shape) for name, one in tensors.items()}, metadata)
+    yield header
+    for name in order:
+        if tensors[name].nbytes:
+            yield np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data
+
+
+def parse_tensors(content: memoryview, source: str, *, max_tensors: int = MAX_TENSORS) -> TensorFile:
+    """Parses the bytes of a safetensors file; the tensors are views of these bytes."""
+    metadata, entries, first = _layout_of(content, len(content), source, max_tensors)
+    data = content[first:]
+    return TensorFile(metadata, {name: _tensor(data, entry, source, name) for name, entry in entries.items()})
+
+
+def loads_strictly(text: str | bytes, source: str, what: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise FileDamaged(source, f"its {what} is not valid JSON ({str(error)[:200]})") from error
+
+
+class _Entry(Struct):
+    dtype: Literal[tuple(_DTYPES)]  # type: ignore[valid-type]
+    shape: Annotated[tuple[_Size, ...], Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+def _layout_of(
+    content: memoryview, nbytes: int, source: str, max_tensors: int
+) -> tuple[dict[str, str], dict[str, _Entry], int]:
+    """What the header of a file of `nbytes` bytes says: metadata, tensors in order, and where data begins."""
+    for beginning, what in _OTHER_FORMATS.items():
+        if bytes(content[: len(beginning)]) == beginning:
+            raise FileDamaged(source, verdict=f"is {what}, and not a safetensors file")
+    length = int.from_bytes(content[:8], "little")
+    if nbytes < 8 or length > min(nbytes - 8, MAX_HEADER_BYTES):
+        verdict = "is not a safetensors file, or is truncated"
+        expected = f"a header of at most {MAX_HEADER_BYTES} bytes within the file"
+        received = f"{nbytes} bytes" + (f" that announce a header of {length}" if nbytes >= 8 else "")
+        raise FileDamaged(source, verdict=verdict, expected=expected, received=received)
+    text = bytes(content[8 : 8 + length])
+    # Count before parsing: a parsed empty list takes twenty times the memory of its text. A tensor has three
+    # brackets, and so has its edit in the metadata; names and notes may have some too.
+    if text.count(b"[") + text.count(b"{") > 6 * max_tensors + 20_000:
+        raise FileDamaged(source, verdict="has too many tensors", expected=f"at most {max_tensors}")
+    header = loads_strictly(text, source, "header")
+    if not isinstance(header, dict):
+        raise FileDamaged(source, "its header is not a JSON object", verdict="is not a safetensors file")
+    try:
+        metadata = msgspec.convert(header.pop(_METADATA, {}), dict[str, str])
+        entries = msgspec.convert(header, dict[str, _Entry])
+    except msgspec.ValidationError as error:
+        raise FileDamaged(source, f"its header is not valid ({error})", received=str(header)[:200]) from error
+    entries = dict(sorted(entries.items(), key=lambda one: (one[1].data_offsets, one[0])))
+    end = 0
+    for name, entry in entries.items():
+        start, stop = entry.data_offsets
+        size = math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize
+        if start != end or stop - start != size:
+            problem = f"the bytes of {name!r} overlap others, leave a gap, or do not fit its shape"
+            expected, received = f"data_offsets [{end}, {end + size}]", str(list(entry.data_offsets))
+            raise FileDamaged(source, problem, expected=expected, received=received)
+        end = stop
+    if end != nbytes - 8 - length:
+        expected, received = f"{end} bytes of data", f"{nbytes - 8 - length}"
+        problem, remedy = _OTHER_SIZE, "The file may be truncated: write it again"
+        raise FileDamaged(source, problem, expected=expected, received=received, remedy=remedy)
+    return metadata, entries, 8 + length
+
+
+def _tensor(data: memoryview, entry: _Entry, source: str, name: str) -> Array:
+    dtype = _DTYPES[entry.dtype]
+    flat = np.frombuffer(data[slice(*entry.data_offsets)], np.uint8)
+    if dtype == np.bool_ and flat.size and flat.max() > 1:
+        problem = f"the tensor {name!r} has invalid bools"
+        raise FileDamaged(source, problem, expected="0 or 1", received=str(flat.max()))
+    if flat.size and flat.ctypes.data % dtype.itemsize:
+        flat = flat.copy()  # Other writers may not align tensors.
+    with _possible_shape(source, name):
+        array: Array = flat.view(dtype).reshape(entry.shape)
+    array.flags.writeable = False
+    return array
+
+
+@contextlib.contextmanager
+def _possible_shape(source: str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise FileDamaged(source, f"the tensor {name!r} has an impossible shape ({error})") from error
+
+
+def read_tensor_bytes(
+    path: RunPath | Path,
+    *,
+    max_tensors: int = MAX_TENSORS,
+    max_bytes: int | None = None,
+    holes: bool = True,
+    other_formats: bool = False,
+    check: Callable[[TensorFile], object] = lambda _outline: None,
+) -> memoryview:
+    def check_first(descriptor: int, nbytes: int) -> None:
+        if not holes:
+            _check_holes(path, descriptor, nbytes)
+        if other_formats and os.pread(descriptor, 8, 0).startswith(tuple(_OTHER_FORMATS)):
+            return
+        check(_outline(path.name, max_tensors, descriptor, nbytes))
+
+    return read_bytes(path, max_bytes=max_bytes, check=check_first)
+
+
+def outline_of(path: RunPath, *, max_tensors: int = MAX_TENSORS, max_bytes: int | None = None) -> TensorFile:
+    """The metadata and the tensors of a safetensors file in outline, from its header. Links are refused."""
+    with _opened(path) as (descriptor, nbytes):
+        _check_holes(path, descriptor, nbytes)
+        return _outline(path.name, max_tensors, descriptor, nbytes, max_bytes)
+
+
+def read_bytes(
+    path: RunPath | Path,
+    *,
+    max_bytes: int | None = None,
+    check: Callable[[int, int], None] = lambda _descriptor, _nbytes: None,
+) -> memoryview:
+    """Reads a file into memory that numpy can use in place."""
+    with _opened(path) as (descriptor, nbytes):
+        _check_total(path, nbytes, MAX_BYTES if max_bytes is None else max_bytes)
+        check(descriptor, nbytes)
+        content, read = np.empty(nbytes, np.uint8).data, 0
+        while read < nbytes and (count := os.readv(descriptor, [content[read:]])):
+            read += count
+    if read != nbytes:
+        verdict, expected, received = "became shorter while it was read", f"{nbytes} bytes", f"{read} bytes"
+        remedy = "Write it under another name and rename it when it is complete"
+        raise FileDamaged(path, verdict=verdict, expected=expected, received=received, remedy=remedy)
+    return content
+
+
+@contextlib.contextmanager
+def _opened(path: RunPath | Path) -> Iterator[tuple[int, int]]:
+    """Opens a file, of which links are followed only if a user named it: its descriptor and its size."""
+    try:
+        try:
+            descriptor = open_plain(path, follow=True)
+        except ValueError as error:  # No file can have such a name.
+            raise OSError(None, str(error)) from error
+        try:
+            yield descriptor, os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise FileDamaged(path, error.strerror or str(error), verdict="cannot be read") from error
+
+
+def _outline(
+    source: str, max_tensors: int, descriptor: int, nbytes: int, most: int | None = None
+) -> TensorFile:
+    """What the header says of the tensors; each is an array of its shape and dtype that takes no memory."""
+    announced = 8 + min(int.from_bytes(os.pread(descriptor, 8, 0), "little"), MAX_HEADER_BYTES)
+    if most is not None and announced > most:
+        raise FileDamaged(source, verdict="is too large", expected=f"a header of at most {most} bytes")
+    begin = memoryview(os.pread(descriptor, announced, 0))
+    metadata, entries, _ = _layout_of(begin, nbytes, source, max_tensors)
+    tensors = dict[str, Array]()
+    for name, entry in entries.items():
+        with _possible_shape(source, name):
+            tensors[name] = np.broadcast_to(np.zeros((), _DTYPES[entry.dtype]), entry.shape)
+    return TensorFile(metadata, tensors)
+
+
+def _check_holes(path: RunPath | Path, descriptor: int, nbytes: int) -> None:
+    """Refuses a file that costs its reader far more than its author: 4 GiB may take 4 KiB on disk."""
+    on_disk = 512 * os.fstat(descriptor).st_blocks
+    # The size on disk alone would also refuse files that are compressed, not yet written back, or on a file
+    # system that does not tell it. Where holes are not told either, the first one is at the end.
+    if nbytes - on_disk <= _MOST_HOLES_BYTES:
+        return
+    has_holes = os.lseek(descriptor, 0, os.SEEK_HOLE) < nbytes
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    if has_holes:
+        expected, received = f"{nbytes} bytes on disk", f"{on_disk} bytes on disk"
+        remedy = "Write all bytes (cp --sparse=never); instead of many zeros, send the rows that change"
+        raise FileDamaged(path, verdict="has holes", expected=expected, received=received, remedy=remedy)
+
+
+# Files of other tools: .npy, .npz, .weights.h5, and folders with a LoRA adapter.
+
+_MAX_NPY_HEADER_BYTES = 10_000  # numpy's own limit
 _DEFLATE, _SHUFFLE, _FLETCHER32 = 1, 2, 3  # filters of HDF5 that are part of the library; others are plugins
 _DESCR = re.compile(rb"""['"]descr['"]\s*:\s*['"]([<>=|])([a-z])(\d{1,2})['"]""")
 _ORDER = re.compile(rb"""['"]fortran_order['"]\s*:\s*(True|False)""")
 _SHAPE = re.compile(rb"""['"]shape['"]\s*:\s*\(((?:\s*\d{1,15}\s*,?){0,32})\s*\)""")
 
 
-class _Variable(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-
-
 class Variables(Protocol):
     """What of a `Schema` is used here: schema.py imports updates, which import this."""
 
-    def __iter__(self) -> Iterator[_Variable]: ...
-    def find(self, name: str) -> _Variable | None: ...
-    def resolve(self, name: str) -> _Variable: ...
+    def __iter__(self) -> Iterator[Variable]: ...
+    def find(self, name: str) -> Variable | None: ...
+    def resolve(self, name: str) -> Variable: ...
 
 
 def tensors_in(
     content: memoryview,
     source: str,
     *,
-    max_tensors: int,
+    max_tensors: int = MAX_TENSORS,
     name: str | None = None,
     schema: Variables | None = None,
     max_bytes: int | None = None,
@@ -95,7 +319,7 @@ def _npy(file: IO[bytes], nbytes: int, source: str) -> Array:
     version = file.read(8)[6:7]
     width = 2 if version == b"\1" else 4
     length = int.from_bytes(file.read(width), "little")
-    header = file.read(length) if length <= _MAX_HEADER_BYTES else b""
+    header = file.read(length) if length <= _MAX_NPY_HEADER_BYTES else b""
     descr, order, shape = (pattern.search(header) for pattern in (_DESCR, _ORDER, _SHAPE))
     if descr is None or order is None or shape is None:
         received = repr(header[:100]) if header else f"a header of {length} bytes"
@@ -111,8 +335,7 @@ def _npy(file: IO[bytes], nbytes: int, source: str) -> Array:
     size = math.prod(sizes) * dtype.itemsize
     if size != nbytes - 8 - width - length:
         expected, received = f"{size} bytes of data", f"{nbytes - 8 - width - length}"
-        problem = "it does not have the size given in its header"
-        raise FileDamaged(source, problem, expected=expected, received=received)
+        raise FileDamaged(source, _OTHER_SIZE, expected=expected, received=received)
     data = file.read(size)
     if len(data) != size:
         raise FileDamaged(source, verdict="is truncated", expected=f"{size} bytes of data")
@@ -120,11 +343,9 @@ def _npy(file: IO[bytes], nbytes: int, source: str) -> Array:
 
 
 def _check_array(source: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    if dtype.name not in DTYPES or len(shape) > 32:
-        expected = "floats, integers or bools"
-        raise FileDamaged(
-            source, "it has an array of another dtype", expected=expected, received=str(dtype)[:100]
-        )
+    if dtype.name not in DTYPES or len(shape) > MAX_DIMENSIONS:
+        problem, expected = "it has an array of another dtype", "floats, integers or bools"
+        raise FileDamaged(source, problem, expected=expected, received=str(dtype)[:100])
 
 
 def _frozen(array: Array) -> Array:
@@ -258,7 +479,7 @@ def _with_keras_names(
     return named
 
 
-def _check_total(source: str, nbytes: int, limit: int) -> None:
+def _check_total(source: object, nbytes: int, limit: int) -> None:
     if nbytes > limit:
         expected, received = f"at most {limit} bytes", f"{nbytes} bytes"
         raise FileDamaged(source, verdict="is too large", expected=expected, received=received)
@@ -293,15 +514,13 @@ class _Config(Struct):
         return next(ends, self.lora_alpha) / (rank**0.5 if self.use_rslora else rank)
 
 
-def edits_of_adapter(
-    folder: Path, schema: Variables, names: Mapping[str, str], max_tensors: int
-) -> tuple[Edit, ...]:
+def edits_of_adapter(folder: Path, schema: Variables, names: Mapping[str, str]) -> tuple[Edit, ...]:
     config = _config(folder)
     path = folder / TENSORS
     if not path.exists() and (folder / _PICKLE).exists():
         remedy = "save_pretrained(…, safe_serialization=True) writes a safetensors file"
         raise FileDamaged(folder / _PICKLE, verdict="is a pickle, which is not read", remedy=remedy)
-    file = parse_tensors(read_tensor_bytes(path, max_tensors=max_tensors), str(path), max_tensors=max_tensors)
+    file = parse_tensors(read_tensor_bytes(path), str(path))
     factors: dict[tuple[str, bool], dict[str, Array]] = {}
     for name, array in file.tensors.items():
         found = _FACTOR.fullmatch(name)
@@ -367,7 +586,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def _variable_of(
     module: str, leaf: str, schema: Variables, rules: list[tuple[re.Pattern[str], str]]
-) -> _Variable | None:
+) -> Variable | None:
     for pattern, target in rules:
         if (match := pattern.fullmatch(module)) is not None:
             # An author's name that does not exist is an error of its own.
@@ -381,23 +600,15 @@ def _variable_of(
     return next((one for name in names if (one := schema.find(name)) is not None), None)
 
 
-def _edit(variable: _Variable, a: Array, b: Array, scale: float) -> Edit:
-    dtype = dtype_named(variable.dtype)
+def _edit(variable: Variable, a: Array, b: Array, scale: float) -> Edit:
+    dtype = np.dtype(variable.dtype)
     wide = np.dtype("float64" if dtype == np.float64 else "float32")
     left, right = a.T.astype(wide), b.T.astype(wide) * wide.type(scale)
-    if (
-        a.shape[0] == b.shape[1]
-        and len(variable.shape) > 2
-        and _folds(variable.shape, a.shape[1], b.shape[0])
-    ):
+    shape, inputs, outputs = variable.shape, a.shape[1], b.shape[0]
+    folds = inputs in [math.prod(shape[:split]) for split in range(1, len(shape))]
+    if a.shape[0] == b.shape[1] and len(shape) > 2 and folds and inputs * outputs == math.prod(shape):
         # The kernel of an EinsumDense, as attention has it: inputs or outputs in several dimensions.
         value = (left @ right).reshape(variable.shape).astype(dtype)
         return Edit(EditKind.ADD, variable.name, {"value": _frozen(value)})
     factors = {"a": _frozen(left.astype(dtype)), "b": _frozen(right.astype(dtype))}
     return Edit(EditKind.ADD_LOW_RANK, variable.name, factors)
-
-
-def _folds(shape: tuple[int, ...], inputs: int, outputs: int) -> bool:
-    """Whether a kernel has these inputs in its first dimensions, and the outputs in the rest."""
-    sizes = [int(np.prod(shape[:split])) for split in range(1, len(shape))]
-    return inputs in sizes and inputs * outputs == int(np.prod(shape))

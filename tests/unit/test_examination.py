@@ -7,15 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from replicast.client.examination import values_of, views_of
 from replicast.update.edits import BFLOAT16
+from replicast.update.guard import values_of, view_of
 from replicast.update.update import Update
 
 
 def test_the_norm_of_a_low_rank_is_that_of_the_product() -> None:
     random = np.random.default_rng(1)
     a, b = random.normal(size=(7, 2)).astype("f4"), random.normal(size=(2, 5)).astype("f4")
-    (view,) = views_of(Update().add_low_rank("x", a, b).edits, None)
+    view = view_of(Update().add_low_rank("x", a, b).edits[0])
     assert view.values is not None
     assert view.values.norm == pytest.approx(np.linalg.norm(a.astype("f8") @ b.astype("f8")))
     assert (view.shape, view.rank) == ((7, 5), 2)

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicast.errors import FileDamaged, UpdateRefused
-from replicast.update.edits import apply_edit
-from replicast.update.other_formats import tensors_in
-from replicast.update.schema import Schema, Variable, planned
+from replicast.update.edits import Variable, apply_edit
+from replicast.update.schema import Schema, planned
+from replicast.update.tensorfiles import tensors_in
 from replicast.update.update import Update
 from tests.unit.played_job import BIAS, invoke, output_of, pushed
 
