@@ -33,11 +33,14 @@ def trained(strategy: Any, directory: Path, *, watched: bool) -> str:
             def propose(step: int, replicas: replicast.Replicas = replicas) -> None:
                 if step == 2 and replicas.rank == 1:
                     rate = replicast.Update(note="too high").scale("optimizer/learning_rate", 0.5)
-                    ticket = replicas.propose(rate, at_step=6)
                     worse = replicast.Update().scale("dense_1/kernel", -3.0)
-                    replicas.propose(worse, at_step=TRIED_AT, trial=replicast.Trial(steps=TRIAL_STEPS))
-                    # Training must not pass step 6 before worker 0 has it.
-                    eventually(lambda: ticket.stage is not Stage.PROPOSED)
+                    trial = replicast.Trial(steps=TRIAL_STEPS)
+                    tickets = [
+                        replicas.propose(rate, at_step=6),
+                        replicas.propose(worse, at_step=TRIED_AT, trial=trial),
+                    ]
+                    # Training must not pass their steps before worker 0 has them.
+                    eventually(lambda: all(ticket.stage is not Stage.PROPOSED for ticket in tickets))
 
             callbacks = [replicas.callback(), *([AtStep(propose)] if attempt == 0 else [])]
             if watched:

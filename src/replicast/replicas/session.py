@@ -99,6 +99,7 @@ def wait_for(event: threading.Event, secs: float | None, check: Callable[[], Non
 class Lane:
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self.feeds: list[Lane] = []  # they end after this one, which queues tasks there until it ends
 
     def do(self, task: Callable[[], object]) -> None:
         """Queues a task and returns at once. Any thread or signal handler."""
@@ -115,9 +116,13 @@ class Lane:
         self._tasks.put(None)
 
     def run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
-            del task  # what it holds, such as values of variables, is free while the lane waits for the next
+        try:
+            while (task := self._tasks.get()) is not None:
+                task()
+                del task  # what it holds, such as values of variables, is free while the lane waits
+        finally:
+            for lane in self.feeds:
+                lane.end()
 
 
 class WorkerThreads:
@@ -136,9 +141,9 @@ class WorkerThreads:
         self._threads.append(thread)
         thread.start()
 
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: str, fed_by: Lane | None = None) -> Lane:
         lane = Lane()
-        self._lanes.append(lane)
+        (self._lanes if fed_by is None else fed_by.feeds).append(lane)
         self.start(name, lane.run)
         return lane
 
@@ -336,8 +341,8 @@ class Session:
         self._files = self._releasing if journal is None else self.threads.lane("files")
         if journal is not None:
             self._entries = self.threads.lane("journal")
-            self._saver = self.threads.lane("saver")
-            self._telling = self.threads.lane("telemetry")
+            self._saver = self.threads.lane("saver", fed_by=self._entries)
+            self._telling = self.threads.lane("telemetry", fed_by=self._entries)
         self._telemetry = None if journal is None else Telemetry(journal, self.attempt)
         self._parcels = Parcels(self.transport, self.exchange.name, self.rank, self.state.schema)
         self.replica = StateReplica(

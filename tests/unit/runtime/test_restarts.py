@@ -170,3 +170,23 @@ def test_a_lane_that_waits_holds_nothing_of_its_last_task() -> None:
     gc.collect()
     assert gone.wait(120)
     threads.stop(10)
+
+
+def test_what_the_journal_hands_on_while_the_job_ends_is_still_done() -> None:
+    threads = WorkerThreads()
+    journal = threads.lane("journal")
+    telemetry = threads.lane("telemetry", fed_by=journal)
+    threads.lane("ends-last")
+    others_have_ended, told = threading.Event(), threading.Event()
+
+    def write_entry() -> None:
+        assert others_have_ended.wait(120)
+        telemetry.do(told.set)
+
+    journal.do(write_entry)
+    ending = threading.Thread(target=threads.stop, args=(120,))
+    ending.start()
+    eventually(lambda: all(thread.name != "replicast-ends-last" for thread in threading.enumerate()))
+    others_have_ended.set()
+    ending.join(120)
+    assert told.is_set()
