@@ -233,8 +233,9 @@ def put(run: Path, update: Update, trial: object) -> Path:
     """Puts a file into the inbox that `submit` would not write."""
     path = run / "inbox" / f"{update.id}.safetensors"
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(b"".join(update.file_chunks({"trial": trial})))
-    return path
+    written = run / "written"  # A running job must not read half of it.
+    written.write_bytes(b"".join(update.file_chunks({"trial": trial})))
+    return written.rename(path)
 
 
 def test_an_entry_with_an_absurd_number_is_refused_and_the_job_continues(job: Job, tmp_path: Path) -> None:
