@@ -438,7 +438,7 @@ class Coordinator:
     # Scripts, and what they request.
     #
     #     Ask       ──► Do to the workers; their answers resume the script
-    #     Persist   ──► Write; when the entry is durable, the script continues
+    #     Persist   ──► Write; when the entry is written (see `Persist`), the script continues
     #     Boundary  ──► Stop to the workers; when all stand at one boundary, it has its turn
     #     Go        ──► Do to the workers; the turn is over, and the next operation has it, or `Release`
     #     Collect   ──► what the workers report by themselves resumes the script
@@ -558,7 +558,7 @@ class Coordinator:
         return False
 
     def _waits_for_later(self, operation: Operation) -> bool:
-        """Whether it can have no outcome before training continues, or if nobody waits for its outcome."""
+        """Whether nobody need wait for it: it only writes, or it cannot end before training continues."""
         if operation.only_writes:
             return True
         if operation.running is None:

@@ -44,7 +44,11 @@ class Boundary(Record):
 
 
 class Persist(Record):
-    """Write an entry; resumed when it is durable. Refused if the disk is full."""
+    """Write an entry; resumed when it is durable. Refused if the disk is full.
+
+    Two kinds of entry need not be on disk by then: a payload, which the commit syncs, and a receipt, which
+    the next attempt writes again (`FileJournal.write`).
+    """
 
     entry: Entry
 

@@ -113,7 +113,7 @@ class LaunchOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     missing: tuple[Index, ...] = ()
     session: str = ""  # of the first launcher
     run_name: str = ""  # the name of its run directory
-    repeats: bool = False  # The failure is that of the attempt before, soon after the start.
+    repeats: bool = False  # Two attempts have failed in the same way, soon after their start.
 
 
 def first_cause(exits: Iterable[WorkerExit]) -> WorkerExit | None:
@@ -128,11 +128,13 @@ def first_cause(exits: Iterable[WorkerExit]) -> WorkerExit | None:
 def order_after(
     before: LaunchOrder, failure: WorkerExit | None, signum: int | None, *, left_behind: bool
 ) -> LaunchOrder:
-    """What follows an attempt: the next one, or the job is over. `before` has the failure of the one before.
+    """What follows an attempt: the next one, or the end of the job.
+
+    `before.failure` is that of the attempt before this one, `failure` that of this one.
 
     No restart after SIGTERM, not even one to a worker: they have saved their state, the machine is needed.
-    Nor after an exception that the attempt before has raised at the same line, if both ended soon: it would
-    be raised again. What runs for longer may have come further, and saved.
+    Nor if the attempt before raised the same exception at the same line, and both ended soon: a third would
+    raise it too. An attempt that ran for longer may have made progress, and saved it.
     """
     code = UNKILLABLE if left_behind else 0
     if signum is not None:

@@ -1,8 +1,12 @@
 """The position of a training in its script and its data.
 
 A restarted script calls all its trainings again, in the same order. Those that were over when the checkpoint
-was made are skipped; the one in which it was made resumes; later ones start from the beginning. What the
-script or its callbacks change again meanwhile is put back: it is in the restored state already.
+was made are skipped; the one in which it was made resumes; later ones start from the beginning. Until then
+the script and its callbacks change variables a second time; these changes are undone, since the restored
+state has them already.
+
+Epoch and batch come from the checkpoint's manifest (`Restore.run` of job_checkpoints.py). When `fit` begins,
+the callback passes them on to `training/resuming.py`, which positions Keras and its data.
 """
 
 from __future__ import annotations

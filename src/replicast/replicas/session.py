@@ -11,7 +11,7 @@
     telemetry          worker 0: tells TensorBoard and OpenTelemetry, whose disk or network may hang
 
 **Who may call what.** Only the loop calls the state machines (`_handle`); any thread may post events to it.
-What other threads read of a machine (`step` aside, which one thread writes), they read under `_lock`. Only
+Other threads read a machine under `_lock`; `step`, which only one thread writes, they read without it. Only
 the training thread touches variables: at a boundary it stands in the gate and executes the loop's orders.
 The loop only ever waits while it sends a message; everything else that may block runs in a lane.
 

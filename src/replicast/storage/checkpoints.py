@@ -457,7 +457,11 @@ class CheckpointStore:
         raise CheckpointError(problem, path=self._new(step), step=step, expected=there, received=str(step))
 
     def manifests(self) -> list[Manifest]:
-        """The committed checkpoints by step, without damaged ones. The last of them need not be `last`."""
+        """The committed checkpoints by step, without damaged ones.
+
+        `last` may return another one than the last of them: a run that went back to an earlier step has left
+        checkpoints of later steps behind, which training does not continue from.
+        """
         return [found for _, found in sorted(self._look().items()) if isinstance(found, Manifest)]
 
     def problems(self) -> list[FileDamaged]:
@@ -478,7 +482,7 @@ class CheckpointStore:
         return None, skipped
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, intact or not; the latest, in the sense of `last`, first."""
+        """The steps that have a checkpoint, intact or not; the one that `last` would return comes first."""
         return list(self._look())
 
     def manifest(self, step: int) -> Manifest:

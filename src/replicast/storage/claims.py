@@ -15,20 +15,22 @@ race between a check and a write.
 
 **A line** is a JSON object: the entry, its number, when it was written, the checksum of the line before
 (`previous`; in the first line that of the last line of earlier groups that counts) and its own checksum
-(`seal`), which comes last. The seal shows damage; the chain of seals shows that a line was replaced together
-with its seal. A line is read only if writing it again gives the same bytes: no name twice, nothing unknown.
+(`seal`), which comes last. The seal shows damage; `previous` shows that a line was replaced with its seal.
+A line is read only if writing it again gives the same bytes: no name twice, nothing unknown. Readers skip a
+damaged line; a start refuses to continue behind one (`FileJournal`).
 
 **What a crash leaves**, by the two steps of an append:
 
     killed or the disk full within the write      half a line, without its end: no reader counts it
-    after the write, before the fsync             whoever reads the line takes it for written, and the next
-                                                  group syncs it before it counts it; a power failure may lose
-                                                  it, or leave blocks of zeros in it: nobody acted on it
-    after the fsync                               written
+    after the write, before the fsync             a complete line: readers show it, and the next group
+                                                  syncs the log before it counts it. A power failure may
+                                                  remove it or leave zeros in it; nobody has acted on it
+    after the fsync                               a complete line, which nothing takes away
 
 Nobody waits for the fsync of a payload or a receipt (`FileJournal.write`): the next line brings it along.
 
-Bytes that a line names have their final name, durably, before the line is written; without it they are void.
+A file that a line names is durable under its final name before the line is written. Without the line, the
+file is void.
 """
 
 from __future__ import annotations
@@ -378,7 +380,7 @@ class Fence:
     def append(self, entry: Claim | Logged, *, sync: bool = True) -> LogLine:
         """Writes the next line of the log. Only for one thread. With `sync`, all lines are on disk then.
 
-        After an OSError it is written if `entries` has grown, as far as anybody can tell, and not otherwise.
+        After an OSError, look at `entries`: if it has grown, the line may be on disk; otherwise it is not.
         """
         number, offset, previous, written_at = self.entries + 1, self._nbytes, self._previous, time.time()
         content, seal = self._sealed(number, entry, written_at)

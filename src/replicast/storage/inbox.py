@@ -9,18 +9,18 @@
 
 **Life of a request.** It is renamed into place when it is complete, and stays until it has its outcome, so
 that the next attempt answers what a job that died has left. First the answer is written, then the request is
-removed: after a crash between the two, the next attempt only removes it. An update that is proposed again is
-applied once, since the journal knows its id. Answers are kept for an hour, for authors that still wait.
+removed: after a crash between the two, the next attempt finds the answer and only removes the request. An
+update that is proposed again is applied once, since the journal knows its id. Answers are kept for an hour,
+for authors that still wait.
 
 **Anybody may write here.** A file that is not a request is refused; the others are served. All that a file's
 header and size tell is checked before memory is allocated for its values. Names are escaped where shown.
 
 **Taking and withdrawing an update may race.** The job reads the file, notes that it has taken the update, and
 then looks whether the same file is still there; a withdrawal first removes the file and then reads the note.
-So the second sees the first, and a job that may have it already is asked to withdraw it; if the file was gone
-before the job looked, the job answers that it is withdrawn. Who has withdrawn it and why is written down
-before the file is removed: if the withdrawal is killed between the two, the update still waits, and that
-counts.
+So one of them always sees the other: a job that may have taken the update is asked to withdraw it, and a job
+that finds the file gone answers that the update is withdrawn. Who withdrew it, and why, is written before the
+file is removed. If the withdrawal is killed between the two, the update still waits: the file decides.
 """
 
 from __future__ import annotations

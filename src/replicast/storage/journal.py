@@ -294,8 +294,9 @@ class FileJournal(StoredJournal):
     def write(self, entry: Entry, update: Update | None = None) -> None:
         """Writes an entry. It is durable when this returns, or for a payload or a receipt at the next `sync`.
 
-        An author waits for the disk less often. The commit, and a checkpoint that needs the payload, sync it
-        before; what a power failure takes of a receipt, the next attempt writes again.
+        So an author waits for one fsync instead of three. The commit syncs the payload before it; so does a
+        checkpoint that needs the payload. If a power failure takes a receipt, the next attempt applies the
+        committed update again and writes another one.
         """
         if isinstance(entry, Committed) and entry.sequence != self._committed + 1:
             raise ValueError(f"The next update is {self._committed + 1}. Received: {entry.sequence}")

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-# Private: what `fit` iterates over; there is no public way to start in the middle of it.
+# Private, with the attributes of iterator and adapters that are read and set below: what `fit` iterates over.
+# There is no public way to start in the middle of it.
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
@@ -226,7 +227,7 @@ def _must_be_read(iterator: EpochIterator) -> bool:
 
 
 def _is_read_ahead_of_changes(adapter: Any, steps: int | None) -> bool:
-    """Whether batches are read before the start of the epoch that uses them, and change at that start."""
+    """Whether an epoch's batches are read before its start, and depend on what happens at its start."""
     if not isinstance(adapter, PyDatasetAdapter):
         return False
     kind, stock = type(adapter.py_dataset), keras.utils.PyDataset

@@ -77,6 +77,7 @@ def container_of(variable: Any) -> Any:
     """The variable of the job whose value on this worker is `variable`; None if there is none."""
     while isinstance(variable, keras.Variable):
         variable = variable.value
+    # Private: a lookup or an optimizer only has this worker's value, and nothing public leads back from it.
     container = getattr(getattr(variable, "handle", None), "_distributed_container", None)
     return None if container is None else container()
 

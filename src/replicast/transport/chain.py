@@ -313,7 +313,7 @@ class Holdings:
                 self._changed.notify_all()
 
     def remove(self, parcel_id: str, refusal: UpdateRefused | None = None) -> None:
-        """The parcel is no longer here, or never will be. No-op if that is known."""
+        """Releases a parcel, or with `refusal` notes that it will never arrive. No-op if it is unknown."""
         with self._changed:
             holding = self._holdings.pop(parcel_id, None)
             if holding is not None:

@@ -123,7 +123,7 @@ class UpdateOperation(Operation):
         return (yield from applied(self, job, self.proposal, step, self.record, self.decided))
 
     def prepared(self, job: JobView) -> Part[None]:
-        """Afterwards every worker can apply it; its payload is durable, and so is its step if it has one."""
+        """Afterwards every worker can apply it; its payload is written, and its step, if any, is durable."""
         proposal, secs = self.proposal, job.timeouts.prepare_secs
         content = proposal.content
         try:

@@ -67,7 +67,7 @@ class Save(Operation):
         otherwise: stop all, Snapshot ──────────► copy the state on worker 0, digest it on all; continue
         all digests equal? otherwise an audit
         wait until the payloads of earlier proposals are durable
-        write the state: THE COMMIT of the checkpoint
+        write the state; the commit of the checkpoint is the rename of its directory
 
     The checkpoint includes uncommitted proposals made before the boundary: a script restarted from here
     does not run those lines again. Nothing is saved during a trial: a checkpoint that is due then is made
