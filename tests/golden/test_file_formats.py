@@ -4,6 +4,7 @@ import shutil
 import time
 import uuid
 from pathlib import Path
+from typing import get_args
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +16,7 @@ from replicast.core.entries import (
     Committed,
     Decided,
     Entry,
+    Logged,
     Payload,
     Receipt,
     Refused,
@@ -120,6 +122,7 @@ def test_what_a_group_writes_stays_what_it_is(tmp_path: Path, monkeypatch: pytes
     fence = Fence(tmp_path, attempt=1)
     journal = FileJournal(tmp_path, fence)
     write_run_info(fence, run_info())
+    assert {type(entry) for entry in entries()} == set(get_args(Logged))
     for entry in entries():
         if isinstance(entry, Before) and entry.content == {}:
             entry = replace(entry, content=journal.stage_before(before()))

@@ -13,12 +13,13 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from replicast.core.coordinator import OPERATIONS
 from replicast.core.entries import Committed, Payload, Pending, Proposal, Refused, Saved, Scheduled, Stage
 from replicast.core.messages import Ended
 from replicast.errors import FileDamaged, UpdateRefused
@@ -54,6 +55,12 @@ def reader_of(job: Job) -> InboxReader:
     )
     job.workers[0].hooks.on_inbox = reader.on_outcome
     return reader
+
+
+def test_each_kind_of_request_has_its_words_and_its_operation() -> None:
+    kinds = set(get_args(Kind))
+    assert inbox.WHAT.keys() == kinds
+    assert kinds - OPERATIONS.keys() == {"withdraw"}  # the coordinator withdraws an operation without another
 
 
 def test_the_job_is_woken_by_what_arrives_and_by_nothing_else(tmp_path: Path) -> None:

@@ -68,13 +68,6 @@ _DESCRIBED = ("author", "note", "edits", "scheduled", "trial", "reverts")
 _OPERATION = ("id", "kind", "stage", "step", "waits_for", "author", "note")
 _WITHDRAWAL_SECS = 30.0  # The job may be far from its next boundary, for example in an evaluation.
 _WITHDRAWABLE = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
-_WHAT = {
-    "audit": "an audit",
-    "save": "a checkpoint",
-    "leave": "a stop",
-    "pull": "the values",
-    "withdraw": "a withdrawal",
-}
 
 
 def this_user() -> str:
@@ -605,7 +598,7 @@ class DirectoryRun(Run):
         note: str = "",
     ) -> tuple[InboxAnswer, Array | None]:
         """Asks the job for something and waits for its answer, at most `timeout_secs`; a pull has values."""
-        seen, read_at, what = see(self.path), monotonic(), _WHAT[kind]
+        seen, read_at, what = see(self.path), monotonic(), inbox.WHAT[kind]
         if not seen.running:
             raise NoAnswer(
                 f"The job is not running: {seen.state.sentence}. Only a running job can be asked for {what}."

@@ -1,7 +1,7 @@
 """The entries of the journal. Each is written completely or not at all.
 
 Each group of workers writes its own sequence of entries; `storage/claims.py` decides which of them count. A
-commit is a single entry: `Committed` is the commit of an update, `Saved` that of a checkpoint.
+commit is a single entry: `Committed` is the commit of an update. `Saved` tells of a complete checkpoint.
 
 A log has every entry but `Saved` as it is here, one per line. The bytes of an update are no part of a line:
 there `content` is unset, and `file`, `sha256`, `nbytes` name the file beside the log that has them.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, assert_never
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -254,6 +254,8 @@ class History:
             case Started(_, from_step):
                 kept = -1 if from_step is None else from_step
                 self.checkpoints = {step: one for step, one in self.checkpoints.items() if step <= kept}
+            case _:
+                assert_never(entry)
 
     @property
     def next_sequence(self) -> int:

@@ -532,8 +532,10 @@ class InboxReader:
             elif ended.kind == "save":
                 problem = "The checkpoint was skipped: another one was being written"
                 answer = self._answer(id_, Stage.REFUSED, step, problem)
+            elif ended.kind == "audit":
+                continue  # `audited` has answered
             else:
-                continue  # an audit: `audited` has answered
+                answer = self._answer(id_, Stage.VERIFIED, step)
             self._put((id_, (answer, values)))
 
     def audited(self, run_dir: RunDir | None, report: AuditReport) -> None:

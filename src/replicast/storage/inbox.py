@@ -75,6 +75,13 @@ _MAX_AUTHOR = 200
 _MOST_RANGES = 10_000
 
 Kind: TypeAlias = Literal["withdraw", "audit", "save", "leave", "pull"]
+WHAT: dict[Kind, str] = {
+    "withdraw": "a withdrawal",
+    "audit": "an audit",
+    "save": "a checkpoint",
+    "leave": "a stop",
+    "pull": "the values",
+}
 Rows: TypeAlias = tuple[tuple[int, int], ...]  # ranges, each from its first row to the one behind its last
 
 
