@@ -6,27 +6,34 @@ import json
 import os
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from replicast import client
 from replicast.codec import sealed_json, unsealed
 from replicast.errors import FileDamaged
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore, choose
+from replicast.storage.claims import MAX_LINE_BYTES
 from replicast.storage.run_files import (
+    Change,
+    JobState,
     WorkerNote,
     append_metrics,
     last_audits,
     last_metrics,
     lines_from_the_end,
     read_worker_notes,
+    write_change,
     write_worker_note,
 )
 from replicast.update.update import Update
 from tests.unit.checkpoint.samples import assert_holds, state_of, written
+from tests.unit.logs import log_of
 from tests.unit.played_job import invoke, made_run
 
 NOTE = WorkerNote(0, 100, "host", 3, 0, 2.5, training=True, waiting_for="")
@@ -154,3 +161,32 @@ def test_a_note_that_no_clock_can_show_hides_nothing(tmp_path: Path, monkeypatch
     os.utime(run / "inbox" / "good.safetensors", (time.time(), 2**33))
     result = invoke("status", run)
     assert (result.exit_code, "good" in result.output) == (0, True)
+
+
+def no_entry(log: Path) -> None:
+    log.write_text("damaged\n")
+
+
+def endless(log: Path) -> None:
+    with log.open("wb") as file:
+        file.truncate(2**29)
+
+
+def elsewhere(log: Path) -> None:
+    log.symlink_to("/etc/passwd")
+
+
+@pytest.mark.parametrize("spoil", [no_entry, endless, elsewhere, os.mkfifo])
+def test_a_push_that_fails_because_the_last_claim_cannot_be_read_leaves_nothing_for_the_job(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    write_change(tmp_path, Change(JobState.STARTING, 0, workers=2))
+    log_of(tmp_path).parent.mkdir(parents=True)
+    spoil(log_of(tmp_path))
+    tracemalloc.start()
+    with pytest.raises(FileDamaged, match="its claim"):
+        client.connect(tmp_path).push(Update().assign("learning_rate", 1))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert list(inbox.waiting(tmp_path)) == []
+    assert peak < 4 * MAX_LINE_BYTES

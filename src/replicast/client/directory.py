@@ -31,7 +31,7 @@ from replicast import errors
 from replicast.client.metrics import Metrics, MetricsFile
 from replicast.client.run import Brief, CheckpointView, Overview, Pulled, Pushed, Run, Start, ranges_of, ticks
 from replicast.codec import parse_integer
-from replicast.core.entries import History, Stage
+from replicast.core.entries import Stage
 from replicast.errors import FileDamaged, NoAnswer, NotFound, RequestRefused, UpdateRefused
 from replicast.files import RunDir, RunPath, below, read_json
 from replicast.launcher.screen import as_shown, without_colours
@@ -444,7 +444,9 @@ class DirectoryRun(Run):
     def do_push(self, update: Update, at_step: int | None, trial: Trial | None, next_start: bool) -> Pushed:
         info = described_run(self.path)  # While the first workers start, the job checks it when it takes it.
         plan = update if info is None else planned(update, info.schema)
-        history = self._journal().history if self._may_know(update.id) else History()
+        # Before the update is submitted: who is told that the journal cannot be read will push again.
+        journal = self._journal()
+        history = journal.history
         if update.id in history.withdrawn:
             raise UpdateRefused(
                 "An update with this id was withdrawn", expected="a new id", received=update.id
@@ -465,19 +467,9 @@ class DirectoryRun(Run):
             raise UpdateRefused(f"Step {at_step} is past", expected=expected, received=f"step {at_step}")
         signed = update.signed(this_user())
         warning = self._submit(signed, seen, next_start, at_step=at_step, trial=trial)
-        # Where the journal is damaged, the job knows what it has: it decides. It works while this reads.
-        warnings = [_damage_text(self._journal()), warning, *warnings_of(plan.edits)]
+        # Where an entry of the journal is damaged, the job knows what it has: it decides.
+        warnings = [_damage_text(journal), warning, *warnings_of(plan.edits)]
         return Pushed(self, update.id, warning="\n".join(filter(None, warnings)))
-
-    def _may_know(self, update_id: str) -> bool:
-        """Whether the journal may have an update, by its bytes: its entries take much longer to read."""
-        written = msgspec.json.encode(update_id)
-        for group in group_numbers(self.path):
-            if (path := log_path(self.path, group)).exists():
-                with os.fdopen(path.open(os.O_RDONLY), "rb") as log:
-                    if any(written in line for line in log):
-                        return True
-        return False
 
     def do_revert(
         self, which: str | int, note: str, dry_run: bool, force: bool, next_start: bool, author: str
