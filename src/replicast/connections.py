@@ -67,7 +67,7 @@ def look_up(host: str) -> Future[list[str]]:
         except OSError as error:
             found.set_exception(error)
         except BaseException as error:  # Such as a text that cannot be encoded as a name.
-            found.set_exception(OSError(f"{host!r} could not be looked up ({error})"))
+            found.set_exception(socket.gaierror(None, f"{host!r} could not be looked up ({error})"))
 
     if is_address(host):
         found.set_result([host])
@@ -75,7 +75,7 @@ def look_up(host: str) -> Future[list[str]]:
         try:
             threading.Thread(target=run, name="replicast-lookup", daemon=True).start()
         except RuntimeError:  # No more threads for now.
-            found.set_exception(OSError("no thread could be started to look up its name"))
+            found.set_exception(socket.gaierror(None, "no thread could be started to look up its name"))
     return found
 
 

@@ -203,6 +203,16 @@ def test_a_worker_says_when_the_name_of_worker_0_has_no_address(monkeypatch: pyt
     assert f"worker 0 (worker-0:{port}) has no address (Name or service not known)" in str(worker.error)
 
 
+@pytest.mark.parametrize("name", [f"{'a' * 70}.example", "worker..example"])
+def test_a_worker_says_that_a_name_which_cannot_be_one_has_no_address(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicast.connections._LOOK_SECS", DEADLINE_SECS)  # as above
+    worker = Meeting((f"{name}:2222", "127.0.0.1:9"), 1, timeout_secs=0.0)
+    worker.join(DEADLINE_SECS)
+    assert f"worker 0 ({name}:2222) has no address ('{name}' could not be looked up" in str(worker.error)
+
+
 def test_a_worker_of_another_job_is_refused_and_told_why() -> None:
     addresses = free_addresses(2)
     host = Meeting(addresses, 0)
