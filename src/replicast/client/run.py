@@ -120,12 +120,9 @@ class PushOptions(TrialOptions, forbid_unknown_fields=True, kw_only=True):
 
 
 class RateOptions(TrialOptions, forbid_unknown_fields=True, kw_only=True):
-    """A new learning rate. A value below 0 is a multiple of its schedule: -1 gives the rate back to it.
+    """A new learning rate. Where there are several, name the variable."""
 
-    Where there are several, name the variable.
-    """
-
-    value: float
+    value: Annotated[float, Meta(gt=0)]  # One below 0 trains backwards where no schedule computes the rate.
     variable: Annotated[str, Meta(min_length=1, max_length=1000)] = "learning_rate"
     at_step: Step | None = None
     next_start: bool = False
