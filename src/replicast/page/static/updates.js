@@ -7,7 +7,7 @@ import { stageChip } from "./state.js";
 import { addressOf, isRevertable, isWithdrawable } from "./update.js";
 
 const MOST = 1000; // That the server lists.
-const CHANGING = new Set(["update", "trial", "function", "revert"]); // Audits, saves and pulls are shown under Workers.
+const CHANGING = new Set(["update", "trial", "function", "revert"]); // Those that change no value are shown under Workers.
 
 export class Updates {
   /** @param actions {allowed(), withdraw(view), revert(view), more()} */

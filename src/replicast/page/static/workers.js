@@ -4,7 +4,7 @@ import { card, el, setText } from "./dom.js";
 import { count, duration, seconds, size } from "./format.js";
 
 const ENDED = "nothing: it has ended";
-const ASKED = { audit: "an audit", save: "a checkpoint", pull: "reading values", sync: "a sync" }; // What changes no value.
+const ASKED = { audit: "an audit", save: "a checkpoint", pull: "reading values", sync: "a sync", leave: "a stop" }; // What changes no value.
 const COLUMNS = ["worker", "step", "step time", "memory", "now"];
 
 export class Workers {
