@@ -352,6 +352,26 @@ def test_metrics_that_came_before_the_first_event_are_read_later(page: Page, run
     expect(chart).to_have_attribute("aria-label", re.compile(told.format(run.step + 5)))
 
 
+def test_a_chart_of_fewer_points_counts_also_when_events_have_overtaken_it(page: Page) -> None:
+    known = page.evaluate("""async () => {
+        const { Chart } = await import("/static/chart.js");
+        const loss = (first, count, every) => {
+            const steps = Array.from({ length: count }, (_, at) => first + every * at);
+            return { loss: { steps, times: steps.map((step) => 1e9 + step), values: steps } };
+        };
+        const chart = new Chart(), isEnough = [];
+        chart.setAll({ position: 10, series: loss(0, 1000, 1) });
+        isEnough.push(chart.add({ since: 10, position: 20, series: loss(1000, 2001, 1) }));
+        isEnough.push(chart.add({ since: 20, position: 30, series: loss(3001, 2, 1) }));
+        chart.setAll({ position: 20, series: loss(0, 31, 100) });
+        isEnough.push(chart.add({ since: 30, position: 40, series: loss(3003, 1, 1) }));
+        return { isEnough, ...chart.main() };
+    }""")
+    assert known["isEnough"] == [False, False, True], "which ask for fewer points"
+    assert known["steps"] == [*range(0, 3001, 100), 3001, 3002, 3003]
+    assert known["values"] == known["steps"]
+
+
 def test_what_is_known_of_the_run_does_not_wait_for_plotly(page: Page, run: PlayedRun) -> None:
     held: list[Route] = []
     page.route("**/static/plotly.js", lambda route: held.append(route))
@@ -415,11 +435,13 @@ def test_a_failed_job_is_told_once_with_the_last_lines_of_its_worker(page: Page,
 def test_what_reads_and_changes_nothing_is_not_listed_as_an_update(page: Page, run: PlayedRun) -> None:
     names = ("id", "kind", "stage", "step", "waits_for", "trial_until", "author", "note")
     pull = ("p" * 32, "pull", "prepared", None, "the trial of u1", None, "", "")
-    operations = [dict(zip(names, one, strict=True)) for one in (pull, ("u1", "update", *pull[2:]))]
+    leave = ("s" * 32, "leave", "proposed", None, "an evaluation", None, "", "")
+    operations = [dict(zip(names, one, strict=True)) for one in (pull, leave, ("u1", "update", *pull[2:]))]
     (run.path / "operations.json").write_text(json.dumps({"step": run.step, "operations": operations}))
     expect(page.locator("#updates")).to_contain_text("update u1")
-    expect(page.locator("#workers")).to_contain_text("reading values waits for the trial of u1")
-    expect(page.locator("#updates")).not_to_contain_text("pull")
+    asked = "reading values waits for the trial of u1 · a stop waits for an evaluation"
+    expect(page.locator("#workers")).to_contain_text(asked)
+    expect(page.locator("#updates")).not_to_contain_text(re.compile("pull|leave"))
 
 
 def test_a_start_by_hand_is_not_marked_as_a_restart(page: Page, run: PlayedRun) -> None:

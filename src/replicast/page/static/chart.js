@@ -73,11 +73,12 @@ export class Chart {
     document.addEventListener("visibilitychange", () => this.changed && this.soon());
   }
 
-  /** Shows everything that the server has; not what it had before, when a later answer came first. */
+  /** Shows everything that the server has, and behind it what has come since: on a slow connection, events overtake the answer. */
   setAll(metrics) {
-    if (metrics.position < this.position) return;
+    const known = this.training;
     this.training = new Map(Object.entries(metrics.series));
-    this.position = metrics.position;
+    if (metrics.position < this.position) for (const [name, one] of known) this.training.set(name, joined(this.training.get(name), after(one, this.training.get(name)?.times.at(-1))));
+    this.position = Math.max(this.position, metrics.position);
     const wait = this.plot.querySelector(".wait");
     if (wait && !this.training.size) setText(wait, "No metrics yet");
     this.soon();
@@ -400,6 +401,11 @@ function joined(known = { steps: [], times: [], values: [] }, later) {
   const fields = { steps: [known.steps, later.steps], times: [known.times, later.times], values: [known.values, later.values] };
   if (known.means || later.means) fields.means = [known.means ?? known.values, later.means ?? later.values];
   return Object.fromEntries(Object.entries(fields).map(([field, [before, after]]) => [field, [...before.slice(0, kept), ...after]]));
+}
+
+/** The points of a series that were measured after a moment, if there is one. */
+function after(one, moment) {
+  return Object.fromEntries(Object.entries(one).map(([field, values]) => [field, values.filter((_, at) => !(one.times[at] <= moment))]));
 }
 
 /** A value that lasts until it is told again, at each of the main series' steps too, so that it can be pointed at. */
