@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import json
 import os
 import socket
 import threading
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 
 from replicast import connections
 from replicast.coordination import DirectExchange, MemoryCoordination
-from replicast.errors import ClusterError, UpdateRefused
+from replicast.errors import ClusterError, JobFailed, UpdateRefused
 from replicast.mapped_memory import aligned
 from replicast.processes import Deadline
 from replicast.transport import (
@@ -324,6 +325,23 @@ def test_a_host_that_cannot_receive_refuses_for_the_hosts_after_it_and_the_next_
         worker.release("one")
     job.release("one")
     assert_arrived(job.receive(job.publish(name="two")))
+
+
+def test_a_job_that_is_lost_during_a_transfer_refuses_no_update(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parcel, told = job.on("abb").publish(), []
+
+    def gone(_self: MemoryCoordination, _key: str, value: str) -> bool:
+        told.append(value)
+        raise JobFailed("worker 0 is gone")
+
+    monkeypatch.setattr(MemoryCoordination, "put", gone)
+    source, other = job.receive(parcel, 60.0, ranks=(0, 1))
+    with pytest.raises(JobFailed):
+        other.result()
+    assert_arrived([source])
+    assert [list(json.loads(one)) for one in told] == [["memory"]]
 
 
 @pytest.mark.usefixtures("quick")

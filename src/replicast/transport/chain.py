@@ -126,9 +126,7 @@ class ChainTransport(Transport):
                 self._tell_host(parcel, {"memory": memory})
                 parcel = replace(parcel, memory=memory)
             return super().receive(parcel, deadline.left(), inspect)
-        except (
-            Exception
-        ) as error:  # Of any kind, such as a full memory: others would wait until their deadline.
+        except (UpdateRefused, OSError, MemoryError) as error:  # Others would wait until their deadline.
             refusal = refusal_of(error)
             ends.holdings.remove(parcel.id, refusal)
             if not is_local:
