@@ -242,7 +242,8 @@ def trusted_networks(environ: Mapping[str, str], addresses: Sequence[str]) -> tu
     if text == "any":
         return None
     if not text:
-        return LOOPBACK if addresses and all(map(_is_loopback, addresses)) else None
+        hosts = [host_and_port(address)[0] for address in addresses]
+        return LOOPBACK if hosts and all(map(is_loopback, hosts)) else None
     try:
         return LOOPBACK + tuple(ipaddress.ip_network(part.strip()) for part in text.split(","))
     except ValueError as error:
@@ -256,9 +257,9 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _is_loopback(address: str) -> bool:
-    host, _ = host_and_port(address)
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address, or whether a peer is on this machine."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        return False
+        return host.lower() == "localhost"

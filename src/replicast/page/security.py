@@ -19,15 +19,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from replicast.client.run import OPERATIONS
-from replicast.config import TOKEN
+from replicast.config import TOKEN, is_loopback
 from replicast.connections import is_address
-from replicast.page.web_server import (
-    ACTIONS_PER_MINUTE,
-    FAILED_TOKENS_PER_MINUTE,
-    HttpError,
-    PageSettings,
-    is_loopback,
-)
+from replicast.page.web_server import ACTIONS_PER_MINUTE, FAILED_TOKENS_PER_MINUTE, HttpError, PageSettings
 
 # The hash of nothing: plotly adds an empty style element and fills it by script, which is allowed.
 EMPTY_STYLE = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"

@@ -40,7 +40,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from replicast import errors
 from replicast.codec import json_value, parse_integer
-from replicast.config import TOKEN
+from replicast.config import TOKEN, is_loopback
 from replicast.errors import ServeRefused
 from replicast.files import TEMPORARY, RunDir, RunPath, below, make_durably, write_all
 
@@ -167,14 +167,6 @@ class PageSettings:
         # A server that listens on :: sees IPv4 peers as ::ffff:1.2.3.4.
         address = getattr(address, "ipv4_mapped", None) or address
         return any(address in ipaddress.ip_network(proxy) for proxy in self.trusted_proxies)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address, or whether a peer is on this machine."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def read_token(token_file: Path | None, environ: Mapping[str, str]) -> str | None:

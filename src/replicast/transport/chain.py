@@ -122,9 +122,11 @@ class ChainTransport(Transport):
             else:
                 # Others of this host still have to hear why it is given up.
                 margin_secs = min(timeout_secs / 2, max(MARGIN_SECS, MARGIN * timeout_secs))
-                memory = self._fetched(ends, parcel, timeout_secs - margin_secs)
-                self._tell_host(parcel, {"memory": memory})
-                parcel = replace(parcel, memory=memory)
+                # Into the memory of an earlier parcel, if that is used again.
+                with self._filled(parcel.id, parcel.nbytes, parcel.memory or None) as file:
+                    Fetch(parcel, file, ends.link, ends.holdings).run(timeout_secs - margin_secs)
+                self._tell_host(parcel, {"memory": file.name})
+                parcel = replace(parcel, memory=file.name)
             return super().receive(parcel, deadline.left(), inspect)
         except (UpdateRefused, OSError, MemoryError) as error:  # Others would wait until their deadline.
             refusal = refusal_of(error)
@@ -146,12 +148,6 @@ class ChainTransport(Transport):
         if self.ends is not None:
             self.ends.close()
         super().close()
-
-    def _fetched(self, ends: Ends, parcel: Parcel, timeout_secs: float) -> str:
-        """Fetches a parcel from the host before; returns the name of its memory, if that is used again."""
-        with self._filled(parcel.id, parcel.nbytes, parcel.memory or None) as file:
-            Fetch(parcel, file, ends.link, ends.holdings).run(timeout_secs)
-        return file.name
 
     def _tell_host(self, parcel: Parcel, value: dict[str, Any]) -> None:
         """Tells the other workers of this host in which memory a parcel is, or why it will not come."""

@@ -368,7 +368,7 @@ export class Chart {
  * Where an axis ends if few values, as those of a bad trial, would flatten all others; null if none do. What the training began
  * with stays in the picture.
  */
-export function clip(lines) {
+function clip(lines) {
   const known = lines.map((values) => values.map(finite).filter((value) => value !== null));
   const sorted = Float64Array.from(known.flat()).sort();
   if (sorted.length < LEAST_SMOOTHED) return null;

@@ -38,7 +38,7 @@ export function duration(secs) {
 
 let offset = 0; // The server's clock against the browser's, in seconds.
 export const setServerTime = (secs) => { offset = secs - Date.now() / 1000; };
-export const serverTime = () => Date.now() / 1000 + offset;
+const serverTime = () => Date.now() / 1000 + offset;
 export const ago = (secs) => (secs ? `${duration(Math.max(0, serverTime() - secs))} ago` : "");
 export const moment = (secs) => (secs ? new Date(secs * 1000).toLocaleString() : "");
 
