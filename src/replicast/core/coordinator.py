@@ -514,7 +514,7 @@ class Coordinator:
                 if self._gathers.pop(number, None) is not None:
                     self._run(operation, gather.timed_out(secs))
 
-            self._set_timer(secs, late)
+            gather.timer = self._set_timer(secs, late)
         self._say(m.Do(number, ask.order, ask.of))
 
     def _go(self, operation: Operation, go: Go) -> None:
@@ -533,6 +533,7 @@ class Coordinator:
         if gather is None or operation is None or not gather.add(rank, value):
             return
         del self._gathers[number]
+        self._timers.pop(gather.timer, None)  # It would keep all answers in memory until its time is up.
         operation.applying = False
         self._run(operation, gather.refusal() or gather.answers)
 
@@ -598,7 +599,8 @@ class Coordinator:
         entry, then = self._writes.pop(written.number)
         match written.outcome:
             case m.WriteOutcome.DURABLE:
-                self.history.add(entry)
+                # A checkpoint's state is on disk now; kept here, it would be in memory until the job ends.
+                self.history.add(replace(entry, state=None) if isinstance(entry, Saved) else entry)
                 then(None)
             case m.WriteOutcome.FAILED:
                 then(Refusal(written.problem or "The journal cannot be written: free some space on its disk"))
@@ -610,10 +612,11 @@ class Coordinator:
     def _say(self, message: m.ToWorkers) -> None:
         self._commands.append(m.Broadcast(message))
 
-    def _set_timer(self, secs: float, then: Callable[[], None]) -> None:
+    def _set_timer(self, secs: float, then: Callable[[], None]) -> int:
         number = next(self._numbers)
         self._timers[number] = then
         self._commands.append(m.SetTimer(number, secs))
+        return number
 
     def _end_job(self, reason: str) -> None:
         self._over = True
@@ -641,7 +644,7 @@ class Coordinator:
                 gather.answers.clear()
                 self._run(operation, gather.timed_out(secs))
 
-        self._set_timer(secs, late)
+        gather.timer = self._set_timer(secs, late)
 
     def _reported(self, rank: int, id_: ReportId, value: Any) -> None:
         if id_ not in self._planned:
@@ -650,6 +653,7 @@ class Coordinator:
         gather, operation = self._planned[id_]
         if gather.add(rank, value):
             del self._planned[id_]
+            self._timers.pop(gather.timer, None)
             self._run(operation, gather.refusal() or gather.answers)
         for other in [one for one in self._planned if one.kind == id_.kind]:
             gather, operation = self._planned[other]

@@ -254,10 +254,11 @@ class Operation:
 class Gather:
     """One answer from each of some workers: the only place where the coordinator collects."""
 
-    __slots__ = ("answers", "missing", "what")
+    __slots__ = ("answers", "missing", "timer", "what")
 
     def __init__(self, what: str, ranks: Iterable[int]) -> None:
         self.what = what
+        self.timer = 0  # the coordinator's, until the last answer has come
         self.missing = set(ranks)
         self.answers: dict[int, Any] = {}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -153,3 +155,20 @@ def test_what_is_scheduled_is_promised_before_the_first_step_of_the_next_attempt
     assert stop.at_step == 7
     assert job.said.index(stop) < next(n for n, one in enumerate(job.said) if isinstance(one, m.Resume))
     assert any(isinstance(one, m.Do) and isinstance(one.order, Load) for one in job.said)
+
+
+class Copy:
+    """The copy of a state, as worker 0 hands it in."""
+
+
+def test_a_checkpoint_that_is_written_takes_no_memory() -> None:
+    job, copy = Job(), Copy()
+    kept = weakref.ref(copy)
+    for rank, details in ((0, copy), (1, None)):
+        job.hear(rank, m.Answer(ReportId("save", 4), m.Snapshot(4, "digest", frozenset(), details)))
+    job.written()
+    assert job.coordinator.history.checkpoints.keys() == {4}
+    job.commands.clear()  # the runtime has carried them out
+    del copy, details
+    gc.collect()
+    assert kept() is None
