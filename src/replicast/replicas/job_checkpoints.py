@@ -573,7 +573,7 @@ class Restore:
         if session.begun:  # before any state changes
             raise CheckpointError(
                 "restore() must be called before training",
-                expected="no fit, boundary, sync, save or audit before it",
+                expected="no fit, boundary, sync, save or audit before it, and no other restored checkpoint",
                 received=f"step {session.step}",
                 remedy="Call it first; to go back to a checkpoint later, restart the script",
             )
