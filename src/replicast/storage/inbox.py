@@ -186,8 +186,8 @@ def _same(path: RunPath, submitted: Submitted) -> RunPath:
         received=submitted.update.id,
     )
 
-    def check_size(other: Update) -> None:
-        if other.nbytes != submitted.update.nbytes:
+    def check_size(other: Submitted) -> None:
+        if other.update.nbytes != submitted.update.nbytes:
             raise is_other
 
     def content(one: Submitted) -> tuple[object, ...]:
@@ -426,11 +426,11 @@ def id_of(path: RunPath) -> str:
 
 
 def read(
-    path: RunPath, max_bytes: int | None = None, check: Callable[[Update], None] = lambda _update: None
+    path: RunPath, max_bytes: int | None = None, check: Callable[[Submitted], None] = lambda _found: None
 ) -> Submitted:
     """Reads an update from the inbox, with its step and trial; `check` sees its header before its values."""
     content = read_tensor_bytes(
-        path, max_bytes=max_bytes, holes=False, check=lambda outline: check(_submitted(path, outline).update)
+        path, max_bytes=max_bytes, holes=False, check=lambda outline: check(_submitted(path, outline))
     )
     return _submitted(path, parse_tensors(content, path.name))
 
@@ -453,15 +453,6 @@ def _submitted(path: RunPath, file: TensorFile) -> Submitted:
     if reverts is not None and (update.edits or step is not None or trial is not None):
         raise UpdateRefused("A revert has no edits, step or trial of its own", received=repr(update)[:200])
     return Submitted(update, step, trial, reverts, extra.get("forced") is True)
-
-
-def is_plain(path: RunPath) -> bool:
-    """Whether it is neither a trial nor a revert. A file that is not an update is refused when taken."""
-    try:
-        found = _submitted(path, outline_of(path))
-    except Exception:
-        return True
-    return found.trial is None and found.reverts is None
 
 
 def describe(path: RunPath) -> UpdateView | None:
@@ -510,7 +501,7 @@ def take(
     run_dir: RunDir,
     path: RunPath,
     max_bytes: int | None = None,
-    check: Callable[[Update], None] = lambda _update: None,
+    check: Callable[[Submitted], None] = lambda _found: None,
 ) -> Submitted | None:
     """Reads an update that the job will propose: `withdraw` cannot remove it any more.
 
