@@ -277,8 +277,7 @@ class RunFiles:
             if measured := [one for one in measures.take() if one[2]]:
                 if measures.rate is not None:  # The last line is what `status` tells.
                     measured[-1][2].setdefault(RATE, measures.rate)
-                running = [name for name, is_mean in measures.means.items() if not is_mean]
-                append_metrics(run_dir, *measured, running=running)
+                append_metrics(run_dir, *measured)
 
     def _record_notes(self, run_dir: RunDir) -> None:
         """Adds a line of what the workers' notes say to a file for charts: step time and memory by rank.
