@@ -184,9 +184,12 @@ class Worker:
         if self.failure is not None:
             raise self.failure
 
-    def _write_checkpoint(self, saved: Saved) -> WriteOutcome:
-        self.job.checkpoints.append(saved)
-        return WriteOutcome.DURABLE
+    def _write_checkpoint(self, saved: Saved) -> Callable[[], WriteOutcome]:
+        def write() -> WriteOutcome:
+            self.job.checkpoints.append(saved)
+            return WriteOutcome.DURABLE
+
+        return write
 
     def _on_report(self, report: AuditReport, raises: bool) -> None:
         self.reports.append(report)

@@ -612,9 +612,8 @@ def test_one_that_is_skipped_does_not_take_the_place_of_one_that_the_script_has_
     with saving_job(2, tmp_path, SavePlan(every=2, when_busy="skip")) as (job, made):
         may_write, write = threading.Event(), made[0].checkpoints.write
 
-        def write_later(saved: Saved) -> WriteOutcome:
-            may_write.wait(DEADLINE_SECS)
-            return write(saved)
+        def write_later(saved: Saved) -> Callable[[], WriteOutcome]:
+            return lambda: (may_write.wait(DEADLINE_SECS), write(saved)())[-1]
 
         job.workers[0].hooks.write_checkpoint = write_later
         ended: list[Ended] = []
@@ -641,6 +640,23 @@ def test_one_that_is_skipped_does_not_take_the_place_of_one_that_the_script_has_
         manifest = asked_for.result(DEADLINE_SECS)
         assert manifest is not None
         assert manifest.step == 1
+
+
+def test_one_that_is_decided_is_not_replaced_while_entries_before_it_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with saving_job(1, tmp_path) as (job, made):
+        goes_on = threading.Event()
+        monkeypatch.setattr(job.journal, "remove_payloads", lambda *_: goes_on.wait(2 * DEADLINE_SECS))
+        job.workers[0].session.remove_payloads(frozenset(), None)  # in the lane "journal"
+        job.on_all(lambda worker: made[0].checkpoints.save_in_passing())
+        job.on_all(lambda worker: made[0].checkpoints.report())
+        saving = made[0].checkpoints._current
+        eventually(lambda: saving.is_writing)
+        saving.replace()
+        assert not saving.done()
+        goes_on.set()
+        assert saving.result(DEADLINE_SECS) is not None
 
 
 def test_one_that_worker_0_could_not_copy_is_not_taken_for_the_one_before(

@@ -419,8 +419,8 @@ class WorkerHooks:
     check: Callable[[], None] = lambda: None
     # Training thread: how many transfers this worker has started in steps.
     trained: Callable[[], int] = lambda: 0
-    # Worker 0, lane "saver".
-    write_checkpoint: Callable[[Saved], WriteOutcome] = lambda saved: WriteOutcome.DURABLE
+    # Worker 0, loop; what it returns, lane "saver".
+    write_checkpoint: Callable[[Saved], Callable[[], WriteOutcome]] = lambda _: lambda: WriteOutcome.DURABLE
     # Worker 0, training thread, all workers stopped: those known by checkpoint and journal.
     expected_digests: Callable[[Sequence[str]], dict[str, str]] = lambda names: {}
     # Training thread: the report of an audit for which all workers stopped, and whether it is raised.

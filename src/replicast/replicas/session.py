@@ -689,12 +689,9 @@ class Session:
                 journal.sync()  # of what nobody waits for
 
         if isinstance(entry, Saved):
-            saved, write = entry, self.replica.hooks.write_checkpoint
-
-            def save() -> None:
-                then(write(saved), "The checkpoint cannot be written")
-
-            self._entries.do(lambda: self._saver.do(save))  # What it relies on is synced by then.
+            write, problem = self.replica.hooks.write_checkpoint(entry), "The checkpoint cannot be written"
+            # Behind the entries: what it relies on is synced by then.
+            self._entries.do(lambda: self._saver.do(lambda: then(write(), problem)))
             return
         update = self._parcels.prepared(entry.id, entry.digest) if isinstance(entry, Payload) else None
         self._entries.do(write_entry)
