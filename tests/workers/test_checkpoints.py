@@ -775,7 +775,7 @@ def test_a_model_comes_back_from_the_file_that_one_worker_wrote(
         replicas.export(tmp_path / name)
         if strategy.rank == 1:
             replicas.propose(Update().add("dense_1/bias", np.ones(CLASSES, np.float32)))
-        replicas.training_ends()
+        replicas._active().end_training()
         assert replicas.digests(weights) != before
         assert replicas.import_weights(tmp_path / name) is not None
         assert replicas.digests(weights) == before

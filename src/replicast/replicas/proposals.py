@@ -29,7 +29,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -405,7 +405,6 @@ def checked_worker(source: Any, size: int) -> int:
 
 # The inbox.
 
-_NOTHING: Mapping[str, Any] = {}
 _Outcome: TypeAlias = Tell | tuple[InboxAnswer, npt.NDArray[Any] | None]
 
 
@@ -567,7 +566,7 @@ class InboxReader:
         self._put((id_, (answer, None)))  # `settle` tries again, or finds the request gone
 
     def _answer(
-        self, id_: str, stage: Stage, step: int, problem: str = "", details: Mapping[str, Any] = _NOTHING
+        self, id_: str, stage: Stage, step: int, problem: str = "", details: dict[str, Any] | None = None
     ) -> InboxAnswer:
         taken = self._taken.get(id_)
         request = None if taken is None else taken.request
@@ -579,7 +578,7 @@ class InboxReader:
             kind="" if request is None else request.kind,
             author="" if request is None else request.author,
             attempt=self.attempt,
-            details=dict(details),
+            details=details or {},
         )
 
     # One request.

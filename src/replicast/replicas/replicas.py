@@ -528,10 +528,6 @@ class Replicas:
         worker.begin_training()
         return worker
 
-    def training_ends(self) -> None:
-        """For a custom training loop that is timed. All proposals are settled when it returns."""
-        self._active().end_training()
-
     def _open(self) -> JoinedWorker:
         """Joins the other workers. All of them call it, each with a built model."""
         if self._job.is_evaluator:

@@ -224,23 +224,19 @@ def forget(run_dir: RunDir, id_: str) -> None:
             (_inbox(run_dir) / f"{id_}{suffix}").unlink()
 
 
-def answer_of(run_dir: RunDir, id_: str) -> InboxAnswer | None:
-    """The last answer to a request; None if there is none, or it cannot be read."""
-    try:
-        return read_answer(run_dir, id_)
-    except FileDamaged:  # Written without a sync: a power failure may have damaged it.
-        return None
+def answer_of(run_dir: RunDir, id_: str, *, strict: bool = False) -> InboxAnswer | None:
+    """The last answer to a request; None if there is none.
 
-
-def read_answer(run_dir: RunDir, id_: str) -> InboxAnswer | None:
-    """As `answer_of`, for whoever waits: raises `FileDamaged` for an unreadable answer, the only one."""
+    Written without a sync: a power failure may have damaged it, which is told to who waits (`strict`).
+    """
     path = _inbox(run_dir) / f"{id_}{_ANSWER}"
-    if not path.exists():
-        return None
     try:
-        return described(InboxAnswer, "answer", files.read_json(path, max_bytes=_MAX_ANSWER_BYTES))
-    except ValueError as error:
-        raise FileDamaged(path, str(error)) from error
+        if path.exists():
+            return described(InboxAnswer, "answer", files.read_json(path, max_bytes=_MAX_ANSWER_BYTES))
+    except (FileDamaged, ValueError) as error:
+        if strict:
+            raise error if isinstance(error, FileDamaged) else FileDamaged(path, str(error)) from error
+    return None
 
 
 def values_of(run_dir: RunDir, id_: str, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
@@ -299,9 +295,8 @@ def note_end(run_dir: RunDir, path: RunPath, stage: Stage, *, durably: bool = Tr
     It may be told in two steps: by who has withdrawn it, and by the job.
     """
     record = _refused(run_dir) / f"{id_of(path)}.json"
-    with contextlib.suppress(Exception):  # What is in the file may be why it is refused.
-        if (told := describe(path)) is not None:
-            fields |= {name: getattr(told, name) for name in _KEPT}
+    if (told := describe(path)) is not None:
+        fields |= {name: getattr(told, name) for name in _KEPT}
     with contextlib.suppress(FileDamaged, ValueError):
         if (before := _read_end(record)).stage is stage:
             fields = {name: fields.get(name) or getattr(before, name) for name in _TOLD}
