@@ -440,8 +440,7 @@ class InboxReader:
         """Takes what waits when an attempt begins to train, in order, up to the first trial or revert.
 
         A trial needs a step to measure, and a revert may be of an update that the journal applies again
-        first. The next looks take them and what is behind them. They also take what would keep the start
-        waiting, or the memory full: it is free again when what was taken before has been applied.
+        first. The next looks take them, and what would delay the start or fill the memory, in their order.
         """
         deadline, room = Deadline(FIRST_SECS), FIRST_BYTES
         for one in inbox.waiting(run_dir):
@@ -638,15 +637,12 @@ class InboxReader:
                 check_outline(found.update, self._replica.state.schema, self._replica.limits)
 
         try:
-            # Identifies this file: the same update may be submitted again after a refusal.
             status = path.stat()
-        except FileNotFoundError:
-            return  # withdrawn just now
-        ticket = f"{path.name}@{status.st_ino}-{status.st_mtime_ns}"
-        try:
             taken = inbox.take(run_dir, path, self._replica.limits.max_bytes, check)
-        except UpdatePending:
-            return
+        except (FileNotFoundError, UpdatePending):
+            return  # withdrawn just now, or it waits for training
+        # Identifies this file: the same update may be submitted again after a refusal.
+        ticket = f"{path.name}@{status.st_ino}-{status.st_mtime_ns}"
         if taken is None:  # withdrawn just now; who has done so may believe that it was taken, and ask
             self._lost.add(inbox.id_of(path))
             return

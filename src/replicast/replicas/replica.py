@@ -308,10 +308,7 @@ class RecentMetrics:
         self._new.append(_Logs(step, 0, dict(logs), time.time()))
 
     def take(self) -> Iterator[tuple[int, float, dict[str, float], list[str]]]:
-        """What was measured since the last call: step, time, own values, and which are of the epoch so far.
-
-        One thread; not the training one.
-        """
+        """What is new: step, time, own values, and which are of the epoch so far. Not the training thread."""
         while self._new:
             one = self._new.popleft()
             running = [name for name, is_mean in one.means.items() if not is_mean]
