@@ -383,7 +383,7 @@ def test_a_copy_that_was_written_over_before_it_was_compared_is_not_taken_for_a_
         def at_each(worker: Worker, step: int) -> None:
             if worker.rank == 0 and step == 10:
                 monkeypatch.setattr(transport, "publish", slowly)
-                worker.session.propose(Update().add("dense/bias", np.ones(3, np.float32)))
+                worker.propose(Update().add("dense/bias", np.ones(3, np.float32)))
             worker.state.values["dense/bias"][...] = step  # it trains
 
         said = left(job, made, caplog, at_each)
@@ -489,7 +489,7 @@ def test_what_is_proposed_at_the_boundary_of_a_checkpoint_that_was_requested_bel
         step = saver.worker.session.step
         if saver.worker.rank == 1:
             update = Update(id=f"at-{step}").add("dense/bias", np.ones(3, np.float32))
-            saver.worker.session.propose(update, at_step=10**6)
+            saver.worker.propose(update, at_step=10**6)
 
     with saving_job(2, tmp_path) as (job, made):
         job.workers[0].session.proposals.request("save")
@@ -539,7 +539,7 @@ def test_workers_that_are_at_different_moments_of_an_epochs_end_take_part_in_the
             training.reached(Position(1), {})
             if worker.rank == 1:
                 has_passed.set()
-                assert worker.session.propose(update).result(DEADLINE_SECS).step == 1
+                assert worker.propose(update).result(DEADLINE_SECS).step == 1
             made[worker.rank].checkpoints.after_epoch()
             made[worker.rank].checkpoints.report()
             worker.session.rest("close")
@@ -628,7 +628,7 @@ def test_one_that_is_skipped_does_not_take_the_place_of_one_that_the_script_has_
                 eventually(lambda: worker.session.is_wanted)  # it stops at the next boundary
             made[worker.rank].step()
             if worker.rank == 1:
-                proposed.append(worker.session.propose(update))
+                proposed.append(worker.propose(update))
                 assert proposed[0].result(DEADLINE_SECS).step == 2, "it is applied where both stand"
             made[worker.rank].step()
             eventually(lambda: ended or worker.session.is_wanted)

@@ -68,7 +68,6 @@ from replicast.transport import Transport
 from replicast.update.audit_report import Policy
 from replicast.update.guard import Guard
 from replicast.update.schema import Limits, State
-from replicast.update.trial import Trial
 from replicast.update.update import Update
 
 logger = logging.getLogger("replicast")
@@ -489,9 +488,6 @@ class Session:
         wait_for(self._releasing.flushed(), self.timeouts.answer_secs, self.check)
 
     # Any thread.
-
-    def propose(self, update: Update, at_step: int | None = None, trial: Trial | None = None) -> Ticket:
-        return self.proposals.propose_update(update, at_step, trial)
 
     def send_note(self, text: str) -> None:
         """Sends this worker's note to worker 0, before whatever it sends next. Not for worker 0."""

@@ -58,8 +58,8 @@ def trained(worker: Worker, step: int) -> Mapping[str, Any]:
 def live() -> tuple[list[dict[str, bytes]], str]:
     """The values at the end, and the digest that the workers reported, of a job that had the update live."""
     with Job(2) as job:
-        ticket = scheduled(job.workers[1].session.propose(fix(), at_step=SAVED))
-        scheduled(job.workers[1].session.propose(later(), at_step=LATER))
+        ticket = scheduled(job.workers[1].propose(fix(), at_step=SAVED))
+        scheduled(job.workers[1].propose(later(), at_step=LATER))
         job.train(STEPS, one_step=trained)
         return job.values(), ticket.result(120).digests[0]
 
@@ -70,7 +70,7 @@ def first_job(run: Path) -> CheckpointStore:
     with Job(2, FileJournal(run, fence)) as job:
         schema = job.workers[0].state.schema
         write_run_info(fence, RunInfo(RUN_FORMAT, schema, 2, 0, time.time()))
-        scheduled(job.workers[1].session.propose(later(), at_step=LATER))
+        scheduled(job.workers[1].propose(later(), at_step=LATER))
         job.train(
             STEPS,
             lambda worker, step: worker.save_in_passing() if step == SAVED else None,

@@ -51,7 +51,7 @@ class Run:
 
         def act(worker: Worker) -> None:
             if worker.rank == rank:
-                self.tickets.append(scheduled(worker.session.propose(update, at_step, trial)))
+                self.tickets.append(scheduled(worker.propose(update, at_step, trial)))
 
         return act
 
@@ -123,7 +123,7 @@ def test_what_is_proposed_in_a_trial_waits_for_its_end_in_its_order_and_says_so(
 
         def others(worker: Worker) -> None:
             if worker.rank == 2:
-                run.tickets += [worker.session.propose(bias(float(n), id=f"other-{n}")) for n in (2, 3)]
+                run.tickets += [worker.propose(bias(float(n), id=f"other-{n}")) for n in (2, 3)]
                 eventually(lambda: all(ticket.waits_for for ticket in run.tickets[1:]))
                 waits_for.extend(ticket.waits_for for ticket in run.tickets[1:])
 
@@ -156,7 +156,7 @@ def test_a_trial_that_cannot_be_judged_is_refused(trial: Trial, steps: int, loss
     with Job(2) as job:
         run = Run(job, losses(lambda worker, step: loss))
         run.train(steps)
-        ticket = job.workers[1].session.propose(bias(1.0), trial=trial)
+        ticket = job.workers[1].propose(bias(1.0), trial=trial)
         job.on_all(lambda worker: worker.session.rest("close"))
         error = refusal(ticket)
         assert said in str(error)
