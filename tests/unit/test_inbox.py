@@ -812,6 +812,7 @@ def test_an_update_that_replaced_a_lost_one_is_not_said_to_be_withdrawn(
     read = inbox.read
 
     def read_and_replace(path: Any, *rest: Any) -> Any:
+        monkeypatch.setattr(inbox, "read", read)
         found = read(path, *rest)
         assert inbox.withdraw(tmp_path, "x", lambda: True)
         inbox.submit(tmp_path, Update(id="x").scale(BIAS, 3.0))
@@ -822,9 +823,8 @@ def test_an_update_that_replaced_a_lost_one_is_not_said_to_be_withdrawn(
         inbox.submit(tmp_path, Update(id="x").scale(BIAS, 2.0))
         request = inbox.ask(tmp_path, "withdraw", author="ada", timeout_secs=60.0, name="x")
         monkeypatch.setattr(inbox, "read", read_and_replace)
-        reader.look(tmp_path, training=True)
-        monkeypatch.setattr(inbox, "read", read)
-        reader.look(tmp_path, training=True)
+        for _ in range(2):
+            reader.look(tmp_path, training=True)
         job.train(2)
         eventually(lambda: (reader.take_outcomes(tmp_path), reader.settle(tmp_path), not reader._taken)[-1])
         assert (stage_of(tmp_path, request.id), stage_of(tmp_path, "x")) == (Stage.REFUSED, Stage.VERIFIED)
