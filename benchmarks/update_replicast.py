@@ -74,7 +74,7 @@ class Propose(Adding):
     def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         ticket = self.replicas.propose(self.proposed) if self.is_source else None
-        self.replicas.training_ends()
+        self.replicas._active().end_training()
         if ticket is None:
             return None, start  # the source has the receipt, with the time of the last worker
         return start, start + int(ticket.result(60.0).propose_to_applied_secs * 1e9)
@@ -199,7 +199,7 @@ class First(MakeAndPropose):
     """The same with a new `Replicas` in every round: nothing is prepared by earlier updates."""
 
     def arrange(self, index: int) -> None:
-        self.replicas.training_ends()
+        self.replicas._active().end_training()
         self.replicas.close()
         self.replicas = replicast.Replicas(self.model, durability="memory")
         self.replicas.training_begins()

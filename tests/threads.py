@@ -3,7 +3,7 @@
 Without TensorFlow: it has the runtime and the core of a real job.
 
     with Job(3) as job:
-        ticket = job.workers[2].session.propose(Update().add("dense/bias", delta))
+        ticket = job.workers[2].propose(Update().add("dense/bias", delta))
         job.train(20)
         assert ticket.result(10).step <= 20
     with job.next_attempt() as again:          # the same journal, from the last checkpoint
@@ -33,6 +33,7 @@ from replicast.core.messages import Ended, Snapshot, Tell, WriteOutcome
 from replicast.core.operation import Timeouts
 from replicast.errors import FileDamaged, JobFailed, ReplicasDiverged
 from replicast.replicas.channel import Channel
+from replicast.replicas.proposals import Ticket
 from replicast.replicas.replica import WorkerHooks
 from replicast.replicas.session import Session
 from replicast.storage.journal import Journal, MemoryJournal
@@ -145,6 +146,9 @@ class Worker:
         """Queues a function for the training thread; None ends the thread."""
         self._todo.put(act)
 
+    def propose(self, update: Update, at_step: int | None = None, trial: Trial | None = None) -> Ticket:
+        return self.session.proposals.propose_update(update, at_step, trial)
+
     def step(self, steps: int = 1, logs: Mapping[str, Any] | None = None) -> None:
         """Reaches the next boundary, after some steps with these logs."""
         step = self.session.step + steps
@@ -184,9 +188,12 @@ class Worker:
         if self.failure is not None:
             raise self.failure
 
-    def _write_checkpoint(self, saved: Saved) -> WriteOutcome:
-        self.job.checkpoints.append(saved)
-        return WriteOutcome.DURABLE
+    def _write_checkpoint(self, saved: Saved) -> Callable[[], WriteOutcome]:
+        def write() -> WriteOutcome:
+            self.job.checkpoints.append(saved)
+            return WriteOutcome.DURABLE
+
+        return write
 
     def _on_report(self, report: AuditReport, raises: bool) -> None:
         self.reports.append(report)

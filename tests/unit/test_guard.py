@@ -221,7 +221,10 @@ def test_a_guard_is_immutable() -> None:
 
 @pytest.mark.parametrize(
     ("before", "after", "allowed"),
-    [(-1, 0.001, True), (0.001, -1, True), (-1, -0.5, False), (0.5, 0.001, False), (-1, -1.05, True)],
+    [
+        *((-1, 0.001, True), (0.001, -1, True), (-1, -0.5, False), (0.5, 0.001, False), (-1, -1.05, True)),
+        *((0.001, -0.001, False), (0.001, -1e6, False), (-0.5, -1, True), (0.001, -0.5, False)),
+    ],
 )
 def test_a_rate_is_not_compared_with_a_multiple_of_its_schedule(
     before: float, after: float, allowed: bool

@@ -810,3 +810,28 @@ def test_a_request_that_is_not_valid_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(UpdateRefused, match="names a variable"):
         inbox.ask(tmp_path, "pull", author="me", timeout_secs=1.0)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_update_that_replaced_a_lost_one_is_not_said_to_be_withdrawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its author withdraws the first one while the job reads it, and pushes another one with its id."""
+    read = inbox.read
+
+    def read_and_replace(path: Any, *rest: Any) -> Any:
+        monkeypatch.setattr(inbox, "read", read)
+        found = read(path, *rest)
+        assert inbox.withdraw(tmp_path, "x", lambda: True)
+        inbox.submit(tmp_path, Update(id="x").scale(BIAS, 3.0))
+        return found
+
+    with Job(1) as job:
+        reader = reader_of(job)
+        inbox.submit(tmp_path, Update(id="x").scale(BIAS, 2.0))
+        request = inbox.ask(tmp_path, "withdraw", author="ada", timeout_secs=60.0, name="x")
+        monkeypatch.setattr(inbox, "read", read_and_replace)
+        for _ in range(2):
+            reader.look(tmp_path, training=True)
+        job.train(2)
+        eventually(lambda: (reader.take_outcomes(tmp_path), reader.settle(tmp_path), not reader._taken)[-1])
+        assert (stage_of(tmp_path, request.id), stage_of(tmp_path, "x")) == (Stage.REFUSED, Stage.VERIFIED)

@@ -323,7 +323,7 @@ def bias(value: float, id_: str) -> Update:
 def trained(run: Path) -> None:
     """A job of two workers: one update, then a checkpoint-free end."""
     with Job(2, started(run)) as job:
-        ticket = job.workers[1].session.propose(bias(1.0, "first"))
+        ticket = job.workers[1].propose(bias(1.0, "first"))
         job.train(4)
         assert ticket.result(DEADLINE_SECS).sequence == 1
 
@@ -342,7 +342,7 @@ def test_a_job_whose_values_are_damaged_ends_with_their_file_named(tmp_path: Pat
 
 def scheduled_run(run: Path) -> None:
     with Job(2, started(run)) as job:
-        job.workers[1].session.propose(bias(1.0, "later"), at_step=6)
+        job.workers[1].propose(bias(1.0, "later"), at_step=6)
         job.train(3)
 
 

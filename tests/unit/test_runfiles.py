@@ -196,7 +196,7 @@ def measured(run: Path, steps: Iterable[int], loss: Callable[[int], float], begi
 
 def test_what_is_told_of_the_epoch_so_far_says_nothing_of_single_steps(tmp_path: Path) -> None:
     for step in range(1, 11):
-        append_metrics(tmp_path, (step, 1000.0 + step, {"auc": 0.9, "loss": 0.5}), running=["auc"])
+        append_metrics(tmp_path, (step, 1000.0 + step, {"a\udc80": 0.9, "loss": 0.5}, ["a\udc80"]))
     assert [one.metric for one in metrics_around(tmp_path, 5, 1005.2)] == ["loss"]
 
 

@@ -465,7 +465,7 @@ def found_by_an_audit(job: Job) -> list[tuple[int, str]]:
 
 
 def propose(job: Job, amount: float) -> None:
-    ticket = job.workers[0].session.propose(Update().add("dense/bias", np.full(3, amount, np.float32)))
+    ticket = job.workers[0].propose(Update().add("dense/bias", np.full(3, amount, np.float32)))
     job.train(3)
     assert ticket.settled.wait(DEADLINE_SECS)
 

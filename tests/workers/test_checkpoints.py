@@ -622,7 +622,10 @@ def damaged(strategy: Any, run_dir: Path) -> dict[str, Any]:
         restored = replicas.restore()
         fell_back = restored.step == replicas.step == 0 and replicas.digests() == saved
         warned = [call.args[0] % call.args[1:] for call in logger.warning.call_args_list]
+        with pytest.raises(CheckpointError, match="no other restored checkpoint"):
+            replicas.restore()
         flip(run_dir, 0, strategy)
+    with replicas_of(model, run_dir=run_dir) as replicas:
         scramble(model, strategy.rank)
         before = replicas.digests()
         with pytest.raises(CheckpointError) as refused:
@@ -642,7 +645,7 @@ def begun_again(strategy: Any, run_dir: Path, restores: bool) -> list[str]:
     with replicas_of(model, run_dir=run_dir) as replicas:
         replicas.save().result(60)
         replicas.boundary()
-    with mock.patch("replicast.replicas.replicas.logger") as logger:
+    with mock.patch("replicast.replicas.joined_worker.logger") as logger:
         with replicas_of(model, run_dir=run_dir) as replicas:
             if restores:
                 replicas.restore()
@@ -772,7 +775,7 @@ def test_a_model_comes_back_from_the_file_that_one_worker_wrote(
         replicas.export(tmp_path / name)
         if strategy.rank == 1:
             replicas.propose(Update().add("dense_1/bias", np.ones(CLASSES, np.float32)))
-        replicas.training_ends()
+        replicas._active().end_training()
         assert replicas.digests(weights) != before
         assert replicas.import_weights(tmp_path / name) is not None
         assert replicas.digests(weights) == before
@@ -807,6 +810,41 @@ def batches_used(strategy: Any, directory: Path, attempt: int, stop_after: int) 
                 if replicas.step == stop_after:
                     return used
     return used
+
+
+def custom_loop(strategy: Any, run_dir: Path, before: str, updates: bool) -> dict[str, str]:
+    """Four steps, of which the first two are in a checkpoint; `updates` of the third are not."""
+    model = perceptron(strategy)
+    bias = component(model.layers[-1].bias)
+    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        replicas.restore()
+        if before == "audit":
+            replicas.audit()
+        if before == "resume":
+            replicas.resume([])
+        while replicas.step < 4:
+            bias.assign(0.5 * bias + 1.0)
+            replicas.boundary()
+            if updates and replicas.step == 2:
+                replicas.save().result(WAIT_SECS)
+                replicas.propose(doubled("behind"))
+                replicas.sync()
+        return replicas.digests()
+
+
+@pytest.mark.parametrize("before", ["nothing", "audit", "resume"])
+def test_what_a_custom_loop_begins_with_is_recorded_at_the_step_of_its_state(
+    pool1: Pool, tmp_path: Path, before: str
+) -> None:
+    """An update that the checkpoint of its step lacks, and one that waits in the inbox of a start."""
+    undisturbed = pool1.run(custom_loop, tmp_path, before, True)
+    assert pool1.run(custom_loop, tmp_path, before, False) == undisturbed
+    inbox.submit(tmp_path, mark(0))
+    took = pool1.run(custom_loop, tmp_path, before, False)
+    assert took != undisturbed
+    assert pool1.run(custom_loop, tmp_path, before, False) == took
+    steps = [(record.id, record.step) for record in committed_updates(tmp_path)]
+    assert steps == [("behind", 2), (mark(0).id, 2 if before == "resume" else 3)]
 
 
 def test_a_custom_loop_continues_with_the_batch_after_the_last_one(pool1: Pool, tmp_path: Path) -> None:

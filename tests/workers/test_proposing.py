@@ -87,7 +87,7 @@ def test_a_step_that_no_journal_could_hold_is_refused(step: object) -> None:
 def test_what_is_committed_and_proposed_again_for_a_step_that_is_past_has_its_receipt() -> None:
     update = Update(id="fix").scale("dense/bias", 2.0)
     with Job(2) as job:
-        first = job.workers[1].session.propose(update, at_step=3)
+        first = job.workers[1].propose(update, at_step=3)
         eventually(lambda: first.stage is Stage.SCHEDULED)
         job.train(6)
         again = job.workers[1].session.proposals.propose(update, None, 3, None)

@@ -521,7 +521,7 @@ def test_what_was_meant_for_a_step_that_never_came_is_said(caplog: pytest.LogCap
         attempt.warn_of_what_was_left()
         assert caplog.messages == []
         for step in (7, 3, 7):
-            worker.session.propose(replicast.Update().scale("dense/kernel", 2.0), at_step=step)
+            worker.propose(replicast.Update().scale("dense/kernel", 2.0), at_step=step)
         eventually(lambda: [one["step"] for one in worker.session.operations()] == [7, 3, 7])
         attempt.warn_of_what_was_left()
     (said,) = caplog.messages
@@ -701,7 +701,7 @@ def test_what_an_update_changes_is_not_put_back() -> None:
         (worker,) = job.workers
         frozen = FrozenVariables(worker.session)
         frozen.keep()
-        ticket = worker.session.propose(Update().scale("optimizer/learning_rate", 0.5))
+        ticket = worker.propose(Update().scale("optimizer/learning_rate", 0.5))
         job.train(1)
         assert ticket.result(DEADLINE_SECS).step <= 1
         after = bits(worker)

@@ -383,7 +383,7 @@ def test_a_copy_that_was_written_over_before_it_was_compared_is_not_taken_for_a_
         def at_each(worker: Worker, step: int) -> None:
             if worker.rank == 0 and step == 10:
                 monkeypatch.setattr(transport, "publish", slowly)
-                worker.session.propose(Update().add("dense/bias", np.ones(3, np.float32)))
+                worker.propose(Update().add("dense/bias", np.ones(3, np.float32)))
             worker.state.values["dense/bias"][...] = step  # it trains
 
         said = left(job, made, caplog, at_each)
@@ -489,7 +489,7 @@ def test_what_is_proposed_at_the_boundary_of_a_checkpoint_that_was_requested_bel
         step = saver.worker.session.step
         if saver.worker.rank == 1:
             update = Update(id=f"at-{step}").add("dense/bias", np.ones(3, np.float32))
-            saver.worker.session.propose(update, at_step=10**6)
+            saver.worker.propose(update, at_step=10**6)
 
     with saving_job(2, tmp_path) as (job, made):
         job.workers[0].session.proposals.request("save")
@@ -539,7 +539,7 @@ def test_workers_that_are_at_different_moments_of_an_epochs_end_take_part_in_the
             training.reached(Position(1), {})
             if worker.rank == 1:
                 has_passed.set()
-                assert worker.session.propose(update).result(DEADLINE_SECS).step == 1
+                assert worker.propose(update).result(DEADLINE_SECS).step == 1
             made[worker.rank].checkpoints.after_epoch()
             made[worker.rank].checkpoints.report()
             worker.session.rest("close")
@@ -612,9 +612,8 @@ def test_one_that_is_skipped_does_not_take_the_place_of_one_that_the_script_has_
     with saving_job(2, tmp_path, SavePlan(every=2, when_busy="skip")) as (job, made):
         may_write, write = threading.Event(), made[0].checkpoints.write
 
-        def write_later(saved: Saved) -> WriteOutcome:
-            may_write.wait(DEADLINE_SECS)
-            return write(saved)
+        def write_later(saved: Saved) -> Callable[[], WriteOutcome]:
+            return lambda: (may_write.wait(DEADLINE_SECS), write(saved)())[-1]
 
         job.workers[0].hooks.write_checkpoint = write_later
         ended: list[Ended] = []
@@ -629,7 +628,7 @@ def test_one_that_is_skipped_does_not_take_the_place_of_one_that_the_script_has_
                 eventually(lambda: worker.session.is_wanted)  # it stops at the next boundary
             made[worker.rank].step()
             if worker.rank == 1:
-                proposed.append(worker.session.propose(update))
+                proposed.append(worker.propose(update))
                 assert proposed[0].result(DEADLINE_SECS).step == 2, "it is applied where both stand"
             made[worker.rank].step()
             eventually(lambda: ended or worker.session.is_wanted)
@@ -641,6 +640,23 @@ def test_one_that_is_skipped_does_not_take_the_place_of_one_that_the_script_has_
         manifest = asked_for.result(DEADLINE_SECS)
         assert manifest is not None
         assert manifest.step == 1
+
+
+def test_one_that_is_decided_is_not_replaced_while_entries_before_it_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with saving_job(1, tmp_path) as (job, made):
+        goes_on = threading.Event()
+        monkeypatch.setattr(job.journal, "remove_payloads", lambda *_: goes_on.wait(2 * DEADLINE_SECS))
+        job.workers[0].session.remove_payloads(frozenset(), None)  # in the lane "journal"
+        job.on_all(lambda worker: made[0].checkpoints.save_in_passing())
+        job.on_all(lambda worker: made[0].checkpoints.report())
+        saving = made[0].checkpoints._current
+        eventually(lambda: saving.is_writing)
+        saving.replace()
+        assert not saving.done()
+        goes_on.set()
+        assert saving.result(DEADLINE_SECS) is not None
 
 
 def test_one_that_worker_0_could_not_copy_is_not_taken_for_the_one_before(

@@ -608,7 +608,8 @@ class DirectoryRun(Run):
             for _ in ticks(timeout_secs, POLL_SECS):
                 if monotonic() - read_at >= _READ_NOTES_SECS:
                     seen, read_at = see(self.path), monotonic()
-                answer = inbox.read_answer(self.path, id_)  # After the notes: a job may write it as it ends.
+                # After the notes: a job may write it as it ends.
+                answer = inbox.answer_of(self.path, id_, strict=True)
                 if answer is not None and answer.stage is Stage.REFUSED:
                     raise RequestRefused(f"The job refused it, at step {answer.step}: {answer.problem}")
                 if answer is not None and variable is not None:

@@ -441,11 +441,15 @@ class Checkpoints:
 
     # One checkpoint: worker 0's lanes.
 
-    def write(self, saved: Saved) -> WriteOutcome:
-        """Writes a checkpoint, in the lane "saver". It is settled afterwards, even if writing failed."""
+    def write(self, saved: Saved) -> Callable[[], WriteOutcome]:
+        """What writes a checkpoint, in the lane "saver". From now on no other replaces it."""
         copy: _StateCopy = saved.state[0]
         if not copy.saving.begin_writing():  # another checkpoint has replaced it and reuses its memory
-            return WriteOutcome.FAILED
+            return lambda: WriteOutcome.FAILED
+        return lambda: self._write(saved, copy)
+
+    def _write(self, saved: Saved, copy: _StateCopy) -> WriteOutcome:
+        """It is settled afterwards, even if writing failed."""
         try:
             if self.store is None:
                 raise no_run_dir()
@@ -573,7 +577,7 @@ class Restore:
         if session.begun:  # before any state changes
             raise CheckpointError(
                 "restore() must be called before training",
-                expected="no fit, boundary, sync, save or audit before it",
+                expected="no fit, boundary, sync, save or audit before it, and no other restored checkpoint",
                 received=f"step {session.step}",
                 remedy="Call it first; to go back to a checkpoint later, restart the script",
             )

@@ -92,6 +92,7 @@ class JoinedWorker:
         self._uncounted_since: int | None = None
         self._warned_of_new = False
         self.called_by: object = None  # the callback of the current `fit`
+        self.restores = 0
         self.state = TensorFlowState(*source.variables())
         if guard is not None:
             guard.check_patterns(self.state.schema)
@@ -211,9 +212,14 @@ class JoinedWorker:
         return self.session
 
     def begin_training(self) -> None:
+        """Called by `fit` and `resume`, or by the first boundary, whose step is counted by then.
+
+        What is applied here is recorded at this step: the variables must be those of this step.
+        """
         self._notice_changes(self._source.changes())
         self.count_steps()
         if not self.training.has_begun:
+            self._warn_of_what_is_left_out()
             # Not before: what a script imports or synchronises would replace what an update has changed.
             begun = self.session.begun
             self.run_files.take_first()
@@ -223,6 +229,18 @@ class JoinedWorker:
             self.training.has_begun = True
         self.session.arrive(self.session.step)
         self.training.active = True
+
+    def _warn_of_what_is_left_out(self) -> None:
+        store = self.checkpoints.store if self.session.rank == 0 and not self.restores else None
+        with contextlib.suppress(ReplicastError, OSError):
+            last = None if store is None else store.last()
+            if last is not None and last.attempt < self.session.attempt:
+                logger.warning(
+                    "the run has a checkpoint of step %d, and this script does not call replicas.restore(): "
+                    "training does not continue from it, and it is removed once there are later ones. To "
+                    "continue from it, call replicas.restore() before training",
+                    last.step,
+                )
 
     def _notice_changes(self, changes: Changes) -> None:
         """What is gone from the model cannot be updated any more, and what is new is not kept equal."""
@@ -244,6 +262,7 @@ class JoinedWorker:
             )
 
     def boundary(self, *, steps: int, logs: Mapping[str, Any] | None, batches: int) -> None:
+        self.count_steps(known=steps)
         session = self.session
         now = time.monotonic()
         self._notice_changes(self._source.changes(now=now))
@@ -258,6 +277,8 @@ class JoinedWorker:
         rate = self._source.rate(now, len(session.replica.holds)) if session.rank == 0 else None
         session.replica.measures.note(step, steps, logs, rate)
         session.arrive(step)
+        if not self.training.has_begun:
+            self.begin_training()
         self.audits.after_step(steps)
         self.checkpoints.after_step(steps)
 

@@ -6,16 +6,16 @@ A proposal of another thread has no definite moment: it gets a random id.
 
 Requests from outside the job become proposals and operations, and their outcomes become answers:
 
-    inbox/<id>.…      ──► first, take: updates that the attempt begins with, before its first step
+    inbox/<id>.…      ──► first: updates that the attempt begins with, before its first step
                       ──► look: refused alone, left for later, or handed to the coordinator
     an outcome        ──► a queue ──► take_outcomes ──► (still our run?) ──► settle: answer, then remove it
     the job exits     ──► audited, left: answered at once, by the training thread
                       ──► finish: requests that still wait are refused, updates wait for the next start
 
-The thread `run-files` calls `look`, `take_outcomes` and `settle`. The training thread calls `first` and
-`take`, not at the same time, and `finish` after that thread has stopped. Any thread may report an outcome.
-Between taking an outcome and acting on it, the caller checks that the run still belongs to this group: one
-that was presumed dead must answer nothing.
+The thread `run-files` calls `look`, `take_outcomes` and `settle`. The training thread calls `first`, not at
+the same time, and `finish` after that thread has stopped. Any thread may report an outcome. Between taking
+an outcome and acting on it, the caller checks that the run still belongs to this group: one that was
+presumed dead must answer nothing.
 
 A disk error never loses a request: it stays where it is, and is tried again later. Whatever else goes wrong
 is the fault of that one request, which is refused.
@@ -29,7 +29,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -67,6 +67,8 @@ logger = logging.getLogger("replicast")
 RETRY_SECS = 10.0  # How long a request is left alone after a disk error: others need not wait for it.
 # How long one look at the updates, or at the others, may take: the thread also writes notes.
 INBOX_SECS = 0.3
+# Before an attempt trains: how long it takes updates, and how many bytes. Its last one may go beyond both.
+FIRST_SECS, FIRST_BYTES = 5.0, 2**28
 CLEAN_SECS = 60.0
 MAX_PULL_BYTES = 1 << 30
 
@@ -403,7 +405,6 @@ def checked_worker(source: Any, size: int) -> int:
 
 # The inbox.
 
-_NOTHING: Mapping[str, Any] = {}
 _Outcome: TypeAlias = Tell | tuple[InboxAnswer, npt.NDArray[Any] | None]
 
 
@@ -435,16 +436,22 @@ class InboxReader:
         self._cleaned_at = -CLEAN_SECS
         self.arrivals: inbox.Arrivals | None = None  # woken by each outcome, which has to be answered
 
-    def first(self, run_dir: RunDir) -> list[RunPath]:
-        """What waits when an attempt begins to train, up to the first trial or revert.
+    def first(self, run_dir: RunDir) -> None:
+        """Takes what waits when an attempt begins to train, in order, up to the first trial or revert.
 
         A trial needs a step to measure, and a revert may be of an update that the journal applies again
-        first: a later look takes them, in their order.
+        first. The next looks take them, and what would delay the start or fill the memory, in their order.
         """
-        return list(itertools.takewhile(inbox.is_plain, (one.path for one in inbox.waiting(run_dir))))
-
-    def take(self, run_dir: RunDir, path: RunPath) -> None:
-        self._each(run_dir, [path], self._propose)
+        deadline, room = Deadline(FIRST_SECS), FIRST_BYTES
+        for one in inbox.waiting(run_dir):
+            if one.path not in self._known():
+                self._process(run_dir, one.path, partial(self._propose, first=True))
+                if one.path in self._known():
+                    room -= one.nbytes
+                elif one.path.exists():
+                    return
+            if room <= 0 or deadline.has_passed():
+                return
 
     def look(self, run_dir: RunDir, *, training: bool) -> None:
         """Takes what is new, while a training runs: otherwise the script may be over."""
@@ -560,7 +567,7 @@ class InboxReader:
         self._put((id_, (answer, None)))  # `settle` tries again, or finds the request gone
 
     def _answer(
-        self, id_: str, stage: Stage, step: int, problem: str = "", details: Mapping[str, Any] = _NOTHING
+        self, id_: str, stage: Stage, step: int, problem: str = "", details: dict[str, Any] | None = None
     ) -> InboxAnswer:
         taken = self._taken.get(id_)
         request = None if taken is None else taken.request
@@ -572,7 +579,7 @@ class InboxReader:
             kind="" if request is None else request.kind,
             author="" if request is None else request.author,
             attempt=self.attempt,
-            details=dict(details),
+            details=details or {},
         )
 
     # One request.
@@ -623,14 +630,21 @@ class InboxReader:
             problem = str(error) if isinstance(error, ReplicastError) else f"{type(error).__name__}: {error}"
             inbox.answer(run_dir, id_, self._answer(id_, Stage.REFUSED, self._step, problem))
 
-    def _propose(self, run_dir: RunDir, path: RunPath) -> None:
+    def _propose(self, run_dir: RunDir, path: RunPath, *, first: bool = False) -> None:
+        def check(found: inbox.Submitted) -> None:
+            """Refuses by its header alone what does not fit the state; a revert gets its edits later."""
+            if first and (found.trial is not None or found.reverts is not None):
+                raise UpdatePending("It waits for training", update_id=found.update.id)
+            if found.update.edits:
+                check_outline(found.update, self._replica.state.schema, self._replica.limits)
+
         try:
-            # Identifies this file: the same update may be submitted again after a refusal.
             status = path.stat()
-        except FileNotFoundError:
-            return  # withdrawn just now
+            taken = inbox.take(run_dir, path, self._replica.limits.max_bytes, check)
+        except (FileNotFoundError, UpdatePending):
+            return  # withdrawn just now, or it waits for training
+        # Identifies this file: the same update may be submitted again after a refusal.
         ticket = f"{path.name}@{status.st_ino}-{status.st_mtime_ns}"
-        taken = inbox.take(run_dir, path, self._replica.limits.max_bytes, self._check)
         if taken is None:  # withdrawn just now; who has done so may believe that it was taken, and ask
             self._lost.add(inbox.id_of(path))
             return
@@ -640,11 +654,6 @@ class InboxReader:
         else:
             self.proposals.revert_from_outside(ticket, taken.update, taken.reverts, forced=taken.forced)
         self._taken[ticket] = _Taken(path)
-
-    def _check(self, update: Update) -> None:
-        """Refuses by its header alone what does not fit the state; a revert gets its edits later."""
-        if update.edits:
-            check_outline(update, self._replica.state.schema, self._replica.limits)
 
     def _consider(self, run_dir: RunDir, path: RunPath, *, training: bool) -> None:
         if inbox.answer_of(run_dir, inbox.id_of(path)) is not None:
@@ -674,7 +683,9 @@ class InboxReader:
             if any(one.request is not None and one.request.kind == "pull" for one in self._taken.values()):
                 return  # one copy in memory at a time
         self._taken[request.id] = _Taken(path, request)
-        if request.kind == "withdraw" and request.name in self._lost:
+        # Another update may have the id of one that is lost: the next look takes it.
+        is_lost = request.name in self._lost and not path.with_name(f"{request.name}.safetensors").exists()
+        if request.kind == "withdraw" and is_lost:
             self.on_outcome(request.id, Tell(request.name, (request.id,), Stage.WITHDRAWN))
         elif request.kind == "withdraw":
             self.proposals.withdraw_from_outside(request.id, request.name)

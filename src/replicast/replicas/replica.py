@@ -254,6 +254,7 @@ class _Logs(NamedTuple):
     ] = {}  # what each mean is over so far: parts of a sum; not of all known
     before: Mapping[str, Any] = {}  # the logs after the batches of the epoch before these steps
     counts_before: Mapping[str, Sequence[Any]] = {}
+    means: Mapping[str, bool] = {}  # of `fit`: whether the logs have its running mean
 
     def own_mean(self, metric: str) -> float | None:
         """These steps alone, of a metric whose running mean the logs have; None if that is not known."""
@@ -281,7 +282,6 @@ class RecentMetrics:
         # Of `fit`, set before `note`.
         self.batches: int | None = None
         self.counts: Mapping[str, Sequence[Any]] = {}
-        # Of the metrics of `fit`, whether the logs have their running means. Others are taken as they are.
         self.means: Mapping[str, bool] = {}
         self.rate: float | None = None  # The learning rate, when it was last told.
 
@@ -291,6 +291,7 @@ class RecentMetrics:
         if logs is None:
             return
         last, now = self._previous, _Logs(step, steps, dict(logs), time.time(), batches, self.counts)
+        now = now if batches is None else now._replace(means=self.means)
         if last is not None and batches is not None and last.batches == batches - steps:
             now = now._replace(before=last.logs, counts_before=last.counts)
         self._previous = now
@@ -306,11 +307,12 @@ class RecentMetrics:
         """What was measured beside the steps, as by a validation: for metrics.jsonl alone."""
         self._new.append(_Logs(step, 0, dict(logs), time.time()))
 
-    def take(self) -> Iterator[tuple[int, float, dict[str, float]]]:
-        """What was measured since the last call: step, time, own values. One thread; not the training one."""
+    def take(self) -> Iterator[tuple[int, float, dict[str, float], list[str]]]:
+        """What is new: step, time, own values, and which are of the epoch so far. Not the training thread."""
         while self._new:
             one = self._new.popleft()
-            yield one.step, one.time, self._own_of_all(one)
+            running = [name for name, is_mean in one.means.items() if not is_mean]
+            yield one.step, one.time, self._own_of_all(one), running
 
     def begin(self, step: int) -> None:
         self._since = step
@@ -344,8 +346,8 @@ class RecentMetrics:
                 expected=f"one of {', '.join(map(str, last.logs)) or 'none: the logs are empty'}",
                 received=repr(metric),
             )
-        if last.batches is not None and self.means.get(metric) is False:
-            means = [name for name, is_mean in self.means.items() if is_mean]
+        if last.means.get(metric) is False:
+            means = [name for name, is_mean in last.means.items() if is_mean]
             raise UpdateRefused(
                 "The metric of a trial must be a mean: the value of single steps cannot be told from a "
                 "metric that Keras computes over the whole epoch",
@@ -385,7 +387,7 @@ class RecentMetrics:
         return {metric: value for metric, value in own.items() if value is not None}
 
     def _own(self, one: _Logs, metric: str) -> float | None:
-        return one.own_mean(metric) if self.means.get(metric) else _number(one.logs.get(metric))
+        return one.own_mean(metric) if one.means.get(metric) else _number(one.logs.get(metric))
 
 
 def _number(value: Any) -> float | None:
@@ -414,8 +416,8 @@ class WorkerHooks:
     check: Callable[[], None] = lambda: None
     # Training thread: how many transfers this worker has started in steps.
     trained: Callable[[], int] = lambda: 0
-    # Worker 0, lane "saver".
-    write_checkpoint: Callable[[Saved], WriteOutcome] = lambda saved: WriteOutcome.DURABLE
+    # Worker 0, loop; what it returns, lane "saver".
+    write_checkpoint: Callable[[Saved], Callable[[], WriteOutcome]] = lambda _: lambda: WriteOutcome.DURABLE
     # Worker 0, training thread, all workers stopped: those known by checkpoint and journal.
     expected_digests: Callable[[Sequence[str]], dict[str, str]] = lambda names: {}
     # Training thread: the report of an audit for which all workers stopped, and whether it is raised.

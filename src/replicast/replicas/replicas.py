@@ -146,7 +146,6 @@ class Replicas:
         self._worker: JoinedWorker | None = None
         self._closed = False
         self._warned = False
-        self._restores = 0
         self._model_files = 0
         job.on_fit.append(self._fit_begins)
         if source.is_built and not job.is_evaluator:
@@ -317,7 +316,8 @@ class Replicas:
         """Restores a checkpoint on every worker, bit for bit. All workers must call it, before training.
 
         Only worker 0 needs to see the run directory. `fit` then resumes where the checkpoint was made, even
-        in the middle of an epoch, and later updates in the journal are applied again at their steps.
+        in the middle of an epoch. Updates in the journal that the checkpoint lacks are applied again: those
+        of its step before this returns, later ones at their steps.
 
         Args:
             step: The checkpoint's step. Default: the last intact checkpoint.
@@ -333,9 +333,9 @@ class Replicas:
         worker.count_steps()
         if self._run_dir is None:
             raise no_run_dir()
-        self._restores += 1
+        worker.restores += 1
         store = CheckpointStore(self._run_dir)
-        restored = Restore(worker.session, store).run(self._restores, step, partial)
+        restored = Restore(worker.session, store).run(worker.restores, step, partial)
         if restored is None:
             return None
         position = restored.position
@@ -344,6 +344,7 @@ class Replicas:
         if restored.left_out and self.rank == 0:
             left_out = ", ".join(restored.left_out)
             logger.warning("not restored, because the checkpoint has no matching variable: %s", left_out)
+        worker.session.begin()  # a loop may call nothing else before its first step
         return restored
 
     def propose(
@@ -407,19 +408,17 @@ class Replicas:
             logs: Loss and metrics of these steps, for `replicast status` and for trials.
             batches: The number of batches of `resume`'s dataset that they used. Default: one per step.
         """
-        if self._worker is not None:
-            self._worker.count_steps(known=steps)
-        if self._worker is None or not self._worker.training.has_begun:
-            self.training_begins()
-        self._active().boundary(steps=steps, logs=logs, batches=steps if batches is None else batches)
+        worker = self._open() if self._worker is None else self._active()
+        worker.boundary(steps=steps, logs=logs, batches=steps if batches is None else batches)
 
     def resume(self, dataset: Batches) -> Batches:
         """The next pass over the data of a custom training loop. `fit` with the callback needs no such call.
 
-        Call it for every pass. The first call after a restore returns the rest of the pass in which the state
-        was saved, and advances the shuffle order past the earlier passes; all other calls return the dataset
-        as it is. A pass may end early, and its length need not be known. A list of batches works too. For an
-        iterator, such as a Python generator, the finished batches are read and discarded, and worker 0 warns.
+        Call it for every pass, on all workers. The first call after a restore returns the rest of the pass in
+        which the state was saved, and advances the shuffle order past the earlier passes; all other calls
+        return the dataset as it is. A pass may end early, and its length need not be known. A list of batches
+        works too. For an iterator, such as a Python generator, the finished batches are read and discarded,
+        and worker 0 warns.
 
         Example:
             replicas.restore()
@@ -434,7 +433,9 @@ class Replicas:
         of the pass; `dataset.take(n)` avoids this. `position` tells the pass, as `epoch`, and how many of its
         batches are done.
         """
-        worker = self._opened()
+        worker = self._active()
+        if not worker.training.has_begun:
+            worker.begin_training()
         worker.session.proposals.training_continues()
         return worker.training.resume(dataset)
 
@@ -522,24 +523,10 @@ class Replicas:
     # Joining, and the end.
 
     def training_begins(self) -> JoinedWorker:
-        """Called by the callback, or the first boundary, on all workers. Resumes the journal's updates."""
+        """Called by the callback, on all workers."""
         worker = self._open() if self._worker is None else self._active()
-        if self.rank == 0 and self._run_dir is not None and not (worker.training.has_begun or self._restores):
-            last = CheckpointStore(self._run_dir).last()
-            if last is not None and last.attempt < worker.session.attempt:
-                logger.warning(
-                    "the run has a checkpoint of step %d, and this script does not call replicas.restore(): "
-                    "training starts at step %d, and the checkpoints of before are removed once there are "
-                    "later ones. To continue from it, call replicas.restore() before training",
-                    last.step,
-                    worker.session.step,
-                )
         worker.begin_training()
         return worker
-
-    def training_ends(self) -> None:
-        """For a custom training loop that is timed. All proposals are settled when it returns."""
-        self._active().end_training()
 
     def _open(self) -> JoinedWorker:
         """Joins the other workers. All of them call it, each with a built model."""

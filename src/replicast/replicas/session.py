@@ -68,7 +68,6 @@ from replicast.transport import Transport
 from replicast.update.audit_report import Policy
 from replicast.update.guard import Guard
 from replicast.update.schema import Limits, State
-from replicast.update.trial import Trial
 from replicast.update.update import Update
 
 logger = logging.getLogger("replicast")
@@ -490,9 +489,6 @@ class Session:
 
     # Any thread.
 
-    def propose(self, update: Update, at_step: int | None = None, trial: Trial | None = None) -> Ticket:
-        return self.proposals.propose_update(update, at_step, trial)
-
     def send_note(self, text: str) -> None:
         """Sends this worker's note to worker 0, before whatever it sends next. Not for worker 0."""
         self._events.put(Note(text))
@@ -689,12 +685,9 @@ class Session:
                 journal.sync()  # of what nobody waits for
 
         if isinstance(entry, Saved):
-            saved, write = entry, self.replica.hooks.write_checkpoint
-
-            def save() -> None:
-                then(write(saved), "The checkpoint cannot be written")
-
-            self._entries.do(lambda: self._saver.do(save))  # What it relies on is synced by then.
+            write, problem = self.replica.hooks.write_checkpoint(entry), "The checkpoint cannot be written"
+            # Behind the entries: what it relies on is synced by then.
+            self._entries.do(lambda: self._saver.do(lambda: then(write(), problem)))
             return
         update = self._parcels.prepared(entry.id, entry.digest) if isinstance(entry, Payload) else None
         self._entries.do(write_entry)

@@ -1,6 +1,6 @@
 """A worker's files: its note and heartbeat for others, and on worker 0 metrics and the inbox of the run.
 
-Threads of their own do this, so that the training thread never touches a file: `run-files`, and `heartbeat`
+Threads of their own do this, so that no file keeps the training thread waiting: `run-files`, and `heartbeat`
 for the file of a scheduler: a run directory on a file system that hangs must not make a worker look dead.
 
 Who writes a worker's note, `workers/RANK.json`:
@@ -33,7 +33,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,10 @@ from msgspec.structs import replace
 
 from replicast.codec import described, parse_object
 from replicast.errors import FileDamaged, JobFailed, printable
-from replicast.files import RunDir, RunPath, below, write_quickly
+from replicast.files import RunDir, below, write_quickly
 from replicast.processes import Deadline, this_machine
 from replicast.replicas.position import Position, Training
-from replicast.replicas.proposals import InboxReader
+from replicast.replicas.proposals import FIRST_SECS, InboxReader
 from replicast.replicas.replica import numbers
 from replicast.replicas.session import Session
 from replicast.storage.claims import Fence, sees_group
@@ -120,12 +119,12 @@ class RunFiles:
 
     def take_first(self) -> None:
         """Before the attempt trains: what waits in the inbox is applied before its first step."""
-        waiting: list[RunPath] = []
-        if self.session.rank == 0:
-            with self._reading:
-                self._with_files(lambda run_dir: waiting.extend(self.inbox.first(run_dir)))
-                for path in waiting:  # Each by itself: another group may have taken over meanwhile.
-                    self._with_files(partial(self.inbox.take, path=path))
+        # Without it when a look hangs: the next look takes what waits.
+        if self.session.rank == 0 and self._reading.acquire(timeout=FIRST_SECS):
+            try:
+                self._with_files(self.inbox.first)
+            finally:
+                self._reading.release()
 
     def finish(self, *, finished: bool = True) -> None:
         """Writes the last state, after the threads have stopped; `finished` if nobody has told it to end."""
@@ -278,8 +277,7 @@ class RunFiles:
             if measured := [one for one in measures.take() if one[2]]:
                 if measures.rate is not None:  # The last line is what `status` tells.
                     measured[-1][2].setdefault(RATE, measures.rate)
-                running = [name for name, is_mean in measures.means.items() if not is_mean]
-                append_metrics(run_dir, *measured, running=running)
+                append_metrics(run_dir, *measured)
 
     def _record_notes(self, run_dir: RunDir) -> None:
         """Adds a line of what the workers' notes say to a file for charts: step time and memory by rank.

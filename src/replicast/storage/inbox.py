@@ -193,8 +193,8 @@ def _same(path: RunPath, submitted: Submitted) -> RunPath:
         received=submitted.update.id,
     )
 
-    def check_size(other: Update) -> None:
-        if other.nbytes != submitted.update.nbytes:
+    def check_size(other: Submitted) -> None:
+        if other.update.nbytes != submitted.update.nbytes:
             raise is_other
 
     def content(one: Submitted) -> tuple[object, ...]:
@@ -231,23 +231,19 @@ def forget(run_dir: RunDir, id_: str) -> None:
             (_inbox(run_dir) / f"{id_}{suffix}").unlink()
 
 
-def answer_of(run_dir: RunDir, id_: str) -> InboxAnswer | None:
-    """The last answer to a request; None if there is none, or it cannot be read."""
-    try:
-        return read_answer(run_dir, id_)
-    except FileDamaged:  # Written without a sync: a power failure may have damaged it.
-        return None
+def answer_of(run_dir: RunDir, id_: str, *, strict: bool = False) -> InboxAnswer | None:
+    """The last answer to a request; None if there is none.
 
-
-def read_answer(run_dir: RunDir, id_: str) -> InboxAnswer | None:
-    """As `answer_of`, for whoever waits: raises `FileDamaged` for an unreadable answer, the only one."""
+    Written without a sync: a power failure may have damaged it, which is told to who waits (`strict`).
+    """
     path = _inbox(run_dir) / f"{id_}{_ANSWER}"
-    if not path.exists():
-        return None
     try:
-        return described(InboxAnswer, "answer", files.read_json(path, max_bytes=_MAX_ANSWER_BYTES))
-    except ValueError as error:
-        raise FileDamaged(path, str(error)) from error
+        if path.exists():
+            return described(InboxAnswer, "answer", files.read_json(path, max_bytes=_MAX_ANSWER_BYTES))
+    except (FileDamaged, ValueError) as error:
+        if strict:
+            raise error if isinstance(error, FileDamaged) else FileDamaged(path, str(error)) from error
+    return None
 
 
 def values_of(run_dir: RunDir, id_: str, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
@@ -306,9 +302,8 @@ def note_end(run_dir: RunDir, path: RunPath, stage: Stage, *, durably: bool = Tr
     It may be told in two steps: by who has withdrawn it, and by the job.
     """
     record = _refused(run_dir) / f"{id_of(path)}.json"
-    with contextlib.suppress(Exception):  # What is in the file may be why it is refused.
-        if (told := describe(path)) is not None:
-            fields |= {name: getattr(told, name) for name in _KEPT}
+    if (told := describe(path)) is not None:
+        fields |= {name: getattr(told, name) for name in _KEPT}
     with contextlib.suppress(FileDamaged, ValueError):
         if (before := _read_end(record)).stage is stage:
             fields = {name: fields.get(name) or getattr(before, name) for name in _TOLD}
@@ -433,11 +428,11 @@ def id_of(path: RunPath) -> str:
 
 
 def read(
-    path: RunPath, max_bytes: int | None = None, check: Callable[[Update], None] = lambda _update: None
+    path: RunPath, max_bytes: int | None = None, check: Callable[[Submitted], None] = lambda _found: None
 ) -> Submitted:
     """Reads an update from the inbox, with its step and trial; `check` sees its header before its values."""
     content = read_tensor_bytes(
-        path, max_bytes=max_bytes, holes=False, check=lambda outline: check(_submitted(path, outline).update)
+        path, max_bytes=max_bytes, holes=False, check=lambda outline: check(_submitted(path, outline))
     )
     return _submitted(path, parse_tensors(content, path.name))
 
@@ -460,15 +455,6 @@ def _submitted(path: RunPath, file: TensorFile) -> Submitted:
     if reverts is not None and (update.edits or step is not None or trial is not None):
         raise UpdateRefused("A revert has no edits, step or trial of its own", received=repr(update)[:200])
     return Submitted(update, step, trial, reverts, extra.get("forced") is True)
-
-
-def is_plain(path: RunPath) -> bool:
-    """Whether it is neither a trial nor a revert. A file that is not an update is refused when taken."""
-    try:
-        found = _submitted(path, outline_of(path))
-    except Exception:
-        return True
-    return found.trial is None and found.reverts is None
 
 
 def describe(path: RunPath) -> UpdateView | None:
@@ -517,7 +503,7 @@ def take(
     run_dir: RunDir,
     path: RunPath,
     max_bytes: int | None = None,
-    check: Callable[[Update], None] = lambda _update: None,
+    check: Callable[[Submitted], None] = lambda _found: None,
 ) -> Submitted | None:
     """Reads an update that the job will propose: `withdraw` cannot remove it any more.
 

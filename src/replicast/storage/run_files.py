@@ -156,21 +156,17 @@ def _decoded(kind: type[_Record], content: bytes) -> _Record:
 
 def append_metrics(
     run_dir: RunDir,
-    *measured: tuple[int, float, Mapping[str, float]],
+    *measured: tuple[int, float, Mapping[str, float], *tuple[Sequence[str], ...]],
     file: str = METRICS,
-    running: Sequence[str] = (),
 ) -> None:
-    """Appends a line for each step, its time and its values. Those of `running` are of the epoch so far."""
+    """Appends a line for each: step, time, values, and the names of those that are of the epoch so far."""
     rows = list[dict[str, Any]]()
-    for step, at, values in measured:  # Seven digits tell a float32, and microseconds a step.
-        numbers = {
-            name.encode(errors="backslashreplace").decode(): json_value(float(f"{value:.7g}"))
-            for name, value in values.items()
-        }
+    for step, at, values, *running in measured:  # Seven digits tell a float32, and microseconds a step.
+        numbers = {name: json_value(float(f"{value:.7g}")) for name, value in values.items()}
         rows.append({"step": step, "time": round(at, 6), "values": numbers})
-        if running:
-            rows[-1]["running"] = running
-    append_line(below(run_dir) / file, msgspec.json.Encoder().encode_lines(rows)[:-1])
+        if any(running):
+            rows[-1]["running"] = running[0]
+    append_line(below(run_dir) / file, b"\n".join(map(json_line, rows)))
 
 
 def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:

@@ -212,8 +212,8 @@ class Guard:
     Attributes:
         max_norm: The maximum L2 norm of the change of a variable.
         max_relative_change: The maximum norm of the change divided by the norm of the value; for row edits,
-            of the touched rows. Any change to an all-zero value is too large. Between a learning rate and a
-            multiple of its schedule, which is below 0, it is not measured.
+            of the touched rows. Any change to an all-zero value is too large. A learning rate is not measured
+            where there is nothing to compare it with: in place of a schedule, and -1, which gives it back.
         allow: Shell patterns (`*/bias`) of the full names that may be changed. Empty: all.
         deny: Patterns of names that may not be changed, even if they are allowed.
         require_finite: Refuse NaN and infinity even in an update with `allow_nonfinite=True`.
@@ -279,7 +279,7 @@ class Guard:
             if self.max_relative_change is not None:
                 if is_rate(schema.resolve(name)) and math.isfinite(change):
                     after = functools.reduce(lambda value, edit: apply_edit(edit, value), several, live())
-                    if bool(live() < 0) != bool(after < 0):
+                    if live() < 0 <= after or after == -1:  # in place of a schedule, or given back to it
                         continue
                 size = math.sqrt(sum(_squares(_rows(live(), touched_rows(several)))))
                 relative = 0.0 if change == 0 else math.inf if size == 0 else change / size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,9 @@ import pytest
 from msgspec.structs import replace
 
 from replicast.core.entries import Saved, Stage
+from replicast.replicas import proposals, worker_notes
+from replicast.replicas.position import Training
+from replicast.replicas.proposals import InboxReader
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore, Manifest, saved_of
 from replicast.storage.claims import Fence, read_chain
@@ -23,8 +27,9 @@ from replicast.storage.run_files import FORMAT as RUN_FORMAT
 from replicast.storage.run_files import RunInfo, write_run_info
 from replicast.update.schema import Schema
 from replicast.update.tensorfiles import tensor_chunks
+from replicast.update.trial import Trial
 from replicast.update.update import FORMAT, Update
-from tests.threads import Job, Worker, eventually
+from tests.threads import DEADLINE_SECS, Job, Worker, eventually
 from tests.unit.runtime.playing import scheduled
 from tests.unit.test_inbox import reader_of
 
@@ -53,8 +58,8 @@ def trained(worker: Worker, step: int) -> Mapping[str, Any]:
 def live() -> tuple[list[dict[str, bytes]], str]:
     """The values at the end, and the digest that the workers reported, of a job that had the update live."""
     with Job(2) as job:
-        ticket = scheduled(job.workers[1].session.propose(fix(), at_step=SAVED))
-        scheduled(job.workers[1].session.propose(later(), at_step=LATER))
+        ticket = scheduled(job.workers[1].propose(fix(), at_step=SAVED))
+        scheduled(job.workers[1].propose(later(), at_step=LATER))
         job.train(STEPS, one_step=trained)
         return job.values(), ticket.result(120).digests[0]
 
@@ -65,7 +70,7 @@ def first_job(run: Path) -> CheckpointStore:
     with Job(2, FileJournal(run, fence)) as job:
         schema = job.workers[0].state.schema
         write_run_info(fence, RunInfo(RUN_FORMAT, schema, 2, 0, time.time()))
-        scheduled(job.workers[1].session.propose(later(), at_step=LATER))
+        scheduled(job.workers[1].propose(later(), at_step=LATER))
         job.train(
             STEPS,
             lambda worker, step: worker.save_in_passing() if step == SAVED else None,
@@ -102,8 +107,7 @@ def next_start(
     journal.check_start(saved)
     with Job(2, journal, attempt=attempt, checkpoints=[saved], begins=False) as job:
         reader = reader_of(job)
-        for path in reader.first(run):
-            reader.take(run, path)
+        reader.first(run)
         job.on_all(lambda worker: worker.session.begin())
         job.train(STEPS - saved.step, one_step=trained)
         if answers:
@@ -115,10 +119,10 @@ def test_an_update_that_was_taken_at_a_start_is_not_taken_again_by_another_start
     with Job(1) as job:
         reader = reader_of(job)
         path = inbox.submit(tmp_path, fix())
-        reader.take(tmp_path, path)
+        reader.first(tmp_path)
         os.utime(path.as_path(), ns=(1, 1))  # to be told from the file that was taken
         with mock.patch.object(inbox, "take") as again:
-            reader.take(tmp_path, path)
+            reader.first(tmp_path)
         assert (len(reader._taken), again.called) == (1, False)
 
 
@@ -185,3 +189,66 @@ def test_an_attempt_begins_with_what_waits_up_to_a_trial_or_a_revert(tmp_path: P
     _, applied = next_start(tmp_path)
     assert applied == [(SAVED, "fix"), (LATER, "later"), (STEPS, "planned")]
     assert [one.id for one in inbox.waiting(tmp_path)] == ["undo", "behind"]
+
+
+@pytest.mark.parametrize("bound", ["FIRST_SECS", "FIRST_BYTES"])
+def test_a_start_takes_no_more_than_it_has_time_and_memory_for_and_the_rest_follows_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setattr(proposals, bound, 0)
+    with Job(1, begins=False) as job:
+        reader = reader_of(job)
+        for place, one in enumerate((fix(), later(), Update(id="third").scale("dense/bias", 2.0))):
+            os.utime(inbox.submit(tmp_path, one).as_path(), (place, place))
+        reader.first(tmp_path)
+        assert taken(reader) == ["fix"]
+        job.on_all(lambda worker: worker.session.begin())
+        reader.look(tmp_path, training=True)
+        job.train(2)
+        assert [id_ for _, id_ in job.workers[0].applied] == ["fix", "later", "third"]
+
+
+def taken(reader: InboxReader) -> list[str]:
+    return [inbox.id_of(one.path) for one in reader._taken.values()]
+
+
+@pytest.mark.parametrize("submit", [{"trial": Trial(2)}, {"reverts": 1}], ids=["trial", "revert"])
+def test_a_trial_or_a_revert_is_left_to_the_next_looks_before_its_values_are_read(
+    tmp_path: Path, submit: dict[str, Any]
+) -> None:
+    with Job(1, begins=False) as job:
+        reader = reader_of(job)
+        update = Update(id="later") if "reverts" in submit else later()
+        os.utime(inbox.submit(tmp_path, update, **submit).as_path(), (0, 0))
+        inbox.submit(tmp_path, fix())
+        with mock.patch.object(inbox, "parse_tensors") as values:
+            reader.first(tmp_path)
+        assert (taken(reader), values.called) == ([], False)
+        reader.look(tmp_path, training=True)
+        assert taken(reader) == ["later", "fix"]
+
+
+def test_a_start_does_not_wait_for_a_look_whose_disk_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_notes, "FIRST_SECS", 0)
+    answers, looks = threading.Event(), threading.Event()
+
+    def requests(run_dir: Path) -> list[Any]:
+        looks.set()
+        answers.wait(DEADLINE_SECS)
+        return []
+
+    monkeypatch.setattr(inbox, "requests", requests)
+    with Job(1, begins=False) as job:
+        session = job.workers[0].session
+        keeping = worker_notes.RunFiles(session, tmp_path, Training(session))
+        keeping.start()
+        try:
+            assert looks.wait(DEADLINE_SECS)
+            start = threading.Thread(target=keeping.take_first, daemon=True)
+            start.start()
+            start.join(DEADLINE_SECS)
+            assert not start.is_alive()
+        finally:
+            answers.set()

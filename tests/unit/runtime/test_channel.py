@@ -227,7 +227,7 @@ def test_a_thousand_updates_leave_nothing_in_the_service_and_never_pile_up() -> 
 
         def propose(worker: Worker, step: int) -> None:
             if worker.rank == 1:
-                tickets.extend(worker.session.propose(bias(1.0)) for _ in range(10))
+                tickets.extend(worker.propose(bias(1.0)) for _ in range(10))
                 most[0] = max(most[0], len(job.store.values))
 
         job.train(100, propose)
@@ -248,7 +248,7 @@ def test_what_worker_0_says_to_itself_does_not_go_through_the_service() -> None:
             return put(key, value)
 
         job.workers[0].coordination.put = noting  # type: ignore[method-assign]
-        ticket = job.workers[0].session.propose(bias(1.0))
+        ticket = job.workers[0].propose(bias(1.0))
         job.train(2)
         assert ticket.result(DEADLINE_SECS).sequence == 1
         assert keys
@@ -257,7 +257,7 @@ def test_what_worker_0_says_to_itself_does_not_go_through_the_service() -> None:
 
 def test_a_job_of_one_needs_no_service() -> None:
     with Job(1) as job:
-        ticket = job.workers[0].session.propose(bias(1.0))
+        ticket = job.workers[0].propose(bias(1.0))
         job.train(2)
         assert ticket.result(DEADLINE_SECS).sequence == 1
         assert job.store.values == {}

@@ -72,7 +72,7 @@ def break_the_loop(job: Job) -> None:
 
 def break_the_outbox(job: Job) -> None:
     faults.set_plan([faults.Fault(0, faults.Point.PROPOSE, action=faults.Action.RAISE)])
-    job.workers[1].session.propose(bias(1.0))
+    job.workers[1].propose(bias(1.0))
 
 
 def break_the_release_lane(job: Job) -> None:
@@ -84,7 +84,7 @@ def break_the_release_lane(job: Job) -> None:
         release(parcel_id, reuse=reuse)
 
     job.workers[1].transport.release = broken  # type: ignore[method-assign]
-    job.workers[1].session.propose(bias(math.nan))  # its bytes are given back when it is refused
+    job.workers[1].propose(bias(math.nan))  # its bytes are given back when it is refused
 
 
 def at_a_boundary(worker: Worker, ticket: Ticket) -> None:
@@ -108,7 +108,7 @@ WAITS = [at_a_boundary, at_rest, for_a_ticket]
 def what_a_wait_raises(job: Job, rank: int, wait: Any, then: Callable[[], None]) -> JobFailed:
     """What a training thread raises that waits for an update, for which the others do not come."""
     worker, raised = job.workers[rank], list[JobFailed]()
-    ticket = worker.session.propose(bias(1.0))
+    ticket = worker.propose(bias(1.0))
 
     def act() -> None:
         with pytest.raises(JobFailed) as failed:
@@ -150,7 +150,7 @@ def test_the_death_of_another_worker_ends_every_wait(wait: Any) -> None:
 def test_the_death_of_the_journals_thread_ends_the_job(fail_at: Callable[[str], None]) -> None:
     with Job(2) as job:
         fail_at("verify")
-        job.workers[1].session.propose(bias(1.0))
+        job.workers[1].propose(bias(1.0))
         with pytest.raises(JobFailed, match=r"The background thread 'journal'.*FaultInjected"):
             job.train(1000)
 
@@ -158,7 +158,7 @@ def test_the_death_of_the_journals_thread_ends_the_job(fail_at: Callable[[str], 
 def test_an_error_in_applying_ends_the_worker_and_is_its_own(fail_at: Callable[[str], None]) -> None:
     with Job(1) as job:
         fail_at("apply")
-        job.workers[0].session.propose(bias(1.0))
+        job.workers[0].propose(bias(1.0))
         with pytest.raises(faults.FaultInjected):
             job.train(3)
 
@@ -171,7 +171,7 @@ def test_a_full_disk_refuses_the_update_and_the_job_continues(entry: type[Entry]
     journal = FaultyJournal()
     with Job(2, journal) as job:
         journal.raises[entry] = NotWritten(FULL)
-        bad = job.workers[1].session.propose(bias(1.0, id="bad"))
+        bad = job.workers[1].propose(bias(1.0, id="bad"))
         job.train(3)
         assert FULL in str(refusal(bad))
         computed = job.on_all(
@@ -180,7 +180,7 @@ def test_a_full_disk_refuses_the_update_and_the_job_continues(entry: type[Entry]
         journal.raises[entry] = NotWritten(FULL)
         job.train(3)
         assert FULL in str(refusal(computed[0]))
-        good = job.workers[1].session.propose(bias(2.0, id="bad"))
+        good = job.workers[1].propose(bias(2.0, id="bad"))
         job.train(3)
         assert good.result(DEADLINE_SECS).sequence == 1
         assert [bias_of(worker) for worker in job.workers] == [2.0, 2.0]
@@ -191,13 +191,13 @@ def test_a_receipt_that_cannot_be_written_is_told_all_the_same_also_in_the_next_
     journal = FaultyJournal()
     with Job(2, journal) as job:
         journal.raises[Receipt] = NotWritten(FULL)
-        ticket = job.workers[1].session.propose(bias(1.0, id="fix"))
+        ticket = job.workers[1].propose(bias(1.0, id="fix"))
         job.train(3)
         assert ticket.result(DEADLINE_SECS).stage is Stage.VERIFIED
         job.on_all(lambda worker: worker.session.rest("save"))
         eventually(lambda: job.checkpoints)
     with job.next_attempt() as again:
-        told = again.workers[1].session.propose(bias(1.0, id="fix"))
+        told = again.workers[1].propose(bias(1.0, id="fix"))
         assert told.result(DEADLINE_SECS).sequence == 1
         assert again.workers[0].applied == []
 
@@ -206,7 +206,7 @@ def test_a_write_with_unknown_result_ends_the_job_and_says_so() -> None:
     journal = FaultyJournal()
     with Job(2, journal) as job:
         journal.raises[Committed] = PerhapsWritten("renamed, and not synced")
-        job.workers[1].session.propose(bias(1.0))
+        job.workers[1].propose(bias(1.0))
         with pytest.raises(JobFailed, match="It is unknown whether the journal was written"):
             job.train(1000)
         assert [worker.applied for worker in job.workers] == [[], []]
@@ -214,7 +214,7 @@ def test_a_write_with_unknown_result_ends_the_job_and_says_so() -> None:
 
 def test_an_update_of_the_journal_that_cannot_be_applied_again_ends_the_job() -> None:
     with Job(2) as first:
-        ticket = first.workers[0].session.propose(bias(1.0, id="fix"))
+        ticket = first.workers[0].propose(bias(1.0, id="fix"))
         first.train(3)
         ticket.result(DEADLINE_SECS)
     smaller = Job(2, first.journal, values={"dense/kernel": first.start["dense/kernel"]})

@@ -35,7 +35,7 @@ def test_a_function_runs_once_on_its_source_with_the_live_values() -> None:
             assert set(values) == set(job.start)
             return Update(note="twice").add("dense/bias", values["bias"])
 
-        before = job.workers[0].session.propose(bias(3.0))
+        before = job.workers[0].propose(bias(3.0))
         job.train(2)
         before.result(DEADLINE_SECS)
         tickets = propose_on_all(job, "double", double, source=1)
@@ -106,7 +106,7 @@ def test_a_worker_that_proposes_a_function_after_it_was_decided_is_told(broken: 
 def test_a_function_for_a_later_step_delays_no_worker() -> None:
     with Job(2) as job:
         later = propose_on_all(job, "later", lambda v: {"bias": v["bias"] * 2}, 1, at_step=12)
-        soon = job.workers[0].session.propose(bias(3.0))
+        soon = job.workers[0].propose(bias(3.0))
         job.train(6)
         assert soon.result(DEADLINE_SECS).step <= 6
         assert not later[0].done()
@@ -131,7 +131,7 @@ def for_a_result(session: Session, ticket: Ticket) -> None:
 def test_a_function_that_waits_for_those_who_wait_for_it_is_refused(wait: Any) -> None:
     with Job(2) as job:
         session = job.workers[1].session
-        another = session.propose(bias(1.0, id="later"), at_step=50)
+        another = job.workers[1].propose(bias(1.0, id="later"), at_step=50)
 
         def function(values: object) -> Update:
             wait(session, another)
@@ -151,7 +151,7 @@ def test_a_function_may_propose() -> None:
         inner: list[Ticket] = []
 
         def function(values: Any) -> Any:
-            inner.append(job.workers[1].session.propose(bias(10.0, id="inner")))
+            inner.append(job.workers[1].propose(bias(10.0, id="inner")))
             return {"bias": values["bias"] + 1}
 
         tickets = propose_on_all(job, "outer", function, source=1)
@@ -172,7 +172,7 @@ def test_a_function_that_exits_is_refused_and_the_job_goes_on(error: BaseExcepti
         job.train(3)
         for ticket in tickets:
             assert f"leave raised {type(error).__name__}" in str(refusal(ticket))
-        later = job.workers[0].session.propose(bias(1.0))
+        later = job.workers[0].propose(bias(1.0))
         job.train(2)
         assert later.result(DEADLINE_SECS).sequence == 1
         assert [bias_of(worker) for worker in job.workers] == [1.0, 1.0]
@@ -206,7 +206,7 @@ def test_a_function_that_takes_too_long_is_refused_and_leaves_nothing_behind(loo
         error = refusal(tickets[0])
         assert f"Worker 1 did not compute the update within {QUICK.compute_secs} s" in str(error)
         assert error.worker == 1
-        later = job.workers[0].session.propose(bias(1.0))
+        later = job.workers[0].propose(bias(1.0))
         job.train(3)
         assert later.result(DEADLINE_SECS).sequence == 1
         assert [bias_of(worker) for worker in job.workers] == [1.0, 1.0]

@@ -39,18 +39,18 @@ def journals(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 def test_a_restarted_job_applies_the_journal_again_each_update_at_its_step(journals: Any) -> None:
     def propose(worker: Worker, step: int) -> None:
         if worker.rank == 1 and step in (3, 9):
-            worker.session.propose(bias(float(step), id=f"at-{step}"))
+            worker.propose(bias(float(step), id=f"at-{step}"))
 
     with Job(2, journals(0)) as first:
         first.train(20, propose)
-        scheduled(first.workers[0].session.propose(bias(5.0, id="scheduled"), at_step=30))
+        scheduled(first.workers[0].propose(bias(5.0, id="scheduled"), at_step=30))
         applied = first.workers[0].applied
     with first.next_attempt(journal=journals(1)) as second:
         repeated: list[Ticket] = []
 
         def propose_again(worker: Worker, step: int) -> None:
             if worker.rank == 1 and step == 3:
-                repeated.append(worker.session.propose(bias(3.0, id="at-3")))
+                repeated.append(worker.propose(bias(3.0, id="at-3")))
 
         second.train(35, propose_again)
         assert second.workers[0].applied == [*applied, (30, "scheduled")]
@@ -61,7 +61,7 @@ def test_a_restarted_job_applies_the_journal_again_each_update_at_its_step(journ
 
 def test_open_tickets_of_a_job_that_ends_say_so() -> None:
     with Job(2) as job:
-        ticket = scheduled(job.workers[1].session.propose(bias(1.0), at_step=50))
+        ticket = scheduled(job.workers[1].propose(bias(1.0), at_step=50))
         job.train(3)
     error = pending(ticket)
     assert "The job ended at step 3" in str(error)
@@ -72,7 +72,7 @@ def test_open_tickets_of_a_job_that_ends_say_so() -> None:
 def test_a_group_that_another_one_has_taken_over_ends_and_says_so(tmp_path: Path) -> None:
     with Job(2, FileJournal(tmp_path, Fence(tmp_path, attempt=0))) as job:
         Fence(tmp_path, attempt=1)
-        job.workers[1].session.propose(bias(1.0))
+        job.workers[1].propose(bias(1.0))
         with pytest.raises(JobFailed, match="Another group of workers has taken over"):
             job.train(200)
         assert [worker.applied for worker in job.workers] == [[], []]
@@ -108,9 +108,9 @@ def test_a_trial_that_is_under_way_is_neither_saved_nor_decided() -> None:
 
         def act(worker: Worker, step: int) -> None:
             if worker.rank == 1 and step == 4:
-                tickets.append(scheduled(worker.session.propose(bias(-0.5), 6, Trial(10**6))))
+                tickets.append(scheduled(worker.propose(bias(-0.5), 6, Trial(10**6))))
             if worker.rank == 1 and step == 8:
-                tickets.append(worker.session.propose(bias(2.0, id="behind")))
+                tickets.append(worker.propose(bias(2.0, id="behind")))
                 eventually(lambda: tickets[1].waits_for)
 
         job.train(9, act, one_step=loss_of_bias, closes=False)
@@ -127,7 +127,7 @@ def test_what_is_proposed_when_all_have_left_is_for_the_next_start() -> None:
     with Job(2) as job:
         job.train(2)
         leaving(job)
-        ticket = job.workers[0].session.propose(bias(2.0))
+        ticket = job.workers[0].propose(bias(2.0))
         assert pending(ticket, 0.2).stage in ("proposed", "prepared")
         assert job.journal.history().committed == {}
         assert [bias_of(worker) for worker in job.workers] == [0.0, 0.0]

@@ -30,7 +30,7 @@ def committed(job: Job, ticket: Ticket) -> int:
 
 
 def propose(job: Job, update: Update, rank: int = 0) -> int:
-    return committed(job, job.workers[rank].session.propose(update))
+    return committed(job, job.workers[rank].propose(update))
 
 
 def revert(job: Job, number: int, rank: int = 0, *, forced: bool = False) -> int:
@@ -109,9 +109,8 @@ def test_what_is_reverted_already_is_refused_unless_forced() -> None:
 def test_an_update_that_failed_its_trial_or_does_not_exist_cannot_be_reverted() -> None:
     with Job(2) as job:
         trial = Trial(2, "loss", max_increase=-2.0)
-        session = job.workers[0].session
         job.train(2, one_step=lambda worker, step: {"loss": 1.0}, closes=False)
-        ticket = session.propose(overwriting(), None, trial)
+        ticket = job.workers[0].propose(overwriting(), None, trial)
         job.train(6, one_step=lambda worker, step: {"loss": 1.0})
         assert ticket.result(120).stage == "reverted"
         with pytest.raises(UpdateRefused, match="failed its trial"):

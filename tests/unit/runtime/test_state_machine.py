@@ -113,7 +113,7 @@ class Story:
         at_step = worker.session.step + deed.later if deed.later else None
         match deed.what:
             case "propose" | "wait":
-                ticket = worker.session.propose(update_of(deed), at_step)
+                ticket = worker.propose(update_of(deed), at_step)
                 with self._lock:
                     self.tickets.append((deed, ticket))
                 if deed.what == "wait":

@@ -62,7 +62,7 @@ def test_an_update_is_one_span_with_its_parts_inside(
     journal = FileJournal(tmp_path, Fence(tmp_path, 0)) if durable else None
     with Job(2, journal) as job, trace.get_tracer("script").start_as_current_span("epoch"):
         update = Update(note="too high", author="ana").assign("optimizer/learning_rate", 0.25)
-        receipt_of = job.workers[1].session.propose(update)
+        receipt_of = job.workers[1].propose(update)
         job.train(3)
         receipt = receipt_of.result(DEADLINE_SECS)
     found = by_name(spans)
@@ -90,7 +90,7 @@ def test_the_span_of_a_trial_ends_with_its_decision_and_a_replay_is_no_second_on
     spans: InMemorySpanExporter, tmp_path: Path
 ) -> None:
     with Job(2, FileJournal(tmp_path, Fence(tmp_path, 0))) as job:
-        ticket = scheduled(job.workers[0].session.propose(bias(5.0), at_step=4, trial=Trial(steps=3)))
+        ticket = scheduled(job.workers[0].propose(bias(5.0), at_step=4, trial=Trial(steps=3)))
         job.train(12, one_step=loss_of_bias)
         assert ticket.result(DEADLINE_SECS).stage == "reverted"
     attributes: Any = by_name(spans)["replicast.update"].attributes
@@ -109,7 +109,7 @@ def test_without_the_package_nothing_is_told(
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)  # as if it were not installed
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with Job(2) as job:
-        ticket = job.workers[0].session.propose(bias(1.0))
+        ticket = job.workers[0].propose(bias(1.0))
         job.train(2)
         assert ticket.result(DEADLINE_SECS).stage == "verified"
     assert not spans.get_finished_spans()
@@ -124,7 +124,7 @@ def test_a_tracer_that_fails_is_reported_once_and_updates_are_verified(
 
     monkeypatch.setattr(trace, "get_tracer", broken)
     with Job(2) as job:
-        tickets = [job.workers[0].session.propose(bias(1.0)) for _ in range(2)]
+        tickets = [job.workers[0].propose(bias(1.0)) for _ in range(2)]
         job.train(4)
         assert [ticket.result(DEADLINE_SECS).stage for ticket in tickets] == ["verified"] * 2
         assert np.all(job.workers[1].state.values["dense/bias"] == 2.0)

@@ -51,7 +51,7 @@ class Run:
 
         def act(worker: Worker) -> None:
             if worker.rank == rank:
-                self.tickets.append(scheduled(worker.session.propose(update, at_step, trial)))
+                self.tickets.append(scheduled(worker.propose(update, at_step, trial)))
 
         return act
 
@@ -123,7 +123,7 @@ def test_what_is_proposed_in_a_trial_waits_for_its_end_in_its_order_and_says_so(
 
         def others(worker: Worker) -> None:
             if worker.rank == 2:
-                run.tickets += [worker.session.propose(bias(float(n), id=f"other-{n}")) for n in (2, 3)]
+                run.tickets += [worker.propose(bias(float(n), id=f"other-{n}")) for n in (2, 3)]
                 eventually(lambda: all(ticket.waits_for for ticket in run.tickets[1:]))
                 waits_for.extend(ticket.waits_for for ticket in run.tickets[1:])
 
@@ -156,7 +156,7 @@ def test_a_trial_that_cannot_be_judged_is_refused(trial: Trial, steps: int, loss
     with Job(2) as job:
         run = Run(job, losses(lambda worker, step: loss))
         run.train(steps)
-        ticket = job.workers[1].session.propose(bias(1.0), trial=trial)
+        ticket = job.workers[1].propose(bias(1.0), trial=trial)
         job.on_all(lambda worker: worker.session.rest("close"))
         error = refusal(ticket)
         assert said in str(error)
@@ -274,7 +274,7 @@ def test_what_each_step_measured_is_found_in_running_means(per_boundary: int) ->
 
 def test_every_boundary_is_told_once_with_its_own_values_where_the_logs_have_means() -> None:
     values = [float(value) for value in np.random.default_rng(1).normal(2.0, 1.0, 600)]
-    measures, told = RecentMetrics(), list[tuple[int, float, dict[str, float]]]()
+    measures, told = RecentMetrics(), list[tuple[int, float, dict[str, float], list[str]]]()
     measures.means = {"loss": True, "auc": False}
     for step, batches, mean in running_means(values, 200, 1):
         measures.batches = batches
@@ -283,10 +283,13 @@ def test_every_boundary_is_told_once_with_its_own_values_where_the_logs_have_mea
             told += measures.take()
     measures.add(600, {"val_loss": 3.0})
     told += measures.take()
-    assert [step for step, _, _ in told] == [*range(1, 601), 600]
+    assert [step for step, _, _, _ in told] == [*range(1, 601), 600]
     assert told[-1][2] == {"val_loss": 3.0}
-    assert [one["loss"] for _, _, one in told[:-1]] == pytest.approx(values)
+    assert [one["loss"] for _, _, one, _ in told[:-1]] == pytest.approx(values)
     assert told[199][2]["auc"] == pytest.approx(np.mean(values[:200]))
+    assert told[199][3] == ["auc"]
+    measures.note(601, 1, {"auc": 0.5})
+    assert [running for _, _, _, running in measures.take()] == [[]], "of a custom loop after this fit"
 
 
 def test_a_short_batch_at_the_end_of_an_epoch_counts_by_its_rows() -> None:
@@ -299,8 +302,8 @@ def test_a_short_batch_at_the_end_of_an_epoch_counts_by_its_rows() -> None:
             mean = np.average(own[:done], weights=rows[:done])
             measures.note(5 * epoch + done, 1, {"loss": mean, "raw": own[done - 1]})
     told = list(measures.take())
-    assert [values["loss"] for _, _, values in told] == pytest.approx(2 * own)
-    assert [values["raw"] for _, _, values in told] == 2 * own
+    assert [values["loss"] for _, _, values, _ in told] == pytest.approx(2 * own)
+    assert [values["raw"] for _, _, values, _ in told] == 2 * own
     assert measures.before("loss", 2) == pytest.approx(5.0)
     assert measures.before("raw", 2) == 5.0
 
@@ -314,7 +317,7 @@ def test_each_mean_is_over_its_own_count_and_without_one_it_is_the_value_of_the_
         measures.batches, measures.counts = done, {name: of[:done] for name, of in weights.items()}
         logs = {name: np.dot(own[:done], of[:done]) / max(1, sum(of[:done])) for name, of in weights.items()}
         measures.note(done, 1, {**logs, "unused": own[done - 1], "uncounted": np.mean(own[:done])})
-    told = [values for _, _, values in measures.take()]
+    told = [values for _, _, values, _ in measures.take()]
     for name in ("loss", "level", "unused", "uncounted"):
         assert [values[name] for values in told] == pytest.approx(own), name
     assert [values.get("late") for values in told] == [0.0, pytest.approx(4.0), pytest.approx(3.0), None]
@@ -326,7 +329,7 @@ def test_a_mean_that_is_reset_in_each_step_is_the_value_of_the_step() -> None:
     for step, (value, count) in enumerate([(2.0, 8), (4.0, 8), (3.0, 2)], 1):
         measures.batches, measures.counts = step, {"loss": [count]}
         measures.note(step, 1, {"loss": value})
-    assert [values["loss"] for _, _, values in measures.take()] == [2.0, 4.0, 3.0]
+    assert [values["loss"] for _, _, values, _ in measures.take()] == [2.0, 4.0, 3.0]
 
 
 def test_a_trial_on_what_is_no_mean_over_the_epoch_is_refused_in_fit_and_taken_in_a_custom_loop() -> None:
@@ -406,7 +409,7 @@ def test_the_learning_rate_is_among_the_metrics_where_it_has_changed_and_no_tria
     for step, rate in enumerate([0.1, None, 0.1, 0.05, None]):  # None: it was not looked at.
         measures.batches = step + 1
         measures.note(step, 1, {"loss": 1.0}, rate)
-    assert [told.get("learning_rate") for _, _, told in measures.take()] == [
+    assert [told.get("learning_rate") for _, _, told, _ in measures.take()] == [
         0.1, None, None, 0.05, None,
     ]  # fmt: skip
     assert measures.rate == 0.05

@@ -31,7 +31,7 @@ def test_two_proposals_of_one_worker_are_decided_in_order_whatever_their_size() 
         def propose(worker: Worker, step: int) -> None:
             if worker.rank == 1 and step <= 10:
                 large = Update().assign("dense/kernel", np.full((4, 3), step, np.float32))
-                tickets.extend([worker.session.propose(large), worker.session.propose(bias(1.0))])
+                tickets.extend([worker.propose(large), worker.propose(bias(1.0))])
 
         job.train(20, propose)
         sequences = [ticket.result(DEADLINE_SECS).sequence for ticket in tickets]
@@ -41,8 +41,8 @@ def test_two_proposals_of_one_worker_are_decided_in_order_whatever_their_size() 
 
 def test_a_receipt_says_what_has_changed_on_every_way_to_it(tmp_path: Path) -> None:
     with Job(2, FileJournal(tmp_path, Fence(tmp_path, 0))) as job:
-        rate = job.workers[1].session.propose(Update().assign("optimizer/learning_rate", 0.25))
-        ticket = job.workers[0].session.propose(Update().add("dense/bias", np.full(3, 2.0, np.float32)))
+        rate = job.workers[1].propose(Update().assign("optimizer/learning_rate", 0.25))
+        ticket = job.workers[0].propose(Update().add("dense/bias", np.full(3, 2.0, np.float32)))
         job.train(4)
         (of_rate,), (of_bias,) = (one.result(DEADLINE_SECS).effects or () for one in (rate, ticket))
     assert str(of_rate) == "0.1 → 0.25"
@@ -58,7 +58,7 @@ def test_what_cannot_be_measured_is_applied_all_the_same(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("replicast.replicas.replica.effects", broken)
     with Job(2) as job:
-        ticket = job.workers[1].session.propose(bias(1.0))
+        ticket = job.workers[1].propose(bias(1.0))
         job.train(2)
         assert not ticket.result(DEADLINE_SECS).effects
         assert [bias_of(worker) for worker in job.workers] == [1.0, 1.0]
@@ -66,7 +66,7 @@ def test_what_cannot_be_measured_is_applied_all_the_same(monkeypatch: pytest.Mon
 
 def test_what_a_guard_lets_through_is_applied_whoever_proposes_it() -> None:
     with Job(2, guard=Guard(max_norm=10.0)) as job:
-        mine, pushed = job.workers[1].session.propose(bias(1.0)), job.push(bias(2.0))
+        mine, pushed = job.workers[1].propose(bias(1.0)), job.push(bias(2.0))
         job.train(4)
         assert {mine.result(DEADLINE_SECS).sequence, job.outcomes[pushed].outcome.sequence} == {1, 2}
         assert [bias_of(worker) for worker in job.workers] == [3.0, 3.0]
@@ -74,14 +74,14 @@ def test_what_a_guard_lets_through_is_applied_whoever_proposes_it() -> None:
 
 def test_too_much_is_refused_with_its_bound_whoever_proposes_it_and_nothing_changes() -> None:
     with Job(2, guard=Guard(max_norm=99.0, max_relative_change=0.5, deny=["*/learning_rate"])) as job:
-        session, before = job.workers[1].session, job.values()
+        worker, before = job.workers[1], job.values()
         nan = Update(allow_nonfinite=True).add("dense/kernel", np.full((4, 3), np.nan, np.float32))
         too_much = {
-            "max_norm": session.propose(bias(100.0)),
-            "max_relative_change": session.propose(Update().scale("dense/kernel", 3.0), at_step=3),
-            "deny": session.propose(Update().assign("optimizer/learning_rate", 0.5)),
-            "require_finite": session.propose(nan),
-            "Received: 2, 4 times the bound": session.proposals.propose_function(
+            "max_norm": worker.propose(bias(100.0)),
+            "max_relative_change": worker.propose(Update().scale("dense/kernel", 3.0), at_step=3),
+            "deny": worker.propose(Update().assign("optimizer/learning_rate", 0.5)),
+            "require_finite": worker.propose(nan),
+            "Received: 2, 4 times the bound": worker.session.proposals.propose_function(
                 "f", lambda values: {"dense/kernel": values["dense/kernel"] * np.float32(-1)}, 1, None
             ),
         }
@@ -106,13 +106,13 @@ def test_an_unexpected_error_in_preparing_refuses_that_update_and_the_job_contin
     with Job(2) as job:
         receive = job.workers[1].transport.receive
         failing(job.workers[1], ZeroDivisionError("of the test"))
-        bad = job.workers[0].session.propose(bias(1.0))
+        bad = job.workers[0].propose(bias(1.0))
         job.train(3)
         error = refusal(bad)
         assert "ZeroDivisionError: of the test" in error.problem
         assert error.worker == 1
         job.workers[1].transport.receive = receive  # type: ignore[method-assign]
-        good = job.workers[0].session.propose(bias(2.0))
+        good = job.workers[0].propose(bias(2.0))
         job.train(3)
         assert good.result(DEADLINE_SECS).sequence == 1
 
@@ -125,10 +125,10 @@ def test_an_unexpected_error_in_publishing_refuses_that_update_and_the_job_conti
             raise OSError(28, "No space left on device")
 
         job.workers[1].transport.publish = broken  # type: ignore[method-assign]
-        bad = job.workers[1].session.propose(bias(1.0))
+        bad = job.workers[1].propose(bias(1.0))
         assert "No space left" in str(refusal(bad))
         job.workers[1].transport.publish = publish  # type: ignore[method-assign]
-        good = job.workers[1].session.propose(bias(2.0))
+        good = job.workers[1].propose(bias(2.0))
         job.train(3)
         assert good.result(DEADLINE_SECS).sequence == 1
 
@@ -144,7 +144,7 @@ def test_bytes_that_were_changed_on_their_way_are_refused_by_a_worker_that_notic
             return receive(*arguments)
 
         job.workers[0].transport.receive = damaging  # type: ignore[method-assign]
-        ticket = job.workers[1].session.propose(bias(1.0))
+        ticket = job.workers[1].propose(bias(1.0))
         job.train(5)
         assert refusal(ticket).worker in (0, 1)
         assert [worker.applied for worker in job.workers] == [[], []]
@@ -153,25 +153,25 @@ def test_bytes_that_were_changed_on_their_way_are_refused_by_a_worker_that_notic
 def test_the_same_id_with_the_same_content_is_applied_once_and_all_get_the_receipt() -> None:
     with Job(2) as job:
         tickets = [
-            worker.session.propose(bias(1.0, id="fix").labelled(f"author {worker.rank}", f"{worker.rank}"))
+            worker.propose(bias(1.0, id="fix").labelled(f"author {worker.rank}", f"{worker.rank}"))
             for worker in job.workers
         ]
         job.train(10)
         first, second = (ticket.result(DEADLINE_SECS) for ticket in tickets)
         assert first == second
-        later = job.workers[1].session.propose(bias(1.0, id="fix"))
+        later = job.workers[1].propose(bias(1.0, id="fix"))
         assert later.result(DEADLINE_SECS) == first
         assert len(job.workers[0].applied) == 1
 
 
 def test_the_same_id_with_other_content_is_refused_and_the_first_one_stays() -> None:
     with Job(2) as job:
-        first = scheduled(job.workers[1].session.propose(bias(1.0, id="fix"), at_step=6))
-        on_its_way = job.workers[1].session.propose(bias(2.0, id="fix"))
+        first = scheduled(job.workers[1].propose(bias(1.0, id="fix"), at_step=6))
+        on_its_way = job.workers[1].propose(bias(2.0, id="fix"))
         assert "other content" in str(refusal(on_its_way))
         job.train(8)
         assert first.result(DEADLINE_SECS).step == 6
-        afterwards = job.workers[0].session.propose(bias(3.0, id="fix"))
+        afterwards = job.workers[0].propose(bias(3.0, id="fix"))
         assert "other content" in str(refusal(afterwards))
         assert [bias_of(worker) for worker in job.workers] == [1.0, 1.0]
 
@@ -179,7 +179,7 @@ def test_the_same_id_with_other_content_is_refused_and_the_first_one_stays() -> 
 def test_replicas_that_differ_are_named_in_the_error() -> None:
     with Job(3) as job:
         job.workers[1].state.values["dense/bias"][0] = 7.0
-        ticket = job.workers[0].session.propose(bias(1.0))
+        ticket = job.workers[0].propose(bias(1.0))
         job.train(8)
         with pytest.raises(ReplicasDiverged, match=r"worker 0, 2: \w+; worker 1: ") as diverged:
             ticket.result(DEADLINE_SECS)
@@ -194,8 +194,8 @@ def test_an_update_of_what_may_differ_is_no_divergence() -> None:
             worker.session.replica.may_differ = frozenset({"table/embeddings"})
             worker.state.values["table/embeddings"][:] = worker.rank
         tickets = [
-            job.workers[0].session.propose(Update().scale("table/embeddings", 2.0)),
-            job.workers[0].session.propose(bias(1.0).scale("table/embeddings", 2.0)),
+            job.workers[0].propose(Update().scale("table/embeddings", 2.0)),
+            job.workers[0].propose(bias(1.0).scale("table/embeddings", 2.0)),
         ]
         job.train(3)
         for ticket in tickets:
@@ -225,21 +225,21 @@ def test_what_an_update_assigns_stays_when_the_memory_is_used_again(tmp_path: Pa
 
 def test_no_bytes_stay_in_memory_whatever_came_of_an_update() -> None:
     with Job(3) as job:
-        session = job.workers[1].session
-        tickets = [session.propose(bias(1.0, id="verified")), session.propose(bias(1.0, id="verified"))]
-        tickets.append(job.workers[2].session.propose(bias(1.0, id="verified")))
-        tickets.append(session.propose(bias(9.0, id="verified")))
-        tickets.append(
-            session.propose(Update(id="refused").add("dense/bias", np.full(3, np.nan, np.float32)))
-        )
-        taken_back = scheduled(session.propose(bias(1.0, id="withdrawn"), at_step=50))
+        worker = job.workers[1]
+        tickets = [worker.propose(bias(1.0, id="verified")), worker.propose(bias(1.0, id="verified"))]
+        tickets.append(job.workers[2].propose(bias(1.0, id="verified")))
+        tickets.append(worker.propose(bias(9.0, id="verified")))
+        tickets.append(worker.propose(Update(id="refused").add("dense/bias", np.full(3, np.nan, np.float32))))
+        taken_back = scheduled(worker.propose(bias(1.0, id="withdrawn"), at_step=50))
         pushed = job.push(bias(1.0, id="pushed"))
         twice = job.push(bias(1.0, id="pushed"))
         job.withdraw("withdrawn")
-        computed = session.proposals.propose_function(
+        computed = worker.session.proposals.propose_function(
             "computed", lambda now: {"bias": now["bias"] * 2}, 1, None
         )
-        wrong = session.proposals.propose_function("wrong", lambda now: {"bias": now["kernel"]}, 1, None)
+        wrong = worker.session.proposals.propose_function(
+            "wrong", lambda now: {"bias": now["kernel"]}, 1, None
+        )
         job.train(4)
         job.workers[2].state.values["dense/kernel"][:] = 0
         job.on_all(lambda worker: worker.session.rest("sync", 0))
@@ -261,7 +261,7 @@ def test_no_bytes_stay_in_memory_whatever_came_of_an_update() -> None:
 
 def test_no_bytes_stay_in_memory_when_a_job_ends_in_the_middle() -> None:
     with Job(2) as job:
-        scheduled(job.workers[1].session.propose(bias(1.0), at_step=50))
+        scheduled(job.workers[1].propose(bias(1.0), at_step=50))
         assert job.files()
     assert not job.files()
 
@@ -273,8 +273,8 @@ def test_no_room_for_an_update_is_refused_with_what_is_missing(monkeypatch: pyte
     with Job(2) as job:
         with monkeypatch.context() as patched:
             patched.setattr(os, "posix_fallocate", full)
-            ticket = job.workers[1].session.propose(bias(1.0))
+            ticket = job.workers[1].propose(bias(1.0))
             assert refusal(ticket).worker == 1
-        again = job.workers[1].session.propose(bias(1.0))
+        again = job.workers[1].propose(bias(1.0))
         job.train(3)
         assert again.result(DEADLINE_SECS).sequence == 1

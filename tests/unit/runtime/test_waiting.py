@@ -26,7 +26,7 @@ def test_a_result_can_be_waited_for_in_the_training_thread_when_the_others_rest(
         job.train(3)
 
         def end_of_script(worker: Worker) -> Any:
-            receipt = worker.session.propose(bias(1.0)).result() if worker.rank == 1 else None
+            receipt = worker.propose(bias(1.0)).result() if worker.rank == 1 else None
             worker.session.rest("close")
             return receipt
 
@@ -40,7 +40,7 @@ def test_all_training_threads_may_wait_for_their_own_results_at_one_boundary() -
 
         def wait(worker: Worker, step: int) -> None:
             if step == 3:
-                ticket = worker.session.propose(bias(1.0))
+                ticket = worker.propose(bias(1.0))
                 tickets.append(ticket)
                 # Who has its result trains on: before all are known, the others would have to train first.
                 eventually(lambda: [one.stage for one in tickets] == [Stage.PREPARED] * 3)
@@ -57,7 +57,7 @@ def test_a_training_thread_that_has_to_train_first_is_told_soon() -> None:
         def ask(worker: Worker, step: int) -> None:
             if worker.rank == 1 and step == 3:
                 eventually(lambda: job.workers[0].session.step == 3)  # else it still could stop here
-                told.append(pending(worker.session.propose(bias(1.0))))
+                told.append(pending(worker.propose(bias(1.0))))
 
         job.train(10, ask)
         assert "this thread has to train first" in str(told[0])
@@ -70,7 +70,7 @@ def test_a_time_limit_in_the_training_thread_is_kept_and_training_continues() ->
         def ask(worker: Worker, step: int) -> None:
             if worker.rank == 1 and step == 3:
                 eventually(lambda: job.workers[0].session.step == 3)  # else it still could stop here
-                ticket = worker.session.propose(bias(1.0))
+                ticket = worker.propose(bias(1.0))
                 eventually(lambda: ticket.stage is Stage.PREPARED)
                 until = time.monotonic() + 0.2
                 assert "0.2 s have passed, and it is prepared" in str(pending(ticket, 0.2))
@@ -86,7 +86,7 @@ def test_a_time_limit_that_was_not_waited_for_is_not_said_to_have_passed() -> No
 
         def ask(worker: Worker, step: int) -> None:
             if worker.rank == 1 and step == 3:
-                ticket = scheduled(worker.session.propose(bias(1.0), at_step=9))
+                ticket = scheduled(worker.propose(bias(1.0), at_step=9))
                 said = str(pending(ticket, DEADLINE_SECS))
                 assert "this thread has to train first, and it is scheduled for step 9" in said
 
@@ -97,7 +97,7 @@ def test_a_time_limit_that_was_not_waited_for_is_not_said_to_have_passed() -> No
 def test_another_thread_may_wait_while_the_training_continues() -> None:
     with Job(2) as job:
         receipts: list[Any] = []
-        ticket = scheduled(job.workers[0].session.propose(bias(1.0), at_step=20))
+        ticket = scheduled(job.workers[0].propose(bias(1.0), at_step=20))
         waits = threading.Thread(target=lambda: receipts.append(ticket.result()), daemon=True)
         waits.start()
         job.train(25)
@@ -108,7 +108,7 @@ def test_another_thread_may_wait_while_the_training_continues() -> None:
 
 def test_another_thread_that_waits_is_told_when_its_time_is_up_and_when_the_job_fails() -> None:
     with Job(2) as job:
-        ticket = scheduled(job.workers[0].session.propose(bias(1.0), at_step=20))
+        ticket = scheduled(job.workers[0].propose(bias(1.0), at_step=20))
         assert "0.05 s have passed, and it is scheduled for step 20" in str(pending(ticket, 0.05))
         job.workers[0].die()
         with pytest.raises(JobFailed, match="a worker died"):
@@ -121,7 +121,7 @@ def test_what_is_proposed_before_the_workers_begin_is_waited_for_only_briefly() 
         def script(worker: Worker) -> Ticket | None:
             ticket = None
             if worker.rank == 1:
-                ticket = worker.session.propose(bias(1.0, id="early"))
+                ticket = worker.propose(bias(1.0, id="early"))
                 pending(ticket)
             worker.session.begin()
             return ticket
@@ -174,7 +174,7 @@ def test_what_a_worker_reports_comes_after_what_it_has_proposed_before() -> None
         def act(worker: Worker, step: int) -> None:
             if step == 3:
                 if worker.rank == 1:
-                    worker.session.propose(bias(1.0, id="before"), at_step=50)
+                    worker.propose(bias(1.0, id="before"), at_step=50)
                 worker.save_in_passing()
 
         job.train(6, act)
@@ -232,7 +232,7 @@ WAITS: dict[str, Callable[[Worker], object]] = {
     "sync": lambda worker: worker.session.rest("sync", 0),
     "save": lambda worker: worker.session.rest("save"),
     "audit": lambda worker: worker.session.rest("audit", "warn"),
-    "result": lambda worker: worker.session.propose(bias(1.0, id="mine"), at_step=99).result(DEADLINE_SECS),
+    "result": lambda worker: worker.propose(bias(1.0, id="mine"), at_step=99).result(DEADLINE_SECS),
     "close": lambda worker: worker.session.rest("close"),
 }
 
@@ -247,7 +247,7 @@ def test_a_worker_that_was_interrupted_while_it_waited_for_the_others_does_not_g
     with Job(2) as job:
         is_interrupted, has_heard = threading.Event(), threading.Event()
         if wait == "boundary":
-            job.workers[0].session.propose(bias(2.0, id="theirs"))
+            job.workers[0].propose(bias(2.0, id="theirs"))
             eventually(lambda: job.workers[1].session.is_wanted)
 
         def act(worker: Worker) -> str:

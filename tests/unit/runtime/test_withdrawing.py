@@ -32,7 +32,7 @@ class SlowJournal(MemoryJournal):
 def test_what_is_withdrawn_while_it_is_loaded_from_the_journal_leaves_no_bytes_behind() -> None:
     journal = SlowJournal()
     with Job(2, journal) as job:
-        scheduled(job.workers[0].session.propose(bias(1.0, id="later"), at_step=8))
+        scheduled(job.workers[0].propose(bias(1.0, id="later"), at_step=8))
     journal.is_loading.clear()
     journal.may_load.clear()
     with job.next_attempt() as again:
@@ -41,7 +41,7 @@ def test_what_is_withdrawn_while_it_is_loaded_from_the_journal_leaves_no_bytes_b
         eventually(lambda: ticket in again.outcomes)
         again.train(2)
         journal.may_load.set()
-        again.workers[1].session.propose(bias(2.0, id="next"))
+        again.workers[1].propose(bias(2.0, id="next"))
         again.train(6)
         assert [bias_of(worker) for worker in again.workers] == [2.0, 2.0]
         eventually(lambda: not again.files())
@@ -50,14 +50,14 @@ def test_what_is_withdrawn_while_it_is_loaded_from_the_journal_leaves_no_bytes_b
 def test_a_later_start_does_not_apply_what_was_withdrawn_and_can_withdraw_too(tmp_path: Path) -> None:
     with Job(2, FileJournal(tmp_path, Fence(tmp_path, attempt=0))) as job:
         tickets = [
-            scheduled(job.workers[0].session.propose(bias(10.0**n, id=f"number-{n}"), at_step=8 + n))
+            scheduled(job.workers[0].propose(bias(10.0**n, id=f"number-{n}"), at_step=8 + n))
             for n in range(3)
         ]
         job.withdraw("number-1")
         refusal(tickets[1])
     with job.next_attempt(journal=FileJournal(tmp_path, Fence(tmp_path, attempt=1))) as again:
         again.train(3)
-        waiting = again.workers[1].session.propose(bias(100.0, id="number-2"), at_step=10)
+        waiting = again.workers[1].propose(bias(100.0, id="number-2"), at_step=10)
         again.withdraw("number-2")
         refusal(waiting)
         again.train(10)
@@ -87,14 +87,14 @@ def test_a_worker_that_is_late_does_not_wait_for_the_bytes_of_a_withdrawn_update
 
         quick.session.replica.prepare, late.session.replica.prepare = noting_quick, noting_late
         late.transport.receive = receiving  # type: ignore[method-assign]
-        first = quick.session.propose(bias(1.0, id="first"))
+        first = quick.propose(bias(1.0, id="first"))
         for worker in (quick, late):  # that of worker 1 shows that it has heard of the end of the other one
-            ticket = worker.session.propose(bias(10.0, id=f"of-{worker.rank}"))
+            ticket = worker.propose(bias(10.0, id=f"of-{worker.rank}"))
             eventually(lambda id_=f"of-{worker.rank}": id_ in prepared)
             job.withdraw(f"of-{worker.rank}")
             eventually(lambda ticket=ticket: ticket.stage is Stage.WITHDRAWN)
         goes_on.set()
-        last = quick.session.propose(bias(100.0, id="last"))
+        last = quick.propose(bias(100.0, id="last"))
         job.train(4)
         first.result(DEADLINE_SECS)
         last.result(DEADLINE_SECS)
