@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replicast.training.rows import once_for_each_row
+from replicast.training.rows import adam_rate, once_for_each_row
 
 
 @keras.saving.register_keras_serializable(package="replicast")
@@ -41,12 +41,7 @@ class LazyAdam(keras.optimizers.Adam):
         momentum, velocity = self._momentums[place], self._velocities[place]
         rows = once_for_each_row(gradient)
         values, indices = tf.cast(rows.values, dtype), rows.indices
-
-        step = tf.cast(self.iterations + 1, dtype)
-        bias_1 = 1 - tf.pow(tf.cast(self.beta_1, dtype), step)
-        bias_2 = 1 - tf.pow(tf.cast(self.beta_2, dtype), step)
-        rate = tf.cast(learning_rate, dtype) * tf.sqrt(bias_2) / bias_1
-
+        rate = adam_rate(self, learning_rate, dtype)
         m = self._moved(momentum, indices, values, self.beta_1)
         v = self._moved(velocity, indices, tf.square(values), self.beta_2)
         if self.amsgrad:

@@ -47,6 +47,9 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow import core as keras_core
 from keras.src.backend.tensorflow import numpy as keras_numpy
 
+# Private: whether XLA compiles what is traced. It has no `InplaceUpdate`, and nothing public tells.
+from tensorflow.python.ops import control_flow_util
+
 # Private: the operations behind `tf.random.stateless_...`, which start at a counter. A seed is all that the
 # public functions take.
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as random_ops
@@ -293,7 +296,8 @@ def _adam_step(stock: Callable[..., None]) -> Callable[..., None]:
         is_table = isinstance(gradient, tf.IndexedSlices) and replicated_table(variable) is not None
         # A product with 0 or 1 would be replaced by a constant, or by the moments themselves.
         is_usual = all(1e-6 < beta < 1 - 1e-6 for beta in (self.beta_1, self.beta_2))
-        if not is_table or not is_usual or self.amsgrad:
+        in_xla = control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+        if not is_table or not is_usual or self.amsgrad or in_xla:
             stock(self, gradient, variable, learning_rate)
             return
         dtype, place = variable.dtype, self._get_variable_index(variable)
@@ -311,10 +315,14 @@ def _adam_step(stock: Callable[..., None]) -> Callable[..., None]:
 
         decay(m, values, self.beta_1)
         decay(v, tf.square(values), self.beta_2)
-        step, rate = tf.cast(self.iterations + 1, dtype), tf.cast(learning_rate, dtype)
-        powers = [tf.pow(tf.cast(beta, dtype), step) for beta in (self.beta_1, self.beta_2)]
-        rate = rate * tf.sqrt(1 - powers[1]) / (1 - powers[0])
-        ops = keras.ops
+        rate, ops = adam_rate(self, learning_rate, dtype), keras.ops
         self.assign_sub(variable, ops.multiply(m, rate) / ops.add(ops.sqrt(v), self.epsilon))
 
     return update_step
+
+
+def adam_rate(adam: Any, learning_rate: Any, dtype: Any) -> tf.Tensor:
+    """The learning rate of a step, corrected for moments that started at 0."""
+    step, rate = tf.cast(adam.iterations + 1, dtype), tf.cast(learning_rate, dtype)
+    powers = [tf.pow(tf.cast(beta, dtype), step) for beta in (adam.beta_1, adam.beta_2)]
+    return rate * tf.sqrt(1 - powers[1]) / (1 - powers[0])
