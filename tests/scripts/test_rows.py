@@ -420,6 +420,49 @@ def test_row_wise_adagrad_survives_small_gradients_in_half_precision(dtype: str)
     np.testing.assert_allclose(table.numpy().astype("float32")[:, 0], [1, 0.95, 1], rtol=4e-3)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_many_gradients_of_one_row_are_added_up_in_float32(dtype: str) -> None:
+    many = tf.IndexedSlices(tf.cast(tf.fill([4000, 2], 0.01), dtype), tf.zeros(4000, tf.int32), [3, 2])
+    states = {}
+    for name in ("LazyAdam", "RowWiseAdagrad"):
+        table = keras.Variable(np.zeros((3, 2)), dtype=dtype)
+        optimizer = optimizer_of(name)
+        optimizer.build([table])
+        optimizer.apply([many])
+        states[name] = float(np.ravel(optimizer.variables[2].numpy())[0])
+    assert states == pytest.approx({"LazyAdam": 40 * 0.1, "RowWiseAdagrad": 40**2}, rel=0.01)
+
+
+def half_precision(strategy: Any, name: str) -> list[np.ndarray]:
+    """One step in which every id of every row is the same."""
+    keras.config.set_dtype_policy("bfloat16")
+    with strategy.scope():
+        optimizer = optimizer_of(name)
+    model = embedding_model(strategy, optimizer)
+    ids, y = np.full((4096, IDS), 7, "int32"), np.ones((4096, 1), "float32")
+    model.get_layer("table").embeddings.assign(np.zeros((ROWS, WIDTH)))
+    model.layers[-1].kernel.assign(np.ones(model.layers[-1].kernel.shape))
+    model.fit(ids, y, batch_size=4096, shuffle=False, verbose=0)
+    table = (ROWS, WIDTH), (ROWS,)
+    tables = [v for v in (*model.weights, *optimizer.variables) if tuple(v.shape) in table]
+    return [np.asarray(v.numpy(), "float32")[7] for v in tables]
+
+
+@pytest.mark.parametrize("name", ["SGD", "LazyAdam", "RowWiseAdagrad"])
+def test_a_row_that_is_looked_up_often_moves_in_half_precision(name: str, pool2: Pool) -> None:
+    # The gradient of the loss is -2; each of the 6 ids of a row of the batch adds it, by a kernel of 1.
+    gradient = -2.0 * IDS
+    expected = {
+        "SGD": [-0.05 * gradient],
+        "LazyAdam": [None, 0.1 * gradient, 0.001 * gradient**2],
+        "RowWiseAdagrad": [0.05, gradient**2],
+    }[name]
+    for found in pool2.run(half_precision, name):
+        for value, wanted in zip(found, expected, strict=True):
+            if wanted is not None:
+                np.testing.assert_allclose(value, np.full_like(value, wanted), rtol=0.02)
+
+
 @pytest.mark.parametrize(
     ("options", "problem"), [({"epsilon": 0.0}, "epsilon"), ({"initial_accumulator_value": -1.0}, "negative")]
 )

@@ -45,7 +45,7 @@ from replicast.training.keras_call import (
     optimizer_that_sums,
     replaced,
 )
-from replicast.training.rows import InitialRows, UndecidedSlices, once_for_each_row, once_if_summed
+from replicast.training.rows import SUMMED_AS, InitialRows, UndecidedSlices, once_for_each_row, once_if_summed
 from replicast.training.variables import creator_in_scope, replicated, sharing_seed_generator
 
 logger = logging.getLogger("replicast")
@@ -69,8 +69,6 @@ CARRIERS = {
     tf.uint32: tf.int64,
 }
 _GATHERED_AS = {**CARRIERS, tf.float16: tf.float32, tf.bool: tf.int32}
-# Shared memory: half-precision values are summed in float32, in rank order, and rounded once.
-_SUMMED_AS = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 _NUMBERS = frozenset(np.dtype(code).type for code in "bBhHiIlqLQfdFD")
 _ON_ACCELERATOR = "computes on an accelerator"
 
@@ -92,7 +90,7 @@ class SharedSums:
         for value, mean in zip(values, weighted, strict=True):
             sparse = isinstance(value, tf.IndexedSlices)
             given = value.values if sparse else value
-            sent.append((tf.cast(given, _SUMMED_AS.get(given.dtype, given.dtype)), sparse, mean))
+            sent.append((tf.cast(given, SUMMED_AS.get(given.dtype, given.dtype)), sparse, mean))
             if sparse:
                 sent.append((value.indices, True, False))
         results = iter(self._call(sent, weight))
@@ -213,7 +211,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         return updated
 
     def shared_sums(self, values: Sequence[Any]) -> SharedSums | None:
-        numbers = all(_SUMMED_AS.get(v.dtype, v.dtype).as_numpy_dtype in _NUMBERS for v in values)
+        numbers = all(SUMMED_AS.get(v.dtype, v.dtype).as_numpy_dtype in _NUMBERS for v in values)
         return self.shared if numbers and not tf.executing_eagerly() else None
 
     def transfers_started(self) -> int:

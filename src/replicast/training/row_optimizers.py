@@ -39,8 +39,8 @@ class LazyAdam(keras.optimizers.Adam):
             return
         place, dtype = self._get_variable_index(variable), variable.dtype
         momentum, velocity = self._momentums[place], self._velocities[place]
-        rows = once_for_each_row(gradient)
-        values, indices = tf.cast(rows.values, dtype), rows.indices
+        rows = once_for_each_row(tf.cast(gradient, dtype))
+        values, indices = rows.values, rows.indices
         rate = adam_rate(self, learning_rate, dtype)
         m = self._moved(momentum, indices, values, self.beta_1)
         v = self._moved(velocity, indices, tf.square(values), self.beta_2)
@@ -121,7 +121,7 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
         """Changes a variable, and the accumulators of the rows that the gradient has."""
         dtype, axes = _precise(variable.dtype), list(range(1, len(variable.shape)))
         accumulator = self._accumulators[self._get_variable_index(variable)]
-        rate = tf.cast(learning_rate, dtype)
+        rate, gradient = tf.cast(learning_rate, dtype), tf.cast(gradient, dtype)
 
         def change(values: tf.Tensor, accumulated: tf.Tensor) -> tf.Tensor:
             roots = tf.sqrt(accumulated)
@@ -134,14 +134,13 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
 
         if isinstance(gradient, tf.IndexedSlices):
             rows = once_for_each_row(gradient)
-            values, indices = tf.cast(rows.values, dtype), rows.indices
+            values, indices = rows.values, rows.indices
             accumulated = tf.gather(accumulator.value, indices) + mean_square(values)
             self.assign(accumulator, tf.IndexedSlices(accumulated, indices))
             self.assign_sub(variable, tf.IndexedSlices(change(values, accumulated), indices))
         else:
-            values = tf.cast(gradient, dtype)
-            self.assign_add(accumulator, mean_square(values))
-            self.assign_sub(variable, change(values, tf.convert_to_tensor(accumulator)))
+            self.assign_add(accumulator, mean_square(gradient))
+            self.assign_sub(variable, change(gradient, tf.convert_to_tensor(accumulator)))
 
     def get_config(self) -> dict[str, Any]:
         """The arguments with which the optimizer was created."""

@@ -60,6 +60,9 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from replicast.training.graphs import in_vectorized_map
 from replicast.training.variables import ReplicatedVariable
 
+# Half-precision values are summed in this dtype and rounded once: a sum of many small ones would stand still.
+SUMMED_AS = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
+
 
 def replicated_table(value: Any) -> ReplicatedVariable | None:
     """The variable of the job behind a variable, if its rows can be read one by one.
@@ -93,8 +96,9 @@ def is_written_by_rows(variable: Any) -> bool:
 def once_for_each_row(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """The slices of a row-sparse gradient, with those of the same row added up."""
     indices, places = tf.unique(slices.indices)
-    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
+    precise = tf.cast(slices.values, SUMMED_AS.get(slices.dtype, slices.dtype))
+    values = tf.math.unsorted_segment_sum(precise, places, tf.size(indices))
+    return tf.IndexedSlices(tf.cast(values, slices.dtype), indices, slices.dense_shape)
 
 
 def once_if_summed(gradients: Iterable[Any], optimizer: Any) -> list[Any]:
