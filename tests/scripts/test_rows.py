@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -378,6 +380,20 @@ def test_a_model_with_an_optimizer_of_rows_is_saved_and_loaded_in_plain_keras(
     assert kind == name
     for first, second in zip(before.values(), after.values(), strict=True):
         np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("first", "name"),
+    [("replicast.Strategy()", "LazyAdam"), ("import replicast.optimizers", "RowWiseAdagrad")],
+)
+def test_a_process_that_has_made_no_optimizer_of_rows_loads_a_model_that_has_one(
+    first: str, name: str, plain: Pool, tmp_path: Path
+) -> None:
+    plain.run(saved_and_loaded, str(tmp_path / "model.keras"), name)
+    script = f"""import keras, replicast; {first}
+print(type(keras.models.load_model("model.keras").optimizer).__name__)"""
+    printed = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, stdout=subprocess.PIPE)
+    assert printed.stdout.split() == [name.encode()]
 
 
 def by_hand(name: str) -> tuple[np.ndarray, np.ndarray]:

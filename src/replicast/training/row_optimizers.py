@@ -27,7 +27,8 @@ class LazyAdam(keras.optimizers.Adam):
     Example:
         model.compile(replicast.optimizers.LazyAdam(1e-3), "binary_crossentropy")
 
-    The arguments are those of `keras.optimizers.Adam`.
+    The arguments are those of `keras.optimizers.Adam`. To load a model that was compiled with it, without a
+    `replicast.Strategy`, `import replicast.optimizers` first.
     """
 
     sums_repeated_rows = True
@@ -67,7 +68,8 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
     way. For rows of 64 elements the state takes 1/64 of Adagrad's. A row without a gradient keeps all of its
     bits. The gradients of a row that is looked up several times in a step are added up first. A variable with
     fewer than two dimensions has one accumulator for each element, as in Adagrad. The accumulators of a
-    float16 or bfloat16 variable are float32.
+    float16 or bfloat16 variable are float32. To load a model that was compiled with it, without a
+    `replicast.Strategy`, `import replicast.optimizers` first.
 
     Example:
         model.compile(replicast.optimizers.RowWiseAdagrad(0.01), "binary_crossentropy")
