@@ -65,6 +65,15 @@ class Lookup(keras.layers.Layer):
             case "ragged":
                 ragged = tf.RaggedTensor.from_tensor(ids, padding=0)
                 return ops.take(self.table, ragged, axis=0).to_tensor(shape=[None, IDS, WIDTH])
+            case "tf.gather, ragged ids":
+                return tf.gather(self.table, tf.RaggedTensor.from_tensor(ids)).to_tensor()
+            case "tf.gather_nd":
+                return tf.gather_nd(self.table, ids[..., None])
+            case "tf.map_fn":
+                rows = tf.TensorSpec((IDS, WIDTH))
+                return tf.map_fn(lambda row: tf.gather(self.table, row), ids, fn_output_signature=rows)
+            case "tf.recompute_grad":
+                return tf.recompute_grad(lambda ids: ops.take(self.table, ids, axis=0))(ids)
             case "tf.nn.embedding_lookup_sparse":
                 return tf.nn.embedding_lookup_sparse(self.table.value, tf.sparse.from_dense(ids), None)
             case "tf.vectorized_map":
@@ -80,7 +89,10 @@ WAYS = (
 )
 MIXED = ("ops.take", "tf.gather of TensorFlow's variable", "ragged")
 """Where a table that is cast, a variable that is not, and what is neither could differ."""
-READING = ("tf.vectorized_map", "tf.nn.embedding_lookup_sparse")
+READING = (
+    *("tf.vectorized_map", "tf.nn.embedding_lookup_sparse", "tf.gather, ragged ids", "tf.gather_nd"),
+    *("tf.map_fn", "tf.recompute_grad"),
+)
 
 
 def uses_of(graph: Any, variable: Any) -> set[str]:
@@ -100,12 +112,13 @@ def trained_with(strategy: Any, ways: tuple[str, ...], optimizer: str, policy: s
         model.compile(optimizer_of(optimizer), "mse")
     ids, y = batch()
     model.fit(ids, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
-    if strategy.size > 1 and ways != READING:
-        for lookup in lookups:
-            assert lookup.graphs, "no step was traced"
-            for graph in lookup.graphs:
-                uses = uses_of(graph, lookup.table)
-                assert uses == {"ResourceGather", "ResourceScatterNdSub"}, lookup.how
+    for lookup in lookups if strategy.size > 1 else ():
+        assert lookup.graphs, "no step was traced"
+        for graph in lookup.graphs:
+            uses = uses_of(graph, lookup.table)
+            assert (uses == {"ResourceGather", "ResourceScatterNdSub"}) == (lookup.how not in READING), (
+                f"{lookup.how}: {uses}"
+            )
     return weights(model)
 
 

@@ -21,8 +21,9 @@ accumulator. So, for the variables of a `replicast.Strategy`:
                  slice: see `replicas/job_audits.py`.
 
 What is left as it is, right and slow: a lookup along another axis, of a table that a layer computes (LoRA,
-quantization), with sparse indices, by `tf.nn.embedding_lookup`, in `tf.vectorized_map` or `stateless_call`; a
-regularizer or a constraint of the table.
+quantization), with sparse indices, by `tf.gather` with ragged ones, by `tf.gather_nd` or
+`tf.nn.embedding_lookup`, in a loop, `tf.vectorized_map`, `stateless_call` or what is recomputed for the
+gradient; a regularizer or a constraint of the table.
 
 Replaced in Keras, because there is no hook: `take` of the backend, `Variable.sparse_read`, which `tf.gather`
 looks for, `update_step` of Adagrad and Adam, and `assign`, `assign_add` and `assign_sub` of all optimizers:
