@@ -137,6 +137,17 @@ def test_lookups_that_read_the_table_have_the_slices_of_plain_keras(pool2: Pool,
     assert_same_as_plain_keras(pool2, plain, trained_with, READING, "Adagrad", "float32")
 
 
+def looked_up_by_int16(strategy: Any) -> list[np.ndarray]:
+    ids = tf.constant(batch()[0], tf.int16)
+    with strategy.scope():
+        table = keras.Variable(np.arange(ROWS * WIDTH, dtype="float32").reshape(ROWS, WIDTH))
+    return [np.asarray(ops.take(table, ids - 1, axis=0)), np.asarray(tf.gather(table, ids))]
+
+
+def test_int16_ids_look_rows_up_as_in_plain_keras(pool1: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool1, plain, looked_up_by_int16)
+
+
 def embedding_model(strategy: Any, optimizer: Any, **compiled: Any) -> keras.Model:
     with strategy.scope():
         inputs = keras.Input((IDS,), dtype="int32")
