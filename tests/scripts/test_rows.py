@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -346,6 +348,28 @@ def test_training_on_a_table_has_the_numbers_of_plain_keras_and_sends_each_row_o
         wanted, other = (11, slices) if once else (slices, 11)
         assert sum(one.count(wanted) for one in lengths) >= 2, lengths  # the values and their indices
         assert not any(other in one for one in lengths), lengths
+
+
+def decisions_that_outlive_their_model(strategy: Any) -> tuple[int, int]:
+    """How many variables that a custom step reads there are with its model, and without."""
+    made, make = [], rows.ResourceVariable
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        variable = make(*args, **kwargs)
+        made.append(weakref.ref(variable))
+        return variable
+
+    with mock.patch.object(rows, "ResourceVariable", noting):
+        train(strategy, "custom step", "SGD", *batch(16))
+    keras.backend.clear_session()
+    gc.collect()
+    return len(made), sum(one() is not None for one in made)
+
+
+def test_what_a_custom_step_decides_goes_with_its_model(pool2: Pool) -> None:
+    for made, left in pool2.run(decisions_that_outlive_their_model):
+        assert made
+        assert not left
 
 
 def uses_of_tables(strategy: Any, name: str, options: dict[str, Any]) -> set[str]:

@@ -179,7 +179,6 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         self._receive_parts: Callable[[Any], None] | None = None  # of the variable that is being created
         self.alone = False  # whether a step runs that is written for one process, and must see one replica
         self.variables_created = 0  # in the scope
-        self.decisions: list[Any] = []  # variables that graphs read: see `UndecidedSlices`
         super().__init__(container, cluster_resolver, options)
         if len(self.worker_devices) != 1:
             raise NotSupported(
