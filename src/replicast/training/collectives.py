@@ -552,19 +552,7 @@ def sum_over_workers(
         if kind is SliceKind.ROWS:
             return total
         lengths = all_gather(tf.reshape(tf.size(part.indices), [1]))
-
-        def lists_are_equal() -> tf.Tensor:
-            # Repeated indices may be ids from the batch that happen to be equal on all workers.
-            lists = tf.reshape(total.indices, [workers, -1])
-            distinct = tf.size(tf.unique(lists[0])[0]) == tf.size(lists[0])
-            return tf.reduce_all(lists == lists[0]) & distinct
-
-        values, indices = tf.cond(
-            tf.cond(tf.reduce_all(lengths == lengths[0]), lists_are_equal, lambda: tf.constant(False)),
-            lambda: (once_for_each_row(total).values, once_for_each_row(total).indices),
-            lambda: (total.values, total.indices),
-        )
-        return tf.IndexedSlices(values, indices, part.dense_shape)
+        return _one_list_if_equal(total, workers, lengths)
 
     def joined(wholes: list[Any]) -> Any:
         if len(wholes) == 1:
@@ -595,12 +583,15 @@ def _lookups(value: Any) -> list[tuple[SliceKind, Any]]:
     return list(zip(kinds, parts, strict=True))
 
 
-def _one_list_if_equal(slices: tf.IndexedSlices, workers: int) -> tf.IndexedSlices:
+def _one_list_if_equal(
+    slices: tf.IndexedSlices, workers: int, lengths: tf.Tensor | None = None
+) -> tf.IndexedSlices:
     """Adds the workers' slices one by one if all workers have the same indices; otherwise returns them all.
 
     For custom training loops without `strategy.run`: the indices are equal if every worker computes the whole
-    batch. Unlike UNKNOWN above, this accepts repeated indices, which a whole batch may have, and needs no
-    transfer. All workers see all slices, so all decide alike.
+    batch. They may repeat, as a whole batch may have them, and no transfer is needed: all workers see all
+    slices, so all decide alike. For UNKNOWN above, with the lengths of the workers' lists, they must not
+    repeat: they may be ids from the batch that happen to be equal on all workers.
     """
     length = tf.shape(slices.indices)[0] // workers
 
@@ -610,9 +601,11 @@ def _one_list_if_equal(slices: tf.IndexedSlices, workers: int) -> tf.IndexedSlic
         )
 
     table = lists(slices.indices)
-    whole = workers * length == tf.shape(slices.indices)[0]
+    equal = (workers * length == tf.shape(slices.indices)[0]) & tf.reduce_all(table == table[0])
+    if lengths is not None:
+        equal &= tf.reduce_all(lengths == lengths[0]) & (tf.size(tf.unique(table[0])[0]) == length)
     values, indices = tf.cond(
-        whole & tf.reduce_all(table == table[0]),
+        equal,
         lambda: (tf.reduce_sum(lists(slices.values), axis=0), table[0]),
         lambda: (slices.values, slices.indices),
     )

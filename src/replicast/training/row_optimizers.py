@@ -124,25 +124,20 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
         dtype, axes = _precise(variable.dtype), list(range(1, len(variable.shape)))
         accumulator = self._accumulators[self._get_variable_index(variable)]
         rate, gradient = tf.cast(learning_rate, dtype), tf.cast(gradient, dtype)
-
-        def change(values: tf.Tensor, accumulated: tf.Tensor) -> tf.Tensor:
-            roots = tf.sqrt(accumulated)
-            if axes:
-                roots = tf.reshape(roots, [-1, *[1] * len(axes)])
-            return rate * values / (roots + self.epsilon)
-
-        def mean_square(values: tf.Tensor) -> tf.Tensor:
-            return tf.reduce_mean(tf.square(values), axes) if axes else tf.square(values)
-
+        indices, values, before = None, gradient, accumulator.value
         if isinstance(gradient, tf.IndexedSlices):
             rows = once_for_each_row(gradient)
-            values, indices = rows.values, rows.indices
-            accumulated = tf.gather(accumulator.value, indices) + mean_square(values)
-            self.assign(accumulator, tf.IndexedSlices(accumulated, indices))
-            self.assign_sub(variable, tf.IndexedSlices(change(values, accumulated), indices))
-        else:
-            self.assign_add(accumulator, mean_square(gradient))
-            self.assign_sub(variable, change(gradient, tf.convert_to_tensor(accumulator)))
+            indices, values = rows.indices, rows.values
+            before = tf.gather(before, indices)
+        accumulated = before + tf.reduce_mean(tf.square(values), axes)
+        roots = tf.sqrt(accumulated)[(..., *[tf.newaxis] * len(axes))]
+        change = rate * values / (roots + self.epsilon)
+
+        def in_rows(new: tf.Tensor) -> Any:
+            return new if indices is None else tf.IndexedSlices(new, indices)
+
+        self.assign(accumulator, in_rows(accumulated))
+        self.assign_sub(variable, in_rows(change))
 
     def get_config(self) -> dict[str, Any]:
         """The arguments with which the optimizer was created."""
