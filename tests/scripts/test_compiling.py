@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 from keras import ops
 
@@ -31,6 +32,20 @@ def frozen_and_compiled_again(strategy: Any, **compiled: Any) -> Any:
 @same_as_plain_keras("pool1")
 def test_a_model_that_xla_compiles_trains_as_in_plain_keras_on_one_worker(strategy: Any) -> Any:
     return frozen_and_compiled_again(strategy, optimizer="adam", loss="mse", jit_compile=True)
+
+
+@same_as_plain_keras("pool1")
+def test_a_table_that_adam_trains_and_xla_compiles_trains_as_in_plain_keras_on_one_worker(
+    strategy: Any,
+) -> Any:
+    ids, y = np.arange(32).reshape(16, 2) % 7, data(16, 3, 1)[1]
+    with strategy.scope():
+        table = keras.layers.Embedding(10, 3)
+        model = keras.Sequential([keras.Input((2,), dtype="int32"), table, keras.layers.Flatten()])
+        model.add(keras.layers.Dense(1))
+        model.compile("adam", "mse", jit_compile=True)
+    model.fit(ids, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return weights(model)
 
 
 @same_as_plain_keras("pool2")

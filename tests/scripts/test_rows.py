@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,6 +67,15 @@ class Lookup(keras.layers.Layer):
             case "ragged":
                 ragged = tf.RaggedTensor.from_tensor(ids, padding=0)
                 return ops.take(self.table, ragged, axis=0).to_tensor(shape=[None, IDS, WIDTH])
+            case "tf.gather, ragged ids":
+                return tf.gather(self.table, tf.RaggedTensor.from_tensor(ids)).to_tensor()
+            case "tf.gather_nd":
+                return tf.gather_nd(self.table, ids[..., None])
+            case "tf.map_fn":
+                rows = tf.TensorSpec((IDS, WIDTH))
+                return tf.map_fn(lambda row: tf.gather(self.table, row), ids, fn_output_signature=rows)
+            case "tf.recompute_grad":
+                return tf.recompute_grad(lambda ids: ops.take(self.table, ids, axis=0))(ids)
             case "tf.nn.embedding_lookup_sparse":
                 return tf.nn.embedding_lookup_sparse(self.table.value, tf.sparse.from_dense(ids), None)
             case "tf.vectorized_map":
@@ -78,7 +91,10 @@ WAYS = (
 )
 MIXED = ("ops.take", "tf.gather of TensorFlow's variable", "ragged")
 """Where a table that is cast, a variable that is not, and what is neither could differ."""
-READING = ("tf.vectorized_map", "tf.nn.embedding_lookup_sparse")
+READING = (
+    *("tf.vectorized_map", "tf.nn.embedding_lookup_sparse", "tf.gather, ragged ids", "tf.gather_nd"),
+    *("tf.map_fn", "tf.recompute_grad"),
+)
 
 
 def uses_of(graph: Any, variable: Any) -> set[str]:
@@ -98,12 +114,13 @@ def trained_with(strategy: Any, ways: tuple[str, ...], optimizer: str, policy: s
         model.compile(optimizer_of(optimizer), "mse")
     ids, y = batch()
     model.fit(ids, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
-    if strategy.size > 1 and ways != READING:
-        for lookup in lookups:
-            assert lookup.graphs, "no step was traced"
-            for graph in lookup.graphs:
-                uses = uses_of(graph, lookup.table)
-                assert uses == {"ResourceGather", "ResourceScatterNdSub"}, lookup.how
+    for lookup in lookups if strategy.size > 1 else ():
+        assert lookup.graphs, "no step was traced"
+        for graph in lookup.graphs:
+            uses = uses_of(graph, lookup.table)
+            assert (uses == {"ResourceGather", "ResourceScatterNdSub"}) == (lookup.how not in READING), (
+                f"{lookup.how}: {uses}"
+            )
     return weights(model)
 
 
@@ -120,6 +137,17 @@ def test_lookups_in_mixed_precision_read_no_table_and_are_close_to_plain_keras(
 
 def test_lookups_that_read_the_table_have_the_slices_of_plain_keras(pool2: Pool, plain: Pool) -> None:
     assert_same_as_plain_keras(pool2, plain, trained_with, READING, "Adagrad", "float32")
+
+
+def looked_up_by_int16(strategy: Any) -> list[np.ndarray]:
+    ids = tf.constant(batch()[0], tf.int16)
+    with strategy.scope():
+        table = keras.Variable(np.arange(ROWS * WIDTH, dtype="float32").reshape(ROWS, WIDTH))
+    return [np.asarray(ops.take(table, ids - 1, axis=0)), np.asarray(tf.gather(table, ids))]
+
+
+def test_int16_ids_look_rows_up_as_in_plain_keras(pool1: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool1, plain, looked_up_by_int16)
 
 
 def embedding_model(strategy: Any, optimizer: Any, **compiled: Any) -> keras.Model:
@@ -322,6 +350,28 @@ def test_training_on_a_table_has_the_numbers_of_plain_keras_and_sends_each_row_o
         assert not any(other in one for one in lengths), lengths
 
 
+def decisions_that_outlive_their_model(strategy: Any) -> tuple[int, int]:
+    """How many variables that a custom step reads there are with its model, and without."""
+    made, make = [], rows.ResourceVariable
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        variable = make(*args, **kwargs)
+        made.append(weakref.ref(variable))
+        return variable
+
+    with mock.patch.object(rows, "ResourceVariable", noting):
+        train(strategy, "custom step", "SGD", *batch(16))
+    keras.backend.clear_session()
+    gc.collect()
+    return len(made), sum(one() is not None for one in made)
+
+
+def test_what_a_custom_step_decides_goes_with_its_model(pool2: Pool) -> None:
+    for made, left in pool2.run(decisions_that_outlive_their_model):
+        assert made
+        assert not left
+
+
 def uses_of_tables(strategy: Any, name: str, options: dict[str, Any]) -> set[str]:
     """The kinds of operations of a step that use a table, or a variable of the optimizer of the same size."""
     with strategy.scope():
@@ -380,6 +430,20 @@ def test_a_model_with_an_optimizer_of_rows_is_saved_and_loaded_in_plain_keras(
         np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.parametrize(
+    ("first", "name"),
+    [("replicast.Strategy()", "LazyAdam"), ("import replicast.optimizers", "RowWiseAdagrad")],
+)
+def test_a_process_that_has_made_no_optimizer_of_rows_loads_a_model_that_has_one(
+    first: str, name: str, plain: Pool, tmp_path: Path
+) -> None:
+    plain.run(saved_and_loaded, str(tmp_path / "model.keras"), name)
+    script = f"""import keras, replicast; {first}
+print(type(keras.models.load_model("model.keras").optimizer).__name__)"""
+    printed = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, stdout=subprocess.PIPE)
+    assert printed.stdout.split() == [name.encode()]
+
+
 def by_hand(name: str) -> tuple[np.ndarray, np.ndarray]:
     """What an optimizer of rows and its formula in numpy make of two steps on one table."""
     table = keras.Variable(np.ones((4, 2), "float32"))
@@ -418,6 +482,49 @@ def test_row_wise_adagrad_survives_small_gradients_in_half_precision(dtype: str)
     values = tf.cast(tf.constant([[0.0, 0.0], [1e-5, 1e-5]]), dtype)  # a masked id has a gradient of 0
     optimizer.apply([tf.IndexedSlices(values, tf.constant([0, 1]), tf.constant([3, 2]))])
     np.testing.assert_allclose(table.numpy().astype("float32")[:, 0], [1, 0.95, 1], rtol=4e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_many_gradients_of_one_row_are_added_up_in_float32(dtype: str) -> None:
+    many = tf.IndexedSlices(tf.cast(tf.fill([4000, 2], 0.01), dtype), tf.zeros(4000, tf.int32), [3, 2])
+    states = {}
+    for name in ("LazyAdam", "RowWiseAdagrad"):
+        table = keras.Variable(np.zeros((3, 2)), dtype=dtype)
+        optimizer = optimizer_of(name)
+        optimizer.build([table])
+        optimizer.apply([many])
+        states[name] = float(np.ravel(optimizer.variables[2].numpy())[0])
+    assert states == pytest.approx({"LazyAdam": 40 * 0.1, "RowWiseAdagrad": 40**2}, rel=0.01)
+
+
+def half_precision(strategy: Any, name: str) -> list[np.ndarray]:
+    """One step in which every id of every row is the same."""
+    keras.config.set_dtype_policy("bfloat16")
+    with strategy.scope():
+        optimizer = optimizer_of(name)
+    model = embedding_model(strategy, optimizer)
+    ids, y = np.full((4096, IDS), 7, "int32"), np.ones((4096, 1), "float32")
+    model.get_layer("table").embeddings.assign(np.zeros((ROWS, WIDTH)))
+    model.layers[-1].kernel.assign(np.ones(model.layers[-1].kernel.shape))
+    model.fit(ids, y, batch_size=4096, shuffle=False, verbose=0)
+    table = (ROWS, WIDTH), (ROWS,)
+    tables = [v for v in (*model.weights, *optimizer.variables) if tuple(v.shape) in table]
+    return [np.asarray(v.numpy(), "float32")[7] for v in tables]
+
+
+@pytest.mark.parametrize("name", ["SGD", "LazyAdam", "RowWiseAdagrad"])
+def test_a_row_that_is_looked_up_often_moves_in_half_precision(name: str, pool2: Pool) -> None:
+    # The gradient of the loss is -2; each of the 6 ids of a row of the batch adds it, by a kernel of 1.
+    gradient = -2.0 * IDS
+    expected = {
+        "SGD": [-0.05 * gradient],
+        "LazyAdam": [None, 0.1 * gradient, 0.001 * gradient**2],
+        "RowWiseAdagrad": [0.05, gradient**2],
+    }[name]
+    for found in pool2.run(half_precision, name):
+        for value, wanted in zip(found, expected, strict=True):
+            if wanted is not None:
+                np.testing.assert_allclose(value, np.full_like(value, wanted), rtol=0.02)
 
 
 @pytest.mark.parametrize(

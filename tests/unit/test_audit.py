@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -254,6 +256,21 @@ def test_one_round_of_audits_compares_every_row_of_every_table_once(
         starts, stops = zip(*sorted(seen[name]), strict=True)
         assert (starts[0], stops[-1]) == (0, rows)
         assert starts[1:] == stops[:-1]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "widths"),
+    [("SGD", [64]), ("RowWiseAdagrad", [64, 1]), ("Adagrad", [64, 64]), ("LazyAdam", [64, 64, 64])],
+)
+def test_audit_md_says_within_how_many_steps_a_bit_of_any_row_is_found(
+    optimizer: str, widths: list[int]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
+    said = re.search(rf"\| `{optimizer}` \| [^|]* \| ([\d,]+) steps \| ([\d,]+) steps \|", page)
+    assert said
+    for rows, steps in zip((1_000_000, 10_000_000), said.groups(), strict=True):
+        tables = {str(place): (rows, 4 * width * rows) for place, width in enumerate(widths)}
+        assert int(steps.replace(",", "")) == 100 * rows_in_turn(tables, 0)[0].audits
 
 
 def test_without_large_tables_nothing_is_compared_in_turns() -> None:

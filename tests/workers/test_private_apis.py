@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.legacy.saving import legacy_h5_format
+from keras.src.losses import loss
 from keras.src.saving import saving_api, saving_lib
 from keras.src.trainers import compile_utils
 from tensorflow.python.ops import array_ops
@@ -150,6 +151,8 @@ training/rows.py
   keras.src.backend.common.stateless_scope.in_stateless_scope(): whether a variable stands for another value
   keras.Variable._initialize_with_initializer(self, initializer):
       makes TensorFlow's variable behind one of Keras, where its initial value is to be drawn
+  tensorflow.python.ops.control_flow_util.GraphOrParentsInXlaContext(graph):
+      whether XLA compiles what is traced: it lacks an operation with which we compute Adam's moments
   <random>.stateless_random_uniform_v2(shape, key, counter, alg, dtype, name):
       draws from a counter, as a part of what Keras draws
   <random>.stateless_random_normal_v2(shape, key, counter, alg, dtype, name):
@@ -297,8 +300,15 @@ training/resuming.py
       makes two iterators an epoch where it knows the length, and uses the first; else one
 training/keras_call.py
   <iterator>.__init__: is called by fit, evaluate and predict, and calls experimental_distribute_dataset
-  keras.Model.make_predict_function: runs predict_step in a function one_step_on_data_distributed
+  keras.Model.make_predict_function.one_step_on_data_distributed: the function in which it runs predict_step
   keras.Model._maybe_symbolic_build: takes one batch to see its shapes, in fit
+  keras.Optimizer._all_reduce_sum_gradients: sums the gradients of an optimizer
+  keras.Optimizer._distributed_tf_update_step: updates a variable in a loop without strategy.run
+  keras.src.saving.saving_lib.get_attr_skipset: makes an optimizer only to look at its attributes
+  keras.src.losses.loss.scale_loss_for_distribution: divides a loss by the number of replicas
+  keras.src.losses.loss.unscale_loss_for_distribution: multiplies a loss by it
+training/graphs.py
+  tensorflow.vectorized_map.loop_body: the name scope in which its function is traced
 training/strategy.py
   keras.Model._make_function: gives the strategy a step of a model as the model's own method
 replicas/callback.py
@@ -351,6 +361,11 @@ def used() -> Iterator[tuple[str, str]]:
 
 def _private_names(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("_self_of", "_frame_of"):
+            # The functions of Keras among our callers, by their names. Those of its public methods are known.
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and name.value not in ("__init__", "compile"):
+                yield str(name.value)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
             ("keras.src", "tensorflow.python")
         ):
@@ -539,6 +554,9 @@ SAYS: list[tuple[Any, str]] = [
     (keras.Model.compile, "self._compile_loss = CompileLoss("),
     (_FIT, "self._maybe_symbolic_build(iterator=epoch_iterator)"),
     (_FIT, "self._initial_epoch or initial_epoch"),
+    (loss.scale_loss_for_distribution, "num_replicas_in_sync"),
+    (loss.unscale_loss_for_distribution, "num_replicas_in_sync"),
+    (importlib.import_module(tf.vectorized_map.__module__), 'ops.name_scope("loop_body")'),
     (saving_lib.get_attr_skipset, "ref_obj = Optimizer(1.0)"),
     (saving_api, "saving_lib.save_model("),
     (saving_api, "saving_lib.save_weights_only("),

@@ -20,6 +20,8 @@ use says why in a comment, and `tests/workers/test_private_apis.py` fails when o
 
 import gc
 
+# Registers its optimizers with Keras: `load_model` finds them in every process of a job.
+from replicast.training import row_optimizers as row_optimizers
 from replicast.training.graphs import per_worker
 from replicast.training.resuming import start_at_epoch
 from replicast.training.strategy import Strategy, StrategyJob, job_of

@@ -45,7 +45,7 @@ from replicast.training.keras_call import (
     optimizer_that_sums,
     replaced,
 )
-from replicast.training.rows import InitialRows, UndecidedSlices, once_for_each_row, once_if_summed
+from replicast.training.rows import SUMMED_AS, InitialRows, UndecidedSlices, once_for_each_row, once_if_summed
 from replicast.training.variables import creator_in_scope, replicated, sharing_seed_generator
 
 logger = logging.getLogger("replicast")
@@ -69,8 +69,6 @@ CARRIERS = {
     tf.uint32: tf.int64,
 }
 _GATHERED_AS = {**CARRIERS, tf.float16: tf.float32, tf.bool: tf.int32}
-# Shared memory: half-precision values are summed in float32, in rank order, and rounded once.
-_SUMMED_AS = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 _NUMBERS = frozenset(np.dtype(code).type for code in "bBhHiIlqLQfdFD")
 _ON_ACCELERATOR = "computes on an accelerator"
 
@@ -92,7 +90,7 @@ class SharedSums:
         for value, mean in zip(values, weighted, strict=True):
             sparse = isinstance(value, tf.IndexedSlices)
             given = value.values if sparse else value
-            sent.append((tf.cast(given, _SUMMED_AS.get(given.dtype, given.dtype)), sparse, mean))
+            sent.append((tf.cast(given, SUMMED_AS.get(given.dtype, given.dtype)), sparse, mean))
             if sparse:
                 sent.append((value.indices, True, False))
         results = iter(self._call(sent, weight))
@@ -181,7 +179,6 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         self._receive_parts: Callable[[Any], None] | None = None  # of the variable that is being created
         self.alone = False  # whether a step runs that is written for one process, and must see one replica
         self.variables_created = 0  # in the scope
-        self.decisions: list[Any] = []  # variables that graphs read: see `UndecidedSlices`
         super().__init__(container, cluster_resolver, options)
         if len(self.worker_devices) != 1:
             raise NotSupported(
@@ -213,7 +210,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         return updated
 
     def shared_sums(self, values: Sequence[Any]) -> SharedSums | None:
-        numbers = all(_SUMMED_AS.get(v.dtype, v.dtype).as_numpy_dtype in _NUMBERS for v in values)
+        numbers = all(SUMMED_AS.get(v.dtype, v.dtype).as_numpy_dtype in _NUMBERS for v in values)
         return self.shared if numbers and not tf.executing_eagerly() else None
 
     def transfers_started(self) -> int:
@@ -555,19 +552,7 @@ def sum_over_workers(
         if kind is SliceKind.ROWS:
             return total
         lengths = all_gather(tf.reshape(tf.size(part.indices), [1]))
-
-        def lists_are_equal() -> tf.Tensor:
-            # Repeated indices may be ids from the batch that happen to be equal on all workers.
-            lists = tf.reshape(total.indices, [workers, -1])
-            distinct = tf.size(tf.unique(lists[0])[0]) == tf.size(lists[0])
-            return tf.reduce_all(lists == lists[0]) & distinct
-
-        values, indices = tf.cond(
-            tf.cond(tf.reduce_all(lengths == lengths[0]), lists_are_equal, lambda: tf.constant(False)),
-            lambda: (once_for_each_row(total).values, once_for_each_row(total).indices),
-            lambda: (total.values, total.indices),
-        )
-        return tf.IndexedSlices(values, indices, part.dense_shape)
+        return _one_list_if_equal(total, workers, lengths)
 
     def joined(wholes: list[Any]) -> Any:
         if len(wholes) == 1:
@@ -598,12 +583,15 @@ def _lookups(value: Any) -> list[tuple[SliceKind, Any]]:
     return list(zip(kinds, parts, strict=True))
 
 
-def _one_list_if_equal(slices: tf.IndexedSlices, workers: int) -> tf.IndexedSlices:
+def _one_list_if_equal(
+    slices: tf.IndexedSlices, workers: int, lengths: tf.Tensor | None = None
+) -> tf.IndexedSlices:
     """Adds the workers' slices one by one if all workers have the same indices; otherwise returns them all.
 
     For custom training loops without `strategy.run`: the indices are equal if every worker computes the whole
-    batch. Unlike UNKNOWN above, this accepts repeated indices, which a whole batch may have, and needs no
-    transfer. All workers see all slices, so all decide alike.
+    batch. They may repeat, as a whole batch may have them, and no transfer is needed: all workers see all
+    slices, so all decide alike. For UNKNOWN above, with the lengths of the workers' lists, they must not
+    repeat: they may be ids from the batch that happen to be equal on all workers.
     """
     length = tf.shape(slices.indices)[0] // workers
 
@@ -613,9 +601,11 @@ def _one_list_if_equal(slices: tf.IndexedSlices, workers: int) -> tf.IndexedSlic
         )
 
     table = lists(slices.indices)
-    whole = workers * length == tf.shape(slices.indices)[0]
+    equal = (workers * length == tf.shape(slices.indices)[0]) & tf.reduce_all(table == table[0])
+    if lengths is not None:
+        equal &= tf.reduce_all(lengths == lengths[0]) & (tf.size(tf.unique(table[0])[0]) == length)
     values, indices = tf.cond(
-        whole & tf.reduce_all(table == table[0]),
+        equal,
         lambda: (tf.reduce_sum(lists(slices.values), axis=0), table[0]),
         lambda: (slices.values, slices.indices),
     )

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replicast.training.rows import once_for_each_row
+from replicast.training.rows import adam_rate, once_for_each_row
 
 
 @keras.saving.register_keras_serializable(package="replicast")
@@ -27,7 +27,8 @@ class LazyAdam(keras.optimizers.Adam):
     Example:
         model.compile(replicast.optimizers.LazyAdam(1e-3), "binary_crossentropy")
 
-    The arguments are those of `keras.optimizers.Adam`.
+    The arguments are those of `keras.optimizers.Adam`. To load a model that was compiled with it, without a
+    `replicast.Strategy`, `import replicast.optimizers` first.
     """
 
     sums_repeated_rows = True
@@ -39,14 +40,9 @@ class LazyAdam(keras.optimizers.Adam):
             return
         place, dtype = self._get_variable_index(variable), variable.dtype
         momentum, velocity = self._momentums[place], self._velocities[place]
-        rows = once_for_each_row(gradient)
-        values, indices = tf.cast(rows.values, dtype), rows.indices
-
-        step = tf.cast(self.iterations + 1, dtype)
-        bias_1 = 1 - tf.pow(tf.cast(self.beta_1, dtype), step)
-        bias_2 = 1 - tf.pow(tf.cast(self.beta_2, dtype), step)
-        rate = tf.cast(learning_rate, dtype) * tf.sqrt(bias_2) / bias_1
-
+        rows = once_for_each_row(tf.cast(gradient, dtype))
+        values, indices = rows.values, rows.indices
+        rate = adam_rate(self, learning_rate, dtype)
         m = self._moved(momentum, indices, values, self.beta_1)
         v = self._moved(velocity, indices, tf.square(values), self.beta_2)
         if self.amsgrad:
@@ -72,7 +68,8 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
     way. For rows of 64 elements the state takes 1/64 of Adagrad's. A row without a gradient keeps all of its
     bits. The gradients of a row that is looked up several times in a step are added up first. A variable with
     fewer than two dimensions has one accumulator for each element, as in Adagrad. The accumulators of a
-    float16 or bfloat16 variable are float32.
+    float16 or bfloat16 variable are float32. To load a model that was compiled with it, without a
+    `replicast.Strategy`, `import replicast.optimizers` first.
 
     Example:
         model.compile(replicast.optimizers.RowWiseAdagrad(0.01), "binary_crossentropy")
@@ -126,27 +123,21 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
         """Changes a variable, and the accumulators of the rows that the gradient has."""
         dtype, axes = _precise(variable.dtype), list(range(1, len(variable.shape)))
         accumulator = self._accumulators[self._get_variable_index(variable)]
-        rate = tf.cast(learning_rate, dtype)
-
-        def change(values: tf.Tensor, accumulated: tf.Tensor) -> tf.Tensor:
-            roots = tf.sqrt(accumulated)
-            if axes:
-                roots = tf.reshape(roots, [-1, *[1] * len(axes)])
-            return rate * values / (roots + self.epsilon)
-
-        def mean_square(values: tf.Tensor) -> tf.Tensor:
-            return tf.reduce_mean(tf.square(values), axes) if axes else tf.square(values)
-
+        rate, gradient = tf.cast(learning_rate, dtype), tf.cast(gradient, dtype)
+        indices, values, before = None, gradient, accumulator.value
         if isinstance(gradient, tf.IndexedSlices):
             rows = once_for_each_row(gradient)
-            values, indices = tf.cast(rows.values, dtype), rows.indices
-            accumulated = tf.gather(accumulator.value, indices) + mean_square(values)
-            self.assign(accumulator, tf.IndexedSlices(accumulated, indices))
-            self.assign_sub(variable, tf.IndexedSlices(change(values, accumulated), indices))
-        else:
-            values = tf.cast(gradient, dtype)
-            self.assign_add(accumulator, mean_square(values))
-            self.assign_sub(variable, change(values, tf.convert_to_tensor(accumulator)))
+            indices, values = rows.indices, rows.values
+            before = tf.gather(before, indices)
+        accumulated = before + tf.reduce_mean(tf.square(values), axes)
+        roots = tf.sqrt(accumulated)[(..., *[tf.newaxis] * len(axes))]
+        change = rate * values / (roots + self.epsilon)
+
+        def in_rows(new: tf.Tensor) -> Any:
+            return new if indices is None else tf.IndexedSlices(new, indices)
+
+        self.assign(accumulator, in_rows(accumulated))
+        self.assign_sub(variable, in_rows(change))
 
     def get_config(self) -> dict[str, Any]:
         """The arguments with which the optimizer was created."""

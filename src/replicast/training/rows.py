@@ -21,8 +21,9 @@ accumulator. So, for the variables of a `replicast.Strategy`:
                  slice: see `replicas/job_audits.py`.
 
 What is left as it is, right and slow: a lookup along another axis, of a table that a layer computes (LoRA,
-quantization), with sparse indices, by `tf.nn.embedding_lookup`, in `tf.vectorized_map` or `stateless_call`; a
-regularizer or a constraint of the table.
+quantization), with sparse indices, by `tf.gather` with ragged ones, by `tf.gather_nd` or
+`tf.nn.embedding_lookup`, in a loop, `tf.vectorized_map`, `stateless_call` or what is recomputed for the
+gradient; a regularizer or a constraint of the table.
 
 Replaced in Keras, because there is no hook: `take` of the backend, `Variable.sparse_read`, which `tf.gather`
 looks for, `update_step` of Adagrad and Adam, and `assign`, `assign_add` and `assign_sub` of all optimizers:
@@ -47,6 +48,9 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow import core as keras_core
 from keras.src.backend.tensorflow import numpy as keras_numpy
 
+# Private: whether XLA compiles what is traced. It has no `InplaceUpdate`, and nothing public tells.
+from tensorflow.python.ops import control_flow_util
+
 # Private: the operations behind `tf.random.stateless_...`, which start at a counter. A seed is all that the
 # public functions take.
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as random_ops
@@ -56,6 +60,9 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from replicast.training.graphs import in_vectorized_map
 from replicast.training.variables import ReplicatedVariable
+
+# Half-precision values are summed in this dtype and rounded once: a sum of many small ones would stand still.
+SUMMED_AS = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 
 
 def replicated_table(value: Any) -> ReplicatedVariable | None:
@@ -90,8 +97,9 @@ def is_written_by_rows(variable: Any) -> bool:
 def once_for_each_row(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """The slices of a row-sparse gradient, with those of the same row added up."""
     indices, places = tf.unique(slices.indices)
-    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
+    precise = tf.cast(slices.values, SUMMED_AS.get(slices.dtype, slices.dtype))
+    values = tf.math.unsorted_segment_sum(precise, places, tf.size(indices))
+    return tf.IndexedSlices(tf.cast(values, slices.dtype), indices, slices.dense_shape)
 
 
 def once_if_summed(gradients: Iterable[Any], optimizer: Any) -> list[Any]:
@@ -293,7 +301,8 @@ def _adam_step(stock: Callable[..., None]) -> Callable[..., None]:
         is_table = isinstance(gradient, tf.IndexedSlices) and replicated_table(variable) is not None
         # A product with 0 or 1 would be replaced by a constant, or by the moments themselves.
         is_usual = all(1e-6 < beta < 1 - 1e-6 for beta in (self.beta_1, self.beta_2))
-        if not is_table or not is_usual or self.amsgrad:
+        in_xla = control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+        if not is_table or not is_usual or self.amsgrad or in_xla:
             stock(self, gradient, variable, learning_rate)
             return
         dtype, place = variable.dtype, self._get_variable_index(variable)
@@ -311,10 +320,14 @@ def _adam_step(stock: Callable[..., None]) -> Callable[..., None]:
 
         decay(m, values, self.beta_1)
         decay(v, tf.square(values), self.beta_2)
-        step, rate = tf.cast(self.iterations + 1, dtype), tf.cast(learning_rate, dtype)
-        powers = [tf.pow(tf.cast(beta, dtype), step) for beta in (self.beta_1, self.beta_2)]
-        rate = rate * tf.sqrt(1 - powers[1]) / (1 - powers[0])
-        ops = keras.ops
+        rate, ops = adam_rate(self, learning_rate, dtype), keras.ops
         self.assign_sub(variable, ops.multiply(m, rate) / ops.add(ops.sqrt(v), self.epsilon))
 
     return update_step
+
+
+def adam_rate(adam: Any, learning_rate: Any, dtype: Any) -> tf.Tensor:
+    """The learning rate of a step, corrected for moments that started at 0."""
+    step, rate = tf.cast(adam.iterations + 1, dtype), tf.cast(learning_rate, dtype)
+    powers = [tf.pow(tf.cast(beta, dtype), step) for beta in (adam.beta_1, adam.beta_2)]
+    return rate * tf.sqrt(1 - powers[1]) / (1 - powers[0])

@@ -247,7 +247,8 @@ class KerasStep:
             if users <= self._adding_up and logged.isdisjoint(map(id, tensors)):
                 with tf.init_scope():
                     slices.once.assign(True, read_value=False)
-            self._extended.decisions.append(slices.once)  # as long as the graph, which does not hold it
+        # A graph does not hold the variables that it reads.
+        tf.compat.v1.get_default_graph()._replicast_undecided = self._undecided
 
     def _has_common_rows(self, gradient: Any, from_tape: bool) -> bool:
         """Whether it is row-sparse, with the same rows on all workers: not a worker's own, times a factor."""

@@ -69,7 +69,9 @@ class ReplicatedVariable(_Converted, MirroredVariable):
     written_by_rows = False  # whether an optimizer writes single rows of it: see `rows.py`
 
     def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
-        """These rows, without reading the others."""
+        """These rows, without reading the others. Unlike a gather from a tensor, it takes no int16."""
+        indices = tf.convert_to_tensor(indices)
+        indices = tf.cast(indices, tf.int32) if indices.dtype == tf.int16 else indices
         return self._primary.sparse_read(indices, name)
 
 
