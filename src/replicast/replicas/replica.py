@@ -238,6 +238,7 @@ def computed_update(id_: str, function: Function, state: State, rank: int) -> Up
 
 MOST_BOUNDARIES = 512  # how many boundaries to remember; during a trial all are kept
 MOST_UNWRITTEN = 20_000
+_COARSE = 0.05  # A larger error in the value of a single step is too large, if the value is not larger still.
 
 # One tuple per boundary, oldest first: the step, the number of steps it covers, and its metrics.
 MetricHistory: TypeAlias = list[tuple[int, int, dict[str, float]]]
@@ -269,14 +270,17 @@ class _Logs(NamedTuple):
             done, whole = (sum(map(float, of.get(metric, ()))) for of in (self.counts_before, self.counts))
             if whole <= done:  # not measured in these steps; or not by this metric, or it was reset
                 return None if 0 < whole == done and value == mean else value
-        return (value * whole - mean * done) / (whole - done)
+        own = (value * whole - mean * done) / (whole - done)
+        # Keras adds up in float32: after a loss of 1e17, nothing is left of the next ones in that epoch.
+        error = max(abs(value * whole), abs(mean * done)) * 2**-23 / (whole - done)
+        return None if max(_COARSE, abs(own) / 4) < error < math.inf else own
 
 
 class RecentMetrics:
-    def __init__(self) -> None:
+    def __init__(self, *, written: bool = True) -> None:
         self._last: deque[_Logs] = deque()
-        # For metrics.jsonl. When nobody takes them, the oldest are dropped.
-        self._new: deque[_Logs] = deque(maxlen=MOST_UNWRITTEN)
+        # For metrics.jsonl, on worker 0. While nobody can write it, the oldest are dropped.
+        self._new: deque[_Logs] = deque(maxlen=MOST_UNWRITTEN if written else 0)
         self._previous: _Logs | None = None  # the last boundary, even if a trial was reverted since
         self._since: int | None = None
         # Of `fit`, set before `note`.
@@ -295,11 +299,11 @@ class RecentMetrics:
         if last is not None and batches is not None and last.batches == batches - steps:
             now = now._replace(before=last.logs, counts_before=last.counts)
         self._previous = now
-        self._last.append(self._previous)
-        self._new.append(self._previous)
+        self._last.append(now)
         if rate is not None and rate != self.rate:
             self.rate = rate
-            self._new[-1] = self._previous._replace(logs={**logs, RATE: logs.get(RATE, rate)})
+            now = now._replace(logs={**logs, RATE: logs.get(RATE, rate)})
+        self._new.append(now)
         if self._since is None and len(self._last) > MOST_BOUNDARIES:
             self._last.popleft()
 
@@ -470,7 +474,7 @@ class StateReplica:
         self._before: dict[int, _Before] = {}
         self.pulled: dict[str, npt.NDArray[Any]] = {}
         self.holds: set[int] = set()
-        self.measures = RecentMetrics()
+        self.measures = RecentMetrics(written=self.rank == 0)
         self.stopped_at = 0.0  # when the training thread began to wait at this boundary
         self.in_function = False  # whether the training thread runs a user's function
 

@@ -332,6 +332,25 @@ def test_a_mean_that_is_reset_in_each_step_is_the_value_of_the_step() -> None:
     assert [values["loss"] for _, _, values, _ in measures.take()] == [2.0, 4.0, 3.0]
 
 
+def test_after_a_huge_loss_the_values_of_the_next_steps_are_unknown_and_not_rounding_errors() -> None:
+    own = [0.5, 0.25, 1e17, 0.25, 0.5]
+    measures = RecentMetrics()
+    measures.means = {"loss": True}
+    for done in range(1, 6):
+        measures.batches = done
+        measures.note(done, 1, {"loss": float(np.mean(np.array(own[:done], np.float32)))})
+    told = [values.get("loss") for _, _, values, _ in measures.take()]
+    assert told == [0.5, 0.25, pytest.approx(1e17), None, None]
+
+
+def test_only_worker_0_keeps_what_it_has_not_written_yet() -> None:
+    with Job(2) as job:
+        for worker in job.workers:
+            worker.session.replica.measures.note(1, 1, {"loss": 0.5})
+        told = [[step for step, *_ in worker.session.replica.measures.take()] for worker in job.workers]
+    assert told == [[1], []]
+
+
 def test_a_trial_on_what_is_no_mean_over_the_epoch_is_refused_in_fit_and_taken_in_a_custom_loop() -> None:
     measures = RecentMetrics()
     measures.means = {"loss": True, "auc": False, "accuracy": True}
