@@ -42,7 +42,7 @@ class LazyAdam(keras.optimizers.Adam):
         momentum, velocity = self._momentums[place], self._velocities[place]
         rows = once_for_each_row(tf.cast(gradient, dtype))
         values, indices = rows.values, rows.indices
-        rate = adam_rate(self, learning_rate, dtype)
+        rate = tf.cast(adam_rate(self, learning_rate, _precise(dtype)), dtype)
         m = self._moved(momentum, indices, values, self.beta_1)
         v = self._moved(velocity, indices, tf.square(values), self.beta_2)
         if self.amsgrad:
@@ -146,5 +146,5 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
 
 
 def _precise(dtype: Any) -> str:
-    """In float16, epsilon and small squares are 0: a row with a gradient of 0 would become NaN."""
+    """In half precision epsilon, small squares or 1 - 0.999 are 0: a row would become NaN, or not move."""
     return "float64" if tf.as_dtype(dtype) == tf.float64 else "float32"
