@@ -6,7 +6,10 @@ import json
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 import replicast
 from replicast.config import FAULTS
@@ -97,3 +100,22 @@ def test_a_script_whose_worker_is_killed_ends_with_the_weights_of_an_undisturbed
     else:  # once, although the restarted script proposed it again
         updates = replicast.connect(tmp_path / "killed").log()
         assert [(one.id, one.step) for one in updates] == [("no-spam", 70)]
+
+
+def test_the_notebook_of_the_examples_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "it is kept without outputs"
+    failing = "def fails():\n    raise ValueError('not today')\n\nreplicast.launch(fails)"
+    notebook.cells.append(nbformat.v4.new_code_cell(failing))
+    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    with pytest.raises(CellExecutionError, match="ValueError: not today"):
+        client.execute()
+    said = [
+        output.get("text", "") + str(output.get("data", ""))
+        for cell in notebook.cells[:-1]
+        if cell.cell_type == "code"
+        for output in cell.outputs
+    ]
+    assert any("replicast: finished: 2 workers, step 60" in text for text in said)
+    assert any("verified" in text for text in said)

@@ -430,18 +430,14 @@ def test_a_model_with_an_optimizer_of_rows_is_saved_and_loaded_in_plain_keras(
         np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.parametrize(
-    ("first", "name"),
-    [("replicast.Strategy()", "LazyAdam"), ("import replicast.optimizers", "RowWiseAdagrad")],
-)
 def test_a_process_that_has_made_no_optimizer_of_rows_loads_a_model_that_has_one(
-    first: str, name: str, plain: Pool, tmp_path: Path
+    plain: Pool, tmp_path: Path
 ) -> None:
-    plain.run(saved_and_loaded, str(tmp_path / "model.keras"), name)
-    script = f"""import keras, replicast; {first}
+    plain.run(saved_and_loaded, str(tmp_path / "model.keras"), "LazyAdam")
+    script = """import keras, replicast; replicast.Strategy()
 print(type(keras.models.load_model("model.keras").optimizer).__name__)"""
     printed = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, stdout=subprocess.PIPE)
-    assert printed.stdout.split() == [name.encode()]
+    assert printed.stdout.split() == [b"LazyAdam"]
 
 
 def by_hand(name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -11,17 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
 import replicast
 from replicast.errors import JobFailed, LaunchRefused
 from tests.threads import eventually
-
-ROOT = Path(__file__).parents[2]
-NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 
 @pytest.fixture(autouse=True)
@@ -152,21 +146,3 @@ def test_an_interrupt_stops_the_workers(script: Script) -> None:
 def test_no_worker_outlives_the_process_that_launched_it(script: Script) -> None:
     script.kill()
     eventually(lambda: all(map(gone, script.workers)))
-
-
-def test_the_notebook_of_the_examples_runs(tmp_path: Path) -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "it is kept without outputs"
-    failing = "def fails():\n    raise ValueError('not today')\n\nreplicast.launch(fails)"
-    notebook.cells.append(nbformat.v4.new_code_cell(failing))
-    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
-    with pytest.raises(CellExecutionError, match="ValueError: not today"):
-        client.execute()
-    said = [
-        output.get("text", "") + str(output.get("data", ""))
-        for cell in notebook.cells[:-1]
-        if cell.cell_type == "code"
-        for output in cell.outputs
-    ]
-    assert any("replicast: finished: 2 workers, step 60" in text for text in said)
-    assert any("verified" in text for text in said)
