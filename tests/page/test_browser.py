@@ -421,6 +421,73 @@ def test_a_bad_trial_does_not_flatten_the_axis_and_the_picture_says_what_lies_ou
     eventually(lambda: page.evaluate(axis)[1] < 4)
 
 
+def test_a_zoom_shows_every_step_of_it_on_axes_that_fit_and_a_double_click_ends_it(
+    page: Page, run: PlayedRun
+) -> None:
+    run.kill()
+    moments = [(step, time.time() - 1000 + step) for step in range(run.step + 1, run.step + 501)]
+    for place, (step, moment) in enumerate(moments):
+        loss = 90.0 if 300 < place < 320 else 0.3 + 0.01 * (place % 7)
+        append_metrics(run.path, (step, moment, {"loss": loss, "accuracy": 1 - loss / 100}))
+    shown = "document.querySelector('.chart')?._fullLayout?.{}.range ?? [0, 99]"
+    eventually(lambda: page.evaluate(shown.format("xaxis"))[1] >= moments[-1][0])
+    reset, plot = page.get_by_role("button", name="Reset zoom"), page.locator(".chart .nsewdrag").first
+    for scale, (least, most) in (("linear", (0.29, 0.37)), ("log", (-0.54, -0.43))):
+        page.get_by_label("Losses on a log scale").set_checked(scale == "log")
+        axis_becomes(page, "yaxis", scale)
+        drag(page, plot, (0.2, 0.5), (0.4, 0.5))  # Steps without the trial.
+        expect(reset).to_be_visible()
+        eventually(lambda least=least, most=most: inside(page.evaluate(shown.format("yaxis")), least, most))
+        eventually(lambda: inside(page.evaluate(shown.format("yaxis2")), 0.9955, 0.9975))  # Of the accuracy.
+        plot.dblclick()
+        expect(reset).to_be_hidden()
+    page.get_by_label("Losses on a log scale").uncheck()
+    axis_becomes(page, "yaxis", "linear")
+    drag(page, plot, (0.2, 0.2), (0.4, 0.6))  # A box: the reader says what this axis shows.
+    expect(reset).to_be_visible()
+    low, high = page.evaluate(shown.format("yaxis"))
+    page.get_by_label("Smoothing").fill("0")
+    expect(page.locator(".chart .scatterlayer .trace path.js-line")).to_have_count(4 + 2 * WORKERS)
+    assert page.evaluate(shown.format("yaxis")) == [low, high]
+    reset.click()
+    expect(reset).to_be_hidden()
+
+
+def drag(page: Page, plot: Locator, *places: tuple[float, float]) -> None:
+    """Presses the mouse at a place of a panel, in parts of its size, and lets go at another."""
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    assert box is not None
+    for at, (x, y) in enumerate(places):
+        page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"], steps=4)
+        page.mouse.up() if at else page.mouse.down()
+
+
+def inside(shown: list[float], least: float, most: float) -> bool:
+    return least <= shown[0] < shown[1] <= most
+
+
+def test_a_curve_is_equally_smooth_where_points_are_left_out_and_at_its_end(page: Page) -> None:
+    rough = page.evaluate("""async () => {
+        const { Chart } = await import("/static/chart.js");
+        let seed = 1;
+        const noise = () => (seed = (seed * 48271) % 2147483647) / 2147483647 - 0.5;
+        const loss = { steps: [], times: [], values: [], means: [] };
+        const add = (step, value, mean) => {
+            for (const [name, one] of Object.entries({ steps: step, times: step, values: value, means: mean })) loss[name].push(one);
+        };
+        for (let step = 0; step < 40000; step += 200) {  // Of 200 steps, five points and the mean of all.
+            const all = Array.from({ length: 200 }, noise), mean = all.reduce((sum, one) => sum + one) / 200;
+            for (const at of [0, 50, 100, 150, 199]) add(step + at, all[at], at ? null : mean);
+        }
+        for (let step = 40000; step < 41500; step += 1) { const value = noise(); add(step, value, value); }
+        const { x, y } = new Chart().smoothed(loss, loss.values, 0.9);
+        const far = (within) => Math.max(...y.filter((_, at) => within(x[at])).map(Math.abs));
+        return [far((step) => step > 2000 && step < 40000), far((step) => step >= 40000)];
+    }""")
+    assert rough[1] < 2 * rough[0], "the mean of all is 0"
+
+
 def test_a_failed_job_is_told_once_with_the_last_lines_of_its_worker(page: Page, run: PlayedRun) -> None:
     run.kill()
     lines = ("Traceback (most recent call last):", "ValueError: \x1b[31mno data\x1b[0m")
