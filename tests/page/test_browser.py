@@ -473,14 +473,15 @@ def test_a_curve_is_equally_smooth_where_points_are_left_out_and_at_its_end(page
         let seed = 1;
         const noise = () => (seed = (seed * 48271) % 2147483647) / 2147483647 - 0.5;
         const loss = { steps: [], times: [], values: [], means: [] };
-        const add = (step, value, mean) => {
-            for (const [name, one] of Object.entries({ steps: step, times: step, values: value, means: mean })) loss[name].push(one);
-        };
+        const add = (...point) => Object.values(loss).forEach((one, at) => one.push(point[at]));
         for (let step = 0; step < 40000; step += 200) {  // Of 200 steps, five points and the mean of all.
             const all = Array.from({ length: 200 }, noise), mean = all.reduce((sum, one) => sum + one) / 200;
-            for (const at of [0, 50, 100, 150, 199]) add(step + at, all[at], at ? null : mean);
+            for (const at of [0, 50, 100, 150, 199]) add(step + at, step, all[at], at ? null : mean);
         }
-        for (let step = 40000; step < 41500; step += 1) { const value = noise(); add(step, value, value); }
+        for (let step = 40000; step < 41500; step += 1) {
+            const value = noise();
+            add(step, step, value, value);
+        }
         const { x, y } = new Chart().smoothed(loss, loss.values, 0.9);
         const far = (within) => Math.max(...y.filter((_, at) => within(x[at])).map(Math.abs));
         return [far((step) => step > 2000 && step < 40000), far((step) => step >= 40000)];
