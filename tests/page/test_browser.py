@@ -14,6 +14,7 @@ import safetensors.numpy
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, expect
 
 from replicast.client import connect
+from replicast.storage.journal import load_update
 from replicast.storage.run_files import EVALUATIONS, Change, JobState, append_metrics, write_change
 from replicast.update.update import Update
 from tests.page.browser import Watched, chromium
@@ -247,16 +248,40 @@ def test_the_learning_rate_is_changed_with_the_keyboard_alone_and_not_to_one_bel
     expect(rate).to_be_focused()
     page.keyboard.type("-3")
     page.keyboard.press("Enter")
-    assert rate.evaluate("input => input.validationMessage") == "A learning rate is a number above 0."
+    assert rate.evaluate("input => input.validationMessage") == "Enter a number above 0."
     expect(page.get_by_role("button", name="Push to all workers")).to_have_count(0)
     rate.fill("0.0005")
-    page.keyboard.press("Enter")
+    with page.expect_request("**/learning-rate") as asked:
+        page.keyboard.press("Enter")
+    assert asked.value.post_data_json["variable"] == "optimizer/learning_rate", "also if it is refused"
     expect(page.get_by_role("button", name="Push to all workers")).to_be_focused()
     page.keyboard.press("Enter")
     expect(page.locator("#receipt")).to_contain_text("assign optimizer/learning_rate")
     page.keyboard.press("Enter")
     expect(page.locator("dialog")).to_have_count(0)
     expect(page.get_by_role("button", name="Learning rate …")).to_be_focused()
+
+
+def test_a_schedule_of_the_learning_rate_is_shown_scaled_and_given_the_rate_back(
+    page: Page, run: PlayedRun
+) -> None:
+    run.tables["optimizer/learning_rate"] = np.array(-1, np.float32)
+    unlock(page)
+    for number, (choice, typed, sent) in enumerate(
+        (("the schedule, scaled", "0.5", -0.5), ("the schedule", "", -1))
+    ):
+        page.get_by_role("button", name="Learning rate …").click()
+        expect(page.locator("#value-hint")).to_contain_text("Now 0.0005, computed by a schedule, at step")
+        page.get_by_label("Use", exact=True).select_option(choice)
+        if typed:
+            page.get_by_label("Factor of the schedule").fill(typed)
+        page.get_by_role("button", name="Check", exact=True).click()
+        expect(page.locator("dialog td").first).to_have_text("optimizer/learning_rate")
+        page.get_by_role("button", name="Push to all workers").click()
+        expect(page.locator("#receipt")).to_contain_text("Verified at step")
+        page.get_by_role("button", name="Close").click()
+        (edit,) = load_update(run.path, number + 1).edits
+        assert (edit.variable, float(edit.arrays["value"])) == ("optimizer/learning_rate", sent)
 
 
 def test_a_wrong_token_is_told_and_not_kept_and_with_the_right_one_an_audit_is_answered(
