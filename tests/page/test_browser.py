@@ -14,8 +14,11 @@ import safetensors.numpy
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, expect
 
 from replicast.client import connect
+from replicast.errors import UpdateRefused
+from replicast.storage import inbox
 from replicast.storage.journal import load_update
 from replicast.storage.run_files import EVALUATIONS, Change, JobState, append_metrics, write_change
+from replicast.update.trial import Trial
 from replicast.update.update import Update
 from tests.page.browser import Watched, chromium
 from tests.page.live import Serving
@@ -218,6 +221,25 @@ def test_a_push_by_mouse_ends_with_its_receipt(page: Page, run: PlayedRun, tmp_p
     expect(entry).to_contain_text("loss 0.5 → 0.398 in the trial")
     (view,) = connect(run.path).log()
     assert (view.author, view.note, str(view.stage)) == ("ana", "fix drifted bias", "verified")
+
+
+def test_a_trial_is_about_a_mean_and_a_refused_one_keeps_its_terms(page: Page, run: PlayedRun) -> None:
+    run.kill()
+    line = (run.step + 1, time.time(), {"loss": 0.5, "accuracy": 0.75, "auc": 0.9}, ["auc"])
+    append_metrics(run.path, line, (run.step + 1, time.time(), {"val_loss": 0.5}))
+    run.write_notes(time.time())
+    unlock(page)
+    expect(page.locator(".chart")).to_contain_text("auc")
+    page.get_by_role("button", name="Upload an update …").click()
+    offered = page.get_by_label("metric", exact=True).locator("option")
+    expect(offered).to_have_text(["loss", "accuracy", "val_loss"])
+    page.keyboard.press("Escape")
+    update = Update(id="fix").add("dense/bias", np.ones(3, np.float32))
+    connect(run.path).push(update, trial=Trial(20, "auc"))
+    (waiting,) = inbox.waiting(run.path)
+    inbox.refuse(run.path, waiting.path, UpdateRefused("The metric of a trial must be a mean"))
+    page.goto(f"{page.url.partition('#')[0]}#/updates/fix")
+    expect(page.locator("#effect")).to_contain_text("On trial: 20 steps, auc, no worse.")
 
 
 def test_a_wrong_file_is_refused_with_its_reason(page: Page, run: PlayedRun, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic, sleep
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeVar, cast, get_args, get_type_hints
 from urllib.parse import quote
 
 import msgspec
@@ -383,6 +383,7 @@ class LastMetrics(TypedDict):
     step: int
     time: float
     values: dict[str, float]
+    running: NotRequired[list[str]]  # Those that are of the epoch so far, such as an AUC: not for trials.
 
 
 class Overview(View, frozen=True, kw_only=True):

@@ -74,7 +74,7 @@ class RunPage {
     this.checkpointList = new Checkpoints();
     this.startList = new Starts();
     this.logs = new Logs(this.base);
-    this.actions = new Actions(this.base, { run: this.run, metrics: () => this.chart.names().filter((name) => !name.startsWith("evaluator ")), rate: () => this.rate(), changed: () => this.refresh(), status: () => this.status });
+    this.actions = new Actions(this.base, { run: this.run, metrics: () => this.chart.names().filter((name) => !this.status?.metrics?.running?.includes(name)), rate: () => this.rate(), changed: () => this.refresh(), status: () => this.status });
     this.rows = new Rows(this.base, this.actions);
     this.updates = new Updates({
       allowed: () => this.actions.allowed(),
