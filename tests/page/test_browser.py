@@ -443,7 +443,10 @@ def test_one_hover_tells_the_values_of_all_panels(page: Page, run: PlayedRun) ->
         page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2)
         page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + box["height"] / 2)
         said = " ".join(page.locator(".chart .hoverlayer text").all_text_contents())
-        return all(name in said for name in ("loss", "accuracy", "learning rate", "worker 0", "worker 1"))
+        return all(
+            name in said
+            for name in ("loss", "accuracy", "learning rate", "step time, worker 0", "memory, worker 1")
+        )
 
     eventually(told)
 
@@ -545,6 +548,21 @@ def test_a_failed_job_is_told_once_with_the_last_lines_of_its_worker(page: Page,
     expect(page.locator("#failure")).to_have_text(f"{lines[0]}\nValueError: no data")
     expect(page.get_by_role("alert")).to_have_text("The job has failed.")
     expect(page.locator("#sentence")).to_contain_text("ValueError: no data")
+
+
+def test_of_a_job_that_has_ended_the_page_tells_its_last_epoch_and_offers_no_update(
+    page: Page, run: PlayedRun
+) -> None:
+    saved = {"step": 5, "epoch": 1, "batch": 3, "nbytes": 1, "attempt": 0, "created_at": time.time()}
+    saved["metrics"] = {"accuracy": 0.5, "auc": 0.75, "mse": 0.25, "loss": 1.5}
+    page.route("**/checkpoints", lambda route: route.fulfill(json={"checkpoints": [saved]}))
+    run.end()
+    page.reload()
+    expect(page.locator(".facts")).to_contain_text("epoch2 at step 5")
+    expect(page.locator("#checkpoints tbody")).to_contain_text("loss 1.5, accuracy 0.5, auc 0.75")
+    expect(page.locator("#updates")).to_contain_text("No update was made")
+    page.goto(f"{page.url.partition('#')[0]}#/updates/999")
+    expect(page.locator(".update-page .note")).to_have_text("This run has no update 999.")
 
 
 def test_what_reads_and_changes_nothing_is_not_listed_as_an_update(page: Page, run: PlayedRun) -> None:

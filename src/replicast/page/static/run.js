@@ -219,7 +219,7 @@ class RunPage {
     setText(this.failure, lines.join("\n"));
     setText(this.facts.step, count(status.step));
     const first = status.workers.find((note) => note.rank === 0) ?? {};
-    setText(this.facts.epoch, first.epoch === null || first.epoch === undefined ? "–" : `${first.epoch + 1}${first.epochs ? ` of ${first.epochs}` : ""}`);
+    setText(this.facts.epoch, epochText(first, status.running ? null : this.checkpoints.at(-1), status.step));
     setText(this.facts["time left"], timeLeft(status, first));
     this.lastMetric(status.metrics?.values ?? {});
     const left = first.steps_left;
@@ -294,6 +294,13 @@ function decoded(part) {
 }
 
 const capital = (text) => (text ? text[0].toUpperCase() + text.slice(1) : "");
+
+/** The epoch that worker 0 is in; of a job that has ended, that of its last checkpoint. */
+function epochText({ epoch, epochs }, saved, step) {
+  if (Number.isInteger(epoch)) return `${count(epoch + 1)}${epochs ? ` of ${count(epochs)}` : ""}`;
+  if (!saved) return "–";
+  return `${count(saved.batch || !saved.epoch ? saved.epoch + 1 : saved.epoch)}${saved.step === step ? "" : ` at step ${count(saved.step)}`}`;
+}
 
 function timeLeft(status, first) {
   if (!status.running || !first.steps_left || !first.step_secs) return "–";

@@ -35,7 +35,7 @@ export class UpdatePage {
       const view = await get(`${this.base}/updates/${encodeURIComponent(id)}`);
       if (id === this.id) this.show(view);
     } catch (error) {
-      if (id === this.id && (error.status || !this.shown)) this.node.replaceChildren(back(), el("p", { class: "note bad" }, error.message));
+      if (id === this.id && (error.status || !this.shown)) this.node.replaceChildren(back(), el("p", { class: "note bad" }, error.status === 404 ? `This run has no update ${id}.` : error.message));
     }
   }
 

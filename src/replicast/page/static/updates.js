@@ -20,7 +20,7 @@ export class Updates {
     this.groups = new Map(["under way", "waiting", "applied", "refused or withdrawn"].map((name) => [name, this.group(name)]));
     this.more = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => actions.more() }, "Show more");
     this.groups.get("applied").node.append(this.more);
-    this.empty = el("p", { class: "empty", hidden: true }, "No update yet. Upload one, or: replicast push RUN --set optimizer/learning_rate=0.0005");
+    this.empty = el("p", { class: "empty", hidden: true });
     this.body.append(this.empty, ...[...this.groups.values()].map((group) => group.node));
   }
 
@@ -44,6 +44,7 @@ export class Updates {
     this.more.hidden = all <= applied.length || applied.length >= MOST;
     const total = [...this.groups.values()].reduce((sum, group) => sum + group.list.children.length, 0);
     this.empty.hidden = total > 0;
+    setText(this.empty, status.running ? "No update yet. Upload one under Actions, or run: replicast push RUN --set optimizer/learning_rate=0.0005" : "No update was made");
     kept();
   }
 
