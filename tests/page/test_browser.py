@@ -237,7 +237,7 @@ def test_a_trial_is_about_a_mean_and_a_refused_one_keeps_its_terms(page: Page, r
     update = Update(id="fix").add("dense/bias", np.ones(3, np.float32))
     connect(run.path).push(update, trial=Trial(20, "auc"))
     (waiting,) = inbox.waiting(run.path)
-    inbox.refuse(run.path, waiting.path, UpdateRefused("The metric of a trial must be a mean"))
+    inbox.refuse(run.path, waiting.path, UpdateRefused("Not a mean"))
     page.goto(f"{page.url.partition('#')[0]}#/updates/fix")
     expect(page.locator("#effect")).to_contain_text("On trial: 20 steps, auc, no worse.")
 
@@ -462,12 +462,12 @@ def test_a_bad_trial_does_not_flatten_the_axis_and_the_picture_says_what_lies_ou
         append_metrics(run.path, (step, moment, {"loss": loss}))
     axis = "document.querySelector('.chart')?._fullLayout?.yaxis.range ?? [0, 99]"
     eventually(lambda: page.evaluate(axis)[1] < 4)
-    expect(page.locator(".chart")).to_contain_text("▲ up to 90 outside")
+    expect(page.locator(".chart")).to_contain_text("values not shown: ▲ up to 90")
     expect(page.get_by_role("button", name="Reset zoom")).to_be_hidden()
-    page.get_by_label("All values in the picture").check()
+    page.get_by_label("Show all values").check()
     eventually(lambda: page.evaluate(axis)[1] > 80)
     expect(page.locator(".chart")).not_to_contain_text("▲")
-    page.get_by_label("All values in the picture").uncheck()
+    page.get_by_label("Show all values").uncheck()
     eventually(lambda: page.evaluate(axis)[1] < 4)
 
 
@@ -537,6 +537,23 @@ def test_a_curve_is_equally_smooth_where_points_are_left_out_and_at_its_end(page
         return [far((step) => step > 2000 && step < 40000), far((step) => step >= 40000)];
     }""")
     assert rough[1] < 2 * rough[0], "the mean of all is 0"
+
+
+def test_what_an_update_did_is_told_in_plain_words(page: Page) -> None:
+    told = page.evaluate("""async () => {
+        const { sample, verdict } = await import("/static/update.js");
+        const one = (mean, steps = 20, spread = 0.01) => ({ mean, spread, steps });
+        const verdicts = [[1, 1.05], [1, 1.001], [0.5, 1e15]].map(([a, b]) => verdict(one(a), one(b)));
+        return [...verdicts, verdict(one(1, 2), one(2)), sample(one(1)), sample(one(1, 1, 0))];
+    }""")
+    assert told == [
+        "higher by 0.05 (5 %), more than the noise",
+        "higher by 0.001 (0.1 %), within the noise",
+        "higher by 1e15 (2e15 times the value before), more than the noise",
+        "higher by 1 (100 %); too few steps to compare it with the noise",
+        "1 ± 0.01",
+        "1",
+    ]
 
 
 def test_a_failed_job_is_told_once_with_the_last_lines_of_its_worker(page: Page, run: PlayedRun) -> None:

@@ -53,7 +53,7 @@ export class Chart {
     this.smoothing = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0.9, oninput: changed });
     this.logarithmic = el("input", { type: "checkbox", onchange: () => { this.held.clear(); changed(); } });
     this.whole = el("input", { type: "checkbox", onchange: changed });
-    this.wholeLabel = el("label", { class: "check small", hidden: true }, this.whole, "All values in the picture");
+    this.wholeLabel = el("label", { class: "check small", hidden: true }, this.whole, "Show all values");
     this.held = new Map(); // By the titles of panels: ranges that the reader has given to their axes.
     this.axis = el("select", { onchange: () => { this.detail = null; this.held.clear(); changed(); } }, el("option", { value: "step" }, "steps"), el("option", { value: "time" }, "time"));
     this.reset = el("button", { type: "button", class: "tiny", hidden: true, onclick: () => this.zoom(null) }, "Reset zoom");
@@ -223,7 +223,7 @@ export class Chart {
     this.plot.querySelector(".wait")?.remove();
     const began = performance.now();
     const lines = panels.flatMap((panel, at) => panel.lines.flatMap((line, place) => this.line(panel, line, at, place)));
-    await library.react(this.plot, lines, this.layout(panels), { responsive: true, displaylogo: false, displayModeBar: false, doubleClick: false, scrollZoom: false, showTips: false }); // Its tips would set innerHTML.
+    await library.react(this.plot, lines, this.layout(panels), { responsive: true, displaylogo: false, displayModeBar: false, doubleClick: false, scrollZoom: false, showTips: false }); // Its tips are markup, which the page's policy forbids.
     this.took = performance.now() - began;
     this.watch();
     if (panels.length < all.length) this.soon(0);
@@ -407,8 +407,7 @@ function clip(lines) {
 }
 
 function outside({ least, most }) {
-  const said = [most === null ? "" : `▲ up to ${number(most)}`, least === null ? "" : `▼ down to ${number(least)}`].filter(Boolean).join(", ");
-  return `${said} outside`;
+  return `values not shown: ${[most === null ? "" : `▲ up to ${number(most)}`, least === null ? "" : `▼ down to ${number(least)}`].filter(Boolean).join(", ")}`;
 }
 
 function summary(panels) {

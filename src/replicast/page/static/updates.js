@@ -4,7 +4,7 @@ import { card, el, pairs, setText, showList } from "./dom.js";
 import { ago, count, counted, editsText, moment, number, seconds, shortId, size, trialText } from "./format.js";
 import { noteView } from "./notes.js";
 import { stageChip } from "./state.js";
-import { addressOf, isRevertable, isWithdrawable } from "./update.js";
+import { addressOf, isRevertable, isWithdrawable, sample } from "./update.js";
 
 const MOST = 1000; // That the server lists.
 const CHANGING = new Set(["update", "trial", "function", "revert"]); // Those that change no value are shown under Workers.
@@ -123,8 +123,8 @@ function trialNumbers(view) {
 
 /** What a metric was before and after an update, and how much it varied. */
 function aroundText(around) {
-  const sample = (one) => `${number(one.mean)} ± ${number(one.spread)} (${counted(one.steps, "step")})`;
-  return around ? `${around.metric} ${sample(around.before)} → ${sample(around.after)}` : null;
+  const said = (one) => `${sample(one)} (${counted(one.steps, "step")})`;
+  return around ? `${around.metric} ${said(around.before)} → ${said(around.after)}` : null;
 }
 
 function operation(one) {
