@@ -123,7 +123,9 @@ def test_while_compared_runs_are_read_the_page_says_so_and_a_run_that_is_not_the
     page.reload()
     expect(page.locator("#comparison .starts tr", has_text="updates")).to_be_visible()  # Both are read.
     expect(page.locator("#comparison .chart")).to_have_text("Loading …")
-    expect(page.get_by_role("status")).to_contain_text("Not compared: “nobody”. This server has no such run")
+    expect(page.get_by_role("status")).to_contain_text(
+        "“nobody” is not compared: this server has no such run."
+    )
     for route in held:
         route.continue_()
     page.get_by_role("button", name="Do not compare current").click()

@@ -94,8 +94,9 @@ class RunsPage {
     const groups = { all: () => true, failed: (run) => FAILED.includes(run.state), running: (run) => run.running, others: (run) => urgency(run) === 2 };
     this.showStates(found, groups);
     const listed = found.filter(groups[this.state]).sort((a, b) => this.order(a, b));
-    const compared = this.compared(), left = this.asked().filter((name) => !compared.includes(name)).map((name) => `“${name}”`);
-    setText(this.left, left.length ? `Not compared: ${left.join(", ")}. This server has no such run, or ${MOST_COMPARED} others are compared already.` : "");
+    const compared = this.compared(), left = this.asked().filter((name) => !compared.includes(name));
+    const reason = (name) => (this.runs.some((run) => run.name === name) ? `at most ${MOST_COMPARED} are` : "this server has no such run");
+    setText(this.left, left.map((name) => `“${name}” is not compared: ${reason(name)}.`).join(" "));
     this.left.hidden = !this.left.textContent;
     const items = listed.map((run) => ({ ...run, heard: ago(run.heard_at), spark: this.sparks.of(run), place: compared.indexOf(run.name), full: compared.length >= MOST_COMPARED }));
     showList(this.body, items, (run) => run.name, (run) => this.row(run));
