@@ -501,6 +501,11 @@ def test_a_zoom_shows_every_step_of_it_on_axes_that_fit_and_a_double_click_ends_
     assert page.evaluate(shown.format("yaxis")) == [low, high]
     reset.click()
     expect(reset).to_be_hidden()
+    drag(page, plot, (0.2, 0.5), (0.4, 0.5))
+    expect(reset).to_be_visible()
+    page.get_by_label("Over").select_option("time")  # Of which the steps that were zoomed to say nothing.
+    axis_becomes(page, "xaxis", "date")
+    expect(reset).to_be_hidden()
 
 
 def drag(page: Page, plot: Locator, *places: tuple[float, float]) -> None:

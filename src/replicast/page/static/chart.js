@@ -226,6 +226,7 @@ export class Chart {
     await library.react(this.plot, lines, this.layout(panels), { responsive: true, displaylogo: false, displayModeBar: false, doubleClick: false, scrollZoom: false, showTips: false }); // Its tips are markup, which the page's policy forbids.
     this.took = performance.now() - began;
     this.watch();
+    this.reset.hidden = !this.range() && !this.held.size;
     if (panels.length < all.length) this.soon(0);
     this.placeMarks();
     this.plot.setAttribute("aria-label", summary(panels));
@@ -251,7 +252,6 @@ export class Chart {
       if (`${name}.range[0]` in changed || `${name}.range[1]` in changed) this.held.set(title, [...this.plot._fullLayout[name].range]);
     }
     this.soon(0); // The axes of the panels follow what is visible.
-    this.reset.hidden = !this.range() && !this.held.size;
     this.placeMarks();
     clearTimeout(this.asking);
     const main = this.main(), range = this.range();
