@@ -109,7 +109,8 @@ class PlayedRun:
             request = inbox.read_request(path)
             answer = partial(InboxAnswer, Stage.VERIFIED, time.time(), self.step)
             if request.kind == "pull" and request.name in self.tables:
-                rows = np.concatenate([self.tables[request.name][slice(*one)] for one in request.rows])
+                table = self.tables[request.name]
+                rows = np.concatenate([table[slice(*one)] for one in request.rows]) if request.rows else table
                 digests = dict.fromkeys("01", "d" * 32)
                 inbox.answer(self.path, request.id, answer(details={"digests": digests}), rows)
             else:
@@ -133,7 +134,8 @@ class PlayedRun:
             slow = rank == self.slow_worker
             note = WorkerNote(
                 rank, 4100 + rank, f"gpu-{rank + 1}", self.step, self.attempt, now,
-                training=not waiting_for, waiting_for=waiting_for, epoch=min(9, self.step // 200), epochs=10,
+                training=not waiting_for, waiting_for=waiting_for, epochs=None if waiting_for else 10,
+                epoch=None if waiting_for else min(9, self.step // 200),
                 steps_left=max(0, 2000 - self.step), step_secs=0.081, stepped_at=now,
                 memory_bytes=(412 + 31 * rank) * 10**6, own_secs=0.08 if slow else 0.031, own_since=now - 240,
             )  # fmt: skip

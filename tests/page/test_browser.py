@@ -14,7 +14,11 @@ import safetensors.numpy
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, expect
 
 from replicast.client import connect
+from replicast.errors import UpdateRefused
+from replicast.storage import inbox
+from replicast.storage.journal import load_update
 from replicast.storage.run_files import EVALUATIONS, Change, JobState, append_metrics, write_change
+from replicast.update.trial import Trial
 from replicast.update.update import Update
 from tests.page.browser import Watched, chromium
 from tests.page.live import Serving
@@ -219,6 +223,25 @@ def test_a_push_by_mouse_ends_with_its_receipt(page: Page, run: PlayedRun, tmp_p
     assert (view.author, view.note, str(view.stage)) == ("ana", "fix drifted bias", "verified")
 
 
+def test_a_trial_is_about_a_mean_and_a_refused_one_keeps_its_terms(page: Page, run: PlayedRun) -> None:
+    run.kill()
+    line = (run.step + 1, time.time(), {"loss": 0.5, "accuracy": 0.75, "auc": 0.9}, ["auc"])
+    append_metrics(run.path, line, (run.step + 1, time.time(), {"val_loss": 0.5}))
+    run.write_notes(time.time())
+    unlock(page)
+    expect(page.locator(".chart")).to_contain_text("auc")
+    page.get_by_role("button", name="Upload an update …").click()
+    offered = page.get_by_label("metric", exact=True).locator("option")
+    expect(offered).to_have_text(["loss", "accuracy", "val_loss"])
+    page.keyboard.press("Escape")
+    update = Update(id="fix").add("dense/bias", np.ones(3, np.float32))
+    connect(run.path).push(update, trial=Trial(20, "auc"))
+    (waiting,) = inbox.waiting(run.path)
+    inbox.refuse(run.path, waiting.path, UpdateRefused("Not a mean"))
+    page.goto(f"{page.url.partition('#')[0]}#/updates/fix")
+    expect(page.locator("#effect")).to_contain_text("On trial: 20 steps, auc, no worse.")
+
+
 def test_a_wrong_file_is_refused_with_its_reason(page: Page, run: PlayedRun, tmp_path: Path) -> None:
     unlock(page)
     choose(page, tensors(tmp_path / "wrong.safetensors", dense__bias=np.ones(4, np.float32)))
@@ -247,16 +270,40 @@ def test_the_learning_rate_is_changed_with_the_keyboard_alone_and_not_to_one_bel
     expect(rate).to_be_focused()
     page.keyboard.type("-3")
     page.keyboard.press("Enter")
-    assert rate.evaluate("input => input.validationMessage") == "A learning rate is a number above 0."
+    assert rate.evaluate("input => input.validationMessage") == "Enter a number above 0."
     expect(page.get_by_role("button", name="Push to all workers")).to_have_count(0)
     rate.fill("0.0005")
-    page.keyboard.press("Enter")
+    with page.expect_request("**/learning-rate") as asked:
+        page.keyboard.press("Enter")
+    assert asked.value.post_data_json["variable"] == "optimizer/learning_rate", "also if it is refused"
     expect(page.get_by_role("button", name="Push to all workers")).to_be_focused()
     page.keyboard.press("Enter")
     expect(page.locator("#receipt")).to_contain_text("assign optimizer/learning_rate")
     page.keyboard.press("Enter")
     expect(page.locator("dialog")).to_have_count(0)
     expect(page.get_by_role("button", name="Learning rate …")).to_be_focused()
+
+
+def test_a_schedule_of_the_learning_rate_is_shown_scaled_and_given_the_rate_back(
+    page: Page, run: PlayedRun
+) -> None:
+    run.tables["optimizer/learning_rate"] = np.array(-1, np.float32)
+    unlock(page)
+    for number, (choice, typed, sent) in enumerate(
+        (("the schedule, scaled", "0.5", -0.5), ("the schedule", "", -1))
+    ):
+        page.get_by_role("button", name="Learning rate …").click()
+        expect(page.locator("#value-hint")).to_contain_text("Now 0.0005, computed by a schedule, at step")
+        page.get_by_label("Use", exact=True).select_option(choice)
+        if typed:
+            page.get_by_label("Factor of the schedule").fill(typed)
+        page.get_by_role("button", name="Check", exact=True).click()
+        expect(page.locator("dialog td").first).to_have_text("optimizer/learning_rate")
+        page.get_by_role("button", name="Push to all workers").click()
+        expect(page.locator("#receipt")).to_contain_text("Verified at step")
+        page.get_by_role("button", name="Close").click()
+        (edit,) = load_update(run.path, number + 1).edits
+        assert (edit.variable, float(edit.arrays["value"])) == ("optimizer/learning_rate", sent)
 
 
 def test_a_wrong_token_is_told_and_not_kept_and_with_the_right_one_an_audit_is_answered(
@@ -396,7 +443,10 @@ def test_one_hover_tells_the_values_of_all_panels(page: Page, run: PlayedRun) ->
         page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2)
         page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + box["height"] / 2)
         said = " ".join(page.locator(".chart .hoverlayer text").all_text_contents())
-        return all(name in said for name in ("loss", "accuracy", "learning rate", "worker 0", "worker 1"))
+        return all(
+            name in said
+            for name in ("loss", "accuracy", "learning rate", "step time, worker 0", "memory, worker 1")
+        )
 
     eventually(told)
 
@@ -412,13 +462,103 @@ def test_a_bad_trial_does_not_flatten_the_axis_and_the_picture_says_what_lies_ou
         append_metrics(run.path, (step, moment, {"loss": loss}))
     axis = "document.querySelector('.chart')?._fullLayout?.yaxis.range ?? [0, 99]"
     eventually(lambda: page.evaluate(axis)[1] < 4)
-    expect(page.locator(".chart")).to_contain_text("▲ up to 90 outside")
+    expect(page.locator(".chart")).to_contain_text("values not shown: ▲ up to 90")
     expect(page.get_by_role("button", name="Reset zoom")).to_be_hidden()
-    page.get_by_label("All values in the picture").check()
+    page.get_by_label("Show all values").check()
     eventually(lambda: page.evaluate(axis)[1] > 80)
     expect(page.locator(".chart")).not_to_contain_text("▲")
-    page.get_by_label("All values in the picture").uncheck()
+    page.get_by_label("Show all values").uncheck()
     eventually(lambda: page.evaluate(axis)[1] < 4)
+
+
+def test_a_zoom_shows_every_step_of_it_on_axes_that_fit_and_a_double_click_ends_it(
+    page: Page, run: PlayedRun
+) -> None:
+    run.kill()
+    moments = [(step, time.time() - 1000 + step) for step in range(run.step + 1, run.step + 501)]
+    for place, (step, moment) in enumerate(moments):
+        loss = 90.0 if 300 < place < 320 else 0.3 + 0.01 * (place % 7)
+        append_metrics(run.path, (step, moment, {"loss": loss, "accuracy": 1 - loss / 100}))
+    shown = "document.querySelector('.chart')?._fullLayout?.{}.range ?? [0, 99]"
+    eventually(lambda: page.evaluate(shown.format("xaxis"))[1] >= moments[-1][0])
+    reset, plot = page.get_by_role("button", name="Reset zoom"), page.locator(".chart .nsewdrag").first
+    for scale, (least, most) in (("linear", (0.29, 0.37)), ("log", (-0.54, -0.43))):
+        page.get_by_label("Losses on a log scale").set_checked(scale == "log")
+        axis_becomes(page, "yaxis", scale)
+        drag(page, plot, (0.2, 0.5), (0.4, 0.5))  # Steps without the trial.
+        expect(reset).to_be_visible()
+        eventually(lambda least=least, most=most: inside(page.evaluate(shown.format("yaxis")), least, most))
+        eventually(lambda: inside(page.evaluate(shown.format("yaxis2")), 0.9955, 0.9975))  # Of the accuracy.
+        plot.dblclick()
+        expect(reset).to_be_hidden()
+    page.get_by_label("Losses on a log scale").uncheck()
+    axis_becomes(page, "yaxis", "linear")
+    drag(page, plot, (0.2, 0.2), (0.4, 0.6))  # A box: the reader says what this axis shows.
+    expect(reset).to_be_visible()
+    low, high = page.evaluate(shown.format("yaxis"))
+    page.get_by_label("Smoothing").fill("0")
+    expect(page.locator(".chart .scatterlayer .trace path.js-line")).to_have_count(4 + 2 * WORKERS)
+    assert page.evaluate(shown.format("yaxis")) == [low, high]
+    reset.click()
+    expect(reset).to_be_hidden()
+    drag(page, plot, (0.2, 0.5), (0.4, 0.5))
+    expect(reset).to_be_visible()
+    page.get_by_label("Over").select_option("time")  # Of which the steps that were zoomed to say nothing.
+    axis_becomes(page, "xaxis", "date")
+    expect(reset).to_be_hidden()
+
+
+def drag(page: Page, plot: Locator, *places: tuple[float, float]) -> None:
+    """Presses the mouse at a place of a panel, in parts of its size, and lets go at another."""
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    assert box is not None
+    for at, (x, y) in enumerate(places):
+        page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"], steps=4)
+        page.mouse.up() if at else page.mouse.down()
+
+
+def inside(shown: list[float], least: float, most: float) -> bool:
+    return least <= shown[0] < shown[1] <= most
+
+
+def test_a_curve_is_equally_smooth_where_points_are_left_out_and_at_its_end(page: Page) -> None:
+    rough = page.evaluate("""async () => {
+        const { Chart } = await import("/static/chart.js");
+        let seed = 1;
+        const noise = () => (seed = (seed * 48271) % 2147483647) / 2147483647 - 0.5;
+        const loss = { steps: [], times: [], values: [], means: [] };
+        const add = (...point) => Object.values(loss).forEach((one, at) => one.push(point[at]));
+        for (let step = 0; step < 40000; step += 200) {  // Of 200 steps, five points and the mean of all.
+            const all = Array.from({ length: 200 }, noise), mean = all.reduce((sum, one) => sum + one) / 200;
+            for (const at of [0, 50, 100, 150, 199]) add(step + at, step, all[at], at ? null : mean);
+        }
+        for (let step = 40000; step < 41500; step += 1) {
+            const value = noise();
+            add(step, step, value, value);
+        }
+        const { x, y } = new Chart().smoothed(loss, loss.values, 0.9);
+        const far = (within) => Math.max(...y.filter((_, at) => within(x[at])).map(Math.abs));
+        return [far((step) => step > 2000 && step < 40000), far((step) => step >= 40000)];
+    }""")
+    assert rough[1] < 2 * rough[0], "the mean of all is 0"
+
+
+def test_what_an_update_did_is_told_in_plain_words(page: Page) -> None:
+    told = page.evaluate("""async () => {
+        const { sample, verdict } = await import("/static/update.js");
+        const one = (mean, steps = 20, spread = 0.01) => ({ mean, spread, steps });
+        const verdicts = [[1, 1.05], [1, 1.001], [0.5, 1e15]].map(([a, b]) => verdict(one(a), one(b)));
+        return [...verdicts, verdict(one(1, 2), one(2)), sample(one(1)), sample(one(1, 1, 0))];
+    }""")
+    assert told == [
+        "higher by 0.05 (5 %), more than the noise",
+        "higher by 0.001 (0.1 %), within the noise",
+        "higher by 1e15 (2e15 times the value before), more than the noise",
+        "higher by 1 (100 %); too few steps to compare it with the noise",
+        "1 ± 0.01",
+        "1",
+    ]
 
 
 def test_a_failed_job_is_told_once_with_the_last_lines_of_its_worker(page: Page, run: PlayedRun) -> None:
@@ -430,6 +570,21 @@ def test_a_failed_job_is_told_once_with_the_last_lines_of_its_worker(page: Page,
     expect(page.locator("#failure")).to_have_text(f"{lines[0]}\nValueError: no data")
     expect(page.get_by_role("alert")).to_have_text("The job has failed.")
     expect(page.locator("#sentence")).to_contain_text("ValueError: no data")
+
+
+def test_of_a_job_that_has_ended_the_page_tells_its_last_epoch_and_offers_no_update(
+    page: Page, run: PlayedRun
+) -> None:
+    saved = {"step": 5, "epoch": 1, "batch": 3, "nbytes": 1, "attempt": 0, "created_at": time.time()}
+    saved["metrics"] = {"accuracy": 0.5, "auc": 0.75, "mse": 0.25, "loss": 1.5}
+    page.route("**/checkpoints", lambda route: route.fulfill(json={"checkpoints": [saved]}))
+    run.end()
+    page.reload()
+    expect(page.locator(".facts")).to_contain_text("epoch2 at step 5")
+    expect(page.locator("#checkpoints tbody")).to_contain_text("loss 1.5, accuracy 0.5, auc 0.75")
+    expect(page.locator("#updates")).to_contain_text("No update was made")
+    page.goto(f"{page.url.partition('#')[0]}#/updates/999")
+    expect(page.locator(".update-page .note")).to_have_text("This run has no update 999.")
 
 
 def test_what_reads_and_changes_nothing_is_not_listed_as_an_update(page: Page, run: PlayedRun) -> None:

@@ -106,7 +106,8 @@ def test_rows_are_looked_up_edited_with_the_keyboard_alone_and_pushed(
 def test_a_block_of_a_spreadsheet_is_pasted_and_its_errors_are_at_their_cells(
     page: Page, run: PlayedRun, rows: Locator
 ) -> None:
-    look_up(rows, TABLE, "4:8")
+    look_up(rows, TABLE, "4:8, 5")
+    expect(rows.locator("tbody th")).to_have_text(["4", "5", "6", "7"])
     start = cell(rows, 1, 0)
     start.focus()
     start.evaluate(PASTE, "1\t2\t3\t4")

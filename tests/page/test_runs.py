@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from replicast.client import connect
 from replicast.storage.run_files import Change, JobState, write_change
@@ -112,6 +112,25 @@ def test_runs_are_compared_in_one_chart_with_their_updates_and_what_they_were_st
     for width in (1100, 390):
         page.set_viewport_size({"width": width, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_while_compared_runs_are_read_the_page_says_so_and_a_run_that_is_not_there_is_named(
+    page: Page, serving: Serving
+) -> None:
+    held: list[Route] = []
+    page.route("**/static/plotly.js", lambda route: held.append(route))
+    page.goto(f"{serving.address}/#/compare/baseline/nobody/current")
+    page.reload()
+    expect(page.locator("#comparison .starts tr", has_text="updates")).to_be_visible()  # Both are read.
+    expect(page.locator("#comparison .chart")).to_have_text("Loading …")
+    expect(page.get_by_role("status")).to_contain_text(
+        "“nobody” is not compared: this server has no such run."
+    )
+    for route in held:
+        route.continue_()
+    page.get_by_role("button", name="Do not compare current").click()
+    expect(page.locator(".note.careful")).to_be_hidden()
+    assert page.url.endswith("#/compare/baseline")
 
 
 def test_the_note_and_the_tags_of_a_run_are_changed_on_its_page(page: Page, serving: Serving) -> None:

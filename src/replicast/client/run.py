@@ -40,7 +40,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic, sleep
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeVar, cast, get_args, get_type_hints
 from urllib.parse import quote
 
 import msgspec
@@ -383,6 +383,7 @@ class LastMetrics(TypedDict):
     step: int
     time: float
     values: dict[str, float]
+    running: NotRequired[list[str]]  # Those that are of the epoch so far, such as an AUC: not for trials.
 
 
 class Overview(View, frozen=True, kw_only=True):
@@ -765,8 +766,8 @@ class Run:
             since: Only what was written after this `Metrics.position`.
             points: The largest number of points of each series.
             of: "workers": step time and memory of the first workers instead, by their rank.
-            start: Only what was measured from this moment on, in seconds since 1970: with more points.
-            end: Only what was measured until this moment.
+            start: Only what was measured from this time on, in seconds since 1970; every step is read.
+            end: Only what was measured until this time, in seconds since 1970.
             sample: At once: of a long file that nobody has read yet, evenly spaced steps, at position 0.
         """
 

@@ -259,8 +259,7 @@ class App(Starlette):
         answer = await getattr(asked, f"do_{row.name}", asked.answer)()
         if isinstance(answer, Response):
             return answer
-        is_proposed = row.proposes and "edits" not in answer
-        return await self._json(answer, 201 if is_proposed else 200)
+        return await self._json(answer, 201 if row.proposes and "edits" not in answer else 200)
 
     async def _json(self, answer: Any, status: int = 200) -> Response:
         if not isinstance(answer, bytes):  # In a thread: it may be long.

@@ -86,7 +86,6 @@ def report(run: DirectoryRun, chain: Chain) -> str:
 
 def _data(run: DirectoryRun, chain: Chain) -> dict[str, Any]:
     """What the page reads, by the paths at which it asks a server for it; and the chain of the journal."""
-    name = run.path.name
 
     def told(row: str, **arguments: Any) -> Any:
         return OPERATIONS[row].encoded(getattr(run, row)(**arguments))
@@ -96,7 +95,7 @@ def _data(run: DirectoryRun, chain: Chain) -> dict[str, Any]:
         "chain": {"length": chain.length, "last": chain.last, "problems": list(chain.problems)},
         "changes": [change.to_json() for change in changes(run.path)],
         "answers": {
-            "api/runs": [{"name": name, "actions": False, **told("brief")}],
+            "api/runs": [{"name": run.path.name, "actions": False, **told("brief")}],
             "metrics": told("metrics"),
             "metrics?of=workers&points=400": told("metrics", of="workers", points=400),
             "updates": OPERATIONS["log"].encoded(run.with_histograms()),

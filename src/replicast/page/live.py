@@ -136,8 +136,7 @@ class RunWatch:
 
     def _new_metrics(self) -> list[bytes]:
         """An event with what was written since the last look. Blocks."""
-        since = self._position
-        found = self.run.metrics(since=since, points=_POINTS_PER_EVENT)
+        since, found = self._position, self.run.metrics(since=self._position, points=_POINTS_PER_EVENT)
         self._position = found.position
         return [_event("metrics", dumped(found.to_json()))] if since is not None and found.series else []
 

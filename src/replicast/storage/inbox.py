@@ -148,9 +148,10 @@ class EndedUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     note: str = ""
     edits: tuple[EditSummary, ...] = ()
     nbytes: int | None = None
+    trial: Trial | None = None
 
 
-_KEPT = ("author", "note", "edits", "nbytes")
+_KEPT = ("author", "note", "edits", "nbytes", "trial")
 _TOLD = ("reason", "withdrawn_by", "why", *_KEPT)
 
 

@@ -175,7 +175,7 @@ def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
     for one in islice(measured_in(run_dir, METRICS), _MOST_AT_A_STEP):
         if found is not None and one["step"] != found["step"]:
             break
-        found = one if found is None else found | {"values": one["values"] | found["values"]}
+        found = one if found is None else one | {"values": one["values"] | found["values"]}
     return found
 
 
@@ -185,7 +185,8 @@ def measured_in(run_dir: RunDir, file: str) -> Iterator[dict[str, Any]]:
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             found = parse_json(line)
             values = {str(name): float(value) for name, value in found["values"].items()}
-            yield {"step": int(found["step"]), "time": float(found["time"]), "values": values}
+            told = {"step": int(found["step"]), "time": float(found["time"]), "values": values}
+            yield told | {"running": list(map(str, found.get("running", ())))}
 
 
 # A metric around an update: what it was in the steps before and after it, and how much it varied there, so

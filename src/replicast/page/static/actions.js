@@ -3,9 +3,10 @@
 import { get, newId, post, Refused, upload } from "./api.js";
 import { card, el } from "./dom.js";
 import { Dialog, examinationView, field, receiptView, stagesView } from "./dialogs.js";
-import { count, seconds } from "./format.js";
+import { count, number, seconds } from "./format.js";
 import { auditSentence } from "./history.js";
 import { isFinal } from "./state.js";
+import { numberFile } from "./tables.js";
 import { askForToken, hasToken } from "./token.js";
 
 const OPERATIONS = { "": "a saved update: the file says it", add: "add to the variables", assign: "replace the variables", scale: "multiply by numbers", blend: "move towards, by a weight", add_rows: "add to rows", assign_rows: "replace rows", add_low_rank: "add a product of low rank" };
@@ -67,24 +68,36 @@ export class Actions {
     return el("fieldset", {}, el("legend", {}, "Trial"), el("label", { class: "check", for: "trial" }, box, "Try it first, then keep or revert it on all workers"), rows);
   }
 
+  /** A rate below 0 is that many times what the schedule computes (training/tensorflow_state.py): offered where there is one. */
   learningRate() {
-    const id = newId();
+    const id = newId(), { rate, hadSchedule } = this.context.rate(), hows = { value: "a constant rate", scale: "the schedule, scaled", schedule: "the schedule" };
     const value = el("input", { id: "value", name: "value", type: "number", step: "any", required: true, inputMode: "decimal" });
-    value.addEventListener("input", () => value.setCustomValidity(Number(value.value) > 0 || !value.value ? "" : "A learning rate is a number above 0."));
-    const rate = field("value", "New learning rate", value, "Asking for the current one …");
-    const dialog = new Dialog("Change the learning rate", "Every worker uses it from the same step on.", [rate, this.note(), this.author(), this.trial(false)]);
-    const body = (data) => ({ ...proposal(data), id, value: Number(data.get("value")) });
-    this.showCurrent(rate.querySelector(".hint"), "learning_rate");
-    this.propose(dialog, id, (data) => post(`${this.base}/learning-rate`, { ...body(data), dry_run: true }), (data) => post(`${this.base}/learning-rate`, body(data)));
-  }
-
-  async showCurrent(hint, variable) {
-    try {
-      const pulled = await get(`${this.base}/variables/${variable}?timeout=60`);
-      hint.textContent = `Now ${Number(Number(pulled.values).toPrecision(6))}, at step ${count(pulled.step)}.`;
-    } catch (error) {
-      hint.textContent = `The current one is not known: ${error.message}`;
-    }
+    value.addEventListener("input", () => value.setCustomValidity(Number(value.value) > 0 || !value.value ? "" : "Enter a number above 0."));
+    const asked = field("value", "New learning rate", value, rate === undefined ? "Asking for the current one …" : `Now ${number(rate)}.`);
+    const how = el("select", { id: "how", name: "how" }, Object.entries(hows).map(([name, text]) => el("option", { value: name }, text)));
+    const choice = field("how", "Use", how);
+    how.addEventListener("change", () => {
+      asked.querySelector("label").textContent = how.value === "scale" ? "Factor of the schedule" : "New learning rate";
+      asked.hidden = value.disabled = how.value === "schedule";
+    });
+    choice.hidden = !hadSchedule;
+    const dialog = new Dialog("Change the learning rate", "All workers use it from the same step on.", [choice, asked, this.note(), this.author(), this.trial(false)]);
+    get(`${this.base}/variables/learning_rate?timeout=60`).then(({ step, values }) => {
+      const factor = Number(values);
+      if (factor < 0) choice.hidden = false;
+      const by = factor === -1 ? ", computed by a schedule" : factor < 0 ? `, ${number(-factor)} × what a schedule computes` : "";
+      asked.querySelector(".hint").textContent = `Now ${number(factor < 0 ? rate ?? "unknown" : factor)}${by}, at step ${count(step)}.`;
+    }).catch((error) => {
+      if (rate === undefined) asked.querySelector(".hint").textContent = `The current one is not known: ${error.message}`;
+    });
+    const send = async (data, more) => {
+      const names = (await get(`${this.base}/schema`)).variables.map((one) => one.name).filter((name) => name.endsWith("/learning_rate"));
+      const variable = names.length === 1 ? names[0] : "learning_rate"; // By its full name, as the command line records it.
+      const chosen = data.get("how"), factor = chosen === "schedule" ? 1 : Number(data.get("value"));
+      if (chosen === "value") return post(`${this.base}/learning-rate`, { ...proposal(data), id, variable, value: factor, ...more });
+      return upload(this.address(data, { operation: "assign", id, ...more }), numberFile(variable, -factor), (part) => dialog.progress(part));
+    };
+    this.propose(dialog, id, (data) => send(data, { dry_run: true }), (data) => send(data, {}));
   }
 
   upload() {

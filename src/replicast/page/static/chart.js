@@ -7,7 +7,7 @@ import { report } from "./report.js";
 
 const MOST_POINTS = 3000; // Of a series that grows; then the server is asked for a thinner one again.
 const MOST_PANELS = 8, MOST_LINES = 8; // Of metrics; of one panel.
-const LEAST_SMOOTHED = 50;
+const LEAST_SMOOTHED = 50, SMOOTHED_POINTS = 1200; // Of a line: smoothing is by such a part of what is visible.
 const HEIGHTS = { loss: 210, metric: 110, system: 76 };
 const LANE = 30, TITLE = 24, BOTTOM = 46;
 const RATE = "learning_rate";
@@ -51,11 +51,11 @@ export class Chart {
     this.node = el("div", { class: "chart-area" }, this.plot, this.marks.node);
     this.key = this.marks.key;
     this.smoothing = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0.9, oninput: changed });
-    this.logarithmic = el("input", { type: "checkbox", onchange: changed });
+    this.logarithmic = el("input", { type: "checkbox", onchange: () => { this.held.clear(); changed(); } });
     this.whole = el("input", { type: "checkbox", onchange: changed });
-    this.wholeLabel = el("label", { class: "check small", hidden: true }, this.whole, "All values in the picture");
-    this.clips = {}; // Of each axis that does not show all values: its range, and the farthest values.
-    this.axis = el("select", { onchange: () => { this.detail = null; changed(); } }, el("option", { value: "step" }, "steps"), el("option", { value: "time" }, "time"));
+    this.wholeLabel = el("label", { class: "check small", hidden: true }, this.whole, "Show all values");
+    this.held = new Map(); // By the titles of panels: ranges that the reader has given to their axes.
+    this.axis = el("select", { onchange: () => { this.detail = null; this.held.clear(); changed(); } }, el("option", { value: "step" }, "steps"), el("option", { value: "time" }, "time"));
     this.reset = el("button", { type: "button", class: "tiny", hidden: true, onclick: () => this.zoom(null) }, "Reset zoom");
     this.shown = el("div", { class: "panels", role: "group", "aria-label": "Panels" });
     this.controls = el("div", { class: "controls" },
@@ -166,9 +166,8 @@ export class Chart {
   async zoom(first, last) {
     const library = await plotly();
     if (!this.plot._fullLayout) return;
-    const axes = Object.keys(this.plot._fullLayout).filter((name) => /^[xy]axis\d*$/.test(name));
-    if (first === null) await library.relayout(this.plot, Object.fromEntries(axes.map((name) => (this.clips[name] ? [`${name}.range`, [...this.clips[name].range]] : [`${name}.autorange`, true]))));
-    else await library.relayout(this.plot, { "xaxis.range": [this.x(first.step, first.time), this.x(last.step, last.time)] });
+    this.held.clear();
+    await library.relayout(this.plot, first === null ? { "xaxis.autorange": true } : { "xaxis.range": [this.x(first.step, first.time), this.x(last.step, last.time)] });
   }
 
   /** Zooms to so many steps around one. */
@@ -224,9 +223,10 @@ export class Chart {
     this.plot.querySelector(".wait")?.remove();
     const began = performance.now();
     const lines = panels.flatMap((panel, at) => panel.lines.flatMap((line, place) => this.line(panel, line, at, place)));
-    await library.react(this.plot, lines, this.layout(panels), { responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset", scrollZoom: false });
+    await library.react(this.plot, lines, this.layout(panels), { responsive: true, displaylogo: false, displayModeBar: false, doubleClick: false, scrollZoom: false, showTips: false }); // Its tips are markup, which the page's policy forbids.
     this.took = performance.now() - began;
     this.watch();
+    this.reset.hidden = !this.range() && !this.held.size;
     if (panels.length < all.length) this.soon(0);
     this.placeMarks();
     this.plot.setAttribute("aria-label", summary(panels));
@@ -236,26 +236,30 @@ export class Chart {
     if (this.watched) return;
     this.watched = true;
     this.plot.on("plotly_afterplot", () => this.placeMarks());
-    this.plot.on("plotly_relayout", () => this.zoomed());
+    this.plot.on("plotly_relayout", (changed) => this.zoomed(changed));
+    this.plot.on("plotly_doubleclick", () => this.zoom(null));
   }
 
-  isZoomed() {
-    return this.plot._fullLayout?.xaxis.autorange === false;
+  /** The first and the last place of the x axis, if the reader has zoomed; of another axis, they say nothing. */
+  range() {
+    const { xaxis, uirevision } = this.plot._fullLayout ?? {};
+    return xaxis && !xaxis.autorange && uirevision === this.axis.value ? xaxis.range.map((one) => xaxis.r2l(one)) : null;
   }
 
-  zoomed() {
-    if (this.wasZoomed !== this.isZoomed()) this.soon(0); // What lies outside is shown to those who look closer.
-    this.wasZoomed = this.isZoomed();
-    const axes = Object.values(this.plot._fullLayout).filter((one) => one?._id && /^[xy]/.test(one._id));
-    this.reset.hidden = axes.every((one) => one.autorange || this.clips[one._name]?.range.every((end, at) => end === one.range[at]));
+  zoomed(changed) {
+    for (const [at, title] of this.titles.entries()) {
+      const name = `yaxis${at ? at + 1 : ""}`;
+      if (`${name}.range[0]` in changed || `${name}.range[1]` in changed) this.held.set(title, [...this.plot._fullLayout[name].range]);
+    }
+    this.soon(0); // The axes of the panels follow what is visible.
     this.placeMarks();
     clearTimeout(this.asking);
-    const { xaxis } = this.plot._fullLayout, main = this.main();
-    if (xaxis.autorange || report || !main?.means) {
+    const main = this.main(), range = this.range();
+    if (!range || report || !main?.means) {
       if (this.detail) { this.detail = null; this.soon(); }
       return;
     }
-    const [first, last] = xaxis.range.map((one) => xaxis.r2l(one));
+    const [first, last] = range;
     const known = this.axis.value === "time" ? main.times.map(localTime) : main.steps;
     const time = (value) => between(known, main.times, value) ?? main.times.at(-1);
     const before = Math.max(0, known.findLastIndex((one) => one <= first));
@@ -265,7 +269,7 @@ export class Chart {
   /** Of what the reader has zoomed to, every step. */
   async readDetail(start, end) {
     const found = await this.read(start, end).catch(() => null);
-    if (!found || this.plot._fullLayout.xaxis.autorange) return;
+    if (!found || !this.range()) return;
     this.detail = found.series;
     this.soon(0);
   }
@@ -294,7 +298,7 @@ export class Chart {
       x: one.steps.map((step, index) => this.x(step, one.times[index])), y: values, name: harmless(name), type: "scatter", mode: one.steps.length < 3 ? "lines+markers" : "lines",
       line: { color: css(`--series-${(place % 6) + 1}`), width: 1.8, dash: line.dash ?? "solid", shape: line.shape ?? "linear" }, yaxis: at ? `y${at + 1}` : "y",
       legend: at ? `legend${at + 1}` : "legend", showlegend: panel.lines.length > 1, legendgroup: name,
-      hovertemplate: `${harmless(name)}  %{y:${panel.unit ? ".3~s" : ".4~g"}}${panel.unit ?? ""}<extra></extra>`,
+      hovertemplate: `${panel.unit ? `${panel.title}, ` : ""}${harmless(name)}  %{y:${panel.unit ? ".3~s" : ".4~g"}}${panel.unit ?? ""}<extra></extra>`,
     };
     const keep = Number(this.smoothing.value);
     if (!line.smooth || !keep || values.length < LEAST_SMOOTHED) return [measured];
@@ -305,23 +309,43 @@ export class Chart {
   }
 
   /**
-   * The mean of the last points, the later ones counting more. It begins again at each update, and where one was reverted: their
-   * effects must not be smoothed away. Of a series with points left out, the means of what was left out are used: those of the extremes that are kept differ.
+   * The mean of the last steps, the later ones counting more. It begins again at each update, and where one was reverted: their
+   * effects must not be smoothed away. Of a series with points left out, the means of what was left out are used: those of the
+   * extremes that are kept differ. Each counts as all the steps up to the next one, so that the curve is equally smooth where
+   * points were left out, and at its end, where they were not yet.
    */
   smoothed(one, values, keep) {
     const updates = this.marks.all.filter((mark) => (mark.kind === "update" || mark.kind === "trial") && mark.run === one.run).flatMap((mark) => [mark.step, mark.ended ?? mark.step]).sort((a, b) => a - b);
+    const means = one.means ? one.means.map(finite) : values, places = [...means.keys()].filter((place) => means[place] !== null);
+    const [from, to] = this.visible(one) ?? [0, values.length - 1], kept = keep ** (Math.min(to - from, SMOOTHED_POINTS) / (one.steps[to] - one.steps[from]) || 1); // For each step.
     const x = [], y = [];
     let sum = 0, weight = 0, at = 0;
-    for (const [place, raw] of values.entries()) {
-      const value = one.means ? finite(one.means[place]) : raw;
-      [sum, weight] = [keep * sum, keep * weight]; // Also at a point without a mean: else the line would lag behind by five times as much.
-      if (value === null) continue;
+    for (const [number_, place] of places.entries()) {
+      const next = one.steps[places[number_ + 1]] ?? one.steps.at(-1) + 1, rest = kept ** (next - one.steps[place]);
       for (; at < updates.length && updates[at] < one.steps[place]; at += 1) sum = weight = 0;
-      [sum, weight] = [sum + value, weight + 1];
+      [sum, weight] = [rest * sum + (1 - rest) * means[place], rest * weight + (1 - rest)];
       x.push(this.x(one.steps[place], one.times[place]));
       y.push(sum / weight);
     }
     return { x, y };
+  }
+
+  /** The places of the first and the last point of a series that the x axis shows; of those on both sides, if it shows none; else null. */
+  visible(one) {
+    const range = this.range(), x = (at) => this.x(one.steps[at], one.times[at]), all = [...one.steps.keys()];
+    if (!range) return [0, all.length - 1];
+    const from = all.findIndex((at) => x(at) >= range[0]), to = all.findLastIndex((at) => x(at) <= range[1]);
+    return from < 0 || to < 0 ? null : [Math.min(from, to), Math.max(from, to)];
+  }
+
+  /** What the axis of a panel has to show of the part that the reader has zoomed to. */
+  fit(panel, logarithmic) {
+    const seen = panel.lines.flatMap(({ one }) => { const [from, to] = this.visible(one) ?? [0, -1]; return one.values.slice(from, to + 1).map(finite); });
+    const values = seen.filter((value) => value !== null && (!logarithmic || value > 0)).map((value) => (logarithmic ? Math.log10(value) : value));
+    if (!values.length) return null;
+    if (panel.kind === "system") values.push(0);
+    const [least, most] = [Math.min(...values), Math.max(...values)], margin = (most - least || Math.abs(most) || 1) / 16;
+    return [panel.kind === "system" && least === 0 ? 0 : least - margin, most + margin];
   }
 
   layout(panels) {
@@ -342,18 +366,18 @@ export class Chart {
     let top = 1;
     const clipped = panels.map((panel) => (panel.kind === "system" || (panel.kind === "loss" && this.logarithmic.checked) ? null : clip(panel.lines.map((line) => line.one.values))));
     this.wholeLabel.hidden = clipped.every((one) => one === null);
-    this.clips = this.whole.checked || this.isZoomed() ? {} : Object.fromEntries(clipped.flatMap((one, at) => (one ? [[`yaxis${at ? at + 1 : ""}`, one]] : [])));
+    this.titles = panels.map((panel) => panel.title);
     for (const [at, panel] of panels.entries()) {
       const number_ = at ? at + 1 : "", share = (pixels) => pixels / inner;
       const high = top - share(TITLE), low = high - share(HEIGHTS[panel.kind] * (narrow ? 0.85 : 1));
       const logarithmic = panel.kind === "loss" && this.logarithmic.checked;
       layout[`yaxis${number_}`] = { ...axis, anchor: "x", domain: [Math.max(0, low), high], type: logarithmic ? "log" : "linear", nticks: panel.kind === "loss" ? 6 : 4, rangemode: panel.kind === "system" ? "tozero" : "normal", ...(panel.unit ? { tickformat: "~s", ticksuffix: panel.unit } : {}) };
-      const cut = this.clips[`yaxis${number_}`];
+      const cut = this.whole.checked || this.range() || this.held.has(panel.title) ? null : clipped[at];
+      const range = this.held.get(panel.title) ?? (this.range() ? this.fit(panel, logarithmic) : cut?.range);
       const note = { xref: "paper", yref: "paper", x: 0, y: high, xanchor: "left", yanchor: "bottom", showarrow: false, align: "left", borderpad: 0 };
       // Said each time: plotly takes what is left out from the drawing before, and an axis that was cut would keep no range at all.
-      layout[`yaxis${number_}`].autorange = !cut;
+      Object.assign(layout[`yaxis${number_}`], { uirevision: false, autorange: !range }, range ? { range: [...range] } : {});
       if (cut) {
-        layout[`yaxis${number_}`].range = [...cut.range];
         layout.annotations.push({ ...note, text: outside(cut), xshift: 14 + 7 * panel.title.length, font: { size: 11, color: ink } });
       }
       layout[`legend${number_}`] = { orientation: "h", x: 1, xanchor: "right", y: high, yanchor: "bottom", font: { color: ink, size: 11 }, bgcolor: "rgba(0,0,0,0)" };
@@ -383,8 +407,7 @@ function clip(lines) {
 }
 
 function outside({ least, most }) {
-  const said = [most === null ? "" : `▲ up to ${number(most)}`, least === null ? "" : `▼ down to ${number(least)}`].filter(Boolean).join(", ");
-  return `${said} outside`;
+  return `values not shown: ${[most === null ? "" : `▲ up to ${number(most)}`, least === null ? "" : `▼ down to ${number(least)}`].filter(Boolean).join(", ")}`;
 }
 
 function summary(panels) {

@@ -15,7 +15,7 @@ class RunsChart extends Chart {
     this.runs = runs;
     const first = runs.find((run) => run.series.size);
     const wait = this.plot.querySelector(".wait");
-    if (wait) setText(wait, runs.some((run) => run.read) ? "No metrics yet" : "Loading …");
+    if (wait) setText(wait, !first && runs.every((run) => run.read) ? "No metrics yet" : "Loading …");
     this.training = first?.series ?? new Map();
     if (runs.some((run) => run.read)) this.position = 0; // There is something to draw.
     this.marks.set(runs.flatMap((run) => run.marks));

@@ -141,7 +141,7 @@ export function examinationView(examined, trial = false) {
   if (rows.length) parts.push(el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows))));
   if (!examined.problems.length) {
     const nbytes = examined.edits.reduce((sum, edit) => sum + edit.nbytes, 0);
-    parts.push(el("p", { class: "dim small" }, `${counted(examined.edits.length, "edit")}, ${size(nbytes)} of values. Nothing is wrong with it. ${trial ? "It goes on trial: the metrics of the job decide. " : ""}A guard of the job is not known here: if there is one, it may still refuse this.`));
+    parts.push(el("p", { class: "dim small" }, `${counted(examined.edits.length, "edit")}, ${size(nbytes)} of values. All checks have passed. ${trial ? "The update is tried first: the metrics of the job decide whether it stays. " : ""}If the job has a guard, the guard may still refuse it.`));
   }
   return el("div", { class: "stack" }, parts);
 }

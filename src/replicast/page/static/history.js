@@ -12,6 +12,17 @@ export function auditSentence(report) {
   return `${report.differences.length} of ${counted(report.variables, "variable")} differed ${on} (${first}); ${done}`;
 }
 
+/** In a report, which lists all: those that follow each other and found the same, all equal, are one, with all their steps. */
+function folded(audits) {
+  const found = [];
+  for (const one of audits) {
+    const last = found.at(-1);
+    if (report && one.equal && last?.equal && auditSentence(one) === auditSentence(last)) found[found.length - 1] = { ...last, steps: [...last.steps ?? [last.step], one.step] };
+    else found.push(one);
+  }
+  return found;
+}
+
 export class Audits {
   constructor() {
     this.list = el("tbody");
@@ -25,9 +36,9 @@ export class Audits {
     setText(this.empty, running ? "No audit yet" : "No audit was made");
     this.empty.hidden = shown.length > 0;
     this.list.parentElement.hidden = shown.length === 0;
-    showList(this.list, shown.map((one) => ({ ...one, ago: ago(one.time) })), (one) => `${one.attempt}-${one.number}-${one.time}`, (one) => el("tr", {},
-      el("td", { class: "keep" }, count(one.step)),
-      el("td", {}, el("span", { class: `chip ${one.equal ? "good" : one.outcome === "healed" ? "careful" : "bad"}` }, one.equal ? "equal" : one.outcome), " ",
+    showList(this.list, folded(shown).map((one) => ({ ...one, ago: ago(one.time) })), (one) => `${one.attempt}-${one.number}-${one.time}`, (one) => el("tr", {},
+      el("td", { class: "keep" }, one.steps ? `${count(one.steps.at(-1))} to ${count(one.step)}` : count(one.step)),
+      el("td", {}, one.steps ? el("details", {}, el("summary", {}, `${count(one.steps.length)} audits`), el("p", { class: "dim small" }, `At the steps ${one.steps.slice().reverse().map(count).join("; ")}`)) : null, el("span", { class: `chip ${one.equal ? "good" : one.outcome === "healed" ? "careful" : "bad"}` }, one.equal ? "equal" : one.outcome), " ",
         el("span", { class: "dim small" }, auditSentence(one))),
       el("td", { class: "dim keep" }, one.ago)));
   }
@@ -55,7 +66,7 @@ export class Checkpoints {
 }
 
 function metricsText(one) {
-  const values = Object.entries(one.metrics ?? {}).slice(0, 2).map(([name, value]) => `${name} ${number(value)}`);
+  const values = Object.entries(one.metrics ?? {}).sort(([a], [b]) => Number(b === "loss") - Number(a === "loss")).slice(0, 3).map(([name, value]) => `${name} ${number(value)}`);
   return [...values, one.patched_by ? `patched by ${one.patched_by}` : ""].filter(Boolean).join(", ");
 }
 

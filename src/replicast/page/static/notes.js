@@ -16,7 +16,7 @@ export function noteView(annotation) {
 export function editNote(base, title, annotation, which, author, changed) {
   const note = el("textarea", { id: "annotation", name: "annotation", rows: 3, maxLength: 1000, value: annotation?.note ?? "" });
   const tags = el("input", { id: "tags", name: "tags", value: (annotation?.tags ?? []).join(", "), autocomplete: "off", maxLength: 1000 });
-  const dialog = new Dialog(title, "Everybody who sees the run sees them. They do nothing to the job.", [field("annotation", "Note", note), field("tags", "Tags", tags, "Separated by commas."), author]);
+  const dialog = new Dialog(title, "Visible to everyone who can see the run. They have no effect on the job.", [field("annotation", "Note", note), field("tags", "Tags", tags, "Separated by commas."), author]);
   dialog.ask("Keep", async (data) => {
     const said = data.get("author");
     await post(`${base}/annotation`, { ...(which ? { which } : {}), note: data.get("annotation"), tags: data.get("tags").split(",").map((tag) => tag.trim().replace(/^#/, "")).filter(Boolean), ...(said ? { author: said } : {}) });

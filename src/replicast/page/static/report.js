@@ -16,7 +16,7 @@ export function answer(path) {
 function update(which) {
   const { scheduled, waiting, refused } = report.status;
   const found = [...report.answers.updates.updates, ...scheduled, ...waiting, ...refused].find((view) => view.id === which || String(view.sequence) === which);
-  if (!found) throw new Error(`There is no update ${which} in this report.`);
+  if (!found) throw new Error(`This report has no update ${which}.`);
   return found;
 }
 

@@ -98,8 +98,9 @@ export class Rows {
   async lookUp() {
     const table = this.tables.get(this.select.value);
     if (!table) return false;
+    let wanted;
     try {
-      rowsOf(this.wanted.value, table.shape[0]);
+      wanted = rowsText([...new Set(rowsOf(this.wanted.value, table.shape[0]))], table.shape[0]); // Each once.
     } catch (error) {
       this.wanted.setCustomValidity(error.message);
       this.wanted.reportValidity();
@@ -111,13 +112,13 @@ export class Rows {
     setText(this.said, this.running ? "The job reads them at its next step …" : "Reading the last checkpoint …");
     try {
       const name = table.name.split("/").map(encodeURIComponent).join("/");
-      const pulled = await get(`${this.base}/variables/${name}?${new URLSearchParams({ rows: this.wanted.value.replaceAll(" ", ""), timeout: 60 })}`);
+      const pulled = await get(`${this.base}/variables/${name}?${new URLSearchParams({ rows: wanted, timeout: 60 })}`);
       this.table = table;
       this.rows = pulled.rows.map((id, at) => ({ id, values: [pulled.values[at]].flat(Infinity).map(Number), changed: new Map() }));
       this.leaf = 0;
       const digests = new Set(Object.values(pulled.digests));
       const where = pulled.source === "job" ? `at step ${count(pulled.step)}, ${digests.size > 1 ? "which differ between workers: these are those of worker 0" : "the same on every worker"}` : `in ${pulled.source}`;
-      setText(this.said, `${counted(this.rows.length, "row")} of ${count(table.shape[0])}, ${where}. Type to change a value; Delete takes a change back. Copy and paste work as in a spreadsheet.`);
+      setText(this.said, `${counted(this.rows.length, "row")} of ${count(table.shape[0])}, ${where}. Type to change a value; press Delete to undo a change. Copy and paste work as in a spreadsheet.`);
       this.draw();
       return true;
     } catch (error) {

@@ -74,7 +74,7 @@ class RunPage {
     this.checkpointList = new Checkpoints();
     this.startList = new Starts();
     this.logs = new Logs(this.base);
-    this.actions = new Actions(this.base, { run: this.run, metrics: () => this.chart.names().filter((name) => !name.startsWith("evaluator ")), changed: () => this.refresh(), status: () => this.status });
+    this.actions = new Actions(this.base, { run: this.run, metrics: () => this.chart.names().filter((name) => !this.status?.metrics?.running?.includes(name)), rate: () => this.rate(), changed: () => this.refresh(), status: () => this.status });
     this.rows = new Rows(this.base, this.actions);
     this.updates = new Updates({
       allowed: () => this.actions.allowed(),
@@ -219,7 +219,7 @@ class RunPage {
     setText(this.failure, lines.join("\n"));
     setText(this.facts.step, count(status.step));
     const first = status.workers.find((note) => note.rank === 0) ?? {};
-    setText(this.facts.epoch, first.epoch === null || first.epoch === undefined ? "–" : `${first.epoch + 1}${first.epochs ? ` of ${first.epochs}` : ""}`);
+    setText(this.facts.epoch, epochText(first, status.running ? null : this.checkpoints.at(-1), status.step));
     setText(this.facts["time left"], timeLeft(status, first));
     this.lastMetric(status.metrics?.values ?? {});
     const left = first.steps_left;
@@ -238,10 +238,16 @@ class RunPage {
     this.noted.replaceChildren(...[noteView(annotation), allowed ? el("button", { type: "button", class: "quiet tiny", onclick: edit }, annotation.time ? "Edit note …" : "Add a note …") : null].filter(Boolean));
   }
 
+  /** The learning rate as the workers last wrote it, and whether an update has replaced or scaled a schedule. */
+  rate() {
+    const texts = [...this.known.values()].flatMap((view) => view.texts ?? []);
+    return { rate: this.status?.metrics?.values.learning_rate ?? this.chart.last("learning_rate"), hadSchedule: texts.some((text) => /\/learning_rate .*the schedule/.test(text)) };
+  }
+
   /** The loss, or else the first metric, as the workers last wrote it. */
-  lastMetric({ learning_rate: rate, ...values }) {
+  lastMetric({ learning_rate: _, ...values }) {
     const name = Object.keys(values).sort((a, b) => Number(b === "loss") - Number(a === "loss"))[0];
-    const node = this.facts.loss, known = rate ?? this.chart.last("learning_rate");
+    const node = this.facts.loss, known = this.rate().rate;
     setText(node.previousElementSibling, name ?? "loss");
     setText(node, name ? number(values[name]) : "–");
     setText(this.facts["learning rate"], known === undefined ? "–" : number(known));
@@ -288,6 +294,13 @@ function decoded(part) {
 }
 
 const capital = (text) => (text ? text[0].toUpperCase() + text.slice(1) : "");
+
+/** The epoch that worker 0 is in; of a job that has ended, that of its last checkpoint. */
+function epochText({ epoch, epochs }, saved, step) {
+  if (Number.isInteger(epoch)) return `${count(epoch + 1)}${epochs ? ` of ${count(epochs)}` : ""}`;
+  if (!saved) return "–";
+  return `${count(saved.batch || !saved.epoch ? saved.epoch + 1 : saved.epoch)}${saved.step === step ? "" : ` at step ${count(saved.step)}`}`;
+}
 
 function timeLeft(status, first) {
   if (!status.running || !first.steps_left || !first.step_secs) return "–";

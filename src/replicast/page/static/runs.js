@@ -59,16 +59,22 @@ class RunsPage {
     this.table = el("section", { class: "card", "aria-label": "All runs" }, el("div", { class: "body scroll" }, el("table", {}, head, this.body)));
     this.none = el("p", { class: "empty", "aria-live": "polite" });
     this.comparison = new Comparison();
+    this.left = el("p", { class: "note careful", role: "status", hidden: true }); // Which runs of the address are not compared.
     this.tools = el("div", { class: "tools" }, el("div", { class: "field" }, el("label", { for: "search" }, "Search"), this.search), this.states);
-    byId("main").replaceChildren(el("div", { class: "hero" }, el("h1", {}, "Runs"), this.tools), el("div", { class: "stack" }, this.comparison.node, this.table, this.none));
+    byId("main").replaceChildren(el("div", { class: "hero" }, el("h1", {}, "Runs"), this.tools), el("div", { class: "stack" }, this.left, this.comparison.node, this.table, this.none));
     document.title = "Runs · replicast";
     addEventListener("hashchange", () => this.show());
   }
 
   /** The names that the address has: #/compare/first/second. */
-  compared() {
+  asked() {
     const [, what, ...names] = location.hash.split("/").map(decodeURIComponent);
-    return what === "compare" ? names.filter((name) => this.runs.some((run) => run.name === name)).slice(0, MOST_COMPARED) : [];
+    return what === "compare" ? names : [];
+  }
+
+  /** Those of them that there are. */
+  compared() {
+    return this.asked().filter((name) => this.runs.some((run) => run.name === name)).slice(0, MOST_COMPARED);
   }
 
   compare(name, chosen) {
@@ -88,7 +94,10 @@ class RunsPage {
     const groups = { all: () => true, failed: (run) => FAILED.includes(run.state), running: (run) => run.running, others: (run) => urgency(run) === 2 };
     this.showStates(found, groups);
     const listed = found.filter(groups[this.state]).sort((a, b) => this.order(a, b));
-    const compared = this.compared();
+    const compared = this.compared(), left = this.asked().filter((name) => !compared.includes(name));
+    const reason = (name) => (this.runs.some((run) => run.name === name) ? `at most ${MOST_COMPARED} are` : "this server has no such run");
+    setText(this.left, left.map((name) => `“${name}” is not compared: ${reason(name)}.`).join(" "));
+    this.left.hidden = !this.left.textContent;
     const items = listed.map((run) => ({ ...run, heard: ago(run.heard_at), spark: this.sparks.of(run), place: compared.indexOf(run.name), full: compared.length >= MOST_COMPARED }));
     showList(this.body, items, (run) => run.name, (run) => this.row(run));
     this.heads.forEach((head, at) => {

@@ -111,16 +111,22 @@ export function fileOf(table, ids, rows) {
   const integers = Kind === BigInt64Array || Kind === BigUint64Array;
   const data = Kind === null ? bfloat16(values) : new Kind(integers ? values.map(BigInt) : values);
   const indices = new BigInt64Array(ids.map(BigInt));
-  const end = indices.byteLength + data.byteLength;
-  const tensors = {
-    [`${table.name}.indices`]: { dtype: "I64", shape: [ids.length], data_offsets: [0, indices.byteLength] },
-    [table.name]: { dtype: name, shape: [ids.length, ...table.shape.slice(1)], data_offsets: [indices.byteLength, end] },
-  };
+  return safetensors([`${table.name}.indices`, "I64", [ids.length], indices], [table.name, name, [ids.length, ...table.shape.slice(1)], data]);
+}
+
+/** One number, as `push --set` assigns it. */
+export const numberFile = (name, value) => safetensors([name, "F32", [], new Float32Array([value])]);
+
+/** @param entries of each tensor the name, the type, the shape and the values */
+function safetensors(...entries) {
+  const tensors = {};
+  let end = 0;
+  for (const [name, dtype, shape, data] of entries) tensors[name] = { dtype, shape, data_offsets: [end, end += data.byteLength] };
   const text = new TextEncoder().encode(JSON.stringify(tensors));
   const header = new Uint8Array(8 + Math.ceil(text.length / 8) * 8).fill(32);
   new DataView(header.buffer).setBigUint64(0, BigInt(header.length - 8), true);
   header.set(text, 8);
-  return new Blob([header, indices, data]);
+  return new Blob([header, ...entries.map((one) => one[3])]);
 }
 
 /** The upper half of each float32, rounded to the nearest, ties to even. */

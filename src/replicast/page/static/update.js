@@ -35,7 +35,7 @@ export class UpdatePage {
       const view = await get(`${this.base}/updates/${encodeURIComponent(id)}`);
       if (id === this.id) this.show(view);
     } catch (error) {
-      if (id === this.id && (error.status || !this.shown)) this.node.replaceChildren(back(), el("p", { class: "note bad" }, error.message));
+      if (id === this.id && (error.status || !this.shown)) this.node.replaceChildren(back(), el("p", { class: "note bad" }, error.status === 404 ? `This run has no update ${id}.` : error.message));
     }
   }
 
@@ -149,25 +149,26 @@ function metricsCard(view) {
     spreads(metric, before, after), el("p", { class: "dim small" }, verdict(before, after))));
   return card("effect", "What it did to the metrics", el("div", { class: "body stack" },
     view.trial ? el("p", {}, `On trial: ${trialText(view.trial)}.`) : null,
-    rows.length ? rows : el("p", { class: "empty" }, view.sequence ? "Nothing was measured on both sides of it." : "It has not been applied."),
+    rows.length ? rows : el("p", { class: "empty" }, view.sequence ? "No metric was measured both before and after it." : "It has not been applied."),
     rows.length ? el("p", { class: "dim small" }, `Means of the ${counted(all[0].before.steps, "step")} before and the ${counted(all[0].after.steps, "step")} after it, with the standard deviation of single steps.`) : null));
 }
 
-const sample = ({ mean, spread, steps }) => (steps > 1 ? `${number(mean)} ± ${number(spread)}` : number(mean));
+/** A mean with its spread; one step has none. */
+export const sample = ({ mean, spread, steps }) => (steps > 1 ? `${number(mean)} ± ${number(spread)}` : number(mean));
 
 const LEAST_STEPS = 5; // One step has no spread, and of two or three it says little.
 
-/** Whether a difference of two means can be told from chance: by the standard error of the difference. */
+/** Whether two means differ by more than chance explains: by the standard error of the difference. */
 export function verdict(before, after) {
   const error = Math.sqrt(before.spread ** 2 / before.steps + after.spread ** 2 / after.steps);
   const change = after.mean - before.mean;
   const ratio = Math.abs(change / before.mean);
-  const part = !before.mean ? "" : ratio < 10 ? ` (${Number((100 * ratio).toPrecision(2))} %)` : `, ${number(Number(ratio.toPrecision(2)))} times what it was`;
+  const part = !before.mean ? "" : ` (${ratio < 10 ? `${Number((100 * ratio).toPrecision(2))} %` : `${number(Number(Math.abs(after.mean / before.mean).toPrecision(2)))} times the value before`})`;
   const by = `${change < 0 ? "lower" : "higher"} by ${number(Math.abs(change))}${part}`;
   if (!Number.isFinite(change)) return "not finite";
   if (change === 0) return "the same";
-  if (Math.min(before.steps, after.steps) < LEAST_STEPS) return `${by}: too few steps to tell it from noise`;
-  return Math.abs(change) > 2 * error ? `${by}: more than the noise of these steps explains` : `${by}: within the noise of these steps`;
+  if (Math.min(before.steps, after.steps) < LEAST_STEPS) return `${by}; too few steps to compare it with the noise`;
+  return `${by}, ${Math.abs(change) > 2 * error ? "more than" : "within"} the noise`;
 }
 
 /** Both means with their spread on one scale. */

@@ -4,7 +4,7 @@ import { card, el, pairs, setText, showList } from "./dom.js";
 import { ago, count, counted, editsText, moment, number, seconds, shortId, size, trialText } from "./format.js";
 import { noteView } from "./notes.js";
 import { stageChip } from "./state.js";
-import { addressOf, isRevertable, isWithdrawable } from "./update.js";
+import { addressOf, isRevertable, isWithdrawable, sample } from "./update.js";
 
 const MOST = 1000; // That the server lists.
 const CHANGING = new Set(["update", "trial", "function", "revert"]); // Those that change no value are shown under Workers.
@@ -20,7 +20,7 @@ export class Updates {
     this.groups = new Map(["under way", "waiting", "applied", "refused or withdrawn"].map((name) => [name, this.group(name)]));
     this.more = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => actions.more() }, "Show more");
     this.groups.get("applied").node.append(this.more);
-    this.empty = el("p", { class: "empty", hidden: true }, "No update yet. Upload one, or: replicast push RUN --set optimizer/learning_rate=0.0005");
+    this.empty = el("p", { class: "empty", hidden: true });
     this.body.append(this.empty, ...[...this.groups.values()].map((group) => group.node));
   }
 
@@ -44,6 +44,7 @@ export class Updates {
     this.more.hidden = all <= applied.length || applied.length >= MOST;
     const total = [...this.groups.values()].reduce((sum, group) => sum + group.list.children.length, 0);
     this.empty.hidden = total > 0;
+    setText(this.empty, status.running ? "No update yet. Upload one under Actions, or run: replicast push RUN --set optimizer/learning_rate=0.0005" : "No update was made");
     kept();
   }
 
@@ -122,8 +123,8 @@ function trialNumbers(view) {
 
 /** What a metric was before and after an update, and how much it varied. */
 function aroundText(around) {
-  const sample = (one) => `${number(one.mean)} ± ${number(one.spread)} (${counted(one.steps, "step")})`;
-  return around ? `${around.metric} ${sample(around.before)} → ${sample(around.after)}` : null;
+  const said = (one) => `${sample(one)} (${counted(one.steps, "step")})`;
+  return around ? `${around.metric} ${said(around.before)} → ${said(around.after)}` : null;
 }
 
 function operation(one) {
