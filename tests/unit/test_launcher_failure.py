@@ -362,6 +362,14 @@ def test_the_same_error_soon_after_the_start_is_not_tried_a_third_time(
     assert (then.phase is Phase.OVER, then.repeats) == (repeats, repeats)
 
 
+def test_a_start_that_is_refused_is_not_tried_again() -> None:
+    refused = replace(
+        RAISES, why="LaunchRefused: Two run directories: `replicast run` uses a, and the script b"
+    )
+    order = order_after(replace(FIRST, max_restarts=3), refused, None, left_behind=False)
+    assert (order.phase, order.code, order.repeats) == (Phase.OVER, 1, False)
+
+
 @pytest.mark.parametrize("why", ["ConnectionResetError: x", "ResourceExhaustedError: OOM", "JobFailed: x"])
 def test_an_error_of_the_machine_is_tried_again(why: str) -> None:
     failure = replace(RAISES, why=why)

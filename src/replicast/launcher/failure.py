@@ -28,7 +28,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from replicast.config import PEER_FAILED, TOLD_TO_END
-from replicast.errors import exception_sentence, printable
+from replicast.errors import LaunchRefused, exception_sentence, printable
 from replicast.files import RunDir, RunPath, below
 from replicast.launcher.screen import BAR, LineAssembler, Screen, cropped, is_chatter, without_colours
 
@@ -76,6 +76,11 @@ class WorkerExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def was_told_to(self) -> bool:
         """Whether it saved and exited because of SIGTERM or a request to stop: that is no failure."""
         return self.code == TOLD_TO_END
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the script cannot run under this launcher: another start would be refused as well."""
+        return self.why.startswith(f"{LaunchRefused.__name__}: ")
 
     @property
     def how(self) -> str:
@@ -148,7 +153,7 @@ def order_after(
     over = replace(before, phase=Phase.OVER, code=code, failure=failure, signal=signum)
     if failure is None or signum is not None or left_behind or failure.was_told_to:
         return over
-    if before.restarts >= before.max_restarts:
+    if failure.is_refusal or before.restarts >= before.max_restarts:
         return over
     if before.failure is not None and _repeats(before.failure, failure):
         return replace(over, repeats=True)
