@@ -279,6 +279,14 @@ def test_an_update_that_is_committed_is_not_pushed_again_and_is_said_to_be_appli
     assert not any(words in result for words in ("pushed x", "withdraw"))
 
 
+def test_what_is_refused_is_not_warned_about(run: Path) -> None:
+    for more in (["--dry-run"], []):
+        told = flat(output_of(1, "push", run, "--set", "optimizer/iterations=0", *more))
+        assert "There is no variable with this name" in told
+        assert "perhaps optimizer/iteration" in told
+        assert "Warning" not in told
+
+
 def test_a_warning_is_told_once(run: Path) -> None:
     result = output_of(0, "push", run, "--set", "optimizer/iteration=0")
     assert flat(result).count(flat("is the optimizer's own count of steps")) == 1

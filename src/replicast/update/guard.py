@@ -114,7 +114,8 @@ def examine(update: Update, schema: Schema | None) -> Examination:
         except UpdateRefused as error:
             problems.append(error)
     views = tuple(view_of(edit, schema) for edit in edits)
-    return Examination(views, tuple(problems), tuple(warnings_of(edits)), tuple(_notes_of(views, schema)))
+    warnings = () if problems else tuple(warnings_of(edits))  # what is refused does nothing
+    return Examination(views, tuple(problems), warnings, tuple(_notes_of(views, schema)))
 
 
 def check_types(update: object, trial: object = None) -> None:
