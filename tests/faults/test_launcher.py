@@ -364,8 +364,8 @@ for_ever()
     assert re.fullmatch(r"replicast: ValueError: label 255 of \d+", raised)
     assert re.fullmatch(r"replicast: at train.py:\d+: note\(f\"began.*", where)
     assert last == (
-        "replicast: the attempt before raised the same error, also soon after its start: another restart "
-        "would repeat it; 2 of 3 restarts are left"
+        "replicast: not restarted: the attempt before raised the same error, and neither ran for 60 s; "
+        "2 of 3 restarts are left"
     )
     reason = changes(launched.directory / "run")[-1].reason
     assert re.fullmatch(r"ValueError: label 255 of \d+ \(train\.py:\d+: note.*\)", reason)

@@ -147,7 +147,7 @@ def test_status_says_how_the_job_was_started(run: Path) -> None:
     ("attempt", "secs_ago", "waiting_for", "said"),
     [
         (1, 0.0, "", "0 s ago"),
-        (0, 55.0, "", "no note in this attempt yet"),
+        (0, 55.0, "", "not seen in this attempt yet"),
         (1, 55.0, "", "not seen for 55 s"),
         (1, 79.0, ENDED, "exited 79 s ago"),
         (1, 2.0, "worker 0", "2 s ago, waits for worker 0"),

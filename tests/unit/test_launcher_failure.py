@@ -230,7 +230,7 @@ WITNESS = replace(
     [
         (WITNESS, TWO, "worker 1 was lost (reported by worker 0)"),
         (replace(WITNESS, host=1), TWO, "worker 1 was lost (reported by worker 0 on gpu1)"),
-        (replace(WITNESS, says=""), TWO, "worker 0 failed (exit code 75)"),
+        (replace(WITNESS, says=""), TWO, "worker 0 failed (exit code 75: because of another worker)"),
         (ended(0, -9), TWO, "worker 0 failed (killed by SIGKILL)"),
         (LOST, TWO, "host gpu1 was lost"),
         (LOST, Hosts(("gpu0", "host 1")), "host 1 was lost"),
@@ -393,7 +393,8 @@ def test_the_report_names_worker_cause_duration_and_log() -> None:
 def test_the_report_names_a_frozen_worker() -> None:
     assert said(frozen(0), end=GroupEnd((frozen(0), frozen(2), ended(1, PEER_FAILED)))) == (
         f"worker 0 was stopped (SIGSTOP) and did not continue: killed {AFTER}\n"
-        "worker 1 failed afterwards (exit code 75), worker 2 was stopped by SIGSTOP."
+        "worker 1 failed afterwards (exit code 75: because of another worker), worker 2 was stopped by "
+        "SIGSTOP."
     )
 
 
@@ -412,7 +413,7 @@ def test_the_report_repeats_what_a_worker_says_of_one_on_another_host() -> None:
 
 def test_a_group_that_was_told_to_stop_is_not_reported_as_a_failure() -> None:
     assert said(ended(1, 143), end=GroupEnd((ended(1, 143), ended(0, 143)))) == (
-        f"the group was told to stop (SIGTERM); worker 1 exited first, with 143, {AFTER}\n"
+        f"the group was told to stop (SIGTERM); worker 1 exited first (exit code 143: told to stop) {AFTER}\n"
         "worker 0 exited too."
     )
 

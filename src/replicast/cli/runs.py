@@ -335,7 +335,7 @@ def report(run: Run, output: Path) -> int:
         )
     chain = read_chain(run.path)
     output.write_text(make_report(run, chain), encoding="utf-8")
-    click.echo(f"{printable(output)}: {texts.counted(chain.length, 'record')} of the journal")
+    click.echo(f"{printable(output)}: written, with {texts.counted(chain.length, 'record')} of the journal")
     for problem in chain.problems:
         click.echo(printable(problem), err=True)
     return 1 if chain.problems else 0
@@ -358,7 +358,7 @@ def _overview(seen: Overview) -> Iterator[RenderableType]:
     yield head
     notes = {note.rank: note for note in seen.workers}
     rows = (_worker_cells(rank, notes.get(rank), seen) for rank in range(seen.size))
-    yield texts.make_table(">worker", "process", "host", ">step", "attempt", "last note", rows=rows)
+    yield texts.make_table(">worker", "process", "host", ">step", "attempt", "last seen", rows=rows)
     now = seen.time
     if seen.metrics is not None:
         ago = f"  (step {seen.metrics['step']}, {age(now - seen.metrics['time'])} ago)"
@@ -400,7 +400,7 @@ def _worker_cells(rank: int, note: WorkerNote | None, seen: Overview) -> tuple[s
         return str(rank), "", "", "", "", Text("never seen", style="red")
     silent = seen.time - note.time
     if note.attempt < seen.attempt:
-        last = Text("no note in this attempt yet", style="dim")
+        last = Text("not seen in this attempt yet", style="dim")
     elif note.waiting_for == ENDED:
         last = Text(f"exited {age(silent)} ago", style="dim")
     else:

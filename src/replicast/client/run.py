@@ -282,8 +282,8 @@ def rows_of(text: str, most: int = MAX_ROWS) -> tuple[int, ...]:
             start = parse_integer(first)
             stop = parse_integer(end) if colon else start + 1
         except ValueError as error:
-            said = f"Rows are given as 3,5,10:20, where 20 is not included; {error}"
-            raise ValueError(f"{said}. Received: {part[:80]}") from error
+            said = "Rows are given as 3,5,10:20, where 20 is not included. Received: "
+            raise ValueError(f"{said}{part[:80]}") from error
         if start < 0:
             raise ValueError(f"Rows are counted from 0. Received: {part[:80]}")
         if not start < stop or len(found) + stop - start > most:
@@ -765,8 +765,9 @@ class Run:
             since: Only what was written after this `Metrics.position`.
             points: The largest number of points of each series.
             of: "workers": step time and memory of the first workers instead, by their rank.
-            start: Only what was measured from this moment on, in seconds since 1970: with more points.
-            end: Only what was measured until this moment.
+            start: Only what was measured at or after this time, in seconds since 1970. A shorter period has
+                more points.
+            end: Only what was measured at or before this time.
             sample: At once: of a long file that nobody has read yet, evenly spaced steps, at position 0.
         """
 

@@ -87,7 +87,8 @@ class WorkerExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.frozen:
             return "stopped by SIGSTOP"
         if self.code >= 0:
-            return f"exit code {self.code}"
+            means = {PEER_FAILED: ": because of another worker", TOLD_TO_END: ": told to stop"}
+            return f"exit code {self.code}{means.get(self.code, '')}"
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-self.code).name}"
         return f"killed by signal {-self.code}"
@@ -323,7 +324,7 @@ def report_lines(
         after = f"after {duration(failure.ran_secs)}. Log{where}: {log}"
         if failure.was_told_to and end is not None:  # SIGTERM or a request: nothing has failed.
             told = printable(told_by) or "the group was told to stop (SIGTERM)"
-            yield f"{told}; {who} exited first, with {failure.code}, {after}"
+            yield f"{told}; {who} exited first ({failure.how}) {after}"
         elif failure.frozen:
             yield f"{who} was stopped (SIGSTOP) and did not continue: killed {after}"
         elif failure.code == PEER_FAILED:  # The other one exited with 0, is on another host, or hangs.
@@ -334,8 +335,8 @@ def report_lines(
         if order.repeats:
             left = order.max_restarts - order.restarts
             yield (
-                "the attempt before raised the same error, also soon after its start: another restart would "
-                f"repeat it; {left} of {order.max_restarts} restarts are left"
+                "not restarted: the attempt before raised the same error, and neither ran for "
+                f"{_SHORT_SECS:g} s; {left} of {order.max_restarts} restarts are left"
             )
     if failure is not None and end is not None:
         parts = []

@@ -353,8 +353,8 @@ class RecentMetrics:
         if last.means.get(metric) is False:
             means = [name for name, is_mean in last.means.items() if is_mean]
             raise UpdateRefused(
-                "The metric of a trial must be a mean: the value of single steps cannot be told from a "
-                "metric that Keras computes over the whole epoch",
+                "The metric of a trial must be a mean. Keras computes this one over the whole epoch: it has "
+                "no value for a single step",
                 expected=f"one of {', '.join(means)}" if means else "a loss, or a keras.metrics.Mean",
                 received=repr(metric),
             )
