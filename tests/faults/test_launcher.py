@@ -364,11 +364,19 @@ for_ever()
     assert re.fullmatch(r"replicast: ValueError: label 255 of \d+", raised)
     assert re.fullmatch(r"replicast: at train.py:\d+: note\(f\"began.*", where)
     assert last == (
-        "replicast: the attempt before raised the same error, also soon after its start: another restart "
-        "would repeat it; 2 of 3 restarts are left"
+        "replicast: not restarted: the attempt before raised the same error, and neither ran for 60 s; "
+        "2 of 3 restarts are left"
     )
     reason = changes(launched.directory / "run")[-1].reason
     assert re.fullmatch(r"ValueError: label 255 of \d+ \(train\.py:\d+: note.*\)", reason)
+
+
+def test_a_start_that_is_refused_is_not_restarted_and_leaves_no_failed_run(launch: Launcher) -> None:
+    script = "import replicast.config as c; c.read_launch(os.environ).check_run_dir(Path('other'))"
+    code, _, err = (launched := launch(script, "--run-dir", "run", "--max-restarts", "3")).finish()
+    assert (code, err.count("attempt ")) == (1, 1)
+    assert re.search("LaunchRefused: Two run directories: .*/run, and the script .*/other", err)
+    assert changes(launched.directory / "run") == []
 
 
 def test_the_last_step_of_a_job_is_in_its_closing_line(launch: Launcher) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -406,6 +408,25 @@ def test_a_wrong_value_is_told_with_the_right_ones(client: Client, path: str, bo
     error = client.post(f"{FIRST}/{path}", headers=BEARER, **given).json()["error"]
     right = "add, assign, scale, blend, add_rows, assign_rows, add_low_rank" if "sum" in path else "min, max"
     assert error["expected"] == f"one of {right}"
+    assert re.fullmatch(r".* is not valid: (operation|trial_mode): Unknown value '\w+'", error["problem"])
+
+
+def test_a_value_of_the_wrong_type_is_told_in_plain_words(client: Client) -> None:
+    for value, said in (("x", "a number, received text"), (-1, "a number > 0.0")):
+        answer = client.post(f"{FIRST}/learning-rate", json={"value": value}, headers=BEARER)
+        assert answer.json()["error"]["problem"] == f"The body is not valid: value: Expected {said}"
+    error = push(client, b"", operation="blend", weight="half").json()["error"]
+    assert error["problem"] == "A parameter is not valid: weight: Expected a number or null, received text"
+
+
+def test_an_operation_may_be_spelled_as_on_the_command_line(client: Client) -> None:
+    rows = {
+        "table/embeddings": np.ones((1, 2), ml_dtypes.bfloat16),
+        "table/embeddings.indices": np.array([3]),
+    }
+    for spelled in ("assign_rows", "assign-rows"):
+        answer = push(client, plain_file(**rows), operation=spelled, dry_run="1")
+        assert [one["operation"] for one in answer.json()["edits"]] == ["assign_rows"]
 
 
 def test_what_the_page_reads_of_a_million_steps_and_2000_updates_is_bounded(

@@ -232,9 +232,9 @@ def pushed(run: Path) -> tuple[Update, int | None]:
     return submitted.update, submitted.at_step
 
 
-def made_run(path: Path = Path("run")) -> Path:
+def made_run(path: Path = Path("run"), schema: Schema = SCHEMA) -> Path:
     """A run directory, seen from its parent, whose two workers have just written their notes."""
-    write_run_info(Fence(path, attempt=0), RunInfo(FORMAT, SCHEMA, 2, 0, time.time()))
+    write_run_info(Fence(path, attempt=0), RunInfo(FORMAT, schema, 2, 0, time.time()))
     heard_of(path)
     return path
 

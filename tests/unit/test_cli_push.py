@@ -21,7 +21,7 @@ from replicast.core.entries import Stage
 from replicast.storage import inbox
 from replicast.storage.claims import Fence
 from replicast.storage.run_files import ENDED, WITHOUT_CALLBACK, Change, JobState, write_change
-from replicast.update.schema import planned
+from replicast.update.schema import Schema, planned
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update
 from tests.unit.played_job import (
@@ -192,15 +192,23 @@ def test_a_dry_run_shows_what_would_be_done_and_pushes_nothing(run: Path) -> Non
         good, "model/dense/kernel", "optimizer/kernel_momentum", "No problems found", "may have a guard"
     )
     trial = ("--trial-steps", 50, "--max-increase", 0.05)
-    warned = output_of(0, "push", run, "--set", "learning_rate=-3", *trial, "--dry-run")
+    for pushed_as, code in ((["--dry-run"], 1), ([], 1)):
+        told = flat(output_of(code, "push", run, "--set", "learning_rate=-1", *pushed_as))
+        assert "This learning rate has no schedule, so it cannot be below 0" in told
+        assert "the schedule" not in told
+    assert ("On trial" in good, inbox.waiting(run)) == (False, [])
+    hints = {"optimizer/learning_rate": "a schedule computes it"}
+    with_schedule = made_run(Path("with_schedule"), Schema(SCHEMA, hints))
+    warned = output_of(0, "push", with_schedule, "--set", "learning_rate=-2000", *trial, "--dry-run")
     assert has(
         warned,
-        "optimizer/learning_rate: -3 is 3 times what the schedule computes",
+        "optimizer/learning_rate: -2000 is 2000 times what the schedule computes",
+        "optimizer/learning_rate would be 2000 times as large",
         "On trial: 50 steps, loss, at most 5 %",
     )
-    assert ("On trial" in good, "No problems" in warned, inbox.waiting(run)) == (False, True, [])
+    assert "times as large" in output_of(0, "push", run, "--scale", "learning_rate=101", "--dry-run")
     for more in (["--dry-run"], []):
-        said = flat(output_of(0, "push", run, "--set", "learning_rate=-1", *more))
+        said = flat(output_of(0, "push", with_schedule, "--set", "learning_rate=-1", *more))
         assert said.count("-1 gives the rate back to the schedule") == 1
         assert "Warning" not in said, "it is the documented way"
 
@@ -269,6 +277,14 @@ def test_an_update_that_is_committed_is_not_pushed_again_and_is_said_to_be_appli
     result = output_of(3, "push", run, *SET, "--wait", "--timeout", 0)
     assert has(result, "already in the journal, as number 1", "update x is committed at step 7.")
     assert not any(words in result for words in ("pushed x", "withdraw"))
+
+
+def test_what_is_refused_is_not_warned_about(run: Path) -> None:
+    for more in (["--dry-run"], []):
+        told = flat(output_of(1, "push", run, "--set", "optimizer/iterations=0", *more))
+        assert "There is no variable with this name" in told
+        assert "perhaps optimizer/iteration" in told
+        assert "Warning" not in told
 
 
 def test_a_warning_is_told_once(run: Path) -> None:

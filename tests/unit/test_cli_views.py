@@ -125,10 +125,10 @@ def test_runs_are_listed_with_loss_and_time_those_that_failed_first(run: Path) -
     append_metrics(broken, (5, time.time(), {"mae": 0.25}))
     write_change(broken, Change(JobState.FAILED, 0, reason="ValueError: no data"))
     output = output_of(0, "list", ".")
-    assert output.split()[:8] == ["run", "loss", "ran", "workers", "how", "it", "is", "notes"]
+    assert output.split()[:5] == ["run", "loss", "ran", "workers", "state"]
     first, second = output.index("broken"), output.index("Training at")
     assert first < second
-    assert has(output[first:second], "0.25", "ValueError")
+    assert has(output[first:second], "0.25", "Failed at step 5, 0 s ago")
     assert has(output[second - 40 :], "0.125", "Training at step")
     listed = [json.loads(line) for line in invoke("list", ".", "--json").output.splitlines()]
     assert [one["metrics"]["values"].get("mae") for one in listed] == [0.25, None]
@@ -147,7 +147,7 @@ def test_status_says_how_the_job_was_started(run: Path) -> None:
     ("attempt", "secs_ago", "waiting_for", "said"),
     [
         (1, 0.0, "", "0 s ago"),
-        (0, 55.0, "", "no note in this attempt yet"),
+        (0, 55.0, "", "not seen in this attempt yet"),
         (1, 55.0, "", "not seen for 55 s"),
         (1, 79.0, ENDED, "exited 79 s ago"),
         (1, 2.0, "worker 0", "2 s ago, waits for worker 0"),
@@ -504,3 +504,23 @@ def test_the_exit_code_of_an_audit_says_whether_replicas_differ_still(
 ) -> None:
     append_audit(run, report(**fields | {"requests": ()}))
     assert invoke("audit", run).exit_code == code
+
+
+def failed_run(name: str, reason: str) -> None:
+    path = made_run(Path("runs") / name)
+    write_change(path, Change(JobState.FAILED, 1, workers=2, step=48, worker=0, reason=reason))
+
+
+def test_the_list_has_the_reason_of_a_failed_run_in_a_line_below_the_table(run: Path) -> None:
+    made_run(Path("runs") / "good")
+    failed_run("bad", "ValueError: no row 7: ask (train.py:58: model.fit({1: 2}, y, callbacks=[f(g())]))")
+    failed_run("killed", "killed by SIGKILL")
+    output = output_of(0, "list", "runs")
+    table, *reasons = output.rstrip("\n").split("\n\n")
+    assert sorted(reasons) == ["bad: ValueError: no row 7: ask (train.py:58)", "killed: killed by SIGKILL"]
+    heading, *rows = table.splitlines()
+    assert (heading.split()[-1], len(rows)) == ("state", 3), "no column of notes where there are none"
+    assert max(map(len, table.splitlines())) <= 80
+    assert "Failed at step 48, attempt 1 (worker 0), 0 s ago" in table
+    output_of(0, "note", "runs/good", "--note", "the best")
+    assert has(output_of(0, "list", "runs"), "notes", "the best")

@@ -14,7 +14,7 @@ import pytest
 
 from replicast.errors import UpdateRefused
 from replicast.update.edits import Variable
-from replicast.update.guard import Guard, checked_guard
+from replicast.update.guard import Guard, check_rates, checked_guard
 from replicast.update.schema import Schema, planned
 from replicast.update.update import Update
 
@@ -230,10 +230,26 @@ def test_a_rate_is_not_compared_with_a_multiple_of_its_schedule(
     before: float, after: float, allowed: bool
 ) -> None:
     rate = "optimizer/learning_rate"
-    schema, live = Schema([Variable(rate, (), "float32", "optimizer")]), np.array(before, "f4")
+    schema, live = (
+        Schema([Variable(rate, (), "float32", "optimizer")], {rate: "a schedule"}),
+        np.array(before, "f4"),
+    )
     edits = planned(Update().assign(rate, after), schema).edits
     with contextlib.nullcontext() if allowed else pytest.raises(UpdateRefused, match="relative change"):
         Guard(max_relative_change=0.1).check(edits, schema, lambda _names: {rate: live})
+
+
+@pytest.mark.parametrize(
+    "update", [Update().add("learning_rate", -0.25), Update().blend("learning_rate", -0.5, 0.5)]
+)
+def test_no_edit_makes_a_rate_without_a_schedule_negative(update: Update) -> None:
+    rate = Variable("optimizer/learning_rate", (), "float32", "optimizer")
+    for schema in (Schema([rate]), Schema([rate], {rate.name: "a schedule"})):
+        edits = planned(update, schema).edits
+        check_rates(edits, schema, lambda _names: {rate.name: np.array(0.5, "f4")})
+        is_refused = pytest.raises(UpdateRefused, match="no schedule")
+        with is_refused if schema.is_constant_rate(rate) else contextlib.nullcontext():
+            check_rates(edits, schema, lambda _names: {rate.name: np.array(0.125, "f4")})
 
 
 def test_a_rate_that_is_not_finite_exceeds_the_bound_also_in_place_of_a_schedule() -> None:

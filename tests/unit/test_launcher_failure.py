@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from replicast.launcher.failure import (
     restart_line,
     with_details,
 )
+from replicast.launcher.screen import Output
 
 RAISED = """Epoch 1/3
 Traceback (most recent call last):
@@ -124,6 +126,70 @@ def test_an_error_in_a_function_of_tensorflow_is_that_of_the_users_code(tmp_path
     assert failed.where == '/x/train.py:4: raise ValueError("my own reason")'
 
 
+BAR = "\x1b[1m{}/79\x1b[0m \x1b[32m━━━\x1b[0m\x1b[37m━━\x1b[0m \x1b[1m1s\x1b[0m 27ms/step - loss: 0.6934"
+BARS = "\b\b\r".join(["Epoch 1/3\n", *(BAR.format(step) for step in range(20, 28))])
+RAISED_BY = 'Traceback (most recent call last):\n  File "/x/train.py", line 9, in {0}\n    {0}()\n{1}\n'
+
+
+def grouped(*leaves: str) -> str:
+    """What Python prints of an exception group; the last of the leaves has no traceback."""
+    head = RAISED_BY.format("tasks", f"ExceptionGroup: failed ({len(leaves)} sub-exceptions)")
+    lines = [f"  | {line}\n" for line in head.splitlines()]
+    lines[0] = "  + Exception Group Traceback (most recent call last):\n"
+    for number, leaf in enumerate(leaves, 1):
+        edge = "+-+---" if number == 1 else "  +---"
+        lines += [f"  {edge}------------- {number} ----------------\n"]
+        lines += [f"    | {line}\n" for line in leaf.splitlines()]
+    return "".join([*lines, "    +------------------------------------\n"])
+
+
+ONE, OTHER = RAISED_BY.format("load", "OSError: no shard"), RAISED_BY.format("fit", "ValueError: ran dry")
+DURING = "\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "why", "function"),
+    [
+        pytest.param(BARS + OTHER, "ValueError: ran dry", "fit", id="Keras' bar"),
+        pytest.param(
+            f"\r 4%|▍  | 4/99\r 5%|▌  | 5/99{OTHER}", "ValueError: ran dry", "fit", id="another bar"
+        ),
+        pytest.param(BARS + ONE + DURING + OTHER, "ValueError: ran dry", "fit", id="chained"),
+        pytest.param(BARS + grouped(ONE, OTHER), "ValueError: ran dry", "fit", id="the last of a group"),
+        pytest.param(
+            BARS + grouped("KeyError: 1"),
+            "ExceptionGroup: failed (1 sub-exceptions)",
+            "tasks",
+            id="not raised",
+        ),
+        pytest.param(BARS + grouped(ONE) + DURING + OTHER, "ValueError: ran dry", "fit", id="after a group"),
+    ],
+)
+def test_an_exception_is_found_behind_a_progress_bar(
+    tmp_path: Path, log: str, why: str, function: str
+) -> None:
+    (tmp_path / "log").write_text(log, newline="")
+    failed = with_details(ended(0, 1), below(tmp_path) / "log", [])
+    assert (failed.why, failed.where) == (why, f"/x/train.py:9: {function}()")
+    assert failed.lines[-1] == why
+    assert not [line for line in failed.lines if "━" in line or "%|" in line or not line.isprintable()]
+    order = order_after(replace(FIRST, max_restarts=3), failed, None, left_behind=False)
+    assert order_after(order, failed, None, left_behind=False).repeats
+
+
+def test_the_last_lines_have_no_progress_bar_and_no_escape_sequence(tmp_path: Path) -> None:
+    warning = "W0000 00:00:1 a warning"
+    output = Output(0, below(tmp_path) / "log", None, None)
+    os.write(output.writing_end, f"{BARS}{warning}\n\r{BARS}".encode())
+    output.hand_over()
+    output.close()
+    assert with_details(ended(0, -9), below("/none") / "log", output.tail).lines == (
+        "Epoch 1/3",
+        warning,
+        "Epoch 1/3",
+    )
+
+
 @pytest.mark.parametrize(
     ("printed", "sentence"),
     [
@@ -164,7 +230,7 @@ WITNESS = replace(
     [
         (WITNESS, TWO, "worker 1 was lost (reported by worker 0)"),
         (replace(WITNESS, host=1), TWO, "worker 1 was lost (reported by worker 0 on gpu1)"),
-        (replace(WITNESS, says=""), TWO, "worker 0 failed (exit code 75)"),
+        (replace(WITNESS, says=""), TWO, "worker 0 failed (exit code 75: because of another worker)"),
         (ended(0, -9), TWO, "worker 0 failed (killed by SIGKILL)"),
         (LOST, TWO, "host gpu1 was lost"),
         (LOST, Hosts(("gpu0", "host 1")), "host 1 was lost"),
@@ -296,6 +362,14 @@ def test_the_same_error_soon_after_the_start_is_not_tried_a_third_time(
     assert (then.phase is Phase.OVER, then.repeats) == (repeats, repeats)
 
 
+def test_a_start_that_is_refused_is_not_tried_again() -> None:
+    refused = replace(
+        RAISES, why="LaunchRefused: Two run directories: `replicast run` uses a, and the script b"
+    )
+    order = order_after(replace(FIRST, max_restarts=3), refused, None, left_behind=False)
+    assert (order.phase, order.code, order.repeats) == (Phase.OVER, 1, False)
+
+
 @pytest.mark.parametrize("why", ["ConnectionResetError: x", "ResourceExhaustedError: OOM", "JobFailed: x"])
 def test_an_error_of_the_machine_is_tried_again(why: str) -> None:
     failure = replace(RAISES, why=why)
@@ -319,7 +393,8 @@ def test_the_report_names_worker_cause_duration_and_log() -> None:
 def test_the_report_names_a_frozen_worker() -> None:
     assert said(frozen(0), end=GroupEnd((frozen(0), frozen(2), ended(1, PEER_FAILED)))) == (
         f"worker 0 was stopped (SIGSTOP) and did not continue: killed {AFTER}\n"
-        "worker 1 failed afterwards (exit code 75), worker 2 was stopped by SIGSTOP."
+        "worker 1 failed afterwards (exit code 75: because of another worker), worker 2 was stopped by "
+        "SIGSTOP."
     )
 
 
@@ -338,7 +413,7 @@ def test_the_report_repeats_what_a_worker_says_of_one_on_another_host() -> None:
 
 def test_a_group_that_was_told_to_stop_is_not_reported_as_a_failure() -> None:
     assert said(ended(1, 143), end=GroupEnd((ended(1, 143), ended(0, 143)))) == (
-        f"the group was told to stop (SIGTERM); worker 1 exited first, with 143, {AFTER}\n"
+        f"the group was told to stop (SIGTERM); worker 1 exited first (exit code 143: told to stop) {AFTER}\n"
         "worker 0 exited too."
     )
 

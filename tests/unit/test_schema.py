@@ -346,12 +346,30 @@ def test_json_that_is_not_a_schema_is_a_value_error(fields: dict) -> None:
         Schema.from_json(fields)
 
 
+RATE = Variable("optimizer/learning_rate", (), "float32", "optimizer")
+CONSTANT_RATE, RATE_OF_SCHEDULE = Schema([RATE, *SCHEMA]), Schema([RATE, *SCHEMA], HINTS)
+
+
+@pytest.mark.parametrize("value", [-1, -0.5, -2000, -1e-9])
+def test_a_rate_below_0_is_refused_unless_a_schedule_computes_the_rate(value: float) -> None:
+    update = Update().assign("learning_rate", value)
+    for check in (planned, check_outline):
+        with pytest.raises(UpdateRefused, match="no schedule") as raised:
+            check(update, CONSTANT_RATE)
+        assert (raised.value.expected, raised.value.received) == ("a rate of 0 or more", f"{value:g}")
+        check(update, RATE_OF_SCHEDULE)
+        check(Update().assign("learning_rate", 0.0), CONSTANT_RATE)
+    planned(update, CONSTANT_RATE, NO_LIMITS)  # a journal of before is replayed
+
+
 def test_a_negative_factor_is_refused_for_a_rate_unless_its_author_has_been_checked() -> None:
-    schema = Schema([Variable("optimizer/learning_rate", (), "float32", "optimizer"), *SCHEMA])
-    update = Update().scale("learning_rate", -1)
+    schema, update = CONSTANT_RATE, Update().scale("learning_rate", -1)
     for check in (planned, check_outline):
         with pytest.raises(UpdateRefused, match="A learning rate cannot be scaled by a negative factor"):
             check(update, schema)
     assert planned(update, schema, NO_LIMITS).edits[0].factor == -1, "a journal of before is replayed"
+    with pytest.raises(UpdateRefused, match="assign -1") as with_schedule:
+        planned(update, RATE_OF_SCHEDULE)
+    assert with_schedule.value.expected == "a factor of 0 or more"
     for allowed in (Update().scale("learning_rate", 0.5), Update().scale("dense/kernel", -1)):
         planned(allowed, schema)

@@ -25,7 +25,14 @@ from replicast.replicas.position import Fit, Position, Training
 from replicast.replicas.worker_notes import Pace, RunFiles, memory_bytes, progress
 from replicast.storage import inbox
 from replicast.storage.claims import Fence
-from replicast.storage.run_files import WorkerNote, last_metrics, read_worker_notes, write_worker_note
+from replicast.storage.run_files import (
+    METRICS,
+    WorkerNote,
+    last_metrics,
+    measured_in,
+    read_worker_notes,
+    write_worker_note,
+)
 from replicast.update.update import Update
 from tests.pool import Pool
 from tests.threads import Job, Worker, eventually
@@ -144,6 +151,19 @@ def test_a_metric_that_is_no_float_hides_no_other_and_stops_no_training(job: Job
     eventually(lambda: last_metrics(tmp_path))
     assert (last_metrics(tmp_path) or {})["values"] == {"loss": 1.0, "\\udcff": 2.0}
     assert measures.history() == [(1, 1, {"loss": 1.0, "\udcff": 2.0})]
+
+
+def test_the_metrics_of_the_last_steps_are_written_when_the_script_raises(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_files, "NOTE_SECS", 1e9)
+    keeping, session = keeping_of(job, tmp_path), job.workers[0].session
+    keeping.start()
+    for step in (59, 60):
+        session.replica.measures.note(step, 1, {"loss": 60.0 - step})
+    session.abandon()
+    keeping.note_end()
+    assert [one["step"] for one in measured_in(tmp_path, METRICS)] == [60, 59]
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:

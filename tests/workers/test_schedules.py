@@ -59,6 +59,19 @@ def test_a_schedule_is_scaled_replaced_and_given_back_at_the_steps_of_the_update
 
 
 @equal_on_all("pool2")
+def test_a_rate_below_0_is_refused_where_there_is_no_schedule(strategy: Any) -> Any:
+    with strategy.scope():
+        model = model_of_one_weight(keras.optimizers.SGD(0.25))
+    with replicas_of(model) as replicas:
+        for update in (replicast.Update().assign, replicast.Update().add):
+            with pytest.raises(replicast.UpdateRefused, match="has no schedule"):
+                replicas.propose(update("optimizer/learning_rate", np.float32(-0.5))).result(timeout=30)
+        found = rates_of(model, 2, replicas.callback(audit_every=None))
+    assert found == [0.25, 0.25]
+    return found
+
+
+@equal_on_all("pool2")
 def test_a_revert_gives_the_schedule_back(strategy: Any) -> Any:
     schedule = keras.optimizers.schedules.ExponentialDecay(**SCHEDULE)
     with strategy.scope():

@@ -204,7 +204,7 @@ def serve(path: Path, token_file: Path | None, max_upload: int, **options: Any) 
     with listen(settings) as listener:
         click.echo(f"Serving {path} at {address_of(settings, listener)}")
         if token_file is not None:
-            click.echo(f"The token is in {token_file}: clients that send it may act.")
+            click.echo(f"Clients need the token in {token_file} to change anything.")
         elif settings.token is None:
             click.echo("Actions are off: give --token-file FILE to allow them.")
         run(App(runs_in(path), settings), settings, listener)

@@ -38,7 +38,7 @@ _TRIAL_OPTIONS = ("trial_metric", "max_increase", "trial_mode")
 @click.option("--trial-steps", type=click.IntRange(1), metavar="N", help="Keep or revert it after N steps.")
 @click.option("--trial-metric", default="loss", metavar="NAME", help="What decides a trial.")
 @click.option("--max-increase", default=0.0, metavar="PART", help="How much worse it may get: 0.05 is 5 %.")
-@click.option("--trial-mode", type=click.Choice(["min", "max"]), default="min", help="Which is better.")
+@click.option("--trial-mode", type=click.Choice(["min", "max"]), default="min", help="Which value is better.")
 @click.pass_context
 def push(context: click.Context, /, run: Run, **options: Any) -> int:
     """Change the weights of a running job, on every worker.

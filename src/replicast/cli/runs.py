@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,8 @@ WATCH_SECS = 1.0
 EXIT_SECS = 60.0
 _MOST_NEW = 1000  # Lines in that time.
 _LAST_ENDED = 5  # So many of the updates that were refused or withdrawn are in `status`.
+# A sentence with a reason, for which a column is too narrow; in the list of runs without the line of code.
+_REASON = re.compile(r"(?P<how>Failed[^:]*): (?P<why>.*?)(?:(?P<at> \(\S+:\d+): .*\))?(?P<ago>, [^,]+ ago)")
 _MOST_LINES = 10  # Of each audit in the list: two for a variable that differs on one worker.
 _YELLOW = (JobState.NEVER_STARTED, JobState.STARTING, JobState.RESTARTING, JobState.STOPPED, JobState.ENDING)
 _LOOK_FIRST = (JobState.FAILED, JobState.LOST)
@@ -105,16 +108,24 @@ def list_runs(path: Path, as_json: bool) -> None:
     elif not briefs:
         click.echo(f"There is no run in {printable(path)}.")
     else:
-        rows = (_brief_cells(name, brief) for name, brief in briefs)
-        texts.print_table("run", ">loss", ">ran", ">workers", "how it is", "notes", rows=rows)
+        found = {name: _REASON.fullmatch(one_line(brief.sentence)) for name, brief in briefs}
+        rows = [_brief_cells(name, brief, found[name]) for name, brief in briefs]
+        noted = ["notes"] if any(row[-1] for row in rows) else []
+        headings = ("run", ">loss", ">ran", ">workers", "state", *noted)
+        texts.print_table(*headings, rows=[row[: len(headings)] for row in rows])
+        for name, failed in found.items():
+            if failed is not None:
+                where = f"{failed['at']})" if failed["at"] else ""
+                texts.make_console().print(f"\n{printable(name)}: {failed['why']}{where}")
 
 
-def _brief_cells(name: str, one: Brief) -> tuple[str, ...]:
+def _brief_cells(name: str, one: Brief, failed: re.Match[str] | None) -> tuple[str, ...]:
     """As in the page's list of runs: the loss, or else the first metric, and for how long it has run."""
     values = {} if one.metrics is None else one.metrics["values"]
     loss = values.get("loss", next(iter(values.values()), None))
     ran = age(one.heard_at - one.began_at) if one.began_at and one.heard_at else ""
-    rest = str(one.workers), one_line(one.sentence), one_line(one.annotation)
+    state = one_line(one.sentence) if failed is None else failed["how"] + failed["ago"]
+    rest = str(one.workers), state, one_line(one.annotation)
     return printable(name), texts.number(loss), ran, *rest
 
 
@@ -324,7 +335,7 @@ def report(run: Run, output: Path) -> int:
         )
     chain = read_chain(run.path)
     output.write_text(make_report(run, chain), encoding="utf-8")
-    click.echo(f"{printable(output)}: {texts.counted(chain.length, 'record')} of the journal")
+    click.echo(f"{printable(output)}: written, with {texts.counted(chain.length, 'record')} of the journal")
     for problem in chain.problems:
         click.echo(printable(problem), err=True)
     return 1 if chain.problems else 0
@@ -347,7 +358,7 @@ def _overview(seen: Overview) -> Iterator[RenderableType]:
     yield head
     notes = {note.rank: note for note in seen.workers}
     rows = (_worker_cells(rank, notes.get(rank), seen) for rank in range(seen.size))
-    yield texts.make_table(">worker", "process", "host", ">step", "attempt", "last note", rows=rows)
+    yield texts.make_table(">worker", "process", "host", ">step", "attempt", "last seen", rows=rows)
     now = seen.time
     if seen.metrics is not None:
         ago = f"  (step {seen.metrics['step']}, {age(now - seen.metrics['time'])} ago)"
@@ -389,7 +400,7 @@ def _worker_cells(rank: int, note: WorkerNote | None, seen: Overview) -> tuple[s
         return str(rank), "", "", "", "", Text("never seen", style="red")
     silent = seen.time - note.time
     if note.attempt < seen.attempt:
-        last = Text("no note in this attempt yet", style="dim")
+        last = Text("not seen in this attempt yet", style="dim")
     elif note.waiting_for == ENDED:
         last = Text(f"exited {age(silent)} ago", style="dim")
     else:

@@ -282,8 +282,8 @@ def rows_of(text: str, most: int = MAX_ROWS) -> tuple[int, ...]:
             start = parse_integer(first)
             stop = parse_integer(end) if colon else start + 1
         except ValueError as error:
-            said = f"Rows are given as 3,5,10:20, where 20 is not included; {error}"
-            raise ValueError(f"{said}. Received: {part[:80]}") from error
+            said = "Rows are given as 3,5,10:20, where 20 is not included. Received: "
+            raise ValueError(f"{said}{part[:80]}") from error
         if start < 0:
             raise ValueError(f"Rows are counted from 0. Received: {part[:80]}")
         if not start < stop or len(found) + stop - start > most:

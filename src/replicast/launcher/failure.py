@@ -14,6 +14,7 @@ import builtins
 import contextlib
 import enum
 import itertools
+import operator
 import os
 import re
 import signal
@@ -27,9 +28,9 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from replicast.config import PEER_FAILED, TOLD_TO_END
-from replicast.errors import exception_sentence, printable
+from replicast.errors import LaunchRefused, exception_sentence, printable
 from replicast.files import RunDir, RunPath, below
-from replicast.launcher.screen import Screen, cropped, is_chatter, without_colours
+from replicast.launcher.screen import BAR, LineAssembler, Screen, cropped, is_chatter, without_colours
 
 UNKILLABLE = 1  # The exit code when workers could not be killed.
 MAX_LINES, MAX_COLUMNS = 25, 1000  # How much of the end of a worker's log an `Exit` carries.
@@ -37,7 +38,10 @@ _SENTENCE_COLUMNS = 300
 _SHORT_SECS = 60.0
 _READ_BYTES = 256 * 1024
 _BEFORE_LINES, _FIRST_LINES, _LAST_LINES = 5, 1, 18
-_TRACEBACK = "Traceback (most recent call last):"
+# On the line of a progress bar, or, with a margin, in an exception group.
+_TRACEBACK = re.compile(
+    r".*?((?: {0,80}[|+] )?)(?:Exception Group )?(Traceback \(most recent call last\):) *"
+)
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*|$)")
 _FRAME = re.compile(r' +File "(.+)", line (\d+), in ')
 _LIBRARIES = (str(Path(os.__file__).parent), str(Path(__file__).parents[1]), "<")
@@ -74,11 +78,17 @@ class WorkerExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.code == TOLD_TO_END
 
     @property
+    def is_refusal(self) -> bool:
+        """Whether the script cannot run under this launcher: another start would be refused as well."""
+        return self.why.startswith(f"{LaunchRefused.__name__}: ")
+
+    @property
     def how(self) -> str:
         if self.frozen:
             return "stopped by SIGSTOP"
         if self.code >= 0:
-            return f"exit code {self.code}"
+            means = {PEER_FAILED: ": because of another worker", TOLD_TO_END: ": told to stop"}
+            return f"exit code {self.code}{means.get(self.code, '')}"
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-self.code).name}"
         return f"killed by signal {-self.code}"
@@ -144,7 +154,7 @@ def order_after(
     over = replace(before, phase=Phase.OVER, code=code, failure=failure, signal=signum)
     if failure is None or signum is not None or left_behind or failure.was_told_to:
         return over
-    if before.restarts >= before.max_restarts:
+    if failure.is_refusal or before.restarts >= before.max_restarts:
         return over
     if before.failure is not None and _repeats(before.failure, failure):
         return replace(over, repeats=True)
@@ -184,7 +194,8 @@ def _repeats(one: WorkerExit, other: WorkerExit) -> bool:
 def with_details(ended: WorkerExit, log: RunPath, tail: Sequence[str]) -> WorkerExit:
     """An exit with what the worker's log says about it; `tail` are the last lines that were shown."""
     why, where, traceback = raised_in(log) if ended.code > 0 and not ended.frozen else ("", "", [])
-    blamed = (_BLAMES.match(without_colours(line)) for line in tail)
+    tail = [line for line in map(without_colours, tail) if not BAR.fullmatch(line)]
+    blamed = map(_BLAMES.match, tail)
     says = next((cropped(found[1], _SENTENCE_COLUMNS) for found in blamed if found is not None), "")
     return replace(
         ended,
@@ -198,22 +209,25 @@ def with_details(ended: WorkerExit, log: RunPath, tail: Sequence[str]) -> Worker
 
 def raised_in(log: RunPath) -> tuple[str, str, list[str]]:
     """The last exception in a log: its sentence, the user's line, its traceback with some lines before."""
-    lines = [line for line in map(without_colours, end_of(log)) if not is_chatter(line)]
-    starts = [number for number, line in enumerate(lines) if line.strip() == _TRACEBACK]
-    for start in reversed(starts):
-        outside = (number for number in range(start + 1, len(lines)) if lines[number][:1].strip())
+    lines = [line for line in end_of(log) if not is_chatter(line) and not BAR.fullmatch(line)]
+    starts = [(number, begun) for number, line in enumerate(lines) if (begun := _TRACEBACK.fullmatch(line))]
+    for start, begun in reversed(starts):
+        margin = "  | " if "+" in begun[1] else begun[1]
+        block = itertools.takewhile(operator.methodcaller("startswith", margin), lines[start + 1 :])
+        after = [line.removeprefix(margin) for line in block]
+        outside = (number for number, line in enumerate(after) if line[:1].strip())
         end = next(outside, None)  # the first line that is not indented: that of the exception
-        if end is None or not _EXCEPTION.match(lines[end]):
+        if end is None or not _EXCEPTION.match(after[end]):
             continue
-        found, most = lines[start : end + 1], _FIRST_LINES + _LAST_LINES
-        why, of_function = exception_sentence(lines[end:]), list[str]()
-        if lines[end].endswith(": in user code:"):  # The lines of a `tf.function`.
-            of_function = [*itertools.takewhile(lambda line: not line[:1].strip(), lines[end + 1 :])]
+        found, most = [begun[2], *after[: end + 1]], _FIRST_LINES + _LAST_LINES
+        why, of_function = exception_sentence(after[end:]), list[str]()
+        if found[-1].endswith(": in user code:"):  # The lines of a `tf.function`.
+            of_function = [*itertools.takewhile(lambda line: not line[:1].strip(), after[end + 1 :])]
         where = _own_line(found + of_function)
         if len(found) > most + 1:
             left_out = f"  … {len(found) - most} lines: see the log"
             found = [*found[:_FIRST_LINES], left_out, *found[-_LAST_LINES:]]
-        if not lines[end].endswith(why):
+        if not found[-1].endswith(why):
             found.append(why)
         return why, where, lines[max(0, start - _BEFORE_LINES) : start] + found
     return "", "", []
@@ -230,11 +244,12 @@ def _own_line(traceback: Sequence[str]) -> str:
 
 
 def end_of(log: RunPath) -> list[str]:
-    """The last lines of a log; none if it cannot be read."""
+    """The last lines of a log, as a terminal shows them; none if it cannot be read."""
     try:
         with os.fdopen(log.open(os.O_RDONLY), "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _READ_BYTES))
-            return file.read(_READ_BYTES).decode(errors="replace").splitlines()
+            lines = LineAssembler()
+            return [without_colours(line) for line in lines.feed(file.read(_READ_BYTES)) + lines.finish()]
     except OSError:
         return []
 
@@ -309,7 +324,7 @@ def report_lines(
         after = f"after {duration(failure.ran_secs)}. Log{where}: {log}"
         if failure.was_told_to and end is not None:  # SIGTERM or a request: nothing has failed.
             told = printable(told_by) or "the group was told to stop (SIGTERM)"
-            yield f"{told}; {who} exited first, with {failure.code}, {after}"
+            yield f"{told}; {who} exited first ({failure.how}) {after}"
         elif failure.frozen:
             yield f"{who} was stopped (SIGSTOP) and did not continue: killed {after}"
         elif failure.code == PEER_FAILED:  # The other one exited with 0, is on another host, or hangs.
@@ -320,8 +335,8 @@ def report_lines(
         if order.repeats:
             left = order.max_restarts - order.restarts
             yield (
-                "the attempt before raised the same error, also soon after its start: another restart would "
-                f"repeat it; {left} of {order.max_restarts} restarts are left"
+                "not restarted: the attempt before raised the same error, and neither ran for "
+                f"{_SHORT_SECS:g} s; {left} of {order.max_restarts} restarts are left"
             )
     if failure is not None and end is not None:
         parts = []

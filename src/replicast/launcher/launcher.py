@@ -228,6 +228,9 @@ class _Supervision:
             self._note("stopped", attempt, why=signal_name(order.signal), step=step)
         elif failure is not None and was_told_to:
             self._note("stopped", attempt, why=by or f"SIGTERM to worker {failure.worker}", step=step)
+        elif failure is not None and failure.is_refusal and attempt == 0 and 0 in self.job.ranks:
+            with contextlib.suppress(OSError):  # Nothing has run: the list of runs has no failed one.
+                (below(self.run_dir) / run_files.FILE).unlink()
         else:
             self._note("failed", attempt, failure, "workers could not be killed", step)
 

@@ -55,12 +55,12 @@ _CELLS = re.compile(rf"{_CELL}(?:{_COLOUR}{_CELL})+")
 _COUNT = rf"{_COLOUR} *\d+/(?:\d+{_COLOUR} {_COLOUR}{_CELL}(?:{_COLOUR}{_CELL})*|Unknown){_COLOUR}"
 _TIME = rf" {_COLOUR}\d+(?:s|:\d\d(?::\d\d)?){_COLOUR} \d+(?:s|ms|us)/step"
 _NUMBER = r"(?:-?\d+\.\d{4}(?:e[+-]\d\d)?|nan|-?inf)"  # a fixed number of decimals: the end is exact
-_BAR = re.compile(rf"(?P<bar>{_COUNT}{_TIME}(?: - [^:]+: {_NUMBER})*) *")
+BAR = re.compile(rf"(?P<bar>{_COUNT}{_TIME}(?: - [^:]+: {_NUMBER})*) *")
 
 
 def split_bar(line: str) -> tuple[str, str] | None:
     """Splits a line into a progress bar and the text that something else wrote after it."""
-    found = _BAR.match(line)
+    found = BAR.match(line)
     if found is None or found.end() == len(line):
         return None
     return found["bar"], line[found.end() :]
@@ -81,7 +81,7 @@ def with_shorter_bar(line: str, columns: int) -> str:
 def with_its_loss(line: str, columns: int) -> str:
     """Fits a bar into the columns, with all metrics if there is room, else with the loss. Does not crop."""
     line = with_shorter_bar(line, columns).rstrip()
-    if _width(line) <= columns or not _BAR.fullmatch(line):
+    if _width(line) <= columns or not BAR.fullmatch(line):
         return line
     head, *metrics = line.split(" - ")
     loss = [metric for metric in metrics if metric.startswith("loss:")]

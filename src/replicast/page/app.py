@@ -12,6 +12,7 @@ import asyncio
 import gzip
 import hashlib
 import os
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -308,9 +309,7 @@ async def _arguments(row: RunOperation, request: Request) -> tuple[dict[str, Any
         try:
             options = msgspec.json.decode(content if content.strip() else b"{}", type=row.fields)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise HttpError(
-                400, f"The body is not valid: {error}", expected=_choices(error, row.fields)
-            ) from error
+            raise _refused("The body is not valid", error, row.fields) from error
     arguments |= {name: getattr(options, name) for name in row.parameters if hasattr(options, name)}
     if arguments.get("rows") is not None:
         try:
@@ -320,25 +319,41 @@ async def _arguments(row: RunOperation, request: Request) -> tuple[dict[str, Any
     return arguments, options
 
 
-def _choices(error: Exception, kind: type[Struct]) -> str | None:
-    """What the parameter that an error is about may be, if there are only so many values."""
-    for name, annotated in get_type_hints(kind).items():
-        if str(error).endswith(f"`$.{name}`"):
-            told = [one for part in (annotated, *get_args(annotated)) for one in get_args(part)]
-            named = [one for one in told if isinstance(one, str)]
-            return f"one of {', '.join(named)}" if named else None
-    return None
+_WORDS = {
+    "float": "a number",
+    "int": "a whole number",
+    "str": "text",
+    "bool": "true or false",
+    "null": "null",
+}
+_WORDS |= {"array": "a list", "object": "an object"}
+
+
+def _refused(problem: str, error: Exception, kind: type[Struct], received: str | None = None) -> HttpError:
+    """An error of msgspec in plain words; of a parameter with only so many values, with all of them."""
+    text, _, place = str(error).partition(" - at `$.")
+    expected, parameter = None, place.rstrip("`")
+    if annotated := get_type_hints(kind).get(parameter):
+        told = [one for part in (annotated, *get_args(annotated)) for one in get_args(part)]
+        named = [one for one in told if isinstance(one, str)]
+        expected = f"one of {', '.join(named)}" if named else None
+    text = re.sub(r"\w+(?=[ |\w]*`)", lambda word: _WORDS.get(word[0], word[0]), text)
+    text = text.replace(" | ", " or ").replace("`", "").replace(", got ", ", received ")
+    text = text.replace("Invalid enum value", "Unknown value")
+    said = f"{problem}: {parameter}: {text}" if parameter else f"{problem}: {text}"
+    return HttpError(400, said, expected=expected, received=received, remedy="See /openapi.json")
 
 
 def _converted(given: dict[str, str], kind: type[Struct]) -> Struct:
+    # The operations as `replicast push` spells its options, too.
+    spelled = {
+        name: value.replace("-", "_") if name == "operation" else value for name, value in given.items()
+    }
     try:
-        return msgspec.convert(given, kind, strict=False)
+        return msgspec.convert(spelled, kind, strict=False)
     except msgspec.ValidationError as error:
         received = "&".join(f"{name}={value}" for name, value in given.items())[:500]
-        problem = f"A parameter is not valid: {error}"
-        raise HttpError(
-            400, problem, expected=_choices(error, kind), received=received, remedy="See /openapi.json"
-        ) from error
+        raise _refused("A parameter is not valid", error, kind, received) from error
 
 
 async def _answered(_request: Request, error: Exception) -> Response:

@@ -14,7 +14,7 @@ from replicast.storage.run_files import JobState
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _COUNT_SECS = 10.0
 _HELP = {
-    "running": "Whether a worker of the run has reported lately",
+    "running": "Whether a worker of the run was heard from lately",
     "state": "Whether the run is in this state: 1 for one state, 0 for all others",
     "workers": "The number of workers of the job",
     "attempt": "The attempt of the job, from 0: each start and each restart begins another",

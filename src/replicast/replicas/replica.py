@@ -52,7 +52,7 @@ from replicast.transport import Parcel, Transport
 from replicast.update.audit_report import SLICE_BYTES, rows_in_turn
 from replicast.update.digest import deviation, digest_array, is_finite
 from replicast.update.edits import RESETS, Edit, EditKind
-from replicast.update.guard import MEASURED_BYTES, Guard, effects
+from replicast.update.guard import MEASURED_BYTES, Guard, check_rates, effects
 from replicast.update.schema import (
     NO_LIMITS,
     Arrays,
@@ -608,6 +608,7 @@ class StateReplica:
         return published
 
     def check_by_guard(self, update: Update) -> None:
+        check_rates(update.edits, self.state.schema, self.state.read)
         if self.guard is not None:
             self.guard.check(update.edits, self.state.schema, self.state.read)
 

@@ -132,13 +132,14 @@ class WorkerThreads:
         self._lanes: list[Lane] = []
         self._death: JobFailed | FileDamaged | None = None
 
-    def start(self, name: str, target: Callable[[], None]) -> None:
+    def start(self, name: str, target: Callable[[], None]) -> threading.Thread:
         """Starts a thread; `target` must return soon after `stopping` is set."""
         thread = threading.Thread(
             target=self._run, args=(name, target), name=f"replicast-{name}", daemon=True
         )
         self._threads.append(thread)
         thread.start()
+        return thread
 
     def lane(self, name: str, fed_by: Lane | None = None) -> Lane:
         lane = Lane()

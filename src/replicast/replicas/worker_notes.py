@@ -67,6 +67,7 @@ _REST_SECS, _STOP_SECS = 0.002, 0.05
 NOTE_SECS = 1.0
 SEES_SECS = 5.0  # A shared file system may need so long to show the run directory; then notes are sent.
 _WRITE_SECS = 0.1  # How long worker 0 writes the notes of others at a time: the same thread reads the inbox.
+_LAST_SECS = 2.0  # How long the exit of a script that has raised waits for its last metrics.
 _MOST_METRICS = 64
 _IN_HEARTBEAT = ("time", "rank", "attempt", "step", "training", "stepped_at")
 _LOOKS = 10
@@ -107,13 +108,14 @@ class RunFiles:
         self.waiting_for = ""
         self.logs: Mapping[str, Any] | None = None
         self._pace = Pace()
+        self._thread: threading.Thread | None = None
         self._began = self._recorded = time.monotonic()
         self.on_note = self._distant.receive
 
     def start(self) -> None:
         """Starts the threads: if this worker or worker 0 has a run directory, or a scheduler wants a file."""
         if self.run_dir is not None or self.group:
-            self.session.threads.start("run-files", self._run)
+            self._thread = self.session.threads.start("run-files", self._run)
         if self.heartbeat is not None:
             self.session.threads.start("heartbeat", self._beat)
 
@@ -130,7 +132,7 @@ class RunFiles:
         """Writes the last state, after the threads have stopped; `finished` if nobody has told it to end."""
         self.training.active = False
         self.waiting_for = ENDED
-        self._write_last(self._write_note, self._write_metrics, self._write_operations)
+        self._write_last(self._write_note, self._write_operations)
         self._write_heartbeat(finished=finished)
         if self.session.rank == 0:
             self._write_last(self.inbox.take_outcomes, self.inbox.finish)
@@ -140,6 +142,8 @@ class RunFiles:
     def note_end(self) -> None:
         """Notes that the process exits, so that others need not wait ten seconds to conclude it."""
         self.waiting_for, self.training.active = ENDED, False
+        if self._thread is not None:  # It writes the last metrics. They may be of a step that never ends.
+            self._thread.join(_LAST_SECS)
         self._write_last(self._write_note)
         self._write_heartbeat()
 
@@ -170,6 +174,7 @@ class RunFiles:
                         )
                     finally:
                         self._reading.release()
+            self._write_last(self._write_metrics)
 
     def _stopping_after_a_wait(self) -> bool:
         """Waits for a request or an outcome, or until it is time to look; says whether to stop."""

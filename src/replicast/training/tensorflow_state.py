@@ -160,7 +160,7 @@ class Source:
             rate, steered = f"{prefix}/learning_rate", steered_rate(optimizer)
             if steered is not None:
                 found[rate] = NamedVariable(rate, steered.variable, "optimizer")
-            elif rate not in found:
+            if steered is not None or rate not in found:
                 hints[rate] = "The learning rate is computed by a schedule, not stored"
         of_optimizers = list(found.values())
         for own_name, variable in weights:
@@ -355,6 +355,7 @@ def _slots(weights: Sequence[Any], optimizer: Any) -> dict[int, tuple[int, float
 # So `assign` replaces the schedule by a value, `scale` scales whichever of the two is in force, and a revert,
 # or `assign` of -1, gives the schedule back. The variable is agreed, journaled, saved and restored like all
 # others. It belongs to the job and not to the optimizer: files that Keras writes are as without replicast.
+# The schema's hint of the same name says that there is a schedule: without one, a rate below 0 is refused.
 
 THE_SCHEDULE = -1.0
 

@@ -32,7 +32,7 @@ from replicast.update.edits import (
     slices_of,
     touched_rows,
 )
-from replicast.update.schema import Schema, is_rate, planned
+from replicast.update.schema import Schema, check_constant_rate, is_rate, planned
 from replicast.update.trial import Effect, Histogram, Trial
 from replicast.update.update import Update
 
@@ -114,7 +114,8 @@ def examine(update: Update, schema: Schema | None) -> Examination:
         except UpdateRefused as error:
             problems.append(error)
     views = tuple(view_of(edit, schema) for edit in edits)
-    return Examination(views, tuple(problems), tuple(warnings_of(edits)), tuple(_notes_of(views)))
+    warnings = () if problems else tuple(warnings_of(edits))  # what is refused does nothing
+    return Examination(views, tuple(problems), warnings, tuple(_notes_of(views, schema)))
 
 
 def check_types(update: object, trial: object = None) -> None:
@@ -165,6 +166,17 @@ def view_of(edit: Edit, schema: Schema | None = None) -> EditView:
     return EditView(edit.variable, edit.operation, edit.factor, shape, dtype, edit.nbytes, rows, rank, values)
 
 
+_MOST_TIMES = 100.0  # A larger factor of a learning rate is hardly meant.
+
+
+def check_rates(edits: Iterable[Edit], schema: Schema, read: Read) -> None:
+    """Refuses what would make a learning rate without a schedule negative, whichever edit it is."""
+    for name, several in by_variable(edits).items():
+        if schema.is_constant_rate(schema.resolve(name)):
+            after = functools.reduce(lambda value, edit: apply_edit(edit, value), several, read([name])[name])
+            check_constant_rate(name, after)
+
+
 def warnings_of(edits: Iterable[Edit]) -> Iterator[str]:
     """What is allowed and hardly meant. Cheap: looks at the values of scalars only."""
     for edit in edits:
@@ -176,19 +188,25 @@ def warnings_of(edits: Iterable[Edit]) -> Iterator[str]:
             )
         elif name == "learning_rate" and edit.operation in (EditKind.ASSIGN, EditKind.SCALE):
             given = edit.arrays.get("value", np.array(edit.factor)).astype(np.float64)
-            if given.min(initial=math.inf) == 0:  # below 0: `_notes_of`
-                how = "multiplied by " if edit.operation is EditKind.SCALE else ""
+            is_factor, rate = edit.operation is EditKind.SCALE, float(given.min(initial=math.inf))
+            times = rate if is_factor else -rate  # a rate below 0: `_notes_of`
+            if rate == 0:
+                how = "multiplied by " if is_factor else ""
                 yield f"{edit.variable} would be {how}0. A rate that trains is positive"
+            elif _MOST_TIMES < times < math.inf:
+                yield f"{edit.variable} would be {times:g} times as large"
 
 
-def _notes_of(edits: Iterable[EditView]) -> Iterator[str]:
+def _notes_of(edits: Iterable[EditView], schema: Schema) -> Iterator[str]:
     """What a learning rate below 0 means: `training/tensorflow_state.py`."""
     for edit in edits:
-        of_rate = edit.variable.endswith("/learning_rate") and edit.operation is EditKind.ASSIGN
-        if of_rate and edit.values is not None and (value := edit.values.minimum) < 0:
+        variable = schema.find(edit.variable)
+        of_rate = variable is not None and is_rate(variable) and not schema.is_constant_rate(variable)
+        assigned = edit.values if edit.operation is EditKind.ASSIGN else None
+        if of_rate and assigned is not None and (value := assigned.minimum) < 0:
             means = f"is {'half of' if value == -0.5 else f'{-value:g} times'} what the schedule computes"
             means = "gives the rate back to the schedule" if value == -1 else means
-            yield f"{edit.variable}: {value:g} {means}. Without a schedule it would be the rate itself"
+            yield f"{edit.variable}: {value:g} {means}"
 
 
 # The bounds of a guard.

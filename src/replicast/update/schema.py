@@ -100,6 +100,10 @@ class Schema:
         expected = perhaps if near else f"one of {_listed(list(self._variables))}"
         raise refused(name, problem, expected, name)
 
+    def is_constant_rate(self, variable: Variable) -> bool:
+        """Whether it is a learning rate that no schedule computes."""
+        return is_rate(variable) and variable.name not in self._hints
+
     def matching(self, patterns: Iterable[str], what: str) -> set[str]:
         """The names that match shell patterns. One that matches none may be mistyped: raises ValueError."""
         found = set[str]()
@@ -268,7 +272,7 @@ def planned(
             continue
         touched[variable.name] = variable
         if limits is not NO_LIMITS:  # a journal of before this check can be replayed
-            _check_rate(edit, variable)
+            _check_rate(edit, variable, schema)
         look = not update.allow_nonfinite and look_at(place)
         edits.append(_planned_edit(edit, variable, allow_nonfinite=update.allow_nonfinite, look=look))
     if update.reset_slots:
@@ -286,7 +290,7 @@ def check_outline(update: Update, schema: Schema, limits: Limits = Limits()) -> 
     for edit in update.edits:
         variable = schema.resolve(edit.variable)
         _check_fit(edit, variable)
-        _check_rate(edit, variable)
+        _check_rate(edit, variable, schema)
 
 
 def _check_size(update: Update, limits: Limits) -> None:
@@ -335,12 +339,21 @@ def _check_fit(edit: Edit, variable: Variable) -> None:
             raise refused(name, "Wrong dtype", dtype.name, array.dtype.name, remedy)
 
 
-def _check_rate(edit: Edit, variable: Variable) -> None:
+def _check_rate(edit: Edit, variable: Variable, schema: Schema) -> None:
     """A rate below 0 is a multiple of its schedule: a negative factor would make a constant of it."""
+    is_constant = schema.is_constant_rate(variable)
     if edit.operation is EditKind.SCALE and is_rate(variable) and (edit.factor or 0) < 0:
         remedy = "To give the rate back to its schedule, assign -1; for half of what it computes, -0.5"
-        problem = "A learning rate cannot be scaled by a negative factor"
-        raise refused(variable.name, problem, "a factor of 0 or more", str(edit.factor), remedy)
+        problem, expected = "A learning rate cannot be scaled by a negative factor", "a factor of 0 or more"
+        raise refused(variable.name, problem, expected, str(edit.factor), None if is_constant else remedy)
+    if is_constant and edit.operation is EditKind.ASSIGN:
+        check_constant_rate(variable.name, edit.arrays["value"])
+
+
+def check_constant_rate(name: str, value: Array) -> None:
+    if (rate := value.astype(np.float64).min(initial=math.inf)) < 0:
+        problem = "This learning rate has no schedule, so it cannot be below 0"
+        raise refused(name, problem, "a rate of 0 or more", f"{rate:g}")
 
 
 def is_rate(variable: Variable) -> bool:

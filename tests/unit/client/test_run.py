@@ -27,10 +27,12 @@ from replicast.storage import inbox
 from replicast.storage.inbox import InboxAnswer
 from replicast.storage.journal import Updates
 from replicast.storage.run_files import append_audit, append_metrics
+from replicast.update.guard import examine
+from replicast.update.schema import Schema
 from replicast.update.trial import Histogram, Trial
 from replicast.update.update import Update
 from tests.page.live import TOKEN, served_run
-from tests.unit.played_job import BIAS, LONG_AGO, PlayedJob, heard_of, meanwhile
+from tests.unit.played_job import BIAS, LONG_AGO, SCHEMA, PlayedJob, heard_of, meanwhile
 from tests.unit.test_audit import report
 
 pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
@@ -281,9 +283,12 @@ def test_a_learning_rate_of_0_is_warned_of_and_one_below_0_explained(run: Run) -
     for update in (Update().assign("learning_rate", 0), Update().scale("learning_rate", 0)):
         (warning,) = run.examine(update).warnings
         assert "A rate that trains is positive" in warning
+    with_schedule = Schema(SCHEMA, {"optimizer/learning_rate": "a schedule computes it"})
     for value, means in ((-1, "back to the schedule"), (-0.5, "half of what"), (-3, "3 times what")):
-        found = run.examine(Update().assign("learning_rate", value))
+        update = Update().assign("learning_rate", value)
+        found, refused = examine(update, with_schedule), run.examine(update)
         assert (found.warnings, len(found.notes), means in found.notes[0]) == ((), 1, True)
+        assert (len(refused.problems), refused.warnings, refused.notes) == (1, (), ())
     (problem,) = run.examine(Update().scale("learning_rate", -1)).problems
     assert "cannot be scaled by a negative factor" in str(problem)
     (warning,) = run.examine(Update().assign("optimizer/iteration", 0)).warnings
