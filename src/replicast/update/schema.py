@@ -343,9 +343,9 @@ def _check_rate(edit: Edit, variable: Variable, schema: Schema) -> None:
     """A rate below 0 is a multiple of its schedule: a negative factor would make a constant of it."""
     is_constant = schema.is_constant_rate(variable)
     if edit.operation is EditKind.SCALE and is_rate(variable) and (edit.factor or 0) < 0:
-        remedy = "To give the rate back to its schedule, assign -1; for half of what it computes, -0.5"
         problem, expected = "A learning rate cannot be scaled by a negative factor", "a factor of 0 or more"
-        raise refused(variable.name, problem, expected, str(edit.factor), None if is_constant else remedy)
+        back = "To give the rate back to its schedule, assign -1; for half of what it computes, -0.5"
+        raise refused(variable.name, problem, expected, str(edit.factor), None if is_constant else back)
     if is_constant and edit.operation is EditKind.ASSIGN:
         check_constant_rate(variable.name, edit.arrays["value"])
 
