@@ -221,8 +221,6 @@ def _update_in(path: RunPath, options: Any, author: str) -> Update:
 
 
 class App(Starlette):
-    """The page and the API of some runs."""
-
     def __init__(self, find: Find, settings: PageSettings) -> None:
         self._settings = settings
         self._runs = Runs(find)
@@ -346,7 +344,6 @@ def _converted(given: dict[str, str], kind: type[Struct]) -> Struct:
 
 
 async def _answered(_request: Request, error: Exception) -> Response:
-    """The answer to an error."""
     if isinstance(error, HTTPException):
         problem = "Method not allowed" if error.status_code == 405 else "Nothing is served at this address"
         headers = dict(error.headers or {})

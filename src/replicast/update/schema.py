@@ -101,7 +101,6 @@ class Schema:
         raise refused(name, problem, expected, name)
 
     def is_constant_rate(self, variable: Variable) -> bool:
-        """Whether it is a learning rate that no schedule computes."""
         return is_rate(variable) and variable.name not in self._hints
 
     def matching(self, patterns: Iterable[str], what: str) -> set[str]:
@@ -123,7 +122,6 @@ class Schema:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Schema:
-        """Reads what `to_json` wrote."""
         known = described(_Described, "schema", fields)
         return cls(known.variables, known.hints)
 
@@ -461,7 +459,6 @@ def parts_to_keep(edits: Sequence[Edit], schema: Schema) -> tuple[list[str], Arr
 
 
 def bytes_to_keep(whole: Iterable[str], rows: Mapping[str, Array], schema: Schema) -> int:
-    """The size of these values."""
     sizes = [schema.resolve(name).nbytes for name in whole]
     for name, indices in rows.items():
         variable = schema.resolve(name)
@@ -470,7 +467,6 @@ def bytes_to_keep(whole: Iterable[str], rows: Mapping[str, Array], schema: Schem
 
 
 def update_before(id_: str, whole: Arrays, rows: Mapping[str, tuple[Array, Array]]) -> Update:
-    """The values before an update, as the update that assigns them."""
     before = Update(id=id_, note="the values before this update", allow_nonfinite=True)
     for name, value in whole.items():
         before = before.assign(name, value)
