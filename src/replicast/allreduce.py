@@ -274,8 +274,6 @@ class _Call:
 
 
 class _Gathered:
-    """A value of as many rows as all workers have together."""
-
     def __init__(
         self, dtype: np.dtype[Any], row: tuple[int, ...], rows: Sequence[int], starts: Sequence[int]
     ) -> None:

@@ -69,8 +69,6 @@ def decoded(environ: Mapping[str, str], name: str, kind: type[_Kind], example: s
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The workers of the job, and which of them this process is."""
-
     addresses: tuple[str, ...]
     rank: int
     chiefs: int = 0

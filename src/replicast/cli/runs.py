@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping
@@ -33,8 +32,6 @@ WATCH_SECS = 1.0
 EXIT_SECS = 60.0
 _MOST_NEW = 1000  # Lines in that time.
 _LAST_ENDED = 5  # So many of the updates that were refused or withdrawn are in `status`.
-# A sentence with a reason, for which a column is too narrow; in the list of runs without the line of code.
-_REASON = re.compile(r"(?P<how>Failed[^:]*): (?P<why>.*?)(?:(?P<at> \(\S+:\d+): .*\))?(?P<ago>, [^,]+ ago)")
 _MOST_LINES = 10  # Of each audit in the list: two for a variable that differs on one worker.
 _YELLOW = (JobState.NEVER_STARTED, JobState.STARTING, JobState.RESTARTING, JobState.STOPPED, JobState.ENDING)
 _LOOK_FIRST = (JobState.FAILED, JobState.LOST)
@@ -108,23 +105,19 @@ def list_runs(path: Path, as_json: bool) -> None:
     elif not briefs:
         click.echo(f"There is no run in {printable(path)}.")
     else:
-        found = {name: _REASON.fullmatch(one_line(brief.sentence)) for name, brief in briefs}
-        rows = [_brief_cells(name, brief, found[name]) for name, brief in briefs]
-        noted = ["notes"] if any(row[-1] for row in rows) else []
-        headings = ("run", ">loss", ">ran", ">workers", "state", *noted)
-        texts.print_table(*headings, rows=[row[: len(headings)] for row in rows])
-        for name, failed in found.items():
-            if failed is not None:
-                where = f"{failed['at']})" if failed["at"] else ""
-                texts.make_console().print(f"\n{printable(name)}: {failed['why']}{where}")
+        rows = (_brief_cells(name, brief) for name, brief in briefs)
+        texts.print_table("run", ">loss", ">ran", ">workers", "state", "notes", rows=rows)
+        for name, brief in briefs:
+            if brief.state in _LOOK_FIRST:  # With the reason, for which a column is too narrow.
+                texts.make_console().print(f"\n{printable(name)}: {one_line(brief.sentence)}", soft_wrap=True)
 
 
-def _brief_cells(name: str, one: Brief, failed: re.Match[str] | None) -> tuple[str, ...]:
+def _brief_cells(name: str, one: Brief) -> tuple[str, ...]:
     """As in the page's list of runs: the loss, or else the first metric, and for how long it has run."""
     values = {} if one.metrics is None else one.metrics["values"]
     loss = values.get("loss", next(iter(values.values()), None))
     ran = age(one.heard_at - one.began_at) if one.began_at and one.heard_at else ""
-    state = one_line(one.sentence) if failed is None else failed["how"] + failed["ago"]
+    state = one.state if one.state in _LOOK_FIRST else one_line(one.sentence)
     rest = str(one.workers), state, one_line(one.annotation)
     return printable(name), texts.number(loss), ran, *rest
 

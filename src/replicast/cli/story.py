@@ -81,8 +81,6 @@ def demo(run_dir: Path | None) -> None:
 
 
 class Story:
-    """The parts, each run in the same directory."""
-
     def __init__(self, directory: Path, console: Console) -> None:
         self._directory = directory
         self._console = console
@@ -196,7 +194,6 @@ class Story:
         self._run(f"replicast push {run} --scale hidden/kernel=0.9 --at-step {PUSH_STEP}{more}")
 
     def _run(self, command: str, exit_code: int = 0) -> None:
-        """Runs a command and shows what it prints."""
         self._print_command(command)
         try:
             done = subprocess.run(

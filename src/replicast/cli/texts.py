@@ -123,7 +123,6 @@ def outcome(ended: TrialOutcome) -> str:
 
 
 def no_updates(*, journaled: bool) -> str:
-    """Why a journal is empty."""
     kept = "no update has been committed yet"
     return kept if journaled else 'the job keeps no journal (durability="memory")'
 
@@ -244,7 +243,6 @@ def what_cell(view: UpdateView) -> Text:
 
 
 def edits_table(edits: Iterable[EditView]) -> Table:
-    """What an update does, edit by edit."""
     table = make_table("variable", "operation", "shape", "=dtype", ">min", ">max", ">norm")
     for edit in edits:
         values, operation = edit.values, Text(edit.operation.replace("_", " "))

@@ -80,8 +80,6 @@ def this_user() -> str:
 
 
 class DirectoryRun(Run):
-    """A run in a directory."""
-
     path: RunPath
     poll_secs = POLL_SECS
 

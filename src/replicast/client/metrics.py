@@ -65,7 +65,6 @@ class Series:
         return len(self.steps)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
         values = [json_value(value) for value in self.values.tolist()]
         told = {"steps": self.steps.tolist(), "times": self.times.tolist(), "values": values}
         if not self.counts.max(initial=0) > 1:
@@ -75,7 +74,6 @@ class Series:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Series:
-        """Reads what `to_json` wrote."""
         steps, times = np.array(fields["steps"], np.int64), np.array(fields["times"], np.float64)
         values = np.array([float(value) for value in fields["values"]], np.float64)
         if not steps.shape == times.shape == values.shape:

@@ -766,8 +766,8 @@ class Run:
             since: Only what was written after this `Metrics.position`.
             points: The largest number of points of each series.
             of: "workers": step time and memory of the first workers instead, by their rank.
-            start: Only what was measured from this time on, in seconds since 1970; every step is read.
-            end: Only what was measured until this time, in seconds since 1970.
+            start: Only values from this time on, in seconds since 1970. A shorter period has more points.
+            end: Only values until this time.
             sample: At once: of a long file that nobody has read yet, evenly spaced steps, at position 0.
         """
 

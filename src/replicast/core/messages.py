@@ -32,8 +32,6 @@ from replicast.update.trial import Effect, Trial
 
 
 class Refusal(Record):
-    """Why nothing was changed."""
-
     problem: str
     workers: tuple[int, ...] = ()
     details: Mapping[str, Any] | None = None
@@ -85,8 +83,6 @@ class Applied(Record):
 
 
 class SeenDigests(Record):
-    """One worker's digests in an audit."""
-
     step: int
     digests: Mapping[str, str]
     free: Mapping[str, str] = msgspec.field(default_factory=dict)
@@ -98,8 +94,6 @@ class SeenDigests(Record):
 
 
 class Snapshot(Record):
-    """One worker's contribution to a checkpoint."""
-
     step: int
     digest: str
     holds: frozenset[int]

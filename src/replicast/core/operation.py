@@ -128,8 +128,6 @@ class Timeouts(Record):
 
 
 class AuditTrail:
-    """The results of the audits of one attempt."""
-
     def __init__(self) -> None:
         self.count = 0
         self.last_equal: int | None = None
@@ -207,8 +205,6 @@ class JobView(Protocol):
 
 
 class Operation:
-    """One entry of the coordinator's list."""
-
     kind: str
     # It needs no boundary, only a durable file: a checkpoint waits for it, and no training thread does.
     only_writes: ClassVar[bool] = False

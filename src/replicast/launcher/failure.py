@@ -14,7 +14,6 @@ import builtins
 import contextlib
 import enum
 import itertools
-import operator
 import os
 import re
 import signal
@@ -39,9 +38,7 @@ _SHORT_SECS = 60.0
 _READ_BYTES = 256 * 1024
 _BEFORE_LINES, _FIRST_LINES, _LAST_LINES = 5, 1, 18
 # On the line of a progress bar, or, with a margin, in an exception group.
-_TRACEBACK = re.compile(
-    r".*?((?: {0,80}[|+] )?)(?:Exception Group )?(Traceback \(most recent call last\):) *"
-)
+_TRACEBACK = re.compile(r".*?((?: {0,99}[|+] )?)(?:Exception Group )?(Traceback \(most recent call last\):)")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*|$)")
 _FRAME = re.compile(r' +File "(.+)", line (\d+), in ')
 _LIBRARIES = (str(Path(os.__file__).parent), str(Path(__file__).parents[1]), "<")
@@ -79,7 +76,6 @@ class WorkerExit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the script cannot run under this launcher: another start would be refused as well."""
         return self.why.startswith(f"{LaunchRefused.__name__}: ")
 
     @property
@@ -144,7 +140,7 @@ def order_after(
 
     No restart after SIGTERM, not even one to a worker: they have saved their state, the machine is needed.
     Nor if the attempt before raised the same exception at the same line, and both ended soon: a third would
-    raise it too. An attempt that ran for longer may have made progress, and saved it.
+    raise it too. Nor if the start was refused. An attempt that ran for longer may have made progress.
     """
     code = UNKILLABLE if left_behind else 0
     if signum is not None:
@@ -210,11 +206,12 @@ def with_details(ended: WorkerExit, log: RunPath, tail: Sequence[str]) -> Worker
 def raised_in(log: RunPath) -> tuple[str, str, list[str]]:
     """The last exception in a log: its sentence, the user's line, its traceback with some lines before."""
     lines = [line for line in end_of(log) if not is_chatter(line) and not BAR.fullmatch(line)]
-    starts = [(number, begun) for number, line in enumerate(lines) if (begun := _TRACEBACK.fullmatch(line))]
+    starts = [
+        (number, begun) for number, line in enumerate(lines) if (begun := _TRACEBACK.fullmatch(line.rstrip()))
+    ]
     for start, begun in reversed(starts):
         margin = "  | " if "+" in begun[1] else begun[1]
-        block = itertools.takewhile(operator.methodcaller("startswith", margin), lines[start + 1 :])
-        after = [line.removeprefix(margin) for line in block]
+        after = [line.removeprefix(margin) for line in lines[start + 1 :] if line.startswith(margin)]
         outside = (number for number, line in enumerate(after) if line[:1].strip())
         end = next(outside, None)  # the first line that is not indented: that of the exception
         if end is None or not _EXCEPTION.match(after[end]):

@@ -247,7 +247,6 @@ class Leader:
         self._hosts[node].report = None
 
     def _reports(self) -> dict[int, Report]:
-        """What the hosts say that are not lost."""
         return {node: host.report for node, host in enumerate(self._hosts) if host.report is not None}
 
     def _advance(self, now: float) -> None:

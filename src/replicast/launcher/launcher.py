@@ -76,7 +76,6 @@ from replicast.launcher.screen import (
     Output,
     Screen,
     make_screen,
-    without_colours,
 )
 from replicast.processes import is_frozen
 
@@ -247,11 +246,10 @@ class _Supervision:
             return
         from replicast.storage import run_files  # Imports numpy: not at start-up.
 
-        worker, lines = None, tuple[str, ...]()
+        worker = None
         if failure is not None:
             why = reason(failure, self.hosts)
             worker = failure.host * self.job.workers if failure.worker is None else failure.worker
-            lines = tuple(map(without_colours, failure.lines))
         change = run_files.Change(
             run_files.JobState(state),
             attempt,
@@ -259,7 +257,7 @@ class _Supervision:
             step=step,
             worker=worker,
             reason=why,
-            last_lines=lines,
+            last_lines=() if failure is None else failure.lines,
         )
         try:
             run_files.write_change(self.run_dir, change)

@@ -221,8 +221,6 @@ def _update_in(path: RunPath, options: Any, author: str) -> Update:
 
 
 class App(Starlette):
-    """The page and the API of some runs."""
-
     def __init__(self, find: Find, settings: PageSettings) -> None:
         self._settings = settings
         self._runs = Runs(find)
@@ -319,36 +317,24 @@ async def _arguments(row: RunOperation, request: Request) -> tuple[dict[str, Any
     return arguments, options
 
 
-_WORDS = {
-    "float": "a number",
-    "int": "a whole number",
-    "str": "text",
-    "bool": "true or false",
-    "null": "null",
-}
-_WORDS |= {"array": "a list", "object": "an object"}
+_WORDS = {"float": "a number", "int": "a whole number", "str": "text", "bool": "true or false"}
 
 
 def _refused(problem: str, error: Exception, kind: type[Struct], received: str | None = None) -> HttpError:
     """An error of msgspec in plain words; of a parameter with only so many values, with all of them."""
-    text, _, place = str(error).partition(" - at `$.")
-    expected, parameter = None, place.rstrip("`")
-    if annotated := get_type_hints(kind).get(parameter):
-        told = [one for part in (annotated, *get_args(annotated)) for one in get_args(part)]
-        named = [one for one in told if isinstance(one, str)]
-        expected = f"one of {', '.join(named)}" if named else None
+    text, _, place = str(error).replace("Invalid enum", "Unknown").partition(" - at `$.")
+    annotated = get_type_hints(kind).get(parameter := place.rstrip("`"))
+    told = [one for part in (annotated, *get_args(annotated)) for one in get_args(part)]
+    named = ", ".join(one for one in told if isinstance(one, str))
     text = re.sub(r"\w+(?=[ |\w]*`)", lambda word: _WORDS.get(word[0], word[0]), text)
     text = text.replace(" | ", " or ").replace("`", "").replace(", got ", ", received ")
-    text = text.replace("Invalid enum value", "Unknown value")
-    said = f"{problem}: {parameter}: {text}" if parameter else f"{problem}: {text}"
+    said, expected = ": ".join(filter(None, (problem, parameter, text))), f"one of {named}" if named else None
     return HttpError(400, said, expected=expected, received=received, remedy="See /openapi.json")
 
 
 def _converted(given: dict[str, str], kind: type[Struct]) -> Struct:
-    # The operations as `replicast push` spells its options, too.
-    spelled = {
-        name: value.replace("-", "_") if name == "operation" else value for name, value in given.items()
-    }
+    # As on the command line too: add-rows.
+    spelled = {key: one.replace("-", "_") if key == "operation" else one for key, one in given.items()}
     try:
         return msgspec.convert(spelled, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -357,7 +343,6 @@ def _converted(given: dict[str, str], kind: type[Struct]) -> Struct:
 
 
 async def _answered(_request: Request, error: Exception) -> Response:
-    """The answer to an error."""
     if isinstance(error, HTTPException):
         problem = "Method not allowed" if error.status_code == 405 else "Nothing is served at this address"
         headers = dict(error.headers or {})

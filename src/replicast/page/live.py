@@ -37,8 +37,6 @@ class _Kept:
 
 
 class RunWatch:
-    """What is known of one run."""
-
     def __init__(self, name: str, run: Run, threads: Threads) -> None:
         self.name = name
         self.run = run

@@ -112,7 +112,6 @@ def _operation(row: RunOperation) -> dict[str, Any]:
 
 
 def _required(row: RunOperation) -> list[str]:
-    """The names that every answer has."""
     if row.key:
         return [row.key]
     if row.returns is Schema:

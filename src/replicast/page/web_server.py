@@ -119,8 +119,6 @@ _MAX_TOKEN_FILE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageSettings:
-    """How a page is served."""
-
     host: str = "127.0.0.1"
     port: int = 8080
     token: str | None = None
@@ -381,7 +379,6 @@ async def uploaded(request: Request, run: RunDir, threads: Threads, max_bytes: i
 
 
 async def small_body(request: Request) -> bytes:
-    """The body of a request that is a small JSON object."""
     return b"".join([chunk async for chunk in pieces(request, MAX_BODY_BYTES)])
 
 

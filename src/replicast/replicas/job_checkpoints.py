@@ -546,8 +546,6 @@ def _ended_before() -> JobFailed:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The restored state."""
-
     step: int
     position: Position
     left_out: tuple[str, ...]

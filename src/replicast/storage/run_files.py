@@ -212,8 +212,6 @@ class Around(View, frozen=True):
 
 
 class MetricsLine(msgspec.Struct, gc=False):
-    """One step of `metrics.jsonl`."""
-
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_METRICS_STEP)]
     time: float
     values: dict[str, float | str]

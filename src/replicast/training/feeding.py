@@ -198,8 +198,6 @@ def _has_first_axis(leaf: Any) -> bool:
 
 
 def at_least_one_row(data: Any, rows: tf.Tensor) -> Any:
-    """The share, with a row of zeros if it has no rows."""
-
     def filled(leaf: Any) -> Any:
         if not _has_first_axis(leaf) or (leaf.shape[0] or 0) > 0:
             return leaf

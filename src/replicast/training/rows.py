@@ -139,15 +139,12 @@ def sums_repeated_rows(optimizer: Any) -> bool:
     Not if it clips: clipping uses single slices, as in plain Keras.
     """
     clips = any(getattr(optimizer, name, None) is not None for name in _CLIPPING)
-    writes_rows = getattr(optimizer, "sums_repeated_rows", False) or _is_plain_sgd(optimizer)
+    is_plain_sgd = type(optimizer) is keras.optimizers.SGD and optimizer.momentum == 0
+    writes_rows = getattr(optimizer, "sums_repeated_rows", False) or is_plain_sgd
     return bool(writes_rows) and not clips and not optimizer.gradient_accumulation_steps
 
 
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
-
-
-def _is_plain_sgd(optimizer: Any) -> bool:
-    return type(optimizer) is keras.optimizers.SGD and optimizer.momentum == 0
 
 
 def read_by_rows() -> None:

@@ -229,7 +229,6 @@ class Source:
 
 
 def own_name(variable: Any) -> str:
-    """The name that Keras or TensorFlow gave to a variable."""
     name = variable.path if isinstance(variable, keras.Variable) else variable.name.partition(":")[0]
     return str(name)
 
@@ -398,8 +397,6 @@ def steer(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 class TensorFlowState(State):
-    """The named variables of one worker, with all its replicas."""
-
     def __init__(self, variables: Iterable[NamedVariable], hints: Mapping[str, str]) -> None:
         named = list(variables)
         # Of our own class: one of TensorFlow looks for an unknown attribute in its value, which may be a sum

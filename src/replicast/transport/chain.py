@@ -474,7 +474,6 @@ def _send_bytes(connection: socket.socket, descriptor: int, at: int, stop: int) 
 
 
 def _listening(host: str) -> socket.socket:
-    """A socket that listens at this address only."""
     problem = OSError("the name has no address")
     for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
         try:

@@ -116,7 +116,6 @@ AuditOutcome: TypeAlias = Literal["equal", "warned", "raised", "healed"]
 
 
 def checked_policy(policy: str) -> Policy:
-    """Returns the policy after checking it."""
     if policy not in get_args(Policy):
         raise ValueError(f'on_divergence must be "raise", "heal" or "warn". Received: {policy!r}')
     return cast("Policy", policy)

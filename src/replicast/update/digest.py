@@ -96,7 +96,6 @@ def digest_block(content: Bytes, each: Each = lambda _, chunk: chunk) -> str:
 
 
 def digest_of_blocks(digests: str) -> str:
-    """One digest from the digests of all blocks: xxh3_128, as hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(digests.encode())
 
 
@@ -111,7 +110,6 @@ def chunks_of(array: Array) -> Iterator[Array]:
 
 
 def is_finite(array: Array) -> bool:
-    """Whether no element is NaN or infinite."""
     return name_of(array.dtype) not in FLOAT_DTYPES or nonfinite(array)[0] == 0
 
 

@@ -96,8 +96,6 @@ ADDITIONS = frozenset({EditKind.ADD, EditKind.ADD_ROWS, EditKind.ADD_LOW_RANK}) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edit:
-    """One operation on one variable."""
-
     operation: EditKind
     variable: str
     arrays: Mapping[str, Array] = field(default_factory=dict)

@@ -114,8 +114,9 @@ def examine(update: Update, schema: Schema | None) -> Examination:
         except UpdateRefused as error:
             problems.append(error)
     views = tuple(view_of(edit, schema) for edit in edits)
-    warnings = () if problems else tuple(warnings_of(edits))  # what is refused does nothing
-    return Examination(views, tuple(problems), warnings, tuple(_notes_of(views, schema)))
+    if problems:
+        return Examination(views, tuple(problems))
+    return Examination(views, (), tuple(warnings_of(edits)), tuple(_notes_of(views)))
 
 
 def check_types(update: object, trial: object = None) -> None:
@@ -188,22 +189,20 @@ def warnings_of(edits: Iterable[Edit]) -> Iterator[str]:
             )
         elif name == "learning_rate" and edit.operation in (EditKind.ASSIGN, EditKind.SCALE):
             given = edit.arrays.get("value", np.array(edit.factor)).astype(np.float64)
-            is_factor, rate = edit.operation is EditKind.SCALE, float(given.min(initial=math.inf))
-            times = rate if is_factor else -rate  # a rate below 0: `_notes_of`
+            rate = float(given.min(initial=math.inf))
+            times = -rate if edit.factor is None else rate  # a rate below 0: `_notes_of`
             if rate == 0:
-                how = "multiplied by " if is_factor else ""
+                how = "" if edit.factor is None else "multiplied by "
                 yield f"{edit.variable} would be {how}0. A rate that trains is positive"
             elif _MOST_TIMES < times < math.inf:
                 yield f"{edit.variable} would be {times:g} times as large"
 
 
-def _notes_of(edits: Iterable[EditView], schema: Schema) -> Iterator[str]:
-    """What a learning rate below 0 means: `training/tensorflow_state.py`."""
+def _notes_of(edits: Iterable[EditView]) -> Iterator[str]:
+    """What a learning rate below 0, of a schedule, means: `training/tensorflow_state.py`."""
     for edit in edits:
-        variable = schema.find(edit.variable)
-        of_rate = variable is not None and is_rate(variable) and not schema.is_constant_rate(variable)
-        assigned = edit.values if edit.operation is EditKind.ASSIGN else None
-        if of_rate and assigned is not None and (value := assigned.minimum) < 0:
+        of_rate = edit.variable.endswith("/learning_rate") and edit.operation is EditKind.ASSIGN
+        if of_rate and edit.values is not None and (value := edit.values.minimum) < 0:
             means = f"is {'half of' if value == -0.5 else f'{-value:g} times'} what the schedule computes"
             means = "gives the rate back to the schedule" if value == -1 else means
             yield f"{edit.variable}: {value:g} {means}"

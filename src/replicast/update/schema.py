@@ -101,7 +101,6 @@ class Schema:
         raise refused(name, problem, expected, name)
 
     def is_constant_rate(self, variable: Variable) -> bool:
-        """Whether it is a learning rate that no schedule computes."""
         return is_rate(variable) and variable.name not in self._hints
 
     def matching(self, patterns: Iterable[str], what: str) -> set[str]:
@@ -123,7 +122,6 @@ class Schema:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Schema:
-        """Reads what `to_json` wrote."""
         known = described(_Described, "schema", fields)
         return cls(known.variables, known.hints)
 
@@ -343,9 +341,9 @@ def _check_rate(edit: Edit, variable: Variable, schema: Schema) -> None:
     """A rate below 0 is a multiple of its schedule: a negative factor would make a constant of it."""
     is_constant = schema.is_constant_rate(variable)
     if edit.operation is EditKind.SCALE and is_rate(variable) and (edit.factor or 0) < 0:
-        remedy = "To give the rate back to its schedule, assign -1; for half of what it computes, -0.5"
         problem, expected = "A learning rate cannot be scaled by a negative factor", "a factor of 0 or more"
-        raise refused(variable.name, problem, expected, str(edit.factor), None if is_constant else remedy)
+        back = "To give the rate back to its schedule, assign -1; for half of what it computes, -0.5"
+        raise refused(variable.name, problem, expected, str(edit.factor), None if is_constant else back)
     if is_constant and edit.operation is EditKind.ASSIGN:
         check_constant_rate(variable.name, edit.arrays["value"])
 
@@ -461,7 +459,6 @@ def parts_to_keep(edits: Sequence[Edit], schema: Schema) -> tuple[list[str], Arr
 
 
 def bytes_to_keep(whole: Iterable[str], rows: Mapping[str, Array], schema: Schema) -> int:
-    """The size of these values."""
     sizes = [schema.resolve(name).nbytes for name in whole]
     for name, indices in rows.items():
         variable = schema.resolve(name)
@@ -470,7 +467,6 @@ def bytes_to_keep(whole: Iterable[str], rows: Mapping[str, Array], schema: Schem
 
 
 def update_before(id_: str, whole: Arrays, rows: Mapping[str, tuple[Array, Array]]) -> Update:
-    """The values before an update, as the update that assigns them."""
     before = Update(id=id_, note="the values before this update", allow_nonfinite=True)
     for name, value in whole.items():
         before = before.assign(name, value)

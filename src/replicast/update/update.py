@@ -84,7 +84,6 @@ def checked_step(value: Any, problem: str = "at_step must be a number of steps")
 
 
 def edit_from_values(operation: EditKind, variable: Any, factor: Any, values: Mapping[str, Any]) -> Edit:
-    """An edit from what an author passed."""
     name = _checked_name(variable)
     arrays: dict[str, Array] = {}
     loose: dict[str, bool] = {}

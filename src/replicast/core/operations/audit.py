@@ -127,7 +127,6 @@ class Audit(Operation):
         return Outcome(Stage.VERIFIED if equal else Stage.FAILED, report)
 
     def _differences(self, job: JobView, seen: Reports) -> Part[tuple[Difference, ...]]:
-        """The variables that differ, each with its reference."""
         devices = {rank: one.devices for rank, one in seen.items()}
         groups = groups_of({rank: one.digests for rank, one in seen.items()}, devices)
         if not groups:
@@ -218,7 +217,6 @@ def _all_agree(seen: Reports) -> bool:
 
 
 def _report(job: JobView, step: int, seen: Reports) -> AuditReport:
-    """The report of an audit without differences so far."""
     job.audits.count += 1
     return AuditReport(
         job.audits.count,
@@ -243,8 +241,6 @@ def _note(differences: list[Difference]) -> str:
 
 
 class Sync(Operation):
-    """All workers have called `sync`."""
-
     kind = "sync"
     in_trial = True
 
@@ -289,7 +285,6 @@ class PulledRows(Record):
 
     @property
     def equal(self) -> bool:
-        """Whether all workers have the same values."""
         return agree(self.digests.values())
 
 
