@@ -20,7 +20,7 @@ from replicast.errors import ClusterError
 from replicast.files import below
 from replicast.launcher.launcher import supervise
 from replicast.launcher.plan import EndTimeouts, JobPlan, hold_ports
-from replicast.storage.run_files import changes
+from replicast.storage.run_files import JobState, changes
 from tests.jobs import environ, is_alive
 from tests.threads import eventually
 
@@ -371,12 +371,18 @@ for_ever()
     assert re.fullmatch(r"ValueError: label 255 of \d+ \(train\.py:\d+: note.*\)", reason)
 
 
-def test_a_start_that_is_refused_is_not_restarted_and_leaves_no_failed_run(launch: Launcher) -> None:
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_start_that_is_refused_is_not_restarted_and_leaves_no_failed_run(
+    has_run: bool, launch: Launcher
+) -> None:
+    """Unless there is a job in the run directory, whose states must stay."""
     script = "import replicast.config as c; c.read_launch(os.environ).check_run_dir(Path('other'))"
+    script = "Path('run/groups/000001').mkdir(parents=True, exist_ok=True); " * has_run + script
     code, _, err = (launched := launch(script, "--run-dir", "run", "--max-restarts", "3")).finish()
     assert (code, err.count("attempt ")) == (1, 1)
     assert re.search("LaunchRefused: Two run directories: .*/run, and the script .*/other", err)
-    assert changes(launched.directory / "run") == []
+    states = [one.state for one in changes(launched.directory / "run")]
+    assert states[-1:] == [JobState.FAILED] * has_run
 
 
 def test_the_last_step_of_a_job_is_in_its_closing_line(launch: Launcher) -> None:

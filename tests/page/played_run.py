@@ -27,6 +27,7 @@ from replicast.storage.run_files import (
     write_worker_note,
 )
 from replicast.update.audit_report import AuditReport
+from replicast.update.schema import Schema
 from replicast.update.trial import TrialOutcome
 from tests.page.prompt_run import equal_report
 from tests.unit.played_job import SCHEMA, PlayedJob
@@ -81,7 +82,12 @@ class PlayedRun:
     def prepare(self) -> None:
         """Begins an attempt of the job, which trains when `moment` is called."""
         self.job = PlayedJob(self.path, self.attempt)
-        write_run_info(self.job.fence, RunInfo(FORMAT, SCHEMA, WORKERS, self.attempt, time.time()))
+        self.describe(SCHEMA)
+
+    def describe(self, schema: Schema) -> None:
+        """Says what the variables of the job are."""
+        self.job.schema = schema
+        write_run_info(self.job.fence, RunInfo(FORMAT, schema, WORKERS, self.attempt, time.time()))
 
     def kill(self, silent_secs: float = 0.0) -> None:
         """Ends the job without a word; as if that was some seconds ago."""

@@ -18,12 +18,14 @@ from replicast.errors import UpdateRefused
 from replicast.storage import inbox
 from replicast.storage.journal import load_update
 from replicast.storage.run_files import EVALUATIONS, Change, JobState, append_metrics, write_change
+from replicast.update.schema import Schema
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 from tests.page.browser import Watched, chromium
 from tests.page.live import Serving
 from tests.page.played_run import WORKERS, PlayedRun
 from tests.threads import eventually
+from tests.unit.played_job import SCHEMA
 
 TOKEN = "0123456789abcdef-the-token"
 SECS = 120_000
@@ -235,7 +237,7 @@ def test_a_trial_is_about_a_mean_and_a_refused_one_keeps_its_terms(page: Page, r
     expect(offered).to_have_text(["loss", "accuracy", "val_loss"])
     page.keyboard.press("Escape")
     update = Update(id="fix").add("dense/bias", np.ones(3, np.float32))
-    connect(run.path).push(update, trial=Trial(20, "auc"))
+    connect(run.path).push(update, trial=Trial(20, "auc"), next_start=True)
     (waiting,) = inbox.waiting(run.path)
     inbox.refuse(run.path, waiting.path, UpdateRefused("Not a mean"))
     page.goto(f"{page.url.partition('#')[0]}#/updates/fix")
@@ -288,6 +290,7 @@ def test_a_schedule_of_the_learning_rate_is_shown_scaled_and_given_the_rate_back
     page: Page, run: PlayedRun
 ) -> None:
     run.tables["optimizer/learning_rate"] = np.array(-1, np.float32)
+    run.describe(Schema(SCHEMA, {"optimizer/learning_rate": "a schedule computes it"}))
     unlock(page)
     for number, (choice, typed, sent) in enumerate(
         (("the schedule, scaled", "0.5", -0.5), ("the schedule", "", -1))

@@ -73,7 +73,7 @@ def _steer(address: str, process: subprocess.Popen[str]) -> None:
         expect(page.locator("#workers tbody tr").nth(1)).to_contain_text("training")
         expect(page.locator("#workers")).to_contain_text(re.compile(r"\d ms"))
         expect(page.locator("#workers")).to_contain_text("MB")
-        expect(page.locator(".facts")).to_contain_text("of 100000")
+        expect(page.locator(".facts")).to_contain_text("of 100,000")
         expect(page.locator(".chart .main-svg").first).to_be_visible()
         page.get_by_role("button", name="Enter the token …").click()
         page.get_by_role("textbox", name="Token").fill(TOKEN)

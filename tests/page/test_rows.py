@@ -49,7 +49,7 @@ def pushed(page: Page, run: PlayedRun, **chosen: str) -> np.ndarray:
     """Checks and pushes what was changed; the rows of the one update of the journal."""
     page.get_by_role("button", name="Check and push …").click()
     for label, value in chosen.items():
-        page.get_by_label(label.replace("_", " ")).select_option(value)
+        page.get_by_label(label.replace("_", " "), exact=True).select_option(value)
     page.get_by_label("Try it first").uncheck()
     page.get_by_role("button", name="Check", exact=True).click()
     page.get_by_role("button", name="Push to all workers").click()

@@ -58,6 +58,7 @@ class PlayedJob:
     """
 
     def __init__(self, run: Path, attempt: int = 0, *, stops_at: Stage | None = None) -> None:
+        self.schema = SCHEMA
         self.run, self.attempt, self.stops_at = run, attempt, stops_at
         self.fate = Stage.VERIFIED
         self.outcome: TrialOutcome | None = None
@@ -119,7 +120,7 @@ class PlayedJob:
             given, step = taken.update, self.step if taken.at_step is None else taken.at_step
             if taken.reverts is not None:
                 given = given.replaced(undo(self.run, taken.reverts, forced=True).update.edits)
-            update = planned(given, SCHEMA)
+            update = planned(given, self.schema)
             id_, digest, sequence = update.id, update.content_digest(), 0
             self._journal.write(Payload(id_, digest, None, update.author, update.note), update)
             for stage in (Stage.PREPARED, Stage.SCHEDULED, Stage.COMMITTED, Stage.APPLIED):

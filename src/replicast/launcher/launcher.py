@@ -200,7 +200,7 @@ class _Supervision:
 
     def _finish(self, attempt: int, order: LaunchOrder, end: GroupEnd | None) -> None:
         """`end` is None if nothing ran."""
-        from replicast.storage import inbox, run_files  # Import numpy: not at start-up.
+        from replicast.storage import claims, inbox, run_files  # Import numpy: not at start-up.
 
         failure, by, at_step, step = order.failure, "", 0, None
         was_told_to = failure is not None and failure.was_told_to
@@ -227,8 +227,8 @@ class _Supervision:
             self._note("stopped", attempt, why=signal_name(order.signal), step=step)
         elif failure is not None and was_told_to:
             self._note("stopped", attempt, why=by or f"SIGTERM to worker {failure.worker}", step=step)
-        elif failure is not None and failure.is_refusal and attempt == 0 and 0 in self.job.ranks:
-            with contextlib.suppress(OSError):  # Nothing has run: the list of runs has no failed one.
+        elif failure is not None and failure.is_refusal and not claims.group_numbers(self.run_dir):
+            with contextlib.suppress(OSError):  # No job was ever here: the list of runs has no failed one.
                 (below(self.run_dir) / run_files.FILE).unlink()
         else:
             self._note("failed", attempt, failure, "workers could not be killed", step)

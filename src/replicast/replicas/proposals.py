@@ -442,11 +442,12 @@ class InboxReader:
         A trial needs a step to measure, and a revert may be of an update that the journal applies again
         first. The next looks take them, and what would delay the start or fill the memory, in their order.
         """
-        deadline, room = Deadline(FIRST_SECS), FIRST_BYTES
+        deadline, room, known = Deadline(FIRST_SECS), FIRST_BYTES, self._known()
         for one in inbox.waiting(run_dir):
-            if one.path not in self._known():
+            if one.path not in known:
+                before = len(self._taken)
                 self._process(run_dir, one.path, partial(self._propose, first=True))
-                if one.path in self._known():
+                if len(self._taken) > before:
                     room -= one.nbytes
                 elif one.path.exists():
                     return

@@ -269,10 +269,10 @@ def planned(
             edits.append(replace(edit, variable=variable.name, arrays=arrays, loose=False))
             continue
         touched[variable.name] = variable
-        if limits is not NO_LIMITS:  # a journal of before this check can be replayed
-            _check_rate(edit, variable, schema)
         look = not update.allow_nonfinite and look_at(place)
         edits.append(_planned_edit(edit, variable, allow_nonfinite=update.allow_nonfinite, look=look))
+        if limits is not NO_LIMITS:  # a journal of before this check can be replayed
+            _check_rate(edit, variable, schema)
     if update.reset_slots:
         edits += _resets(touched, edits, schema)
     _check_count(len(edits), limits)
