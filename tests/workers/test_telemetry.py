@@ -39,8 +39,8 @@ def trained(strategy: Any, directory: Path, *, watched: bool) -> str:
                         replicas.propose(rate, at_step=6),
                         replicas.propose(worse, at_step=TRIED_AT, trial=trial),
                     ]
-                    # Training must not pass their steps before worker 0 has them.
-                    eventually(lambda: all(ticket.stage is not Stage.PROPOSED for ticket in tickets))
+                    # Training must not pass their steps before all workers have agreed to stop there.
+                    eventually(lambda: all(ticket.stage is Stage.SCHEDULED for ticket in tickets))
 
             callbacks = [replicas.callback(), *([AtStep(propose)] if attempt == 0 else [])]
             if watched:
