@@ -232,6 +232,7 @@ def test_a_trial_is_about_a_mean_and_a_refused_one_keeps_its_terms(page: Page, r
     run.write_notes(time.time())
     unlock(page)
     expect(page.locator(".chart")).to_contain_text("auc")
+    expect(page.locator(".facts")).to_contain_text("loss0.5")  # The dialog offers what the status has told.
     page.get_by_role("button", name="Upload an update …").click()
     offered = page.get_by_label("metric", exact=True).locator("option")
     expect(offered).to_have_text(["loss", "accuracy", "val_loss"])
