@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 # Private, with the attributes of iterator and adapters that are read and set below: what `fit` iterates over.
-# There is no public way to start in the middle of it.
+# Keras has no public way to start in the middle of an epoch.
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter

@@ -271,7 +271,7 @@ def planned(
         touched[variable.name] = variable
         look = not update.allow_nonfinite and look_at(place)
         edits.append(_planned_edit(edit, variable, allow_nonfinite=update.allow_nonfinite, look=look))
-        if limits is not NO_LIMITS:  # a journal of before this check can be replayed
+        if limits is not NO_LIMITS:  # A replay must accept what an older version has committed.
             _check_rate(edit, variable, schema)
     if update.reset_slots:
         edits += _resets(touched, edits, schema)
