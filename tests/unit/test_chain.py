@@ -50,8 +50,8 @@ def test_a_removed_or_damaged_record_shows(run: Path) -> None:
     damage(run, "started", remove)
     damage(run, "started", cut, group=2)
     missing, damaged = read_chain(run).problems
-    assert "groups/000001/log.jsonl is damaged: entry 1: missing" in missing
-    assert "groups/000002/log.jsonl is damaged: entry 1: its checksum does not match" in damaged
+    assert "groups/000001/log.jsonl is damaged: entry 1, the start: missing" in missing
+    assert "groups/000002/log.jsonl is damaged: entry 1, the start: its checksum does not match" in damaged
     assert read_chain(run).length == 6
 
 

@@ -28,7 +28,7 @@ from replicast.core.entries import (
 )
 from replicast.errors import FileDamaged, JobFailed, PayloadRemoved
 from replicast.storage import journal as journal_module
-from replicast.storage.claims import Fence
+from replicast.storage.claims import Fence, read_chain
 from replicast.storage.journal import (
     FileJournal,
     Journal,
@@ -227,8 +227,8 @@ def test_every_flipped_bit_of_a_log_is_noticed(tmp_path: Path) -> None:
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         log_of(tmp_path).write_bytes(flipped)
-        with pytest.raises(FileDamaged, match=r"log\.jsonl is damaged"):
-            committed_updates(tmp_path)
+        (problem,) = read_chain(tmp_path).problems
+        assert "log.jsonl is damaged" in problem
     log_of(tmp_path).write_bytes(whole)
     assert len(committed_updates(tmp_path)) == 1
 

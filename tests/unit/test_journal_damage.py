@@ -1,4 +1,4 @@
-"""What a journal loses: damage hides no other entry and stops a start; no start needs what was removed."""
+"""What a journal loses: damage hides no other entry; a start stops where it needs what is not there."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import errno
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,15 +29,22 @@ from replicast.core.entries import (
     Started,
     Withdrawn,
 )
-from replicast.errors import FileDamaged, PayloadRemoved
+from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
 from replicast.files import RunPath
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.storage.claims import Fence, place_of
-from replicast.storage.journal import FileJournal, MemoryJournal, Updates, committed_updates, load_update
+from replicast.storage.claims import Fence, place_of, read_chain
+from replicast.storage.journal import (
+    FileJournal,
+    MemoryJournal,
+    Updates,
+    committed_updates,
+    load_update,
+    undo,
+)
 from replicast.update.trial import Trial
 from replicast.update.update import Update
-from tests.threads import DEADLINE_SECS, Job
+from tests.threads import DEADLINE_SECS, Job, eventually
 from tests.unit.checkpoint.samples import written as saved_state
 from tests.unit.logs import (
     Damage,
@@ -52,6 +61,7 @@ from tests.unit.logs import (
     split,
 )
 from tests.unit.played_job import PlayedJob, invoke, made_run
+from tests.unit.runtime.playing import scheduled
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +114,15 @@ ALL = (
     Scheduled("u2", digest_of("u2"), 20),
     Committed(2, "u2", digest_of("u2"), 20, 0),
 )
-KINDS = ("started", "decided", "receipt", "withdrawn", "refused", "scheduled")
+IGNORED = {"claim": "the claim", "started": "the start", "receipt": "the receipt of update 1 (u1)"}
+NEEDED: dict[str | int, str] = {
+    3: "the commit of update 1 (u1)",
+    "decided": "the decision of update 1",
+    "withdrawn": "the withdrawal of update w",
+    "refused": "the refusal of update r",
+    "scheduled": "the schedule of update u2",
+}
+KINDS = {kind: words for kind, words in {**IGNORED, **NEEDED}.items() if isinstance(kind, str)}
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -113,11 +131,12 @@ def test_readers_show_all_other_entries_and_name_the_damaged_one(
     tmp_path: Path, kind: str, how: Damage
 ) -> None:
     written(tmp_path, *ALL)
+    written(tmp_path)
     number = damage(tmp_path, kind, how)
     journal = Updates(tmp_path)
     assert list(journal.history.by_id) == ["u1", "u2"]
     (found,) = journal.damaged
-    assert f"000001/log.jsonl is damaged: entry {number}: " in str(found.error)
+    assert f"000001/log.jsonl is damaged: entry {number}, {KINDS[kind]}: " in str(found.error)
     views = [journal.committed(sequence) for sequence in (1, 2)]
     assert [len(view.edits) for view in views] == [1, 1]
     assert (views[0].outcome is None) == (kind == "decided")
@@ -253,13 +272,17 @@ def checkpoint(*holds: int, pending: tuple[str, ...] = ()) -> Saved:
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_start_stops_at_a_damaged_entry_and_says_what_to_do(tmp_path: Path, kind: str, how: Damage) -> None:
+@pytest.mark.parametrize("kind", NEEDED)
+def test_a_start_stops_at_a_damaged_entry_that_it_needs_and_says_of_which_update_and_what_to_do(
+    tmp_path: Path, kind: str | int, how: Damage
+) -> None:
     written(tmp_path, *ALL)
     whole = log_of(tmp_path).read_bytes()
     number = damage(tmp_path, kind, how)
     for _ in range(2):
-        said = rf"entry {number}: .*\. The job cannot start without it"
+        said = (
+            re.escape(f"entry {number}, {NEEDED[kind]}: ") + r".*\. The job cannot start without it: it says"
+        )
         with pytest.raises(FileDamaged, match=said) as raised:
             started(tmp_path)
         assert raised.value.path.name == "log.jsonl"
@@ -267,6 +290,121 @@ def test_a_start_stops_at_a_damaged_entry_and_says_what_to_do(tmp_path: Path, ki
     log_of(tmp_path).write_bytes(whole)  # It is back from a backup.
     started(tmp_path).check_start(checkpoint())
     assert Updates(tmp_path).damaged == []
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("kind", IGNORED)
+def test_every_start_ignores_a_damaged_entry_that_none_needs_and_says_so_once(
+    tmp_path: Path, kind: str, how: Damage, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(tmp_path, *ALL)
+    written(tmp_path)  # The claim of the last group is needed.
+    number = damage(tmp_path, kind, how)
+    for _ in range(2):
+        caplog.clear()
+        journal = started(tmp_path)
+        journal.check_start(checkpoint())
+        (said,) = caplog.messages
+        assert f"000001/log.jsonl is damaged: entry {number}, {IGNORED[kind]}: " in said
+        assert said.endswith(". The job starts without it.")
+    journal.write(payload("u3"), update_of("u3"))
+    journal.write(committed(3, "u3"))
+    assert [update.id for update in committed_updates(tmp_path)] == ["u1", "u2", "u3"]
+    assert (read_chain(tmp_path).length, len(read_chain(tmp_path).problems)) == (len(ALL) + 4, 1)
+
+
+@pytest.mark.parametrize("first", [4, 5])
+def test_of_two_damaged_entries_in_a_row_nobody_can_tell_what_they_were(tmp_path: Path, first: int) -> None:
+    """A decision and a receipt; a receipt and a withdrawal."""
+    written(tmp_path, *ALL)
+    for number in (first, first + 1):
+        damage(tmp_path, number, flip)
+    with pytest.raises(
+        FileDamaged, match=rf"entries {first} to {first + 1}: .* it may say what became of an"
+    ):
+        started(tmp_path)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("last", [receipt(1, "u1"), Withdrawn("w")], ids=["ignored", "needed"])
+def test_the_claim_of_the_next_group_tells_what_the_last_entry_was(
+    tmp_path: Path, last: Entry, how: Damage
+) -> None:
+    written(tmp_path, payload("u1"), committed(1, "u1"), last)
+    for _ in range(2):  # The second one has no entries: its claim and that of the third tell the same.
+        written(tmp_path)
+    damage(tmp_path, 3, how)
+    if isinstance(last, Receipt):
+        started(tmp_path)
+    else:
+        with pytest.raises(
+            FileDamaged, match=r"entry 3, the withdrawal of update w: .* it says what became of"
+        ):
+            started(tmp_path)
+
+
+def test_what_was_the_last_entry_when_a_group_took_over_and_could_not_be_read_may_be_anything(
+    tmp_path: Path,
+) -> None:
+    written(tmp_path, payload("u1"), committed(1, "u1"), receipt(1, "u1"))
+    damage(tmp_path, 3, flip)
+    for _ in range(2):
+        with pytest.raises(FileDamaged, match=r"entry 3: .* it may say what became of an update"):
+            started(tmp_path)
+
+
+def test_a_receipt_that_a_power_failure_has_left_as_zeros_stops_no_start(tmp_path: Path) -> None:
+    """Nobody waits for the sync of a receipt and of the payload behind it."""
+    written(tmp_path, payload("u1"), committed(1, "u1"), receipt(1, "u1"), payload("u2"))
+    damage(tmp_path, 3, lambda line: b"\0" * (len(line) - 1) + b"\n")
+    assert started(tmp_path).load("u2", digest_of("u2")).id == "u2"
+
+
+def test_a_gap_in_the_numbers_of_updates_is_not_excused_by_a_lost_receipt(tmp_path: Path) -> None:
+    written(tmp_path, payload("u1"), committed(1, "u1"), receipt(1, "u1"), Withdrawn("x"), committed(2, "u2"))
+    damage(tmp_path, 3, flip)
+    damage(tmp_path, 5, rewritten(sequence=3))
+    with pytest.raises(FileDamaged, match="entry 5 must be the record of update 2"):
+        started(tmp_path)
+
+
+def test_a_withdrawal_from_outside_is_refused_only_if_a_damaged_entry_may_be_of_this_update(
+    tmp_path: Path,
+) -> None:
+    written(tmp_path, *ALL)
+    damage(tmp_path, "scheduled", flip)
+    assert not Updates(tmp_path).has_promised("u3")
+    damage(tmp_path, "withdrawn", flip)
+    with pytest.raises(FileDamaged, match="entry 6, the withdrawal of update w"):
+        Updates(tmp_path).has_promised("w")
+
+
+@pytest.mark.parametrize("what", ["committed", "scheduled", "pending"])
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_start_that_needs_values_whose_entry_is_damaged_names_the_entry_and_the_update(
+    tmp_path: Path, what: str, how: Damage
+) -> None:
+    ends: dict[str, tuple[Entry, ...]] = {
+        "committed": (committed(1, "u1"),),
+        "scheduled": (Scheduled("u1", digest_of("u1"), 50),),
+        "pending": (Withdrawn("x"),),
+    }
+    written(tmp_path, payload("u1"), *ends[what])
+    whole = log_of(tmp_path).read_bytes()
+    damage(tmp_path, "payload", how)
+    saved = checkpoint(pending=("u1",)) if what == "pending" else checkpoint()
+    journal = started(tmp_path)
+    said = r"log\.jsonl is damaged: entry 1, the payload of update u1: .*"
+    with pytest.raises(FileDamaged, match=said + "update u1 must be applied again.*Restore the file"):
+        journal.check_start(saved)
+    with pytest.raises(FileDamaged, match=said):
+        journal.load("u1", digest_of("u1"))
+    if what != "scheduled":
+        journal.check_start(checkpoint(1))
+    log_of(tmp_path).write_bytes(whole)  # It is back from a backup, and its values are still there.
+    again = started(tmp_path)
+    again.check_start(saved)
+    assert again.load("u1", digest_of("u1")).id == "u1"
 
 
 @pytest.mark.parametrize("what", ["committed", "scheduled", "pending"])
@@ -340,6 +478,142 @@ def test_a_job_whose_values_are_damaged_ends_with_their_file_named(tmp_path: Pat
         job.train(6)
 
 
+# A line of what a job has written is damaged: the next attempt ends with the bits of an undisturbed one.
+
+
+def number_in(run: Path, kind: str, id_: str, group: int = 1) -> int:
+    """The number of the entry of this kind and update."""
+    entries = [json.loads(line)["entry"] for line in lines_of(run, group)]
+    (number,) = [n for n, one in enumerate(entries) if one["type"] == kind and one["id"] == id_]
+    return number
+
+
+def assigned(value: float, id_: str) -> Update:
+    return Update(id=id_).assign("dense/bias", np.full(3, value, np.float32))
+
+
+def first_attempt(run: Path) -> Saved:
+    """Two updates, a checkpoint, a third; one is withdrawn, two are scheduled for later. Ends at step 12."""
+    with Job(2, started(run)) as job:
+        for id_, value in (("first", 1.0), ("second", 2.0), ("third", 3.0)):
+            ticket = job.workers[1].propose(assigned(value, id_))
+            job.train(3)
+            assert ticket.result(DEADLINE_SECS).stage is Stage.VERIFIED
+            eventually(lambda one=id_: any(line.id == one for line in job.journal.history().before.values()))
+            if id_ == "second":
+                job.on_all(lambda worker: worker.save_in_passing())
+                eventually(lambda: job.checkpoints)
+        scheduled(job.workers[0].propose(assigned(9.0, "withdrawn"), at_step=50))
+        scheduled(job.workers[1].propose(bias(4.0, "later"), at_step=20))
+        withdrawing = job.withdraw("withdrawn")
+        eventually(lambda: withdrawing in job.outcomes)
+        assert job.outcomes[withdrawing].stage is Stage.WITHDRAWN
+        scheduled(job.workers[0].propose(bias(5.0, "last"), at_step=24))
+        job.train(3)
+        return job.checkpoints[-1]
+
+
+def second_attempt(run: Path, saved: Saved) -> tuple[Any, Any]:
+    """From the checkpoint of step 6 to step 26, with another update; what each worker has in the end."""
+    with Job(2, started(run), attempt=1, checkpoints=[saved]) as job:
+        ticket = scheduled(job.workers[1].propose(bias(6.0, "fourth"), at_step=15))
+        job.train(20)
+        assert ticket.result(DEADLINE_SECS).stage is Stage.VERIFIED
+        return job.values(), [worker.applied for worker in job.workers]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saved, Any]:
+    run = tmp_path_factory.mktemp("whole") / "run"
+    saved = first_attempt(run)
+    copy = shutil.copytree(run, run.with_name("copy"))
+    return run, saved, second_attempt(copy, saved)
+
+
+UNNEEDED = [
+    *(("Receipt", one) for one in ("first", "second", "third")),
+    *(("Before", one) for one in ("first", "second", "third")),
+    *(("Payload", one) for one in ("first", "second", "withdrawn")),
+]
+
+
+@pytest.mark.parametrize(("kind", "id_"), UNNEEDED)
+def test_a_job_whose_log_has_lost_what_no_start_needs_goes_on_with_the_same_bits(
+    whole_run: tuple[Path, Saved, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, id_: str
+) -> None:
+    """The checkpoint holds the first two updates; the third is applied again."""
+    whole, saved, expected = whole_run
+    run = shutil.copytree(whole, tmp_path / "run")
+    number = damage(run, number_in(run, kind, id_), flip)
+    files = {path.name for path in log_of(run).parent.iterdir()}
+    assert second_attempt(run, saved) == expected
+    (said,) = [one for one in caplog.messages if "damaged" in one]
+    assert f"log.jsonl is damaged: entry {number}, the " in said
+    assert id_ in said
+    assert files == {path.name for path in log_of(run).parent.iterdir()}, "the log may come back"
+    seen = Updates(run)
+    assert list(seen.history.by_id) == ["first", "second", "third", "fourth", "later", "last"]
+    assert (seen.history.withdrawn, seen.history.scheduled) == ({"withdrawn"}, {})
+    log_of(run).write_bytes(log_of(whole).read_bytes())
+    assert [view.nbytes for view in committed_updates(run)[:3]].count(0) == 0
+    assert load_update(run, 1).content_digest() == assigned(1.0, "first").content_digest()
+
+
+LOST = [("Committed", "first"), ("Committed", "third"), ("Scheduled", "later"), ("Withdrawn", "withdrawn")]
+
+
+@pytest.mark.parametrize(("kind", "id_"), [*LOST, ("Payload", "third"), ("Payload", "later")])
+def test_a_job_whose_log_has_lost_what_its_start_needs_stops_and_names_the_update(
+    whole_run: tuple[Path, Saved, Any], tmp_path: Path, kind: str, id_: str
+) -> None:
+    whole, saved, _ = whole_run
+    run = shutil.copytree(whole, tmp_path / "run")
+    number = damage(run, number_in(run, kind, id_), flip)
+    with pytest.raises(FileDamaged, match=rf"entry {number}, the .* of update .*{id_}.*The job cannot start"):
+        second_attempt(run, saved)
+
+
+def test_a_revert_is_refused_when_the_entry_of_the_values_before_or_of_the_update_is_damaged(
+    whole_run: tuple[Path, Saved, Any], tmp_path: Path
+) -> None:
+    whole, saved, _ = whole_run
+    for kind, why in (("Before", "not kept"), ("Payload", "the payload of update second")):
+        run = shutil.copytree(whole, tmp_path / kind)
+        damage(run, number_in(run, kind, "second"), flip)
+        with Job(2, started(run), attempt=1, checkpoints=[saved]) as job:
+            ticket = job.workers[1].session.proposals.revert(2, "", force=True)
+            job.train(20)
+            with pytest.raises(UpdateRefused, match=why):
+                ticket.result(DEADLINE_SECS)
+
+
+def test_values_before_an_update_are_not_those_of_an_earlier_attempt_when_the_later_entry_is_damaged(
+    whole_run: tuple[Path, Saved, Any], tmp_path: Path
+) -> None:
+    whole, saved, _ = whole_run
+    run = shutil.copytree(whole, tmp_path / "run")
+    second_attempt(run, saved)  # It has applied the third update again.
+    kept = Updates(run).journal
+    assert kept.load_before(3) is not None
+    number = damage(run, number_in(run, "Before", "third", 2), flip, group=2)
+    assert Updates(run).journal.load_before(3) is None
+    assert Updates(run).journal.before[1] == kept.before[1]
+    damage(run, number, flip, group=2)  # It is back. An earlier one does not matter.
+    damage(run, number_in(run, "Before", "third"), flip)
+    assert Updates(run).journal.before == kept.before
+
+
+def test_what_a_later_update_did_whose_entry_is_damaged_must_not_be_undone_unless_forced(
+    whole_run: tuple[Path, Saved, Any], tmp_path: Path
+) -> None:
+    run = shutil.copytree(whole_run[0], tmp_path / "run")
+    damage(run, number_in(run, "Payload", "third"), flip)
+    plan = undo(run, 2, forced=True)
+    assert plan.since == ("update 3 has unknown edits since then",)
+    with pytest.raises(UpdateRefused, match="Update 2 is not the last one: update 3 has unknown edits"):
+        plan.check()
+
+
 def scheduled_run(run: Path) -> None:
     with Job(2, started(run)) as job:
         job.workers[1].propose(bias(1.0, "later"), at_step=6)
@@ -377,7 +651,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_log_status_show_and_push_show_everything_else(run: Path, number: int, how: Damage) -> None:
     kind = kind_of(lines_of(run, 2)[number])
     damage(run, number, how, group=2)
-    name = f"000002/log.jsonl is damaged: entry {number}: "
+    name = f"000002/log.jsonl is damaged: entry {number}, the {kind.replace('committed', 'commit')} of update"
     other = "second" if number <= 3 else "first"
     log = invoke("log", run, "--json")
     listed = [json.loads(line) for line in log.stdout.splitlines()]
@@ -401,7 +675,7 @@ SUMMARIES = [b"5", b"{}", b"[1]", b"[{}]", b'[{"a":1e999}]', b'[{"operation":5,"
 
 @pytest.mark.parametrize("edits", SUMMARIES, ids=bytes.decode)
 def test_edits_of_any_kind_in_a_line_whose_seal_is_right_hide_no_update(run: Path, edits: bytes) -> None:
-    (line,) = [line for line in lines_of(run, 2) if b'"id":"first"' in line and b'"edits":' in line]
+    (line,) = [line for line in lines_of(run, 2) if b'"type":"Payload","id":"first"' in line]
     begin, end = line.index(b'"edits":') + len(b'"edits":'), line.index(b'},"written_at"')
     body = line[:begin] + edits + line[end : line.rindex(b',"seal"')] + b"}"
     log_of(run, 2).write_bytes(log_of(run, 2).read_bytes().replace(line, sealed(body)))

@@ -28,6 +28,7 @@ from replicast.update.update import Update
 from tests.pool import Pool
 from tests.scripts.compare import heard
 from tests.threads import DEADLINE_SECS, Job, Worker, eventually
+from tests.unit.logs import cut, damage
 from tests.workers.changing import flip
 from tests.workers.recipes import CLASSES, FEATURES, arrays
 from tests.workers.test_updates import WAIT_SECS, AtStep, Meeting, Until, adam, replicas_of
@@ -502,3 +503,15 @@ def test_a_damaged_journal_is_said_once_for_all_variables(
     assert "checkpoint and journal" not in [rule for _, rule in found_by_an_audit(job)]
     assert reads.count == 1
     assert caplog.text.count("it was damaged") == 1
+
+
+def test_an_update_whose_entry_is_damaged_is_not_taken_for_one_of_other_variables(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(job, tmp_path)
+    propose(job, 1.0)
+    job.workers[1].state.values["dense/bias"] -= 1.0  # the value of the checkpoint
+    assert found_by_an_audit(job) == [(0, "checkpoint and journal")]
+    damage(tmp_path, "payload", cut)
+    assert "checkpoint and journal" not in [rule for _, rule in found_by_an_audit(job)]
+    assert "entry 1, the payload of update" in caplog.text

@@ -235,8 +235,11 @@ def expected_digests(
         since = {sequence: one for sequence, one in recorded if sequence in sequences}
         with store.open(last.step) as reader:
             for name in names:
+                # Edits that the journal has lost may be of any variable.
                 touching = [
-                    one for one in since if any(edit["variable"] == name for edit in since[one].edits)
+                    sequence
+                    for sequence, view in since.items()
+                    if not view.edits or any(edit["variable"] == name for edit in view.edits)
                 ]
                 # One on trial may have been reverted.
                 on_trial = any(since[one].trial is not None for one in touching)

@@ -14,10 +14,11 @@ the later group, or the later group counts its line. No writer checks anything b
 race between a check and a write.
 
 **A line** is a JSON object: the entry, its number, when it was written, the checksum of the line before
-(`previous`; in the first line that of the last line of earlier groups that counts) and its own checksum
-(`seal`), which comes last. The seal shows damage; `previous` shows that a line was replaced with its seal.
-A line is read only if writing it again gives the same bytes: no name twice, nothing unknown. Readers skip a
-damaged line; a start refuses to continue behind one (`FileJournal`).
+(`previous`), what that line is and of which update (`after`), and its own checksum (`seal`), which is last.
+Before the first line, the claim, comes the last line of earlier groups that counts. The seal shows damage;
+`previous` shows that a line was replaced with its seal; `after` tells what a damaged line was, but not of two
+in a row, or of the last line of all. A line is read only if writing it again gives the same bytes: no name
+twice, nothing unknown. Readers skip a damaged line; `journal.py` says which ones stop a start.
 
 **What a crash leaves**, by the two steps of an append:
 
@@ -42,9 +43,9 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -83,38 +84,64 @@ class Claim(Record, omit_defaults=True):
         return group in (0, self.group) or checkpoint in self.checkpoints
 
 
-class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Subject(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What an entry is, and of which update."""
+
+    kind: str
+    id: str = ""
+    sequence: int = 0
+
+    def __str__(self) -> str:
+        update = f"{self.sequence} ({self.id})" if self.sequence and self.id else self.id or self.sequence
+        return f"the {_NOUNS.get(self.kind, self.kind.lower())}" + (f" of update {update}" if update else "")
+
+
+_NOUNS = {
+    "Before": "values before",
+    "Committed": "commit",
+    "Decided": "decision",
+    "Refused": "refusal",
+    "Scheduled": "schedule",
+    "Started": "start",
+    "Withdrawn": "withdrawal",
+}
+
+
+class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     number: int
     entry: Claim | Logged
     written_at: float
     previous: str
+    after: Subject | None = None
 
 
+_Follows: TypeAlias = tuple[str, Subject | None]  # `previous` and `after`
 _WRITTEN = msgspec.json.Decoder(_Written)
 
 
-@dataclass(frozen=True, slots=True)
-class LogLine:
+class LogLine(_Written, frozen=True):
     """An entry and its place; the claim has number 0."""
 
-    group: int
-    number: int
-    written_at: float
-    entry: Claim | Logged
-    previous: str
-    seal: str
-    offset: int
-    nbytes: int
+    group: int = 0
+    seal: str = ""
+    offset: int = 0
+    nbytes: int = 0
+
+    @property
+    def subject(self) -> Subject:
+        id_, sequence = getattr(self.entry, "id", ""), getattr(self.entry, "sequence", 0)
+        return Subject(type(self.entry).__name__, id_, sequence)
 
 
 @dataclass(frozen=True, slots=True)
 class DamagedLines:
-    """Entries that count and cannot be read: those from `number` to `last`."""
+    """Entries that count and cannot be read: those from `number` to `last`. Of a single one, what it was."""
 
     group: int
     number: int
     last: int
     error: FileDamaged
+    subject: Subject | None = None
 
 
 place_of = operator.attrgetter("group", "number")
@@ -136,8 +163,10 @@ def log_path(run_dir: RunDir, group: int) -> RunPath:
     return group_directory(run_dir, group) / LOG
 
 
-def read_log(run_dir: RunDir, group: int, most: int = sys.maxsize, *, sync: bool = False) -> GroupLog:
-    """Reads the log of a group up to a line; with `sync`, what was read is on disk afterwards.
+def read_log(
+    run_dir: RunDir, group: int, most: int = sys.maxsize, end: Subject | None = None, *, sync: bool = False
+) -> GroupLog:
+    """Reads the log of a group up to a line, which is `end`; with `sync`, it is on disk afterwards.
 
     A line that cannot be read hides no other: the number of the next one says how many are lost.
     """
@@ -145,11 +174,13 @@ def read_log(run_dir: RunDir, group: int, most: int = sys.maxsize, *, sync: bool
     log = GroupLog([], [])
     problem, invalid, torn = "", 0, False
 
-    def lose(last: int) -> None:
+    def lose(last: int, subject: Subject | None = None) -> None:
         first = log.last + 1 if log.lines or log.damaged else 0
+        subject = subject if first == last else None
         which = f"entry {first}" if first == last else f"entries {first} to {last}"
+        which += "" if subject is None else f", {subject}"
         error = FileDamaged(path, f"{which}: {problem or 'missing'}")
-        log.damaged.append(DamagedLines(group, first, last, error))
+        log.damaged.append(DamagedLines(group, first, last, error, subject))
 
     try:
         with os.fdopen(path.open(os.O_RDONLY), "rb") as file:
@@ -169,7 +200,7 @@ def read_log(run_dir: RunDir, group: int, most: int = sys.maxsize, *, sync: bool
                     problem = f"it is followed by entry {line.number}"
                     continue
                 if line.number > expected:
-                    lose(line.number - 1)
+                    lose(line.number - 1, line.after)
                 log.lines.append(line)
                 problem, invalid = "", 0
             if sync:
@@ -181,7 +212,7 @@ def read_log(run_dir: RunDir, group: int, most: int = sys.maxsize, *, sync: bool
     # JSON has no zeros: they are blocks that did not reach the disk before a power failure.
     is_torn_tail = torn and invalid == 1
     if most < sys.maxsize and log.last < most:
-        lose(most)
+        lose(most, end)
     elif problem and most == sys.maxsize and not is_torn_tail:
         lose(log.last + 1)
     return log
@@ -202,7 +233,8 @@ def _parsed(piece: bytes, group: int, offset: int) -> LogLine:
         raise ValueError("it is not an entry as replicast writes it")
     if (line.number == 0) != isinstance(line.entry, Claim):
         raise ValueError(f"entry {line.number} cannot be a {type(line.entry).__name__}")
-    return LogLine(group, line.number, line.written_at, line.entry, line.previous, seal, offset, len(piece))
+    place = group, seal, offset, len(piece)
+    return LogLine(line.number, line.entry, line.written_at, line.previous, line.after, *place)
 
 
 def group_directory(run_dir: RunDir, group: int) -> RunPath:
@@ -283,11 +315,13 @@ def named_checkpoints(run_dir: RunDir) -> list[tuple[tuple[int, int, int], RunPa
     return sorted(found)
 
 
-def counted_logs(run_dir: RunDir, claim: Claim | None) -> Iterator[GroupLog]:
+def counted_logs(run_dir: RunDir, claim: Claim | None) -> list[GroupLog]:
     """The logs of all groups with entries, and of the last, up to the lines that count."""
-    if claim is not None:
-        for group, most in [*claim.counted, (claim.group, sys.maxsize)]:
-            yield read_log(run_dir, group, most)
+    logs, end = list[GroupLog](), None
+    for group, most in [] if claim is None else [(claim.group, sys.maxsize), *reversed(claim.counted)]:
+        logs.append(read_log(run_dir, group, most, end))
+        end = next((line.after for line in logs[-1].lines if line.number == 0), None)
+    return logs[::-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +333,7 @@ class Chain:
 
 def read_chain(run_dir: RunDir) -> Chain:
     try:
-        logs = list(counted_logs(run_dir, last_claim(run_dir)))
+        logs = counted_logs(run_dir, last_claim(run_dir))
     except FileDamaged as error:
         return Chain(0, "", (str(error),))
     length, before, problems = 0, "", list[str]()
@@ -325,7 +359,7 @@ class Fence:
 
     def __init__(self, run_dir: RunDir, attempt: int, start: Mapping[str, Any] | None = None) -> None:
         self._run_dir = below(run_dir)
-        self.entries, self.is_synced = 0, True
+        self.is_synced = True
         groups = self._run_dir / GROUPS
         make_durably(groups)
         with contextlib.suppress(PermissionError):  # Then this user did not create the run in it.
@@ -342,16 +376,15 @@ class Fence:
         self._log = self.directory / LOG
         sync_directory(groups)
         # Only now: an earlier group will not act on anything that it writes from here on.
-        claim, self._previous = _taken_over(self._run_dir, self.number, attempt)
+        claim, follows = _taken_over(self._run_dir, self.number, attempt)
         claim = msgspec.structs.replace(claim, **(start or {}))
         self.run = claim.run
-        content, seal = self._sealed(0, claim, claim.claimed_at)
+        content, self._last = self._sealed(0, claim, claim.claimed_at, follows, 0)
         try:
             write_durably(self._log, [content])
         except OSError:
             self.check_not_taken_over()  # A later group removes unfinished files of earlier ones.
             raise
-        self._nbytes, self._previous = len(content), seal
         self.check()
 
     def check(self) -> None:
@@ -377,13 +410,17 @@ class Fence:
     def is_taken_over(self) -> bool:
         return group_directory(self._run_dir, self.number + 1).exists()
 
+    @property
+    def entries(self) -> int:
+        return self._last.number
+
     def append(self, entry: Claim | Logged, *, sync: bool = True) -> LogLine:
         """Writes the next line of the log. Only for one thread. With `sync`, all lines are on disk then.
 
         After an OSError, look at `entries`: if it has grown, the line may be on disk; otherwise it is not.
         """
-        number, offset, previous, written_at = self.entries + 1, self._nbytes, self._previous, time.time()
-        content, seal = self._sealed(number, entry, written_at)
+        follows, offset = (self._last.seal, self._last.subject), self._last.offset + self._last.nbytes
+        content, line = self._sealed(self.entries + 1, entry, time.time(), follows, offset)
         if len(content) >= MAX_LINE_BYTES:
             raise OSError(None, f"an entry of {len(content)} bytes is too large")
         descriptor = self._log.open(os.O_WRONLY | os.O_APPEND)
@@ -398,7 +435,7 @@ class Fence:
                     os.ftruncate(descriptor, offset)
                 raise
             # From here on others can read it. It is never cut off again: the next group may have counted it.
-            self.entries, self._nbytes, self._previous = number, offset + len(content), seal
+            self._last = line
             faults.point("write")
             self.is_synced = False
             if sync:
@@ -407,7 +444,7 @@ class Fence:
         finally:
             os.close(descriptor)
         self.check()
-        return LogLine(self.number, number, written_at, entry, previous, seal, offset, len(content))
+        return line
 
     def sync(self) -> None:
         if not self.is_synced:
@@ -415,10 +452,13 @@ class Fence:
                 os.fsync(file.fileno())
             self.is_synced = True
 
-    def _sealed(self, number: int, entry: Claim | Logged, written_at: float) -> tuple[bytes, str]:
+    def _sealed(
+        self, number: int, entry: Claim | Logged, written_at: float, follows: _Follows, offset: int
+    ) -> tuple[bytes, LogLine]:
         # Written as it is read again: where a record has a float, its author may have given the integer 1.
-        line = _WRITTEN.decode(json_line(_Written(number, entry, written_at, self._previous)))
-        return sealed(msgspec.json.encode(line))
+        line = _WRITTEN.decode(json_line(_Written(number, entry, written_at, *follows)))
+        content = sealed(msgspec.json.encode(line))[0]
+        return content, _parsed(content, self.number, offset)
 
     @property
     def identity(self) -> str:
@@ -431,17 +471,18 @@ class Fence:
             os.close((self.directory / RELEASED).open(os.O_WRONLY | os.O_CREAT))
 
 
-def _taken_over(run_dir: RunDir, number: int, attempt: int) -> tuple[Claim, str]:
-    """The claim of a new group, and the seal of the last line before it that counts."""
+def _taken_over(run_dir: RunDir, number: int, attempt: int) -> tuple[Claim, _Follows]:
+    """The claim of a new group, and which line before it that counts is the last, if it can be read."""
     before = last_claim(run_dir, before=number)
     counted: tuple[tuple[int, int], ...] = ()
-    previous = ""
+    follows: _Follows = "", None
     if before is not None:
         # What this group counts must not get lost in a power failure, so it is synced, whoever wrote it.
         log = read_log(run_dir, before.group, sync=True)
         counted = (*before.counted, *([(before.group, log.last)] if log.last else []))
-        lines = log.lines if log.last or not counted else read_log(run_dir, *counted[-1]).lines
-        previous = lines[-1].seal if lines and (place_of(lines[-1]),) == counted[-1:] else ""
+        end = log.lines[-1]  # Without entries, it is the claim.
+        if end.number == log.last:
+            follows = (end.seal, end.subject) if log.last else (end.previous, end.after)
     own = set(group_numbers(run_dir))  # A checkpoint of any other group was copied here by a user.
     checkpoints = tuple(
         name
@@ -449,4 +490,4 @@ def _taken_over(run_dir: RunDir, number: int, attempt: int) -> tuple[Claim, str]
         if before is None or before.counts(name) or checkpoint_parts(name)[1] not in own
     )
     run = uuid.uuid4().hex if before is None else before.run
-    return Claim(number, counted, checkpoints, attempt, this_process(), run, time.time()), previous
+    return Claim(number, counted, checkpoints, attempt, this_process(), run, time.time()), follows

@@ -8,9 +8,17 @@ The bytes of updates are files beside the log, which a line names with their dig
     groups/000003/000017.safetensors           the update of line 17
     groups/000003/000002.before.safetensors    values that an update has overwritten, for a revert
 
-**Damage.** A line that counts and cannot be read hides no other from readers: they report it and go on. A
-start stops, and says what to do: the line may say what became of an update, and nobody can tell of which one.
-Half a line, whose writer was killed, does not count.
+**Damage.** A line that counts and cannot be read hides no other from readers: they report it and go on. The
+next line tells what it was (`claims.py`). A start stops at one that it needs, or of which nobody can tell:
+
+    Committed, Decided, Scheduled, Withdrawn, Refused   needed: they say what becomes of an update
+    Payload           needed if the update must be applied (`check_start`)
+    Before            not needed: a revert is refused. Values of an earlier attempt are not taken instead
+    Receipt           not needed: a power failure may take it too
+    Started, Claim    not needed: they are for people, unless it is the last claim
+
+A start reports what it ignores, and removes no file beside a damaged log: only the damaged line may name it,
+and the log may come back from a backup. Half a line, whose writer was killed, does not count.
 
 **Retention.** The bytes of updates that every kept checkpoint contains are removed, except the newest, which
 somebody may revert; lines are never removed.
@@ -51,12 +59,12 @@ from replicast.core.entries import (
     Withdrawn,
 )
 from replicast.core.operations.apply import outcome_of, why_not
-from replicast.errors import FileDamaged, JobFailed, PayloadRemoved, ReplicastError, UpdateRefused
+from replicast.errors import FileDamaged, JobFailed, PayloadRemoved, ReplicastError, UpdateRefused, printable
 from replicast.files import RunDir, RunPath, below, remove_leftovers, write_durably
 from replicast.mapped_memory import copied
 from replicast.storage import claims
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.storage.claims import GROUPS, Claim, DamagedLines, Fence, LogLine, place_of
+from replicast.storage.claims import GROUPS, Claim, DamagedLines, Fence, LogLine, Subject, place_of
 from replicast.storage.run_files import Annotation, Around
 from replicast.update.edits import RESETS, Edit, EditKind
 from replicast.update.schema import NOT_KEPT, disturbs, inverse
@@ -81,12 +89,13 @@ def counted_lines(run_dir: RunDir) -> tuple[list[LogLine], list[DamagedLines]]:
     lines, damaged = list[LogLine](), list[DamagedLines]()
     sequence = 0
     for log in claims.counted_logs(run_dir, claims.last_claim(run_dir)):
-        damaged.extend(one for one in log.damaged if one.last)  # The claim of an earlier group is not needed.
+        damaged.extend(log.damaged)
         for line in log.lines:
             if isinstance(line.entry, Committed):
                 # Updates are numbered consecutively from 1; a damaged line may be another record.
                 received, must = line.entry.sequence, f"the record of update {sequence + 1}"
-                if received != sequence + 1 and not (damaged and received > sequence):
+                may_skip = received > sequence and any(map(is_needed, damaged))
+                if received != sequence + 1 and not may_skip:
                     problem = f"entry {line.number} must be {must}. Received: {received}"
                     error = FileDamaged(claims.log_path(run_dir, line.group), problem)
                     damaged.append(DamagedLines(line.group, line.number, line.number, error))
@@ -95,6 +104,12 @@ def counted_lines(run_dir: RunDir) -> tuple[list[LogLine], list[DamagedLines]]:
             if line.number:
                 lines.append(line)
     return lines, sorted(damaged, key=place_of)
+
+
+def is_needed(lost: DamagedLines) -> bool:
+    """Whether every start needs a damaged line."""
+    ignored = ("Claim", "Started", "Payload", "Before", "Receipt")
+    return lost.subject is None or lost.subject.kind not in ignored
 
 
 def read_stored(run_dir: RunDir, line: LogLine) -> Update:
@@ -232,6 +247,11 @@ class StoredJournal:
         lines, self.damaged = counted_lines(self.run_dir)
         for line in lines:
             self._add(line)
+        for one in self.damaged:
+            if one.subject is not None and one.subject.kind == "Before":
+                earlier = self.before.get(one.subject.sequence)
+                if earlier is not None and place_of(earlier) < place_of(one):
+                    del self.before[one.subject.sequence]  # Another training may have led to those values.
 
     def _add(self, line: LogLine) -> None:
         self.lines.append(line)
@@ -246,8 +266,12 @@ class StoredJournal:
     def load(self, id_: str, digest: str) -> Update:
         line = self.payloads.get((id_, digest))
         if line is None:
-            raise FileDamaged(self.run_dir / GROUPS, f"the journal has no payload of update {id_} ({digest})")
+            problem = f"the journal has no payload of update {id_} ({digest})"
+            raise self._lost_payload(id_) or FileDamaged(self.run_dir / GROUPS, problem)
         return read_stored(self.run_dir, line)
+
+    def _lost_payload(self, id_: str) -> FileDamaged | None:
+        return next((one.error for one in self.damaged if one.subject == Subject("Payload", id_)), None)
 
     def load_before(self, sequence: int) -> Update | None:
         """The values before an update, as the update that assigns them."""
@@ -270,15 +294,19 @@ class FileJournal(StoredJournal):
         self._removed: set[tuple[int, int]] = set()
         super().__init__(run_dir)
         for one in self.damaged:
-            raise _stopped(self.run_dir, one.error, "it may say what became of an update")
+            if is_needed(one):
+                says = "may say" if one.subject is None else "says"
+                raise _stopped(self.run_dir, one.error, f"it {says} what became of an update")
+            logger.warning("%s The job starts without it.", printable(one.error))
         if self._fence.is_taken_over():
             return
         # Files of earlier groups that no line which counts names only use disk space.
+        lost = {one.group for one in self.damaged}
         named = {
             (line.group, line.entry.file) for line in self.lines if isinstance(line.entry, Payload | Before)
         }
         for group in claims.group_numbers(self.run_dir):
-            if group < self._fence.number:
+            if group < self._fence.number and group not in lost:
                 directory = claims.group_directory(self.run_dir, group)
                 remove_leftovers(directory, older_than_secs=0.0)
                 for path in directory.glob("*.safetensors"):
@@ -287,7 +315,8 @@ class FileJournal(StoredJournal):
 
     def _add(self, line: LogLine) -> None:
         if isinstance(line.entry, Payload):  # The summary of its edits may be long: it is read again.
-            line = replace(line, entry=msgspec.structs.replace(line.entry, edits=_NO_EDITS))
+            entry = msgspec.structs.replace(line.entry, edits=_NO_EDITS)
+            line = msgspec.structs.replace(line, entry=entry)
         self._committed += isinstance(line.entry, Committed)
         super()._add(line)
 
@@ -375,10 +404,11 @@ class FileJournal(StoredJournal):
             line = self.payloads.get((one.id, one.digest))
             path = self.run_dir / GROUPS if line is None else stored_path(self.run_dir, line)
             if line is None or not path.is_file():
+                missing = self._lost_payload(one.id)
                 # Retention keeps what a checkpoint needs: only a start from scratch can need what it removed.
-                if line is not None and saved is None and _last_checkpoint(self.run_dir):
+                if line is not None and missing is None and saved is None and _last_checkpoint(self.run_dir):
                     raise PayloadRemoved(one.id, f"{HELD_BY_ALL}, and this start has restored none")
-                missing = FileDamaged(path, "the values of an update are missing")
+                missing = missing or FileDamaged(path, "the values of an update are missing")
                 raise _stopped(self.run_dir, missing, f"update {one.id} must be applied again")
 
     def stage_before(self, before: Update) -> Content:
@@ -433,7 +463,7 @@ class MemoryJournal(StoredJournal):
                 ]
                 self._keep((entry.id, entry.digest), update.with_edits(copies))
             entry = msgspec.structs.replace(entry, content=UNSET)
-        self._add(LogLine(0, len(self.lines) + 1, time.time(), entry, "", "", 0, 0))
+        self._add(LogLine(len(self.lines) + 1, entry, time.time(), ""))
 
     def sync(self) -> None:
         """Nothing is on disk."""
@@ -653,15 +683,13 @@ class Updates:
                     told = self._payload(id_, self._digests.get(id_, ""))
                     self.ended[id_] = UpdateView(stage=Stage.WITHDRAWN, at=line.written_at, **told)
 
-    def check_whole(self) -> None:
-        if self.damaged:
-            raise self.damaged[0].error
-
     def has_promised(self, id_: str) -> bool:
         """Whether an update is committed or scheduled, so that every attempt of the job will apply it."""
         if id_ in self.history.scheduled or id_ in self.history.by_id:
             return True
-        self.check_whole()
+        for one in self.damaged:
+            if one.subject is None or one.subject.id == id_:
+                raise one.error
         return False
 
     def committed(self, sequence: int) -> UpdateView:
@@ -731,9 +759,10 @@ class Updates:
 
 
 def committed_updates(run_dir: RunDir) -> list[UpdateView]:
-    """The committed updates in their order; raises `FileDamaged` if any entry is missing or damaged."""
+    """The committed updates in their order; raises `FileDamaged` if any that a start needs is damaged."""
     run = Updates(run_dir)
-    run.check_whole()
+    for one in filter(is_needed, run.damaged):
+        raise one.error
     return [run.committed(sequence) for sequence in run.history.committed]
 
 
@@ -810,12 +839,13 @@ def _changes_since(
         if record.reverts is not None and is_later(history.committed.get(record.reverts)):
             continue  # What undoes a later update leaves nothing of it.
         done: dict[str, None] = {}
-        for edit in journal.edits(record.id, record.digest):
+        edits = journal.edits(record.id, record.digest)
+        for edit in edits:
             name, operation = edit["variable"], EditKind(edit["operation"])
             if name in undoes and disturbs(operation, undoes[name], heals=record.heals):
                 done[f"{_DONE[operation]} {name}"] = None
-        if done:
-            found.append(f"update {record.sequence} has {', '.join(done)} since then")
+        if done or not edits:
+            found.append(f"update {record.sequence} has {', '.join(done) or 'unknown edits'} since then")
     return tuple(found)
 
 
