@@ -26,7 +26,7 @@ from replicast.core.entries import (
     Withdrawn,
 )
 from replicast.storage.claims import Claim, Fence, last_claim
-from replicast.storage.journal import FileJournal, committed_updates, counted_lines, load_update, read_stored
+from replicast.storage.journal import FileJournal, StoredJournal, committed_updates, load_update, read_stored
 from replicast.storage.run_files import RunInfo, read_run_info, write_run_info
 from replicast.update.edits import Variable
 from replicast.update.schema import Schema, update_before
@@ -136,8 +136,9 @@ def test_what_a_group_writes_stays_what_it_is(tmp_path: Path, monkeypatch: pytes
 def test_what_a_group_wrote_is_read(tmp_path: Path) -> None:
     shutil.copytree(FOLDER / "group", tmp_path / "groups" / "000001")
     assert last_claim(tmp_path) == claim()
-    lines, damaged = counted_lines(tmp_path)
-    assert not damaged
+    stored = StoredJournal(tmp_path)
+    assert not stored.damaged
+    lines = stored.lines
     payload, overwritten = lines[2].entry, lines[5].entry
     assert isinstance(payload, Payload)
     assert (payload.id, payload.digest) == ("golden-1", update().content_digest())

@@ -35,9 +35,9 @@ from replicast.storage.journal import (
     MemoryJournal,
     NotWritten,
     PerhapsWritten,
+    StoredJournal,
     Updates,
     committed_updates,
-    counted_lines,
     load_update,
     summary,
 )
@@ -126,7 +126,7 @@ def test_every_kind_of_entry_is_read_back_as_it_was(tmp_path: Path) -> None:
     journal = writer(tmp_path)
     for entry in entries_of_each_kind():
         write(journal, entry)
-    read = [line.entry for line in counted_lines(tmp_path)[0]]
+    read = [line.entry for line in StoredJournal(tmp_path).lines]
     expected = entries_of_each_kind()
     payload, given = read.pop(2), expected.pop(2)
     assert isinstance(payload, Payload)
@@ -148,7 +148,7 @@ def test_a_metric_that_is_no_finite_number_was_not_measured(tmp_path: Path) -> N
     commit(journal, 1)
     journal.write(Committed(2, "u1", "d", 20, 0, Trial(4), float("nan")))
     journal.write(Decided(2, False, 24, 2, "why", float("inf")))
-    record, decided = (line.entry for line in counted_lines(tmp_path)[0][-2:])
+    record, decided = (line.entry for line in StoredJournal(tmp_path).lines[-2:])
     assert isinstance(record, Committed)
     assert isinstance(decided, Decided)
     assert (record.before, decided.during) == (None, None)
@@ -162,9 +162,9 @@ def test_a_number_is_read_back_although_its_author_gave_an_integer(tmp_path: Pat
     journal = writer(tmp_path)
     for entry in entries:
         journal.write(entry)
-    lines, damaged = counted_lines(tmp_path)
-    assert not damaged
-    assert [line.entry for line in lines] == entries
+    stored = StoredJournal(tmp_path)
+    assert not stored.damaged
+    assert [line.entry for line in stored.lines] == entries
 
 
 def test_text_that_is_not_valid_unicode_is_escaped(tmp_path: Path) -> None:
@@ -377,12 +377,12 @@ def test_wherever_the_disk_fails_an_entry_is_written_or_not_or_unknown(tmp_path:
         outcomes.append((fired[0] if fired else None, outcome))
         if outcome == "not written":
             assert {path.name: path.read_bytes() for path in folder(run_dir).iterdir()} == before
-            assert len(counted_lines(run_dir)[0]) == 2
+            assert len(StoredJournal(run_dir).lines) == 2
             write(journal, entry)
         else:
             journal.write(receipt_of(1))  # It has its place, whatever becomes of it.
         assert len(FileJournal(run_dir, Fence(run_dir, attempt=1)).history().committed) in (1, 2)
-        assert type(counted_lines(run_dir)[0][2].entry) is type(entry)
+        assert type(StoredJournal(run_dir).lines[2].entry) is type(entry)
         if not fired:
             break
     last = ["written"] if isinstance(entry, Payload) else ["unknown", "written"]

@@ -33,7 +33,7 @@ from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
 from replicast.files import RunPath
 from replicast.storage import inbox
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.storage.claims import Fence, place_of, read_chain
+from replicast.storage.claims import Fence, read_chain
 from replicast.storage.journal import (
     FileJournal,
     MemoryJournal,
@@ -152,7 +152,7 @@ def test_a_damaged_record_or_payload_hides_nothing_else(tmp_path: Path, how: Dam
         damage(tmp_path, 4 if how is remove else 5 + (how is split), how)
     journal = Updates(tmp_path)
     assert list(journal.history.committed) == [1, 3]
-    assert [(one.number, one.last) for one in journal.damaged] == [(4, 5)]
+    assert [(one.first, one.number) for one in journal.damaged] == [(4, 5)]
     third = journal.committed(3)
     assert (third.id, third.step, third.edits, third.nbytes) == ("u3", 30, (), 0)
     assert Updates(tmp_path).has_promised("u1")
@@ -181,7 +181,7 @@ def test_an_entry_with_another_value_is_damage_although_its_seal_is_right(
     assert list(Updates(tmp_path).history.committed) == [1]
     damage(tmp_path, 2, rewritten(**fields))
     (found,) = Updates(tmp_path).damaged
-    assert place_of(found) == (1, 2)
+    assert (found.group, found.number) == (1, 2)
 
 
 BODIES = [
@@ -204,7 +204,7 @@ def test_a_payload_of_impossible_size_is_damage(tmp_path: Path, nbytes: bytes) -
     body = re.sub(b'"nbytes":[0-9]+', b'"nbytes":' + nbytes, line[: line.rindex(b',"seal"')] + b"}")
     log_of(tmp_path).write_bytes(log_of(tmp_path).read_bytes().replace(line, sealed(body)))
     (found,) = Updates(tmp_path).damaged
-    assert place_of(found) == (1, 1)
+    assert (found.group, found.number) == (1, 1)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body[1][:30].decode())
@@ -216,7 +216,7 @@ def test_a_line_that_replicast_would_not_write_is_damage_although_its_seal_is_ri
     before = line[: line.rindex(b',"seal"')] + b"}"
     log_of(tmp_path).write_bytes(log_of(tmp_path).read_bytes().replace(line, sealed(before.replace(*body))))
     (found,) = Updates(tmp_path).damaged
-    assert place_of(found) == (1, 2)
+    assert (found.group, found.number) == (1, 2)
 
 
 def pipe(path: Path) -> None:

@@ -65,6 +65,7 @@ _MOST_DAMAGED = 5
 _MOST_AROUND = 200  # For so many updates of a list the metrics around them are read.
 _MOST_DESCRIBED = 50  # So many waiting updates are described: a status reads their files each time.
 _DESCRIBED = ("author", "note", "edits", "scheduled", "trial", "reverts")
+_AS_IN_BRIEF = ("run", "state", "sentence", "running", "step", "metrics", "annotation")
 _OPERATION = ("id", "kind", "stage", "step", "waits_for", "author", "note")
 _WITHDRAWAL_SECS = 30.0  # The job may be far from its next boundary, for example in an evaluation.
 _WITHDRAWABLE = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
@@ -137,27 +138,20 @@ class DirectoryRun(Run):
         seen = replace(seen, notes=[note for note in seen.notes if note.rank < _size(info, now)])
         brief, told = self._brief(info, seen, now), run_files.changes(self.path)
         evaluations = run_files.measured_in(self.path, run_files.EVALUATIONS)
-        updates = self._updates()
         return Overview(
-            run=self.where,
+            **{name: getattr(brief, name) for name in _AS_IN_BRIEF},
             time=seen.now,
-            state=brief.state,
-            sentence=brief.sentence,
-            running=brief.running,
-            step=brief.step,
             size=brief.workers,
             attempt=now.attempt if info is None else max(info.attempt, now.attempt),
             journaled=info is None or info.journaled,
             workers=tuple(seen.notes),
-            metrics=brief.metrics,
             evaluations=cast("Any", tuple(islice(evaluations, _LAST_EVALUATIONS))[::-1]),
             audit=next(iter(run_files.last_audits(self.path, 1)), None),
             operations=tuple(self._operations()) if brief.running else (),
             changes=tuple(one.to_json() for one in told[-_LAST_CHANGES:]),
             starts=tuple(self._starts()),
             restarted=sum(one.state is run_files.JobState.RESTARTING for one in told),
-            annotation=brief.annotation,
-            **updates,
+            **self._updates(),
         )
 
     def _updates(self) -> dict[str, Any]:

@@ -233,14 +233,11 @@ def expected_digests(
             return found
         recorded = enumerate(committed_updates(run_dir) if sequences else [], 1)
         since = {sequence: one for sequence, one in recorded if sequence in sequences}
+        edited = {sequence: {edit["variable"] for edit in one.edits} for sequence, one in since.items()}
         with store.open(last.step) as reader:
             for name in names:
                 # Edits that the journal has lost may be of any variable.
-                touching = [
-                    sequence
-                    for sequence, view in since.items()
-                    if not view.edits or any(edit["variable"] == name for edit in view.edits)
-                ]
+                touching = [one for one, touched in edited.items() if name in touched or not touched]
                 # One on trial may have been reverted.
                 on_trial = any(since[one].trial is not None for one in touching)
                 nbytes = sum(since[one].nbytes or 0 for one in touching)

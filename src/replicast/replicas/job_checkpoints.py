@@ -82,6 +82,7 @@ WhenBusy = Literal["wait", "skip"]
 REMIND_SECS = 30.0
 PARCEL_BYTES = 1 << 28  # variables are sent in parcels of about this size: shared memory must hold one
 MOST_AT_ONCE = 1 << 31  # a larger state is not read at once: that needs memory beside the state it replaces
+_ENDED_BEFORE = "The job ended before its checkpoint was written"
 _UNSEEN = "does not see the checkpoint"
 _IN_PART = ". The state may be restored in part only: start the job again"
 _MAKE_ROOM = "Free disk space, or keep fewer checkpoints: callback(keep=...)"
@@ -342,7 +343,7 @@ class Checkpoints:
         self.session.check()
         if self.session.threads.stopping.is_set() and not saving.done():
             # The saver may still be writing: going on would change the copy that it writes.
-            raise _ended_before()
+            raise JobFailed(_ENDED_BEFORE)
         return False
 
     def _waits_for_current(self) -> bool:
@@ -391,7 +392,7 @@ class Checkpoints:
         def check() -> None:  # Any thread.
             if threads.have_ended():  # no thread is left that could write
                 threads.check()
-                raise _ended_before()
+                raise JobFailed(_ENDED_BEFORE)
 
         saving = self._expected[id_] = Saving(id_, check)
         return saving
@@ -535,10 +536,6 @@ def no_run_dir() -> NotSupported:
         reason="there is nowhere to write it",
         remedy="Use Replicas(model, run_dir=...), or start the job with 'replicast run'",
     )
-
-
-def _ended_before() -> JobFailed:
-    return JobFailed("The job ended before its checkpoint was written")
 
 
 # Restoring.

@@ -37,14 +37,12 @@ file is void.
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import re
 import sys
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
@@ -96,15 +94,8 @@ class Subject(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         return f"the {_NOUNS.get(self.kind, self.kind.lower())}" + (f" of update {update}" if update else "")
 
 
-_NOUNS = {
-    "Before": "values before",
-    "Committed": "commit",
-    "Decided": "decision",
-    "Refused": "refusal",
-    "Scheduled": "schedule",
-    "Started": "start",
-    "Withdrawn": "withdrawal",
-}
+_NOUNS = {"Before": "values before", "Committed": "commit", "Decided": "decision", "Started": "start"}
+_NOUNS |= {"Refused": "refusal", "Scheduled": "schedule", "Withdrawn": "withdrawal"}
 
 
 class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -133,30 +124,17 @@ class LogLine(_Written, frozen=True):
         return Subject(type(self.entry).__name__, id_, sequence)
 
 
-@dataclass(frozen=True, slots=True)
-class DamagedLines:
-    """Entries that count and cannot be read: those from `number` to `last`. Of a single one, what it was."""
+class DamagedLines(msgspec.Struct, frozen=True):
+    """Entries that count and cannot be read: those from `first` to `number`. Of a single one, what it was."""
 
     group: int
+    first: int
     number: int
-    last: int
     error: FileDamaged
     subject: Subject | None = None
 
 
-place_of = operator.attrgetter("group", "number")
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLog:
-    lines: list[LogLine]
-    damaged: list[DamagedLines]
-
-    @property
-    def last(self) -> int:
-        """The number of the last line that counts, whether it can be read or not."""
-        lost = self.damaged[-1].last if self.damaged else 0
-        return max(lost, self.lines[-1].number if self.lines else 0)
+Log: TypeAlias = list[LogLine | DamagedLines]  # in order; the claim comes first
 
 
 def log_path(run_dir: RunDir, group: int) -> RunPath:
@@ -165,22 +143,21 @@ def log_path(run_dir: RunDir, group: int) -> RunPath:
 
 def read_log(
     run_dir: RunDir, group: int, most: int = sys.maxsize, end: Subject | None = None, *, sync: bool = False
-) -> GroupLog:
+) -> Log:
     """Reads the log of a group up to a line, which is `end`; with `sync`, it is on disk afterwards.
 
     A line that cannot be read hides no other: the number of the next one says how many are lost.
     """
     path = log_path(run_dir, group)
-    log = GroupLog([], [])
-    problem, invalid, torn = "", 0, False
+    log: Log = []
+    expected, problem, invalid, torn = 0, "", 0, False
 
     def lose(last: int, subject: Subject | None = None) -> None:
-        first = log.last + 1 if log.lines or log.damaged else 0
-        subject = subject if first == last else None
-        which = f"entry {first}" if first == last else f"entries {first} to {last}"
+        subject = subject if expected == last else None
+        which = f"entry {last}" if expected == last else f"entries {expected} to {last}"
         which += "" if subject is None else f", {subject}"
         error = FileDamaged(path, f"{which}: {problem or 'missing'}")
-        log.damaged.append(DamagedLines(group, first, last, error, subject))
+        log.append(DamagedLines(group, expected, last, error, subject))
 
     try:
         with os.fdopen(path.open(os.O_RDONLY), "rb") as file:
@@ -193,7 +170,6 @@ def read_log(
                 except ValueError as error:
                     problem, invalid, torn = problem or str(error), invalid + 1, b"\0" in piece
                     continue
-                expected = log.last + 1 if log.lines or log.damaged else 0
                 if line.number > most:
                     break
                 if line.number < expected:
@@ -201,8 +177,8 @@ def read_log(
                     continue
                 if line.number > expected:
                     lose(line.number - 1, line.after)
-                log.lines.append(line)
-                problem, invalid = "", 0
+                log.append(line)
+                expected, problem, invalid = line.number + 1, "", 0
             if sync:
                 os.fsync(file.fileno())
     except OSError as error:
@@ -211,10 +187,10 @@ def read_log(
             raise FileDamaged(path, problem) from error
     # JSON has no zeros: they are blocks that did not reach the disk before a power failure.
     is_torn_tail = torn and invalid == 1
-    if most < sys.maxsize and log.last < most:
+    if expected <= most < sys.maxsize:
         lose(most, end)
     elif problem and most == sys.maxsize and not is_torn_tail:
-        lose(log.last + 1)
+        lose(expected)
     return log
 
 
@@ -315,17 +291,16 @@ def named_checkpoints(run_dir: RunDir) -> list[tuple[tuple[int, int, int], RunPa
     return sorted(found)
 
 
-def counted_logs(run_dir: RunDir, claim: Claim | None) -> list[GroupLog]:
-    """The logs of all groups with entries, and of the last, up to the lines that count."""
-    logs, end = list[GroupLog](), None
+def counted_log(run_dir: RunDir, claim: Claim | None) -> Log:
+    """The logs of all groups with entries, and of the last, up to the lines that count, as one."""
+    logs, end = list[Log](), None
     for group, most in [] if claim is None else [(claim.group, sys.maxsize), *reversed(claim.counted)]:
         logs.append(read_log(run_dir, group, most, end))
-        end = next((line.after for line in logs[-1].lines if line.number == 0), None)
-    return logs[::-1]
+        end = next((line.after for line in logs[-1][:1] if isinstance(line, LogLine)), None)
+    return [line for log in reversed(logs) for line in log]
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(msgspec.Struct, frozen=True):
     length: int
     last: str
     problems: tuple[str, ...]
@@ -333,21 +308,18 @@ class Chain:
 
 def read_chain(run_dir: RunDir) -> Chain:
     try:
-        logs = counted_logs(run_dir, last_claim(run_dir))
+        log = counted_log(run_dir, last_claim(run_dir))
     except FileDamaged as error:
         return Chain(0, "", (str(error),))
     length, before, problems = 0, "", list[str]()
-    records: list[LogLine | DamagedLines] = [one for log in logs for one in log.lines]
-    records += [one for log in logs for one in log.damaged]
-    for one in sorted(records, key=place_of):
+    for one in log:
         if isinstance(one, DamagedLines):
             problems.append(str(one.error))
-            length, before = length + one.last - one.number + 1, ""
-            continue
-        if before and one.previous != before:
+            length += one.number - one.first
+        elif before and one.previous != before:
             where = f"Entry {one.number} of {log_path(run_dir, one.group)}"
             problems.append(f"{where} does not follow the record before it: one of the two was changed")
-        length, before = length + 1, one.seal
+        length, before = length + 1, one.seal if isinstance(one, LogLine) else ""
     return Chain(length, before, tuple(problems))
 
 
@@ -379,7 +351,7 @@ class Fence:
         claim, follows = _taken_over(self._run_dir, self.number, attempt)
         claim = msgspec.structs.replace(claim, **(start or {}))
         self.run = claim.run
-        content, self._last = self._sealed(0, claim, claim.claimed_at, follows, 0)
+        content, self.last = self._sealed(0, claim, claim.claimed_at, follows, 0)
         try:
             write_durably(self._log, [content])
         except OSError:
@@ -410,17 +382,13 @@ class Fence:
     def is_taken_over(self) -> bool:
         return group_directory(self._run_dir, self.number + 1).exists()
 
-    @property
-    def entries(self) -> int:
-        return self._last.number
-
     def append(self, entry: Claim | Logged, *, sync: bool = True) -> LogLine:
         """Writes the next line of the log. Only for one thread. With `sync`, all lines are on disk then.
 
-        After an OSError, look at `entries`: if it has grown, the line may be on disk; otherwise it is not.
+        After an OSError, look at `last`: if it is the new line, that may be on disk; otherwise it is not.
         """
-        follows, offset = (self._last.seal, self._last.subject), self._last.offset + self._last.nbytes
-        content, line = self._sealed(self.entries + 1, entry, time.time(), follows, offset)
+        follows, offset = (self.last.seal, self.last.subject), self.last.offset + self.last.nbytes
+        content, line = self._sealed(self.last.number + 1, entry, time.time(), follows, offset)
         if len(content) >= MAX_LINE_BYTES:
             raise OSError(None, f"an entry of {len(content)} bytes is too large")
         descriptor = self._log.open(os.O_WRONLY | os.O_APPEND)
@@ -435,7 +403,7 @@ class Fence:
                     os.ftruncate(descriptor, offset)
                 raise
             # From here on others can read it. It is never cut off again: the next group may have counted it.
-            self._last = line
+            self.last = line
             faults.point("write")
             self.is_synced = False
             if sync:
@@ -478,11 +446,10 @@ def _taken_over(run_dir: RunDir, number: int, attempt: int) -> tuple[Claim, _Fol
     follows: _Follows = "", None
     if before is not None:
         # What this group counts must not get lost in a power failure, so it is synced, whoever wrote it.
-        log = read_log(run_dir, before.group, sync=True)
-        counted = (*before.counted, *([(before.group, log.last)] if log.last else []))
-        end = log.lines[-1]  # Without entries, it is the claim.
-        if end.number == log.last:
-            follows = (end.seal, end.subject) if log.last else (end.previous, end.after)
+        end = read_log(run_dir, before.group, sync=True)[-1]  # Without entries, it is the claim.
+        counted = (*before.counted, *([(before.group, end.number)] if end.number else []))
+        if isinstance(end, LogLine):
+            follows = (end.seal, end.subject) if end.number else (end.previous, end.after)
     own = set(group_numbers(run_dir))  # A checkpoint of any other group was copied here by a user.
     checkpoints = tuple(
         name

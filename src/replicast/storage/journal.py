@@ -11,11 +11,11 @@ The bytes of updates are files beside the log, which a line names with their dig
 **Damage.** A line that counts and cannot be read hides no other from readers: they report it and go on. The
 next line tells what it was (`claims.py`). A start stops at one that it needs, or of which nobody can tell:
 
-    Committed, Decided, Scheduled, Withdrawn, Refused   needed: they say what becomes of an update
     Payload           needed if the update must be applied (`check_start`)
     Before            not needed: a revert is refused. Values of an earlier attempt are not taken instead
     Receipt           not needed: a power failure may take it too
     Started, Claim    not needed: they are for people, unless it is the last claim
+    all others        needed: they say what becomes of an update
 
 A start reports what it ignores, and removes no file beside a damaged log: only the damaged line may name it,
 and the log may come back from a backup. Half a line, whose writer was killed, does not count.
@@ -42,7 +42,7 @@ import msgspec
 from msgspec import UNSET
 
 from replicast import faults
-from replicast.codec import View, parse_integer
+from replicast.codec import View
 from replicast.core.entries import (
     Before,
     Committed,
@@ -64,7 +64,7 @@ from replicast.files import RunDir, RunPath, below, remove_leftovers, write_dura
 from replicast.mapped_memory import copied
 from replicast.storage import claims
 from replicast.storage.checkpoints import CheckpointStore
-from replicast.storage.claims import GROUPS, Claim, DamagedLines, Fence, LogLine, Subject, place_of
+from replicast.storage.claims import GROUPS, Claim, DamagedLines, Fence, LogLine, Subject
 from replicast.storage.run_files import Annotation, Around
 from replicast.update.edits import RESETS, Edit, EditKind
 from replicast.update.schema import NOT_KEPT, disturbs, inverse
@@ -81,29 +81,24 @@ _NOT_AN_ENTRY = "A checkpoint is not a journal entry: the checkpoint store write
 _BEFORE = " before"
 _NO_EDITS = msgspec.Raw(b"[]")
 
-_Key = tuple[str, str]
 
-
-def counted_lines(run_dir: RunDir) -> tuple[list[LogLine], list[DamagedLines]]:
-    """The entries that count, in order, and those that cannot be read."""
-    lines, damaged = list[LogLine](), list[DamagedLines]()
-    sequence = 0
-    for log in claims.counted_logs(run_dir, claims.last_claim(run_dir)):
-        damaged.extend(log.damaged)
-        for line in log.lines:
-            if isinstance(line.entry, Committed):
-                # Updates are numbered consecutively from 1; a damaged line may be another record.
-                received, must = line.entry.sequence, f"the record of update {sequence + 1}"
-                may_skip = received > sequence and any(map(is_needed, damaged))
-                if received != sequence + 1 and not may_skip:
-                    problem = f"entry {line.number} must be {must}. Received: {received}"
-                    error = FileDamaged(claims.log_path(run_dir, line.group), problem)
-                    damaged.append(DamagedLines(line.group, line.number, line.number, error))
-                    continue
-                sequence = received
-            if line.number:
-                lines.append(line)
-    return lines, sorted(damaged, key=place_of)
+def counted_lines(run_dir: RunDir) -> Iterator[LogLine | DamagedLines]:
+    """The entries that count, and what is known of those that cannot be read, in order."""
+    sequence, skips = 0, False
+    for line in claims.counted_log(run_dir, claims.last_claim(run_dir)):
+        if isinstance(line, DamagedLines):
+            skips |= is_needed(line)
+        elif isinstance(line.entry, Committed):
+            # Updates are numbered consecutively from 1; a damaged line may be another record.
+            received, must = line.entry.sequence, f"the record of update {sequence + 1}"
+            if received != sequence + 1 and not (skips and received > sequence):
+                problem = f"entry {line.number} must be {must}. Received: {received}"
+                error, skips = FileDamaged(claims.log_path(run_dir, line.group), problem), True
+                yield DamagedLines(line.group, line.number, line.number, error)
+                continue
+            sequence = received
+        if line.number or isinstance(line, DamagedLines):
+            yield line
 
 
 def is_needed(lost: DamagedLines) -> bool:
@@ -168,14 +163,9 @@ def _stopped(run_dir: RunDir, error: FileDamaged, why: str) -> FileDamaged:
     begin, there = "start the job in a new run directory", _last_checkpoint(run_dir)
     if there is not None:
         begin = f"continue in a new run directory: copy {there} to NEW/checkpoints/ and start the job in NEW"
-    return FileDamaged(
-        error.path,
-        f"{error.problem.removesuffix('.')}. The job cannot start without it: {why}",
-        verdict=error.verdict,
-        expected=error.expected,
-        received=error.received,
-        remedy=f"Restore the file from a backup, or {begin}",
-    )
+    problem = f"{error.problem.removesuffix('.')}. The job cannot start without it: {why}"
+    kept = {name: getattr(error, name) for name in ("verdict", "expected", "received")}
+    return FileDamaged(error.path, problem, **kept, remedy=f"Restore the file from a backup, or {begin}")
 
 
 def _last_checkpoint(run_dir: RunDir) -> RunPath | None:
@@ -242,16 +232,17 @@ class StoredJournal:
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = below(run_dir)
         self.lines = list[LogLine]()
-        self.payloads = dict[_Key, LogLine]()
+        self.payloads = dict[tuple[str, str], LogLine]()
         self.before = dict[int, LogLine]()
-        lines, self.damaged = counted_lines(self.run_dir)
-        for line in lines:
-            self._add(line)
-        for one in self.damaged:
-            if one.subject is not None and one.subject.kind == "Before":
-                earlier = self.before.get(one.subject.sequence)
-                if earlier is not None and place_of(earlier) < place_of(one):
-                    del self.before[one.subject.sequence]  # Another training may have led to those values.
+        self.damaged = list[DamagedLines]()
+        for line in counted_lines(self.run_dir):
+            if isinstance(line, LogLine):
+                self._add(line)
+                continue
+            self.damaged.append(line)
+            if line.subject is not None and line.subject.kind == "Before":
+                # Those of an earlier attempt may be others: another training may have led to them.
+                self.before.pop(line.subject.sequence, None)
 
     def _add(self, line: LogLine) -> None:
         self.lines.append(line)
@@ -300,13 +291,12 @@ class FileJournal(StoredJournal):
             logger.warning("%s The job starts without it.", printable(one.error))
         if self._fence.is_taken_over():
             return
-        # Files of earlier groups that no line which counts names only use disk space.
-        lost = {one.group for one in self.damaged}
+        # Files of earlier groups that no line which counts can name only use disk space.
         named = {
             (line.group, line.entry.file) for line in self.lines if isinstance(line.entry, Payload | Before)
         }
         for group in claims.group_numbers(self.run_dir):
-            if group < self._fence.number and group not in lost:
+            if group < self._fence.number and all(one.group != group for one in self.damaged):
                 directory = claims.group_directory(self.run_dir, group)
                 remove_leftovers(directory, older_than_secs=0.0)
                 for path in directory.glob("*.safetensors"):
@@ -331,7 +321,7 @@ class FileJournal(StoredJournal):
             raise ValueError(f"The next update is {self._committed + 1}. Received: {entry.sequence}")
         if isinstance(entry, Saved):
             raise ValueError(_NOT_AN_ENTRY)
-        number, file = self._fence.entries + 1, ""
+        number, file = self._fence.last.number + 1, ""
         try:
             if isinstance(entry, Payload):
                 file, update = f"{number:06d}.safetensors", _checked(entry, update)
@@ -345,7 +335,7 @@ class FileJournal(StoredJournal):
                 entry = msgspec.structs.replace(entry, content=UNSET, **stored)
             self._add(self._fence.append(entry, sync=not isinstance(entry, Payload | Receipt)))
         except OSError as error:
-            if self._fence.entries >= number:
+            if self._fence.last.number >= number:
                 raise PerhapsWritten(
                     f"Entry {number} of {self._fence.directory / claims.LOG} was written, and could not be "
                     f"synced ({error.strerror}). Only the next attempt can tell whether it is on disk."
@@ -429,7 +419,7 @@ class FileJournal(StoredJournal):
             return 0
         removed = 0
         for line in list(unneeded_payloads(self.lines, held, self._fence.number, pending)):
-            if place_of(line) not in self._removed:
+            if (place := (line.group, line.number)) not in self._removed:
                 try:
                     stored_path(self.run_dir, line).unlink()
                     removed += 1
@@ -437,7 +427,7 @@ class FileJournal(StoredJournal):
                     pass  # An earlier attempt has removed it.
                 except OSError:
                     continue  # It is retried next time.
-                self._removed.add(place_of(line))
+                self._removed.add(place)
         return removed
 
 
@@ -525,6 +515,7 @@ def _checked(payload: Payload, update: Update | None) -> Update:
 # Everything known about each update of a run: one reader of the journal, and one record for what it tells.
 # `client/directory.py` adds what the inbox and the notes of workers say.
 
+_FROM_RECORD = ("sequence", "step", "attempt", "workers", "trial", "before", "heals", "reverts")
 _FROM_RECEIPT = ("digests", "propose_to_applied_secs", "stall_secs", "verified_at")
 _GIVEN: dict[str, str] = {EditKind.ASSIGN: "to ", EditKind.SCALE: "by ", EditKind.BLEND: "with weight "}
 
@@ -675,13 +666,11 @@ class Updates:
                 case Receipt(sequence) as receipt:
                     self._written_at.setdefault((Receipt, sequence), line.written_at)
                     self._receipts.setdefault(sequence, []).append(receipt)
-                case Refused(id_, _, problem, whole=True):
+                case (Refused(id_, whole=True) | Withdrawn(id_)) as end:
+                    refusal = UpdateRefused(end.problem) if isinstance(end, Refused) else None
+                    stage = Stage.WITHDRAWN if refusal is None else Stage.REFUSED
                     told = self._payload(id_, self._digests.get(id_, ""))
-                    refusal, at = UpdateRefused(problem), line.written_at
-                    self.ended[id_] = UpdateView(stage=Stage.REFUSED, at=at, refusal=refusal, **told)
-                case Withdrawn(id_):
-                    told = self._payload(id_, self._digests.get(id_, ""))
-                    self.ended[id_] = UpdateView(stage=Stage.WITHDRAWN, at=line.written_at, **told)
+                    self.ended[id_] = UpdateView(stage=stage, at=line.written_at, refusal=refusal, **told)
 
     def has_promised(self, id_: str) -> bool:
         """Whether an update is committed or scheduled, so that every attempt of the job will apply it."""
@@ -702,22 +691,15 @@ class Updates:
         return UpdateView(
             stage=receipts[-1].stage if receipts else Stage.COMMITTED,
             at=receipts[-1].verified_at if receipts else committed_at,
-            step=record.step,
-            sequence=sequence,
             scheduled=record.id in self._chosen,
-            heals=record.heals,
-            reverts=record.reverts,
             reverted_by=self.history.reverted_by(sequence),
-            attempt=record.attempt,
             committed_at=committed_at,
             timings=self._timings(record),
-            workers=record.workers,
             content_digest=record.digest,
-            trial=trial,
-            before=record.before,
             receipts=receipts,
             outcome=outcome,
             trial_until=record.step + trial.steps if trial is not None and not receipts else None,
+            **{name: getattr(record, name) for name in _FROM_RECORD},
             **self._payload(record.id, record.digest),
         )
 
@@ -739,14 +721,9 @@ class Updates:
 
     def scheduled(self) -> list[UpdateView]:
         """The updates that wait for the step that their author chose, in the order of the steps."""
+        known: dict[str, Any] = {"stage": Stage.SCHEDULED, "scheduled": True}
         return [
-            UpdateView(
-                stage=Stage.SCHEDULED,
-                step=one.at_step,
-                scheduled=True,
-                trial=one.trial,
-                **self._payload(one.id, one.digest),
-            )
+            UpdateView(step=one.at_step, trial=one.trial, **known, **self._payload(one.id, one.digest))
             for one in sorted(self.history.scheduled.values(), key=lambda one: one.at_step)
         ]
 
@@ -792,18 +769,10 @@ class Undo:
             )
 
 
-def undo(run_dir: RunDir, which: int | str, *, forced: bool = False) -> Undo:
+def undo(run_dir: RunDir, sequence: int, *, forced: bool = False) -> Undo:
     """The update that undoes a committed update of a run. Changes nothing."""
     run = Updates(run_dir)
-    by_id = run.history.by_id.get(str(which))
-    try:
-        sequence = by_id.sequence if by_id is not None else parse_integer(str(which))
-    except ValueError as error:
-        expected, remedy = "the number or the id of a committed update", "replicast log lists them"
-        problem, received = "There is no such update", str(which)[:200]
-        raise UpdateRefused(problem, expected=expected, received=received, remedy=remedy) from error
-    problem = why_not(run.history, sequence, forced=forced)
-    if problem:
+    if problem := why_not(run.history, sequence, forced=forced):
         raise UpdateRefused(problem)
     return undo_of(run.journal, sequence)
 
