@@ -360,6 +360,28 @@ def test_a_receipt_that_a_power_failure_has_left_as_zeros_stops_no_start(tmp_pat
     assert started(tmp_path).load("u2", digest_of("u2")).id == "u2"
 
 
+@pytest.mark.parametrize(("first", "how"), [(3, join), (3, flip), (4, flip)], ids=["join", "two", "one"])
+def test_after_a_backup_of_a_log_with_a_damaged_end_is_back_no_update_is_lost(
+    tmp_path: Path, first: int, how: Damage
+) -> None:
+    written(tmp_path, payload("u1"), committed(1, "u1"), payload("u2"), committed(2, "u2"))
+    backup = log_of(tmp_path).read_bytes()
+    for number in range(first, 4 if how is join else 5):
+        damage(tmp_path, number, how)
+    with pytest.raises(FileDamaged, match="from a backup"):
+        started(tmp_path)
+    log_of(tmp_path).write_bytes(backup)
+    assert list(started(tmp_path).history().committed) == [1, 2]
+
+
+def test_a_trial_that_has_ended_has_no_end_to_come_although_its_receipt_is_damaged(tmp_path: Path) -> None:
+    decided = Decided(1, False, 14, 1, "worse", 2.0)
+    written(tmp_path, payload("u1"), committed(1, "u1", Trial(4)), decided, receipt(1, "u1"), Withdrawn("x"))
+    assert Updates(tmp_path).committed(1).trial_until is None
+    damage(tmp_path, 4, flip)
+    assert Updates(tmp_path).committed(1).trial_until is None
+
+
 def test_a_gap_in_the_numbers_of_updates_is_not_excused_by_a_lost_receipt(tmp_path: Path) -> None:
     written(tmp_path, payload("u1"), committed(1, "u1"), receipt(1, "u1"), Withdrawn("x"), committed(2, "u2"))
     damage(tmp_path, 3, flip)
@@ -449,6 +471,7 @@ def test_a_start_that_cannot_go_on_names_the_checkpoint_to_go_on_from_elsewhere(
     journal.write(payload("u1"), update_of("u1"))
     journal.write(committed(1, "u1"))
     saved_state(CheckpointStore(tmp_path, fence), 12, sequence=1)
+    journal.write(receipt(1, "u1"))
     damage(tmp_path, "committed", flip)
     with pytest.raises(FileDamaged, match=r"directory: copy .*/00000012-1 to NEW/checkpoints/ and start"):
         started(tmp_path)

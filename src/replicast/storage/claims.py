@@ -28,7 +28,8 @@ twice, nothing unknown. Readers skip a damaged line; `journal.py` says which one
                                                   remove it or leave zeros in it; nobody has acted on it
     after the fsync                               a complete line, which nothing takes away
 
-Nobody waits for the fsync of a payload or a receipt (`FileJournal.write`): the next line brings it along.
+Nobody waits for the fsync of a payload or a receipt (`FileJournal.write`): the next line brings it along, or
+a timer of the session does.
 
 A file that a line names is durable under its final name before the line is written. Without the line, the
 file is void.
@@ -50,16 +51,17 @@ import msgspec
 from replicast import faults
 from replicast.codec import Record, json_line, sealed, unsealed
 from replicast.core.entries import Logged
-from replicast.errors import FileDamaged, JobFailed
+from replicast.errors import FileDamaged, JobFailed, printable
 from replicast.files import RunDir, RunPath, below, make_durably, sync_directory, write_all, write_durably
 from replicast.processes import this_process
 
 GROUPS, LOG, RELEASED, CHECKPOINTS = "groups", "log.jsonl", "ended", "checkpoints"
 MAX_LINE_BYTES = 64 * 2**20  # A summary of a hundred thousand edits takes about 10 MiB.
-_CLAIM_REMEDY = (
-    "Its first line says which entries and checkpoints count. Restore it from a backup, or copy a checkpoint "
-    "to NEW/checkpoints/ and start the job in the new run directory NEW"
+_RESTORE = (
+    "Restore it from a backup, or copy a checkpoint to NEW/checkpoints/ and start the job in the new run "
+    "directory NEW"
 )
+_CLAIM_REMEDY = f"Its first line says which entries and checkpoints count. {_RESTORE}"
 _CHECKPOINT = re.compile(r"([0-9]{8,})(?:-([0-9]+)(?:-([0-9]+))?)?")
 
 
@@ -155,7 +157,7 @@ def read_log(
     def lose(last: int, subject: Subject | None = None) -> None:
         subject = subject if expected == last else None
         which = f"entry {last}" if expected == last else f"entries {expected} to {last}"
-        which += "" if subject is None else f", {subject}"
+        which += "" if subject is None else f", {printable(subject)}"
         error = FileDamaged(path, f"{which}: {problem or 'missing'}")
         log.append(DamagedLines(group, expected, last, error, subject))
 
@@ -405,7 +407,8 @@ class Fence:
             # From here on others can read it. It is never cut off again: the next group may have counted it.
             self.last = line
             faults.point("write")
-            self.is_synced = False
+            # At most one line is not synced: of several, a power failure may leave a later one alone.
+            sync, self.is_synced = sync or not self.is_synced, False
             if sync:
                 os.fsync(descriptor)
                 self.is_synced = True
@@ -447,9 +450,11 @@ def _taken_over(run_dir: RunDir, number: int, attempt: int) -> tuple[Claim, _Fol
     if before is not None:
         # What this group counts must not get lost in a power failure, so it is synced, whoever wrote it.
         end = read_log(run_dir, before.group, sync=True)[-1]  # Without entries, it is the claim.
+        if isinstance(end, DamagedLines):  # How many lines are lost is not known, so they cannot be counted.
+            why = "The job cannot start without it: it may say what became of an update"
+            raise FileDamaged(end.error.path, f"{end.error.problem}. {why}", remedy=_RESTORE)
         counted = (*before.counted, *([(before.group, end.number)] if end.number else []))
-        if isinstance(end, LogLine):
-            follows = (end.seal, end.subject) if end.number else (end.previous, end.after)
+        follows = (end.seal, end.subject) if end.number else (end.previous, end.after)
     own = set(group_numbers(run_dir))  # A checkpoint of any other group was copied here by a user.
     checkpoints = tuple(
         name

@@ -417,6 +417,7 @@ class FileJournal(StoredJournal):
         """
         if self._fence.is_taken_over():
             return 0
+        self.sync()  # A later line names the same bytes: it must stay, too.
         removed = 0
         for line in list(unneeded_payloads(self.lines, held, self._fence.number, pending)):
             if (place := (line.group, line.number)) not in self._removed:
@@ -677,7 +678,7 @@ class Updates:
         if id_ in self.history.scheduled or id_ in self.history.by_id:
             return True
         for one in self.damaged:
-            if one.subject is None or one.subject.id == id_:
+            if is_needed(one) and (one.subject is None or one.subject.id == id_):
                 raise one.error
         return False
 
@@ -698,7 +699,7 @@ class Updates:
             content_digest=record.digest,
             receipts=receipts,
             outcome=outcome,
-            trial_until=record.step + trial.steps if trial is not None and not receipts else None,
+            trial_until=record.step + trial.steps if trial and not (receipts or decided) else None,
             **{name: getattr(record, name) for name in _FROM_RECORD},
             **self._payload(record.id, record.digest),
         )
