@@ -74,6 +74,7 @@ logger = logging.getLogger("replicast")
 
 LOOK_SECS = 0.5
 IDLE_SECS = 1.0
+SYNC_SECS = 0.02  # until an entry whose fsync nobody waits for is synced, unless the next one brings it along
 STOP_SECS = 5.0
 REMIND_SECS = 0.5
 LONG_SECS = 10.0  # then the other workers are told that this one waits: they may wait for it in a transfer
@@ -131,6 +132,7 @@ class WorkerThreads:
         self._threads: list[threading.Thread] = []
         self._lanes: list[Lane] = []
         self._death: JobFailed | FileDamaged | None = None
+        self.is_death_told = False
 
     def start(self, name: str, target: Callable[[], None]) -> threading.Thread:
         """Starts a thread; `target` must return soon after `stopping` is set."""
@@ -149,6 +151,7 @@ class WorkerThreads:
 
     def check(self) -> None:
         if self._death is not None:
+            self.is_death_told = True
             raise self._death
 
     def stop(self, timeout_secs: float) -> None:
@@ -383,12 +386,17 @@ class Session:
         self._closed = True
         if not self.threads.stopping.is_set():  # what is still in the outbox, somebody may wait for
             self._outbox.flushed().wait(STOP_SECS)
+            if self.journal is not None:
+                self._entries.do(self.journal.sync)
+                self._entries.flushed().wait(STOP_SECS)
         self.threads.stopping.set()
         self._events.put(None)  # wakes the loop up
         self.threads.stop(STOP_SECS)
         self.proposals.end(self.step)
         self.channel.close()
         self.transport.close()
+        if not self.threads.is_death_told:  # as of a disk that has failed at the last sync
+            self.threads.check()
 
     def abandon(self) -> None:
         """Releases shared memory when the process exits, in whatever state it is."""
@@ -578,6 +586,9 @@ class Session:
         if isinstance(event, Note):
             self.channel.send([event])
             return []
+        if callable(event):
+            event()
+            return []
         machine: WorkerMachine | Coordinator | None
         if isinstance(event, tuple):  # a timer of one of the machines
             machine, event = event
@@ -607,11 +618,13 @@ class Session:
             follow += [m.FromWorker(self.rank, message) for message in sent]
         for command in commands:
             if isinstance(command, m.SetTimer):
-                timer = machine, m.TimerFired(command.number)
-                heapq.heappush(self._timers, (time.monotonic() + command.secs, next(self._numbers), timer))
+                self._set_timer(command.secs, (machine, m.TimerFired(command.number)))
             elif not isinstance(command, m.Send | m.Broadcast):
                 self._carry_out(command)
         return follow
+
+    def _set_timer(self, secs: float, event: Any) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + secs, next(self._numbers), event))
 
     def _carry_out(self, command: Any) -> None:
         match command:
@@ -661,11 +674,11 @@ class Session:
 
     def performed(self, number: int, order: Any, value: Any) -> None:
         later = isinstance(order, TakeSnapshot) or callable(value)
+        self._events.put(m.Performed(number, None if later else value, answers=not later))
         if later:
             # Training goes on meanwhile. In the outbox: earlier proposals belong to a checkpoint, and a
             # checkpoint that holds an update comes after the report that it is applied.
             self._outbox.do(lambda: self._events.put(Answer(number, value() if callable(value) else value)))
-        self._events.put(m.Performed(number, None if later else value, answers=not later))
 
     # Worker 0's writes: entries in one lane, and checkpoints, which take longer, in another.
 
@@ -679,19 +692,16 @@ class Session:
                 self._telling.do(lambda: telemetry.tell(entry.sequence))
             self._events.put(m.Written(number, outcome, problem))
 
-        def write_entry() -> None:
-            outcome, problem = _written(journal, entry, update)
-            then(outcome, problem)
-            if outcome is m.WriteOutcome.DURABLE:
-                journal.sync()  # of what nobody waits for
-
         if isinstance(entry, Saved):
             write, problem = self.replica.hooks.write_checkpoint(entry), "The checkpoint cannot be written"
-            # Behind the entries: what it relies on is synced by then.
+            # Behind the entries, and what it relies on is synced by then.
+            self._entries.do(journal.sync)
             self._entries.do(lambda: self._saver.do(lambda: then(write(), problem)))
             return
         update = self._parcels.prepared(entry.id, entry.digest) if isinstance(entry, Payload) else None
-        self._entries.do(write_entry)
+        self._entries.do(lambda: then(*_written(journal, entry, update)))
+        if isinstance(entry, Payload | Receipt):  # An fsync delays whoever writes a file: here, the answer.
+            self._set_timer(SYNC_SECS, lambda: self._entries.do(journal.sync))
 
 
 def _written(journal: Journal, entry: Entry, update: Update | None) -> tuple[m.WriteOutcome, str]:
