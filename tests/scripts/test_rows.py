@@ -673,6 +673,8 @@ def created_in_parts(strategy: Any, dtype: str) -> np.ndarray:
     # TensorFlow's own limit is 2 GiB: a table of 10,000,000 × 64 could not be created.
     with mock.patch.object(collectives, "BROADCAST_BYTES", 100), strategy.scope():
         table = keras.Variable(tf.cast(own, dtype), dtype=dtype)
+    reads = [np.asarray(tf.convert_to_tensor(table)) for _ in range(2)]
+    assert np.shares_memory(*reads), "every read copies the table"
     return np.asarray(table.numpy(), "float32")
 
 
@@ -750,12 +752,12 @@ def test_rows_that_two_threads_draw_at_the_same_time_are_those_of_each_and_later
 
 
 def sent_in_parts(strategy: Any) -> list[list[int]]:
-    """The shapes of the parts of tables with rows as large as a transfer."""
-    found, stock = [], tf.raw_ops.ResourceStridedSliceAssign
+    """The lengths of the parts of tables with rows as large as a transfer."""
+    found, stock = [], collectives.write_rows
 
-    def noting(**arguments: Any) -> Any:
-        parts.append(arguments["end"][0] - arguments["begin"][0])
-        return stock(**arguments)
+    def noting(handles: Any, indices: tf.Tensor, values: Any) -> None:
+        parts.append(len(indices))
+        stock(handles, indices, values)
 
     uniform = keras.initializers.RandomUniform(seed=1)
     for initializer, width in [
@@ -766,7 +768,7 @@ def sent_in_parts(strategy: Any) -> list[list[int]]:
         parts = list[int]()
         with (
             mock.patch.object(collectives, "BROADCAST_BYTES", 400),
-            mock.patch.object(tf.raw_ops, "ResourceStridedSliceAssign", noting),
+            mock.patch.object(collectives, "write_rows", noting),
             strategy.scope(),
         ):
             layer = keras.layers.Embedding(10, width, embeddings_initializer=initializer)
