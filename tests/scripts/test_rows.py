@@ -282,6 +282,8 @@ def adam_in_blocks(
         ("Adam", (ROWS, 8), "float64", "loop", {}),
         ("Adam", (ROWS, 9), "float32", "branch", {"clipnorm": 1.0}),
         ("AdamW", (ROWS, 8), "float32", "", {"weight_decay": 0.01, "use_ema": True}),
+        ("Adam", (ROWS, 8), "float32", "", {"beta_1": 0.0, "beta_2": 1.0}),
+        ("Adam", (ROWS, 2), "float32", "", {"beta_1": 0.0, "beta_2": 0.0}),
         ("Adam", (ROWS, 2), "float32", "", {}),
         ("Adam", (ROWS,), "float32", "", {}),
     ],
