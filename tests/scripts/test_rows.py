@@ -24,7 +24,13 @@ from replicast.training import Source, TensorFlowState, collectives, rows
 from replicast.update.audit_report import SLICE_BYTES
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
-from tests.scripts.compare import assert_close, assert_same_as_plain_keras, in_plain_keras_and_on, weights
+from tests.scripts.compare import (
+    PlainKeras,
+    assert_close,
+    assert_same_as_plain_keras,
+    in_plain_keras_and_on,
+    weights,
+)
 from tests.workers.test_updates import quietly
 
 ROWS, IDS, WIDTH = 50, 6, 4
@@ -214,6 +220,86 @@ def test_an_optimizer_on_a_table_has_the_numbers_of_plain_keras_and_on_one_worke
     assert_close(results[0], expected, rtol=1e-4, atol=1e-6)
     if case in ALSO_ON_ONE:
         assert_equal_on_all([expected["weights"], pool1.run(fitted, *OPTIONS[case])[0]["weights"]])
+
+
+BLOCK_ROWS = 16
+BORDERS = [0, BLOCK_ROWS - 1, BLOCK_ROWS, 2 * BLOCK_ROWS, 3 * BLOCK_ROWS - 1, ROWS - 1]
+TOUCHED = [BORDERS, [7, 7, 16, 7, 49, 16], [], [3], list(range(ROWS)), [48, 49]]
+"""The rows of each step: at the borders of blocks, repeated, none, one, all, after the last whole block."""
+
+
+def adam_in_blocks(
+    strategy: Any, name: str, shape: tuple[int, ...], dtype: str, how: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Trains a table by Adam, and tells which operations use it, and whether all was written in place."""
+    random, run = np.random.default_rng(1), getattr(strategy, "run", lambda fn, args: fn(*args))
+    with strategy.scope():
+        table = keras.Variable(random.normal(size=shape), dtype=dtype)
+        optimizer = optimizer_of(name, **options)
+        optimizer.build([table])
+    graphs = []
+
+    def step(ids: tf.Tensor, values: tf.Tensor) -> None:
+        def update() -> bool:
+            graphs.append(tf.compat.v1.get_default_graph())
+            optimizer.apply([tf.IndexedSlices(values, ids, shape)], [table])
+            return True
+
+        if how == "loop":
+            tf.while_loop(lambda i: i < 2, lambda i: i + tf.cast(update(), tf.int32), [tf.constant(0)])
+        elif how == "branch":
+            tf.cond(tf.size(ids) < 2, lambda: False, update)
+        else:
+            update()
+
+    def addresses() -> list[int]:
+        every = [table, *optimizer._momentums, *optimizer._velocities]
+        return [np.asarray(tf.convert_to_tensor(one)).ctypes.data for one in every]
+
+    specs = [tf.TensorSpec([None], tf.int32), tf.TensorSpec([None, *shape[1:]], dtype)]
+    traced = tf.function(lambda ids, values: run(step, args=(ids, values)), input_signature=specs)
+    row_bytes, places = int(np.prod(shape[1:])) * tf.as_dtype(dtype).size, []
+    with mock.patch.object(rows, "BLOCK_BYTES", BLOCK_ROWS * row_bytes):
+        for ids in TOUCHED:
+            values = random.normal(size=(len(ids), *shape[1:]))
+            traced(tf.constant(ids, tf.int32), tf.constant(values, dtype))
+            places.append(addresses())
+    if not isinstance(strategy, PlainKeras):
+        has_blocks = "While" in uses_of(graphs[-1], table)
+        assert has_blocks == (row_bytes >= 32)
+        # A copy would be another buffer, until the next one; the initial value may be in use elsewhere.
+        assert not has_blocks or all(place == places[0] for place in places), places
+    return {"values": [np.asarray(v.numpy(), "float64") for v in (table, *optimizer.variables)]}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "how", "options"),
+    [
+        ("Adam", (ROWS, 8), "float32", "", {}),
+        ("Adam", (ROWS, 5, 3), "float32", "", {}),
+        ("Adam", (ROWS, 33), "bfloat16", "", {}),
+        ("Adam", (ROWS, 16), "float16", "", {"epsilon": 1e-3}),
+        ("Adam", (ROWS, 8), "float64", "loop", {}),
+        ("Adam", (ROWS, 9), "float32", "branch", {"clipnorm": 1.0}),
+        ("AdamW", (ROWS, 8), "float32", "", {"weight_decay": 0.01, "use_ema": True}),
+        ("Adam", (ROWS, 8), "float32", "", {"beta_1": 0.0, "beta_2": 1.0}),
+        ("Adam", (ROWS, 2), "float32", "", {"beta_1": 0.0, "beta_2": 0.0}),
+        ("Adam", (ROWS, 2), "float32", "", {}),
+        ("Adam", (ROWS,), "float32", "", {}),
+    ],
+)
+def test_adam_in_blocks_has_the_bits_of_plain_keras_and_copies_no_table(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    how: str,
+    options: dict[str, Any],
+    pool1: Pool,
+    plain: Pool,
+) -> None:
+    arguments = name, shape, dtype, how, options
+    expected, results = in_plain_keras_and_on(pool1, plain, adam_in_blocks, *arguments)
+    assert_equal_on_all([expected, *results])
 
 
 def touched_and_others(strategy: Any, name: str) -> dict[str, Any]:
@@ -673,6 +759,8 @@ def created_in_parts(strategy: Any, dtype: str) -> np.ndarray:
     # TensorFlow's own limit is 2 GiB: a table of 10,000,000 × 64 could not be created.
     with mock.patch.object(collectives, "BROADCAST_BYTES", 100), strategy.scope():
         table = keras.Variable(tf.cast(own, dtype), dtype=dtype)
+    reads = [np.asarray(tf.convert_to_tensor(table)) for _ in range(2)]
+    assert np.shares_memory(*reads), "every read copies the table"
     return np.asarray(table.numpy(), "float32")
 
 
@@ -750,12 +838,12 @@ def test_rows_that_two_threads_draw_at_the_same_time_are_those_of_each_and_later
 
 
 def sent_in_parts(strategy: Any) -> list[list[int]]:
-    """The shapes of the parts of tables with rows as large as a transfer."""
-    found, stock = [], tf.raw_ops.ResourceStridedSliceAssign
+    """The lengths of the parts of tables with rows as large as a transfer."""
+    found, stock = [], collectives.write_rows
 
-    def noting(**arguments: Any) -> Any:
-        parts.append(arguments["end"][0] - arguments["begin"][0])
-        return stock(**arguments)
+    def noting(handles: Any, indices: tf.Tensor, values: Any) -> None:
+        parts.append(len(indices))
+        stock(handles, indices, values)
 
     uniform = keras.initializers.RandomUniform(seed=1)
     for initializer, width in [
@@ -766,7 +854,7 @@ def sent_in_parts(strategy: Any) -> list[list[int]]:
         parts = list[int]()
         with (
             mock.patch.object(collectives, "BROADCAST_BYTES", 400),
-            mock.patch.object(tf.raw_ops, "ResourceStridedSliceAssign", noting),
+            mock.patch.object(collectives, "write_rows", noting),
             strategy.scope(),
         ):
             layer = keras.layers.Embedding(10, width, embeddings_initializer=initializer)

@@ -152,7 +152,7 @@ training/rows.py
   keras.Variable._initialize_with_initializer(self, initializer):
       makes TensorFlow's variable behind one of Keras, where its initial value is to be drawn
   tensorflow.python.ops.control_flow_util.GraphOrParentsInXlaContext(graph):
-      whether XLA compiles what is traced: it lacks an operation with which we compute Adam's moments
+      whether XLA compiles what is traced: it lacks an operation with which we compute Adam
   <random>.stateless_random_uniform_v2(shape, key, counter, alg, dtype, name):
       draws from a counter, as a part of what Keras draws
   <random>.stateless_random_normal_v2(shape, key, counter, alg, dtype, name):

@@ -46,7 +46,7 @@ from replicast.training.keras_call import (
     replaced,
 )
 from replicast.training.rows import SUMMED_AS, InitialRows, UndecidedSlices, once_for_each_row, once_if_summed
-from replicast.training.variables import creator_in_scope, replicated, sharing_seed_generator
+from replicast.training.variables import creator_in_scope, replicated, sharing_seed_generator, write_rows
 
 logger = logging.getLogger("replicast")
 
@@ -297,15 +297,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
                     drawn = is_first and by_rows
                     own = given.rows(part) if drawn else tf.zeros([part.stop - part.start, *rest], kind)
                     received = broadcast(own)
-                    for component in variable.values:
-                        # `component[part].assign` would read the variable first, and so copy it.
-                        tf.raw_ops.ResourceStridedSliceAssign(
-                            ref=component.handle,
-                            begin=[part.start],
-                            end=[part.stop],
-                            strides=[1],
-                            value=received,
-                        )
+                    # `component[part].assign` would read the variable first, and so copy it.
+                    write_rows([variable.values[0].handle], tf.range(part.start, part.stop), [received])
 
             if is_first and not by_rows:
                 for part in parts:
@@ -401,18 +394,15 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
                 "with strategy.run() in a tf.function and divide the loss by the global batch size."
             )
         self._warned = True
-        means: list[Any] = []
-        for gradient in gradients:
-            mean = None
-            if gradient is not None:
-                carried = tf.cast(gradient, CARRIERS.get(gradient.dtype, gradient.dtype))
-                with self._container_strategy().scope():
-                    mean = self.reduce_to(tf.distribute.ReduceOp.MEAN, carried, self.worker_devices[0])
-                if isinstance(mean, tf.IndexedSlices):
-                    mean = _one_list_if_equal(mean, self._num_workers)
-                mean = tf.cast(mean, gradient.dtype)
-            means.append(mean)
-        return means
+
+        def mean_of(gradient: Any) -> Any:
+            carried = tf.cast(gradient, CARRIERS.get(gradient.dtype, gradient.dtype))
+            with self._container_strategy().scope():
+                mean = self.reduce_to(tf.distribute.ReduceOp.MEAN, carried, self.worker_devices[0])
+            is_sparse = isinstance(mean, tf.IndexedSlices)
+            return tf.cast(_one_list_if_equal(mean, self._num_workers) if is_sparse else mean, gradient.dtype)
+
+        return [None if gradient is None else mean_of(gradient) for gradient in gradients]
 
 
 class Transfer:
@@ -557,10 +547,8 @@ def sum_over_workers(
     def joined(wholes: list[Any]) -> Any:
         if len(wholes) == 1:
             return wholes[0]
-        values, indices = (
-            tf.concat([getattr(one, name) for one in wholes], 0) for name in ("values", "indices")
-        )
-        return tf.IndexedSlices(values, indices, wholes[0].dense_shape)
+        values, indices = [one.values for one in wholes], [one.indices for one in wholes]
+        return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), wholes[0].dense_shape)
 
     return [joined([whole(kind, part, next(received)) for kind, part in value]) for value in parts]
 
@@ -596,9 +584,8 @@ def _one_list_if_equal(
     length = tf.shape(slices.indices)[0] // workers
 
     def lists(parts: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(
-            parts[: workers * length], tf.concat([[workers, length], tf.shape(parts)[1:]], axis=0)
-        )
+        shape = tf.concat([[workers, length], tf.shape(parts)[1:]], axis=0)
+        return tf.reshape(parts[: workers * length], shape)
 
     table = lists(slices.indices)
     equal = (workers * length == tf.shape(slices.indices)[0]) & tf.reduce_all(table == table[0])

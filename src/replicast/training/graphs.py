@@ -156,9 +156,7 @@ class CommonTensors:
 
 def is_of_some_rows(target: Any) -> bool:
     """Whether a loss comes from a part of the rows only: of one row, or of a few, in a loop of Python."""
-    found = list(
-        upstream(tensors_in([target]), lambda one: one.op.type in _SHAPES or _takes_some_rows(one.op))
-    )
+    found = list(upstream(tensors_in([target]), lambda t: t.op.type in _SHAPES or _takes_some_rows(t.op)))
     return any(_takes_some_rows(tensor.op) for tensor in found) and not any(map(_may_differ, found))
 
 

@@ -273,9 +273,8 @@ class KerasStep:
 
         Its mean over the workers is right for a running mean, and for nothing else.
         """
-        layers = [
-            one for one in self._model._flatten_layers() if isinstance(one, keras.layers.BatchNormalization)
-        ]
+        kind = keras.layers.BatchNormalization
+        layers = [one for one in self._model._flatten_layers() if isinstance(one, kind)]
         statistics = [v for layer in layers for v in layer.non_trainable_variables]
         running = {id(v) for v in statistics if v.name in ("moving_mean", "moving_variance")}
         unknown = [(v, mean) for v, mean in zip(variables, means, strict=True) if id(v) not in running]

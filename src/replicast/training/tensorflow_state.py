@@ -416,9 +416,7 @@ class TensorFlowState(State):
         self.devices = tuple(one.device.rpartition("device:")[2] for one in longest if len(longest) > 1)
         # Of which each replica keeps its own value, because the variable says so.
         on_read = tf.VariableSynchronization.ON_READ
-        self.local = frozenset(
-            one.name for one in named if tf_variable(one.variable).synchronization == on_read
-        )
+        self.local = frozenset(v.name for v in named if tf_variable(v.variable).synchronization == on_read)
         # By replica, then by name.
         self._handles = [
             {
@@ -432,9 +430,8 @@ class TensorFlowState(State):
             name: begun_digest(np.dtype(each[0].dtype.as_numpy_dtype), each[0].shape)
             for name, each in self._components.items()
         }
-        self._on_accelerator = any(
-            "CPU" not in one.device for each in self._components.values() for one in each
-        )
+        every = [one for each in self._components.values() for one in each]
+        self._on_accelerator = any("CPU" not in one.device for one in every)
 
     def apply(self, edits: Sequence[Edit]) -> None:
         for edit in edits:
@@ -536,13 +533,11 @@ class TensorFlowState(State):
     def read(self, names: Iterable[str], devices: Sequence[str] = ()) -> Arrays:
         # Other threads may call this while a step runs: TensorFlow reads a variable under its lock, and the
         # result is its value between two assignments, because the next assignment uses other memory. Only if
-        # an optimizer changes single rows (sparse gradients) may some rows be a step older than others.
+        # an optimizer writes rows of a table (sparse gradients) may some rows be a step older than others.
         if not devices:
             return {name: np.array(as_array(self._joint(name))) for name in names}
         places = [self.devices.index(device) for device in devices]
-        return {
-            name: np.array(as_array(self._value(name, at))) for name, at in zip(names, places, strict=True)
-        }
+        return {key: np.array(as_array(self._value(key, at))) for key, at in zip(names, places, strict=True)}
 
     def read_rows(self, name: str, indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         return np.array(as_array(self._rows(name, indices)))

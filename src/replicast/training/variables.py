@@ -373,6 +373,13 @@ def move(strategy: tf.distribute.Strategy, variables: Iterable[keras.Variable]) 
                 variable._initialize(value)
 
 
+def write_rows(handles: Iterable[Any], indices: tf.Tensor, rows: Iterable[tf.Tensor]) -> None:
+    """Writes the same rows of some variables in place, which are not copied by every read from then on."""
+    for handle, values in zip(handles, rows, strict=True):
+        tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=indices, updates=values)
+        tf.raw_ops.DisableCopyOnRead(resource=handle)
+
+
 def is_distributed(variable: keras.Variable) -> bool:
     return isinstance(variable.value, tf.distribute.DistributedValues)
 

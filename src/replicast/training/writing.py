@@ -228,10 +228,8 @@ def _written_once(write: Callable[..., Any], *, whole: bool) -> Callable[..., An
         if _writing is None or not isinstance(path, str | os.PathLike):  # Keras also writes to open files
             return write(*args, **kwargs)
         is_sharded = bound.arguments.get("max_shard_size") is not None
-        is_one_file = (
-            str(path).endswith((".keras", ".h5", ".hdf5")) and not is_sharded and "://" not in str(path)
-        )
-        if not whole or not is_one_file or not Path(path).absolute().parent.is_dir():
+        is_one_file = str(path).endswith((".keras", ".h5", ".hdf5")) and "://" not in str(path)
+        if not whole or is_sharded or not is_one_file or not Path(path).absolute().parent.is_dir():
             return _writing.once(path, functools.partial(write, *args, **kwargs))
         place = Path(path).resolve()  # a link stays a link
         # Keras looks at the suffix. What a crash leaves behind is replaced by the next save of this worker.
