@@ -101,12 +101,9 @@ class FaultPlan:
                     break
                 line = json.dumps({**fault.to_json(), "pid": os.getpid(), "time": time.time()}) + "\n"
                 access = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-                descriptor = os.open(self._run_dir / FIRED, access, 0o666)
-                try:
-                    os.write(descriptor, line.encode())
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                with os.fdopen(os.open(self._run_dir / FIRED, access, 0o666), "wb", buffering=0) as file:
+                    file.write(line.encode())
+                    os.fsync(file.fileno())
         for fault in due:  # outside of the lock: a process that is stopped may be continued
             if fault.action is Action.RAISE:
                 raise FaultInjected(

@@ -216,13 +216,10 @@ class Lifetime:
         next_turn = f"turn/{self.turns + 1}/{worker}"
         return self._get(next_turn) is not None or self.has_left(worker)
 
-    def before_leaving(self, act: Callable[[], None]) -> None:
-        """Registers a function for the end of the script, unless the job failed; last in, first out."""
+    def before_leaving(self, act: Callable[[], None], always: Callable[[], None]) -> None:
+        """As `before_leaving` of a `StrategyJob`: last in, first out."""
         self._before_leaving.insert(0, act)
-
-    def at_exit(self, act: Callable[[], None]) -> None:
-        """As `before_leaving`, in any case and after those. It must not wait for another worker."""
-        self._at_exit.insert(0, act)
+        self._at_exit.insert(0, always)
 
     def check(self) -> None:
         """Raises `JobFailed` if the job has failed; call it while waiting for another worker."""

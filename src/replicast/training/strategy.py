@@ -137,8 +137,7 @@ class StrategyJob:
         `act` may wait for the other workers, `always` must not.
         """
         if self._size > 1:
-            self.lifetime.before_leaving(act)
-            self.lifetime.at_exit(always)
+            self.lifetime.before_leaving(act, always)
         else:
             atexit.register(always)
             atexit.register(act)  # the last one registered is the first one called
