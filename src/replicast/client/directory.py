@@ -31,7 +31,7 @@ from replicast import errors
 from replicast.client.metrics import Metrics, MetricsFile
 from replicast.client.run import Brief, CheckpointView, Overview, Pulled, Pushed, Run, Start, ranges_of, ticks
 from replicast.codec import parse_integer
-from replicast.core.entries import Stage
+from replicast.core.entries import Receipt, Stage
 from replicast.errors import FileDamaged, NoAnswer, NotFound, RequestRefused, UpdateRefused
 from replicast.files import RunDir, RunPath, below, read_json
 from replicast.launcher.screen import as_shown, without_colours
@@ -308,15 +308,12 @@ class DirectoryRun(Run):
 
     def _listed(self, views: Sequence[UpdateView]) -> tuple[UpdateView, ...]:
         """As they are told in a list: only `show` has the histograms, which are most of a long answer."""
-        found = []
-        for view in views:
-            receipts = list(view.receipts)
-            for place, receipt in enumerate(receipts):
-                if receipt.effects:
-                    plain = (structs.replace(one, histogram=msgspec.UNSET) for one in receipt.effects)
-                    receipts[place] = structs.replace(receipt, effects=tuple(plain))
-            found.append(structs.replace(view, receipts=tuple(receipts)))
-        return tuple(found)
+
+        def plain(receipt: Receipt) -> Receipt:
+            effects = tuple(structs.replace(one, histogram=msgspec.UNSET) for one in receipt.effects or ())
+            return structs.replace(receipt, effects=effects) if effects else receipt
+
+        return tuple(structs.replace(view, receipts=tuple(map(plain, view.receipts))) for view in views)
 
     def _find(self, which: str | int) -> UpdateView:
         """The update that a person means: by its number, by its id, or by the beginning of its id.
@@ -558,7 +555,7 @@ class DirectoryRun(Run):
         if wanted == ():
             raise NotFound("No rows were named.")
         if (seen := see(self.path)).running:
-            answer, values = self._ask("pull", timeout, variable=variable, rows=ranges)
+            answer, values = self._ask("pull", timeout, variable=variable, rows=ranges, name=variable.name)
             if values is None:
                 raise NoAnswer("The job has answered without values.")
             with _answer_is_read():
@@ -582,10 +579,9 @@ class DirectoryRun(Run):
         timeout_secs: float,
         author: str = "",
         *,
-        name: str = "",
         variable: Variable | None = None,
         rows: Rows = (),
-        note: str = "",
+        **named: str,
     ) -> tuple[InboxAnswer, Array | None]:
         """Asks the job for something and waits for its answer, at most `timeout_secs`; a pull has values."""
         seen, read_at, what = see(self.path), monotonic(), inbox.WHAT[kind]
@@ -593,8 +589,7 @@ class DirectoryRun(Run):
             raise NoAnswer(
                 f"The job is not running: {seen.state.sentence}. Only a running job can be asked for {what}."
             )
-        named = {"author": author or this_user(), "name": name if variable is None else variable.name}
-        named["note"] = note
+        named["author"] = author or this_user()
         try:
             id_ = inbox.ask(self.path, kind, timeout_secs=timeout_secs, now=seen.now, rows=rows, **named).id
         except OSError as error:
