@@ -29,6 +29,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -439,23 +440,17 @@ _MEAN = keras.metrics.Mean.update_state
 _WRAPPER = keras.metrics.MeanMetricWrapper.update_state
 
 
+@dataclass(eq=False, repr=False)
 class StepMetrics:
-    def __init__(
-        self,
-        model: keras.Model,
-        data: Any,
-        extended: ReplicatedExtended,
-        weight: tf.Tensor,
-        *,
-        sums_its_loss: bool,
-    ) -> None:
-        self._model = model
-        self._sums_its_loss = sums_its_loss
-        self._data = data
-        self._rows = rows_of(data)
-        self._extended = extended
-        self._weight = weight
-        self.variables = list(model.metrics_variables)
+    model: keras.Model
+    data: Any
+    extended: ReplicatedExtended
+    weight: tf.Tensor
+    sums_its_loss: bool
+
+    def __post_init__(self) -> None:
+        self._rows = rows_of(self.data)
+        self.variables = list(self.model.metrics_variables)
         # The value of each before the step, and the total of the job then: zeros if it is in parts, which the
         # step sums too.
         self._before: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
@@ -473,7 +468,7 @@ class StepMetrics:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, it is decided how each metric is updated, and recorded what each returns as its result."""
-        metrics = {id(metric): metric for metric in self._model.metrics}.values()
+        metrics = {id(metric): metric for metric in self.model.metrics}.values()
         parts = [part for m in metrics for part in (m.metrics if isinstance(m, CompileMetrics) else [m])]
         with contextlib.ExitStack() as stack:
             for metric in metrics:
@@ -492,19 +487,19 @@ class StepMetrics:
 
     def add_states(self, written: list[keras.Variable], transfer: Transfer) -> Callable[[], None]:
         """Adds the states after the step to a transfer; returns a function that assigns those of the job."""
-        rows, whole_first = self._rows, first_input_is_whole(self._data)
+        rows, whole_first = self._rows, first_input_is_whole(self.data)
         is_first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
         of_all_rows = {id(v) for metric in self._whole.values() for v in metric.variables}
         means = (metric for key, metric in self._scalar.items() if key not in self._summed)
         of_scalars = {id(v) for metric in means for v in metric.variables}
         # Keras weights the loss in its logs by the first array of x, which may not be rows. Private: there is
         # no other way to the metrics in which it keeps the loss, and with several outputs that of each.
-        tracker = getattr(self._model, "_loss_tracker", None)
+        tracker = getattr(self.model, "_loss_tracker", None)
         tracked = set() if tracker is None or whole_first is None else {id(v) for v in tracker.variables}
         flags = transfer.add([tf.cast(whole_first & (rows > 0), tf.int32)] if tracked else [])
-        compiled = getattr(self._model, "_compile_loss", None)
+        compiled = getattr(self.model, "_compile_loss", None)
         losses = [one for one in (tracker, *(compiled.metrics if compiled else ())) if one is not None]
-        sums = {id(metric.total): metric for metric in losses} if self._sums_its_loss else {}
+        sums = {id(metric.total): metric for metric in losses} if self.sums_its_loss else {}
 
         def state_of(variable: keras.Variable) -> Callable[[], tf.Tensor]:
             before, total = self._before[id(variable)]
@@ -627,8 +622,8 @@ class StepMetrics:
         parts = [_parts(metric, leaf) for leaf in needed.values()]
         rows = [only_real(part, self._rows) for leaf in parts for part in leaf if part.shape.rank != 0]
         scalars = [part for leaf in parts for part in leaf if part.shape.rank == 0]
-        joined = iter(self._extended.gather_rows(rows) if rows else ())
-        means = iter(self._extended.sums(scalars, [True] * len(scalars), self._weight) if scalars else ())
+        joined = iter(self.extended.gather_rows(rows) if rows else ())
+        means = iter(self.extended.sums(scalars, [True] * len(scalars), self.weight) if scalars else ())
         for (key, leaf), own in zip(needed.items(), parts, strict=True):
             received = [next(means if part.shape.rank == 0 else joined) for part in own]
             whole = received[0]
