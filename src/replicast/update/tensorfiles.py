@@ -182,36 +182,33 @@ def read_tensor_bytes(
     other_formats: bool = False,
     check: Callable[[TensorFile], object] = lambda _outline: None,
 ) -> memoryview:
-    def check_first(descriptor: int, nbytes: int) -> None:
+    with _opened(path) as (descriptor, nbytes):
+        _check_total(path, nbytes, MAX_BYTES if max_bytes is None else max_bytes)
         if not holes:
             _check_holes(path, descriptor, nbytes)
-        if other_formats and os.pread(descriptor, 8, 0).startswith(tuple(_OTHER_FORMATS)):
-            return
-        check(_outline(path.name, max_tensors, descriptor, nbytes))
-
-    return read_bytes(path, max_bytes=max_bytes, check=check_first)
+        if not (other_formats and os.pread(descriptor, 8, 0).startswith(tuple(_OTHER_FORMATS))):
+            check(_outline(path.name, max_tensors, descriptor, nbytes))
+        return _read(path, descriptor, nbytes)
 
 
-def outline_of(path: RunPath, *, max_tensors: int = MAX_TENSORS, max_bytes: int | None = None) -> TensorFile:
+def outline_of(path: RunPath, *, max_bytes: int | None = None) -> TensorFile:
     """The metadata and the tensors of a safetensors file in outline, from its header. Links are refused."""
     with _opened(path) as (descriptor, nbytes):
         _check_holes(path, descriptor, nbytes)
-        return _outline(path.name, max_tensors, descriptor, nbytes, max_bytes)
+        return _outline(path.name, MAX_TENSORS, descriptor, nbytes, max_bytes)
 
 
-def read_bytes(
-    path: RunPath | Path,
-    *,
-    max_bytes: int | None = None,
-    check: Callable[[int, int], None] = lambda _descriptor, _nbytes: None,
-) -> memoryview:
-    """Reads a file into memory that numpy can use in place."""
+def read_bytes(path: RunPath | Path, *, max_bytes: int) -> memoryview:
     with _opened(path) as (descriptor, nbytes):
-        _check_total(path, nbytes, MAX_BYTES if max_bytes is None else max_bytes)
-        check(descriptor, nbytes)
-        content, read = np.empty(nbytes, np.uint8).data, 0
-        while read < nbytes and (count := os.readv(descriptor, [content[read:]])):
-            read += count
+        _check_total(path, nbytes, max_bytes)
+        return _read(path, descriptor, nbytes)
+
+
+def _read(path: RunPath | Path, descriptor: int, nbytes: int) -> memoryview:
+    """Reads a file into memory that numpy can use in place."""
+    content, read = np.empty(nbytes, np.uint8).data, 0
+    while read < nbytes and (count := os.readv(descriptor, [content[read:]])):
+        read += count
     if read != nbytes:
         verdict, expected, received = "became shorter while it was read", f"{nbytes} bytes", f"{read} bytes"
         remedy = "Write it under another name and rename it when it is complete"
