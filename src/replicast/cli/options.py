@@ -84,42 +84,28 @@ def _table(text: str) -> dict[str, str]:
 
 _FILE = Parsed("file", _file)
 _NAMES = [*(name[2:].replace("-", "_") for name in _FROM_FILES), "adapter", "scale", "set"]
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+_MODULES = "The variables of an adapter's modules: JSON, or a pattern as layers.{n}.q=block_{n}/q/kernel."
+
+
+def _option(name: str, text: str, **more: Any) -> click.Option:
+    return click.Option([name], help=text, **more)
+
+
 _EDIT_OPTIONS = [
-    *(
-        click.Option([name], type=_FILE, multiple=True, metavar="FILE", help=text)
-        for name, text in _FROM_FILES.items()
+    *(_option(*named, type=_FILE, multiple=True, metavar="FILE") for named in _FROM_FILES.items()),
+    _option("--adapter", "Add a LoRA adapter as PEFT saves it.", type=_FOLDER, multiple=True, metavar="DIR"),
+    _option("--names", _MODULES, type=Parsed("names", _table), multiple=True, metavar="FILE|MODULE=NAME"),
+    _option("--weight", "For --blend: 1 assigns.", type=float, metavar="W"),
+    _option("--scale", "Multiply variables by one number each.", multiple=True, metavar="FILE|NAME=FACTOR"),
+    _option(
+        "--set", "Assign a number to a scalar, as the learning rate.", multiple=True, metavar="NAME=NUMBER"
     ),
-    click.Option(
-        ["--adapter"],
-        type=click.Path(exists=True, file_okay=False, path_type=Path),
-        multiple=True,
-        metavar="DIR",
-        help="Add a LoRA adapter as PEFT saves it.",
-    ),
-    click.Option(
-        ["--names"],
-        type=Parsed("names", _table),
-        multiple=True,
-        metavar="FILE|MODULE=NAME",
-        help="The variables of an adapter's modules: JSON, or a pattern as layers.{n}.q=block_{n}/q/kernel.",
-    ),
-    click.Option(["--weight"], type=float, metavar="W", help="For --blend: 1 assigns."),
-    click.Option(
-        ["--scale"], multiple=True, metavar="FILE|NAME=FACTOR", help="Multiply variables by one number each."
-    ),
-    click.Option(
-        ["--set"],
-        multiple=True,
-        metavar="NAME=NUMBER",
-        help="Assign a number to a scalar, as the learning rate.",
-    ),
-    click.Option(
-        ["--reset-slots"], is_flag=True, help="Also reset the optimizer's moments of these variables."
-    ),
-    click.Option(["--allow-nonfinite"], is_flag=True, help="Accept NaN and infinity."),
-    click.Option(["--dry-run"], is_flag=True, help="Only check it, and show what it would do."),
-    click.Option(["--note"], metavar="TEXT", help="Why. Readers of the journal see it."),
-    click.Option(["--author"], metavar="TEXT", help="Who. [default: user@host]"),
+    _option("--reset-slots", "Also reset the optimizer's moments of these variables.", is_flag=True),
+    _option("--allow-nonfinite", "Accept NaN and infinity.", is_flag=True),
+    _option("--dry-run", "Only check it, and show what it would do.", is_flag=True),
+    _option("--note", "Why. Readers of the journal see it.", metavar="TEXT"),
+    _option("--author", "Who. [default: user@host]", metavar="TEXT"),
 ]
 
 

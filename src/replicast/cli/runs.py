@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import RenderableType, group
@@ -368,8 +367,13 @@ def _overview(seen: Overview) -> Iterator[RenderableType]:
     under_way = [one for one in seen.operations if one["stage"] != Stage.SCHEDULED]
     if under_way:
         yield _title("under way")
-        rows = (_operation_cells(one) for one in under_way)
-        yield texts.make_table("what", "=stage", ">step", "waits for", "who", rows=rows)
+        table = texts.make_table("what", "=stage", ">step", "waits for", "who")
+        for said in under_way:
+            one = {name: one_line("" if value is None else value) for name, value in said.items()}
+            who = ": ".join(one[name] for name in ("author", "note") if one[name])
+            what = f"{one['kind']} {texts.short_id(one['id'])}".strip()
+            table.add_row(what, one["stage"], one["step"], one["waits_for"], Text(who, style="dim"))
+        yield table
     if seen.updates:
         yield _title(f"last {texts.counted(len(seen.updates), 'update')}")
         yield texts.updates_table(seen.updates)
@@ -406,13 +410,6 @@ def _worker_cells(rank: int, note: WorkerNote | None, seen: Overview) -> tuple[s
             since = age(seen.time - slow.since)
             last.append(f"\nslow for {since}: needs {own} per step, the others {others}", style="yellow")
     return str(rank), str(note.pid), one_line(note.host), str(note.step), str(note.attempt), last
-
-
-def _operation_cells(said: Mapping[str, Any]) -> tuple[str | Text, ...]:
-    one = {name: one_line("" if value is None else value) for name, value in said.items()}
-    who = ": ".join(one[name] for name in ("author", "note") if one[name])
-    what = f"{one['kind']} {texts.short_id(one['id'])}".strip()
-    return what, one["stage"], one["step"], one["waits_for"], Text(who, style="dim")
 
 
 def _facts(view: UpdateView) -> Iterator[tuple[str, str | Text]]:
