@@ -221,6 +221,9 @@ class Lifetime:
         self._before_leaving.insert(0, act)
         self._at_exit.insert(0, always)
 
+    def exchange(self, name: str) -> DirectExchange:
+        return DirectExchange(self.coordination, name, self.rank, self.size, self.has_left)
+
     def check(self) -> None:
         """Raises `JobFailed` if the job has failed; call it while waiting for another worker."""
         if self.failure is not None:

@@ -107,7 +107,7 @@ class JoinedWorker:
             # Before the others hear from this worker: until then none of them writes.
             with contextlib.suppress(OSError):  # If the disk has a problem, the first write reports it.
                 clean_run(run_dir)
-        exchange = DirectExchange(job.coordination, name, rank, size, job.lifetime.has_left)
+        exchange = job.lifetime.exchange(name)
         exchange.require_same(
             "schema",
             self.state.schema.digest(),

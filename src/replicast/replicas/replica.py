@@ -133,9 +133,7 @@ class Parcels:
                 doubtful.add(place)
 
         update = Update.from_content(id_, self.transport.receive(parcel, timeout_secs, inspect))
-        first = [0]
-        for edit in update.edits:
-            first.append(first[-1] + len(edit.arrays))
+        first = [0, *itertools.accumulate(len(edit.arrays) for edit in update.edits)]
 
         def look_at(place: int) -> bool:  # only doubtful edits are checked again, to name the value
             return not doubtful.isdisjoint(range(first[place], first[place + 1]))

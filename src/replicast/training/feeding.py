@@ -40,7 +40,6 @@ from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset
 # Private: whether the user has set a global seed, and whether it was set again: `tf.random` does not tell.
 from tensorflow.python.eager import context
 
-from replicast.coordination import DirectExchange
 from replicast.errors import NotSupported
 from replicast.training.keras_call import KerasCall, only_looks_at_shapes
 
@@ -332,13 +331,7 @@ class DataComparison:
         self._strategy = strategy
         self._meet = strategy.lifetime.meet if strategy.size > 1 else lambda message: {0: message}
         self._warn = warn
-        self._direct = DirectExchange(
-            strategy.coordination,
-            strategy.next_name("first-batch"),
-            strategy.rank,
-            strategy.size,
-            strategy.lifetime.has_left,
-        )
+        self._direct = strategy.lifetime.exchange(strategy.next_name("first-batch"))
         self._compared = False
         self.seed: Sequence[int] = own.seed
 
