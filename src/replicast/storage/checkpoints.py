@@ -55,7 +55,7 @@ from replicast.storage.claims import (
     named_checkpoints,
 )
 from replicast.update.digest import begun_digest, digest_of_digests, distance
-from replicast.update.edits import Array, Edit, Variable, apply_to_slice, by_variable, slices_of
+from replicast.update.edits import Array, Edit, Variable, apply_to_slice, by_variable, grouped, slices_of
 from replicast.update.schema import Schema, planned
 from replicast.update.tensorfiles import header_of
 from replicast.update.update import Update
@@ -598,11 +598,8 @@ class CheckpointStore:
     def _counting(self) -> dict[int, list[RunPath]]:
         """The directories of the checkpoints that count, by step; those of one step with the newest last."""
         claim = last_claim(self._run_dir)
-        counting: dict[int, list[RunPath]] = {}
-        for (step, _, _), path in named_checkpoints(self._run_dir):
-            if claim is None or claim.counts(path.name):
-                counting.setdefault(step, []).append(path)
-        return counting
+        named = named_checkpoints(self._run_dir)
+        return grouped((parts[0], path) for parts, path in named if claim is None or claim.counts(path.name))
 
     def _new(self, step: int) -> RunPath:
         own = [parts[2] for parts, _ in named_checkpoints(self._run_dir) if parts[:2] == (step, self._group)]

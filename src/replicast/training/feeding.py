@@ -42,6 +42,7 @@ from tensorflow.python.eager import context
 
 from replicast.errors import NotSupported
 from replicast.training.keras_call import KerasCall, only_looks_at_shapes
+from replicast.update.edits import grouped
 
 logger = logging.getLogger("replicast")
 
@@ -424,10 +425,7 @@ def sampled(
         ]
 
         def report_leaves(*values: np.ndarray[Any, Any]) -> np.int64:
-            parts: dict[str, list[np.ndarray[Any, Any]]] = {}
-            for (name, _), value in zip(leaves, values, strict=True):
-                parts.setdefault(name, []).append(value)
-            report(parts)
+            report(grouped((name, value) for (name, _), value in zip(leaves, values, strict=True)))
             return np.int64(0)
 
         tf.cond(

@@ -26,7 +26,7 @@ from msgspec import Meta, Struct
 from replicast.codec import parse_json
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import RunPath, open_plain
-from replicast.update.edits import BFLOAT16, DTYPES, MAX_DIMENSIONS, Array, Edit, EditKind, Variable
+from replicast.update.edits import BFLOAT16, DTYPES, MAX_DIMENSIONS, Array, Edit, EditKind, Variable, grouped
 
 MAX_BYTES = 4 * 2**30
 MAX_TENSORS = 200_000  # in one file
@@ -447,11 +447,9 @@ def _with_keras_names(
     if schema is None:
         remedy = "Update.from_tensors(…, schema=run.schema()), or replicast push RUN --assign FILE"
         raise FileDamaged(source, verdict="has Keras weights, whose names depend on the model", remedy=remedy)
-    of_layer: dict[str, list[str]] = {}
-    for kind in ("trainable", "non_trainable"):
-        for variable in schema:
-            if variable.kind == kind:
-                of_layer.setdefault(variable.name.rpartition("/")[0], []).append(variable.name)
+    kinds = ("trainable", "non_trainable")  # In this order, within each layer.
+    ordered = sorted((one for one in schema if one.kind in kinds), key=lambda one: kinds.index(one.kind))
+    of_layer = grouped((one.name.rpartition("/")[0], one.name) for one in ordered)
     named, missing = dict[str, Array](), list[str]()
     for path, array in found.items():
         group, _, number = path.partition("vars/") if path.startswith("vars/") else path.rpartition("/vars/")
