@@ -15,6 +15,7 @@ per line:
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import selectors
@@ -73,7 +74,7 @@ class _Wait:
         self._report = report
         self._began = time.monotonic()
         self._next_report_secs = REPORT_SECS
-        self._is_deaf = False
+        self._report_once = functools.cache(report)
 
     def check(self, missing: Sequence[int], why: str = "") -> None:
         """Reports who is missing when it is time to, and raises after the timeout."""
@@ -100,10 +101,8 @@ class _Wait:
             return accepted
         except OSError as error:
             if problem := accept_problem(error):
-                if not self._is_deaf:
-                    self._is_deaf = True
-                    who = f"worker {self._cluster.rank}"
-                    self._report(f"replicast: {who} cannot accept connections at the moment: {problem}\n")
+                who = f"worker {self._cluster.rank}"
+                self._report_once(f"replicast: {who} cannot accept connections at the moment: {problem}\n")
                 time.sleep(_LOOK_SECS)
             return None
 

@@ -243,7 +243,7 @@ def _pieces(array: Array | None, variable: Variable) -> Pieces:
 Progress = Callable[[int, int], None]  # Called with the number of bytes done, and the total.
 
 
-class CheckpointReader:
+class CheckpointReader(contextlib.AbstractContextManager["CheckpointReader"]):
     """A committed checkpoint, open for reading until `close`, or until the reader is garbage-collected.
 
     Its files stay readable until then, even if the checkpoint is removed or replaced meanwhile.
@@ -255,9 +255,6 @@ class CheckpointReader:
         self.layout = layout
         self._descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
-
-    def __enter__(self) -> CheckpointReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
