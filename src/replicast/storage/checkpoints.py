@@ -538,8 +538,6 @@ class CheckpointStore:
             raise ValueError(
                 f"At least the newest checkpoint is kept: keep must be 1 or more. Received: {keep}"
             )
-        if best is not None and best[1] not in ("min", "max"):
-            raise ValueError(f'The best is the "min" or the "max" of a metric. Received: {best[1]!r}')
         ordered = latest_first(self.manifests())
         kept = {manifest.step for manifest in ordered[:keep]} | {named}
         if best is not None:  # Of equal ones, the latest.

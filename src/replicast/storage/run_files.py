@@ -26,7 +26,6 @@ from replicast.codec import (
     json_bytes,
     json_line,
     json_value,
-    parse_json,
     parse_object,
     sealed_json,
 )
@@ -181,12 +180,9 @@ def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
 
 def measured_in(run_dir: RunDir, file: str) -> Iterator[dict[str, Any]]:
     """What was measured, the last one first; damaged lines are left out."""
-    for line in lines_from_the_end(below(run_dir) / file):
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-            found = parse_json(line)
-            values = {str(name): float(value) for name, value in found["values"].items()}
-            told = {"step": int(found["step"]), "time": float(found["time"]), "values": values}
-            yield told | {"running": list(map(str, found.get("running", ())))}
+    for one in _metrics_in(lines_from_the_end(below(run_dir) / file)):
+        values = {name: one.number(name) for name in one.values}
+        yield {"step": one.step, "time": one.time, "values": values, "running": list(one.running)}
 
 
 # A metric around an update: what it was in the steps before and after it, and how much it varied there, so
@@ -243,7 +239,7 @@ def metrics_around(run_dir: RunDir, step: int, at: float) -> tuple[Around, ...]:
         low, high = places_of(descriptor, at)
         start = max(0, low - _AROUND_BYTES)
         content = os.pread(descriptor, high - start + _AROUND_BYTES, start)
-        lines = list(_metrics_in(content, whole=start == 0))
+        lines = list(_metrics_in(content.split(b"\n")[start != 0 : -1]))  # The complete ones.
     ends = [place for place, (one, next_) in enumerate(pairwise(lines), 1) if one.step <= step < next_.step]
     if not ends:
         return ()
@@ -273,7 +269,7 @@ def places_of(descriptor: int, at: float) -> tuple[int, int]:
     low, high = 0, os.fstat(descriptor).st_size
     while high - low > _NEAR_BYTES:
         middle = (low + high) // 2
-        there = next(_metrics_in(os.pread(descriptor, _PIECE_BYTES, middle)), None)
+        there = next(_metrics_in(os.pread(descriptor, _PIECE_BYTES, middle).split(b"\n")[1:-1]), None)
         if there is not None and there.time < at:
             low = middle
         else:
@@ -281,13 +277,11 @@ def places_of(descriptor: int, at: float) -> tuple[int, int]:
     return low, high
 
 
-def _metrics_in(content: bytes, *, whole: bool = False) -> Iterator[MetricsLine]:
-    """The complete lines in a part of the file; damaged ones are skipped."""
-    for line in content.split(b"\n")[0 if whole else 1 : -1]:
-        try:
+def _metrics_in(lines: Iterable[bytes]) -> Iterator[MetricsLine]:
+    """Without those that are damaged."""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
             yield METRICS_LINE.decode(line)
-        except (ValueError, RecursionError):
-            continue
 
 
 def _growing(lines: Iterable[MetricsLine], sign: int) -> Iterator[MetricsLine]:
@@ -613,17 +607,12 @@ class Watch:
             return False
         return None if self.secs < self._silent_secs else False
 
-
-def watch(
-    read: Callable[[], Sequence[WorkerNote]],
-    watched: Watch | None = None,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Watch:
-    """Reads the notes until it is known whether the job is alive, at most `silent_secs` of the watch."""
-    watched = Watch() if watched is None else watched
-    while watched.look(read()) is None:
-        sleep(_LOOK_SECS)
-    return watched
+    def until_known(
+        self, read: Callable[[], Sequence[WorkerNote]], sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        """Reads the notes until it is known whether the job is alive, at most `silent_secs`."""
+        while self.look(read()) is None:
+            sleep(_LOOK_SECS)
 
 
 def check_free(
@@ -660,7 +649,8 @@ def check_free(
             first = read_worker_notes(run_dir, "0")
             return [note for note in first if note.waiting_for != ENDED or (note.pid, note.attempt) == own]
 
-        seen = watch(notes, watched)
+        seen = Watch() if watched is None else watched
+        seen.until_known(notes)
         if seen.moving:
             raise ClusterError(
                 f"A job is running in {run_dir}: worker 0, process {shortened(repr(pid))} on host {host}, "
