@@ -460,8 +460,7 @@ class DirectoryRun(Run):
         if at_step is not None and at_step <= step and seen.running:
             expected = f"a step after {step}, where the job is"
             raise UpdateRefused(f"Step {at_step} is past", expected=expected, received=f"step {at_step}")
-        signed = update.signed(this_user())
-        warning = self._submit(signed, seen, next_start, at_step=at_step, trial=trial)
+        warning = self._submit(update.signed(this_user()), seen, next_start, at_step=at_step, trial=trial)
         # Where an entry of the journal is damaged, the job knows what it has: it decides.
         warnings = [_damage_text(journal), warning, *warnings_of(plan.edits)]
         return Pushed(self, update.id, warning="\n".join(filter(None, warnings)))
@@ -484,8 +483,7 @@ class DirectoryRun(Run):
         if not force:
             plan.check()
         revert = Update(note=note or plan.update.note, author=author or this_user())
-        reverts = plan.record.sequence
-        warning = self._submit(revert, see(self.path), next_start, reverts=reverts, forced=force)
+        warning = self._submit(revert, see(self.path), next_start, reverts=view.sequence, forced=force)
         return Pushed(self, revert.id, warning=warning)
 
     def _submit(self, update: Update, seen: SeenJob, next_start: bool, **more: Any) -> str:
@@ -739,7 +737,7 @@ class _NotesReader:
         if seen.running or seen.notes == self._dead or self._is_surely_dead(seen):
             return seen
         listened = run_files.Watch(LISTEN_SECS, clock=lambda: monotonic())
-        run_files.watch(lambda: run_files.read_worker_notes(self._run), listened, lambda secs: sleep(secs))
+        listened.until_known(lambda: run_files.read_worker_notes(self._run), lambda secs: sleep(secs))
         if listened.moving:
             self._behind_secs = time.time() - max(note.time for note in listened.moving)
         seen = self._seen()
