@@ -213,8 +213,7 @@ class Lifetime:
 
     def has_gone_on(self, worker: int) -> bool:
         """Whether another worker is known to have passed this worker's position in the script."""
-        next_turn = f"turn/{self.turns + 1}/{worker}"
-        return self._get(next_turn) is not None or self.has_left(worker)
+        return self._get(f"turn/{self.turns + 1}/{worker}") is not None or self.has_left(worker)
 
     def before_leaving(self, act: Callable[[], None], always: Callable[[], None]) -> None:
         """As `before_leaving` of a `StrategyJob`: last in, first out."""
@@ -552,8 +551,7 @@ class Lifetime:
         dead = self.dead_worker()
         if dead is None or self._get("failed") is not None:  # the next poll says why
             return None
-        message = self._witnessed(lost_text(Loss(dead, "its process has ended")))
-        return JobFailed(message, worker=dead)
+        return JobFailed(self._witnessed(lost_text(Loss(dead, "its process has ended"))), worker=dead)
 
     def _watch_silence(self) -> None:
         """Ends this worker's part when the service has not answered for `_silent_secs`.

@@ -130,8 +130,7 @@ def supervise(job: JobPlan, environ: Mapping[str, str]) -> int:
             peers.ready(attempt)
         for line in warnings(job, environ):
             screen.tell(f"replicast: warning: {line}")
-        supervision = _Supervision(job, run_dir, environ, screen, interruptions, peers)
-        return supervision.run(attempt)
+        return _Supervision(job, run_dir, environ, screen, interruptions, peers).run(attempt)
 
 
 @dataclass(slots=True)

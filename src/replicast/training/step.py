@@ -393,8 +393,7 @@ class Writes:
             context = tf.distribute.get_replica_context()
             flags = context.all_reduce(tf.distribute.ReduceOp.SUM, changed).numpy()
         else:
-            captures = tf.compat.v1.get_default_graph().captures
-            outside = {id(inner): id(outer) for outer, inner in captures}
+            outside = {id(inner): id(outer) for outer, inner in tf.compat.v1.get_default_graph().captures}
             handles: set[int] = set()
             for operation in _operations()[self._first :]:
                 if operation not in self._ignored:

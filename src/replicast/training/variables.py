@@ -192,8 +192,7 @@ class _Total(_SyncOnReadSaveable):
 
 def replicated(variable: Any) -> Any:
     """Converts a variable of a strategy to our class; returns any other variable unchanged."""
-    kinds = {MirroredVariable: ReplicatedVariable, SyncOnReadVariable: SummedVariable}
-    kind = kinds.get(type(variable))
+    kind = {MirroredVariable: ReplicatedVariable, SyncOnReadVariable: SummedVariable}.get(type(variable))
     if kind is None:
         return variable
     return kind(variable.distribute_strategy, variable.values, variable.aggregation)

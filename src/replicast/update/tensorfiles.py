@@ -313,8 +313,7 @@ def _npy(file: IO[bytes], nbytes: int, source: str) -> Array:
 
     The header is the text of a Python dict, which we do not evaluate: three expressions find what it says.
     """
-    version = file.read(8)[6:7]
-    width = 2 if version == b"\1" else 4
+    width = 2 if file.read(8)[6:7] == b"\1" else 4  # by the version
     length = int.from_bytes(file.read(width), "little")
     header = file.read(length) if length <= _MAX_NPY_HEADER_BYTES else b""
     descr, order, shape = (pattern.search(header) for pattern in (_DESCR, _ORDER, _SHAPE))
