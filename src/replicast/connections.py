@@ -23,7 +23,6 @@ import errno
 import functools
 import hmac
 import ipaddress
-import logging
 import math
 import secrets
 import socket
@@ -33,9 +32,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
+from replicast.errors import logger
 from replicast.processes import Deadline
-
-logger = logging.getLogger("replicast")
 
 HANDSHAKE_SECS = 5.0  # All of it, however slowly the other side sends.
 # Connections that have not shown that they know the secret. One more closes the oldest of them, which would

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 import json
-import logging
 import os
 import signal
 import threading
@@ -26,8 +25,7 @@ from typing import Annotated, Any
 import msgspec
 
 from replicast.config import FAULTS, decoded, read_cluster, read_launch
-
-logger = logging.getLogger("replicast")
+from replicast.errors import logger
 
 FIRED = "faults.jsonl"  # in the run directory: the faults that fired
 _EXAMPLE = 'For example [{"worker": 1, "point": "apply", "action": "kill"}]'

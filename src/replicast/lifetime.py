@@ -41,7 +41,6 @@ import atexit
 import contextlib
 import itertools
 import json
-import logging
 import math
 import os
 import sys
@@ -56,9 +55,7 @@ from typing import Any, TypeVar
 
 from replicast.config import HEARTBEAT_SECS, PEER_FAILED
 from replicast.coordination import LOOK_SECS, Coordination, DirectExchange, Loss, lost_text, lost_worker
-from replicast.errors import JobFailed, exception_sentence
-
-logger = logging.getLogger("replicast")
+from replicast.errors import JobFailed, exception_sentence, logger
 
 Result = TypeVar("Result")
 

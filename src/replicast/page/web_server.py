@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import ipaddress
 import json
-import logging
 import os
 import secrets
 import signal
@@ -41,10 +40,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from replicast import errors
 from replicast.codec import json_value, parse_integer
 from replicast.config import TOKEN, is_loopback
-from replicast.errors import ServeRefused
+from replicast.errors import ServeRefused, logger
 from replicast.files import TEMPORARY, RunDir, RunPath, below, make_durably, write_all
-
-logger = logging.getLogger("replicast")
 
 _T = TypeVar("_T")
 _STATUS: dict[type[Exception], int] = {

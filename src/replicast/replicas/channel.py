@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import select
 import socket
@@ -31,10 +30,8 @@ from typing import Any
 from replicast.codec import Record, decode, encode
 from replicast.connections import HANDSHAKE_SECS, limit, receive_bytes
 from replicast.coordination import LOOK_SECS, Coordination, DirectExchange
-from replicast.errors import JobFailed
+from replicast.errors import JobFailed, logger
 from replicast.processes import Deadline
-
-logger = logging.getLogger("replicast")
 
 FROZEN_SECS = 60.0
 _ENDED_SECS = 0.2  # How long the service is asked at a time, in place of a socket that has ended.

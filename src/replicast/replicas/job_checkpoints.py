@@ -26,7 +26,6 @@ import contextlib
 import errno
 import itertools
 import json
-import logging
 import os
 import threading
 import time
@@ -52,6 +51,7 @@ from replicast.errors import (
     ReplicasDiverged,
     ReplicastError,
     UpdateRefused,
+    logger,
 )
 from replicast.mapped_memory import memory_to_fill
 from replicast.processes import Deadline, this_start
@@ -73,8 +73,6 @@ from replicast.update.audit_report import what_follows
 from replicast.update.digest import digest_array
 from replicast.update.edits import Edit, EditKind
 from replicast.update.schema import Arrays
-
-logger = logging.getLogger("replicast")
 
 SaveEvery = int | timedelta | Literal["epoch"]
 WhenBusy = Literal["wait", "skip"]

@@ -8,7 +8,6 @@ is missing: the schema, the state, the attempt, the transport's connections, the
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
 import time
@@ -29,6 +28,7 @@ from replicast.errors import (
     NotSupported,
     ReplicastError,
     exception_sentence,
+    logger,
 )
 from replicast.files import RunDir, below
 from replicast.processes import on_sigterm, this_start
@@ -60,8 +60,6 @@ from replicast.training.tensorflow_state import Changes
 from replicast.transport import open_transport
 from replicast.update.guard import Guard
 from replicast.update.schema import Limits
-
-logger = logging.getLogger("replicast")
 
 WRONG_CALLS = 100  # how often the end of a script retries while another worker is still at another call
 

@@ -11,19 +11,16 @@ the callback passes them on to `training/resuming.py`, which positions Keras and
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from replicast.errors import CheckpointError
+from replicast.errors import CheckpointError, logger
 from replicast.replicas.session import Session
 from replicast.update.edits import Edit, EditKind
 from replicast.update.schema import Arrays
-
-logger = logging.getLogger("replicast")
 
 # What a position refers to: the last `fit` that was begun; a `fit` that was stopped early, or that was over
 # in an earlier attempt; or a custom training loop.

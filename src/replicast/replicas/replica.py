@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import math
 import threading
 import time
@@ -44,7 +43,7 @@ from replicast.core.messages import (
 )
 from replicast.core.operations.audit import Ranges
 from replicast.core.worker import WorkerMachine
-from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
+from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused, logger
 from replicast.mapped_memory import copied
 from replicast.storage.journal import Journal, undo_of
 from replicast.storage.run_files import RATE
@@ -68,8 +67,6 @@ from replicast.update.schema import (
 )
 from replicast.update.trial import Effect, Trial
 from replicast.update.update import Update
-
-logger = logging.getLogger("replicast")
 
 
 @dataclass(eq=False, repr=False)

@@ -14,7 +14,6 @@ do not count (`claims.py`).
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import secrets
@@ -44,7 +43,7 @@ from replicast.codec import (
     unsealed,
 )
 from replicast.core.entries import Pending, Saved
-from replicast.errors import CheckpointError, FileDamaged
+from replicast.errors import CheckpointError, FileDamaged, logger
 from replicast.files import TEMPORARY, RunDir, RunPath, below
 from replicast.storage.claims import (
     CHECKPOINTS,
@@ -59,8 +58,6 @@ from replicast.update.edits import Array, Edit, Variable, apply_to_slice, by_var
 from replicast.update.schema import Schema, planned
 from replicast.update.tensorfiles import header_of
 from replicast.update.update import Update
-
-logger = logging.getLogger("replicast")
 
 # The manifest of a checkpoint: where in the training it was made, and the digests of its variables.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import random
 import secrets
 import weakref
@@ -40,11 +39,9 @@ from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset
 # Private: whether the user has set a global seed, and whether it was set again: `tf.random` does not tell.
 from tensorflow.python.eager import context
 
-from replicast.errors import NotSupported
+from replicast.errors import NotSupported, logger
 from replicast.training.keras_call import KerasCall, only_looks_at_shapes
 from replicast.update.edits import grouped
-
-logger = logging.getLogger("replicast")
 
 PARTS = ("x", "y", "sample_weight")
 PREFETCHED_BATCHES = 2

@@ -19,7 +19,6 @@ from __future__ import annotations
 import base64
 import enum
 import functools
-import logging
 import re
 import weakref
 import zlib
@@ -32,10 +31,8 @@ import numpy as np
 import tensorflow as tf
 import xxhash
 
-from replicast.errors import NotSupported
+from replicast.errors import NotSupported, logger
 from replicast.lifetime import Lifetime
-
-logger = logging.getLogger("replicast")
 
 _CONDITIONALS = frozenset({"If", "StatelessIf"})
 _CALLS = _CONDITIONALS | {"PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile"}

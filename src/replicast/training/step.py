@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ from keras.src.trainers.compile_utils import CompileMetrics
 from tensorflow.python.eager import record
 from tensorflow.python.framework import auto_control_deps_utils
 
-from replicast.errors import NotSupported
+from replicast.errors import NotSupported, logger
 from replicast.training.collectives import ReplicatedExtended, Transfer, mapped
 from replicast.training.feeding import (
     at_least_one_row,
@@ -58,8 +57,6 @@ from replicast.training.keras_call import replaced
 from replicast.training.rows import UndecidedSlices, once_if_summed, sums_repeated_rows
 from replicast.training.variables import SummedVariable, component, components, held_optimizers, local
 from replicast.update.edits import FLOAT_DTYPES
-
-logger = logging.getLogger("replicast")
 
 # Rows are counted in units of 1024, so that a gradient times its rows stays in the range of float16.
 ROWS_UNIT = 1024.0

@@ -32,7 +32,6 @@ import contextlib
 import enum
 import itertools
 import json
-import logging
 import os
 import secrets
 import select
@@ -62,13 +61,11 @@ from replicast.connections import (
     shut,
 )
 from replicast.coordination import DirectExchange
-from replicast.errors import ClusterError, JobFailed, UpdateRefused, refusal_of
+from replicast.errors import ClusterError, JobFailed, UpdateRefused, logger, refusal_of
 from replicast.processes import Deadline
 from replicast.transport.shared import Inspect, Parcel, SharedFile, Transport, damaged_block, not_arrived
 from replicast.update.digest import BLOCK_BYTES, digest_block
 from replicast.update.edits import Array
-
-logger = logging.getLogger("replicast")
 
 # A leader gives up by this part of the time earlier, so that others of its host hear the reason in time.
 MARGIN = 0.05

@@ -27,7 +27,8 @@ from msgspec import Struct
 from replicast.errors import UpdateRefused
 
 Array: TypeAlias = npt.NDArray[Any]
-_Key, _Value = TypeVar("_Key"), TypeVar("_Value")
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)  # with this import, numpy knows it by name
 FLOAT_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
