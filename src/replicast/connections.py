@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hmac
 import ipaddress
 import math
@@ -206,7 +205,7 @@ def accept_problem(error: OSError) -> str:
 class HostServer:
     """Serves the hosts that show that they know the secret, until `close`.
 
-    `serve` talks with such a host, until it returns or raises an `OSError`. `warn` is told once why
+    `serve` talks with such a host, until it returns or raises an `OSError`. `warn` is told once if
     no connection can be accepted for now, and `refused` each address at which a process has another secret.
 
     Threads: `NAME-accept`, and one `NAME-serve` for each connection. `close` ends them.
@@ -244,15 +243,16 @@ class HostServer:
             thread.join(deadline.left())
 
     def _accept(self) -> None:
-        warn_once = functools.cache(self.warn)
+        has_warned = False
         with self.listener:
             while not self.closing.is_set():
                 try:
                     connection, (host, *_) = self.listener.accept()
                 except OSError as error:  # the listener is closed, or can accept nothing for now
                     problem = "" if self.closing.is_set() else accept_problem(error)
-                    if problem:
-                        warn_once(problem)
+                    if problem and not has_warned:
+                        has_warned = True
+                        self.warn(problem)
                     self.closing.wait(_NO_ACCEPT_SECS)
                     continue
                 self._begin(connection, str(host))

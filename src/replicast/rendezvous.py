@@ -15,7 +15,6 @@ per line:
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import selectors
@@ -74,7 +73,7 @@ class _Wait:
         self._report = report
         self._began = time.monotonic()
         self._next_report_secs = REPORT_SECS
-        self._report_once = functools.cache(report)
+        self._is_deaf = False
 
     def check(self, missing: Sequence[int], why: str = "") -> None:
         """Reports who is missing when it is time to, and raises after the timeout."""
@@ -101,8 +100,10 @@ class _Wait:
             return accepted
         except OSError as error:
             if problem := accept_problem(error):
-                who = f"worker {self._cluster.rank}"
-                self._report_once(f"replicast: {who} cannot accept connections at the moment: {problem}\n")
+                if not self._is_deaf:
+                    self._is_deaf = True
+                    who = f"worker {self._cluster.rank}"
+                    self._report(f"replicast: {who} cannot accept connections at the moment: {problem}\n")
                 time.sleep(_LOOK_SECS)
             return None
 
