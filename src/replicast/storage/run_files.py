@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import islice, pairwise
 from statistics import fmean
 from typing import Annotated, Any, Self, TypeVar
@@ -180,7 +181,7 @@ def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
 
 def measured_in(run_dir: RunDir, file: str) -> Iterator[dict[str, Any]]:
     """What was measured, the last one first; damaged lines are left out."""
-    for one in _metrics_in(lines_from_the_end(below(run_dir) / file)):
+    for one in _readable(lines_from_the_end(below(run_dir) / file), METRICS_LINE.decode):
         values = {name: one.number(name) for name in one.values}
         yield {"step": one.step, "time": one.time, "values": values, "running": list(one.running)}
 
@@ -239,7 +240,8 @@ def metrics_around(run_dir: RunDir, step: int, at: float) -> tuple[Around, ...]:
         low, high = places_of(descriptor, at)
         start = max(0, low - _AROUND_BYTES)
         content = os.pread(descriptor, high - start + _AROUND_BYTES, start)
-        lines = list(_metrics_in(content.split(b"\n")[start != 0 : -1]))  # The complete ones.
+        complete = content.split(b"\n")[start != 0 : -1]
+        lines = list(_readable(complete, METRICS_LINE.decode))
     ends = [place for place, (one, next_) in enumerate(pairwise(lines), 1) if one.step <= step < next_.step]
     if not ends:
         return ()
@@ -269,7 +271,8 @@ def places_of(descriptor: int, at: float) -> tuple[int, int]:
     low, high = 0, os.fstat(descriptor).st_size
     while high - low > _NEAR_BYTES:
         middle = (low + high) // 2
-        there = next(_metrics_in(os.pread(descriptor, _PIECE_BYTES, middle).split(b"\n")[1:-1]), None)
+        complete = os.pread(descriptor, _PIECE_BYTES, middle).split(b"\n")[1:-1]
+        there = next(_readable(complete, METRICS_LINE.decode), None)
         if there is not None and there.time < at:
             low = middle
         else:
@@ -277,11 +280,11 @@ def places_of(descriptor: int, at: float) -> tuple[int, int]:
     return low, high
 
 
-def _metrics_in(lines: Iterable[bytes]) -> Iterator[MetricsLine]:
-    """Without those that are damaged."""
+def _readable(lines: Iterable[bytes], decode: Callable[[bytes], _Record]) -> Iterator[_Record]:
+    """What lines of a file say; damaged ones are skipped."""
     for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            yield METRICS_LINE.decode(line)
+        with contextlib.suppress(ValueError, AttributeError, RecursionError):
+            yield decode(line)
 
 
 def _growing(lines: Iterable[MetricsLine], sign: int) -> Iterator[MetricsLine]:
@@ -380,13 +383,10 @@ def append_audit(run_dir: RunDir, report: AuditReport) -> None:
 
 
 def last_audits(run_dir: RunDir, last: int) -> list[AuditReport]:
-    """The last reports, oldest first. Reads only the end of the file; a damaged line is skipped."""
-    found: list[AuditReport] = []
+    """The last reports, oldest first. Reads only the end of the file."""
     lines = lines_from_the_end(below(run_dir) / "audits.jsonl")
-    while len(found) < last and (line := next(lines, None)) is not None:
-        with contextlib.suppress(ValueError, AttributeError):
-            found.append(AuditReport.from_json(parse_object(line)))
-    return found[::-1]
+    reports = _readable(lines, lambda line: AuditReport.from_json(parse_object(line)))
+    return list(islice(reports, max(last, 0)))[::-1]
 
 
 # What becomes of a job: `states.jsonl` in the run directory, one line per change, never rewritten.
@@ -467,10 +467,8 @@ def changes(run_dir: RunDir) -> list[Change]:
 
 
 def _changes(run_dir: RunDir) -> Iterator[Change]:
-    """The readable ones, the last one first."""
-    for line in lines_from_the_end(below(run_dir) / FILE):
-        with contextlib.suppress(ValueError):
-            yield _decoded(Change, line)
+    """The last one first."""
+    return _readable(lines_from_the_end(below(run_dir) / FILE), partial(_decoded, Change))
 
 
 def read_state(run_dir: RunDir, notes: Sequence[WorkerNote], now: float | None = None) -> RunState:
