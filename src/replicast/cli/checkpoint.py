@@ -81,8 +81,7 @@ def list_(run: Path, as_json: bool) -> int:
     return _print_damaged(problems)
 
 
-@checkpoint.command()
-@asks("checkpoint")
+@asks("checkpoint", make=checkpoint.command)
 def now(run: Run, timeout: float) -> None:
     """Have a running job make a checkpoint at its next step.
 

@@ -112,8 +112,10 @@ _EDIT_OPTIONS = [
 RUN = Parsed("run", connect)  # A run directory, or the address of a served run.
 
 
-def asks(*operations: str) -> Callable[[_Command], _Command]:
-    """Adds RUN, and the parameters of operations with the limits, defaults and help that the table has."""
+def asks(
+    *operations: str, make: Callable[..., Any] = click.command, **settings: Any
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Makes a command with RUN, and the parameters of operations with the limits and help of the table."""
     rows = [OPERATIONS[name] for name in operations]
     found = {one.name: one for row in rows for one in row.parameters.values() if one.name not in _NOT_ASKED}
     options = [_parameter(one) for one in found.values()]
@@ -122,10 +124,11 @@ def asks(*operations: str) -> Callable[[_Command], _Command]:
         timeout = OPERATIONS["stop"].parameters["timeout"]
         options += [click.option("--wait", is_flag=True, help=wait), _parameter(timeout)]
 
-    def add(command: _Command) -> _Command:
+    def add(command: Callable[..., Any]) -> click.Command:
         for option in reversed(options):
             command = option(command)
-        return click.argument("run", type=RUN)(command)
+        made: click.Command = make(**settings)(click.argument("run", type=RUN)(command))
+        return made
 
     return add
 

@@ -38,7 +38,6 @@ _STATE_STYLES = dict.fromkeys(_YELLOW, "yellow") | {JobState.FAILED: "red", JobS
 _AUDIT_STYLES = {"equal": "green", "healed": "yellow"}
 
 
-@click.command()
 @asks("status")
 @json_option("As one JSON object; with --watch one per line.")
 @click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C.")
@@ -121,7 +120,6 @@ def _brief_cells(name: str, one: Brief) -> tuple[str, ...]:
     return printable(name), texts.number(loss), ran, *rest
 
 
-@click.command()
 @asks("log_lines")
 @click.option(
     "-f", "--follow", is_flag=True, help="Keep printing new lines, also after a restart, until Ctrl-C."
@@ -153,7 +151,6 @@ def logs(run: Run, worker: int, lines: int, attempt: int | None, follow: bool) -
             time.sleep(WATCH_SECS)
 
 
-@click.command()
 @asks("log")
 @json_option("One object per line: record and receipts of an update.")
 def log(run: Run, as_json: bool, last: int | None) -> None:
@@ -182,7 +179,6 @@ def log(run: Run, as_json: bool, last: int | None) -> None:
         raise Failed(printable_lines(seen.problem))
 
 
-@click.command()
 @asks("show")
 @json_option("As one JSON object.")
 def show(run: Run, which: str, as_json: bool) -> None:
@@ -213,7 +209,6 @@ def show(run: Run, which: str, as_json: bool) -> None:
         raise Failed(printable(view.damage))
 
 
-@click.command()
 @asks()
 @click.argument("which", metavar="[NUMBER|ID]", required=False)
 @click.option("--note", metavar="TEXT", help="In place of the note before; '' removes it.")
@@ -237,7 +232,6 @@ def note(run: Run, which: str | None, note: str | None, tags: tuple[str, ...]) -
     click.echo(one_line(run.annotate(which, note, tags or None)))
 
 
-@click.command()
 @asks("audits", "audit")
 @json_option("One object per line: everything about an audit.")
 @click.option("--now", is_flag=True, help="Ask the running job for an audit, and show what it finds.")
@@ -275,7 +269,6 @@ def audit(run: Run, last: int, as_json: bool, now: bool, timeout: float) -> int:
     return int(reports[-1].diverged) if reports else 0
 
 
-@click.command()
 @asks("stop")
 def stop(run: Run, timeout: float) -> None:
     """Stop a running job with a checkpoint, as SIGTERM does.
@@ -304,7 +297,6 @@ def stop(run: Run, timeout: float) -> None:
             click.echo("Its workers have not exited yet. A new start is refused until they have.", err=True)
 
 
-@click.command()
 @asks()
 @click.option("-o", "--output", type=PATH, default=Path("report.html"), show_default=True)
 def report(run: Run, output: Path) -> int:
