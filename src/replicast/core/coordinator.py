@@ -648,7 +648,9 @@ class Coordinator:
 
     def _reported(self, rank: int, id_: ReportId, value: Any) -> None:
         if id_ not in self._planned:
-            self._open(OPERATIONS[id_.kind](str(id_), report=id_))
+            planned = OPERATIONS[id_.kind](str(id_))
+            planned.report = id_
+            self._open(planned)
         self._latest_report[id_.kind, rank] = id_
         gather, operation = self._planned[id_]
         if gather.add(rank, value):

@@ -45,7 +45,7 @@ from msgspec.structs import replace
 
 from replicast.codec import Record
 from replicast.core.entries import Proposal, Stage
-from replicast.core.messages import Order, Refusal, Refuse, ReportId, SeenDigests
+from replicast.core.messages import Order, Refusal, Refuse, SeenDigests
 from replicast.core.operation import (
     Ask,
     Boundary,
@@ -89,10 +89,9 @@ class Audit(Operation):
     kind = "audit"
     in_trial = True
 
-    def __init__(self, id_: str, policy: str = "", report: ReportId | None = None) -> None:
+    def __init__(self, id_: str, policy: str = "") -> None:
         super().__init__(id_)
         self.policy = policy
-        self.report = report
 
     def script(self, job: JobView) -> Script:
         if self.report is not None:
