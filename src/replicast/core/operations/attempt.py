@@ -139,9 +139,6 @@ class Barrier(Operation):
     kind = "meet"
     in_trial = True
 
-    def __init__(self, id_: str, *place: object) -> None:
-        super().__init__(id_)
-
     def script(self, job: JobView) -> Script:
         yield EarlierSettled()
         yield Boundary()
