@@ -17,7 +17,7 @@ from replicast.cli import Failed, one_line, printable_lines, texts
 from replicast.cli.options import PATH, asks, json_option
 from replicast.client import Run
 from replicast.client.directory import DirectoryRun, runs_below
-from replicast.client.run import Brief, Overview, ticks
+from replicast.client.run import Overview, ticks
 from replicast.core.entries import Stage
 from replicast.errors import RequestFailed, printable
 from replicast.files import below
@@ -103,21 +103,17 @@ def list_runs(path: Path, as_json: bool) -> None:
     elif not briefs:
         click.echo(f"There is no run in {printable(path)}.")
     else:
-        rows = (_brief_cells(name, brief) for name, brief in briefs)
-        texts.print_table("run", ">loss", ">ran", ">workers", "state", "notes", rows=rows)
+        table = texts.make_table("run", ">loss", ">ran", ">workers", "state", "notes")
+        for name, one in briefs:  # As on the page: the loss, or else the first metric; how long it has run.
+            values = {} if one.metrics is None else one.metrics["values"]
+            loss = texts.number(values.get("loss", next(iter(values.values()), None)))
+            ran = age(one.heard_at - one.began_at) if one.began_at and one.heard_at else ""
+            state = one.state if one.state in _LOOK_FIRST else one_line(one.sentence)
+            table.add_row(printable(name), loss, ran, str(one.workers), state, one_line(one.annotation))
+        texts.make_console().print(table)
         for name, brief in briefs:
             if brief.state in _LOOK_FIRST:  # With the reason, for which a column is too narrow.
                 texts.make_console().print(f"\n{printable(name)}: {one_line(brief.sentence)}", soft_wrap=True)
-
-
-def _brief_cells(name: str, one: Brief) -> tuple[str, ...]:
-    """As in the page's list of runs: the loss, or else the first metric, and for how long it has run."""
-    values = {} if one.metrics is None else one.metrics["values"]
-    loss = values.get("loss", next(iter(values.values()), None))
-    ran = age(one.heard_at - one.began_at) if one.began_at and one.heard_at else ""
-    state = one.state if one.state in _LOOK_FIRST else one_line(one.sentence)
-    rest = str(one.workers), state, one_line(one.annotation)
-    return printable(name), texts.number(loss), ran, *rest
 
 
 @asks("log_lines")
