@@ -20,10 +20,11 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
+from replicast.codec import View
 from replicast.config import FAULTS, decoded, read_cluster, read_launch
 from replicast.errors import logger
 
@@ -59,15 +60,12 @@ class FaultInjected(RuntimeError):  # noqa: N818 - reads as a sentence: raise Fa
     """An error that a fault plan asked for. Not a `ReplicastError`: no handler of those may catch it."""
 
 
-class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Fault(View, frozen=True, forbid_unknown_fields=True):
     worker: Annotated[int, msgspec.Meta(ge=0)]
     point: Point
     occurrence: Annotated[int, msgspec.Meta(ge=1)] = 1
     action: Action = Action.KILL
     attempt: Annotated[int, msgspec.Meta(ge=0)] = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return msgspec.structs.asdict(self)
 
 
 def read_faults(environ: Mapping[str, str]) -> tuple[Fault, ...]:

@@ -87,8 +87,7 @@ class Channel:
         if text is None:
             return []
         self._read += 1
-        messages: list[Any] = decode(text)
-        return messages
+        return list(decode(text))
 
     def receive_from(self, rank: int) -> list[Any]:
         """The next messages of a worker to the coordinator; empty if none arrived in time."""
@@ -100,9 +99,8 @@ class Channel:
             return []
         self._read_from[rank] += 1
         self.coordination.delete(key)
-        messages: list[Any] = decode(text)
-        self._read_by[rank] = messages[0]
-        return messages[1:]
+        self._read_by[rank], *messages = decode(text)
+        return messages
 
     def close(self) -> None:
         """After the readers have ended."""
@@ -145,8 +143,7 @@ class Channel:
         except OSError:
             self.coordination.get(f"{self._prefix}/ended/{rank}", _ENDED_SECS)
             return []
-        messages: list[Any] = decode(content.decode())
-        return messages
+        return list(decode(content.decode()))
 
     def _frozen(self, rank: int, what: str) -> JobFailed:
         return JobFailed(f"Worker {rank} has not {what} for {FROZEN_SECS:g} s: it is frozen", worker=rank)

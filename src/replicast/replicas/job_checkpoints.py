@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -173,8 +173,7 @@ class Saving:
             self._done.set()
 
 
-@dataclass(slots=True)
-class _StateCopy:
+class _StateCopy(NamedTuple):
     draft: Manifest
     arrays: Arrays
     digests: dict[str, str]
@@ -474,7 +473,6 @@ class Checkpoints:
             copy.saving.finish(error=JobFailed(f"Checkpoints can no longer be written: {error}"))
             raise
         copy.saving.finish(manifest)
-        copy.arrays = {}
         return WriteOutcome.DURABLE
 
     def on_ended(self, ended: Ended) -> None:

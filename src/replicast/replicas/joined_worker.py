@@ -363,15 +363,10 @@ class JoinedWorker:
         self.run_files.inbox.ended(ended)
 
 
-def attempt_of(
-    run_dir: RunDir | None,
-    exchange: DirectExchange,
-    timeout_secs: float,
-    environ: Mapping[str, str] = os.environ,
-) -> int:
+def attempt_of(run_dir: RunDir | None, exchange: DirectExchange, timeout_secs: float) -> int:
     """The launcher's number of this attempt, else one more than the last that worker 0 finds; told to all."""
-    if ATTEMPT in environ:
-        return read_launch(environ).attempt
+    if ATTEMPT in os.environ:
+        return read_launch(os.environ).attempt
     counted = 0
     if exchange.rank == 0 and run_dir is not None:
         with contextlib.suppress(FileDamaged, OSError):  # Reported when the run directory is claimed.

@@ -261,10 +261,9 @@ def open_ends(
 
 def blocks_in(parcel: Parcel) -> list[tuple[int, int]]:
     """Where the bytes of a parcel's buffer begin and end that have one digest, in order."""
-    arrays = ((piece.offset, piece.offset + piece.nbytes) for piece in parcel.arrays)
     return [
         (start, min(start + BLOCK_BYTES, end))
-        for begin, end in arrays
+        for begin, end in ((piece.offset, piece.offset + piece.nbytes) for piece in parcel.arrays)
         for start in range(begin, end, BLOCK_BYTES)
     ]
 
