@@ -66,9 +66,7 @@ def _file(text: str) -> tuple[Path, str | None]:
     """A file, and the name of the array in a .npy file where it is given: NAME=FILE."""
     name, _, rest = text.rpartition("=")
     named = bool(name and rest) and not Path(text).exists()
-    path = click.Path(exists=True, dir_okay=False, path_type=Path).convert(
-        rest if named else text, None, None
-    )
+    path = _PLAIN.convert(rest if named else text, None, None)
     return path, name if named else None
 
 
@@ -84,6 +82,7 @@ def _table(text: str) -> dict[str, str]:
 
 _FILE = Parsed("file", _file)
 _NAMES = [*(name[2:].replace("-", "_") for name in _FROM_FILES), "adapter", "scale", "set"]
+_PLAIN = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _MODULES = "The variables of an adapter's modules: JSON, or a pattern as layers.{n}.q=block_{n}/q/kernel."
 
@@ -224,10 +223,8 @@ def _part(name: str, value: Any, options: dict[str, Any], schema: Callable[[], S
     content = read_tensor_bytes(path, other_formats=True)
     operation = None if name == "update" else EditKind(name)
     weight = options["weight"] if name == "blend" else None
-    is_h5 = bytes(content[: len(HDF5)]) == HDF5
-    return update_in(
-        content, str(path), operation, weight, name=array_name, schema=schema() if is_h5 else None
-    )
+    known = schema() if bytes(content[: len(HDF5)]) == HDF5 else None
+    return update_in(content, str(path), operation, weight, name=array_name, schema=known)
 
 
 def _named_number(option: str, text: str, expected: str) -> tuple[str, Any]:

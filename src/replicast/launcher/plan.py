@@ -369,9 +369,7 @@ def plan_workers(
                 env[CUDA_VISIBLE_DEVICES] = machine.gpus[local_rank % len(machine.gpus)]
         if job.given is None or job.workers > 1 or "LOCAL_RANK" not in environ:
             env |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(job.workers)}
-        plans.append(
-            WorkerPlan(rank=rank, argv=job.argv, env=env, log=log_path(job.logs(run_dir), attempt, rank))
-        )
+        plans.append(WorkerPlan(rank, job.argv, env, log_path(job.logs(run_dir), attempt, rank)))
     return tuple(plans)
 
 

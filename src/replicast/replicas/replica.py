@@ -178,9 +178,7 @@ class Parcels:
             parcels = [parcel for parcel in refused if not self._published.get(parcel, ("", ""))[1]]
             parcels += [parcel for key, (_, parcel) in self._prepared.items() if key[0] == id_]
             self._prepared = {key: one for key, one in self._prepared.items() if key[0] != id_}
-            parcels += [
-                parcel for parcel, (of, ticket) in self._published.items() if of == id_ and not ticket
-            ]
+            parcels += [one for one, (of, ticket) in self._published.items() if of == id_ and not ticket]
         for parcel in parcels:
             self.release(parcel)
 
@@ -651,9 +649,8 @@ class StateReplica:
         digests = self.state.digests(one.name for one in self.state.schema if one not in large)
         for one in partly:
             if one.stop:
-                digests[one.variable] = digest_array(
-                    self.state.read_rows(one.variable, np.arange(one.start, one.stop))
-                )
+                rows = self.state.read_rows(one.variable, np.arange(one.start, one.stop))
+                digests[one.variable] = digest_array(rows)
         secs = time.monotonic() - started
         free = {name: digests.pop(name) for name in [*digests] if name in self.may_differ}
         trained, devices = self.hooks.trained(), self.state.devices

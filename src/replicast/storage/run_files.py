@@ -208,6 +208,9 @@ class Around(View, frozen=True):
         return f"{self.metric} {self.before} → {self.after}"
 
 
+_INFINITE = {"inf": math.inf, "-inf": -math.inf}
+
+
 class MetricsLine(msgspec.Struct, gc=False):
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_METRICS_STEP)]
     time: float
@@ -217,9 +220,7 @@ class MetricsLine(msgspec.Struct, gc=False):
     def number(self, metric: str) -> float:
         """A value as `append_metrics` wrote it; NaN for any other text."""
         value = self.values[metric]
-        return (
-            value if isinstance(value, float) else {"inf": math.inf, "-inf": -math.inf}.get(value, math.nan)
-        )
+        return value if isinstance(value, float) else _INFINITE.get(value, math.nan)
 
 
 METRICS_LINE = msgspec.json.Decoder(MetricsLine)
@@ -249,11 +250,9 @@ def metrics_around(run_dir: RunDir, step: int, at: float) -> tuple[Around, ...]:
     before, after = list(_growing(reversed(lines[:place]), -1)), list(_growing(lines[place:], 1))
     sides = before + after
     running = {RATE, *(name for one in sides for name in one.running)}
-    names = sorted(
-        dict.fromkeys(name for one in sides for name in one.values if name not in running), key="loss".__ne__
-    )
+    names = dict.fromkeys(name for one in sides for name in one.values if name not in running)
     found = []
-    for metric in names[:_MOST_AROUND]:
+    for metric in sorted(names, key="loss".__ne__)[:_MOST_AROUND]:
         samples = []
         for side in (before, after):
             measured = (one.number(metric) for one in side if metric in one.values)

@@ -349,9 +349,8 @@ class Functions:
             logger.warning("Could not compare %s with the other workers'", step.name, exc_info=True)
             trace = None
         with tf.init_scope():
-            digests = self._lifetime.meet(
-                "" if trace is None else _digest([trace.signature, trace.structure])
-            )
+            own = "" if trace is None else _digest([trace.signature, trace.structure])
+            digests = self._lifetime.meet(own)
             if len(set(filter(None, digests.values()))) < 2:
                 return
             packed = b"" if trace is None else zlib.compress(msgspec.msgpack.encode(trace), 1)

@@ -117,9 +117,7 @@ class KerasStep:
     def _run(self, data: Any) -> Any:
         rows = rows_of(data)
         self._rows = tf.cast(rows, tf.float32) / ROWS_UNIT
-        metrics = StepMetrics(
-            self._model, data, self._extended, self._rows, sums_its_loss=self._sums_its_loss
-        )
+        metrics = StepMetrics(self._model, data, self._extended, self._rows, self._sums_its_loss)
         self._watch = watch = Writes([*metrics.variables, *self._assignable()])
         with contextlib.ExitStack() as stack:
             stack.enter_context(watch)

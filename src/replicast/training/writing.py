@@ -225,9 +225,8 @@ def _written_once(write: Callable[..., Any], *, whole: bool) -> Callable[..., An
         if _writing is None or not isinstance(path, str | os.PathLike):  # Keras also writes to open files
             return write(*args, **kwargs)
         is_sharded = bound.arguments.get("max_shard_size") is not None
-        is_one_file = (
-            str(path).endswith((".keras", ".h5", ".hdf5")) and not is_sharded and "://" not in str(path)
-        )
+        has_one_name = str(path).endswith((".keras", ".h5", ".hdf5")) and "://" not in str(path)
+        is_one_file = has_one_name and not is_sharded
         if not whole or not is_one_file or not Path(path).absolute().parent.is_dir():
             return _writing.once(path, functools.partial(write, *args, **kwargs))
         place = Path(path).resolve()  # a link stays a link

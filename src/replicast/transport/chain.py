@@ -310,9 +310,8 @@ class Holdings:
                 os.close(holding.descriptor)
             elif refusal is None:
                 return
-            why = refusal or UpdateRefused(
-                f"Worker {self._rank} has released parcel {parcel_id!r}", worker=self._rank
-            )
+            released = f"Worker {self._rank} has released parcel {parcel_id!r}"
+            why = refusal or UpdateRefused(released, worker=self._rank)
             self._gone[parcel_id] = why.to_json()
             if len(self._gone) > REMEMBERED:
                 self._gone.popitem(last=False)

@@ -214,9 +214,8 @@ def _calculate(operation: np.ufunc, left: Array, right: Array) -> Array:
 
 def _flushed(array: Array) -> Array:
     """The array with each denormal number replaced by a zero of the same sign."""
-    return np.where(
-        np.abs(array) < np.finfo(array.dtype).tiny, np.copysign(array.dtype.type(0), array), array
-    )
+    zeros = np.copysign(array.dtype.type(0), array)
+    return np.where(np.abs(array) < np.finfo(array.dtype).tiny, zeros, array)
 
 
 def _without_rounded_up(product: Array, left: Array, right: Array) -> Array:
