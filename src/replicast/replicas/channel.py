@@ -100,7 +100,7 @@ class Channel:
         self._read_from[rank] += 1
         self.coordination.delete(key)
         self._read_by[rank], *messages = decode(text)
-        return messages
+        return list(messages)
 
     def close(self) -> None:
         """After the readers have ended."""
