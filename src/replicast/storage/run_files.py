@@ -385,7 +385,7 @@ def last_audits(run_dir: RunDir, last: int) -> list[AuditReport]:
     """The last reports, oldest first. Reads only the end of the file."""
     lines = lines_from_the_end(below(run_dir) / "audits.jsonl")
     reports = _readable(lines, lambda line: AuditReport.from_json(parse_object(line)))
-    return list(islice(reports, max(last, 0)))[::-1]
+    return [report for _, report in zip(range(last), reports, strict=False)][::-1]  # `last` may be huge.
 
 
 # What becomes of a job: `states.jsonl` in the run directory, one line per change, never rewritten.
