@@ -392,9 +392,7 @@ class WorkerPart:
     def __init__(self, memory: Bytes, workers: int, descriptor: int) -> None:
         first = _slots_offset(workers)
         self.slots = [memory[first + i * CHUNK_BYTES :][:CHUNK_BYTES] for i in range(SLOTS)]
-        self.written = [
-            Semaphore(memory[i * SEMAPHORE_BYTES : (i + 1) * SEMAPHORE_BYTES]) for i in range(workers)
-        ]
+        self.written = [Semaphore(memory[i * SEMAPHORE_BYTES :][:SEMAPHORE_BYTES]) for i in range(workers)]
         self._descriptor = descriptor
 
     @classmethod

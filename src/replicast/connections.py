@@ -22,7 +22,6 @@ import contextlib
 import errno
 import hmac
 import ipaddress
-import logging
 import math
 import secrets
 import socket
@@ -30,10 +29,10 @@ import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 
+from replicast.errors import logger
 from replicast.processes import Deadline
-
-logger = logging.getLogger("replicast")
 
 HANDSHAKE_SECS = 5.0  # All of it, however slowly the other side sends.
 # Connections that have not shown that they know the secret. One more closes the oldest of them, which would
@@ -202,42 +201,38 @@ def accept_problem(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+@dataclass(eq=False, repr=False)
 class HostServer:
     """Serves the hosts that show that they know the secret, until `close`.
 
-    `serve` talks with such a host, until it returns or raises an `OSError`. `warn` is told once if no
-    connection can be accepted for now, and `refused` each address at which a process has another secret.
+    `serve` talks with such a host, until it returns or raises an `OSError`. `warn` is told once if
+    no connection can be accepted for now, and `refused` each address at which a process has another secret.
 
     Threads: `NAME-accept`, and one `NAME-serve` for each connection. `close` ends them.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        secret: bytes,
-        serve: Callable[[socket.socket], None],
-        *,
-        name: str,
-        max_peers: int,
-        warn: Callable[[str], None],
-        refused: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self._secret, self._name, self._max_peers = secret, name, max_peers
-        self._serve, self._warn, self._refused = serve, warn, refused
+    listener: socket.socket
+    secret: bytes
+    serve: Callable[[socket.socket], None]
+    name: str
+    max_peers: int
+    warn: Callable[[str], None]
+    refused: Callable[[str], None] = lambda _: None
+
+    def __post_init__(self) -> None:
         self._strangers: dict[socket.socket, threading.Thread] = {}
         self._peers: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
         self.closing = threading.Event()
-        self._listener = listener
-        self.port: int = listener.getsockname()[1]
-        self._accepting = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
+        self.port: int = self.listener.getsockname()[1]
+        self._accepting = threading.Thread(target=self._accept, name=f"{self.name}-accept", daemon=True)
         self._accepting.start()
 
     def close(self) -> None:
         """Closes all connections and ends all threads; waits at most 5 s. A second call does nothing."""
         self.closing.set()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self.listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         deadline = Deadline(_CLOSE_SECS)
         self._accepting.join(_CLOSE_SECS)
         with self._lock:
@@ -249,22 +244,22 @@ class HostServer:
 
     def _accept(self) -> None:
         has_warned = False
-        with self._listener:
+        with self.listener:
             while not self.closing.is_set():
                 try:
-                    connection, (host, *_) = self._listener.accept()
+                    connection, (host, *_) = self.listener.accept()
                 except OSError as error:  # the listener is closed, or can accept nothing for now
                     problem = "" if self.closing.is_set() else accept_problem(error)
                     if problem and not has_warned:
                         has_warned = True
-                        self._warn(problem)
+                        self.warn(problem)
                     self.closing.wait(_NO_ACCEPT_SECS)
                     continue
                 self._begin(connection, str(host))
 
     def _begin(self, connection: socket.socket, host: str) -> None:
         thread = threading.Thread(
-            target=self._run, args=(connection, host), name=f"{self._name}-serve", daemon=True
+            target=self._run, args=(connection, host), name=f"{self.name}-serve", daemon=True
         )
         with self._lock:
             if len(self._strangers) >= MAX_STRANGERS:
@@ -281,15 +276,15 @@ class HostServer:
     def _run(self, connection: socket.socket, host: str) -> None:
         try:
             with connection:
-                admit(connection, self._secret)
+                admit(connection, self.secret)
                 with self._lock:
                     thread = self._strangers.pop(connection, None)
-                    if thread is None or len(self._peers) >= self._max_peers:
+                    if thread is None or len(self._peers) >= self.max_peers:
                         return
                     self._peers[connection] = thread
-                self._serve(connection)
+                self.serve(connection)
         except WrongSecret:
-            self._refused(host)
+            self.refused(host)
         except OSError as error:
             logger.debug("a connection has ended: %s", error)
         finally:

@@ -27,11 +27,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
+
+logger = logging.getLogger("replicast")  # of all modules: what is told and not raised
 
 _LABELS = {"path": "Checkpoint", "step": "Step", "variable": "Variable", "worker": "Worker"}
 _LABELS |= {"expected": "Expected", "received": "Received"}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 import json
-import logging
 import os
 import signal
 import threading
@@ -21,13 +20,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
+from replicast.codec import View
 from replicast.config import FAULTS, decoded, read_cluster, read_launch
-
-logger = logging.getLogger("replicast")
+from replicast.errors import logger
 
 FIRED = "faults.jsonl"  # in the run directory: the faults that fired
 _EXAMPLE = 'For example [{"worker": 1, "point": "apply", "action": "kill"}]'
@@ -61,15 +60,12 @@ class FaultInjected(RuntimeError):  # noqa: N818 - reads as a sentence: raise Fa
     """An error that a fault plan asked for. Not a `ReplicastError`: no handler of those may catch it."""
 
 
-class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Fault(View, frozen=True, forbid_unknown_fields=True):
     worker: Annotated[int, msgspec.Meta(ge=0)]
     point: Point
     occurrence: Annotated[int, msgspec.Meta(ge=1)] = 1
     action: Action = Action.KILL
     attempt: Annotated[int, msgspec.Meta(ge=0)] = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return msgspec.structs.asdict(self)
 
 
 def read_faults(environ: Mapping[str, str]) -> tuple[Fault, ...]:
@@ -101,12 +97,9 @@ class FaultPlan:
                     break
                 line = json.dumps({**fault.to_json(), "pid": os.getpid(), "time": time.time()}) + "\n"
                 access = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-                descriptor = os.open(self._run_dir / FIRED, access, 0o666)
-                try:
-                    os.write(descriptor, line.encode())
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                with os.fdopen(os.open(self._run_dir / FIRED, access, 0o666), "wb", buffering=0) as file:
+                    file.write(line.encode())
+                    os.fsync(file.fileno())
         for fault in due:  # outside of the lock: a process that is stopped may be continued
             if fault.action is Action.RAISE:
                 raise FaultInjected(

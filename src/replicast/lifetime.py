@@ -41,7 +41,6 @@ import atexit
 import contextlib
 import itertools
 import json
-import logging
 import math
 import os
 import sys
@@ -56,9 +55,7 @@ from typing import Any, TypeVar
 
 from replicast.config import HEARTBEAT_SECS, PEER_FAILED
 from replicast.coordination import LOOK_SECS, Coordination, DirectExchange, Loss, lost_text, lost_worker
-from replicast.errors import JobFailed, exception_sentence
-
-logger = logging.getLogger("replicast")
+from replicast.errors import JobFailed, exception_sentence, logger
 
 Result = TypeVar("Result")
 
@@ -213,16 +210,15 @@ class Lifetime:
 
     def has_gone_on(self, worker: int) -> bool:
         """Whether another worker is known to have passed this worker's position in the script."""
-        next_turn = f"turn/{self.turns + 1}/{worker}"
-        return self._get(next_turn) is not None or self.has_left(worker)
+        return self._get(f"turn/{self.turns + 1}/{worker}") is not None or self.has_left(worker)
 
-    def before_leaving(self, act: Callable[[], None]) -> None:
-        """Registers a function for the end of the script, unless the job failed; last in, first out."""
+    def before_leaving(self, act: Callable[[], None], always: Callable[[], None]) -> None:
+        """As `before_leaving` of a `StrategyJob`: last in, first out."""
         self._before_leaving.insert(0, act)
+        self._at_exit.insert(0, always)
 
-    def at_exit(self, act: Callable[[], None]) -> None:
-        """As `before_leaving`, in any case and after those. It must not wait for another worker."""
-        self._at_exit.insert(0, act)
+    def exchange(self, name: str) -> DirectExchange:
+        return DirectExchange(self.coordination, name, self.rank, self.size, self.has_left)
 
     def check(self) -> None:
         """Raises `JobFailed` if the job has failed; call it while waiting for another worker."""
@@ -552,8 +548,7 @@ class Lifetime:
         dead = self.dead_worker()
         if dead is None or self._get("failed") is not None:  # the next poll says why
             return None
-        message = self._witnessed(lost_text(Loss(dead, "its process has ended")))
-        return JobFailed(message, worker=dead)
+        return JobFailed(self._witnessed(lost_text(Loss(dead, "its process has ended"))), worker=dead)
 
     def _watch_silence(self) -> None:
         """Ends this worker's part when the service has not answered for `_silent_secs`.

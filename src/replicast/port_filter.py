@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ipaddress
-import logging
 import os
 import socket
 import struct
@@ -22,8 +21,7 @@ from pathlib import Path
 
 from replicast.config import TRUSTED_NETWORKS, Cluster, Network, host_and_port, trusted_networks
 from replicast.connections import is_address
-
-logger = logging.getLogger("replicast")
+from replicast.errors import logger
 
 _SO_ATTACH_FILTER = 26
 _NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF: offsets from here are in the IP header.

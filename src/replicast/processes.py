@@ -191,12 +191,8 @@ def on_sigterm(act: Callable[[], object], *, now: Callable[[], float] = time.mon
         elif _may_replace(there):
             signal.signal(signal.SIGTERM, SigtermHandler(act, now))
 
-    there = signal.getsignal(signal.SIGTERM)
-    if isinstance(there, SigtermHandler):
-        there.act = act
-    if not _may_replace(there):
-        return True
-    if threading.current_thread() is threading.main_thread():
+    is_needed = _may_replace(signal.getsignal(signal.SIGTERM))
+    if not is_needed or threading.current_thread() is threading.main_thread():
         set_handler()
         return True
     done = threading.Event()

@@ -417,11 +417,11 @@ def forget_who_asked() -> Any:
 @mutation(1072)
 def pull_from_each_worker_at_a_boundary_of_its_own() -> Any:
     def script(self: Pull, job: Any) -> Any:
-        digests = {}
+        take, digests = TakeRows(self.id, *self.arguments), {}
         for rank in range(job.size):
             step = yield Boundary()
-            digests |= yield Ask(TakeRows(self.id, self.name, self.rows), (rank,))
-        return Outcome(Stage.VERIFIED, PulledRows(self.name, self.rows, step, digests))
+            digests |= yield Ask(take, (rank,))
+        return Outcome(Stage.VERIFIED, PulledRows(take.name, take.rows, step, digests))
 
     return broken(Pull, "script", script)
 

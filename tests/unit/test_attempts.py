@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -24,8 +26,8 @@ def attempts(
         for rank in (0, 1)
     ]
     places = (run_dir, of_second)
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda rank: attempt_of(places[rank], exchanges[rank], SECS, environ), (0, 1)))
+    with mock.patch.dict(os.environ, environ), ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: attempt_of(places[rank], exchanges[rank], SECS), (0, 1)))
 
 
 def test_without_a_launcher_every_start_in_a_run_directory_is_the_next_attempt_on_all_workers(

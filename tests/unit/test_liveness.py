@@ -22,7 +22,6 @@ from replicast.storage.run_files import (
     Watch,
     WorkerNote,
     check_free,
-    watch,
     write_worker_note,
 )
 
@@ -59,7 +58,8 @@ def test_a_job_whose_notes_change_is_alive_whatever_its_clock_shows(wrong_by: fl
 @pytest.mark.parametrize("at", [0.0, 1000.0, 5000.0])
 def test_a_job_whose_notes_do_not_change_is_dead_whatever_time_they_show(at: float) -> None:
     clock = Clock()
-    seen = watch(lambda: [note(at=at), note(1, at=at)], Watch(clock=clock), clock.sleep)
+    seen = Watch(clock=clock)
+    seen.until_known(lambda: [note(at=at), note(1, at=at)], clock.sleep)
     assert not seen.moving
     assert SILENT_SECS <= seen.secs < SILENT_SECS + 1.0
 
@@ -88,7 +88,8 @@ def test_progress_is_a_note_that_changes_and_an_end_that_is_noted_is_known_at_on
 
 def test_without_a_note_a_watch_lasts_as_long_as_with_one() -> None:
     clock = Clock()
-    seen = watch(list, Watch(silent_secs=3.0, clock=clock), clock.sleep)
+    seen = Watch(silent_secs=3.0, clock=clock)
+    seen.until_known(list, clock.sleep)
     assert not seen.moving
     assert 3.0 <= seen.secs < 4.0
 

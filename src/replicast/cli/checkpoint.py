@@ -13,16 +13,7 @@ from replicast.cli.options import PATH, EditCommand, asks, directory_of, json_op
 from replicast.client import Run
 from replicast.errors import CheckpointError, FileDamaged, printable
 from replicast.files import RunDir, RunPath, below
-from replicast.storage.checkpoints import (
-    MANIFEST,
-    STATE,
-    CheckpointStore,
-    Equality,
-    Manifest,
-    open_checkpoint,
-)
-from replicast.storage.checkpoints import diff as compare
-from replicast.storage.checkpoints import patch as patch_checkpoint
+from replicast.storage import checkpoints
 from replicast.update.guard import examine
 
 _NONE_YET = "The run has no checkpoints yet."
@@ -58,7 +49,7 @@ def list_(run: Path, as_json: bool) -> int:
 
     Exit code: 0; 1 when one is damaged, which is named.
     """
-    store = CheckpointStore(directory_of(run))
+    store = checkpoints.CheckpointStore(directory_of(run))
     manifests, problems = store.manifests(), store.problems()
     if as_json:
         for manifest in manifests:
@@ -81,8 +72,7 @@ def list_(run: Path, as_json: bool) -> int:
     return _print_damaged(problems)
 
 
-@checkpoint.command()
-@asks("checkpoint")
+@asks("checkpoint", make=checkpoint.command)
 def now(run: Run, timeout: float) -> None:
     """Have a running job make a checkpoint at its next step.
 
@@ -118,7 +108,7 @@ def show(path: Path, step: int | None, as_json: bool) -> None:
     Exit code: 0; 1 when there is no such checkpoint or it is damaged.
     """
     found = _the_checkpoint(path, step)
-    with open_checkpoint(found) as reader:
+    with checkpoints.open_checkpoint(found) as reader:
         manifest = reader.manifest
     if as_json:
         texts.print_json(manifest.to_json() | {"path": str(found.as_path())})
@@ -168,13 +158,13 @@ def verify(path: Path, step: int | None) -> int:
     if step is not None or _is_checkpoint(path):
         found, problems = [_the_checkpoint(path, step)], list[FileDamaged]()
     else:
-        store = CheckpointStore(directory_of(path))
+        store = checkpoints.CheckpointStore(directory_of(path))
         found, problems = [store.find(manifest.step) for manifest in store.manifests()], store.problems()
         if not found and not problems:
             click.echo(_NONE_YET)
     for one in found:
         try:
-            with open_checkpoint(one) as reader, texts.progress_bar(one.name) as progress:
+            with checkpoints.open_checkpoint(one) as reader, texts.progress_bar(one.name) as progress:
                 reader.verify(progress)
             said = f"intact: {texts.counted(len(reader.manifest.schema), 'variable')}"  # Without the bar.
             click.echo(f"{printable(one.name)}  {said}, {texts.size(reader.manifest.nbytes)}")
@@ -204,8 +194,8 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
     """
     paths = _the_checkpoint(first, None), _the_checkpoint(second, None)
     with texts.progress_bar("comparing") as progress:
-        comparisons = compare(*paths, values=not digests_only, progress=progress)
-    unequal = [each for each in comparisons if each.verdict is not Equality.EQUAL]
+        comparisons = checkpoints.diff(*paths, values=not digests_only, progress=progress)
+    unequal = [each for each in comparisons if each.verdict is not checkpoints.Equality.EQUAL]
     shown = comparisons if also_equal else unequal
     if as_json:
         texts.print_json(*shown)
@@ -213,8 +203,9 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
     if shown:
         table = texts.make_table("variable", "verdict", ">differ", ">of", ">max abs", ">max rel")
         for each in shown:
-            verdict = Text(each.verdict, style="green" if each.verdict is Equality.EQUAL else "yellow")
-            if each.verdict is Equality.CHANGED:
+            style = "green" if each.verdict is checkpoints.Equality.EQUAL else "yellow"
+            verdict = Text(each.verdict, style=style)
+            if each.verdict is checkpoints.Equality.CHANGED:
                 verdict.append(f"\n{each.first}, {each.second}", style="dim")
             if each.one_is_nan:
                 verdict.append(f"\n{each.one_is_nan} NaN in one only", style="dim")
@@ -252,7 +243,7 @@ def patch(
     Exit code: 0; 1 when the update is refused, the checkpoint is damaged, or OUT exists.
     """
     source = _the_checkpoint(path, step)
-    with open_checkpoint(source) as reader:
+    with checkpoints.open_checkpoint(source) as reader:
         before = reader.manifest
     update = update_of(context, options, lambda: before.schema)
     found = examine(update, before.schema)
@@ -264,7 +255,7 @@ def patch(
         return 1
     try:
         with texts.progress_bar(f"patching {source.name}") as progress:
-            after = patch_checkpoint(source, update, output, progress=progress)
+            after = checkpoints.patch(source, update, output, progress=progress)
     except (OSError, KeyboardInterrupt) as error:
         reason = one_line(error.strerror if isinstance(error, OSError) else "Stopped")
         what = f"Could not patch the checkpoint of step {before.step}: {reason}"
@@ -279,7 +270,7 @@ def patch(
     return 0
 
 
-def _position(manifest: Manifest) -> tuple[str, str]:
+def _position(manifest: checkpoints.Manifest) -> tuple[str, str]:
     """The epoch, counted from 1 as Keras does, and how many of its batches are done; "end" after the last."""
     ended = manifest.epoch > 0 and manifest.batch == 0
     return (str(manifest.epoch), "end") if ended else (str(manifest.epoch + 1), str(manifest.batch))
@@ -287,7 +278,7 @@ def _position(manifest: Manifest) -> tuple[str, str]:
 
 def _is_checkpoint(path: RunDir) -> bool:
     """Whether a directory looks like a checkpoint, complete or not."""
-    return any((below(path) / name).exists() for name in (MANIFEST, STATE))
+    return any((below(path) / name).exists() for name in (checkpoints.MANIFEST, checkpoints.STATE))
 
 
 def _the_checkpoint(path: Path, step: int | None) -> RunPath:
@@ -296,7 +287,7 @@ def _the_checkpoint(path: Path, step: int | None) -> RunPath:
         if step is not None:
             raise click.UsageError(f"{printable(path)} is a checkpoint itself: leave the step out.")
         return below(path)
-    store = CheckpointStore(directory_of(path))
+    store = checkpoints.CheckpointStore(directory_of(path))
     if step is not None:
         return store.find(step)
     last, skipped = store.last_and_skipped()

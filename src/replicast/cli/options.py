@@ -66,9 +66,7 @@ def _file(text: str) -> tuple[Path, str | None]:
     """A file, and the name of the array in a .npy file where it is given: NAME=FILE."""
     name, _, rest = text.rpartition("=")
     named = bool(name and rest) and not Path(text).exists()
-    path = click.Path(exists=True, dir_okay=False, path_type=Path).convert(
-        rest if named else text, None, None
-    )
+    path = _PLAIN.convert(rest if named else text, None, None)
     return path, name if named else None
 
 
@@ -84,50 +82,39 @@ def _table(text: str) -> dict[str, str]:
 
 _FILE = Parsed("file", _file)
 _NAMES = [*(name[2:].replace("-", "_") for name in _FROM_FILES), "adapter", "scale", "set"]
+_PLAIN = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+_MODULES = "The variables of an adapter's modules: JSON, or a pattern as layers.{n}.q=block_{n}/q/kernel."
+
+
+def _option(name: str, text: str, **more: Any) -> click.Option:
+    return click.Option([name], help=text, **more)
+
+
 _EDIT_OPTIONS = [
-    *(
-        click.Option([name], type=_FILE, multiple=True, metavar="FILE", help=text)
-        for name, text in _FROM_FILES.items()
+    *(_option(*named, type=_FILE, multiple=True, metavar="FILE") for named in _FROM_FILES.items()),
+    _option("--adapter", "Add a LoRA adapter as PEFT saves it.", type=_FOLDER, multiple=True, metavar="DIR"),
+    _option("--names", _MODULES, type=Parsed("names", _table), multiple=True, metavar="FILE|MODULE=NAME"),
+    _option("--weight", "For --blend: 1 assigns.", type=float, metavar="W"),
+    _option("--scale", "Multiply variables by one number each.", multiple=True, metavar="FILE|NAME=FACTOR"),
+    _option(
+        "--set", "Assign a number to a scalar, as the learning rate.", multiple=True, metavar="NAME=NUMBER"
     ),
-    click.Option(
-        ["--adapter"],
-        type=click.Path(exists=True, file_okay=False, path_type=Path),
-        multiple=True,
-        metavar="DIR",
-        help="Add a LoRA adapter as PEFT saves it.",
-    ),
-    click.Option(
-        ["--names"],
-        type=Parsed("names", _table),
-        multiple=True,
-        metavar="FILE|MODULE=NAME",
-        help="The variables of an adapter's modules: JSON, or a pattern as layers.{n}.q=block_{n}/q/kernel.",
-    ),
-    click.Option(["--weight"], type=float, metavar="W", help="For --blend: 1 assigns."),
-    click.Option(
-        ["--scale"], multiple=True, metavar="FILE|NAME=FACTOR", help="Multiply variables by one number each."
-    ),
-    click.Option(
-        ["--set"],
-        multiple=True,
-        metavar="NAME=NUMBER",
-        help="Assign a number to a scalar, as the learning rate.",
-    ),
-    click.Option(
-        ["--reset-slots"], is_flag=True, help="Also reset the optimizer's moments of these variables."
-    ),
-    click.Option(["--allow-nonfinite"], is_flag=True, help="Accept NaN and infinity."),
-    click.Option(["--dry-run"], is_flag=True, help="Only check it, and show what it would do."),
-    click.Option(["--note"], metavar="TEXT", help="Why. Readers of the journal see it."),
-    click.Option(["--author"], metavar="TEXT", help="Who. [default: user@host]"),
+    _option("--reset-slots", "Also reset the optimizer's moments of these variables.", is_flag=True),
+    _option("--allow-nonfinite", "Accept NaN and infinity.", is_flag=True),
+    _option("--dry-run", "Only check it, and show what it would do.", is_flag=True),
+    _option("--note", "Why. Readers of the journal see it.", metavar="TEXT"),
+    _option("--author", "Who. [default: user@host]", metavar="TEXT"),
 ]
 
 
 RUN = Parsed("run", connect)  # A run directory, or the address of a served run.
 
 
-def asks(*operations: str) -> Callable[[_Command], _Command]:
-    """Adds RUN, and the parameters of operations with the limits, defaults and help that the table has."""
+def asks(
+    *operations: str, make: Callable[..., Any] = click.command, **settings: Any
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Makes a command with RUN, and the parameters of operations with the limits and help of the table."""
     rows = [OPERATIONS[name] for name in operations]
     found = {one.name: one for row in rows for one in row.parameters.values() if one.name not in _NOT_ASKED}
     options = [_parameter(one) for one in found.values()]
@@ -136,10 +123,11 @@ def asks(*operations: str) -> Callable[[_Command], _Command]:
         timeout = OPERATIONS["stop"].parameters["timeout"]
         options += [click.option("--wait", is_flag=True, help=wait), _parameter(timeout)]
 
-    def add(command: _Command) -> _Command:
+    def add(command: Callable[..., Any]) -> click.Command:
         for option in reversed(options):
             command = option(command)
-        return click.argument("run", type=RUN)(command)
+        made: click.Command = make(**settings)(click.argument("run", type=RUN)(command))
+        return made
 
     return add
 
@@ -235,10 +223,8 @@ def _part(name: str, value: Any, options: dict[str, Any], schema: Callable[[], S
     content = read_tensor_bytes(path, other_formats=True)
     operation = None if name == "update" else EditKind(name)
     weight = options["weight"] if name == "blend" else None
-    is_h5 = bytes(content[: len(HDF5)]) == HDF5
-    return update_in(
-        content, str(path), operation, weight, name=array_name, schema=schema() if is_h5 else None
-    )
+    known = schema() if bytes(content[: len(HDF5)]) == HDF5 else None
+    return update_in(content, str(path), operation, weight, name=array_name, schema=known)
 
 
 def _named_number(option: str, text: str, expected: str) -> tuple[str, Any]:

@@ -32,8 +32,7 @@ _BEFORE_COMMIT = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
 _TRIAL_OPTIONS = ("trial_metric", "max_increase", "trial_mode")
 
 
-@click.command(cls=EditCommand, context_settings={"show_default": True})
-@asks("push")
+@asks("push", cls=EditCommand, context_settings={"show_default": True})
 @click.option("--id", metavar="ID", help="Makes pushing it twice a no-op. [default: random]")
 @click.option("--trial-steps", type=click.IntRange(1), metavar="N", help="Keep or revert it after N steps.")
 @click.option("--trial-metric", default="loss", metavar="NAME", help="What decides a trial.")
@@ -89,7 +88,6 @@ def push(context: click.Context, /, run: Run, **options: Any) -> int:
     return _pushed(pushed, options["wait"], options["timeout"])
 
 
-@click.command()
 @asks("revert")
 def revert(run: Run, which: str, wait: bool, timeout: float, **how: Any) -> int:
     """Undo a committed update of a running job, on every worker.
@@ -116,7 +114,6 @@ def revert(run: Run, which: str, wait: bool, timeout: float, **how: Any) -> int:
     return texts.print_examination(found)
 
 
-@click.command()
 @asks("withdraw")
 def withdraw(run: Run, update_id: str, note: str) -> None:
     """Withdraw an update of RUN that is not committed yet.
@@ -175,7 +172,6 @@ def inspect(what: Path | Run) -> int:
     return 0
 
 
-@click.command()
 @asks("pull")
 @click.option("-o", "--output", type=PATH, required=True, metavar="FILE", help="A .npy or .safetensors file.")
 def pull(run: Run, name: str, rows: tuple[int, ...] | None, output: Path, timeout: float) -> None:

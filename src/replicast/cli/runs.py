@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import RenderableType, group
@@ -18,7 +17,7 @@ from replicast.cli import Failed, one_line, printable_lines, texts
 from replicast.cli.options import PATH, asks, json_option
 from replicast.client import Run
 from replicast.client.directory import DirectoryRun, runs_below
-from replicast.client.run import Brief, Overview, ticks
+from replicast.client.run import Overview, ticks
 from replicast.core.entries import Stage
 from replicast.errors import RequestFailed, printable
 from replicast.files import below
@@ -39,7 +38,6 @@ _STATE_STYLES = dict.fromkeys(_YELLOW, "yellow") | {JobState.FAILED: "red", JobS
 _AUDIT_STYLES = {"equal": "green", "healed": "yellow"}
 
 
-@click.command()
 @asks("status")
 @json_option("As one JSON object; with --watch one per line.")
 @click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C.")
@@ -105,24 +103,19 @@ def list_runs(path: Path, as_json: bool) -> None:
     elif not briefs:
         click.echo(f"There is no run in {printable(path)}.")
     else:
-        rows = (_brief_cells(name, brief) for name, brief in briefs)
-        texts.print_table("run", ">loss", ">ran", ">workers", "state", "notes", rows=rows)
+        table = texts.make_table("run", ">loss", ">ran", ">workers", "state", "notes")
+        for name, one in briefs:  # As on the page: the loss, or else the first metric; how long it has run.
+            values = {} if one.metrics is None else one.metrics["values"]
+            loss = texts.number(values.get("loss", next(iter(values.values()), None)))
+            ran = age(one.heard_at - one.began_at) if one.began_at and one.heard_at else ""
+            state = one.state if one.state in _LOOK_FIRST else one_line(one.sentence)
+            table.add_row(printable(name), loss, ran, str(one.workers), state, one_line(one.annotation))
+        texts.make_console().print(table)
         for name, brief in briefs:
             if brief.state in _LOOK_FIRST:  # With the reason, for which a column is too narrow.
                 texts.make_console().print(f"\n{printable(name)}: {one_line(brief.sentence)}", soft_wrap=True)
 
 
-def _brief_cells(name: str, one: Brief) -> tuple[str, ...]:
-    """As in the page's list of runs: the loss, or else the first metric, and for how long it has run."""
-    values = {} if one.metrics is None else one.metrics["values"]
-    loss = values.get("loss", next(iter(values.values()), None))
-    ran = age(one.heard_at - one.began_at) if one.began_at and one.heard_at else ""
-    state = one.state if one.state in _LOOK_FIRST else one_line(one.sentence)
-    rest = str(one.workers), state, one_line(one.annotation)
-    return printable(name), texts.number(loss), ran, *rest
-
-
-@click.command()
 @asks("log_lines")
 @click.option(
     "-f", "--follow", is_flag=True, help="Keep printing new lines, also after a restart, until Ctrl-C."
@@ -154,7 +147,6 @@ def logs(run: Run, worker: int, lines: int, attempt: int | None, follow: bool) -
             time.sleep(WATCH_SECS)
 
 
-@click.command()
 @asks("log")
 @json_option("One object per line: record and receipts of an update.")
 def log(run: Run, as_json: bool, last: int | None) -> None:
@@ -183,7 +175,6 @@ def log(run: Run, as_json: bool, last: int | None) -> None:
         raise Failed(printable_lines(seen.problem))
 
 
-@click.command()
 @asks("show")
 @json_option("As one JSON object.")
 def show(run: Run, which: str, as_json: bool) -> None:
@@ -214,7 +205,6 @@ def show(run: Run, which: str, as_json: bool) -> None:
         raise Failed(printable(view.damage))
 
 
-@click.command()
 @asks()
 @click.argument("which", metavar="[NUMBER|ID]", required=False)
 @click.option("--note", metavar="TEXT", help="In place of the note before; '' removes it.")
@@ -238,7 +228,6 @@ def note(run: Run, which: str | None, note: str | None, tags: tuple[str, ...]) -
     click.echo(one_line(run.annotate(which, note, tags or None)))
 
 
-@click.command()
 @asks("audits", "audit")
 @json_option("One object per line: everything about an audit.")
 @click.option("--now", is_flag=True, help="Ask the running job for an audit, and show what it finds.")
@@ -276,7 +265,6 @@ def audit(run: Run, last: int, as_json: bool, now: bool, timeout: float) -> int:
     return int(reports[-1].diverged) if reports else 0
 
 
-@click.command()
 @asks("stop")
 def stop(run: Run, timeout: float) -> None:
     """Stop a running job with a checkpoint, as SIGTERM does.
@@ -305,7 +293,6 @@ def stop(run: Run, timeout: float) -> None:
             click.echo("Its workers have not exited yet. A new start is refused until they have.", err=True)
 
 
-@click.command()
 @asks()
 @click.option("-o", "--output", type=PATH, default=Path("report.html"), show_default=True)
 def report(run: Run, output: Path) -> int:
@@ -368,8 +355,13 @@ def _overview(seen: Overview) -> Iterator[RenderableType]:
     under_way = [one for one in seen.operations if one["stage"] != Stage.SCHEDULED]
     if under_way:
         yield _title("under way")
-        rows = (_operation_cells(one) for one in under_way)
-        yield texts.make_table("what", "=stage", ">step", "waits for", "who", rows=rows)
+        table = texts.make_table("what", "=stage", ">step", "waits for", "who")
+        for said in under_way:
+            one = {name: one_line("" if value is None else value) for name, value in said.items()}
+            who = ": ".join(one[name] for name in ("author", "note") if one[name])
+            what = f"{one['kind']} {texts.short_id(one['id'])}".strip()
+            table.add_row(what, one["stage"], one["step"], one["waits_for"], Text(who, style="dim"))
+        yield table
     if seen.updates:
         yield _title(f"last {texts.counted(len(seen.updates), 'update')}")
         yield texts.updates_table(seen.updates)
@@ -406,13 +398,6 @@ def _worker_cells(rank: int, note: WorkerNote | None, seen: Overview) -> tuple[s
             since = age(seen.time - slow.since)
             last.append(f"\nslow for {since}: needs {own} per step, the others {others}", style="yellow")
     return str(rank), str(note.pid), one_line(note.host), str(note.step), str(note.attempt), last
-
-
-def _operation_cells(said: Mapping[str, Any]) -> tuple[str | Text, ...]:
-    one = {name: one_line("" if value is None else value) for name, value in said.items()}
-    who = ": ".join(one[name] for name in ("author", "note") if one[name])
-    what = f"{one['kind']} {texts.short_id(one['id'])}".strip()
-    return what, one["stage"], one["step"], one["waits_for"], Text(who, style="dim")
 
 
 def _facts(view: UpdateView) -> Iterator[tuple[str, str | Text]]:

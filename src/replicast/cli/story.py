@@ -180,8 +180,7 @@ class Story:
             yield wait_until
             wait_until(lambda: process.poll() == 0)
         finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)  # Not if it has ended.
             try:
                 process.wait(STOP_SECS)
             except subprocess.TimeoutExpired:

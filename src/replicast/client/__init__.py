@@ -1,7 +1,5 @@
 """One Python face for a run: its directory, or the address at which it is served. Needs no TensorFlow."""
 
-from __future__ import annotations
-
 from replicast.client.connection import connect
 from replicast.client.directory import is_run
 from replicast.client.metrics import Metrics, Series

@@ -31,7 +31,7 @@ from replicast import errors
 from replicast.client.metrics import Metrics, MetricsFile
 from replicast.client.run import Brief, CheckpointView, Overview, Pulled, Pushed, Run, Start, ranges_of, ticks
 from replicast.codec import parse_integer
-from replicast.core.entries import Stage
+from replicast.core.entries import Receipt, Stage
 from replicast.errors import FileDamaged, NoAnswer, NotFound, RequestRefused, UpdateRefused
 from replicast.files import RunDir, RunPath, below, read_json
 from replicast.launcher.screen import as_shown, without_colours
@@ -302,15 +302,12 @@ class DirectoryRun(Run):
 
     def _listed(self, views: Sequence[UpdateView]) -> tuple[UpdateView, ...]:
         """As they are told in a list: only `show` has the histograms, which are most of a long answer."""
-        found = []
-        for view in views:
-            receipts = list(view.receipts)
-            for place, receipt in enumerate(receipts):
-                if receipt.effects:
-                    plain = (structs.replace(one, histogram=msgspec.UNSET) for one in receipt.effects)
-                    receipts[place] = structs.replace(receipt, effects=tuple(plain))
-            found.append(structs.replace(view, receipts=tuple(receipts)))
-        return tuple(found)
+
+        def plain(receipt: Receipt) -> Receipt:
+            effects = tuple(structs.replace(one, histogram=msgspec.UNSET) for one in receipt.effects or ())
+            return structs.replace(receipt, effects=effects) if effects else receipt
+
+        return tuple(structs.replace(view, receipts=tuple(map(plain, view.receipts))) for view in views)
 
     def _find(self, which: str | int) -> UpdateView:
         """The update that a person means: by its number, by its id, or by the beginning of its id.
@@ -457,8 +454,7 @@ class DirectoryRun(Run):
         if at_step is not None and at_step <= step and seen.running:
             expected = f"a step after {step}, where the job is"
             raise UpdateRefused(f"Step {at_step} is past", expected=expected, received=f"step {at_step}")
-        signed = update.signed(this_user())
-        warning = self._submit(signed, seen, next_start, at_step=at_step, trial=trial)
+        warning = self._submit(update.signed(this_user()), seen, next_start, at_step=at_step, trial=trial)
         # Where an entry of the journal is damaged, the job knows what it has: it decides.
         warnings = [_damage_text(journal), warning, *warnings_of(plan.edits)]
         return Pushed(self, update.id, warning="\n".join(filter(None, warnings)))
@@ -481,8 +477,7 @@ class DirectoryRun(Run):
         if not force:
             plan.check()
         revert = Update(note=note or plan.update.note, author=author or this_user())
-        reverts = plan.record.sequence
-        warning = self._submit(revert, see(self.path), next_start, reverts=reverts, forced=force)
+        warning = self._submit(revert, see(self.path), next_start, reverts=view.sequence, forced=force)
         return Pushed(self, revert.id, warning=warning)
 
     def _submit(self, update: Update, seen: SeenJob, next_start: bool, **more: Any) -> str:
@@ -552,7 +547,7 @@ class DirectoryRun(Run):
         if wanted == ():
             raise NotFound("No rows were named.")
         if (seen := see(self.path)).running:
-            answer, values = self._ask("pull", timeout, variable=variable, rows=ranges)
+            answer, values = self._ask("pull", timeout, variable=variable, rows=ranges, name=variable.name)
             if values is None:
                 raise NoAnswer("The job has answered without values.")
             with _answer_is_read():
@@ -576,10 +571,9 @@ class DirectoryRun(Run):
         timeout_secs: float,
         author: str = "",
         *,
-        name: str = "",
         variable: Variable | None = None,
         rows: Rows = (),
-        note: str = "",
+        **named: str,
     ) -> tuple[InboxAnswer, Array | None]:
         """Asks the job for something and waits for its answer, at most `timeout_secs`; a pull has values."""
         seen, read_at, what = see(self.path), monotonic(), inbox.WHAT[kind]
@@ -587,8 +581,7 @@ class DirectoryRun(Run):
             raise NoAnswer(
                 f"The job is not running: {seen.state.sentence}. Only a running job can be asked for {what}."
             )
-        named = {"author": author or this_user(), "name": name if variable is None else variable.name}
-        named["note"] = note
+        named["author"] = author or this_user()
         try:
             id_ = inbox.ask(self.path, kind, timeout_secs=timeout_secs, now=seen.now, rows=rows, **named).id
         except OSError as error:
@@ -738,7 +731,7 @@ class _NotesReader:
         if seen.running or seen.notes == self._dead or self._is_surely_dead(seen):
             return seen
         listened = run_files.Watch(LISTEN_SECS, clock=lambda: monotonic())
-        run_files.watch(lambda: run_files.read_worker_notes(self._run), listened, lambda secs: sleep(secs))
+        listened.until_known(lambda: run_files.read_worker_notes(self._run), lambda secs: sleep(secs))
         if listened.moving:
             self._behind_secs = time.time() - max(note.time for note in listened.moving)
         seen = self._seen()

@@ -147,7 +147,6 @@ class MetricsFile:
 
     def between(self, start: float, end: float, points: int) -> Metrics:
         """Every step between two moments, and some beside them, from the file: `read` keeps fewer."""
-        points = min(max(points, _PER_BUCKET), MAX_POINTS)
         with self._opened() as file:
             if isinstance(file, io.BytesIO):
                 return Metrics({}, 0)
@@ -185,7 +184,6 @@ class MetricsFile:
             return io.BytesIO()
 
     def read(self, since: int | None, points: int) -> Metrics:
-        points = min(max(points, _PER_BUCKET), MAX_POINTS)
         with self._opened() as file, self._lock:
             begins, size = file.read(_BEGIN_BYTES), file.seek(0, os.SEEK_END)
             if not begins.startswith(self._begins) or self._base + size < self._last:
@@ -211,7 +209,7 @@ class _Seen:
     series: dict[str, Series] = field(default_factory=dict)
 
     def metrics(self, points: int, since: int | None, base: int) -> Metrics:
-        points = min(points, _MAX_ANSWER_POINTS // max(1, len(self.series)))
+        points = min(max(points, _PER_BUCKET), MAX_POINTS, _MAX_ANSWER_POINTS // max(1, len(self.series)))
         series = {name: one.decimated(points) for name, one in self.series.items() if len(one)}
         return Metrics(series, base + self.position, since, self.damaged)
 

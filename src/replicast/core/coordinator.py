@@ -236,8 +236,8 @@ class Coordinator:
             self._resuming = m.Resume(tokens, Refusal(problem))
             return
         kind, *arguments = rest.intent
-        operation = OPERATIONS[kind](self.new_id(kind), *arguments)
-        operation.tokens = tokens
+        operation = OPERATIONS[kind](self.new_id(kind))
+        operation.arguments, operation.tokens = tuple(arguments), tokens
         for id_ in [one for one in self._planned if isinstance(operation, Close) or one.step < rest.step]:
             # What one of them has not reported by now, it never will.
             gather, waiting = self._planned.pop(id_)
@@ -248,10 +248,10 @@ class Coordinator:
         """Opens an operation for a request; further equal requests before its boundary share it."""
         kind, arguments = request.kind, request.arguments
         for one in self._waiting:
-            if one.kind == kind and one.arguments == arguments and one.report is None:
+            if one.kind == kind and (one.tokens or one.arguments == arguments) and one.report is None:
                 one.asked_by += request.asked_by
                 return
-        operation = OPERATIONS[kind](self.new_id(kind), *arguments)
+        operation = OPERATIONS[kind](self.new_id(kind))
         operation.arguments, operation.asked_by = arguments, request.asked_by
         self._open(operation)
 
@@ -648,7 +648,9 @@ class Coordinator:
 
     def _reported(self, rank: int, id_: ReportId, value: Any) -> None:
         if id_ not in self._planned:
-            self._open(OPERATIONS[id_.kind](str(id_), report=id_))
+            planned = OPERATIONS[id_.kind](str(id_))
+            planned.report = id_
+            self._open(planned)
         self._latest_report[id_.kind, rank] = id_
         gather, operation = self._planned[id_]
         if gather.add(rank, value):

@@ -226,7 +226,7 @@ class Operation:
         self.must_run = False
         self.stored = False
         self.report: ReportId | None = None
-        self.arguments: tuple[Any, ...] = ()
+        self.arguments: tuple[Any, ...] = ()  # of the request, or of the call in which all rest
         self.asked_by: tuple[str, ...] = ()
         # Written by the coordinator.
         self.running: Script | None = None

@@ -28,16 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
+from replicast import config
 from replicast.codec import is_integer
-from replicast.config import (
-    JOB_SECRET,
-    PEER_FAILED,
-    SECRETS,
-    TAKE_OVER,
-    TOLD_TO_END,
-    shared_memory_directory,
-    without,
-)
 from replicast.errors import ClusterError, LaunchRefused, printable
 from replicast.files import RunDir, RunPath, below, make_durably
 from replicast.launcher.failure import (
@@ -89,7 +81,7 @@ _MAX_DELAY_SECS = 5.0  # A longer delay between two looks means that the launche
 
 def supervise(job: JobPlan, environ: Mapping[str, str]) -> int:
     """Runs a job to its end and reports on standard error. Only in the main thread."""
-    of_page, environ = environ, without(environ, *SECRETS)  # No worker needs them.
+    of_page, environ = environ, config.without(environ, *config.SECRETS)  # No worker needs them.
     run_dir, peers = job.run_dir, None
     with contextlib.ExitStack() as stack:
 
@@ -108,9 +100,10 @@ def supervise(job: JobPlan, environ: Mapping[str, str]) -> int:
                 # Waits until no job of another host runs in the directory; one of this host would hold the
                 # lock. Before signals are caught: Ctrl-C ends the wait.
                 tell = partial(print, "replicast:", file=sys.stderr)
-                allowed = check_free(run_dir, environ.get(TAKE_OVER, ""), tell=tell)
+                allowed = check_free(run_dir, environ.get(config.TAKE_OVER, ""), tell=tell)
             # The first worker need not watch again what was watched here.
-            environ = {**without(environ, TAKE_OVER), **({TAKE_OVER: allowed} if allowed else {})}
+            seen = {config.TAKE_OVER: allowed} if allowed else {}
+            environ = config.without(environ, config.TAKE_OVER) | seen
         interruptions = stack.enter_context(Interruptions())
         screen = make_screen(sys.stdout, sys.stderr, tee=job.tee, environ=environ)
         stack.enter_context(contextlib.closing(screen))
@@ -130,8 +123,7 @@ def supervise(job: JobPlan, environ: Mapping[str, str]) -> int:
             peers.ready(attempt)
         for line in warnings(job, environ):
             screen.tell(f"replicast: warning: {line}")
-        supervision = _Supervision(job, run_dir, environ, screen, interruptions, peers)
-        return supervision.run(attempt)
+        return _Supervision(job, run_dir, environ, screen, interruptions, peers).run(attempt)
 
 
 @dataclass(slots=True)
@@ -166,7 +158,7 @@ class _Supervision:
                     from replicast.transport.shared import remove_leftovers
 
                     with contextlib.suppress(ClusterError):  # the directory may be gone
-                        remove_leftovers(shared_memory_directory(self.environ))
+                        remove_leftovers(config.shared_memory_directory(self.environ))
             if order.phase is Phase.OVER:
                 self._finish(attempt, order, end)
                 return order.code
@@ -535,13 +527,13 @@ class Group:
             self._first_code = code
         timeouts = self.job.timeouts
         # A worker that freezes makes others fail after half of the timeout at the earliest, not before.
-        self._blame_frozen(0.0 if code == PEER_FAILED else timeouts.frozen_secs / 2)
+        self._blame_frozen(0.0 if code == config.PEER_FAILED else timeouts.frozen_secs / 2)
         secs = timeouts.settle_killed_secs if code < 0 else timeouts.settle_secs
         if all(worker.is_frozen() for worker in self._rest()):  # None of them will exit by itself.
             secs = timeouts.settle_killed_secs
-        elif code == PEER_FAILED:
+        elif code == config.PEER_FAILED:
             secs = timeouts.settle_blamed_secs
-        elif code == TOLD_TO_END:  # The others are exiting too; one may still write the checkpoint.
+        elif code == config.TOLD_TO_END:  # The others are exiting too; one may still write the checkpoint.
             secs = max(timeouts.settle_secs, timeouts.stop_secs)
         elif code == -signal.SIGKILL:
             secs = 0.0
@@ -652,7 +644,7 @@ def page_beside(
         with os.fdopen(log.open(os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as errors:
             process = subprocess.Popen(
                 bootstrapped([sys.executable, "-m", "replicast", "serve", str(run_dir), *options]),
-                env=without(environ, JOB_SECRET),  # The token is for it.
+                env=config.without(environ, config.JOB_SECRET),  # The token is for it.
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors.fileno(),

@@ -18,17 +18,8 @@ from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from replicast import config
 from replicast.codec import is_integer
-from replicast.config import (
-    ATTEMPT,
-    FAULTS,
-    JOB_SECRET,
-    LAUNCHED,
-    RUN_DIR,
-    TRUSTED_NETWORKS,
-    Cluster,
-    trusted_networks,
-)
 from replicast.connections import NAMES_SECS, look_up
 from replicast.errors import ClusterError, LaunchRefused
 from replicast.faults import read_faults
@@ -78,7 +69,7 @@ class JobPlan:
     node_rank: int = 0
     port: int = DEFAULT_PORT
     endpoint: tuple[str, int] = ("", 0)  # where the launchers of several hosts meet
-    given: Cluster | None = None  # the cluster in TF_CONFIG, if somebody else has set it; spread over devices
+    given: config.Cluster | None = None  # that in TF_CONFIG, if somebody else has set it; spread over devices
     run_dir: Path | None = None  # None: the first launcher of several hosts gives its name.
     log_dir: RunPath | None = None  # None: in the run directory
     tee: frozenset[int] = frozenset()  # the workers whose output is shown
@@ -165,7 +156,7 @@ def spread_over_devices(job: JobPlan, count: int) -> JobPlan:
         f"Give tasks on one host ports that are {count} apart, or give -n 1",
         f"{used[0]} for two workers" if used else "ports above 65535",
     )
-    return replace(job, workers=count, given=Cluster(tuple(spread), job.given.rank * count))
+    return replace(job, workers=count, given=config.Cluster(tuple(spread), job.given.rank * count))
 
 
 def parse_tee(text: str | None, job: JobPlan) -> frozenset[int]:
@@ -357,9 +348,9 @@ def plan_workers(
     shared = {
         "WORLD_SIZE": str(job.world_size),
         "PYTHONUNBUFFERED": "1",
-        RUN_DIR: str(run_dir),
-        ATTEMPT: str(attempt),
-        LAUNCHED: "1",
+        config.RUN_DIR: str(run_dir),
+        config.ATTEMPT: str(attempt),
+        config.LAUNCHED: "1",
         _TUNABLES: environ.get(_TUNABLES, _HUGE_PAGES),
         **thread_settings(machine.cores, job.workers, environ),
     }
@@ -373,14 +364,12 @@ def plan_workers(
     for local_rank, rank in enumerate(job.ranks):
         env = {**shared, "RANK": str(rank)}
         if job.given is None or job.workers > 1:
-            env["TF_CONFIG"] = Cluster(addresses, rank).tf_config()
+            env["TF_CONFIG"] = config.Cluster(addresses, rank).tf_config()
             if len(machine.gpus) > 1:  # One GPU for each: one replica per worker.
                 env[CUDA_VISIBLE_DEVICES] = machine.gpus[local_rank % len(machine.gpus)]
         if job.given is None or job.workers > 1 or "LOCAL_RANK" not in environ:
             env |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(job.workers)}
-        plans.append(
-            WorkerPlan(rank=rank, argv=job.argv, env=env, log=log_path(job.logs(run_dir), attempt, rank))
-        )
+        plans.append(WorkerPlan(rank, job.argv, env, log_path(job.logs(run_dir), attempt, rank)))
     return tuple(plans)
 
 
@@ -448,17 +437,17 @@ def _bind(number: int, family: socket.AddressFamily = socket.AF_INET6) -> socket
 def warnings(job: JobPlan, environ: Mapping[str, str]) -> Iterator[str]:
     if job.nodes > 1 and not job.secret:
         yield (
-            f"{JOB_SECRET} is not set: any process that can reach {shown_address(*job.endpoint)} can stop "
-            "this job or take the place of a host; set it to the same random text on all hosts"
+            f"{config.JOB_SECRET} is not set: any process that can reach {shown_address(*job.endpoint)} can "
+            "stop this job or take the place of a host; set it to the same random text on all hosts"
         )
     if faults := read_faults(environ):
         shown = ", ".join(f"{fault.action} worker {fault.worker} at {fault.point}" for fault in faults)
-        yield f"{FAULTS} is set: workers will fail on purpose: {shown[:300]}"
+        yield f"{config.FAULTS} is set: workers will fail on purpose: {shown[:300]}"
     workers = plan_addresses(job, ports=[0] * job.workers)
-    if trusted_networks(environ, workers) is None and not environ.get(TRUSTED_NETWORKS):
+    if config.trusted_networks(environ, workers) is None and not environ.get(config.TRUSTED_NETWORKS):
         yield (
             "any process that can reach this machine can run code in the workers: TensorFlow's ports ask for "
-            f"no credentials. Set {TRUSTED_NETWORKS}=NETWORK,… (or any). See SECURITY.md"
+            f"no credentials. Set {config.TRUSTED_NETWORKS}=NETWORK,… (or any). See SECURITY.md"
         )
 
 

@@ -273,7 +273,8 @@ class App(Starlette):
     async def _follow(self, request: Request) -> Response:
         watch, slots = await self._runs.named(request.path_params["run"]), self._runs.streams
         slots.take()
-        return SlotResponse(slots, events(watch), "text/event-stream", {"X-Accel-Buffering": "no"})
+        headers = {"X-Accel-Buffering": "no"}
+        return SlotResponse(slots, events(watch), "text/event-stream", headers=headers)
 
     async def _prometheus(self, _request: Request) -> Response:
         text = await prometheus.exposition(await self._runs.all())

@@ -184,14 +184,8 @@ class Slots:
 class SlotResponse(StreamingResponse):
     """An answer that gives its slot back at its end, also when it ends before its first piece."""
 
-    def __init__(
-        self,
-        slots: Slots,
-        pieces: AsyncIterator[bytes],
-        media_type: str,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(pieces, media_type=media_type, headers=headers)
+    def __init__(self, slots: Slots, pieces: AsyncIterator[bytes], media_type: str, **more: Any) -> None:
+        super().__init__(pieces, media_type=media_type, **more)
         self._slots = slots
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

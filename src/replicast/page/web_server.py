@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import ipaddress
 import json
-import logging
 import os
 import secrets
 import signal
@@ -41,10 +40,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from replicast import errors
 from replicast.codec import json_value, parse_integer
 from replicast.config import TOKEN, is_loopback
-from replicast.errors import ServeRefused
+from replicast.errors import ServeRefused, logger
 from replicast.files import TEMPORARY, RunDir, RunPath, below, make_durably, write_all
-
-logger = logging.getLogger("replicast")
 
 _T = TypeVar("_T")
 _STATUS: dict[type[Exception], int] = {
@@ -203,12 +200,9 @@ _TOO_MANY = b"HTTP/1.1 503 Too many connections\r\nConnection: close\r\nContent-
 class HttpConnection(H11Protocol):
     """One connection, with its deadlines, which `PageServer` checks. Only the event loop calls it."""
 
+    page: PageSettings  # of the server: `configured` sets it
     _idle_since: float | None = None  # Set while no request is in progress.
     _unread: tuple[int, float] = 0, 0.0  # What the peer had not read when it last made progress, and when.
-
-    def is_shared(self, peer: str) -> bool:
-        """Whether many people may call from this address, so that its connections are not counted."""
-        return is_loopback(peer)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
@@ -216,7 +210,8 @@ class HttpConnection(H11Protocol):
         others = [one for one in self.connections if isinstance(one, HttpConnection) and one is not self]
         peer = self.client[0] if self.client else ""
         mine = sum(one.client is not None and one.client[0] == peer for one in others)
-        if mine >= MAX_CONNECTIONS_PER_PEER and not self.is_shared(peer):
+        # Not of this machine or of a proxy: many people may call from such an address.
+        if mine >= MAX_CONNECTIONS_PER_PEER and not (is_loopback(peer) or self.page.is_proxy(peer)):
             self.transport.write(_TOO_MANY)
             self.transport.close()
         elif len(others) >= MAX_CONNECTIONS - 1:
@@ -295,13 +290,9 @@ def address_of(settings: PageSettings, listener: socket.socket) -> str:
 
 
 def configured(app: ASGIApp, settings: PageSettings) -> uvicorn.Config:
-    class Served(HttpConnection):
-        def is_shared(self, peer: str) -> bool:
-            return super().is_shared(peer) or settings.is_proxy(peer)
-
     return uvicorn.Config(
         app,
-        http=Served,
+        http=type("Served", (HttpConnection,), {"page": settings}),
         ws="none",
         lifespan="off",
         log_config=None,  # uvicorn's closes every handler of the process, and absl's then closes stderr

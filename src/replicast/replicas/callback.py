@@ -6,13 +6,12 @@ continues at the same step of the same epoch, but on data from the start of a pa
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any, Literal
 
 import keras
 
-from replicast.errors import NotSupported
+from replicast.errors import NotSupported, logger
 from replicast.replicas.job_audits import AuditPlan
 from replicast.replicas.job_checkpoints import SaveEvery, SavePlan, WhenBusy
 from replicast.replicas.joined_worker import JoinedWorker
@@ -22,8 +21,6 @@ from replicast.training.resuming import ResumedEpoch, callbacks_of, resume_fit, 
 from replicast.training.step import EpochMetrics
 from replicast.training.strategy import StockJob
 from replicast.update.audit_report import Policy
-
-logger = logging.getLogger("replicast")
 
 
 class ReplicasCallback(keras.callbacks.Callback):

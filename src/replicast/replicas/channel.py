@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import select
 import socket
@@ -31,10 +30,8 @@ from typing import Any
 from replicast.codec import Record, decode, encode
 from replicast.connections import HANDSHAKE_SECS, limit, receive_bytes
 from replicast.coordination import LOOK_SECS, Coordination, DirectExchange
-from replicast.errors import JobFailed
+from replicast.errors import JobFailed, logger
 from replicast.processes import Deadline
-
-logger = logging.getLogger("replicast")
 
 FROZEN_SECS = 60.0
 _ENDED_SECS = 0.2  # How long the service is asked at a time, in place of a socket that has ended.
@@ -90,8 +87,7 @@ class Channel:
         if text is None:
             return []
         self._read += 1
-        messages: list[Any] = decode(text)
-        return messages
+        return list(decode(text))
 
     def receive_from(self, rank: int) -> list[Any]:
         """The next messages of a worker to the coordinator; empty if none arrived in time."""
@@ -103,9 +99,8 @@ class Channel:
             return []
         self._read_from[rank] += 1
         self.coordination.delete(key)
-        messages: list[Any] = decode(text)
-        self._read_by[rank] = messages[0]
-        return messages[1:]
+        self._read_by[rank], *messages = decode(text)
+        return list(messages)
 
     def close(self) -> None:
         """After the readers have ended."""
@@ -148,8 +143,7 @@ class Channel:
         except OSError:
             self.coordination.get(f"{self._prefix}/ended/{rank}", _ENDED_SECS)
             return []
-        messages: list[Any] = decode(content.decode())
-        return messages
+        return list(decode(content.decode()))
 
     def _frozen(self, rank: int, what: str) -> JobFailed:
         return JobFailed(f"Worker {rank} has not {what} for {FROZEN_SECS:g} s: it is frozen", worker=rank)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from msgspec.structs import replace
 
 from replicast.coordination import DirectExchange
 from replicast.core.messages import Ended, Refusal
-from replicast.errors import ClusterError, ReplicasDiverged, ReplicastError
+from replicast.errors import ClusterError, ReplicasDiverged, ReplicastError, logger
 from replicast.files import RunDir
 from replicast.replicas.replica import joined
 from replicast.replicas.session import Session
@@ -31,8 +30,6 @@ from replicast.update.audit_report import AuditReport, Policy, agree, checked_po
 from replicast.update.digest import digest_array
 from replicast.update.edits import FLOAT_DTYPES, apply_edit
 from replicast.update.schema import Schema
-
-logger = logging.getLogger("replicast")
 
 MOST_REPORTS = 1000
 MOST_BYTES = 2**30  # to read from the journal for one variable: all workers wait meanwhile

@@ -26,14 +26,13 @@ import contextlib
 import errno
 import itertools
 import json
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +51,7 @@ from replicast.errors import (
     ReplicasDiverged,
     ReplicastError,
     UpdateRefused,
+    logger,
 )
 from replicast.mapped_memory import memory_to_fill
 from replicast.processes import Deadline, this_start
@@ -73,8 +73,6 @@ from replicast.update.audit_report import what_follows
 from replicast.update.digest import digest_array
 from replicast.update.edits import Edit, EditKind
 from replicast.update.schema import Arrays
-
-logger = logging.getLogger("replicast")
 
 SaveEvery = int | timedelta | Literal["epoch"]
 WhenBusy = Literal["wait", "skip"]
@@ -176,8 +174,7 @@ class Saving:
             self._done.set()
 
 
-@dataclass(slots=True)
-class _StateCopy:
+class _StateCopy(NamedTuple):
     draft: Manifest
     arrays: Arrays
     digests: dict[str, str]
@@ -477,7 +474,6 @@ class Checkpoints:
             copy.saving.finish(error=JobFailed(f"Checkpoints can no longer be written: {error}"))
             raise
         copy.saving.finish(manifest)
-        copy.arrays = {}
         return WriteOutcome.DURABLE
 
     def on_ended(self, ended: Ended) -> None:

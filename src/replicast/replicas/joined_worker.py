@@ -8,7 +8,6 @@ is missing: the schema, the state, the attempt, the transport's connections, the
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
 import time
@@ -29,6 +28,7 @@ from replicast.errors import (
     NotSupported,
     ReplicastError,
     exception_sentence,
+    logger,
 )
 from replicast.files import RunDir, below
 from replicast.processes import on_sigterm, this_start
@@ -60,8 +60,6 @@ from replicast.training.tensorflow_state import Changes
 from replicast.transport import open_transport
 from replicast.update.guard import Guard
 from replicast.update.schema import Limits
-
-logger = logging.getLogger("replicast")
 
 WRONG_CALLS = 100  # how often the end of a script retries while another worker is still at another call
 
@@ -107,7 +105,7 @@ class JoinedWorker:
             # Before the others hear from this worker: until then none of them writes.
             with contextlib.suppress(OSError):  # If the disk has a problem, the first write reports it.
                 clean_run(run_dir)
-        exchange = DirectExchange(job.coordination, name, rank, size, job.lifetime.has_left)
+        exchange = job.lifetime.exchange(name)
         exchange.require_same(
             "schema",
             self.state.schema.digest(),
@@ -365,15 +363,10 @@ class JoinedWorker:
         self.run_files.inbox.ended(ended)
 
 
-def attempt_of(
-    run_dir: RunDir | None,
-    exchange: DirectExchange,
-    timeout_secs: float,
-    environ: Mapping[str, str] = os.environ,
-) -> int:
+def attempt_of(run_dir: RunDir | None, exchange: DirectExchange, timeout_secs: float) -> int:
     """The launcher's number of this attempt, else one more than the last that worker 0 finds; told to all."""
-    if ATTEMPT in environ:
-        return read_launch(environ).attempt
+    if ATTEMPT in os.environ:
+        return read_launch(os.environ).attempt
     counted = 0
     if exchange.rank == 0 and run_dir is not None:
         with contextlib.suppress(FileDamaged, OSError):  # Reported when the run directory is claimed.

@@ -11,19 +11,16 @@ the callback passes them on to `training/resuming.py`, which positions Keras and
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from replicast.errors import CheckpointError
+from replicast.errors import CheckpointError, logger
 from replicast.replicas.session import Session
 from replicast.update.edits import Edit, EditKind
 from replicast.update.schema import Arrays
-
-logger = logging.getLogger("replicast")
 
 # What a position refers to: the last `fit` that was begun; a `fit` that was stopped early, or that was over
 # in an earlier attempt; or a custom training loop.
@@ -147,7 +144,7 @@ class Fits:
         self._begun.append(fit)
         self._inside = "loop"
         made = f"the checkpoint was made in or after training {count} of the script"
-        self._say(f"{made}: finished trainings are skipped")
+        self.say(f"{made}: finished trainings are skipped")
         return Position(fit.epochs if fit.ended is None else fit.ended, 0, tuple(self._begun), "over")
 
     def _leave_out(self, fit: Fit, resumed: Position) -> None:
@@ -166,12 +163,12 @@ class Fits:
                 remedy="Make the same calls of fit in the same order; finished ones are skipped. Or restore "
                 "a checkpoint that was made before this training: restore(step=...)",
             )
-        self._say(f"the script omits training {place + 1}: the one that begins now is number {found + 1}")
+        self.say(f"the script omits training {place + 1}: the one that begins now is number {found + 1}")
         self._begun.extend(then[place:found])
 
     def _warn_if_too_early(self) -> None:
         if self._fits_ahead():
-            self._say(
+            self.say(
                 "THIS LOOP REPEATS TRAINING that is already in the checkpoint, which was made later, in "
                 f"or after training {len(self._fits_ahead())} with the callback. End the loop by steps: "
                 "'while replicas.step < 300'"
@@ -182,7 +179,8 @@ class Fits:
         fits = () if self.resumed is None else self.resumed.fits or ()
         return fits if len(fits) > len(self._begun) else ()
 
-    def _say(self, message: str) -> None:
+    def say(self, message: str) -> None:
+        """Each message once, and on one worker."""
         if self._speaks and message not in self._said:
             self._said.add(message)
             logger.warning(message)
@@ -225,7 +223,6 @@ class Training:
         self._session = session
         self._fits = Fits(speaks=session.rank == 0)
         self._in_a_pass = False
-        self._warned = False
         self.frozen_variables = FrozenVariables(session)
         self.position = Position()
         self.metrics: Mapping[str, Any] = {}
@@ -274,10 +271,8 @@ class Training:
         # Not at the top: it imports TensorFlow, which a job of threads does without.
         from replicast.training.resuming import length_of, position_problem, rest_of
 
-        problem = position_problem(dataset)
-        if problem and not self._warned and self._session.rank == 0:
-            logger.warning(problem)
-        self._warned = self._warned or bool(problem)
+        if problem := position_problem(dataset):
+            self._fits.say(problem)
         resumed, in_a_pass = self._fits.take_loop(), self._in_a_pass
         self._in_a_pass = True
         self.frozen_variables.put_back()

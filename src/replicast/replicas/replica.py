@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import math
 import threading
 import time
@@ -44,7 +43,7 @@ from replicast.core.messages import (
 )
 from replicast.core.operations.audit import Ranges
 from replicast.core.worker import WorkerMachine
-from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
+from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused, logger
 from replicast.mapped_memory import copied
 from replicast.storage.journal import Journal, undo_of
 from replicast.storage.run_files import RATE
@@ -68,8 +67,6 @@ from replicast.update.schema import (
 )
 from replicast.update.trial import Effect, Trial
 from replicast.update.update import Update
-
-logger = logging.getLogger("replicast")
 
 
 @dataclass(eq=False, repr=False)
@@ -133,9 +130,7 @@ class Parcels:
                 doubtful.add(place)
 
         update = Update.from_content(id_, self.transport.receive(parcel, timeout_secs, inspect))
-        first = [0]
-        for edit in update.edits:
-            first.append(first[-1] + len(edit.arrays))
+        first = [0, *itertools.accumulate(len(edit.arrays) for edit in update.edits)]
 
         def look_at(place: int) -> bool:  # only doubtful edits are checked again, to name the value
             return not doubtful.isdisjoint(range(first[place], first[place + 1]))
@@ -183,9 +178,7 @@ class Parcels:
             parcels = [parcel for parcel in refused if not self._published.get(parcel, ("", ""))[1]]
             parcels += [parcel for key, (_, parcel) in self._prepared.items() if key[0] == id_]
             self._prepared = {key: one for key, one in self._prepared.items() if key[0] != id_}
-            parcels += [
-                parcel for parcel, (of, ticket) in self._published.items() if of == id_ and not ticket
-            ]
+            parcels += [one for one, (of, ticket) in self._published.items() if of == id_ and not ticket]
         for parcel in parcels:
             self.release(parcel)
 
@@ -656,9 +649,8 @@ class StateReplica:
         digests = self.state.digests(one.name for one in self.state.schema if one not in large)
         for one in partly:
             if one.stop:
-                digests[one.variable] = digest_array(
-                    self.state.read_rows(one.variable, np.arange(one.start, one.stop))
-                )
+                rows = self.state.read_rows(one.variable, np.arange(one.start, one.stop))
+                digests[one.variable] = digest_array(rows)
         secs = time.monotonic() - started
         free = {name: digests.pop(name) for name in [*digests] if name in self.may_differ}
         trained, devices = self.hooks.trained(), self.state.devices

@@ -14,7 +14,6 @@ do not count (`claims.py`).
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import secrets
@@ -44,7 +43,7 @@ from replicast.codec import (
     unsealed,
 )
 from replicast.core.entries import Pending, Saved
-from replicast.errors import CheckpointError, FileDamaged
+from replicast.errors import CheckpointError, FileDamaged, logger
 from replicast.files import TEMPORARY, RunDir, RunPath, below
 from replicast.storage.claims import (
     CHECKPOINTS,
@@ -55,12 +54,10 @@ from replicast.storage.claims import (
     named_checkpoints,
 )
 from replicast.update.digest import begun_digest, digest_of_digests, distance
-from replicast.update.edits import Array, Edit, Variable, apply_to_slice, by_variable, slices_of
+from replicast.update.edits import Array, Edit, Variable, apply_to_slice, by_variable, grouped, slices_of
 from replicast.update.schema import Schema, planned
 from replicast.update.tensorfiles import header_of
 from replicast.update.update import Update
-
-logger = logging.getLogger("replicast")
 
 # The manifest of a checkpoint: where in the training it was made, and the digests of its variables.
 
@@ -243,7 +240,7 @@ def _pieces(array: Array | None, variable: Variable) -> Pieces:
 Progress = Callable[[int, int], None]  # Called with the number of bytes done, and the total.
 
 
-class CheckpointReader:
+class CheckpointReader(contextlib.AbstractContextManager["CheckpointReader"]):
     """A committed checkpoint, open for reading until `close`, or until the reader is garbage-collected.
 
     Its files stay readable until then, even if the checkpoint is removed or replaced meanwhile.
@@ -255,9 +252,6 @@ class CheckpointReader:
         self.layout = layout
         self._descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
-
-    def __enter__(self) -> CheckpointReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -541,8 +535,6 @@ class CheckpointStore:
             raise ValueError(
                 f"At least the newest checkpoint is kept: keep must be 1 or more. Received: {keep}"
             )
-        if best is not None and best[1] not in ("min", "max"):
-            raise ValueError(f'The best is the "min" or the "max" of a metric. Received: {best[1]!r}')
         ordered = latest_first(self.manifests())
         kept = {manifest.step for manifest in ordered[:keep]} | {named}
         if best is not None:  # Of equal ones, the latest.
@@ -598,11 +590,8 @@ class CheckpointStore:
     def _counting(self) -> dict[int, list[RunPath]]:
         """The directories of the checkpoints that count, by step; those of one step with the newest last."""
         claim = last_claim(self._run_dir)
-        counting: dict[int, list[RunPath]] = {}
-        for (step, _, _), path in named_checkpoints(self._run_dir):
-            if claim is None or claim.counts(path.name):
-                counting.setdefault(step, []).append(path)
-        return counting
+        named = named_checkpoints(self._run_dir)
+        return grouped((parts[0], path) for parts, path in named if claim is None or claim.counts(path.name))
 
     def _new(self, step: int) -> RunPath:
         own = [parts[2] for parts, _ in named_checkpoints(self._run_dir) if parts[:2] == (step, self._group)]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import islice, pairwise
 from statistics import fmean
 from typing import Annotated, Any, Self, TypeVar
@@ -26,7 +27,6 @@ from replicast.codec import (
     json_bytes,
     json_line,
     json_value,
-    parse_json,
     parse_object,
     sealed_json,
 )
@@ -181,12 +181,9 @@ def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
 
 def measured_in(run_dir: RunDir, file: str) -> Iterator[dict[str, Any]]:
     """What was measured, the last one first; damaged lines are left out."""
-    for line in lines_from_the_end(below(run_dir) / file):
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-            found = parse_json(line)
-            values = {str(name): float(value) for name, value in found["values"].items()}
-            told = {"step": int(found["step"]), "time": float(found["time"]), "values": values}
-            yield told | {"running": list(map(str, found.get("running", ())))}
+    for one in _readable(lines_from_the_end(below(run_dir) / file), METRICS_LINE.decode):
+        values = {name: one.number(name) for name in one.values}
+        yield {"step": one.step, "time": one.time, "values": values, "running": list(one.running)}
 
 
 # A metric around an update: what it was in the steps before and after it, and how much it varied there, so
@@ -211,6 +208,9 @@ class Around(View, frozen=True):
         return f"{self.metric} {self.before} → {self.after}"
 
 
+_INFINITE = {"inf": math.inf, "-inf": -math.inf}
+
+
 class MetricsLine(msgspec.Struct, gc=False):
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_METRICS_STEP)]
     time: float
@@ -220,9 +220,7 @@ class MetricsLine(msgspec.Struct, gc=False):
     def number(self, metric: str) -> float:
         """A value as `append_metrics` wrote it; NaN for any other text."""
         value = self.values[metric]
-        return (
-            value if isinstance(value, float) else {"inf": math.inf, "-inf": -math.inf}.get(value, math.nan)
-        )
+        return value if isinstance(value, float) else _INFINITE.get(value, math.nan)
 
 
 METRICS_LINE = msgspec.json.Decoder(MetricsLine)
@@ -243,7 +241,8 @@ def metrics_around(run_dir: RunDir, step: int, at: float) -> tuple[Around, ...]:
         low, high = places_of(descriptor, at)
         start = max(0, low - _AROUND_BYTES)
         content = os.pread(descriptor, high - start + _AROUND_BYTES, start)
-        lines = list(_metrics_in(content, whole=start == 0))
+        complete = content.split(b"\n")[start != 0 : -1]
+        lines = list(_readable(complete, METRICS_LINE.decode))
     ends = [place for place, (one, next_) in enumerate(pairwise(lines), 1) if one.step <= step < next_.step]
     if not ends:
         return ()
@@ -251,11 +250,9 @@ def metrics_around(run_dir: RunDir, step: int, at: float) -> tuple[Around, ...]:
     before, after = list(_growing(reversed(lines[:place]), -1)), list(_growing(lines[place:], 1))
     sides = before + after
     running = {RATE, *(name for one in sides for name in one.running)}
-    names = sorted(
-        dict.fromkeys(name for one in sides for name in one.values if name not in running), key="loss".__ne__
-    )
+    names = dict.fromkeys(name for one in sides for name in one.values if name not in running)
     found = []
-    for metric in names[:_MOST_AROUND]:
+    for metric in sorted(names, key="loss".__ne__)[:_MOST_AROUND]:
         samples = []
         for side in (before, after):
             measured = (one.number(metric) for one in side if metric in one.values)
@@ -273,7 +270,8 @@ def places_of(descriptor: int, at: float) -> tuple[int, int]:
     low, high = 0, os.fstat(descriptor).st_size
     while high - low > _NEAR_BYTES:
         middle = (low + high) // 2
-        there = next(_metrics_in(os.pread(descriptor, _PIECE_BYTES, middle)), None)
+        complete = os.pread(descriptor, _PIECE_BYTES, middle).split(b"\n")[1:-1]
+        there = next(_readable(complete, METRICS_LINE.decode), None)
         if there is not None and there.time < at:
             low = middle
         else:
@@ -281,13 +279,11 @@ def places_of(descriptor: int, at: float) -> tuple[int, int]:
     return low, high
 
 
-def _metrics_in(content: bytes, *, whole: bool = False) -> Iterator[MetricsLine]:
-    """The complete lines in a part of the file; damaged ones are skipped."""
-    for line in content.split(b"\n")[0 if whole else 1 : -1]:
-        try:
-            yield METRICS_LINE.decode(line)
-        except (ValueError, RecursionError):
-            continue
+def _readable(lines: Iterable[bytes], decode: Callable[[bytes], _Record]) -> Iterator[_Record]:
+    """What lines of a file say; damaged ones are skipped."""
+    for line in lines:
+        with contextlib.suppress(ValueError, AttributeError, RecursionError):
+            yield decode(line)
 
 
 def _growing(lines: Iterable[MetricsLine], sign: int) -> Iterator[MetricsLine]:
@@ -386,13 +382,10 @@ def append_audit(run_dir: RunDir, report: AuditReport) -> None:
 
 
 def last_audits(run_dir: RunDir, last: int) -> list[AuditReport]:
-    """The last reports, oldest first. Reads only the end of the file; a damaged line is skipped."""
-    found: list[AuditReport] = []
+    """The last reports, oldest first. Reads only the end of the file."""
     lines = lines_from_the_end(below(run_dir) / "audits.jsonl")
-    while len(found) < last and (line := next(lines, None)) is not None:
-        with contextlib.suppress(ValueError, AttributeError):
-            found.append(AuditReport.from_json(parse_object(line)))
-    return found[::-1]
+    reports = _readable(lines, lambda line: AuditReport.from_json(parse_object(line)))
+    return [report for _, report in zip(range(last), reports, strict=False)][::-1]  # `last` may be huge.
 
 
 # What becomes of a job: `states.jsonl` in the run directory, one line per change, never rewritten.
@@ -473,10 +466,8 @@ def changes(run_dir: RunDir) -> list[Change]:
 
 
 def _changes(run_dir: RunDir) -> Iterator[Change]:
-    """The readable ones, the last one first."""
-    for line in lines_from_the_end(below(run_dir) / FILE):
-        with contextlib.suppress(ValueError):
-            yield _decoded(Change, line)
+    """The last one first."""
+    return _readable(lines_from_the_end(below(run_dir) / FILE), partial(_decoded, Change))
 
 
 def read_state(run_dir: RunDir, notes: Sequence[WorkerNote], now: float | None = None) -> RunState:
@@ -613,17 +604,12 @@ class Watch:
             return False
         return None if self.secs < self._silent_secs else False
 
-
-def watch(
-    read: Callable[[], Sequence[WorkerNote]],
-    watched: Watch | None = None,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Watch:
-    """Reads the notes until it is known whether the job is alive, at most `silent_secs` of the watch."""
-    watched = Watch() if watched is None else watched
-    while watched.look(read()) is None:
-        sleep(_LOOK_SECS)
-    return watched
+    def until_known(
+        self, read: Callable[[], Sequence[WorkerNote]], sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        """Reads the notes until it is known whether the job is alive, at most `silent_secs`."""
+        while self.look(read()) is None:
+            sleep(_LOOK_SECS)
 
 
 def check_free(
@@ -660,7 +646,8 @@ def check_free(
             first = read_worker_notes(run_dir, "0")
             return [note for note in first if note.waiting_for != ENDED or (note.pid, note.attempt) == own]
 
-        seen = watch(notes, watched)
+        seen = Watch() if watched is None else watched
+        seen.until_known(notes)
         if seen.moving:
             raise ClusterError(
                 f"A job is running in {run_dir}: worker 0, process {shortened(repr(pid))} on host {host}, "

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import random
 import secrets
 import weakref
@@ -40,11 +39,9 @@ from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset
 # Private: whether the user has set a global seed, and whether it was set again: `tf.random` does not tell.
 from tensorflow.python.eager import context
 
-from replicast.coordination import DirectExchange
-from replicast.errors import NotSupported
+from replicast.errors import NotSupported, logger
 from replicast.training.keras_call import KerasCall, only_looks_at_shapes
-
-logger = logging.getLogger("replicast")
+from replicast.update.edits import grouped
 
 PARTS = ("x", "y", "sample_weight")
 PREFETCHED_BATCHES = 2
@@ -332,13 +329,7 @@ class DataComparison:
         self._strategy = strategy
         self._meet = strategy.lifetime.meet if strategy.size > 1 else lambda message: {0: message}
         self._warn = warn
-        self._direct = DirectExchange(
-            strategy.coordination,
-            strategy.next_name("first-batch"),
-            strategy.rank,
-            strategy.size,
-            strategy.lifetime.has_left,
-        )
+        self._direct = strategy.lifetime.exchange(strategy.next_name("first-batch"))
         self._compared = False
         self.seed: Sequence[int] = own.seed
 
@@ -431,10 +422,7 @@ def sampled(
         ]
 
         def report_leaves(*values: np.ndarray[Any, Any]) -> np.int64:
-            parts: dict[str, list[np.ndarray[Any, Any]]] = {}
-            for (name, _), value in zip(leaves, values, strict=True):
-                parts.setdefault(name, []).append(value)
-            report(parts)
+            report(grouped((name, value) for (name, _), value in zip(leaves, values, strict=True)))
             return np.int64(0)
 
         tf.cond(

@@ -19,7 +19,6 @@ from __future__ import annotations
 import base64
 import enum
 import functools
-import logging
 import re
 import weakref
 import zlib
@@ -32,10 +31,8 @@ import numpy as np
 import tensorflow as tf
 import xxhash
 
-from replicast.errors import NotSupported
+from replicast.errors import NotSupported, logger
 from replicast.lifetime import Lifetime
-
-logger = logging.getLogger("replicast")
 
 _CONDITIONALS = frozenset({"If", "StatelessIf"})
 _CALLS = _CONDITIONALS | {"PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile"}
@@ -350,9 +347,8 @@ class Functions:
             logger.warning("Could not compare %s with the other workers'", step.name, exc_info=True)
             trace = None
         with tf.init_scope():
-            digests = self._lifetime.meet(
-                "" if trace is None else _digest([trace.signature, trace.structure])
-            )
+            own = "" if trace is None else _digest([trace.signature, trace.structure])
+            digests = self._lifetime.meet(own)
             if len(set(filter(None, digests.values()))) < 2:
                 return
             packed = b"" if trace is None else zlib.compress(msgspec.msgpack.encode(trace), 1)

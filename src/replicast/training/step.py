@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -43,7 +43,7 @@ from keras.src.trainers.compile_utils import CompileMetrics
 from tensorflow.python.eager import record
 from tensorflow.python.framework import auto_control_deps_utils
 
-from replicast.errors import NotSupported
+from replicast.errors import NotSupported, logger
 from replicast.training.collectives import ReplicatedExtended, Transfer, mapped
 from replicast.training.feeding import (
     at_least_one_row,
@@ -57,8 +57,6 @@ from replicast.training.keras_call import replaced
 from replicast.training.rows import UndecidedSlices, once_if_summed, sums_repeated_rows
 from replicast.training.variables import SummedVariable, component, components, held_optimizers, local
 from replicast.update.edits import FLOAT_DTYPES
-
-logger = logging.getLogger("replicast")
 
 # Rows are counted in units of 1024, so that a gradient times its rows stays in the range of float16.
 ROWS_UNIT = 1024.0
@@ -119,9 +117,7 @@ class KerasStep:
     def _run(self, data: Any) -> Any:
         rows = rows_of(data)
         self._rows = tf.cast(rows, tf.float32) / ROWS_UNIT
-        metrics = StepMetrics(
-            self._model, data, self._extended, self._rows, sums_its_loss=self._sums_its_loss
-        )
+        metrics = StepMetrics(self._model, data, self._extended, self._rows, self._sums_its_loss)
         self._watch = watch = Writes([*metrics.variables, *self._assignable()])
         with contextlib.ExitStack() as stack:
             stack.enter_context(watch)
@@ -391,8 +387,7 @@ class Writes:
             context = tf.distribute.get_replica_context()
             flags = context.all_reduce(tf.distribute.ReduceOp.SUM, changed).numpy()
         else:
-            captures = tf.compat.v1.get_default_graph().captures
-            outside = {id(inner): id(outer) for outer, inner in captures}
+            outside = {id(inner): id(outer) for outer, inner in tf.compat.v1.get_default_graph().captures}
             handles: set[int] = set()
             for operation in _operations()[self._first :]:
                 if operation not in self._ignored:
@@ -438,23 +433,17 @@ _MEAN = keras.metrics.Mean.update_state
 _WRAPPER = keras.metrics.MeanMetricWrapper.update_state
 
 
+@dataclass(eq=False, repr=False)
 class StepMetrics:
-    def __init__(
-        self,
-        model: keras.Model,
-        data: Any,
-        extended: ReplicatedExtended,
-        weight: tf.Tensor,
-        *,
-        sums_its_loss: bool,
-    ) -> None:
-        self._model = model
-        self._sums_its_loss = sums_its_loss
-        self._data = data
-        self._rows = rows_of(data)
-        self._extended = extended
-        self._weight = weight
-        self.variables = list(model.metrics_variables)
+    model: keras.Model
+    data: Any
+    extended: ReplicatedExtended
+    weight: tf.Tensor
+    sums_its_loss: bool
+
+    def __post_init__(self) -> None:
+        self._rows = rows_of(self.data)
+        self.variables = list(self.model.metrics_variables)
         # The value of each before the step, and the total of the job then: zeros if it is in parts, which the
         # step sums too.
         self._before: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
@@ -472,7 +461,7 @@ class StepMetrics:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, it is decided how each metric is updated, and recorded what each returns as its result."""
-        metrics = {id(metric): metric for metric in self._model.metrics}.values()
+        metrics = {id(metric): metric for metric in self.model.metrics}.values()
         parts = [part for m in metrics for part in (m.metrics if isinstance(m, CompileMetrics) else [m])]
         with contextlib.ExitStack() as stack:
             for metric in metrics:
@@ -491,19 +480,19 @@ class StepMetrics:
 
     def add_states(self, written: list[keras.Variable], transfer: Transfer) -> Callable[[], None]:
         """Adds the states after the step to a transfer; returns a function that assigns those of the job."""
-        rows, whole_first = self._rows, first_input_is_whole(self._data)
+        rows, whole_first = self._rows, first_input_is_whole(self.data)
         is_first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
         of_all_rows = {id(v) for metric in self._whole.values() for v in metric.variables}
         means = (metric for key, metric in self._scalar.items() if key not in self._summed)
         of_scalars = {id(v) for metric in means for v in metric.variables}
         # Keras weights the loss in its logs by the first array of x, which may not be rows. Private: there is
         # no other way to the metrics in which it keeps the loss, and with several outputs that of each.
-        tracker = getattr(self._model, "_loss_tracker", None)
+        tracker = getattr(self.model, "_loss_tracker", None)
         tracked = set() if tracker is None or whole_first is None else {id(v) for v in tracker.variables}
         flags = transfer.add([tf.cast(whole_first & (rows > 0), tf.int32)] if tracked else [])
-        compiled = getattr(self._model, "_compile_loss", None)
+        compiled = getattr(self.model, "_compile_loss", None)
         losses = [one for one in (tracker, *(compiled.metrics if compiled else ())) if one is not None]
-        sums = {id(metric.total): metric for metric in losses} if self._sums_its_loss else {}
+        sums = {id(metric.total): metric for metric in losses} if self.sums_its_loss else {}
 
         def state_of(variable: keras.Variable) -> Callable[[], tf.Tensor]:
             before, total = self._before[id(variable)]
@@ -626,8 +615,8 @@ class StepMetrics:
         parts = [_parts(metric, leaf) for leaf in needed.values()]
         rows = [only_real(part, self._rows) for leaf in parts for part in leaf if part.shape.rank != 0]
         scalars = [part for leaf in parts for part in leaf if part.shape.rank == 0]
-        joined = iter(self._extended.gather_rows(rows) if rows else ())
-        means = iter(self._extended.sums(scalars, [True] * len(scalars), self._weight) if scalars else ())
+        joined = iter(self.extended.gather_rows(rows) if rows else ())
+        means = iter(self.extended.sums(scalars, [True] * len(scalars), self.weight) if scalars else ())
         for (key, leaf), own in zip(needed.items(), parts, strict=True):
             received = [next(means if part.shape.rank == 0 else joined) for part in own]
             whole = received[0]

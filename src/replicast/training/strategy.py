@@ -82,14 +82,8 @@ class StrategyJob:
     # The current epoch of `fit`, if it is known: the shuffle of arrays follows from it.
     epoch: int | None = None
 
-    def join(
-        self,
-        cluster: Cluster | None,
-        transfers_started: Callable[[], int],
-        *,
-        heartbeat_secs: float = HEARTBEAT_SECS,
-        trained_alone: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def join(self, cluster: Cluster | None, transfers_started: Callable[[], int], **watched: Any) -> None:
+        """`watched` is for its `Lifetime`."""
         self._rank, self._size = (0, 1) if cluster is None else (cluster.rank, cluster.size)
         # Whether this process is the evaluator in `TF_CONFIG`, and no worker: see `Replicas.follow`.
         self.is_evaluator = is_evaluator(os.environ)
@@ -103,14 +97,7 @@ class StrategyJob:
         if cluster is not None and cluster.size > 1:
             self.coordination = ServiceCoordination(chiefs=cluster.chiefs)
         # Whether the job has failed, who has left it, and where each worker is in the script.
-        self.lifetime = Lifetime(
-            self.coordination,
-            self._rank,
-            self._size,
-            transfers_started,
-            heartbeat_secs=heartbeat_secs,
-            trained_alone=trained_alone,
-        )
+        self.lifetime = Lifetime(self.coordination, self._rank, self._size, transfers_started, **watched)
         if self._size > 1:
             # Before any other code can make a call of the service, which may hang: the watcher then ends this
             # worker.
@@ -137,8 +124,7 @@ class StrategyJob:
         `act` may wait for the other workers, `always` must not.
         """
         if self._size > 1:
-            self.lifetime.before_leaving(act)
-            self.lifetime.at_exit(always)
+            self.lifetime.before_leaving(act, always)
         else:
             atexit.register(always)
             atexit.register(act)  # the last one registered is the first one called

@@ -50,7 +50,7 @@ from replicast.training.variables import (
     unused_name,
 )
 from replicast.update.digest import begun_digest, digest_array, digest_state, name_of
-from replicast.update.edits import DTYPES, FLOAT_DTYPES, Edit, EditKind, Kind, Variable, factor_as
+from replicast.update.edits import DTYPES, FLOAT_DTYPES, Edit, EditKind, Kind, Variable, factor_as, grouped
 from replicast.update.schema import Arrays, Held, Schema, State, of_replicas, touched_parts
 
 _NO_MOMENT = "average"  # what an optimizer keeps with `use_ema`: weights, not moments of gradients
@@ -320,10 +320,8 @@ def _slots(weights: Sequence[Any], optimizer: Any) -> dict[int, tuple[int, float
 
     Only the names of the slot variables, which contain the weight's, tell which weight that is.
     """
-    named: dict[str, list[Any]] = {}
-    for variable in weights:
-        if getattr(variable, "trainable", False):
-            named.setdefault(own_name(variable).replace("/", "_"), []).append(variable)
+    trainable = (variable for variable in weights if getattr(variable, "trainable", False))
+    named = grouped((own_name(variable).replace("/", "_"), variable) for variable in trainable)
     longest_first = sorted(named, key=len, reverse=True)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     accumulated = float(getattr(inner, "initial_accumulator_value", 0.0))

@@ -8,7 +8,6 @@ well defined. They are local: reading a variable never waits for another worker.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -30,10 +29,8 @@ from tensorflow.python.distribute.values import MirroredVariable, SyncOnReadVari
 # Private: a variable that bypasses creators; in a scope, `tf.Variable` would create one of the strategy.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from replicast.errors import NotSupported, ReplicastError
+from replicast.errors import NotSupported, ReplicastError, logger
 from replicast.training.graphs import per_worker
-
-logger = logging.getLogger("replicast")
 
 _ARGUMENTS = ("trainable", "name", "dtype", "constraint", "synchronization", "aggregation", "shape")
 _LONGEST = 1000  # a longer list or dict holds data, not optimizers; a step that uses one in it is refused
@@ -192,8 +189,7 @@ class _Total(_SyncOnReadSaveable):
 
 def replicated(variable: Any) -> Any:
     """Converts a variable of a strategy to our class; returns any other variable unchanged."""
-    kinds = {MirroredVariable: ReplicatedVariable, SyncOnReadVariable: SummedVariable}
-    kind = kinds.get(type(variable))
+    kind = {MirroredVariable: ReplicatedVariable, SyncOnReadVariable: SummedVariable}.get(type(variable))
     if kind is None:
         return variable
     return kind(variable.distribute_strategy, variable.values, variable.aggregation)

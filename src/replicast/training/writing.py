@@ -20,7 +20,6 @@ import functools
 import importlib.util
 import inspect
 import json
-import logging
 import os
 import tempfile
 import threading
@@ -40,11 +39,9 @@ import xxhash
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 
-from replicast.errors import JobFailed, ReplicastError
+from replicast.errors import JobFailed, ReplicastError, logger
 from replicast.lifetime import Lifetime
 from replicast.training.keras_call import replaced
-
-logger = logging.getLogger("replicast")
 
 ARRIVE_SECS = 20.0  # how much later than another worker worker 0 may reach the same write
 WRITE_SECS = 3600.0

@@ -32,7 +32,6 @@ import contextlib
 import enum
 import itertools
 import json
-import logging
 import os
 import secrets
 import select
@@ -62,13 +61,11 @@ from replicast.connections import (
     shut,
 )
 from replicast.coordination import DirectExchange
-from replicast.errors import ClusterError, JobFailed, UpdateRefused, refusal_of
+from replicast.errors import ClusterError, JobFailed, UpdateRefused, logger, refusal_of
 from replicast.processes import Deadline
 from replicast.transport.shared import Inspect, Parcel, SharedFile, Transport, damaged_block, not_arrived
 from replicast.update.digest import BLOCK_BYTES, digest_block
 from replicast.update.edits import Array
-
-logger = logging.getLogger("replicast")
 
 # A leader gives up by this part of the time earlier, so that others of its host hear the reason in time.
 MARGIN = 0.05
@@ -264,10 +261,9 @@ def open_ends(
 
 def blocks_in(parcel: Parcel) -> list[tuple[int, int]]:
     """Where the bytes of a parcel's buffer begin and end that have one digest, in order."""
-    arrays = ((piece.offset, piece.offset + piece.nbytes) for piece in parcel.arrays)
     return [
         (start, min(start + BLOCK_BYTES, end))
-        for begin, end in arrays
+        for begin, end in ((piece.offset, piece.offset + piece.nbytes) for piece in parcel.arrays)
         for start in range(begin, end, BLOCK_BYTES)
     ]
 
@@ -314,9 +310,8 @@ class Holdings:
                 os.close(holding.descriptor)
             elif refusal is None:
                 return
-            why = refusal or UpdateRefused(
-                f"Worker {self._rank} has released parcel {parcel_id!r}", worker=self._rank
-            )
+            released = f"Worker {self._rank} has released parcel {parcel_id!r}"
+            why = refusal or UpdateRefused(released, worker=self._rank)
             self._gone[parcel_id] = why.to_json()
             if len(self._gone) > REMEMBERED:
                 self._gone.popitem(last=False)

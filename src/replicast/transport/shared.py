@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import re
 import threading
@@ -31,13 +30,11 @@ import ml_dtypes  # noqa: F401 - makes bfloat16 and the 8-bit floats known to nu
 import numpy as np
 
 from replicast.codec import Record
-from replicast.errors import ClusterError, UpdateRefused
+from replicast.errors import ClusterError, UpdateRefused, logger
 from replicast.mapped_memory import ALIGNMENT, Bytes, aligned, map_private, map_shared, map_to_read
 from replicast.processes import Deadline
 from replicast.update.digest import DIGITS, blocks_of, digest_block, digest_of_blocks, name_of
 from replicast.update.edits import Array
-
-logger = logging.getLogger("replicast")
 
 KEPT_BYTES = (1 << 20, 1 << 31)  # The smallest and the largest file that is kept for the next parcel.
 # All files that the workers of a host keep take at most one part in this many of the file system.

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -27,6 +27,8 @@ from msgspec import Struct
 from replicast.errors import UpdateRefused
 
 Array: TypeAlias = npt.NDArray[Any]
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)  # with this import, numpy knows it by name
 FLOAT_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -121,11 +123,16 @@ def refused(
     return UpdateRefused(problem, variable=variable, expected=expected, received=received, remedy=remedy)
 
 
+def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """The values of each key, in their order."""
+    found: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
 def by_variable(edits: Iterable[Edit]) -> dict[str, list[Edit]]:
-    of_each: dict[str, list[Edit]] = {}
-    for edit in edits:
-        of_each.setdefault(edit.variable, []).append(edit)
-    return of_each
+    return grouped((edit.variable, edit) for edit in edits)
 
 
 def touched_rows(edits: Sequence[Edit]) -> npt.NDArray[np.int64] | None:
@@ -207,9 +214,8 @@ def _calculate(operation: np.ufunc, left: Array, right: Array) -> Array:
 
 def _flushed(array: Array) -> Array:
     """The array with each denormal number replaced by a zero of the same sign."""
-    return np.where(
-        np.abs(array) < np.finfo(array.dtype).tiny, np.copysign(array.dtype.type(0), array), array
-    )
+    zeros = np.copysign(array.dtype.type(0), array)
+    return np.where(np.abs(array) < np.finfo(array.dtype).tiny, zeros, array)
 
 
 def _without_rounded_up(product: Array, left: Array, right: Array) -> Array:

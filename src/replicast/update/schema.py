@@ -34,6 +34,7 @@ from replicast.update.edits import (
     Variable,
     by_variable,
     factor_as,
+    grouped,
     refused,
     touched_rows,
 )
@@ -61,10 +62,7 @@ class Schema:
             if missing:
                 raise ValueError(f"A slot of {variable.name} is not a variable. Received: {missing[0]}")
         self._hints = dict(hints)
-        self._by_suffix: dict[str, list[str]] = {}
-        for name in self._variables:
-            for suffix in _suffixes(name):
-                self._by_suffix.setdefault(suffix, []).append(name)
+        self._by_suffix = grouped((suffix, name) for name in self._variables for suffix in _suffixes(name))
 
     def __iter__(self) -> Iterator[Variable]:
         return iter(self._variables.values())

@@ -26,7 +26,7 @@ from msgspec import Meta, Struct
 from replicast.codec import parse_json
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import RunPath, open_plain
-from replicast.update.edits import BFLOAT16, DTYPES, MAX_DIMENSIONS, Array, Edit, EditKind, Variable
+from replicast.update.edits import BFLOAT16, DTYPES, MAX_DIMENSIONS, Array, Edit, EditKind, Variable, grouped
 
 MAX_BYTES = 4 * 2**30
 MAX_TENSORS = 200_000  # in one file
@@ -182,36 +182,33 @@ def read_tensor_bytes(
     other_formats: bool = False,
     check: Callable[[TensorFile], object] = lambda _outline: None,
 ) -> memoryview:
-    def check_first(descriptor: int, nbytes: int) -> None:
+    with _opened(path) as (descriptor, nbytes):
+        _check_total(path, nbytes, MAX_BYTES if max_bytes is None else max_bytes)
         if not holes:
             _check_holes(path, descriptor, nbytes)
-        if other_formats and os.pread(descriptor, 8, 0).startswith(tuple(_OTHER_FORMATS)):
-            return
-        check(_outline(path.name, max_tensors, descriptor, nbytes))
-
-    return read_bytes(path, max_bytes=max_bytes, check=check_first)
+        if not (other_formats and os.pread(descriptor, 8, 0).startswith(tuple(_OTHER_FORMATS))):
+            check(_outline(path.name, max_tensors, descriptor, nbytes))
+        return _read(path, descriptor, nbytes)
 
 
-def outline_of(path: RunPath, *, max_tensors: int = MAX_TENSORS, max_bytes: int | None = None) -> TensorFile:
+def outline_of(path: RunPath, *, max_bytes: int | None = None) -> TensorFile:
     """The metadata and the tensors of a safetensors file in outline, from its header. Links are refused."""
     with _opened(path) as (descriptor, nbytes):
         _check_holes(path, descriptor, nbytes)
-        return _outline(path.name, max_tensors, descriptor, nbytes, max_bytes)
+        return _outline(path.name, MAX_TENSORS, descriptor, nbytes, max_bytes)
 
 
-def read_bytes(
-    path: RunPath | Path,
-    *,
-    max_bytes: int | None = None,
-    check: Callable[[int, int], None] = lambda _descriptor, _nbytes: None,
-) -> memoryview:
-    """Reads a file into memory that numpy can use in place."""
+def read_bytes(path: RunPath | Path, *, max_bytes: int) -> memoryview:
     with _opened(path) as (descriptor, nbytes):
-        _check_total(path, nbytes, MAX_BYTES if max_bytes is None else max_bytes)
-        check(descriptor, nbytes)
-        content, read = np.empty(nbytes, np.uint8).data, 0
-        while read < nbytes and (count := os.readv(descriptor, [content[read:]])):
-            read += count
+        _check_total(path, nbytes, max_bytes)
+        return _read(path, descriptor, nbytes)
+
+
+def _read(path: RunPath | Path, descriptor: int, nbytes: int) -> memoryview:
+    """Reads a file into memory that numpy can use in place."""
+    content, read = np.empty(nbytes, np.uint8).data, 0
+    while read < nbytes and (count := os.readv(descriptor, [content[read:]])):
+        read += count
     if read != nbytes:
         verdict, expected, received = "became shorter while it was read", f"{nbytes} bytes", f"{read} bytes"
         remedy = "Write it under another name and rename it when it is complete"
@@ -316,8 +313,7 @@ def _npy(file: IO[bytes], nbytes: int, source: str) -> Array:
 
     The header is the text of a Python dict, which we do not evaluate: three expressions find what it says.
     """
-    version = file.read(8)[6:7]
-    width = 2 if version == b"\1" else 4
+    width = 2 if file.read(8)[6:7] == b"\1" else 4  # by the version
     length = int.from_bytes(file.read(width), "little")
     header = file.read(length) if length <= _MAX_NPY_HEADER_BYTES else b""
     descr, order, shape = (pattern.search(header) for pattern in (_DESCR, _ORDER, _SHAPE))
@@ -450,11 +446,9 @@ def _with_keras_names(
     if schema is None:
         remedy = "Update.from_tensors(…, schema=run.schema()), or replicast push RUN --assign FILE"
         raise FileDamaged(source, verdict="has Keras weights, whose names depend on the model", remedy=remedy)
-    of_layer: dict[str, list[str]] = {}
-    for kind in ("trainable", "non_trainable"):
-        for variable in schema:
-            if variable.kind == kind:
-                of_layer.setdefault(variable.name.rpartition("/")[0], []).append(variable.name)
+    kinds = ("trainable", "non_trainable")  # In this order, within each layer.
+    ordered = sorted((one for one in schema if one.kind in kinds), key=lambda one: kinds.index(one.kind))
+    of_layer = grouped((one.name.rpartition("/")[0], one.name) for one in ordered)
     named, missing = dict[str, Array](), list[str]()
     for path, array in found.items():
         group, _, number = path.partition("vars/") if path.startswith("vars/") else path.rpartition("/vars/")

@@ -217,9 +217,8 @@ def update_in(
             continue
         suffixes = {"value": "", "rows": "", "indices": ".indices", "a": ".a", "b": ".b"}
         keys = operation.arrays
-        variable = next(
-            (name.removesuffix(end) for key in keys if (end := suffixes[key]) and name.endswith(end)), name
-        )
+        ends = (end for key in keys if (end := suffixes[key]) and name.endswith(end))
+        variable = name.removesuffix(next(ends, ""))
         values = {key: rest.pop(variable + suffixes[key], None) for key in keys}
         missing = [variable + suffixes[key] for key, value in values.items() if value is None]
         if missing:

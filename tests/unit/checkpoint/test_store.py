@@ -226,8 +226,6 @@ def test_pruning_keeps_the_last_ones_and_the_best(store: CheckpointStore) -> Non
     assert store.prune(1) == []
     with pytest.raises(ValueError, match="Received: 0"):
         store.prune(0)
-    with pytest.raises(ValueError, match="Received: 'mean'"):
-        store.prune(1, ("loss", "mean"))  # type: ignore[arg-type]
 
 
 def test_a_run_without_checkpoints_has_none_and_a_missing_step_names_others(store: CheckpointStore) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from replicast.core.entries import Saved, Stage, Started
-from replicast.core.messages import JobEnds, Order, Refusal, Refuse, Replica, ReportId, Snapshot
+from replicast.core.messages import JobEnds, Order, Refusal, Refuse, Replica, Snapshot
 from replicast.core.operation import (
     Ask,
     Boundary,
@@ -76,10 +76,6 @@ class Save(Operation):
 
     kind = "save"
 
-    def __init__(self, id_: str, report: ReportId | None = None) -> None:
-        super().__init__(id_)
-        self.report = report
-
     def script(self, job: JobView) -> Script:
         snapshots = Snapshots()
         if self.report is not None:
@@ -142,9 +138,6 @@ class Barrier(Operation):
 
     kind = "meet"
     in_trial = True
-
-    def __init__(self, id_: str, *place: object) -> None:
-        super().__init__(id_)
 
     def script(self, job: JobView) -> Script:
         yield EarlierSettled()

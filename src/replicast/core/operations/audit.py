@@ -45,7 +45,7 @@ from msgspec.structs import replace
 
 from replicast.codec import Record
 from replicast.core.entries import Proposal, Stage
-from replicast.core.messages import Order, Refusal, Refuse, ReportId, SeenDigests
+from replicast.core.messages import Order, Refusal, Refuse, SeenDigests
 from replicast.core.operation import (
     Ask,
     Boundary,
@@ -89,11 +89,6 @@ class Audit(Operation):
     kind = "audit"
     in_trial = True
 
-    def __init__(self, id_: str, policy: str = "", report: ReportId | None = None) -> None:
-        super().__init__(id_)
-        self.policy = policy
-        self.report = report
-
     def script(self, job: JobView) -> Script:
         if self.report is not None:
             step, seen = self.report.step, (yield Collect(self.report))
@@ -108,7 +103,7 @@ class Audit(Operation):
         elif self.tokens:
             yield EarlierSettled()
         step = self.step = yield Boundary()
-        policy = self.policy or job.audit_policy
+        (policy,) = self.arguments or (job.audit_policy,)
         if policy == "raise" and job.resting_for() == "sync":
             policy = "warn"  # all workers are about to be made equal
         seen = yield Ask(Examine(), None, job.timeouts.compute_secs, "compare its state")
@@ -244,25 +239,19 @@ class Sync(Operation):
     kind = "sync"
     in_trial = True
 
-    def __init__(self, id_: str, source: int, *names: str) -> None:
-        super().__init__(id_)
-        self.source = source
-        self.names = names
-
     def script(self, job: JobView) -> Script:
+        source, *asked = self.arguments
         yield EarlierSettled()
         step = yield Boundary()
         if job.trial is not None:
             raise Refuse(f"{under_way(job.trial)}: train until it is over, then call sync")
-        seen = yield Ask(Digest(self.names), None, job.timeouts.compute_secs, "compare its state")
-        of_source = seen[self.source]
-        names = tuple(name for name in of_source if not agree(one[name] for one in seen.values()))
+        seen = yield Ask(Digest(tuple(asked)), None, job.timeouts.compute_secs, "compare its state")
+        names = tuple(name for name in seen[source] if not agree(one[name] for one in seen.values()))
         if not names:
             return Outcome(Stage.VERIFIED)
-        source = (self.source,)
         publish = Publish(self.id, names)
-        made = (yield Ask(publish, source, job.timeouts.compute_secs, "publish its values"))[self.source]
-        note = f"sync with worker {self.source}"
+        made = (yield Ask(publish, (source,), job.timeouts.compute_secs, "publish its values"))[source]
+        note = f"sync with worker {source}"
         update = Proposal(self.id, made.digest, made.content, author="sync", note=note)
         try:
             yield from prepared_here(job, update)
@@ -294,15 +283,11 @@ class Pull(Operation):
     kind = "pull"
     in_trial = True
 
-    def __init__(self, id_: str, name: str, rows: Ranges = ()) -> None:
-        super().__init__(id_)
-        self.name = name
-        self.rows = rows
-
     def script(self, job: JobView) -> Script:
+        take = TakeRows(self.id, *self.arguments)
         step = self.step = yield Boundary()
-        digests = yield Go(TakeRows(self.id, self.name, self.rows))
-        pulled = PulledRows(self.name, self.rows, step, digests)
+        digests = yield Go(take)
+        pulled = PulledRows(take.name, take.rows, step, digests)
         return Outcome(Stage.VERIFIED if pulled.equal else Stage.FAILED, pulled)
 
 
@@ -343,5 +328,5 @@ class DeliverReport(Order):
 class TakeRows(Order):
     id: str
     name: str
-    rows: Ranges
+    rows: Ranges = ()
     method: ClassVar[str] = "pull"
