@@ -67,6 +67,19 @@ class Lookup(keras.layers.Layer):
             case "ragged":
                 ragged = tf.RaggedTensor.from_tensor(ids, padding=0)
                 return ops.take(self.table, ragged, axis=0).to_tensor(shape=[None, IDS, WIDTH])
+            case "weighted and reduced":  # as EmbedReduce of keras_rs
+                weights = ops.cast(ids % 3, "float32")
+                summed = ops.sum(ops.take(self.table, ids, axis=0) * weights[..., None], axis=-2)
+                return ops.divide_no_nan(summed, ops.sqrt(ops.sum(ops.square(weights), 1, keepdims=True)))
+            case "ragged, reduced":
+                ragged = tf.RaggedTensor.from_tensor(ids, padding=0)
+                ones = ops.ones_like(ragged, dtype="float32")[..., None]
+                summed = ops.sum(ops.take(self.table, ragged, axis=0) * ones, axis=-2)
+                return ops.divide_no_nan(summed, ops.sum(ones, axis=-2))
+            case "sparse ids":
+                sparse = tf.sparse.from_dense(ids)
+                sparse.set_shape([None, IDS])
+                return ops.take(self.table, sparse, axis=0)
             case "tf.gather, ragged ids":
                 return tf.gather(self.table, tf.RaggedTensor.from_tensor(ids)).to_tensor()
             case "tf.gather_nd":
@@ -87,13 +100,13 @@ class Lookup(keras.layers.Layer):
 
 WAYS = (
     *("ops.take", "ops.take, negative ids", "tf.gather", "tf.gather of TensorFlow's variable"),
-    *("ragged", "two lookups"),
+    *("ragged", "two lookups", "weighted and reduced", "ragged, reduced"),
 )
 MIXED = ("ops.take", "tf.gather of TensorFlow's variable", "ragged")
 """Where a table that is cast, a variable that is not, and what is neither could differ."""
 READING = (
     *("tf.vectorized_map", "tf.nn.embedding_lookup_sparse", "tf.gather, ragged ids", "tf.gather_nd"),
-    *("tf.map_fn", "tf.recompute_grad"),
+    *("tf.map_fn", "tf.recompute_grad", "sparse ids"),
 )
 
 
