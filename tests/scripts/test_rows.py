@@ -704,6 +704,7 @@ DRAWN = {
     "truncated": keras.initializers.TruncatedNormal,
     "glorot": keras.initializers.GlorotUniform,
     "he": keras.initializers.HeNormal,
+    "constant": lambda seed: keras.initializers.Constant(seed / 10),
 }
 
 
@@ -714,9 +715,15 @@ class Halved(keras.initializers.RandomNormal):  # type: ignore[misc]  # Keras ha
         return super().__call__(shape, dtype=dtype)[::-1] / 2
 
 
+WHOLE = {
+    "halved": Halved,
+    "array": lambda seed: keras.initializers.Constant(np.random.default_rng(seed).random((ROWS, WIDTH))),
+}
+
+
 def drawn_in_parts(strategy: Any, of: str) -> tuple[np.ndarray, list[int]]:
     """A table with a random initial value, and how many rows were drawn at a time."""
-    initializer, counts = (DRAWN | {"halved": Halved})[of](seed=7 + strategy.rank), list[int]()
+    initializer, counts = (DRAWN | WHOLE)[of](seed=7 + strategy.rank), list[int]()
     draw = rows.InitialRows.rows
 
     def noting(self: rows.InitialRows, part: slice) -> tf.Tensor:
@@ -793,11 +800,9 @@ def test_the_parts_of_a_table_are_single_rows_if_these_are_large(pool2: Pool) ->
     assert pool2.run(sent_in_parts)[1] == [[1] * 10, [4, 4, 2], [1] * 10]
 
 
-@pytest.mark.parametrize("of", [*DRAWN, "halved"])
-def test_a_random_initial_value_that_is_drawn_part_by_part_has_the_bits_of_keras(
-    of: str, pool2: Pool
-) -> None:
-    expected = (DRAWN | {"halved": Halved})[of](seed=7)((ROWS, WIDTH), dtype="float32").numpy()
+@pytest.mark.parametrize("of", [*DRAWN, *WHOLE])
+def test_an_initial_value_that_is_drawn_part_by_part_has_the_bits_of_keras(of: str, pool2: Pool) -> None:
+    expected = (DRAWN | WHOLE)[of](seed=7)((ROWS, WIDTH), dtype="float32").numpy()
     found = pool2.run(drawn_in_parts, of)
     for table, _ in found:
         np.testing.assert_array_equal(table, expected)
