@@ -51,7 +51,7 @@ $(NEWEST_STAMP): pyproject.toml
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(NEWEST)/bin/python -m pip install --quiet --editable '.[cpu,demo,page]' '$(NEWEST_TENSORFLOW)' --group dev
 	$(NEWEST)/bin/python -m pip uninstall --quiet --yes keras keras-nightly
-	$(NEWEST)/bin/python -m pip install --quiet --no-deps --upgrade keras $(TF_KERAS)
+	$(NEWEST)/bin/python -m pip install --quiet --no-deps --upgrade keras keras-rs $(TF_KERAS)
 	@touch $@
 
 demo: $(STAMP) ## Two local workers train; the screen shows what happens when one of them writes
@@ -137,8 +137,8 @@ $(LOGGERS_STAMP): pyproject.toml
 test-oldest: $(OLDEST_STAMP) ## The worker tests on the oldest supported TensorFlow and Keras
 	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/workers
 
-test-newest: $(NEWEST_STAMP) ## The worker tests on the newest TensorFlow, release candidates included, and the newest Keras
-	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/workers
+test-newest: $(NEWEST_STAMP) ## The worker tests on the newest TensorFlow, release candidates included, and the newest Keras; keras_rs
+	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/workers tests/long/test_keras_rs.py
 
 .PHONY: soak
 soak: $(STAMP) ## Jobs with random faults for MINUTES=5 or until KILLS=20: what fired, and what was lost (SEED=… repeats a run)

@@ -132,7 +132,7 @@ def of_all_workers(rows: tf.Tensor) -> tf.Tensor:
 
 
 class TwoTowers(keras.Model):
-    """Each user's item is told from all other items in the batch."""
+    """Each user's item is told from all items in the batch that have another id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,14 +155,18 @@ class TwoTowers(keras.Model):
         first = tf.distribute.get_replica_context().replica_id_in_sync_group * tf.shape(items)[0]
         own = first + tf.range(tf.shape(items)[0])
         logits = tf.matmul(users, of_all_workers(items), transpose_b=True)
+        is_own = tf.equal(own[:, None], tf.range(tf.shape(logits)[1]))
+        is_same = tf.equal(y[:, None], of_all_workers(y))  # ids as they come in the batch
+        logits = tf.where(is_same & ~is_own, -1e9, logits)
         return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(own, logits))
 
 
 @same_as_plain_keras("pool2")
-def test_negatives_gathered_from_all_workers_train_as_on_the_whole_batch(strategy: Any) -> Any:
+def test_negatives_and_their_ids_gathered_from_all_workers_train_as_on_the_whole_batch(strategy: Any) -> Any:
     random = np.random.default_rng(5)
     users, items = (random.normal(size=(48, 6)).astype("float32") for _ in range(2))
-    pairs = tf.data.Dataset.from_tensor_slices(((users, items),)).batch(16, drop_remainder=True)
+    data = (users, items), random.integers(0, 20, 48)
+    pairs = tf.data.Dataset.from_tensor_slices(data).batch(16, drop_remainder=True)
     with strategy.scope():
         model = TwoTowers()
         model.compile(keras.optimizers.Adam(0.05))

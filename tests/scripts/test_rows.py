@@ -73,6 +73,19 @@ class Lookup(keras.layers.Layer):
             case "ragged":
                 ragged = tf.RaggedTensor.from_tensor(ids, padding=0)
                 return ops.take(self.table, ragged, axis=0).to_tensor(shape=[None, IDS, WIDTH])
+            case "weighted and reduced":  # as EmbedReduce of keras_rs
+                weights = ops.cast(ids % 3, "float32")
+                summed = ops.sum(ops.take(self.table, ids, axis=0) * weights[..., None], axis=-2)
+                return ops.divide_no_nan(summed, ops.sqrt(ops.sum(ops.square(weights), 1, keepdims=True)))
+            case "ragged, reduced":
+                ragged = tf.RaggedTensor.from_tensor(ids, padding=0)
+                ones = ops.ones_like(ragged, dtype="float32")[..., None]
+                summed = ops.sum(ops.take(self.table, ragged, axis=0) * ones, axis=-2)
+                return ops.divide_no_nan(summed, ops.sum(ones, axis=-2))
+            case "sparse ids":
+                sparse = tf.sparse.from_dense(ids)
+                sparse.set_shape([None, IDS])
+                return ops.take(self.table, sparse, axis=0)
             case "tf.gather, ragged ids":
                 return tf.gather(self.table, tf.RaggedTensor.from_tensor(ids)).to_tensor()
             case "tf.gather_nd":
@@ -93,13 +106,13 @@ class Lookup(keras.layers.Layer):
 
 WAYS = (
     *("ops.take", "ops.take, negative ids", "tf.gather", "tf.gather of TensorFlow's variable"),
-    *("ragged", "two lookups"),
+    *("ragged", "two lookups", "weighted and reduced", "ragged, reduced"),
 )
 MIXED = ("ops.take", "tf.gather of TensorFlow's variable", "ragged")
 """Where a table that is cast, a variable that is not, and what is neither could differ."""
 READING = (
     *("tf.vectorized_map", "tf.nn.embedding_lookup_sparse", "tf.gather, ragged ids", "tf.gather_nd"),
-    *("tf.map_fn", "tf.recompute_grad"),
+    *("tf.map_fn", "tf.recompute_grad", "sparse ids"),
 )
 
 
@@ -779,6 +792,7 @@ DRAWN = {
     "truncated": keras.initializers.TruncatedNormal,
     "glorot": keras.initializers.GlorotUniform,
     "he": keras.initializers.HeNormal,
+    "constant": lambda seed: keras.initializers.Constant(seed / 10),
 }
 
 
@@ -789,9 +803,15 @@ class Halved(keras.initializers.RandomNormal):  # type: ignore[misc]  # Keras ha
         return super().__call__(shape, dtype=dtype)[::-1] / 2
 
 
+WHOLE = {
+    "halved": Halved,
+    "array": lambda seed: keras.initializers.Constant(np.random.default_rng(seed).random((ROWS, WIDTH))),
+}
+
+
 def drawn_in_parts(strategy: Any, of: str) -> tuple[np.ndarray, list[int]]:
     """A table with a random initial value, and how many rows were drawn at a time."""
-    initializer, counts = (DRAWN | {"halved": Halved})[of](seed=7 + strategy.rank), list[int]()
+    initializer, counts = (DRAWN | WHOLE)[of](seed=7 + strategy.rank), list[int]()
     draw = rows.InitialRows.rows
 
     def noting(self: rows.InitialRows, part: slice) -> tf.Tensor:
@@ -868,11 +888,9 @@ def test_the_parts_of_a_table_are_single_rows_if_these_are_large(pool2: Pool) ->
     assert pool2.run(sent_in_parts)[1] == [[1] * 10, [4, 4, 2], [1] * 10]
 
 
-@pytest.mark.parametrize("of", [*DRAWN, "halved"])
-def test_a_random_initial_value_that_is_drawn_part_by_part_has_the_bits_of_keras(
-    of: str, pool2: Pool
-) -> None:
-    expected = (DRAWN | {"halved": Halved})[of](seed=7)((ROWS, WIDTH), dtype="float32").numpy()
+@pytest.mark.parametrize("of", [*DRAWN, *WHOLE])
+def test_an_initial_value_that_is_drawn_part_by_part_has_the_bits_of_keras(of: str, pool2: Pool) -> None:
+    expected = (DRAWN | WHOLE)[of](seed=7)((ROWS, WIDTH), dtype="float32").numpy()
     found = pool2.run(drawn_in_parts, of)
     for table, _ in found:
         np.testing.assert_array_equal(table, expected)

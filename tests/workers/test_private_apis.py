@@ -179,6 +179,7 @@ training/collectives.py
   <extended>._get_variable_creator_initial_value(self, replica_id, device, primary_var, kwargs):
       broadcasts worker 0's initial value
   <extended>._replica_ctx_all_reduce(self, reduce_op, value, options): is how an optimizer sums its gradients
+  <extended>._gather_to_implementation(self, value, destinations, axis, options): needs to be told a device
   <extended>._container_strategy: the strategy that it is of
   keras.optimizers.LossScaleOptimizer._tf_apply(self, grads, trainable_variables):
       refuses to work in a scope outside of strategy.run

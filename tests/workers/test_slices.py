@@ -91,7 +91,7 @@ def slices_found(_: None, shape: list[int | None]) -> dict[str, int]:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(lookup(table, x) ** 2)
             gradient = tape.gradient(loss, weight)
-            gather = lambda tensor: tf.concat([tensor, tensor], 0)  # noqa: E731
+            gather = lambda tensors: [tf.concat([t, t], 0) for t in tensors]  # noqa: E731
             (total,) = sum_over_workers([gradient], [False], 2, as_two_equal_workers, gather)
             difference = tf.convert_to_tensor(total) - 2 * tf.convert_to_tensor(gradient)
             return tf.size(total.indices), tf.reduce_max(tf.abs(difference))

@@ -218,8 +218,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         return int(self.keys.numpy()) - FIRST_KEY + self.variables_created
 
     def in_run(self) -> bool:
-        context = tf.distribute.get_replica_context()
-        return context is not None and context.strategy is self._container_strategy()
+        return getattr(tf.distribute.get_replica_context(), "strategy", None) is self._container_strategy()
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         call = super()._call_for_each_replica
@@ -354,17 +353,20 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
 
         # A worker without rows has computed a row of zeros, which would touch a row of a table: its number 0.
         has_rows = None if rows is None else rows > 0
-        return sum_over_workers(values, averaged, self._num_workers, combine, self._gather, has_rows)
+        return sum_over_workers(values, averaged, self._num_workers, combine, self.gather_rows, has_rows)
 
     def gather_rows(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """The rows of all workers, in their order: each tensor joined along its first axis."""
         carried = [tf.cast(t, _GATHERED_AS.get(t.dtype, t.dtype)) for t in tensors]
         shared = self.shared_sums(carried)
-        whole = shared.gather(carried) if shared is not None else [self._gather(t) for t in carried]
+        context = tf.distribute.get_replica_context()
+        whole = shared.gather(carried) if shared else [context.all_gather(t, axis=0) for t in carried]
         return [tf.cast(joined, own.dtype) for joined, own in zip(whole, tensors, strict=True)]
 
-    def _gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        return tf.distribute.get_replica_context().all_gather(tensor, axis=0)
+    def _gather_to_implementation(self, value: Any, destinations: Any, *how: Any) -> Any:
+        # TensorFlow gathers to the device of the value. In a graph, what a batch holds has none: ids, labels.
+        there = destinations or self.worker_devices[0] if isinstance(destinations, str) else destinations
+        return super()._gather_to_implementation(value, there, *how)
 
     def update(
         self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True
@@ -513,7 +515,7 @@ def sum_over_workers(
     averaged: list[bool],
     workers: int,
     all_reduce: Callable[[list[Any], list[bool]], list[Any]],
-    all_gather: Callable[[tf.Tensor], tf.Tensor],
+    all_gather: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     has_rows: tf.Tensor | None = None,
 ) -> list[Any]:
     """The sums, or means, of tensors and row-sparse gradients over all workers, in one `all_reduce`.
@@ -541,7 +543,7 @@ def sum_over_workers(
             return once_for_each_row(total)
         if kind is SliceKind.ROWS:
             return total
-        lengths = all_gather(tf.reshape(tf.size(part.indices), [1]))
+        (lengths,) = all_gather([tf.reshape(tf.size(part.indices), [1])])
         return _one_list_if_equal(total, workers, lengths)
 
     def joined(wholes: list[Any]) -> Any:

@@ -15,8 +15,8 @@ accumulator. So, for the variables of a `replicast.Strategy`:
                  which makes tables of all in between, has 30. The others stay as they are.
     exchange     if all that uses a gradient is an optimizer that adds up the slices of a repeated row
                  (`sums_repeated_rows`), each worker sends each of its rows once.
-    start        a random initial value is drawn part by part, to the bits of Keras: as a whole it
-                 takes three tables on the way (`InitialRows`).
+    start        a random or constant initial value (Adagrad's) is drawn part by part, to the bits of Keras:
+                 as a whole it takes up to three tables on the way (`InitialRows`).
     audits       variables that are written by rows (`is_written_by_rows`) are compared in turns, slice by
                  slice: see `replicas/job_audits.py`.
 
@@ -105,9 +105,8 @@ def once_for_each_row(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 
 def once_if_summed(gradients: Iterable[Any], optimizer: Any) -> list[Any]:
     """The gradients to send for this optimizer: it may need every slice of a row, or their sum."""
-    if optimizer is None or not sums_repeated_rows(optimizer):
-        return list(gradients)
-    return [once_for_each_row(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    once = optimizer is not None and sums_repeated_rows(optimizer)
+    return [once_for_each_row(g) if once and isinstance(g, tf.IndexedSlices) else g for g in gradients]
 
 
 class UndecidedSlices(tf.IndexedSlices):
@@ -139,13 +138,11 @@ def sums_repeated_rows(optimizer: Any) -> bool:
 
     Not if it clips: clipping uses single slices, as in plain Keras.
     """
-    clips = any(getattr(optimizer, name, None) is not None for name in _CLIPPING)
+    clipping = ("clipnorm", "global_clipnorm", "clipvalue")
+    clips = any(getattr(optimizer, name, None) is not None for name in clipping)
     is_plain_sgd = type(optimizer) is keras.optimizers.SGD and optimizer.momentum == 0
     writes_rows = getattr(optimizer, "sums_repeated_rows", False) or is_plain_sgd
     return bool(writes_rows) and not clips and not optimizer.gradient_accumulation_steps
-
-
-_CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
 def read_by_rows() -> None:
@@ -165,7 +162,7 @@ def read_by_rows() -> None:
 
 _DRAWN = tuple(
     getattr(keras.initializers, name).__call__
-    for name in ("RandomUniform", "RandomNormal", "TruncatedNormal", "VarianceScaling")
+    for name in ("RandomUniform", "RandomNormal", "TruncatedNormal", "VarianceScaling", "Constant")
 )
 # What four numbers of a tensor take of the counter.
 _COUNTS = {
@@ -179,7 +176,8 @@ _patching = threading.Lock()  # these are replaced while rows are drawn
 def _drawing_rows(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def initialize(self: Any, initializer: Any) -> None:
-        is_drawn = type(initializer).__call__ in _DRAWN and isinstance(initializer.seed, int)
+        source = getattr(initializer, "seed", getattr(initializer, "value", None))  # may also be an array
+        is_drawn = type(initializer).__call__ in _DRAWN and isinstance(source, int | float)
         if is_drawn and self.dtype == "float32" and len(self.shape) > 1:
             self._initialize(InitialRows(initializer, self.shape))
         else:
@@ -189,9 +187,9 @@ def _drawing_rows(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 class InitialRows:
-    """A random initial value of Keras, of which rows can be drawn alone.
+    """A random or constant initial value of Keras, of which rows can be drawn alone.
 
-    It is drawn from a counter by an algorithm (Philox) in which each number depends on its place alone.
+    Random ones come from a counter by an algorithm (Philox) in which each number depends on its place alone.
     """
 
     def __init__(self, initializer: Callable[..., tf.Tensor], shape: Sequence[int]) -> None:
@@ -208,7 +206,9 @@ class InitialRows:
 
     def rows(self, part: slice) -> tf.Tensor:
         """The rows of a part. Before it is a multiple of four numbers: the generator makes four at a time."""
-        rest = self.shape[1:]
+        rest, count = self.shape[1:], part.stop - part.start
+        if isinstance(self._initializer, keras.initializers.Constant):
+            return self._initializer([count, *rest], dtype="float32")
         with _patching:
             here, stock = threading.get_ident(), {name: getattr(random_ops, name) for name in _COUNTS}
 
@@ -217,7 +217,7 @@ class InitialRows:
                     low, high = map(int, counter)
                     place = (high << 64) + low + part.start * rest.num_elements() // 4 * _COUNTS[of]
                     counter = tf.constant([place % 2**64, (place >> 64) % 2**64], tf.uint64)
-                    shape = [part.stop - part.start, *rest]
+                    shape = [count, *rest]
                 return stock[of](shape, key=key, counter=counter, **more)
 
             try:
