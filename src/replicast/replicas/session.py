@@ -700,7 +700,7 @@ class Session:
             return
         update = self._parcels.prepared(entry.id, entry.digest) if isinstance(entry, Payload) else None
         self._entries.do(lambda: then(*_written(journal, entry, update)))
-        if isinstance(entry, Payload | Receipt):  # An fsync delays whoever writes a file: here, the answer.
+        if isinstance(entry, Payload | Receipt):  # While an fsync runs, an author's answer cannot be written.
             self._set_timer(SYNC_SECS, lambda: self._entries.do(journal.sync))
 
 

@@ -15,17 +15,19 @@ race between a check and a write.
 
 **A line** is a JSON object: the entry, its number, when it was written, the checksum of the line before
 (`previous`), what that line is and of which update (`after`), and its own checksum (`seal`), which is last.
-Before the first line, the claim, comes the last line of earlier groups that counts. The seal shows damage;
-`previous` shows that a line was replaced with its seal; `after` tells what a damaged line was, but not of two
-in a row, or of the last line of all. A line is read only if writing it again gives the same bytes: no name
-twice, nothing unknown. Readers skip a damaged line; `journal.py` says which ones stop a start.
+In the claim, `previous` and `after` are of the last line of earlier groups that counts. The seal shows
+damage; `previous` shows that a line was replaced together with its seal; `after` tells what a damaged line
+was. It cannot tell that of two in a row, or of the very last line. A line is read only if writing it again
+gives the same bytes: no name twice, nothing unknown. Readers skip a damaged line; `journal.py` says which
+ones stop a start.
 
 **What a crash leaves**, by the two steps of an append:
 
     killed or the disk full within the write      half a line, without its end: no reader counts it
     after the write, before the fsync             a complete line: readers show it, and the next group
                                                   syncs the log before it counts it. A power failure may
-                                                  remove it or leave zeros in it; nobody has acted on it
+                                                  remove it or leave zeros in it. Nobody has acted on
+                                                  it; only a receipt was told to its author
     after the fsync                               a complete line, which nothing takes away
 
 Nobody waits for the fsync of a payload or a receipt (`FileJournal.write`): the next line brings it along, or
@@ -146,7 +148,9 @@ def log_path(run_dir: RunDir, group: int) -> RunPath:
 def read_log(
     run_dir: RunDir, group: int, most: int = sys.maxsize, end: Subject | None = None, *, sync: bool = False
 ) -> Log:
-    """Reads the log of a group up to a line, which is `end`; with `sync`, it is on disk afterwards.
+    """Reads the log of a group up to line `most`. With `sync`, all that was read is on disk afterwards.
+
+    `end` is what that line was, if the next claim has told it.
 
     A line that cannot be read hides no other: the number of the next one says how many are lost.
     """

@@ -9,11 +9,11 @@ The bytes of updates are files beside the log, which a line names with their dig
     groups/000003/000002.before.safetensors    values that an update has overwritten, for a revert
 
 **Damage.** A line that counts and cannot be read hides no other from readers: they report it and go on. The
-next line tells what it was (`claims.py`). A start stops at one that it needs, or of which nobody can tell:
+next line tells what it was (`claims.py`). A start stops at a line that it needs, or that may be any line:
 
     Payload           needed if the update must be applied (`check_start`)
     Before            not needed: a revert is refused. Values of an earlier attempt are not taken instead
-    Receipt           not needed: a power failure may take it too
+    Receipt           not needed: without it, the update is applied again, as after a power failure
     Started, Claim    not needed: they are for people, unless it is the last claim
     all others        needed: they say what becomes of an update
 
