@@ -103,6 +103,7 @@ def start_afresh() -> None:
     from tensorflow.python.framework.config import disable_op_determinism  # no public way back
 
     keras.utils.clear_session()  # collects what the last test left
+    gc.freeze()  # what is imported stays: otherwise each collection would look through all of it again
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(1234)

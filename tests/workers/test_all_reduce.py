@@ -117,4 +117,5 @@ def assert_same_by_tensorflow(pool2: Pool, names: tuple[str, ...], directory: Pa
 
 
 def test_tensorflows_collectives_train_to_the_same_numbers(pool2: Pool, tmp_path: Path) -> None:
-    assert_same_by_tensorflow(pool2, ("batches_that_do_not_divide", "embedding"), tmp_path)
+    # Its batches do not divide, and it has a table and dense weights.
+    assert_same_by_tensorflow(pool2, ("embedding",), tmp_path)
