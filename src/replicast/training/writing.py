@@ -48,7 +48,7 @@ WRITE_SECS = 3600.0
 POLL_SECS = 0.5
 REMIND_SECS = 30.0
 POSITIONS_KEPT = 3  # a worker deletes its keys of a position after this many later positions
-_METHODS = ((keras.Model, ("save", "save_weights", "export")), (keras.export.ExportArchive, ("write_out",)))
+_METHODS = {"save": keras.Model, "save_weights": keras.Model, "export": keras.Model}
 _FUNCTIONS = (
     (saving_lib, "save_model"),
     (saving_lib, "save_weights_only"),
@@ -180,9 +180,9 @@ def write_once(writing: Writing) -> None:
     global _writing
     first, _writing = _writing is None, writing
     if first:
-        for owner, names in _METHODS:
-            for name in names:
-                setattr(owner, name, _written_once(getattr(owner, name), whole=False))
+        # In Keras 3.15 `ExportArchive()` returns an object of another class, with a `write_out` of its own.
+        for name, owner in {**_METHODS, "write_out": type(keras.export.ExportArchive())}.items():
+            setattr(owner, name, _written_once(getattr(owner, name), whole=False))
         for module, name in _FUNCTIONS:
             setattr(module, name, _written_once(getattr(module, name), whole=True))
 
