@@ -80,6 +80,7 @@ def disk_full(strategy: Any, call: str, directory: Path) -> dict[str, Any]:
             said = str(caught.value)
         assert digest(model) == before
         left = sorted(path.name for path in (run_dir / "groups" / "000001").iterdir())
+        replicas.audit()  # Worker 0 has looked: it would write the next update at once.
         if strategy.rank == 1:
             replicas.propose(mark(0))
         quietly(replicas, lambda step: None, lambda: bool(replicas.history))

@@ -58,7 +58,7 @@ from replicast.core.operation import Outcome, Timeouts
 from replicast.core.operations.apply import Apply, BeginTrial, EndTrial, WriteBefore
 from replicast.core.operations.attempt import Exit, TakeSnapshot
 from replicast.core.worker import WorkerMachine
-from replicast.errors import ClusterError, FileDamaged, JobFailed, ReplicastError, UpdateRefused
+from replicast.errors import ClusterError, FileDamaged, JobFailed, ReplicastError, UpdateRefused, printable
 from replicast.processes import Deadline
 from replicast.replicas.channel import Channel, Note
 from replicast.replicas.proposals import Proposals, Ticket, log_trial, refusal_of
@@ -132,7 +132,7 @@ class WorkerThreads:
         self._threads: list[threading.Thread] = []
         self._lanes: list[Lane] = []
         self._death: JobFailed | FileDamaged | None = None
-        self.is_death_told = False
+        self._is_death_told = False
 
     def start(self, name: str, target: Callable[[], None]) -> threading.Thread:
         """Starts a thread; `target` must return soon after `stopping` is set."""
@@ -151,8 +151,12 @@ class WorkerThreads:
 
     def check(self) -> None:
         if self._death is not None:
-            self.is_death_told = True
+            self._is_death_told = True
             raise self._death
+
+    def tell_death(self) -> None:
+        if self._death is not None and not self._is_death_told:
+            logger.error("%s", printable(self._death))
 
     def stop(self, timeout_secs: float) -> None:
         """Stops all threads and waits at most `timeout_secs` in total. Must not be called by one of them."""
@@ -395,8 +399,7 @@ class Session:
         self.proposals.end(self.step)
         self.channel.close()
         self.transport.close()
-        if not self.threads.is_death_told:  # as of a disk that has failed at the last sync
-            self.threads.check()
+        self.threads.tell_death()  # as of a disk that has failed at the last sync
 
     def abandon(self) -> None:
         """Releases shared memory when the process exits, in whatever state it is."""
