@@ -327,7 +327,7 @@ def _adam_step(stock: Callable[..., None]) -> Callable[..., None]:
         count = 1 << max(1, BLOCK_BYTES // max(1, width * dtype.size)).bit_length() - 1
         # Rows are written one by one: not if they are short. A GPU has no such caches. And without a graph,
         # what is read of a table is in use until the end of the block: the write would copy the table.
-        in_blocks = count < shape[0] and width * dtype.size >= 64 and "GPU" not in variable.device
+        in_blocks = count < shape[0] and width * dtype.size >= 32 and "GPU" not in variable.device
         if in_blocks and not tf.executing_eagerly():
             tf.while_loop(lambda start: start < shape[0], move_block, [tf.constant(0, tf.int64)])
         else:
