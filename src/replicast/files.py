@@ -19,7 +19,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -156,62 +156,29 @@ class RunPath:
     @contextlib.contextmanager
     def _place(self) -> Iterator[tuple[int, str]]:
         """The descriptor of the directory that it is in, and its name there; "." for the root."""
-        directory, name = None, self.parts[-1] if self.parts else "."
+        directory = os.open(self.root, _WALKED)
+        count, name = 0, "."
         try:
-            directory = (self.parent if self.parts else self)._directory()
-            if self.parts:
+            for count, name in enumerate(self.parts, 1):
                 check_name(name)
-            yield directory.descriptor, name
+                if count < len(self.parts):
+                    outer, directory = directory, os.open(name, _WALKED | os.O_NOFOLLOW, dir_fd=directory)
+                    os.close(outer)
+            yield directory, name
         except OSError as error:
-            if error.errno == errno.ESTALE:  # Another host has replaced a directory on a shared file system.
-                _opened.clear()
             if error.filename not in (name, None):  # Of another path, which has told it.
                 raise
-            error.filename = str(self)
+            at = RunPath(self.root, self.parts[:count])
+            error.filename = str(at)
             del error.filename2  # That of a rename.
             # The system says "not a directory" of a link to one, and "exists" where one was to be made.
-            is_about_a_name = error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EEXIST)
-            if is_about_a_name and directory and stat.S_ISLNK(_mode_of(name, directory.descriptor)):
-                raise OSError(errno.ELOOP, _LINK, str(self)) from error
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EEXIST) and stat.S_ISLNK(
+                _mode_of(name, directory)
+            ):
+                raise OSError(errno.ELOOP, _LINK, str(at)) from error
             raise
-
-    def _directory(self) -> _Directory:
-        """This directory, opened again only if its name has become that of another one."""
-        found = _opened.get(self)
-        if not self.parts:
-            if found is None or not found.is_same(self.root.stat()):
-                found = _Directory(os.open(self.root, _WALKED))
-        else:
-            with self._place() as (outer, name):
-                now = os.stat(name, dir_fd=outer, follow_symlinks=False)
-                if found is None or not found.is_same(now):
-                    found = _Directory(os.open(name, _WALKED | os.O_NOFOLLOW, dir_fd=outer))
-        if len(_opened) >= _MOST_OPENED:
-            _opened.clear()
-        _opened[self] = found
-        return found
-
-
-class _Directory:
-    """A directory that was reached without following a link; open until nobody uses it."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self._status = os.fstat(descriptor)
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        close(self.descriptor)
-
-    def is_same(self, status: os.stat_result) -> bool:
-        return os.path.samestat(self._status, status)
-
-
-# Each call of the system releases Python's lock, and then waits for it while a training thread has it. So a
-# directory stays open for the next file in it. Any thread may clear this: whoever uses a directory has a
-# reference to it.
-_opened: dict[RunPath, _Directory] = {}
-_MOST_OPENED = 32
-os.register_at_fork(after_in_child=_opened.clear)  # A daemon closes all numbers and uses them again.
+        finally:
+            os.close(directory)
 
 
 # A run directory as functions accept it. `below(run_dir) / "inbox"` is the only way into it.

@@ -41,11 +41,7 @@ _PENDING: list[object] = []
 
 
 def this_process() -> dict[str, Any]:
-    return _process(os.getpid()).copy()
-
-
-@functools.cache
-def _process(pid: int) -> dict[str, Any]:
+    pid = os.getpid()
     return {"pid": pid, "host": socket.gethostname(), "machine": this_machine(), "started": _started(pid)}
 
 

@@ -3,8 +3,6 @@ import errno
 import json
 import os
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from hypothesis import strategies as st
 
 from replicast.codec import json_bytes
 from replicast.errors import FileDamaged
-from replicast.files import below, make_durably, read_json, remove_leftovers, write_durably, write_quickly
+from replicast.files import make_durably, read_json, remove_leftovers, write_durably, write_quickly
 from replicast.update.tensorfiles import parse_tensors, read_bytes, tensor_chunks
 
 
@@ -277,74 +275,3 @@ def test_a_directory_whose_name_cannot_be_synced_is_not_left_for_the_next_to_tru
             make_durably(tmp_path / "updates")
     assert fired == ["fsync"]
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("replaced", ["run", "run/groups", "run/groups/000001"])
-def test_a_directory_that_another_one_has_replaced_is_not_written_to_any_more(
-    tmp_path: Path, replaced: str
-) -> None:
-    log = below(tmp_path / "run") / "groups" / "000001" / "log"
-    make_durably(log.parent)
-    write_quickly(log, "first")
-    (tmp_path / replaced).rename(tmp_path / "old")
-    assert not log.exists()
-    make_durably(log.parent)
-    write_quickly(log, "second")
-    assert log.as_path().read_text() == "second"
-    assert [path.read_text() for path in (tmp_path / "old").rglob("log")] == ["first"]
-
-
-def test_open_directories_are_few_and_one_in_use_stays_open(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    first = below(tmp_path) / "first"
-    first.mkdir()
-    with first._place() as (directory, name):
-        for number in range(200):
-            below(tmp_path / "first" / f"run-{number}").as_path().mkdir()
-            write_quickly(below(tmp_path / "first" / f"run-{number}") / "file", "x")
-        assert os.stat(name, dir_fd=directory).st_ino == (tmp_path / "first").stat().st_ino
-    assert len(os.listdir("/proc/self/fd")) - before < 40  # noqa: PTH208
-
-
-_DAEMON = """
-import os, pathlib, sys
-from replicast.files import below, write_quickly
-note = below(pathlib.Path("run")) / "inbox" / "note"
-write_quickly(note, "before")
-if child := os.fork():
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-os.closerange(3, 256)
-held = [os.open("private", os.O_RDONLY | os.O_DIRECTORY) for _ in range(4)]
-write_quickly(note, "after")
-for descriptor in held:
-    os.fstat(descriptor)
-"""
-
-
-def test_a_daemon_that_closes_all_descriptors_writes_where_it_means_to(tmp_path: Path) -> None:
-    for name in ("run/inbox", "private/inbox"):
-        (tmp_path / name).mkdir(parents=True)
-    subprocess.run([sys.executable, "-c", _DAEMON], cwd=tmp_path, check=True, timeout=60)
-    assert (tmp_path / "run" / "inbox" / "note").read_text() == "after"
-    assert list((tmp_path / "private" / "inbox").iterdir()) == []
-
-
-def test_a_directory_that_another_host_has_replaced_is_opened_again_after_one_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, real, opened = below(tmp_path) / "inbox" / "note", os.open, list[str]()
-    make_durably(path.parent)
-    write_quickly(path, "before")
-    os.close(path.open(os.O_RDONLY))
-
-    def stale_once(name: Any, *args: Any, **kwargs: Any) -> int:
-        opened.append(str(name))
-        if opened == ["note"]:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", stale_once)
-    with pytest.raises(OSError, match="Stale"):
-        path.open(os.O_RDONLY)
-    os.close(path.open(os.O_RDONLY))
-    assert opened == ["note", str(tmp_path), "inbox", "note"]

@@ -518,7 +518,7 @@ class Asked:
         self.settle()
 
     def settle(self) -> None:
-        self.of_job.take_outcomes()
+        self.of_job.take_outcomes(self.run_dir)
         self.of_job.settle(self.run_dir)
 
     def answered(self, id_: str) -> InboxAnswer | None:
@@ -833,5 +833,5 @@ def test_an_update_that_replaced_a_lost_one_is_not_said_to_be_withdrawn(
         for _ in range(2):
             reader.look(tmp_path, training=True)
         job.train(2)
-        eventually(lambda: (reader.take_outcomes(), reader.settle(tmp_path), not reader._taken)[-1])
+        eventually(lambda: (reader.take_outcomes(tmp_path), reader.settle(tmp_path), not reader._taken)[-1])
         assert (stage_of(tmp_path, request.id), stage_of(tmp_path, "x")) == (Stage.REFUSED, Stage.VERIFIED)

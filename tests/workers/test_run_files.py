@@ -207,7 +207,7 @@ def test_an_entry_that_cannot_be_moved_away_keeps_no_other_waiting_and_is_refuse
     block(tmp_path, "a-folder")
     folder = tmp_path / "inbox" / "a-folder.safetensors"
     (folder / "part").mkdir(parents=True)
-    looks, refused = count_calls(monkeypatch, "listed"), count_calls(monkeypatch, "refuse")
+    looks, refused = count_calls(monkeypatch, "waiting"), count_calls(monkeypatch, "refuse")
     keeping_of(job, tmp_path).start()
     eventually(lambda: refused)
     inbox.submit(tmp_path, bias(1.0, id="good"))
@@ -224,7 +224,7 @@ def test_an_entry_that_cannot_leave_the_inbox_keeps_no_other_from_its_word(
     block(tmp_path, "bad")
     bad = inbox.submit(tmp_path, Update(id="bad").scale("of/another/model", 2.0))
     good = inbox.submit(tmp_path, bias(1.0, id="good"))
-    looks, refused = count_calls(monkeypatch, "listed"), count_calls(monkeypatch, "refuse")
+    looks, refused = count_calls(monkeypatch, "waiting"), count_calls(monkeypatch, "refuse")
     keeping_of(job, tmp_path).start()
     train_until(job, lambda: not good.exists() and refused)
     assert stage_of(tmp_path, "good") == Stage.VERIFIED

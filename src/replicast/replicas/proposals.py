@@ -460,20 +460,16 @@ class InboxReader:
         if now - self._cleaned_at >= CLEAN_SECS:
             self._cleaned_at = now
             inbox.clean(run_dir)
-        updates, paths = inbox.listed(run_dir)
         if training:
-            self._each(run_dir, [one.path for one in updates], self._propose)
+            self._each(run_dir, [one.path for one in inbox.waiting(run_dir)], self._propose)
+        paths = inbox.requests(run_dir)
         # The author's clock may be another one: a request that comes from now on has its time by the clock of
         # this process. Of those that were there at the first look, only the wall clock tells the age.
         before = dict.fromkeys(map(inbox.id_of, paths)) if self._arrived is None else self._arrived
         self._arrived = {id_: before.get(id_, now) for id_ in map(inbox.id_of, paths)}
         self._each(run_dir, paths, partial(self._consider, training=training))
 
-    @property
-    def has_taken(self) -> bool:
-        return bool(self._taken)
-
-    def take_outcomes(self) -> None:
+    def take_outcomes(self, run_dir: RunDir) -> None:
         """Takes the outcomes that have come, for `settle`: check in between whose run it is."""
         while not self._outcomes.empty():
             key, outcome = self._outcomes.get()
@@ -500,11 +496,10 @@ class InboxReader:
         self._retry_at.clear()
         self.settle(run_dir)
         ended = UpdateRefused(f"The job has ended at step {self._step}")
-        updates, paths = inbox.listed(run_dir)
-        for path in paths:
+        for path in inbox.requests(run_dir):
             self._process(run_dir, path, lambda run_dir, path: self._refuse(run_dir, path, ended))
         known = self._known()
-        left = [ascii(one.id[:8]) for one in updates if one.path not in known]
+        left = [ascii(one.id[:8]) for one in inbox.waiting(run_dir) if one.path not in known]
         if left:
             logger.warning(
                 "%s not applied, because no step was trained since; kept in the inbox for the next start: %s",

@@ -58,7 +58,7 @@ from replicast.core.operation import Outcome, Timeouts
 from replicast.core.operations.apply import Apply, BeginTrial, EndTrial, WriteBefore
 from replicast.core.operations.attempt import Exit, TakeSnapshot
 from replicast.core.worker import WorkerMachine
-from replicast.errors import ClusterError, FileDamaged, JobFailed, ReplicastError, UpdateRefused, printable
+from replicast.errors import ClusterError, FileDamaged, JobFailed, ReplicastError, UpdateRefused
 from replicast.processes import Deadline
 from replicast.replicas.channel import Channel, Note
 from replicast.replicas.proposals import Proposals, Ticket, log_trial, refusal_of
@@ -74,7 +74,6 @@ logger = logging.getLogger("replicast")
 
 LOOK_SECS = 0.5
 IDLE_SECS = 1.0
-SYNC_SECS = 0.02  # until an entry whose fsync nobody waits for is synced, unless the next one brings it along
 STOP_SECS = 5.0
 REMIND_SECS = 0.5
 LONG_SECS = 10.0  # then the other workers are told that this one waits: they may wait for it in a transfer
@@ -132,7 +131,6 @@ class WorkerThreads:
         self._threads: list[threading.Thread] = []
         self._lanes: list[Lane] = []
         self._death: JobFailed | FileDamaged | None = None
-        self._is_death_told = False
 
     def start(self, name: str, target: Callable[[], None]) -> threading.Thread:
         """Starts a thread; `target` must return soon after `stopping` is set."""
@@ -151,12 +149,7 @@ class WorkerThreads:
 
     def check(self) -> None:
         if self._death is not None:
-            self._is_death_told = True
             raise self._death
-
-    def tell_death(self) -> None:
-        if self._death is not None and not self._is_death_told:
-            logger.error("%s", printable(self._death))
 
     def stop(self, timeout_secs: float) -> None:
         """Stops all threads and waits at most `timeout_secs` in total. Must not be called by one of them."""
@@ -390,16 +383,12 @@ class Session:
         self._closed = True
         if not self.threads.stopping.is_set():  # what is still in the outbox, somebody may wait for
             self._outbox.flushed().wait(STOP_SECS)
-            if self.journal is not None:
-                self._entries.do(self.journal.sync)
-                self._entries.flushed().wait(STOP_SECS)
         self.threads.stopping.set()
         self._events.put(None)  # wakes the loop up
         self.threads.stop(STOP_SECS)
         self.proposals.end(self.step)
         self.channel.close()
         self.transport.close()
-        self.threads.tell_death()  # as of a disk that has failed at the last sync
 
     def abandon(self) -> None:
         """Releases shared memory when the process exits, in whatever state it is."""
@@ -589,9 +578,6 @@ class Session:
         if isinstance(event, Note):
             self.channel.send([event])
             return []
-        if callable(event):
-            event()
-            return []
         machine: WorkerMachine | Coordinator | None
         if isinstance(event, tuple):  # a timer of one of the machines
             machine, event = event
@@ -621,13 +607,11 @@ class Session:
             follow += [m.FromWorker(self.rank, message) for message in sent]
         for command in commands:
             if isinstance(command, m.SetTimer):
-                self._set_timer(command.secs, (machine, m.TimerFired(command.number)))
+                timer = machine, m.TimerFired(command.number)
+                heapq.heappush(self._timers, (time.monotonic() + command.secs, next(self._numbers), timer))
             elif not isinstance(command, m.Send | m.Broadcast):
                 self._carry_out(command)
         return follow
-
-    def _set_timer(self, secs: float, event: Any) -> None:
-        heapq.heappush(self._timers, (time.monotonic() + secs, next(self._numbers), event))
 
     def _carry_out(self, command: Any) -> None:
         match command:
@@ -677,11 +661,11 @@ class Session:
 
     def performed(self, number: int, order: Any, value: Any) -> None:
         later = isinstance(order, TakeSnapshot) or callable(value)
-        self._events.put(m.Performed(number, None if later else value, answers=not later))
         if later:
             # Training goes on meanwhile. In the outbox: earlier proposals belong to a checkpoint, and a
             # checkpoint that holds an update comes after the report that it is applied.
             self._outbox.do(lambda: self._events.put(Answer(number, value() if callable(value) else value)))
+        self._events.put(m.Performed(number, None if later else value, answers=not later))
 
     # Worker 0's writes: entries in one lane, and checkpoints, which take longer, in another.
 
@@ -695,16 +679,19 @@ class Session:
                 self._telling.do(lambda: telemetry.tell(entry.sequence))
             self._events.put(m.Written(number, outcome, problem))
 
+        def write_entry() -> None:
+            outcome, problem = _written(journal, entry, update)
+            then(outcome, problem)
+            if outcome is m.WriteOutcome.DURABLE:
+                journal.sync()  # of what nobody waits for
+
         if isinstance(entry, Saved):
             write, problem = self.replica.hooks.write_checkpoint(entry), "The checkpoint cannot be written"
-            # Behind the entries, and what it relies on is synced by then.
-            self._entries.do(journal.sync)
+            # Behind the entries: what it relies on is synced by then.
             self._entries.do(lambda: self._saver.do(lambda: then(write(), problem)))
             return
         update = self._parcels.prepared(entry.id, entry.digest) if isinstance(entry, Payload) else None
-        self._entries.do(lambda: then(*_written(journal, entry, update)))
-        if isinstance(entry, Payload | Receipt):  # While an fsync runs, an author's answer cannot be written.
-            self._set_timer(SYNC_SECS, lambda: self._entries.do(journal.sync))
+        self._entries.do(write_entry)
 
 
 def _written(journal: Journal, entry: Entry, update: Update | None) -> tuple[m.WriteOutcome, str]:

@@ -135,8 +135,7 @@ class RunFiles:
         self._write_last(self._write_note, self._write_operations)
         self._write_heartbeat(finished=finished)
         if self.session.rank == 0:
-            self.inbox.take_outcomes()
-            self._write_last(self.inbox.finish)
+            self._write_last(self.inbox.take_outcomes, self.inbox.finish)
         if self.fence is not None:
             self.fence.release()
 
@@ -167,13 +166,12 @@ class RunFiles:
                 # `take_first` may read for long, and the notes tell others that this job runs.
                 if is_first and self._reading.acquire(blocking=False):
                     try:
-                        self.inbox.take_outcomes()
-                        acts = [lambda run_dir: self.inbox.look(run_dir, training=self.training.active)]
-                        if self._distant.has_received:
-                            acts.insert(0, self._distant.write)
-                        if self.inbox.has_taken:
-                            acts.insert(0, self.inbox.settle)
-                        self._with_files(*acts)
+                        self._with_files(
+                            self.inbox.take_outcomes,
+                            self.inbox.settle,
+                            self._distant.write,
+                            lambda run_dir: self.inbox.look(run_dir, training=self.training.active),
+                        )
                     finally:
                         self._reading.release()
             self._write_last(self._write_metrics)
@@ -325,10 +323,6 @@ class DistantNotes:
         """Keeps a note until it is written, in place of an older one. Called by the thread that reads it."""
         with self._lock:
             self._received[rank] = time.time(), text
-
-    @property
-    def has_received(self) -> bool:
-        return bool(self._received)
 
     def write(self, run_dir: RunDir, secs: float = _WRITE_SECS) -> None:
         """Writes what has arrived, one note at least, and others for `secs`, the oldest first."""

@@ -30,8 +30,7 @@ ones stop a start.
                                                   it; only a receipt was told to its author
     after the fsync                               a complete line, which nothing takes away
 
-Nobody waits for the fsync of a payload or a receipt (`FileJournal.write`): the next line brings it along, or
-a timer of the session does.
+Nobody waits for the fsync of a payload or a receipt (`FileJournal.write`). It follows at once.
 
 A file that a line names is durable under its final name before the line is written. Without the line, the
 file is void.
@@ -411,8 +410,7 @@ class Fence:
             # From here on others can read it. It is never cut off again: the next group may have counted it.
             self.last = line
             faults.point("write")
-            # At most one line is not synced: of several, a power failure may leave a later one alone.
-            sync, self.is_synced = sync or not self.is_synced, False
+            self.is_synced = False
             if sync:
                 os.fsync(descriptor)
                 self.is_synced = True

@@ -353,22 +353,13 @@ def _is_taken(run_dir: RunDir, update_id: str, job_is_running: Callable[[], bool
 
 
 def waiting(run_dir: RunDir) -> list[WaitingUpdate]:
-    return listed(run_dir)[0]
-
-
-def listed(run_dir: RunDir) -> tuple[list[WaitingUpdate], list[RunPath]]:
-    """What waits in the inbox, without what is still being written: the updates, oldest first, and the files
-    of the other requests, in the order of their random ids.
-    """
-    updates, requests = list[WaitingUpdate](), list[RunPath]()
-    for path in _inbox(run_dir).glob("[!.]*"):
-        if path.name.endswith(_REQUEST):
-            requests.append(path)
-        elif path.name.endswith(_UPDATE):
-            with contextlib.suppress(FileNotFoundError):  # It was removed in the meantime.
-                status = path.stat()
-                updates.append(WaitingUpdate(status.st_mtime, id_of(path), path, status.st_size))
-    return sorted(updates), sorted(requests)
+    """The updates that wait in the inbox, oldest first, without those still being written."""
+    found = []
+    for path in _named(run_dir, _UPDATE):
+        with contextlib.suppress(FileNotFoundError):  # It was removed in the meantime.
+            status = path.stat()
+            found.append(WaitingUpdate(status.st_mtime, id_of(path), path, status.st_size))
+    return sorted(found)
 
 
 class Arrivals:
@@ -429,7 +420,8 @@ class Arrivals:
 
 
 def requests(run_dir: RunDir) -> list[RunPath]:
-    return listed(run_dir)[1]
+    """The files of the other requests that wait for an answer. Their order is that of random ids."""
+    return sorted(_named(run_dir, _REQUEST))
 
 
 def id_of(path: RunPath) -> str:
@@ -603,6 +595,10 @@ def _check(request: InboxRequest) -> None:
     checked_text("author", request.author, _MAX_AUTHOR)
     checked_text("name", request.name, 1000)
     checked_text("note", request.note)
+
+
+def _named(run_dir: RunDir, suffix: str) -> list[RunPath]:
+    return [path for path in _inbox(run_dir).glob(f"*{suffix}") if not path.name.startswith(".")]
 
 
 def _inbox(run_dir: RunDir) -> RunPath:

@@ -417,7 +417,6 @@ class FileJournal(StoredJournal):
         """
         if self._fence.is_taken_over():
             return 0
-        self.sync()  # A later line names the same bytes: it must stay, too.
         removed = 0
         for line in list(unneeded_payloads(self.lines, held, self._fence.number, pending)):
             if (place := (line.group, line.number)) not in self._removed:

@@ -111,7 +111,7 @@ def next_start(
         job.on_all(lambda worker: worker.session.begin())
         job.train(STEPS - saved.step, one_step=trained)
         if answers:
-            eventually(lambda: (reader.take_outcomes(), reader.settle(run), not reader._taken)[-1])
+            eventually(lambda: (reader.take_outcomes(run), reader.settle(run), not reader._taken)[-1])
         return job.values(), list(job.workers[1].applied)
 
 
@@ -234,12 +234,12 @@ def test_a_start_does_not_wait_for_a_look_whose_disk_does_not_answer(
     monkeypatch.setattr(worker_notes, "FIRST_SECS", 0)
     answers, looks = threading.Event(), threading.Event()
 
-    def listed(run_dir: Path) -> tuple[list[Any], list[Any]]:
+    def requests(run_dir: Path) -> list[Any]:
         looks.set()
         answers.wait(DEADLINE_SECS)
-        return [], []
+        return []
 
-    monkeypatch.setattr(inbox, "listed", listed)
+    monkeypatch.setattr(inbox, "requests", requests)
     with Job(1, begins=False) as job:
         session = job.workers[0].session
         keeping = worker_notes.RunFiles(session, tmp_path, Training(session))

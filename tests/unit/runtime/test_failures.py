@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -17,8 +14,7 @@ from replicast import faults
 from replicast.core.entries import Committed, Entry, Payload, Receipt, Stage
 from replicast.errors import JobFailed
 from replicast.replicas.proposals import Ticket
-from replicast.storage.claims import Fence
-from replicast.storage.journal import FileJournal, MemoryJournal, NotWritten, PerhapsWritten
+from replicast.storage.journal import MemoryJournal, NotWritten, PerhapsWritten
 from replicast.update.update import Update
 from tests.threads import DEADLINE_SECS, Job, Worker, eventually
 from tests.unit.runtime.playing import adding, bias, bias_of, refusal
@@ -157,18 +153,6 @@ def test_the_death_of_the_journals_thread_ends_the_job(fail_at: Callable[[str], 
         job.workers[1].propose(bias(1.0))
         with pytest.raises(JobFailed, match=r"The background thread 'journal'.*FaultInjected"):
             job.train(1000)
-
-
-def test_a_disk_that_fails_at_the_last_sync_of_a_job_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Job(1, FileJournal(tmp_path, Fence(tmp_path, 0))) as job:
-        ticket = job.workers[0].propose(bias(1.0))
-        job.train(1)
-        ticket.result(DEADLINE_SECS)
-        with mock.patch.object(Fence, "sync", side_effect=OSError(errno.EIO, "Input/output error")):
-            job.workers[0].session.stop()
-    assert "cannot be synced (Input/output error)" in caplog.text
 
 
 def test_an_error_in_applying_ends_the_worker_and_is_its_own(fail_at: Callable[[str], None]) -> None:
