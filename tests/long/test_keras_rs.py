@@ -166,7 +166,7 @@ def test_a_model_of_keras_rs_trains_as_in_plain_keras_and_reads_no_table(
     assert_equal_on_all([found for found, _ in results])
     assert_close(results[0][0], expected, rtol=1e-4, atol=1e-6)
     for path, operations, by_rows in results[0][1]:
-        is_moment = any(part in path for part in ("momentum", "velocity"))
         assert by_rows == (name != "Adam"), path
-        assert ("ReadVariableOp" in operations) == (name == "Adam" and is_moment), f"{path}: {operations}"
+        # Adam moves every row: it reads its blocks, or a small table as a whole.
+        assert ("ReadVariableOp" in operations) == (name == "Adam"), f"{path}: {operations}"
     assert results[0][1]
