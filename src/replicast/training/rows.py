@@ -323,7 +323,7 @@ def _adam_step(stock: Callable[..., None]) -> Callable[..., None]:
         sums = [tf.math.unsorted_segment_sum(x, places, tf.size(indices)) for x in (g, tf.square(g))]
         before = [tf.raw_ops.ResourceGather(resource=one, indices=indices, dtype=dtype) for one in handles]
         width = shape[1:].num_elements()
-        # A power of 2: a part of a tensor is no copy if it starts and ends at a multiple of 64 bytes.
+        # A power of 2: a part of a tensor is not copied if it starts and ends at a multiple of 64 bytes.
         count = 1 << max(1, BLOCK_BYTES // max(1, width * dtype.size)).bit_length() - 1
         # Rows are written one by one: not if they are short. A GPU has no such caches. And without a graph,
         # what is read of a table is in use until the end of the block: the write would copy the table.
