@@ -374,6 +374,12 @@ def test_after_a_backup_of_a_log_with_a_damaged_end_is_back_no_update_is_lost(
     assert list(started(tmp_path).history().committed) == [1, 2]
 
 
+def test_a_damaged_payload_promises_nothing_so_its_update_can_be_withdrawn(tmp_path: Path) -> None:
+    written(tmp_path, payload("u1"), Withdrawn("x"))
+    damage(tmp_path, 1, flip)
+    assert not Updates(tmp_path).has_promised("u1")
+
+
 def test_a_trial_that_has_ended_has_no_end_to_come_although_its_receipt_is_damaged(tmp_path: Path) -> None:
     decided = Decided(1, False, 14, 1, "worse", 2.0)
     written(tmp_path, payload("u1"), committed(1, "u1", Trial(4)), decided, receipt(1, "u1"), Withdrawn("x"))
